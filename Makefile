@@ -1,0 +1,40 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-slow lint types clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.venv: .venv/.installed ## the virtual environment with fxshard (editable) and all tools
+
+# constraints.txt pins torch exactly. Where an index or find-links offers 2.13.0+cpu, pip prefers it;
+# plain PyPI brings the CUDA build.
+.venv/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install -c constraints.txt -e ".[dev,hf]"
+	touch $@
+
+demo: .venv/.installed ## train the demo model; writes runs/demo
+	$(BIN)/fxshard train --out runs/demo
+
+test: .venv/.installed ## the fast tests
+	$(BIN)/python -m pytest -q
+
+test-slow: .venv/.installed ## the tests marked slow
+	$(BIN)/python -m pytest -q -m slow
+
+lint: .venv/.installed ## style, format, import layers, private imports
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/lint-imports --no-cache # its cache keeps imports of a module that was absent as external
+	$(BIN)/python .ci/private_imports.py fxshard passes
+
+types: .venv/.installed ## mypy, strict
+	$(BIN)/mypy
+
+clean: ## remove caches and build outputs; keeps .venv and runs/
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,170 @@
+"""The only importer of torch's private modules.
+
+Each name below is one use of something torch does not promise. `tests/test_compat.py` holds a
+contract test for each, so that a torch upgrade says which one changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._functorch._aot_autograd.descriptors as _desc
+from torch import fx, nn
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.distributed.fsdp.wrap import _Policy
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.graph import _PyTreeCodeGen
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
+
+__all__ = [
+    "DATA_DEPENDENT_ERRORS",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "TorchDispatchMode",
+    "TreeSpec",
+    "compiling",
+    "export_joint",
+    "fake_process_group",
+    "input_source",
+    "output_source",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_unflatten",
+]
+
+# What fake tensors raise when Python control flow reads a tensor's value.
+DATA_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+)
+
+
+def export_joint(
+    module: nn.Module, args: tuple[Any, ...]
+) -> tuple[fx.GraphModule, list[Any], list[Any]]:
+    """Trace forward and backward of `module` into one ATen graph, without decompositions.
+
+    Returns:
+        The graph module; the descriptor of each placeholder; the descriptor of each output.
+        (torch/_functorch/aot_autograd.py, ``aot_export_joint_with_descriptors``)
+    """
+    with contextlib.ExitStack() as stack:
+        joint = aot_export_joint_with_descriptors(stack, module, args, decompositions={})
+        graph_module = joint.graph_module
+    placeholders = [n.meta["desc"] for n in graph_module.graph.find_nodes(op="placeholder")]
+    (output,) = graph_module.graph.find_nodes(op="output")
+    return graph_module, placeholders, list(output.meta["desc"])
+
+
+def input_source(desc: Any) -> tuple[str, Any]:
+    """What a placeholder of the joint graph stands for.
+
+    Returns:
+        ``("param" | "buffer", fqn)``, ``("input", flat index)``, ``("tangent", source of the
+        output)`` or ``("other", text)``.
+    """
+    if isinstance(desc, _desc.ParamAOTInput):
+        return "param", desc.target
+    if isinstance(desc, _desc.BufferAOTInput):
+        return "buffer", desc.target
+    if isinstance(desc, _desc.PlainAOTInput):
+        return "input", desc.idx
+    if isinstance(desc, _desc.TangentAOTInput):
+        return "tangent", output_source(desc.output)
+    return "other", str(desc)
+
+
+def output_source(desc: Any) -> tuple[str, Any]:
+    """What an output of the joint graph stands for.
+
+    Returns:
+        ``("output", flat index)``, ``("grad", source of the input)``, ``("mutation", source of
+        the input)``, ``("none", None)`` or ``("other", text)``.
+    """
+    if desc is None:
+        return "none", None
+    if isinstance(desc, _desc.PlainAOTOutput):
+        return "output", desc.idx
+    if isinstance(desc, _desc.GradAOTOutput):
+        return "grad", input_source(desc.grad_of)
+    if isinstance(desc, _desc.InputMutationAOTOutput):
+        return "mutation", input_source(desc.mutated_input)
+    return "other", str(desc)
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Make ``torch.compiler.is_compiling()`` true, and nothing else (``is_exporting`` stays off).
+
+    Models ask it to leave out side effects that a trace cannot hold.
+    """
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
+    """Initialise torch.distributed's default group as a fake one for the time of the block.
+
+    A fake group runs one rank alone: an all-gather repeats this rank's input, a reduce-scatter
+    keeps its chunk (torch/csrc/distributed/c10d/FakeProcessGroup.hpp).
+    """
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def with_current_meta(key: str, value: Any) -> Callable[[], None]:
+    """Set `key` of the metadata that new FX nodes inherit; the returned call puts it back.
+
+    (torch/fx/traceback.py, ``current_meta``; copied to nodes under ``preserve_node_meta``)
+    """
+    current = torch.fx.traceback.current_meta
+    absent = object()
+    before = current.get(key, absent)
+    current[key] = value
+
+    def restore() -> None:
+        if before is absent:
+            current.pop(key, None)
+        else:
+            current[key] = before
+
+    return restore
+
+
+def takes_flat_inputs(graph: fx.Graph) -> bool:
+    """True if the graph's placeholders are the flattened arguments (torch.export's modules)."""
+    return isinstance(graph._codegen, _PyTreeCodeGen)
+
+
+def is_wrap_policy(spec: object) -> bool:
+    """True for ``ModuleWrapPolicy``, ``CustomPolicy`` and their kin (torch.distributed.fsdp.wrap)."""
+    return isinstance(spec, _Policy)
+
+
+def run_wrap_policy(policy: Any, model: nn.Module) -> set[nn.Module]:
+    """Modules that FSDP1 would wrap under `policy`."""
+    return set(policy._run_policy(model, ignored_modules=set(), root_kwargs={}))

@@ -1,0 +1,275 @@
+"""The stable text form of a Program: the joint graph line by line, and the folded schedule.
+
+The text holds no rank, no address and no order of a set: it is byte-identical on all ranks.
+docs/ir.md has its grammar.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import fx
+
+from fxshard import meta, ops
+from fxshard.program import Program
+
+_DTYPES = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.bool: "b8",
+    torch.uint8: "u8",
+    torch.complex64: "c64",
+}
+
+
+def text(program: Program) -> str:
+    """The joint graph, one line per node, under a line per phase."""
+    lines = [f"program world_size={program.world_size} units={len(program.units)}"]
+    phase = None
+    for node in program.graph.nodes:
+        if node.op == "call_function" and meta.get(node).phase != phase:
+            phase = meta.get(node).phase
+            lines.append(f"{phase}:")
+        lines.append("  " + line(node, program))
+    return "\n".join(lines)
+
+
+def line(node: fx.Node, program: Program | None = None) -> str:
+    """One node: value, type, operator with arguments, and its tag behind a bar."""
+    if node.op == "output":
+        names = [r.name for r in program.results] if program else []
+        shown = ", ".join(
+            f"%{value}" + (f" ({result})" if result else "")
+            for value, result in zip(node.args[0], names or [""] * len(node.args[0]), strict=True)  # type: ignore[arg-type]
+        )
+        return f"return {shown}"
+    tag = node.meta.get("fxshard")
+    type_ = f" : {types(node.meta.get('val'))}" if node.meta.get("val") is not None else ""
+    if node.op == "placeholder":
+        return f"%{node.name}{type_} = {tag.role if tag else 'input'} {tag.fqn if tag else ''}"
+    arguments = [_argument(a) for a in node.args]
+    arguments += [f"{key}={_argument(value)}" for key, value in node.kwargs.items()]
+    call = f"%{node.name}{type_} = {operation(node)}({', '.join(arguments)})"
+    return f"{call}  | {_tag(tag)}" if tag and _tag(tag) else call
+
+
+def operation(node: fx.Node) -> str:
+    """``aten.mm``, ``fxshard.wait``, ``getitem``, ``region_0``."""
+    if node.target is operator.getitem:
+        return "getitem"
+    return str(node.target).removesuffix(".default")
+
+
+def types(value: Any) -> str:
+    """``f32[2,16]``; a list in parentheses."""
+    if isinstance(value, torch.Tensor):
+        dtype = _DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
+        return f"{dtype}[{','.join(map(str, value.shape))}]"
+    if isinstance(value, (list, tuple)):
+        return "(" + ", ".join(types(item) for item in value) + ")"
+    return type(value).__name__
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return f"%{value.name}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_argument(item) for item in value) + "]"
+    return str(value)
+
+
+def _tag(tag: meta.Meta) -> str:
+    parts = [tag.module] if tag.module else []
+    if tag.unit is not None:
+        parts.append(f"unit={tag.unit}")
+    if tag.pair is not None:
+        parts.append(f"pair={tag.pair}")
+    if tag.stream != "compute":
+        parts.append(f"stream={tag.stream}")
+    if tag.waits:
+        parts.append(f"waits={','.join(tag.waits)}")
+    if tag.records:
+        parts.append(f"records={tag.records}")
+    return " ".join(parts)
+
+
+def excerpt(program: Program, node: fx.Node, around: int = 5) -> str:
+    """Ten lines of dump around `node`, with a caret under it."""
+    nodes = list(program.graph.nodes)
+    at = nodes.index(node)
+    shown: list[str] = []
+    for other in nodes[max(0, at - around) : at + around + 1]:
+        shown.append("    " + line(other, program))
+        if other is node:
+            shown.append("    " + "^" * min(60, len(line(other, program))))
+    return "\n".join(shown)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One printed row of the outer schedule; `fold` merges equal ones.
+
+    Attributes:
+        phase: of the step.
+        operation: unshard, wait, compute, reduce or free.
+        kind: class name of the unit's module; what must be equal for rows to fold.
+        units: names of the units that this row stands for, in order.
+        what: region name, or number of tensors.
+        stream: where it runs.
+        waits: what the stream waits for first.
+        bytes: bytes of the buffers that are gathered, reduced or freed, per unit.
+    """
+
+    phase: str
+    operation: str
+    kind: str
+    units: tuple[str, ...]
+    what: str
+    stream: str
+    waits: str
+    bytes: int
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What must be equal for two rows to be the same row for different units."""
+        return (self.phase, self.operation, self.kind, self.what, self.stream, self.bytes)
+
+
+def rows(program: Program) -> list[Row]:
+    """The outer schedule: every row but the picks of results."""
+    assert program.schedule is not None, "outline-regions has not run"
+    found: list[Row] = []
+    for phase, graph in program.schedule.phases():
+        for node in graph.nodes:
+            if node.op not in ("call_function", "call_module"):
+                continue
+            if node.target is operator.getitem or meta.get(node).role == "unshard" and (
+                node.target is not ops.all_gather
+            ):
+                continue
+            found.append(_row(program, phase, node))
+    return found
+
+
+def _row(program: Program, phase: str, node: fx.Node) -> Row:
+    tag = meta.get(node)
+    unit = program.units[tag.unit or 0]
+    names = {ops.all_gather: "unshard", ops.reduce_scatter: "reduce", ops.wait: "wait"}
+    if node.op == "call_module":
+        operation, what, size = "compute", str(node.target), 0
+    else:
+        operation = names.get(node.target, "free")
+        sources = node.args[0] if operation != "unshard" else list(node.users)
+        values = [t for source in sources for t in meta.tensors(source.meta["val"])]  # type: ignore[union-attr]
+        size = sum(t.untyped_storage().nbytes() for t in values)
+        what = f"{len(values)} tensor{'s' * (len(values) != 1)}"
+        if operation in ("wait", "free"):
+            reduces = any(meta.get(s).role != "unshard" for s in sources)  # type: ignore[union-attr]
+            what = "reduce" if reduces else "unshard"
+    waits = {"c": "compute", "u": "unshard", "r": "reduce"}
+    waited = ",".join(waits[event[0]] for event in tag.waits)
+    return Row(phase, operation, unit.kind, (unit.name,), what, tag.stream, waited, size)
+
+
+def fold(rows: Sequence[Row]) -> list[tuple[int, list[Row]]]:
+    """Merge repeats: a list of ``(count, rows)``; a block of rows stands for `count` in a row.
+
+    Greedy from the top: at each row, the period that covers most rows wins.
+    """
+    keys = [row.key for row in rows]
+    folded: list[tuple[int, list[Row]]] = []
+    at = 0
+    while at < len(rows):
+        best = (1, 1)
+        for period in range(1, (len(rows) - at) // 2 + 1):
+            count = 1
+            while keys[at : at + period] == keys[at + count * period : at + (count + 1) * period]:
+                count += 1
+            if count > 1 and count * period > best[0] * best[1]:
+                best = (count, period)
+                break
+        count, period = best
+        block = [
+            dataclasses.replace(
+                rows[at + i],
+                units=tuple(rows[at + k * period + i].units[0] for k in range(count)),
+            )
+            for i in range(period)
+        ]
+        if count == 1 and folded and folded[-1][0] == 1:
+            folded[-1][1].extend(block)
+        else:
+            folded.append((count, block))
+        at += count * period
+    return folded
+
+
+def schedule(program: Program, *, folded: bool = True) -> str:
+    """The outer schedule as a table; identical layers are one block, "x N"."""
+    table = []
+    everything = rows(program)
+    blocks = fold(everything) if folded else [(1, everything)]
+    for count, block in blocks:
+        for i, row in enumerate(block):
+            times = "" if count == 1 else (f"x {count}" if i == 0 else '  "')
+            table.append(
+                (
+                    times,
+                    row.phase,
+                    row.operation,
+                    span(row.units),
+                    row.what,
+                    row.stream,
+                    row.waits,
+                    mebibytes(row.bytes) if row.bytes else "",
+                )
+            )
+    headers = ("", "phase", "operation", "unit", "what", "stream", "waits for", "MiB")
+    aligned = ("left",) * 7 + ("right",)
+    return tabulate(table, headers, tablefmt="simple", colalign=aligned, disable_numparse=True)
+
+
+def span(names: Sequence[str]) -> str:
+    """``layers.0`` to ``layers.30`` as ``layers.0 .. 30``."""
+    if len(names) == 1:
+        return names[0]
+    first, last = names[0], names[-1]
+    shared = 0
+    for a, b in zip(first.split("."), last.split("."), strict=False):
+        if a != b:
+            break
+        shared += 1
+    return f"{first} .. {'.'.join(last.split('.')[shared:])}"
+
+
+def mebibytes(size: int) -> str:
+    """Bytes as MiB with three decimals."""
+    return f"{size / 2**20:,.3f}"
+
+
+def collectives(program: Program) -> list[str]:
+    """One line per collective in launch order: what every rank must do alike."""
+    lines = []
+    for node in program.graph.nodes:
+        if node.target in ops.LAUNCHES:
+            tag = meta.get(node)
+            sent = [types(t) for t in meta.tensors([s.meta["val"] for s in node.args[0]])]
+            fqns = [meta.get(user).fqn or "" for user in node.users]
+            what = ", ".join(f"{fqn} {type_}" for fqn, type_ in zip(fqns, sent, strict=True))
+            lines.append(f"{tag.phase} {operation(node)} unit={tag.unit} [{what}]")
+    return lines
+
+
+def certificate(program: Program) -> str:
+    """SHA-256 of the collective sequence (hex)."""
+    return hashlib.sha256("\n".join(collectives(program)).encode()).hexdigest()

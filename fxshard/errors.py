@@ -1,0 +1,60 @@
+"""Every error fxshard raises on purpose. Each says what is wrong, where, and what to do."""
+
+from __future__ import annotations
+
+
+class FxshardError(Exception):
+    """Base of all errors below; catch it to catch fxshard's own refusals and nothing else."""
+
+
+class ConfigError(FxshardError, ValueError):
+    """An option that does not exist, a value that is not legal, or options that contradict."""
+
+
+class UnitError(FxshardError, ValueError):
+    """A unit pattern that matches nothing, or a parameter that cannot be sharded."""
+
+
+class CaptureError(FxshardError, RuntimeError):
+    """The model cannot be traced. Carries the user's source line in its text."""
+
+
+class VerifyError(FxshardError, AssertionError):
+    """A program breaks one of the Facts (see `fxshard.program.Fact`).
+
+    Attributes:
+        fact: name of the broken Fact.
+        node: name of the node at fault, or None.
+        pass_name: the pass after which the check ran, or None.
+    """
+
+    def __init__(
+        self, fact: str, message: str, *, node: str | None = None, excerpt: str = ""
+    ) -> None:
+        self.fact = fact
+        self.node = node
+        self.pass_name: str | None = None
+        self.message = message
+        self.excerpt = excerpt
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        after = f" after pass '{self.pass_name}'" if self.pass_name else ""
+        text = f"fact '{self.fact}' does not hold{after}: {self.message}"
+        if self.excerpt:
+            text += f"\n{self.excerpt}"
+        if self.pass_name:
+            text += "\nreproduce with FXSHARD_DEBUG=4 (dumps the program around every pass)"
+        return text
+
+
+class RankMismatchError(FxshardError, RuntimeError):
+    """Ranks do not agree on the model, the batch structure or the collective sequence."""
+
+
+class RankDiedError(FxshardError, RuntimeError):
+    """A collective failed because other ranks are gone; names them."""
+
+
+class StepError(FxshardError, RuntimeError):
+    """The compiled module was used in an order that has no meaning (backward twice, ...)."""

@@ -1,0 +1,121 @@
+"""Typed access to ``node.meta["fxshard"]``: what a node is for, tagged when it is made.
+
+Passes and analyses read these tags; nothing is ever recognised later by its shape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from fxshard.compat import OpOverload
+
+Phase = Literal["forward", "backward"]
+Role = Literal[
+    "shard",  # placeholder: this rank's padded shard of a parameter
+    "param",  # placeholder: a whole parameter (before insert-unshard)
+    "buffer",  # placeholder: a buffer of the model, or a constant tensor it holds
+    "input",  # placeholder: a tensor of the batch
+    "tangent",  # placeholder: gradient arriving at an output
+    "compute",
+    "unshard",  # launch of an all-gather, the pick of one of its buffers, the cut of its padding
+    "reduce",  # launch of a reduce-scatter, the pick of one of its results
+    "pad",  # copy that brings a gradient into the form that a reduce-scatter takes
+    "wait",
+    "free",
+    "output",
+]
+Stream = Literal["compute", "unshard", "reduce"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Meta:
+    """The tag of one node.
+
+    Attributes:
+        phase: the half of the step in which the node runs.
+        role: what it is for.
+        module: FQN of the module that it belongs to ("" is the root).
+        unit: index of the unit that it belongs to, or None before assign-units.
+        fqn: for placeholders, what they hold: parameter or buffer FQN, input or output name.
+        stream: where it runs.
+        pair: shared by the launch, wait and free of one collective.
+        records: event recorded on `stream` when the node is done.
+        waits: events that `stream` waits for before the node starts.
+    """
+
+    phase: Phase
+    role: Role
+    module: str = ""
+    unit: int | None = None
+    fqn: str | None = None
+    stream: Stream = "compute"
+    pair: int | None = None
+    records: str | None = None
+    waits: tuple[str, ...] = ()
+
+
+def get(node: fx.Node) -> Meta:
+    """The tag of `node`. Raises KeyError when a pass made it without one."""
+    tag: Meta = node.meta["fxshard"]
+    return tag
+
+
+def put(node: fx.Node, tag: Meta, val: Any = None) -> fx.Node:
+    """Tag `node`, and give it its fake value when one is passed; returns the node."""
+    node.meta["fxshard"] = tag
+    if val is not None:
+        node.meta["val"] = val
+    return node
+
+
+def update(node: fx.Node, **changes: Any) -> None:
+    """Replace fields of the tag of `node`."""
+    node.meta["fxshard"] = dataclasses.replace(get(node), **changes)
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in the value of a node (a tensor, or a list or tuple that holds some)."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors(item)
+
+
+def storages(node: fx.Node) -> list[torch.UntypedStorage]:
+    """The distinct storages that the value of `node` refers to. Aliases share one object."""
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors(node.meta.get("val")):
+        storage = tensor.untyped_storage()
+        found[id(storage)] = storage
+    return list(found.values())
+
+
+def storage_ids(node: fx.Node) -> set[int]:
+    """Identity of each storage of `node`; equal for aliases, stable while the graph lives."""
+    return {id(storage) for storage in storages(node)}
+
+
+def aliases_input(node: fx.Node) -> bool:
+    """True if `node` is a view of (or a pick from) one of its inputs: it allocates nothing."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return True
+    inputs: set[int] = set().union(*map(storage_ids, node.all_input_nodes))
+    own = storage_ids(node)
+    return bool(own) and own <= inputs
+
+
+def is_random(node: fx.Node) -> bool:
+    """True if the operator of `node` draws random numbers."""
+    target = node.target
+    return isinstance(target, OpOverload) and (
+        torch.Tag.nondeterministic_seeded in target.tags
+    )

@@ -1,0 +1,56 @@
+"""The ``fxshard::`` operators of the rewritten graph, with fake implementations.
+
+They are the words of the intermediate representation. The executor binds each to a method of the
+same name on a World (`fxshard.world`); they have no kernel of their own.
+
+================  =============================================================================
+all_gather        launch: one padded shard ``[chunk, ...]`` per parameter in, one fresh buffer
+                  ``[world_size * chunk, ...]`` per parameter out, in one coalesced collective.
+                  The buffer *is* the unsharded parameter (rank r wrote rows r*chunk onward), so
+                  nothing is copied out; padding rows are cut off by a view.
+reduce_scatter    launch: one contiguous ``[world_size * chunk, ...]`` gradient per parameter in,
+                  one fresh ``[chunk, ...]`` out, averaged, in one coalesced collective.
+wait              the compute stream waits for the launch that these tensors belong to.
+free              give the storage of these tensors back now, whoever still refers to them.
+================  =============================================================================
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LIBRARY = torch.library.Library("fxshard", "DEF")
+_LIBRARY.define("all_gather(Tensor[] shards, int world_size) -> Tensor[]")
+_LIBRARY.define("reduce_scatter(Tensor[] grads, int world_size) -> Tensor[]")
+_LIBRARY.define("wait(Tensor[] tensors) -> ()")
+_LIBRARY.define("free(Tensor[] tensors) -> ()")
+
+
+@torch.library.register_fake("fxshard::all_gather", lib=_LIBRARY)
+def _(shards: list[Tensor], world_size: int) -> list[Tensor]:
+    return [s.new_empty((s.shape[0] * world_size, *s.shape[1:])) for s in shards]
+
+
+@torch.library.register_fake("fxshard::reduce_scatter", lib=_LIBRARY)
+def _(grads: list[Tensor], world_size: int) -> list[Tensor]:
+    return [g.new_empty((g.shape[0] // world_size, *g.shape[1:])) for g in grads]
+
+
+@torch.library.register_fake("fxshard::wait", lib=_LIBRARY)
+def _(tensors: list[Tensor]) -> None:
+    return None
+
+
+@torch.library.register_fake("fxshard::free", lib=_LIBRARY)
+def _(tensors: list[Tensor]) -> None:
+    return None
+
+
+all_gather = torch.ops.fxshard.all_gather.default
+reduce_scatter = torch.ops.fxshard.reduce_scatter.default
+wait = torch.ops.fxshard.wait.default
+free = torch.ops.fxshard.free.default
+
+LAUNCHES = (all_gather, reduce_scatter)
+ALL = (all_gather, reduce_scatter, wait, free)

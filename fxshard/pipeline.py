@@ -1,0 +1,150 @@
+"""Pass, Pipeline, and the default list of passes as data.
+
+The runner does for every pass what no pass does for itself: it checks what the pass requires,
+times it, lints the graph, dumps and compares by FXSHARD_DEBUG, and verifies what it ensures.
+"""
+
+from __future__ import annotations
+
+import collections
+import difflib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from fxshard import dump, verify
+from fxshard.config import Config, environment
+from fxshard.errors import ConfigError, VerifyError
+from fxshard.passes.annotate_streams import AnnotateStreams
+from fxshard.passes.assign_units import AssignUnits
+from fxshard.passes.canonicalize import Canonicalize
+from fxshard.passes.insert_free import InsertFree
+from fxshard.passes.insert_reduce import InsertReduce
+from fxshard.passes.insert_unshard import InsertUnshard
+from fxshard.passes.outline_regions import OutlineRegions
+from fxshard.passes.prefetch import Prefetch
+from fxshard.program import Fact, Program
+
+
+class Pass(Protocol):
+    """A rewrite of a Program. Implementations are frozen dataclasses; fields are options."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def requires(self) -> frozenset[Fact]: ...
+
+    @property
+    def ensures(self) -> frozenset[Fact]: ...
+
+    def apply(self, program: Program) -> None:
+        """Rewrite `program` in place."""
+
+
+Observer = Callable[[str, str, str], None]  # (pass name, text before, text after)
+
+
+def default_passes(config: Config) -> list[Pass]:
+    """The default pipeline for `config`, as a list that may be edited and passed back."""
+    return [
+        Canonicalize(),
+        AssignUnits(),
+        InsertUnshard(),
+        InsertReduce(),
+        Prefetch(forward=config.forward_prefetch, backward=config.backward_prefetch),
+        AnnotateStreams(),
+        InsertFree(),
+        OutlineRegions(),
+    ]
+
+
+def run(
+    program: Program,
+    passes: Sequence[Pass],
+    *,
+    check_each: bool = False,
+    observe: Observer | None = None,
+) -> None:
+    """Apply `passes` in order, then verify every Fact that they ensured.
+
+    Args:
+        program: rewritten in place.
+        passes: the pipeline.
+        check_each: verify after every pass, not only at the end (FXSHARD_DEBUG=1 and above too).
+        observe: called with the dump before and after each pass.
+
+    Raises:
+        ConfigError: a pass requires a Fact that no earlier pass ensures.
+        VerifyError: a Fact does not hold; names the pass, if checked after each.
+    """
+    env = environment()
+    texts = observe is not None or env.debug >= 3 or env.dump_dir is not None
+    for position, step in enumerate(passes):
+        missing = step.requires - program.facts
+        if missing:
+            raise ConfigError(
+                f"pass '{step.name}' requires that {' and '.join(f.value for f in missing)}; "
+                f"no earlier pass in the pipeline ensures it. Put it behind one that does."
+            )
+        before = dump.text(program) if texts else ""
+        counts = _op_counts(program) if env.debug >= 2 else None
+        start = time.perf_counter()
+        step.apply(program)
+        seconds = time.perf_counter() - start
+        program.graph.lint()
+        program.facts |= step.ensures
+        after = dump.text(program) if texts else ""
+        if observe is not None:
+            observe(step.name, before, after)
+        _report(position, step.name, seconds, counts, program, before, after)
+        if check_each or env.debug >= 1:
+            _verify(program, step.name)
+    _verify(program, None)
+
+
+def _verify(program: Program, pass_name: str | None) -> None:
+    try:
+        verify.verify(program)
+    except VerifyError as error:
+        error.pass_name = pass_name
+        raise
+
+
+def _op_counts(program: Program) -> collections.Counter[str]:
+    return collections.Counter(str(n.target) for n in program.graph.nodes if n.op != "output")
+
+
+def _report(
+    position: int,
+    name: str,
+    seconds: float,
+    counts: collections.Counter[str] | None,
+    program: Program,
+    before: str,
+    after: str,
+) -> None:
+    """Print what FXSHARD_DEBUG asks for (docs/env.md), to FXSHARD_DUMP_DIR or standard error."""
+    env = environment()
+    lines: list[str] = []
+    if env.debug >= 1:
+        lines.append(f"[fxshard] {position} {name}: {len(program.graph.nodes)} nodes, {seconds:.3f} s")
+    if counts is not None:
+        now = _op_counts(program)
+        changed = {op: now[op] - counts[op] for op in now | counts if now[op] != counts[op]}
+        lines += [f"[fxshard]   {n:+d} {op}" for op, n in sorted(changed.items())]
+    if env.debug == 3:
+        diff = difflib.unified_diff(
+            before.splitlines(), after.splitlines(), "before", "after", lineterm="", n=1
+        )
+        lines += list(diff)
+    if env.debug >= 4:
+        lines += [f"[fxshard] after {name}:", after]
+    if lines:
+        print("\n".join(lines), file=sys.stderr)
+    if env.dump_dir is not None:
+        env.dump_dir.mkdir(parents=True, exist_ok=True)
+        stem = f"{position:02d}_{name}"
+        (env.dump_dir / f"{stem}.before.txt").write_text(before + "\n")
+        (env.dump_dir / f"{stem}.after.txt").write_text(after + "\n")

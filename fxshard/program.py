@@ -1,0 +1,159 @@
+"""Program: the rewritten graph of one step, and everything needed to run or analyse it.
+
+Note: kinds of tensor
+=====================
+sharded parameter     this rank's rows of a parameter, padded to ``ceil(rows / world_size)`` so
+                      that every rank sends the same number of bytes. A view of the unit's flat
+                      storage. Lives as long as the model.
+unsharded parameter   the whole parameter, for as long as its unit computes. It is the buffer that
+                      the all-gather wrote (from launch to wait: category *All Gather*; from wait
+                      to free: category *Unsharded Param*).
+unsharded gradient    the whole gradient of a parameter, from the backward operator that makes it
+                      to the free behind its reduce-scatter.
+reduce buffer         a padded or packed copy of an unsharded gradient, made only where the
+                      gradient cannot be sent as it lies (category *Reduce Scatter*).
+sharded gradient      this rank's averaged rows: the output of the reduce-scatter; becomes ``.grad``.
+saved activation      a forward value that backward reads. Never an unsharded parameter or a view
+                      of one: backward unshards again.
+tangent               the gradient that arrives at an output of the model.
+
+The joint graph
+===============
+One `torch.fx.Graph` holds both phases in execution order: forward nodes, then backward nodes.
+Every node carries a `fxshard.meta.Meta`. A value dies after its last use, in the order of the
+graph; `free` gives a storage back at once. The edges from forward to backward are the saved
+values. docs/ir.md has the grammar.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import fx
+
+from fxshard import meta
+from fxshard.compat import FakeTensorMode, TreeSpec
+from fxshard.units import Param, Unit
+
+if TYPE_CHECKING:
+    from fxshard.schedule import Schedule
+
+
+class Fact(enum.Enum):
+    """What can be true of a Program. A pass requires some and ensures some; `verify` checks each."""
+
+    TAGGED = "every node has a phase, a module and a fake value; forward comes before backward"
+    UNITS_ASSIGNED = "every node belongs to a unit"
+    UNSHARD_PAIRED = "every unshard has one wait, after it, before any use"
+    PARAMS_UNSHARDED = "no whole parameter is an input; each use reads an unsharded parameter"
+    NO_PARAM_SAVED = "nothing derived from an unsharded parameter is saved for backward"
+    REDUCED_ONCE = "each unsharded gradient is reduced exactly once"
+    EQUAL_CHUNKS = "every collective moves the same number of bytes on every rank"
+    BOUNDED_INFLIGHT = "at most prefetch + 1 units besides the root are unsharded at any point"
+    FREED = "every unsharded parameter and reduced gradient has one free"
+    NO_USE_AFTER_FREE = "nothing reads a storage after its free, through any alias"
+    STREAMS_ORDERED = "every read across streams is ordered by an event"
+    OUTLINED = "the schedule runs the nodes of the graph, each once, in an order that keeps data"
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What one entry of the graph's output is.
+
+    Attributes:
+        kind: "output" (of the model), "grad" (of a parameter or input), "mutation" (new value of
+            a buffer, already written back).
+        name: output index, parameter FQN, ``input[i]``, or buffer FQN.
+    """
+
+    kind: Literal["output", "grad", "mutation"]
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """How the flat graph is called from the user's side.
+
+    Attributes:
+        in_spec: tree of ``(args, kwargs)``.
+        out_spec: tree of the model's return value.
+        inputs: per flat input: the constant it had, or None where a tensor goes.
+        tensor_inputs: flat positions that hold tensors, in order.
+        outputs: per flat output: None where a tensor comes, else ``(constant,)``.
+        input_names, output_names: readable paths, for messages.
+        tangents: flat output indices whose gradient backward takes.
+        training: True if the program has a backward.
+    """
+
+    in_spec: TreeSpec
+    out_spec: TreeSpec
+    inputs: tuple[Any, ...]
+    tensor_inputs: tuple[int, ...]
+    outputs: tuple[tuple[Any] | None, ...]
+    input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
+    tangents: tuple[int, ...]
+    training: bool
+
+
+@dataclasses.dataclass
+class Program:
+    """One step of one model for one world size. Passes rewrite `graph` in place.
+
+    Attributes:
+        graph: the joint graph.
+        results: what each entry of the graph's output is.
+        signature: how the user's call maps to the graph.
+        constants: tensors that the model holds outside of parameters and buffers, by name.
+        units: unit 0 is the root.
+        world_size: number of ranks that parameters are sharded over.
+        fake_mode: owner of the fake values, for passes that make new ones.
+        facts: what has been ensured so far.
+        forward_prefetch, backward_prefetch: units ahead, as in `Config`.
+        schedule: the outer schedule and its regions, once outline-regions has run.
+    """
+
+    graph: fx.Graph
+    results: list[Result]
+    signature: Signature
+    constants: dict[str, torch.Tensor]
+    units: tuple[Unit, ...]
+    world_size: int
+    fake_mode: FakeTensorMode
+    facts: set[Fact] = dataclasses.field(default_factory=set)
+    forward_prefetch: int = 1
+    backward_prefetch: int = 1
+    schedule: Schedule | None = None
+
+    @property
+    def params(self) -> dict[str, Param]:
+        """Every parameter by FQN, in unit order."""
+        return {param.fqn: param for unit in self.units for param in unit.params}
+
+    @property
+    def output(self) -> fx.Node:
+        """The output node of the joint graph."""
+        (node,) = self.graph.find_nodes(op="output")
+        return node
+
+    def phase(self, phase: meta.Phase) -> list[fx.Node]:
+        """Nodes of one phase in execution order, without placeholders and output."""
+        return [
+            node
+            for node in self.graph.nodes
+            if node.op == "call_function" and meta.get(node).phase == phase
+        ]
+
+    def fake(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
+        """A fresh contiguous fake tensor with a storage of its own."""
+        with self.fake_mode:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+
+def nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a contiguous tensor."""
+    return math.prod(shape) * dtype.itemsize

@@ -1,0 +1,231 @@
+"""Joint graph -> outer schedule and compute regions.
+
+The outer schedule is one FX graph per phase whose operators are the ``fxshard::`` ones and calls
+of regions. A region is a run of compute operators between two of them, of one unit; equal runs
+(identical layers) share one region, stored once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import operator
+from typing import Any
+
+from torch import fx
+
+from fxshard import meta
+from fxshard.program import Program
+from fxshard.units import is_under
+
+COMPUTE: tuple[meta.Role, ...] = ("compute", "pad")
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """A run of compute operators, shared by all calls that are equal to it.
+
+    Attributes:
+        name: ``region_<k>``, in order of first call.
+        graph: placeholders in order of first use; the output is a tuple. Module names are
+            relative to the calling row's module (see `module_of`).
+        digest: SHA-256 of operators, arguments and metadata; equal runs have equal digests.
+    """
+
+    name: str
+    graph: fx.Graph
+    digest: str
+
+    @property
+    def body(self) -> list[fx.Node]:
+        """The operators in execution order."""
+        return [node for node in self.graph.nodes if node.op == "call_function"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The two-level form of a Program.
+
+    Attributes:
+        forward: outer graph; placeholders are shards, buffers and inputs; returns
+            ``(outputs, saved)``.
+        backward: outer graph; placeholders are what it reads of shards, buffers, inputs, saved
+            values, and tangents; returns the gradients. None for inference.
+        regions: by name.
+    """
+
+    forward: fx.Graph
+    backward: fx.Graph | None
+    regions: dict[str, Region]
+
+    def phases(self) -> list[tuple[meta.Phase, fx.Graph]]:
+        """The outer graphs in execution order."""
+        both: list[tuple[meta.Phase, fx.Graph | None]] = [
+            ("forward", self.forward),
+            ("backward", self.backward),
+        ]
+        return [(phase, graph) for phase, graph in both if graph is not None]
+
+
+def module_of(row: fx.Node, node: fx.Node) -> str:
+    """FQN of the module of `node`, an operator in the region that `row` calls."""
+    base, module = meta.get(row).module, meta.get(node).module
+    if not module.startswith("."):
+        return module
+    return f"{base}{module}".strip(".")
+
+
+def _relative(module: str, base: str) -> str:
+    """`module` seen from `base`: "." is base itself, ".x" inside it; others stay absolute."""
+    if not is_under(module, base):
+        return module
+    return "." + module[len(base) :].removeprefix(".")
+
+
+def saved_values(program: Program) -> list[fx.Node]:
+    """Forward operators whose value backward reads, in order of production."""
+    return [
+        node
+        for node in program.phase("forward")
+        if any(u.op != "output" and meta.get(u).phase == "backward" for u in node.users)
+    ]
+
+
+def build(program: Program) -> Schedule:
+    """Outline the joint graph. The graph itself is left as it is."""
+    regions: dict[str, Region] = {}
+    saved = saved_values(program)
+    values = list(program.output.args[0])  # type: ignore[arg-type]
+    outputs = [v for v, r in zip(values, program.results, strict=True) if r.kind == "output"]
+    grads = [v for v, r in zip(values, program.results, strict=True) if r.kind == "grad"]
+    forward = _outer(program, "forward", [], (tuple(outputs), tuple(saved)), regions)
+    backward = None
+    if program.signature.training:
+        backward = _outer(program, "backward", saved, tuple(grads), regions)
+    return Schedule(forward, backward, regions)
+
+
+def _outer(
+    program: Program,
+    phase: meta.Phase,
+    saved: list[fx.Node],
+    results: Any,
+    regions: dict[str, Region],
+) -> fx.Graph:
+    nodes = program.phase(phase)
+    outer = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    read = {n for node in nodes for n in node.all_input_nodes}
+    fx.map_arg(results, read.add)
+    for node in program.graph.find_nodes(op="placeholder"):
+        if node in read or (phase == "backward" and meta.get(node).role == "tangent"):
+            env[node] = _copied(outer.placeholder(node.name), node)
+    for node in saved:
+        env[node] = _copied(outer.placeholder(node.name), node)
+    run: list[fx.Node] = []
+    for node in nodes:
+        tag = meta.get(node)
+        if run and (tag.role not in COMPUTE or tag.unit != meta.get(run[-1]).unit):
+            _call_region(program, outer, env, run, regions)
+            run = []
+        if tag.role in COMPUTE:
+            run.append(node)
+        else:
+            env[node] = _copied(outer.node_copy(node, env.__getitem__), node)
+    if run:
+        _call_region(program, outer, env, run, regions)
+    output = outer.output(fx.map_arg(results, env.__getitem__))
+    meta.put(output, meta.Meta(phase, "output"))
+    return outer
+
+
+def _copied(copy: fx.Node, node: fx.Node) -> fx.Node:
+    copy.meta = dict(node.meta)
+    return copy
+
+
+def _call_region(
+    program: Program,
+    outer: fx.Graph,
+    env: dict[fx.Node, fx.Node],
+    run: list[fx.Node],
+    regions: dict[str, Region],
+) -> None:
+    """Append a call of the region equal to `run`, made if there is none yet."""
+    inside = set(run)
+    unit = program.units[meta.get(run[0]).unit or 0]
+    inputs = list(
+        dict.fromkeys(n for node in run for n in node.all_input_nodes if n not in inside)
+    )
+    outputs = [node for node in run if any(user not in inside for user in node.users)]
+    text = describe(run, inputs, outputs, unit.fqn)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    region = next((r for r in regions.values() if r.digest == digest), None)
+    if region is None:
+        region = _make_region(f"region_{len(regions)}", run, inputs, outputs, unit.fqn, digest)
+        regions[region.name] = region
+    call = outer.call_module(region.name, tuple(env[n] for n in inputs))
+    tag = meta.Meta(meta.get(run[0]).phase, "compute", module=unit.fqn, unit=unit.index)
+    meta.put(call, tag, tuple(n.meta["val"] for n in outputs))
+    for i, node in enumerate(outputs):
+        pick = outer.call_function(operator.getitem, (call, i))
+        env[node] = meta.put(pick, dataclasses.replace(tag, module=meta.get(node).module))
+        pick.meta["val"] = node.meta["val"]
+
+
+def _make_region(
+    name: str,
+    run: list[fx.Node],
+    inputs: list[fx.Node],
+    outputs: list[fx.Node],
+    base: str,
+    digest: str,
+) -> Region:
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for i, node in enumerate(inputs):
+        env[node] = _copied(graph.placeholder(f"a{i}"), node)
+    for node in run:
+        env[node] = _copied(graph.node_copy(node, env.__getitem__), node)
+        meta.update(env[node], module=_relative(meta.get(node).module, base))
+    graph.output(tuple(env[node] for node in outputs))
+    return Region(name, graph, digest)
+
+
+def describe(
+    run: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node], base: str
+) -> str:
+    """A text that is equal for two runs exactly when one region can stand for both.
+
+    It has the operators with arguments by position, shape, stride, dtype and device of what comes
+    in, which values leave, and the module of each operator relative to `base`.
+    """
+    number = {node: i for i, node in enumerate([*inputs, *run])}
+
+    def local(node: fx.Node) -> str:
+        return f"%{number[node]}"
+
+    lines = [_metadata(node) for node in inputs]
+    for node in run:
+        args = fx.map_arg(node.args, lambda n: _Local(local(n)))
+        kwargs = fx.map_arg(node.kwargs, lambda n: _Local(local(n)))
+        module = _relative(meta.get(node).module, base)
+        lines.append(f"{node.target} {args} {kwargs} {meta.get(node).role} {module}")
+    lines.append(" ".join(local(node) for node in outputs))
+    return "\n".join(lines)
+
+
+class _Local(str):
+    """A value by its position in a run; prints without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _metadata(node: fx.Node) -> str:
+    return " ".join(
+        f"{tuple(t.shape)}:{t.stride()}:{t.storage_offset()}:{t.dtype}:{t.device}"
+        for t in meta.tensors(node.meta["val"])
+    )

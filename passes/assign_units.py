@@ -1,0 +1,41 @@
+"""assign-units: say for every node to which unit it belongs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from fxshard import meta
+from fxshard.program import Fact, Program
+from fxshard.units import owner_of
+
+
+@dataclasses.dataclass(frozen=True)
+class AssignUnits:
+    """A node belongs to the innermost unit whose module contains the node's module.
+
+    Before::
+
+        %mm = aten.mm(%x, %t)   | layers.0.mlp
+
+    After::
+
+        %mm = aten.mm(%x, %t)   | layers.0.mlp  unit=1
+    """
+
+    name: ClassVar[str] = "assign-units"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.TAGGED})
+    ensures: ClassVar[frozenset[Fact]] = frozenset({Fact.UNITS_ASSIGNED})
+
+    def apply(self, program: Program) -> None:
+        by_fqn = {unit.fqn: unit.index for unit in program.units}
+        params = program.params
+        owner: dict[str, int] = {}
+        for node in program.graph.nodes:
+            tag = meta.get(node)
+            if tag.role == "param":
+                meta.update(node, unit=params[tag.fqn or ""].unit)
+                continue
+            if tag.module not in owner:
+                owner[tag.module] = by_fqn[owner_of([tag.module], by_fqn)]
+            meta.update(node, unit=owner[tag.module])

@@ -1,0 +1,218 @@
+"""canonicalize: one form for what capture may spell in many ways."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from fxshard import meta
+from fxshard.program import Fact, Program
+from fxshard.units import is_under
+
+aten = torch.ops.aten
+
+NO_OPS = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+ASSERTS = (aten._assert_async.msg, aten._assert_tensor_metadata.default)
+
+
+@dataclasses.dataclass(frozen=True)
+class Canonicalize:
+    """Strip no-ops, share what does not depend on parameters, and let backward re-derive views.
+
+    Four steps: (1) ``detach``, ``alias``, views to the same shape and asserts go. (2) Equal
+    operators that depend on no parameter (masks, rotary tables) are merged. (3) Those of them
+    that several units read move to the front, so that identical layers stay identical. (4) A view
+    or cast of a parameter that backward reads is made again in backward: nothing of a parameter
+    is saved.
+
+    Before::
+
+        %t = aten.t(%w)                    # forward
+        %mm = aten.mm(%x, %t)
+        %d = aten.detach(%t)
+        %mm_1 = aten.mm(%tangent, %d)      # backward
+
+    After::
+
+        %t = aten.t(%w)
+        %mm = aten.mm(%x, %t)
+        %t_1 = aten.t(%w)                  # backward
+        %mm_1 = aten.mm(%tangent, %t_1)
+    """
+
+    name: ClassVar[str] = "canonicalize"
+    requires: ClassVar[frozenset[Fact]] = frozenset()
+    ensures: ClassVar[frozenset[Fact]] = frozenset({Fact.TAGGED})
+
+    def apply(self, program: Program) -> None:
+        strip_no_ops(program)
+        shared = merge_parameter_free(program)
+        hoist(program, shared)
+        order = {node: i for i, node in enumerate(program.graph.nodes)}
+        for node in list(program.graph.find_nodes(op="placeholder")):
+            if meta.get(node).role == "param":
+                rederive_in_backward(program, node, order)
+        copy_returned_parameters(program)
+
+
+def strip_no_ops(program: Program) -> None:
+    """Remove nodes whose value is their input's."""
+    for node in list(program.graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in ASSERTS and not node.users:
+            program.graph.erase_node(node)
+        elif node.target in NO_OPS or _is_same_shape_view(node):
+            source = node.all_input_nodes[0]
+            node.replace_all_uses_with(source)
+            program.graph.erase_node(node)
+
+
+def _is_same_shape_view(node: fx.Node) -> bool:
+    if node.target is not aten._unsafe_view.default:
+        return False
+    source = node.all_input_nodes[0].meta["val"]
+    val = node.meta["val"]
+    return bool(source.shape == val.shape and source.stride() == val.stride())
+
+
+def merge_parameter_free(program: Program) -> list[fx.Node]:
+    """Merge equal parameter-free forward operators; returns all such operators, in order.
+
+    Only operators without randomness, mutation or parameter ancestors are touched: they are small
+    (masks, position tables), and merging anything else would lengthen lives that eager keeps
+    short.
+    """
+    free: list[fx.Node] = []
+    is_free: set[fx.Node] = set()
+    seen: dict[Any, fx.Node] = {}
+    for node in list(program.graph.nodes):
+        if node.op == "placeholder":
+            if meta.get(node).role in ("buffer", "input") and not _is_written(node):
+                is_free.add(node)
+            continue
+        if node.op != "call_function" or meta.get(node).phase != "forward":
+            continue
+        if meta.is_random(node) or _writes(node) or not is_free.issuperset(node.all_input_nodes):
+            continue
+        key = (node.target, _freeze(node.args), _freeze(node.kwargs))
+        if key in seen:
+            node.replace_all_uses_with(seen[key])
+            program.graph.erase_node(node)
+            continue
+        seen[key] = node
+        is_free.add(node)
+        free.append(node)
+    return free
+
+
+def hoist(program: Program, parameter_free: list[fx.Node]) -> None:
+    """Move parameter-free operators that several units read, and what they need, to the front."""
+    wanted: set[fx.Node] = set()
+    for node in reversed(parameter_free):
+        if node in wanted or len(_reading_units(program, node)) > 1:
+            wanted.add(node)
+            wanted.update(n for n in node.all_input_nodes if n.op == "call_function")
+    forward = program.phase("forward")
+    anchor = next((n for n in forward if n not in wanted), None)
+    for node in parameter_free:
+        if node in wanted and anchor is not None:
+            anchor.prepend(node)
+            meta.update(node, module="")
+
+
+def _reading_units(program: Program, node: fx.Node) -> set[str]:
+    owners = [unit.fqn for unit in program.units]
+    return {
+        max((o for o in owners if is_under(meta.get(user).module, o)), key=len)
+        for user in node.users
+        if user.op != "output" and meta.get(user).phase == "forward"
+    }
+
+
+def rederive_in_backward(program: Program, param: fx.Node, order: dict[fx.Node, int]) -> None:
+    """Backward reads views and casts of `param` through nodes of its own."""
+    for node in derived(param):
+        readers = [u for u in node.users if u.op != "output" and meta.get(u).phase == "backward"]
+        if not readers or meta.get(node).phase == "backward":
+            continue
+        first = min(readers, key=order.__getitem__)
+        copy = _copy_chain(program, node, first)
+        for reader in readers:
+            reader.replace_input_with(node, copy)
+    for node in reversed(derived(param)):
+        if not node.users:
+            program.graph.erase_node(node)
+
+
+def _copy_chain(program: Program, node: fx.Node, before: fx.Node) -> fx.Node:
+    """Repeat the views and casts that lead from a parameter to `node`, in front of `before`."""
+    if node.op == "placeholder":
+        return node
+    source = _copy_chain(program, node.all_input_nodes[0], before)
+    with program.graph.inserting_before(before):
+        copy = program.graph.node_copy(node, lambda n: source)
+    meta.update(copy, phase="backward", module=meta.get(before).module)
+    return copy
+
+
+def derived(param: fx.Node) -> list[fx.Node]:
+    """Nodes made from `param` by views and casts alone, each after what it is made from."""
+    found: list[fx.Node] = []
+    todo = [param]
+    while todo:
+        for user in todo.pop(0).users:
+            if len(user.all_input_nodes) == 1 and (_is_cast(user) or meta.aliases_input(user)):
+                found.append(user)
+                todo.append(user)
+    return found
+
+
+def copy_returned_parameters(program: Program) -> None:
+    """A model output that is (a view of) a parameter becomes a copy: the parameter is freed."""
+    sources = {
+        storage
+        for node in program.graph.find_nodes(op="placeholder")
+        if meta.get(node).role == "param"
+        for storage in meta.storage_ids(node)
+    }
+    values = list(program.output.args[0])  # type: ignore[arg-type]
+    for i, value in enumerate(values):
+        if program.results[i].kind == "output" and meta.storage_ids(value) & sources:
+            last = program.phase("forward")[-1]
+            with program.graph.inserting_after(last):
+                copy = program.graph.call_function(aten.clone.default, (value,))
+            val = value.meta["val"]
+            fake = program.fake(tuple(val.shape), val.dtype, val.device)
+            values[i] = meta.put(copy, meta.get(last), fake)
+    program.output.args = (tuple(values),)
+
+
+def _is_cast(node: fx.Node) -> bool:
+    return node.target is aten._to_copy.default
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is None and not _is_pick(node) or bool(schema is not None and schema.is_mutable)
+
+
+def _is_pick(node: fx.Node) -> bool:
+    return node.target is operator.getitem
+
+
+def _is_written(node: fx.Node) -> bool:
+    return any(_writes(user) for user in node.users if user.op == "call_function")
+
+
+def _freeze(value: Any) -> Any:
+    """A hashable stand-in for arguments: containers by content, nodes by identity."""
+    if isinstance(value, (list, tuple)):
+        return (type(value), *(_freeze(item) for item in value))
+    if isinstance(value, dict):
+        return tuple((key, _freeze(item)) for key, item in value.items())
+    return (type(value), value) if not isinstance(value, fx.Node) else value

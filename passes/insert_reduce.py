@@ -1,0 +1,157 @@
+"""insert-reduce: average each unit's gradients over the ranks, and keep this rank's rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from fxshard import meta, ops
+from fxshard.program import Fact, Program
+from fxshard.units import Param
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class InsertReduce:
+    """One reduce-scatter per unit (and dtype), behind the last of its gradients.
+
+    A gradient is sent as it lies if it is contiguous, divides evenly and nobody else sees its
+    storage; otherwise a copy (padded with zero rows) is sent.
+
+    Before::
+
+        %g = aten.mm(%t, %x)                     # f32[6,4]
+        return (%g)                              # grad of w
+
+    After (world size 2)::
+
+        %g = aten.mm(%t, %x)
+        %reduce_scatter = fxshard.reduce_scatter([%g], 2)
+        %getitem = getitem(%reduce_scatter, 0)   # f32[3,4]
+        %wait = fxshard.wait([%getitem])
+        return (%getitem)                        # sharded grad of w
+    """
+
+    name: ClassVar[str] = "insert-reduce"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.UNITS_ASSIGNED})
+    ensures: ClassVar[frozenset[Fact]] = frozenset({Fact.REDUCED_ONCE, Fact.EQUAL_CHUNKS})
+
+    def apply(self, program: Program) -> None:
+        values = list(program.output.args[0])  # type: ignore[arg-type]
+        slots = {
+            result.name: i for i, result in enumerate(program.results) if result.kind == "grad"
+        }
+        order = {node: i for i, node in enumerate(program.graph.nodes)}
+        pair = 1 + max((meta.get(n).pair or 0 for n in program.graph.nodes), default=-1)
+        groups: list[tuple[fx.Node, list[Param]]] = []
+        for unit in program.units:
+            by_dtype: dict[torch.dtype, list[Param]] = {}
+            for param in unit.params:
+                if param.fqn in slots:
+                    dtype = values[slots[param.fqn]].meta["val"].dtype
+                    by_dtype.setdefault(dtype, []).append(param)
+            for params in by_dtype.values():
+                last = max((values[slots[p.fqn]] for p in params), key=order.__getitem__)
+                groups.append((last, params))
+        for last, params in sorted(groups, key=lambda group: order[group[0]]):
+            grads = [values[slots[param.fqn]] for param in params]
+            alone = [owns_storage(grad, last, order) for grad in grads]
+            reduced = reduce(program, params, grads, alone, last, pair)
+            for param, node in zip(params, reduced, strict=True):
+                values[slots[param.fqn]] = node
+            pair += 1
+        program.output.args = (tuple(values),)
+
+
+def reduce(
+    program: Program,
+    params: list[Param],
+    grads: list[fx.Node],
+    alone: list[bool],
+    last: fx.Node,
+    pair: int,
+) -> list[fx.Node]:
+    """Insert launch and wait behind `last`; returns the sharded gradients.
+
+    `alone[i]`: nobody else sees the storage of `grads[i]`, so that it can be sent and freed.
+    """
+    graph, world = program.graph, program.world_size
+    unit = program.units[params[0].unit]
+    tag = meta.Meta("backward", "reduce", module=unit.fqn, unit=unit.index, pair=pair)
+    following = last.next
+    with graph.inserting_before(following):
+        sent = [
+            as_sendable(program, param, grad, own, tag)
+            for param, grad, own in zip(params, grads, alone, strict=True)
+        ]
+        launch = graph.call_function(ops.reduce_scatter, (sent, world))
+        results = [
+            program.fake(param.chunk(world), node.meta["val"].dtype, node.meta["val"].device)
+            for param, node in zip(params, sent, strict=True)
+        ]
+        meta.put(launch, tag, results)
+        picks = []
+        for i, (param, result) in enumerate(zip(params, results, strict=True)):
+            pick = graph.call_function(operator.getitem, (launch, i))
+            picks.append(meta.put(pick, dataclasses.replace(tag, fqn=param.fqn), result))
+        wait = graph.call_function(ops.wait, (picks,))
+        meta.put(wait, dataclasses.replace(tag, role="wait"))
+    return picks
+
+
+def as_sendable(
+    program: Program, param: Param, grad: fx.Node, alone: bool, tag: meta.Meta
+) -> fx.Node:
+    """`grad` itself, or a contiguous copy padded to ``world_size * chunk`` rows."""
+    val, world = grad.meta["val"], program.world_size
+    rows = world * param.chunk(world)[0]
+    pad = rows - param.shape[0]
+    if not pad and val.is_contiguous() and alone:
+        return grad
+    if pad:
+        padding = [0, 0] * (val.dim() - 1) + [0, pad]
+        source = grad if val.is_contiguous() else contiguous(program, grad, tag)
+        node = program.graph.call_function(aten.constant_pad_nd.default, (source, padding))
+        fake = program.fake((rows, *param.shape[1:]), val.dtype, val.device)
+        return meta.put(node, dataclasses.replace(tag, role="pad", fqn=param.fqn), fake)
+    return contiguous(program, grad, tag)
+
+
+def contiguous(program: Program, grad: fx.Node, tag: meta.Meta) -> fx.Node:
+    """A contiguous copy of `grad`."""
+    val = grad.meta["val"]
+    kwargs = {"memory_format": torch.contiguous_format}
+    node = program.graph.call_function(aten.clone.default, (grad,), kwargs)
+    fake = program.fake(tuple(val.shape), val.dtype, val.device)
+    return meta.put(node, dataclasses.replace(tag, role="pad"), fake)
+
+
+def owns_storage(grad: fx.Node, last: fx.Node, order: dict[fx.Node, int]) -> bool:
+    """True if `grad` fills its storage and nothing behind `last` sees that storage."""
+    val = grad.meta["val"]
+    if val.untyped_storage().nbytes() != val.numel() * val.element_size():
+        return False
+    (storage,) = meta.storage_ids(grad)
+    maker: fx.Node | None = grad
+    aliases: list[fx.Node] = []
+    while maker is not None:
+        aliases.append(maker)
+        maker = next((n for n in maker.all_input_nodes if storage in meta.storage_ids(n)), None)
+    if aliases[-1].op == "placeholder":
+        return False
+    outputs = 0
+    todo = aliases[-1:]
+    while todo:
+        for user in todo.pop().users:
+            if user.op == "output":
+                outputs += 1
+            elif storage in meta.storage_ids(user):
+                todo.append(user)
+            elif order.get(user, -1) > order[last]:
+                return False
+    return outputs == 1

@@ -1,0 +1,35 @@
+"""outline-regions: cut the graph into compute regions; identical layers share one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from fxshard.program import Fact, Program
+from fxshard.schedule import build
+
+
+@dataclasses.dataclass(frozen=True)
+class OutlineRegions:
+    """Build the outer schedule: launches, waits, frees, and calls of regions.
+
+    Before::
+
+        %wait = fxshard.wait([%getitem])
+        %t = aten.t(%getitem)
+        %mm = aten.mm(%x, %t)
+        %free = fxshard.free([%getitem])
+
+    After::
+
+        %wait = fxshard.wait([%getitem])
+        %region_0 = region_0(%getitem, %x)
+        %free = fxshard.free([%getitem])
+    """
+
+    name: ClassVar[str] = "outline-regions"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FREED})
+    ensures: ClassVar[frozenset[Fact]] = frozenset({Fact.OUTLINED})
+
+    def apply(self, program: Program) -> None:
+        program.schedule = build(program)
