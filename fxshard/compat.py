@@ -168,3 +168,15 @@ def is_wrap_policy(spec: object) -> bool:
 def run_wrap_policy(policy: Any, model: nn.Module) -> set[nn.Module]:
     """Modules that FSDP1 would wrap under `policy`."""
     return set(policy._run_policy(model, ignored_modules=set(), root_kwargs={}))
+
+
+def group_store(group: Any) -> Any:
+    """The key-value store that all ranks of the default group share."""
+    import torch.distributed.distributed_c10d as c10d
+
+    return c10d._get_default_store()
+
+
+def group_timeout(group: Any) -> Any:
+    """The timeout of the group's collectives, a `datetime.timedelta`."""
+    return group._get_backend(group._device_types[0]).options._timeout

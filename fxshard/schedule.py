@@ -116,7 +116,7 @@ def _outer(
     outer = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     read = {n for node in nodes for n in node.all_input_nodes}
-    fx.map_arg(results, read.add)
+    fx.node.map_arg(results, read.add)
     for node in program.graph.find_nodes(op="placeholder"):
         if node in read or (phase == "backward" and meta.get(node).role == "tangent"):
             env[node] = _copied(outer.placeholder(node.name), node)
@@ -134,7 +134,7 @@ def _outer(
             env[node] = _copied(outer.node_copy(node, env.__getitem__), node)
     if run:
         _call_region(program, outer, env, run, regions)
-    output = outer.output(fx.map_arg(results, env.__getitem__))
+    output = outer.output(fx.node.map_arg(results, env.__getitem__))
     meta.put(output, meta.Meta(phase, "output"))
     return outer
 
@@ -207,8 +207,8 @@ def describe(
 
     lines = [_metadata(node) for node in inputs]
     for node in run:
-        args = fx.map_arg(node.args, lambda n: _Local(local(n)))
-        kwargs = fx.map_arg(node.kwargs, lambda n: _Local(local(n)))
+        args = fx.node.map_arg(node.args, lambda n: _Local(local(n)))
+        kwargs = fx.node.map_arg(node.kwargs, lambda n: _Local(local(n)))
         module = _relative(meta.get(node).module, base)
         lines.append(f"{node.target} {args} {kwargs} {meta.get(node).role} {module}")
     lines.append(" ".join(local(node) for node in outputs))

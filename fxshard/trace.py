@@ -100,6 +100,7 @@ def capture(
     _lift_constants(program, graph_module)
     _tag_compute(program, training)
     _set_results(program, targets, call)
+    _merge_tied(program)
     _check_gradients(program, model)
     return program
 
@@ -379,6 +380,31 @@ def _set_results(program: Program, targets: list[Any], call: _Call) -> None:
             raise CaptureError(f"the traced graph has an output that fxshard does not know: {source}")
     program.output.args = (tuple(kept),)
     _write_back(program, mutated)
+
+
+def _merge_tied(program: Program) -> None:
+    """One placeholder and one gradient per tied parameter; the trace has one per name."""
+    first: dict[str, fx.Node] = {}
+    for node in list(program.graph.find_nodes(op="placeholder")):
+        fqn = meta.get(node).fqn or ""
+        if meta.get(node).role == "param" and first.setdefault(fqn, node) is not node:
+            node.replace_all_uses_with(first[fqn])
+            program.graph.erase_node(node)
+    order = {node: i for i, node in enumerate(program.graph.nodes)}
+    merged: dict[Result, fx.Node] = {}
+    for value, result in zip(program.output.args[0], program.results, strict=True):  # type: ignore[arg-type]
+        if result not in merged:
+            merged[result] = value
+            continue
+        pair = sorted((merged[result], value), key=order.__getitem__)
+        with program.graph.inserting_after(pair[1]):
+            total = program.graph.call_function(aten.add.Tensor, tuple(pair))
+        val = value.meta["val"]
+        fake = program.fake(tuple(val.shape), val.dtype, val.device)
+        merged[result] = meta.put(total, meta.get(pair[1]), fake)
+        order[total] = order[pair[1]]
+    program.results[:] = list(merged)
+    program.output.args = (tuple(merged.values()),)
 
 
 def _write_back(program: Program, mutated: list[tuple[fx.Node, fx.Node]]) -> None:

@@ -58,4 +58,4 @@ class InsertFree:
             at = max((*readers, waits[tag.pair]), key=order.__getitem__)
             with program.graph.inserting_after(at):
                 free = program.graph.call_function(ops.free, (freed,))
-            meta.put(free, dataclasses.replace(tag, role="free", stream="compute"))
+            meta.put(free, dataclasses.replace(tag, role="free", stream="compute", waits=(), records=None))

@@ -153,8 +153,8 @@ def refake(program: Program, node: fx.Node) -> torch.Tensor:
         return value.meta["val"]
 
     with program.fake_mode:
-        args = fx.map_arg(node.args, val)
-        kwargs = fx.map_arg(node.kwargs, val)
+        args = fx.node.map_arg(node.args, val)
+        kwargs = fx.node.map_arg(node.kwargs, val)
         result: torch.Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
         return result
 

@@ -1,0 +1,239 @@
+"""Schedule -> readable Python source -> two functions that run it.
+
+The emitted code follows the schedule literally: arguments come in a list that is cleared, every
+value is dropped by ``x = None`` behind its last reader, collectives are calls on the World.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxshard import dump, meta, ops
+from fxshard.compat import OpOverload
+from fxshard.program import Program
+from fxshard.schedule import Region, Schedule
+from fxshard.world import World
+from fxshard.world.in_process import InProcessWorld
+
+
+
+class Executor:
+    """Runs the schedule of a program on a world.
+
+    Attributes:
+        code: the emitted Python source.
+    """
+
+    def __init__(self, program: Program, world: World | InProcessWorld) -> None:
+        assert program.schedule is not None
+        self.program = program
+        self.schedule: Schedule = program.schedule
+        self.world = world
+        self.code = emit(program)
+        self._functions = load(self.code, program)
+        self._random = {
+            region.name
+            for region in self.schedule.regions.values()
+            if any(meta.is_random(node) for node in region.body)
+        }
+
+    def forward(self, args: list[list[Tensor]]) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """Run forward.
+
+        Args:
+            args: per rank that this process runs, values in the order of `forward_inputs`;
+                the inner lists are cleared.
+
+        Returns:
+            the model's output tensors (of the first rank), and per rank the saved values.
+        """
+        results = self._run("forward", self.schedule.forward, args)
+        return list(results[0][0]), [list(saved) for _, saved in results]
+
+    def backward(self, args: list[list[Tensor]]) -> list[list[Tensor]]:
+        """Run backward; `args` in the order of `backward_inputs`. Returns gradients per rank."""
+        assert self.schedule.backward is not None
+        return [list(grads) for grads in self._run("backward", self.schedule.backward, args)]
+
+    @property
+    def forward_inputs(self) -> list[fx.Node]:
+        """Placeholders of forward."""
+        return list(self.schedule.forward.find_nodes(op="placeholder"))
+
+    @property
+    def backward_inputs(self) -> list[fx.Node]:
+        """Placeholders of backward."""
+        assert self.schedule.backward is not None
+        return list(self.schedule.backward.find_nodes(op="placeholder"))
+
+    def _run(self, phase: str, graph: fx.Graph, args: list[list[Tensor]]) -> list[Any]:
+        if isinstance(self.world, InProcessWorld):
+            regions = {name: self._functions[name] for name in self.schedule.regions}
+            return self.world.run(graph, regions, self._random, args)
+        return [self._functions[phase](self.world, args[0])]
+
+
+class TracedExecutor(Executor):
+    """An Executor whose code calls ``at()`` behind every line: the points where a tracker looks.
+
+    Nothing else differs from `Executor`.
+    """
+
+    def __init__(self, program: Program, world: World, at: Callable[[], None]) -> None:
+        super().__init__(program, world)
+        self.code = emit(program, points=True)
+        self._functions = load(self.code, program, at)
+
+
+def load(source: str, program: Program, at: Callable[[], None] | None = None) -> dict[str, Any]:
+    """Execute emitted source; returns its functions by name."""
+    namespace: dict[str, Any] = {
+        "torch": torch,
+        "device": torch.device,
+        "inf": math.inf,
+        "nan": math.nan,
+        "at": at,
+    }
+    assert program.schedule is not None
+    for graph in (*(r.graph for r in program.schedule.regions.values()), program.graph):
+        for node in graph.nodes:
+            if isinstance(node.target, OpOverload):
+                namespace[function_name(node.target)] = node.target
+    filename = f"<fxshard program {id(program):#x}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    exec(compile(source, filename, "exec"), namespace)
+    return namespace
+
+
+def function_name(target: OpOverload) -> str:
+    """``aten_mm``, ``aten_mul_Tensor``: the name by which emitted code calls an operator."""
+    return str(target).removesuffix(".default").replace(".", "_")
+
+
+def emit(program: Program, *, points: bool = False) -> str:
+    """Python source: one function per region, then ``forward`` and ``backward``.
+
+    Args:
+        program: with a schedule.
+        points: call ``at()`` behind every operator and row.
+    """
+    assert program.schedule is not None
+    schedule = program.schedule
+    parts = [_region(program, region, points) for region in schedule.regions.values()]
+    parts += [_phase(program, name, graph, points) for name, graph in schedule.phases()]
+    return "\n\n\n".join(parts) + "\n"
+
+
+def _region(program: Program, region: Region, points: bool) -> str:
+    lines = [f"def {region.name}(args):"]
+    lines += _unpack(region.graph)
+    dead = last_reads(region.graph)
+    for node in region.body:
+        comment = f"  # {meta.get(node).module}" if meta.get(node).module.strip(".") else ""
+        lines.append(f"    {node.name} = {_call(node)}{comment}")
+        lines += _drop(dead[node])
+        if points:
+            lines.append("    at()")
+    lines.append(f"    return {_tuple(_output(region.graph))}")
+    return "\n".join(lines)
+
+
+def _phase(program: Program, name: str, graph: fx.Graph, points: bool) -> str:
+    lines = [f"def {name}(world, args):", *_unpack(graph)]
+    dead = last_reads(graph)
+    for row in graph.nodes:
+        if row.op not in ("call_function", "call_module") or row.target is operator.getitem:
+            continue
+        unit = program.units[meta.get(row).unit or 0].name
+        picks = [user for user in row.users if user.target is operator.getitem]
+        targets = f"{_tuple([pick.name for pick in picks])} = " if picks else ""
+        drops = [n for reader in (row, *picks) for n in dead[reader] if n is not row]
+        if row.op == "call_module":
+            lines.append(f"    args = [{', '.join(n.name for n in row.all_input_nodes)}]")
+            lines += _drop(drops)
+            lines.append(f"    {targets}{row.target}(args)  # {unit}")
+            drops = []
+        elif row.target in ops.LAUNCHES:
+            word = "all_gather" if row.target is ops.all_gather else "reduce_scatter"
+            call = f"world.{word}({_names(row.args[0])}, pair={meta.get(row).pair})"
+            lines.append(f"    {targets}{call}  # {unit}")
+        elif row.target is ops.wait:
+            call = f"world.wait({_names(row.args[0])}, pair={meta.get(row).pair})"
+            lines.append(f"    {call}  # {unit}")
+        elif row.target is ops.free:
+            lines.append(f"    world.free({_names(row.args[0])})  # {unit}")
+        else:
+            lines.append(f"    {row.name} = {_call(row)}  # {unit}")
+        lines += _drop(drops)
+        if points:
+            lines.append("    at()")
+    lines.append(f"    return {_value(_output(graph))}")
+    return "\n".join(lines)
+
+
+def last_reads(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Per node, the values that nobody reads after it (itself, if nobody reads it at all)."""
+    dead: dict[fx.Node, list[fx.Node]] = {node: [] for node in graph.nodes}
+    seen: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output":
+            seen.update(node.all_input_nodes)
+            continue
+        dead[node] += [s for s in node.all_input_nodes if s not in seen]
+        seen.update(node.all_input_nodes)
+        if node.op != "placeholder" and not node.users:
+            dead[node].append(node)
+    return dead
+
+
+def _output(graph: fx.Graph) -> Any:
+    (node,) = graph.find_nodes(op="output")
+    return node.args[0]
+
+
+def _unpack(graph: fx.Graph) -> list[str]:
+    names = [node.name for node in graph.find_nodes(op="placeholder")]
+    unused = [node.name for node in graph.find_nodes(op="placeholder") if not node.users]
+    if not names:
+        return []
+    lines = [f"    {_tuple(names)} = args", "    args.clear()"]
+    return lines + ([f"    {' = '.join(unused)} = None"] if unused else [])
+
+
+def _tuple(names: Sequence[Any]) -> str:
+    return "(" + ", ".join(map(str, names)) + ("," if len(names) == 1 else "") + ")"
+
+
+def _names(nodes: Any) -> str:
+    return "[" + ", ".join(node.name for node in nodes) + "]"
+
+
+def _drop(nodes: Sequence[fx.Node]) -> list[str]:
+    names = list(dict.fromkeys(node.name for node in nodes))
+    return [f"    {' = '.join(names)} = None"] if names else []
+
+
+def _call(node: fx.Node) -> str:
+    if node.target is operator.getitem:
+        return f"{node.args[0]}[{node.args[1]}]"
+    assert isinstance(node.target, OpOverload), f"cannot emit {dump.line(node)}"
+    args = [_value(a) for a in node.args]
+    args += [f"{key}={_value(value)}" for key, value in node.kwargs.items()]
+    return f"{function_name(node.target)}({', '.join(args)})"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, tuple):
+        return _tuple([_value(item) for item in value])
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    return repr(value)

@@ -1,0 +1,447 @@
+"""ShardedModule: the user's module tree with sharded parameters, run by compiled programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from fxshard import compat, dump, hf, meta, pipeline, trace
+from fxshard.config import Config
+from fxshard.errors import StepError, UnitError
+from fxshard.executor import Executor
+from fxshard.program import Program
+from fxshard.units import Param, Unit, check_shardable
+from fxshard.world.c10d import C10dWorld
+from fxshard.world.in_process import InProcessWorld
+
+log = logging.getLogger("fxshard")
+
+
+@dataclasses.dataclass
+class Slot:
+    """Where one parameter lives: its tensor on the module tree, and the shards behind it.
+
+    Attributes:
+        param: what it is.
+        shards: per rank that this process runs, the padded shard ``[chunk, ...]`` that is sent.
+        owners: every (module, name) that holds it; several if it is tied.
+        requires_grad: the parameter's own flag when it was sharded.
+    """
+
+    param: Param
+    shards: list[Tensor]
+    owners: list[tuple[nn.Module, str]]
+
+    @property
+    def tensor(self) -> nn.Parameter:
+        """The parameter as the module tree holds it now."""
+        module, name = self.owners[0]
+        tensor = module._parameters[name]
+        assert tensor is not None
+        return tensor
+
+
+@dataclasses.dataclass
+class Variant:
+    """One program of the module, for one kind of call."""
+
+    program: Program
+    executor: Executor
+
+
+class ShardedModule(nn.Module):
+    """The module that `fxshard.compile` returns.
+
+    It shares the module tree of the user's model: same FQNs, same submodules, same buffers. Under
+    a process group each parameter is a DTensor with placement ``Shard(0)``; without one, each is
+    whole and all ranks run inside this process.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: tuple[Unit, ...],
+        world: C10dWorld | InProcessWorld,
+        config: Config,
+    ) -> None:
+        super().__init__()
+        # The same dicts, not copies: what the user adds to or loads into the model is seen here.
+        for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            object.__setattr__(self, name, getattr(model, name))
+        object.__setattr__(self, "original", model)
+        self.training = model.training
+        self.units, self.world, self.config = units, world, config
+        self.slots = shard_parameters(model, units, world)
+        self.variants: dict[Any, Variant] = {}
+        self._tree = list(model.modules())
+        self._buffer_slots = {
+            name: (module, key)
+            for path, module in model.named_modules()
+            for key in module._buffers
+            for name in [f"{path}.{key}" if path else key]
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "original"), name)
+
+    def train(self, mode: bool = True) -> ShardedModule:
+        """As `nn.Module.train`, for the shared tree."""
+        super().train(mode)
+        self.original.training = mode
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one forward; the result is what the user's model returns."""
+        variant = self.variant(args, kwargs)
+        signature = variant.program.signature
+        flat, _ = compat.tree_flatten((args, kwargs))
+        batch = [flat[i] for i in signature.tensor_inputs]
+        if signature.training:
+            params = [self.slots[fqn].tensor for fqn in _differentiated(variant.program)]
+            outputs = list(_Step.apply(_Call(self, variant, len(params)), *params, *batch))
+        else:
+            with torch.no_grad():
+                outputs, _ = variant.executor.forward(self.arguments(variant, batch))
+        rest = iter(outputs)
+        leaves = [next(rest) if constant is None else constant[0] for constant in signature.outputs]
+        return compat.tree_unflatten(leaves, signature.out_spec)
+
+    def variant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
+        """The program for this kind of call; captured and rewritten if it is new.
+
+        All ranks compare what they made before the first collective of it.
+        """
+        key = self._key(args, kwargs)
+        if key not in self.variants:
+            if self.variants:
+                log.info("fxshard: new kind of call (%d so far), tracing again", len(self.variants))
+            program = self.rewritten(args, kwargs)
+            if isinstance(self.world, C10dWorld):
+                self.world.agree(agreement(program), "the model or the batch structure")
+            self.variants[key] = Variant(program, Executor(program, self.world))
+        return self.variants[key]
+
+    def rewritten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        """Capture the call `model(*args, **kwargs)` and run the passes."""
+        return make_program(
+            self.original, args, kwargs, units=self.units, world=self.world.size, config=self.config
+        )
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hf.refuse_packed(self.original, kwargs)
+        flat, spec = compat.tree_flatten((args, kwargs))
+        leaves = tuple(
+            (tuple(v.shape), v.dtype, v.device, v.requires_grad) if isinstance(v, Tensor) else v
+            for v in flat
+        )
+        flags = tuple(module.training for module in self._tree)
+        return (spec, leaves, flags, torch.is_grad_enabled())
+
+    def arguments(self, variant: Variant, batch: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Per rank that this process runs, the values of forward's placeholders."""
+        return [
+            [self._value(node, variant.program, batch, rank) for node in variant.executor.forward_inputs]
+            for rank in range(self.local_ranks)
+        ]
+
+    @property
+    def local_ranks(self) -> int:
+        """How many ranks this process runs: one, or the whole in-process world."""
+        return self.world.size if isinstance(self.world, InProcessWorld) else 1
+
+    def _value(
+        self, node: fx.Node, program: Program, batch: Sequence[Tensor], rank: int
+    ) -> Tensor:
+        tag = meta.get(node)
+        name = tag.fqn or ""
+        if tag.role == "shard":
+            return self.slots[name].shards[rank]
+        if tag.role == "input":
+            return batch[program.signature.tensor_inputs.index(int(name))]
+        if name in program.constants:
+            return program.constants[name]
+        module, key = self._buffer_slots[name]
+        buffer = module._buffers[key]
+        assert buffer is not None
+        return buffer
+
+    def named_slots(self) -> Iterator[tuple[str, Slot]]:
+        """Parameters by FQN, in unit order."""
+        return iter(self.slots.items())
+
+
+@dataclasses.dataclass
+class _Call:
+    """One call on its way through autograd."""
+
+    module: ShardedModule
+    variant: Variant
+    params: int
+
+
+class _Step(torch.autograd.Function):
+    """One node in the user's autograd graph: the whole model.
+
+    Saved values are a plain list on the context, handed over (and so dropped) by backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        batch = tensors[call.params :]
+        outputs, saved = call.variant.executor.forward(call.module.arguments(call.variant, batch))
+        signature = call.variant.program.signature
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))
+        returned = {id(output) for output in outputs}
+        # An output that is saved too must not keep its own autograd node alive.
+        ctx.saved = [[t.detach() if id(t) in returned else t for t in rank] for rank in saved]
+        ctx.call, ctx.batch = call, batch
+        where = [i for i, constant in enumerate(signature.outputs) if constant is None]
+        ctx.places = {position: k for k, position in enumerate(where)}
+        ctx.likes = [(o.shape, o.dtype, o.device) for o in outputs]
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        call: _Call = ctx.call
+        program = call.variant.program
+        if ctx.saved is None:
+            raise StepError(
+                "backward was called twice on one forward: its saved activations are gone. Run "
+                "forward again, or sum the losses and call backward once."
+            )
+        signature = program.signature
+        for position, k in ctx.places.items():
+            if grads[k] is not None and position not in signature.tangents:
+                names = [signature.output_names[i] for i in signature.tangents]
+                raise StepError(
+                    f"a gradient arrived at output {signature.output_names[position]!r}, but the "
+                    f"program was traced for a loss at {', '.join(names)} (the model's scalar "
+                    f"outputs). Do not pass labels, so that the model returns no loss of its own, "
+                    f"or call backward on its loss."
+                )
+        tangents = {
+            str(position): grads[ctx.places[position]] for position in signature.tangents
+        }
+        for position in signature.tangents:
+            if tangents[str(position)] is None:
+                shape, dtype, device = ctx.likes[ctx.places[position]]
+                tangents[str(position)] = torch.zeros(shape, dtype=dtype, device=device)
+        saved, ctx.saved = ctx.saved, None
+        args = _backward_arguments(call, ctx.batch, saved, tangents)
+        results = call.variant.executor.backward(args)
+        return (None, *_gradients(call, results, len(ctx.batch)))
+
+
+def _backward_arguments(
+    call: _Call, batch: Sequence[Tensor], saved: list[list[Tensor]], tangents: dict[str, Any]
+) -> list[list[Tensor]]:
+    args: list[list[Tensor]] = []
+    for rank, values in enumerate(saved):
+        rest = iter(values)
+        row: list[Tensor] = []
+        for node in call.variant.executor.backward_inputs:
+            tag = meta.get(node)
+            if tag.role == "tangent":
+                row.append(tangents[tag.fqn or ""])
+            elif tag.role in ("shard", "buffer", "input"):
+                row.append(call.module._value(node, call.variant.program, batch, rank))
+            else:
+                row.append(next(rest))
+        values.clear()
+        args.append(row)
+    return args
+
+
+def _gradients(call: _Call, results: list[list[Tensor]], inputs: int) -> list[Tensor | None]:
+    """Gradients in the order of `_Step.forward`'s tensors."""
+    program = call.variant.program
+    names = [result.name for result in program.results if result.kind == "grad"]
+    per_rank = [dict(zip(names, grads, strict=True)) for grads in results]
+    results.clear()
+    out: list[Tensor | None] = []
+    for fqn in _differentiated(program):
+        shards = [grads.pop(fqn) for grads in per_rank]
+        out.append(as_gradient(call.module.slots[fqn], shards, call.module.world))
+    for k in range(inputs):
+        position = program.signature.tensor_inputs[k]
+        out.append(per_rank[0].pop(f"input[{position}]", None))
+    return out
+
+
+def _differentiated(program: Program) -> list[str]:
+    """FQNs of the parameters that the program makes gradients of."""
+    return [r.name for r in program.results if r.kind == "grad" and r.name in program.params]
+
+
+def make_program(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    units: tuple[Unit, ...],
+    world: int,
+    config: Config,
+    observe: pipeline.Observer | None = None,
+) -> Program:
+    """Capture one call and run the passes over it."""
+    training = torch.is_grad_enabled() and any(
+        param.requires_grad for unit in units for param in unit.params
+    )
+    program = trace.capture(model, args, kwargs, units=units, world_size=world, training=training)
+    passes = config.passes if config.passes is not None else pipeline.default_passes(config)
+    pipeline.run(program, passes, observe=observe)
+    return program
+
+
+def agreement(program: Program) -> list[str]:
+    """What all ranks must have alike: parameters, structure of the call, collectives."""
+    signature = program.signature
+    lines = [
+        f"parameter {p.fqn} {list(p.shape)} {p.dtype} unit={p.unit} requires_grad={p.requires_grad}"
+        for p in program.params.values()
+    ]
+    inputs = {
+        int(meta.get(n).fqn or -1): n
+        for n in program.graph.find_nodes(op="placeholder")
+        if meta.get(n).role == "input"
+    }
+    for i, name in enumerate(signature.input_names):
+        if i in inputs:
+            val = inputs[i].meta["val"]
+            lines.append(f"input {name}: {val.dim()}-D {val.dtype}")
+        else:
+            lines.append(f"input {name}: {signature.inputs[i]!r}")
+    lines.append(f"mode {'training' if signature.training else 'inference'}")
+    return lines + dump.collectives(program)
+
+
+# -- parameters ------------------------------------------------------------------------------
+
+
+def shard_parameters(
+    model: nn.Module, units: tuple[Unit, ...], world: C10dWorld | InProcessWorld
+) -> dict[str, Slot]:
+    """Replace each parameter of `model` by its sharded form. All or nothing.
+
+    The padded shards of a unit are views of one flat storage per dtype.
+
+    Raises:
+        UnitError: a parameter has no data (meta) or lives on another device than the world's.
+    """
+    owners: dict[str, list[tuple[nn.Module, str]]] = {}
+    modules = dict(model.named_modules())
+    for unit in units:
+        for param in unit.params:
+            owners[param.fqn] = [
+                (modules[path], name)
+                for alias in param.aliases
+                for path, _, name in [alias.rpartition(".")]
+            ]
+            module, name = owners[param.fqn][0]
+            _check_shardable_now(param.fqn, module._parameters[name], world)
+    made: dict[str, tuple[list[Tensor], nn.Parameter]] = {}
+    for unit in units:
+        for dtype in dict.fromkeys(param.dtype for param in unit.params):
+            params = [param for param in unit.params if param.dtype == dtype]
+            for param, shards in zip(params, _flat_shards(params, owners, world), strict=True):
+                made[param.fqn] = (shards, _exposed(param, shards, world))
+    slots: dict[str, Slot] = {}
+    for fqn, (shards, tensor) in made.items():
+        param = next(p for unit in units for p in unit.params if p.fqn == fqn)
+        for module, name in owners[fqn]:
+            module._parameters[name] = tensor
+        slots[fqn] = Slot(param, shards, owners[fqn])
+    return slots
+
+
+def _check_shardable_now(
+    fqn: str, tensor: nn.Parameter | None, world: C10dWorld | InProcessWorld
+) -> None:
+    assert tensor is not None
+    check_shardable(fqn, tensor)
+    if isinstance(tensor, DTensor):
+        raise UnitError(
+            f"parameter {fqn!r} is a DTensor already. Give fxshard the plain model, before "
+            f"fully_shard or another fxshard.compile."
+        )
+    if tensor.device.type == "meta":
+        raise UnitError(
+            f"parameter {fqn!r} is on the meta device: it has shape but no data to train. Build "
+            f"the model on a real device (fxshard.plan takes meta models)."
+        )
+    if isinstance(world, C10dWorld) and tensor.device.type != world.mesh.device_type:
+        raise UnitError(
+            f"parameter {fqn!r} is on {tensor.device}, but the mesh is of device type "
+            f"{world.mesh.device_type!r}. Move the model first: model.to({world.mesh.device_type!r})."
+        )
+
+
+def _flat_shards(
+    params: list[Param],
+    owners: dict[str, list[tuple[nn.Module, str]]],
+    world: C10dWorld | InProcessWorld,
+) -> list[list[Tensor]]:
+    """Padded shards of `params`, views of one new flat storage per process; padding is zero.
+
+    In-process, the flat storage holds every rank's rows of a parameter one behind the other, so
+    that a whole parameter is a view too.
+    """
+    wholes = []
+    for param in params:
+        module, name = owners[param.fqn][0]
+        whole = module._parameters[name]
+        assert whole is not None
+        wholes.append(whole.detach())
+    ranks = range(world.size) if isinstance(world, InProcessWorld) else range(1)
+    numels = [len(ranks) * torch.Size(param.chunk(world.size)).numel() for param in params]
+    flat = wholes[0].new_zeros(sum(numels))
+    found: list[list[Tensor]] = []
+    for param, whole, piece in zip(params, wholes, flat.split(numels), strict=True):
+        shards = list(piece.view(len(ranks), *param.chunk(world.size)).unbind())
+        for k, shard in enumerate(shards):
+            rank = k if isinstance(world, InProcessWorld) else world.rank
+            rows = param.rows(rank, world.size)
+            shard[: len(rows)].copy_(whole[rows.start : rows.stop])
+        found.append(shards)
+    return found
+
+
+def _exposed(
+    param: Param, shards: list[Tensor], world: C10dWorld | InProcessWorld
+) -> nn.Parameter:
+    """The parameter that the user sees: a DTensor over the shard, or a whole view."""
+    if isinstance(world, InProcessWorld):
+        # unbind() made views of one block; its rows follow each other in the flat storage.
+        whole = shards[0].as_strided(param.shape, torch.empty(param.shape, device="meta").stride())
+        return nn.Parameter(whole, param.requires_grad)
+    local = shards[0][: len(param.rows(world.rank, world.size))]
+    return nn.Parameter(as_dtensor(param, local, world.mesh), param.requires_grad)
+
+
+def as_dtensor(param: Param, local: Tensor, mesh: DeviceMesh) -> DTensor:
+    """This rank's rows as a DTensor of the parameter's global shape."""
+    stride = torch.empty(param.shape, device="meta").stride()
+    return DTensor.from_local(
+        local, mesh, [Shard(0)], run_check=False, shape=torch.Size(param.shape), stride=stride
+    )
+
+
+def as_gradient(slot: Slot, shards: list[Tensor], world: C10dWorld | InProcessWorld) -> Tensor:
+    """The averaged shards of a gradient in the form of the parameter."""
+    if isinstance(world, InProcessWorld):
+        return torch.cat(shards)[: slot.param.shape[0]]
+    local = shards[0][: len(slot.param.rows(world.rank, world.size))]
+    return as_dtensor(slot.param, local, world.mesh)
+
+
