@@ -214,10 +214,10 @@ def fold(rows: Sequence[Row]) -> list[tuple[int, list[Row]]]:
     return folded
 
 
-def schedule(program: Program, *, folded: bool = True) -> str:
+def schedule(program: Program, *, folded: bool = True, phase: str | None = None) -> str:
     """The outer schedule as a table; identical layers are one block, "x N"."""
     table = []
-    everything = rows(program)
+    everything = [row for row in rows(program) if phase in (None, row.phase)]
     blocks = fold(everything) if folded else [(1, everything)]
     for count, block in blocks:
         for i, row in enumerate(block):

@@ -10,7 +10,7 @@ import linecache
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from fxshard import dump, meta, ops
 from fxshard.compat import OpOverload
 from fxshard.program import Program
-from fxshard.schedule import Region, Schedule
+from fxshard.schedule import Region, Schedule, last_reads
 from fxshard.world import World
 from fxshard.world.in_process import InProcessWorld
 
@@ -80,16 +80,28 @@ class Executor:
         return [self._functions[phase](self.world, args[0])]
 
 
+class Probe(Protocol):
+    """What a `TracedExecutor` reports to (fxshard.memory.tracker.Tracker is one)."""
+
+    def begin(self, phase: str) -> None:
+        """A phase begins."""
+
+    def at(self) -> None:
+        """One operator or row is done, and what it read last is dropped."""
+
+
 class TracedExecutor(Executor):
-    """An Executor whose code calls ``at()`` behind every line: the points where a tracker looks.
+    """An Executor whose code calls ``at()`` behind every operator and row. Nothing else differs."""
 
-    Nothing else differs from `Executor`.
-    """
-
-    def __init__(self, program: Program, world: World, at: Callable[[], None]) -> None:
+    def __init__(self, program: Program, world: World | InProcessWorld, probe: Probe) -> None:
         super().__init__(program, world)
         self.code = emit(program, points=True)
-        self._functions = load(self.code, program, at)
+        self._functions = load(self.code, program, probe.at)
+        self._probe = probe
+
+    def _run(self, phase: str, graph: fx.Graph, args: list[list[Tensor]]) -> list[Any]:
+        self._probe.begin(phase)
+        return super()._run(phase, graph, args)
 
 
 def load(source: str, program: Program, at: Callable[[], None] | None = None) -> dict[str, Any]:
@@ -176,21 +188,6 @@ def _phase(program: Program, name: str, graph: fx.Graph, points: bool) -> str:
             lines.append("    at()")
     lines.append(f"    return {_value(_output(graph))}")
     return "\n".join(lines)
-
-
-def last_reads(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Per node, the values that nobody reads after it (itself, if nobody reads it at all)."""
-    dead: dict[fx.Node, list[fx.Node]] = {node: [] for node in graph.nodes}
-    seen: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if node.op == "output":
-            seen.update(node.all_input_nodes)
-            continue
-        dead[node] += [s for s in node.all_input_nodes if s not in seen]
-        seen.update(node.all_input_nodes)
-        if node.op != "placeholder" and not node.users:
-            dead[node].append(node)
-    return dead
 
 
 def _output(graph: fx.Graph) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from fxshard.world.c10d import C10dWorld
 from fxshard.world.in_process import InProcessWorld
 
 log = logging.getLogger("fxshard")
+
+MakeExecutor = Callable[[Program, Any], Executor]
 
 
 @dataclasses.dataclass
@@ -70,6 +72,7 @@ class ShardedModule(nn.Module):
         units: tuple[Unit, ...],
         world: C10dWorld | InProcessWorld,
         config: Config,
+        make_executor: MakeExecutor = Executor,
     ) -> None:
         super().__init__()
         # The same dicts, not copies: what the user adds to or loads into the model is seen here.
@@ -78,6 +81,7 @@ class ShardedModule(nn.Module):
         object.__setattr__(self, "original", model)
         self.training = model.training
         self.units, self.world, self.config = units, world, config
+        self._make_executor = make_executor
         self.slots = shard_parameters(model, units, world)
         self.variants: dict[Any, Variant] = {}
         self._tree = list(model.modules())
@@ -121,14 +125,14 @@ class ShardedModule(nn.Module):
 
         All ranks compare what they made before the first collective of it.
         """
-        key = self._key(args, kwargs)
+        key = self.key(args, kwargs)
         if key not in self.variants:
             if self.variants:
                 log.info("fxshard: new kind of call (%d so far), tracing again", len(self.variants))
             program = self.rewritten(args, kwargs)
             if isinstance(self.world, C10dWorld):
                 self.world.agree(agreement(program), "the model or the batch structure")
-            self.variants[key] = Variant(program, Executor(program, self.world))
+            self.variants[key] = Variant(program, self._make_executor(program, self.world))
         return self.variants[key]
 
     def rewritten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
@@ -137,7 +141,7 @@ class ShardedModule(nn.Module):
             self.original, args, kwargs, units=self.units, world=self.world.size, config=self.config
         )
 
-    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hf.refuse_packed(self.original, kwargs)
         flat, spec = compat.tree_flatten((args, kwargs))
         leaves = tuple(

@@ -168,7 +168,7 @@ def _call_region(
     tag = meta.Meta(meta.get(run[0]).phase, "compute", module=unit.fqn, unit=unit.index)
     meta.put(call, tag, tuple(n.meta["val"] for n in outputs))
     for i, node in enumerate(outputs):
-        pick = outer.call_function(operator.getitem, (call, i))
+        pick = outer.create_node("call_function", operator.getitem, (call, i), name=node.name)
         env[node] = meta.put(pick, dataclasses.replace(tag, module=meta.get(node).module))
         pick.meta["val"] = node.meta["val"]
 
@@ -229,3 +229,51 @@ def _metadata(node: fx.Node) -> str:
         f"{tuple(t.shape)}:{t.stride()}:{t.storage_offset()}:{t.dtype}:{t.device}"
         for t in meta.tensors(node.meta["val"])
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A place between two operations of a phase, where bytes are counted and compared.
+
+    Attributes:
+        row: the row of the outer schedule.
+        node: the operator inside the row's region, or None: the row itself is done.
+    """
+
+    row: fx.Node
+    node: fx.Node | None
+
+    @property
+    def module(self) -> str:
+        """FQN of the module that ran last."""
+        return meta.get(self.row).module if self.node is None else module_of(self.row, self.node)
+
+
+def points(schedule: Schedule, graph: fx.Graph) -> list[Point]:
+    """The points of a phase in execution order: behind each operator and behind each row.
+
+    Picks of results are part of the row that made them.
+    """
+    found: list[Point] = []
+    for row in graph.nodes:
+        if row.op == "call_module":
+            found += [Point(row, node) for node in schedule.regions[str(row.target)].body]
+        elif row.op != "call_function" or row.target is operator.getitem:
+            continue
+        found.append(Point(row, None))
+    return found
+
+
+def last_reads(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Per node, the values that nobody reads after it (itself, if nobody reads it at all)."""
+    dead: dict[fx.Node, list[fx.Node]] = {node: [] for node in graph.nodes}
+    seen: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output":
+            seen.update(node.all_input_nodes)
+            continue
+        dead[node] += [s for s in node.all_input_nodes if s not in seen]
+        seen.update(node.all_input_nodes)
+        if node.op != "placeholder" and not node.users:
+            dead[node].append(node)
+    return dead

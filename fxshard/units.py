@@ -27,6 +27,7 @@ class Param:
         dtype: dtype of the sharded parameter.
         requires_grad: False for a frozen parameter.
         unit: index of its unit.
+        position: place among ``model.named_parameters()``: the order that optimizers see.
     """
 
     fqn: str
@@ -35,6 +36,7 @@ class Param:
     dtype: torch.dtype
     requires_grad: bool
     unit: int
+    position: int
 
     def chunk(self, world_size: int) -> tuple[int, ...]:
         """Shape of one rank's padded shard: dim 0 is ``ceil(shape[0] / world_size)``.
@@ -91,7 +93,7 @@ def find_units(model: nn.Module, spec: Any = None) -> tuple[Unit, ...]:
         by_id[id(param)] = param
     members: dict[str, list[Param]] = {fqn: [] for fqn in fqns}
     index = {fqn: i for i, fqn in enumerate(fqns)}
-    for key, aliases in names.items():
+    for position, (key, aliases) in enumerate(names.items()):
         param = by_id[key]
         check_shardable(aliases[0], param)
         owner = owner_of(aliases, fqns)
@@ -103,6 +105,7 @@ def find_units(model: nn.Module, spec: Any = None) -> tuple[Unit, ...]:
                 dtype=param.dtype,
                 requires_grad=param.requires_grad,
                 unit=index[owner],
+                position=position,
             )
         )
     modules = dict(model.named_modules())

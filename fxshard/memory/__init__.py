@@ -1,0 +1,1 @@
+"""What lives in memory: computed from the program (liveness), measured (tracker), compared."""

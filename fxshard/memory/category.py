@@ -1,0 +1,55 @@
+"""Categories of memory and states of a module, under the names of torch's FSDPMemTracker."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+
+class Category(enum.Enum):
+    """What a storage is held for (torch/distributed/_tools/fsdp2_mem_tracker.py)."""
+
+    SHARDED_PARAM = "Sharded Param"
+    UNSHARDED_PARAM = "Unsharded Param"
+    BUFFER = "Buffer"
+    SHARDED_GRAD = "Sharded Grad"
+    UNSHARDED_GRAD = "Unsharded Grad"
+    ACTIVATION = "Activation"
+    TEMP = "Temp"
+    ALL_GATHER = "All Gather"
+    REDUCE_SCATTER = "Reduce Scatter"
+    OPT_STATE = "OptState"
+    INPUTS = "Inputs"
+
+
+CATEGORIES = tuple(Category)
+COLUMN = {category: i for i, category in enumerate(CATEGORIES)}
+
+
+class State(enum.Enum):
+    """Moments in the life of a module in a step, and its two peaks."""
+
+    BEFORE_PRE_FORWARD = "Before Pre-Forward"
+    AFTER_PRE_FORWARD = "After Pre-Forward"
+    BEFORE_POST_FORWARD = "Before Post-Forward"
+    AFTER_POST_FORWARD = "After Post-Forward"
+    PEAK_FORWARD = "Peak Forward"
+    BEFORE_PRE_BACKWARD = "Before Pre-Backward"
+    AFTER_PRE_BACKWARD = "After Pre-Backward"
+    BEFORE_POST_BACKWARD = "Before Post-Backward"
+    AFTER_POST_BACKWARD = "After Post-Backward"
+    PEAK_BACKWARD = "Peak Backward"
+
+
+def is_reduce_copy(target: object, kwargs: dict[str, Any]) -> bool:
+    """True for the operators that copy a gradient into a form that can be sent.
+
+    By definition such a copy, when it is sent, is *Reduce Scatter*, and what it was copied from
+    is the *Unsharded Grad*.
+    """
+    contiguous = kwargs.get("memory_format") == torch.contiguous_format
+    return target is aten.constant_pad_nd.default or (target is aten.clone.default and contiguous)

@@ -1,0 +1,455 @@
+"""Static liveness: bytes alive at every point of a step, read off the program alone.
+
+The walk follows the schedule as the executor does: a value lives from the operator that makes it
+until its last reader; storages are counted once however many views they have; `free` ends a
+storage at once. What the caller holds lives throughout: batch, shards, buffers; the model's outputs
+and the gradients that arrive at them, until backward has returned.
+
+Assumes one loop body: forward, backward, drop the outputs, ``optimizer.step()``,
+``optimizer.zero_grad(set_to_none=True)``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+
+from fxshard import meta, ops
+from fxshard.compat import tree_flatten
+from fxshard.memory.category import CATEGORIES, COLUMN, Category, is_reduce_copy
+from fxshard.memory.optimizer import Event, OptimizerStep
+from fxshard.program import Program, nbytes
+from fxshard.schedule import Point, Schedule, last_reads, points
+
+Vector = list[int]  # bytes per category, in the order of CATEGORIES
+
+
+@dataclasses.dataclass(frozen=True)
+class Thing:
+    """A storage that lives: what it is, for explanations.
+
+    Attributes:
+        name: node that made it, or what the caller holds.
+        module: FQN of its module.
+        category: see `Category`.
+        bytes: its size.
+    """
+
+    name: str
+    module: str
+    category: Category
+    bytes: int
+
+
+@dataclasses.dataclass
+class PhaseBytes:
+    """Bytes of one phase.
+
+    Attributes:
+        phase: "forward", "backward", "optimizer" or "zero_grad".
+        labels: per point ``(node name, module FQN)`` of what ran last.
+        after: int64 ``[points, categories]``, alive behind each point.
+        during: int64 ``[points, categories]``, alive while the operator before the point ran:
+            its inputs and its outputs. Never below `after`.
+        start: alive when the phase begins.
+    """
+
+    phase: str
+    labels: list[tuple[str, str]]
+    after: np.ndarray[Any, np.dtype[np.int64]]
+    during: np.ndarray[Any, np.dtype[np.int64]]
+    start: Vector
+
+
+@dataclasses.dataclass
+class StepBytes:
+    """Bytes of a whole step, for the first step and for the steady state.
+
+    Attributes:
+        program: what was analysed.
+        first, steady: the phases in order.
+        optimizer: class name of the analysed optimizer, or None.
+        alive_at: things alive at a ``(phase, point)`` of forward or backward.
+    """
+
+    program: Program
+    first: list[PhaseBytes]
+    steady: list[PhaseBytes]
+    optimizer: str | None
+    held: list[Thing]
+
+
+def held_bytes(model: nn.Module, inputs: Any, program: Program) -> list[Thing]:
+    """What the caller holds through the whole step: shards, buffers, batch.
+
+    Shards count as they are stored: padded, all units, trainable or not.
+    """
+    world = program.world_size
+    things = [
+        Thing(
+            f"shards of {unit.name}",
+            unit.fqn,
+            Category.SHARDED_PARAM,
+            sum(nbytes(param.chunk(world), param.dtype) for param in unit.params),
+        )
+        for unit in program.units
+    ]
+    seen: set[int] = set()
+    leaves, _ = tree_flatten(inputs)
+    groups: list[tuple[Category, Iterable[tuple[str, Any]]]] = [
+        (Category.BUFFER, [*model.named_buffers(), *program.constants.items()]),
+        (Category.INPUTS, zip(program.signature.input_names, leaves, strict=True)),
+    ]
+    keep = []
+    for category, named in groups:
+        for name, value in named:
+            if not isinstance(value, torch.Tensor):
+                continue
+            storage = value.untyped_storage()
+            keep.append(storage)
+            if id(storage) not in seen:
+                seen.add(id(storage))
+                things.append(Thing(name, "", category, storage.nbytes()))
+    return things
+
+
+def analyse(program: Program, held: list[Thing], step: OptimizerStep | None) -> StepBytes:
+    """Bytes at every point of the first and of the steady step.
+
+    Args:
+        program: with a schedule.
+        held: from `held_bytes`.
+        step: from `fxshard.memory.optimizer.trace_step`, or None.
+    """
+    base = [0] * len(CATEGORIES)
+    for thing in held:
+        base[COLUMN[thing.category]] += thing.bytes
+    compute = Walk(program, base).run()
+    results: list[list[PhaseBytes]] = []
+    state_bytes = sum(step.state.values()) if step else 0
+    for is_first in (True, False):
+        extra = [0] * len(CATEGORIES)
+        extra[COLUMN[Category.OPT_STATE]] = 0 if is_first else state_bytes
+        phases = [_shifted(phase, extra) for phase in compute]
+        last = list(phases[-1].after[-1]) if len(phases[-1].after) else phases[-1].start
+        if program.signature.training:
+            if step is not None:
+                events = step.first if is_first else step.second
+                phases.append(_optimizer_phase(events, step.state, [int(v) for v in last]))
+                last = list(phases[-1].after[-1])
+            cleared = [int(v) for v in last]
+            cleared[COLUMN[Category.SHARDED_GRAD]] = 0
+            row = np.array([cleared], dtype=np.int64)
+            start = [int(v) for v in last]
+            phases.append(PhaseBytes("zero_grad", [("zero_grad", "")], row, row, start))
+        results.append(phases)
+    return StepBytes(program, results[0], results[1], step.name if step else None, held)
+
+
+def _shifted(phase: PhaseBytes, extra: Vector) -> PhaseBytes:
+    shift = np.array(extra, dtype=np.int64)
+    start = [a + b for a, b in zip(phase.start, extra, strict=True)]
+    return PhaseBytes(phase.phase, phase.labels, phase.after + shift, phase.during + shift, start)
+
+
+def _optimizer_phase(events: list[Event], state: dict[int, int], start: Vector) -> PhaseBytes:
+    live = list(start)
+    after, during, labels = [], [], []
+    sizes: dict[int, tuple[int, int]] = {}
+    for event in events:
+        for number, size in event.allocated:
+            column = COLUMN[Category.OPT_STATE if number in state else Category.TEMP]
+            sizes[number] = (column, size)
+            live[column] += size
+        during.append(list(live))
+        for number in event.freed:
+            if number in sizes:
+                column, size = sizes.pop(number)
+                live[column] -= size
+        after.append(list(live))
+        labels.append((event.op, ""))
+    return PhaseBytes("optimizer", labels, np.array(after), np.array(during), start)
+
+
+class Walk:
+    """One pass over forward and backward with a reference count per storage."""
+
+    def __init__(self, program: Program, base: Vector) -> None:
+        assert program.schedule is not None
+        self.program = program
+        self.schedule: Schedule = program.schedule
+        self.live = list(base)
+        self.things: dict[int, Thing] = {}  # storage token -> what it is
+        self.refs: dict[int, int] = {}  # storage token -> values that refer to it
+        self._tokens = 0
+        self._categories = gradient_categories(program)
+
+    def run(self, until: tuple[str, int] | None = None) -> list[PhaseBytes]:
+        """Walk both phases.
+
+        Args:
+            until: stop while the operator before this ``(phase, point)`` runs: `things` then
+                holds what is alive at that moment.
+        """
+        found: list[PhaseBytes] = []
+        caller: list[int] = []  # outputs and tangents: the caller holds them until backward ends
+        saved: list[list[int]] = []
+        for phase, graph in self.schedule.phases():
+            start = list(self.live)
+            env: dict[fx.Node, list[int]] = {}
+            for node in graph.find_nodes(op="placeholder"):
+                env[node] = self._enter(node, saved, caller)
+            if phase == "backward":
+                start = list(self.live)
+            stop = until[1] if until and until[0] == phase else None
+            record = self._phase(phase, graph, env, start, stop)
+            found.append(record)
+            if stop is not None:
+                return found
+            output = graph.find_nodes(op="output")[0]
+            if phase == "forward":
+                outputs, kept = output.args[0]  # type: ignore[misc]
+                caller += [t for node in outputs for t in env.get(node, [])]
+                saved += [env[node] for node in kept]
+                self._hold(caller)
+                self._hold([t for tokens in saved for t in tokens])
+                self._release([t for node in _returned(output) for t in env.get(node, [])])
+            else:
+                self._release(caller)
+                record.labels.append(("backward returned", ""))
+                last = np.array([self.live], dtype=np.int64)
+                record.after = np.concatenate([record.after, last])
+                record.during = np.concatenate([record.during, last])
+        return found
+
+    def _enter(self, node: fx.Node, saved: list[list[int]], caller: list[int]) -> list[int]:
+        """Tokens of a placeholder. What the caller holds throughout has none: it never dies."""
+        role = meta.get(node).role
+        if role == "tangent":
+            caller += self._allocate(node, Category.TEMP)
+            return []
+        if role in ("shard", "buffer", "input"):
+            return []
+        return saved.pop(0)
+
+    def _phase(
+        self,
+        phase: meta.Phase,
+        graph: fx.Graph,
+        env: dict[fx.Node, list[int]],
+        start: Vector,
+        stop: int | None,
+    ) -> PhaseBytes:
+        places = points(self.schedule, graph)
+        after: list[Vector] = []
+        during: list[Vector] = []
+        dead = last_reads(graph)
+        for row in graph.nodes:
+            if row.op not in ("call_function", "call_module") or row.target is operator.getitem:
+                continue
+            picks = [user for user in row.users if user.target is operator.getitem]
+            drops = [n for reader in (row, *picks) for n in dead[reader] if n is not row]
+            if row.op == "call_module":
+                tokens = [env.get(n, []) for n in row.args]  # type: ignore[arg-type]
+                owned = {n for n in drops if n in env}
+                made = self._region(row, picks, tokens, owned, after, during, stop)
+                if made is None:
+                    break
+                for node in owned:
+                    del env[node]
+                env.update(zip(picks, made, strict=True))
+                drops = [n for n in drops if n not in owned]
+                during.append(list(self.live))
+            else:
+                self._row(row, picks, env)
+                during.append(list(self.live))
+            if stop is not None and len(during) == stop + 1:
+                break
+            for node in drops:
+                self._release(env.pop(node, []))
+            after.append(list(self.live))
+        labels = [((p.node or p.row).name, p.module) for p in places]
+        return PhaseBytes(phase, labels, _matrix(after), _matrix(during), start)
+
+    def _row(self, row: fx.Node, picks: list[fx.Node], env: dict[fx.Node, list[int]]) -> None:
+        if row.target is ops.wait:
+            for source in row.args[0]:  # type: ignore[union-attr]
+                if meta.get(row).waits and meta.get(source).role == "unshard":
+                    self._relabel(env[source], Category.UNSHARDED_PARAM)
+        elif row.target is ops.free:
+            for source in row.args[0]:  # type: ignore[union-attr]
+                self._end(env[source])
+        elif row.target in ops.LAUNCHES:
+            gathers = row.target is ops.all_gather
+            category = Category.ALL_GATHER if gathers else Category.SHARDED_GRAD
+            for pick in picks:
+                env[pick] = self._allocate(pick, category)
+        else:  # a view of a buffer that cuts its padding
+            env[row] = [t for n in row.all_input_nodes for t in env[n]]
+            self._hold(env[row])
+
+    def _region(
+        self,
+        row: fx.Node,
+        picks: list[fx.Node],
+        inputs: list[list[int]],
+        owned: set[fx.Node],
+        after: list[Vector],
+        during: list[Vector],
+        stop: int | None,
+    ) -> list[list[int]] | None:
+        """Walk the region that `row` calls; returns the tokens of its results.
+
+        `owned` are arguments that the caller has dropped: they die inside, at their last reader.
+        """
+        region = self.schedule.regions[str(row.target)]
+        base = meta.get(row).module
+        phase = meta.get(row).phase
+        env: dict[fx.Node, list[int]] = {}
+        tokens_of: dict[int, int] = {}  # storage of the stored body -> token of this call
+        for place, argument, tokens in zip(
+            region.graph.find_nodes(op="placeholder"), row.args, inputs, strict=True
+        ):
+            env[place] = tokens
+            for storage, token in zip(meta.storages(place), tokens, strict=False):
+                tokens_of[id(storage)] = token
+            if not tokens:
+                for storage_id in meta.storage_ids(place):
+                    tokens_of.setdefault(storage_id, -1)
+            if argument not in owned:
+                self._hold(tokens)
+        outputs = list(region.graph.find_nodes(op="output")[0].args[0])  # type: ignore[arg-type]
+        labels = self._region_categories(region.body, outputs, picks)
+        dead = last_reads(region.graph)
+        for node in region.body:
+            tokens = []
+            for storage in meta.storages(node):
+                if id(storage) not in tokens_of:
+                    default = Category.ACTIVATION if phase == "forward" else Category.TEMP
+                    category = labels.get(id(storage), default)
+                    module = meta.get(node).module
+                    fqn = f"{base}{module}".strip(".") if module.startswith(".") else module
+                    thing = Thing(node.name, fqn, category, storage.nbytes())
+                    tokens_of[id(storage)] = self._new(thing)
+                    tokens.append(tokens_of[id(storage)])
+                elif tokens_of[id(storage)] >= 0:
+                    tokens.append(tokens_of[id(storage)])
+                    self._hold([tokens_of[id(storage)]])
+            env[node] = tokens
+            during.append(list(self.live))
+            if stop is not None and len(during) == stop + 1:
+                return None
+            for source in dead[node]:
+                self._release(env.pop(source, []))
+            after.append(list(self.live))
+        for place in region.graph.find_nodes(op="placeholder"):
+            if not place.users:
+                self._release(env.pop(place, []))
+        made = [env[node] for node in outputs]
+        return made
+
+    def _region_categories(
+        self, body: list[fx.Node], outputs: list[fx.Node], picks: list[fx.Node]
+    ) -> dict[int, Category]:
+        """Categories of storages of a body that are gradients, seen from this call of it."""
+        found: dict[int, Category] = {}
+        for node, pick in zip(outputs, picks, strict=True):
+            for inner, outer in zip(meta.storages(node), meta.storages(pick), strict=True):
+                if id(outer) in self._categories:
+                    found[id(inner)] = self._categories[id(outer)]
+        for node in body:
+            if any(found.get(s) is Category.REDUCE_SCATTER for s in meta.storage_ids(node)):
+                for source in node.all_input_nodes:
+                    for storage in meta.storage_ids(source):
+                        found.setdefault(storage, Category.UNSHARDED_GRAD)
+        return found
+
+    # -- storages --------------------------------------------------------------------------------
+
+    def _allocate(self, node: fx.Node, category: Category) -> list[int]:
+        tag = meta.get(node)
+        return [
+            self._new(Thing(tag.fqn or node.name, tag.module, category, storage.nbytes()))
+            for storage in meta.storages(node)
+        ]
+
+    def _new(self, thing: Thing) -> int:
+        token = self._tokens
+        self._tokens += 1
+        self.things[token] = thing
+        self.refs[token] = 1
+        self.live[COLUMN[thing.category]] += thing.bytes
+        return token
+
+    def _hold(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if token in self.refs:
+                self.refs[token] += 1
+
+    def _release(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if token in self.refs:
+                self.refs[token] -= 1
+                if not self.refs[token]:
+                    self._end([token])
+
+    def _end(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            thing = self.things.pop(token, None)
+            self.refs.pop(token, None)
+            if thing is not None:
+                self.live[COLUMN[thing.category]] -= thing.bytes
+
+    def _relabel(self, tokens: Sequence[int], category: Category) -> None:
+        for token in tokens:
+            thing = self.things[token]
+            self.live[COLUMN[thing.category]] -= thing.bytes
+            self.live[COLUMN[category]] += thing.bytes
+            self.things[token] = dataclasses.replace(thing, category=category)
+
+
+def gradient_categories(program: Program) -> dict[int, Category]:
+    """Storages of the joint graph that are unsharded gradients or copies of them to be sent."""
+    found: dict[int, Category] = {}
+    for launch in program.graph.nodes:
+        if launch.target is not ops.reduce_scatter:
+            continue
+        for sent in launch.args[0]:
+            copied = sent.op == "call_function" and is_reduce_copy(sent.target, sent.kwargs)
+            category = Category.REDUCE_SCATTER if copied else Category.UNSHARDED_GRAD
+            found |= dict.fromkeys(meta.storage_ids(sent), category)
+            if copied:
+                source = sent.all_input_nodes[0]
+                again = source.op == "call_function" and is_reduce_copy(source.target, source.kwargs)
+                made = Category.REDUCE_SCATTER if again else Category.UNSHARDED_GRAD
+                found |= dict.fromkeys(meta.storage_ids(source), made)
+    return found
+
+
+def _returned(output: fx.Node) -> list[fx.Node]:
+    nodes: list[fx.Node] = []
+    fx.node.map_arg(output.args[0], lambda n: nodes.append(n))
+    return list(dict.fromkeys(nodes))
+
+
+def _matrix(rows: list[Vector]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.array(rows, dtype=np.int64).reshape(len(rows), len(CATEGORIES))
+
+
+def alive_at(program: Program, held: list[Thing], phase: str, point: int) -> list[Thing]:
+    """Everything alive while the operator before ``(phase, point)`` runs, largest first."""
+    walk = Walk(program, [0] * len(CATEGORIES))
+    walk.run(until=(phase, point))
+    return sorted([*held, *walk.things.values()], key=lambda t: t.bytes, reverse=True)
+
+
+def phase_points(program: Program, phase: meta.Phase) -> list[Point]:
+    """The points of forward or backward, as `PhaseBytes.after` numbers them."""
+    assert program.schedule is not None
+    return points(program.schedule, dict(program.schedule.phases())[phase])

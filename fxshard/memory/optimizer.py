@@ -1,0 +1,149 @@
+"""The third phase: what a real ``optimizer.step`` allocates and frees, recorded on meta shards."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxshard import meta
+from fxshard.compat import TorchDispatchMode, tree_flatten
+from fxshard.errors import ConfigError
+from fxshard.program import Program
+
+
+@dataclasses.dataclass
+class Event:
+    """One operator of the step: what was allocated by it, and what died before the next one.
+
+    Attributes:
+        op: name of the operator.
+        allocated: ``(storage number, bytes)``.
+        freed: storage numbers.
+    """
+
+    op: str
+    allocated: list[tuple[int, int]]
+    freed: list[int]
+
+
+@dataclasses.dataclass
+class OptimizerStep:
+    """A recording of the first and the second step.
+
+    Attributes:
+        name: class of the optimizer.
+        first, second: events in order; the second step is the steady state.
+        state: storages that are optimizer state, with their bytes.
+    """
+
+    name: str
+    first: list[Event]
+    second: list[Event]
+    state: dict[int, int]
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes when storages appear in the results of operators, and when they die."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = [Event("start", [], [])]
+        self.numbers: dict[int, int] = {}
+        self._references: list[Any] = []
+        self._count = 0
+
+    def know(self, storage: torch.UntypedStorage) -> int | None:
+        """Number a storage; None if it is known already."""
+        if id(storage) in self.numbers:
+            return None
+        number = self._count
+        self._count += 1
+        key = id(storage)
+        self.numbers[key] = number
+
+        def died(_: Any) -> None:
+            self.numbers.pop(key, None)
+            self.events[-1].freed.append(number)
+
+        self._references.append(weakref.ref(storage, died))
+        return number
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        event = Event(str(func), [], [])
+        self.events.append(event)
+        for tensor in meta.tensors(result):
+            storage = tensor.untyped_storage()
+            number = self.know(storage)
+            if number is not None:
+                event.allocated.append((number, storage.nbytes()))
+        return result
+
+
+def trace_step(program: Program, optimizer: Any) -> OptimizerStep | None:
+    """Run the real ``step`` of an optimizer twice on meta tensors of rank 0's shard shapes.
+
+    Args:
+        program: says which parameters have gradients.
+        optimizer: a callable ``params -> torch.optim.Optimizer``, or an instance whose class and
+            default options are taken; None for no optimizer phase.
+
+    Raises:
+        ConfigError: it is neither, or its step reads values and so cannot run without data.
+    """
+    if optimizer is None:
+        return None
+    trained = {result.name for result in program.results if result.kind == "grad"}
+    world = program.world_size
+    params: list[nn.Parameter] = []
+    for fqn, param in sorted(program.params.items(), key=lambda item: item[1].position):
+        shape = (len(param.rows(0, world)), *param.shape[1:])
+        shard = nn.Parameter(torch.empty(shape, dtype=param.dtype, device="meta"))
+        shard.requires_grad_(param.requires_grad)
+        if fqn in trained:
+            shard.grad = torch.empty_like(shard)
+        params.append(shard)
+    made = make_optimizer(optimizer, params)
+    recorder = _Recorder()
+    for shard in params:
+        recorder.know(shard.untyped_storage())
+        if shard.grad is not None:
+            recorder.know(shard.grad.untyped_storage())
+    steps: list[list[Event]] = []
+    for _ in range(2):
+        recorder.events = [Event("start", [], [])]
+        with recorder:
+            try:
+                made.step()
+            except Exception as error:
+                raise ConfigError(
+                    f"optimizer {type(made).__name__}: its step cannot be analysed without data "
+                    f"({type(error).__name__}: {error})."
+                ) from error
+        steps.append(recorder.events)
+    leaves, _ = tree_flatten(list(made.state.values()))
+    state = {
+        recorder.numbers[id(leaf.untyped_storage())]: leaf.untyped_storage().nbytes()
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor) and id(leaf.untyped_storage()) in recorder.numbers
+    }
+    return OptimizerStep(type(made).__name__, steps[0], steps[1], state)
+
+
+def make_optimizer(optimizer: Any, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer over `params` from the ``optimizer`` option (a callable, or an instance)."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return type(optimizer)(params, **optimizer.defaults)
+    made = optimizer(params) if callable(optimizer) else None
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer={optimizer!r}: expected a callable params -> torch.optim.Optimizer, such "
+            f"as lambda params: torch.optim.AdamW(params, lr=1e-3)."
+        )
+    return made
