@@ -42,8 +42,6 @@ class C10dWorld:
         self.fake = dist.get_backend(self.group) == "fake"
         self._launched: dict[int, _Launch] = {}
         self._streams: dict[str, torch.cuda.Stream] = {}
-        self._agreements = 0
-        self._failures = 0
 
     def all_gather(self, shards: list[Tensor], pair: int) -> list[Tensor]:
         buffers = [s.new_empty((s.shape[0] * self.size, *s.shape[1:])) for s in shards]
@@ -106,8 +104,8 @@ class C10dWorld:
         if self.fake or self.size == 1:
             return
         store = compat.group_store(self.group)
-        base = f"fxshard/agree/{self._agreements}"
-        self._agreements += 1
+        # Each rank counts its own questions in the store: the n-th ones belong together.
+        base = f"fxshard/agree/{store.add(f'fxshard/agree/rank{self.rank}', 1)}"
         text = "\n".join(lines)
         digest = hashlib.sha256(text.encode()).hexdigest()
         store.set(f"fxshard/reason/{self.rank}", f"waits for all ranks to agree on {what}")
@@ -154,10 +152,9 @@ class C10dWorld:
         """
         if self.fake:
             return error
-        base = f"fxshard/census/{self._failures}"
-        self._failures += 1
         try:
             store = compat.group_store(self.group)
+            base = f"fxshard/census/{store.add(f'fxshard/census/rank{self.rank}', 1)}"
             store.set(f"{base}/{self.rank}", "alive")
             deadline = time.monotonic() + CENSUS_SECONDS
             missing = [rank for rank in range(self.size) if rank != self.rank]

@@ -73,7 +73,7 @@ class InProcessWorld:
                 env[row] = [torch.cat(ranks) for ranks in zip(*shards, strict=True)]
         elif row.target is ops.reduce_scatter:
             grads = [[env[n] for n in row.args[0]] for env in envs]  # type: ignore[union-attr]
-            means = [torch.stack(ranks).mean(0) for ranks in zip(*grads, strict=True)]
+            means = [_mean(ranks) for ranks in zip(*grads, strict=True)]
             for rank, env in enumerate(envs):
                 env[row] = [mean.chunk(self.size)[rank].clone() for mean in means]
         elif row.target is operator.getitem:
@@ -84,6 +84,12 @@ class InProcessWorld:
                 args = fx.node.map_arg(row.args, env.__getitem__)
                 kwargs = fx.node.map_arg(row.kwargs, env.__getitem__)
                 env[row] = row.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _mean(ranks: Sequence[Tensor]) -> Tensor:
+    """Average over ranks, exact where they are equal: on one batch that is everywhere."""
+    first = ranks[0]
+    return first + torch.stack([rank - first for rank in ranks]).mean(0)
 
 
 def _is_last_reader(row: fx.Node, source: fx.Node) -> bool:
