@@ -22,8 +22,8 @@ from fxshard.memory.compare import Validation, compare
 from fxshard.memory.optimizer import make_optimizer, trace_step
 from fxshard.memory.report import MemoryReport
 from fxshard.memory.tracker import Measured, Tracker, WatchedWorld
-from fxshard.module import ShardedModule, Variant, agreement, make_program
-from fxshard.pipeline import Observer
+from fxshard.module import ShardedModule, Variant
+from fxshard.pipeline import Observer, make_program
 from fxshard.program import Program
 from fxshard.units import Unit, find_units
 from fxshard.world.c10d import C10dWorld
@@ -147,7 +147,7 @@ def compile(
         call = (args or (), kwargs or {})
         program = make_program(module, *call, units=units, world=world.size, config=config)
         if isinstance(world, C10dWorld):
-            world.agree(agreement(program), "the model or the batch structure")
+            world.agree(dump.agreement(program), "the model or the batch structure")
     sharded = ShardedModule(module, units, world, config)
     if program is not None:
         key = sharded.key(args or (), kwargs or {})

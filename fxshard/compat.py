@@ -161,7 +161,7 @@ def takes_flat_inputs(graph: fx.Graph) -> bool:
 
 
 def is_wrap_policy(spec: object) -> bool:
-    """True for ``ModuleWrapPolicy``, ``CustomPolicy`` and their kin (torch.distributed.fsdp.wrap)."""
+    """True for ``ModuleWrapPolicy`` and its kin of torch.distributed.fsdp.wrap."""
     return isinstance(spec, _Policy)
 
 
@@ -180,10 +180,3 @@ def group_store(group: Any) -> Any:
 def group_timeout(group: Any) -> Any:
     """The timeout of the group's collectives, a `datetime.timedelta`."""
     return group._get_backend(group._device_types[0]).options._timeout
-
-
-def is_dtensor_type(cls: type) -> bool:
-    """True for DTensor: dispatch modes leave it to its own dispatch, which ends in local tensors."""
-    from torch.distributed.tensor import DTensor
-
-    return issubclass(cls, DTensor)

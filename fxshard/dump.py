@@ -47,12 +47,10 @@ def text(program: Program) -> str:
 def line(node: fx.Node, program: Program | None = None) -> str:
     """One node: value, type, operator with arguments, and its tag behind a bar."""
     if node.op == "output":
-        names = [r.name for r in program.results] if program else []
-        shown = ", ".join(
-            f"%{value}" + (f" ({result})" if result else "")
-            for value, result in zip(node.args[0], names or [""] * len(node.args[0]), strict=True)  # type: ignore[arg-type]
-        )
-        return f"return {shown}"
+        if program is None:
+            return f"return {_argument(node.args[0])}"
+        named = zip(program.values, program.results, strict=True)
+        return "return " + ", ".join(f"%{value} ({result.name})" for value, result in named)
     tag = node.meta.get("fxshard")
     type_ = f" : {types(node.meta.get('val'))}" if node.meta.get("val") is not None else ""
     if node.op == "placeholder":
@@ -153,8 +151,8 @@ def rows(program: Program) -> list[Row]:
         for node in graph.nodes:
             if node.op not in ("call_function", "call_module"):
                 continue
-            if node.target is operator.getitem or meta.get(node).role == "unshard" and (
-                node.target is not ops.all_gather
+            if node.target is operator.getitem or (
+                meta.get(node).role == "unshard" and (node.target is not ops.all_gather)
             ):
                 continue
             found.append(_row(program, phase, node))
@@ -164,17 +162,18 @@ def rows(program: Program) -> list[Row]:
 def _row(program: Program, phase: str, node: fx.Node) -> Row:
     tag = meta.get(node)
     unit = program.units[tag.unit or 0]
-    names = {ops.all_gather: "unshard", ops.reduce_scatter: "reduce", ops.wait: "wait"}
+    names: dict[Any, str] = {ops.all_gather: "unshard", ops.reduce_scatter: "reduce"}
+    names[ops.wait] = "wait"
     if node.op == "call_module":
         operation, what, size = "compute", str(node.target), 0
     else:
         operation = names.get(node.target, "free")
-        sources = node.args[0] if operation != "unshard" else list(node.users)
-        values = [t for source in sources for t in meta.tensors(source.meta["val"])]  # type: ignore[union-attr]
+        sources = list(node.users) if operation == "unshard" else meta.operands(node)
+        values = [t for source in sources for t in meta.tensors(source.meta["val"])]
         size = sum(t.untyped_storage().nbytes() for t in values)
         what = f"{len(values)} tensor{'s' * (len(values) != 1)}"
         if operation in ("wait", "free"):
-            reduces = any(meta.get(s).role != "unshard" for s in sources)  # type: ignore[union-attr]
+            reduces = any(meta.get(s).role != "unshard" for s in sources)
             what = "reduce" if reduces else "unshard"
     waits = {"c": "compute", "u": "unshard", "r": "reduce"}
     waited = ",".join(waits[event[0]] for event in tag.waits)
@@ -273,3 +272,25 @@ def collectives(program: Program) -> list[str]:
 def certificate(program: Program) -> str:
     """SHA-256 of the collective sequence (hex)."""
     return hashlib.sha256("\n".join(collectives(program)).encode()).hexdigest()
+
+
+def agreement(program: Program) -> list[str]:
+    """What all ranks must have alike: parameters, structure of the call, collectives."""
+    signature = program.signature
+    lines = [
+        f"parameter {p.fqn} {list(p.shape)} {p.dtype} unit={p.unit} requires_grad={p.requires_grad}"
+        for p in program.params.values()
+    ]
+    inputs = {
+        int(meta.get(n).fqn or -1): n
+        for n in program.graph.find_nodes(op="placeholder")
+        if meta.get(n).role == "input"
+    }
+    for i, name in enumerate(signature.input_names):
+        if i in inputs:
+            val = inputs[i].meta["val"]
+            lines.append(f"input {name}: {val.dim()}-D {val.dtype}")
+        else:
+            lines.append(f"input {name}: {signature.inputs[i]!r}")
+    lines.append(f"mode {'training' if signature.training else 'inference'}")
+    return lines + collectives(program)

@@ -23,7 +23,6 @@ from fxshard.world import World
 from fxshard.world.in_process import InProcessWorld
 
 
-
 class Executor:
     """Runs the schedule of a program on a world.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import fx
@@ -116,6 +116,14 @@ def aliases_input(node: fx.Node) -> bool:
 def is_random(node: fx.Node) -> bool:
     """True if the operator of `node` draws random numbers."""
     target = node.target
-    return isinstance(target, OpOverload) and (
-        torch.Tag.nondeterministic_seeded in target.tags
-    )
+    return isinstance(target, OpOverload) and (torch.Tag.nondeterministic_seeded in target.tags)
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """The list of values that a ``fxshard::`` operator takes (its first argument)."""
+    return list(cast("list[fx.Node]", node.args[0]))
+
+
+def source(pick: fx.Node) -> fx.Node:
+    """The node that `pick`, a ``getitem``, picks from."""
+    return cast("fx.Node", pick.args[0])

@@ -9,45 +9,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
-from fxshard import compat, dump, hf, meta, pipeline, trace
+from fxshard import compat, dump, hf, meta, pipeline
 from fxshard.config import Config
-from fxshard.errors import StepError, UnitError
+from fxshard.errors import StepError
 from fxshard.executor import Executor
 from fxshard.program import Program
-from fxshard.units import Param, Unit, check_shardable
+from fxshard.sharding import Slot, as_gradient, shard_parameters
+from fxshard.units import Unit
 from fxshard.world.c10d import C10dWorld
 from fxshard.world.in_process import InProcessWorld
 
 log = logging.getLogger("fxshard")
 
 MakeExecutor = Callable[[Program, Any], Executor]
-
-
-@dataclasses.dataclass
-class Slot:
-    """Where one parameter lives: its tensor on the module tree, and the shards behind it.
-
-    Attributes:
-        param: what it is.
-        shards: per rank that this process runs, the padded shard ``[chunk, ...]`` that is sent.
-        owners: every (module, name) that holds it; several if it is tied.
-        requires_grad: the parameter's own flag when it was sharded.
-    """
-
-    param: Param
-    shards: list[Tensor]
-    owners: list[tuple[nn.Module, str]]
-
-    @property
-    def tensor(self) -> nn.Parameter:
-        """The parameter as the module tree holds it now."""
-        module, name = self.owners[0]
-        tensor = module._parameters[name]
-        assert tensor is not None
-        return tensor
 
 
 @dataclasses.dataclass
@@ -131,13 +106,13 @@ class ShardedModule(nn.Module):
                 log.info("fxshard: new kind of call (%d so far), tracing again", len(self.variants))
             program = self.rewritten(args, kwargs)
             if isinstance(self.world, C10dWorld):
-                self.world.agree(agreement(program), "the model or the batch structure")
+                self.world.agree(dump.agreement(program), "the model or the batch structure")
             self.variants[key] = Variant(program, self._make_executor(program, self.world))
         return self.variants[key]
 
     def rewritten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
         """Capture the call `model(*args, **kwargs)` and run the passes."""
-        return make_program(
+        return pipeline.make_program(
             self.original, args, kwargs, units=self.units, world=self.world.size, config=self.config
         )
 
@@ -154,7 +129,10 @@ class ShardedModule(nn.Module):
     def arguments(self, variant: Variant, batch: Sequence[Tensor]) -> list[list[Tensor]]:
         """Per rank that this process runs, the values of forward's placeholders."""
         return [
-            [self._value(node, variant.program, batch, rank) for node in variant.executor.forward_inputs]
+            [
+                self._value(node, variant.program, batch, rank)
+                for node in variant.executor.forward_inputs
+            ]
             for rank in range(self.local_ranks)
         ]
 
@@ -163,9 +141,7 @@ class ShardedModule(nn.Module):
         """How many ranks this process runs: one, or the whole in-process world."""
         return self.world.size if isinstance(self.world, InProcessWorld) else 1
 
-    def _value(
-        self, node: fx.Node, program: Program, batch: Sequence[Tensor], rank: int
-    ) -> Tensor:
+    def _value(self, node: fx.Node, program: Program, batch: Sequence[Tensor], rank: int) -> Tensor:
         tag = meta.get(node)
         name = tag.fqn or ""
         if tag.role == "shard":
@@ -234,9 +210,7 @@ class _Step(torch.autograd.Function):
                     f"outputs). Do not pass labels, so that the model returns no loss of its own, "
                     f"or call backward on its loss."
                 )
-        tangents = {
-            str(position): grads[ctx.places[position]] for position in signature.tangents
-        }
+        tangents = {str(position): grads[ctx.places[position]] for position in signature.tangents}
         for position in signature.tangents:
             if tangents[str(position)] is None:
                 shape, dtype, device = ctx.likes[ctx.places[position]]
@@ -286,166 +260,3 @@ def _gradients(call: _Call, results: list[list[Tensor]], inputs: int) -> list[Te
 def _differentiated(program: Program) -> list[str]:
     """FQNs of the parameters that the program makes gradients of."""
     return [r.name for r in program.results if r.kind == "grad" and r.name in program.params]
-
-
-def make_program(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    units: tuple[Unit, ...],
-    world: int,
-    config: Config,
-    observe: pipeline.Observer | None = None,
-) -> Program:
-    """Capture one call and run the passes over it."""
-    training = torch.is_grad_enabled() and any(
-        param.requires_grad for unit in units for param in unit.params
-    )
-    program = trace.capture(model, args, kwargs, units=units, world_size=world, training=training)
-    passes = config.passes if config.passes is not None else pipeline.default_passes(config)
-    pipeline.run(program, passes, observe=observe)
-    return program
-
-
-def agreement(program: Program) -> list[str]:
-    """What all ranks must have alike: parameters, structure of the call, collectives."""
-    signature = program.signature
-    lines = [
-        f"parameter {p.fqn} {list(p.shape)} {p.dtype} unit={p.unit} requires_grad={p.requires_grad}"
-        for p in program.params.values()
-    ]
-    inputs = {
-        int(meta.get(n).fqn or -1): n
-        for n in program.graph.find_nodes(op="placeholder")
-        if meta.get(n).role == "input"
-    }
-    for i, name in enumerate(signature.input_names):
-        if i in inputs:
-            val = inputs[i].meta["val"]
-            lines.append(f"input {name}: {val.dim()}-D {val.dtype}")
-        else:
-            lines.append(f"input {name}: {signature.inputs[i]!r}")
-    lines.append(f"mode {'training' if signature.training else 'inference'}")
-    return lines + dump.collectives(program)
-
-
-# -- parameters ------------------------------------------------------------------------------
-
-
-def shard_parameters(
-    model: nn.Module, units: tuple[Unit, ...], world: C10dWorld | InProcessWorld
-) -> dict[str, Slot]:
-    """Replace each parameter of `model` by its sharded form. All or nothing.
-
-    The padded shards of a unit are views of one flat storage per dtype.
-
-    Raises:
-        UnitError: a parameter has no data (meta) or lives on another device than the world's.
-    """
-    owners: dict[str, list[tuple[nn.Module, str]]] = {}
-    modules = dict(model.named_modules())
-    for unit in units:
-        for param in unit.params:
-            owners[param.fqn] = [
-                (modules[path], name)
-                for alias in param.aliases
-                for path, _, name in [alias.rpartition(".")]
-            ]
-            module, name = owners[param.fqn][0]
-            _check_shardable_now(param.fqn, module._parameters[name], world)
-    made: dict[str, tuple[list[Tensor], nn.Parameter]] = {}
-    for unit in units:
-        for dtype in dict.fromkeys(param.dtype for param in unit.params):
-            params = [param for param in unit.params if param.dtype == dtype]
-            for param, shards in zip(params, _flat_shards(params, owners, world), strict=True):
-                made[param.fqn] = (shards, _exposed(param, shards, world))
-    slots: dict[str, Slot] = {}
-    for fqn, (shards, tensor) in made.items():
-        param = next(p for unit in units for p in unit.params if p.fqn == fqn)
-        for module, name in owners[fqn]:
-            module._parameters[name] = tensor
-        slots[fqn] = Slot(param, shards, owners[fqn])
-    return slots
-
-
-def _check_shardable_now(
-    fqn: str, tensor: nn.Parameter | None, world: C10dWorld | InProcessWorld
-) -> None:
-    assert tensor is not None
-    check_shardable(fqn, tensor)
-    if isinstance(tensor, DTensor):
-        raise UnitError(
-            f"parameter {fqn!r} is a DTensor already. Give fxshard the plain model, before "
-            f"fully_shard or another fxshard.compile."
-        )
-    if tensor.device.type == "meta":
-        raise UnitError(
-            f"parameter {fqn!r} is on the meta device: it has shape but no data to train. Build "
-            f"the model on a real device (fxshard.plan takes meta models)."
-        )
-    if isinstance(world, C10dWorld) and tensor.device.type != world.mesh.device_type:
-        raise UnitError(
-            f"parameter {fqn!r} is on {tensor.device}, but the mesh is of device type "
-            f"{world.mesh.device_type!r}. Move the model first: model.to({world.mesh.device_type!r})."
-        )
-
-
-def _flat_shards(
-    params: list[Param],
-    owners: dict[str, list[tuple[nn.Module, str]]],
-    world: C10dWorld | InProcessWorld,
-) -> list[list[Tensor]]:
-    """Padded shards of `params`, views of one new flat storage per process; padding is zero.
-
-    In-process, the flat storage holds every rank's rows of a parameter one behind the other, so
-    that a whole parameter is a view too.
-    """
-    wholes = []
-    for param in params:
-        module, name = owners[param.fqn][0]
-        whole = module._parameters[name]
-        assert whole is not None
-        wholes.append(whole.detach())
-    ranks = range(world.size) if isinstance(world, InProcessWorld) else range(1)
-    numels = [len(ranks) * torch.Size(param.chunk(world.size)).numel() for param in params]
-    flat = wholes[0].new_zeros(sum(numels))
-    found: list[list[Tensor]] = []
-    for param, whole, piece in zip(params, wholes, flat.split(numels), strict=True):
-        shards = list(piece.view(len(ranks), *param.chunk(world.size)).unbind())
-        for k, shard in enumerate(shards):
-            rank = k if isinstance(world, InProcessWorld) else world.rank
-            rows = param.rows(rank, world.size)
-            shard[: len(rows)].copy_(whole[rows.start : rows.stop])
-        found.append(shards)
-    return found
-
-
-def _exposed(
-    param: Param, shards: list[Tensor], world: C10dWorld | InProcessWorld
-) -> nn.Parameter:
-    """The parameter that the user sees: a DTensor over the shard, or a whole view."""
-    if isinstance(world, InProcessWorld):
-        # unbind() made views of one block; its rows follow each other in the flat storage.
-        whole = shards[0].as_strided(param.shape, torch.empty(param.shape, device="meta").stride())
-        return nn.Parameter(whole, param.requires_grad)
-    local = shards[0][: len(param.rows(world.rank, world.size))]
-    return nn.Parameter(as_dtensor(param, local, world.mesh), param.requires_grad)
-
-
-def as_dtensor(param: Param, local: Tensor, mesh: DeviceMesh) -> DTensor:
-    """This rank's rows as a DTensor of the parameter's global shape."""
-    stride = torch.empty(param.shape, device="meta").stride()
-    return DTensor.from_local(
-        local, mesh, [Shard(0)], run_check=False, shape=torch.Size(param.shape), stride=stride
-    )
-
-
-def as_gradient(slot: Slot, shards: list[Tensor], world: C10dWorld | InProcessWorld) -> Tensor:
-    """The averaged shards of a gradient in the form of the parameter."""
-    if isinstance(world, InProcessWorld):
-        return torch.cat(shards)[: slot.param.shape[0]]
-    local = shards[0][: len(slot.param.rows(world.rank, world.size))]
-    return as_dtensor(slot.param, local, world.mesh)
-
-

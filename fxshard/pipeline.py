@@ -11,9 +11,12 @@ import difflib
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-from fxshard import dump, verify
+import torch
+from torch import nn
+
+from fxshard import dump, trace, verify
 from fxshard.config import Config, environment
 from fxshard.errors import ConfigError, VerifyError
 from fxshard.passes.annotate_streams import AnnotateStreams
@@ -25,6 +28,7 @@ from fxshard.passes.insert_unshard import InsertUnshard
 from fxshard.passes.outline_regions import OutlineRegions
 from fxshard.passes.prefetch import Prefetch
 from fxshard.program import Fact, Program
+from fxshard.units import Unit
 
 
 class Pass(Protocol):
@@ -104,6 +108,26 @@ def run(
     _verify(program, None)
 
 
+def make_program(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    units: tuple[Unit, ...],
+    world: int,
+    config: Config,
+    observe: Observer | None = None,
+) -> Program:
+    """Capture one call and run the passes over it."""
+    training = torch.is_grad_enabled() and any(
+        param.requires_grad for unit in units for param in unit.params
+    )
+    program = trace.capture(model, args, kwargs, units=units, world_size=world, training=training)
+    passes = config.passes if config.passes is not None else default_passes(config)
+    run(program, passes, observe=observe)
+    return program
+
+
 def _verify(program: Program, pass_name: str | None) -> None:
     try:
         verify.verify(program)
@@ -129,7 +153,9 @@ def _report(
     env = environment()
     lines: list[str] = []
     if env.debug >= 1:
-        lines.append(f"[fxshard] {position} {name}: {len(program.graph.nodes)} nodes, {seconds:.3f} s")
+        lines.append(
+            f"[fxshard] {position} {name}: {len(program.graph.nodes)} nodes, {seconds:.3f} s"
+        )
     if counts is not None:
         now = _op_counts(program)
         changed = {op: now[op] - counts[op] for op in now | counts if now[op] != counts[op]}

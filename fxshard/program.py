@@ -12,7 +12,7 @@ unsharded gradient    the whole gradient of a parameter, from the backward opera
                       to the free behind its reduce-scatter.
 reduce buffer         a padded or packed copy of an unsharded gradient, made only where the
                       gradient cannot be sent as it lies (category *Reduce Scatter*).
-sharded gradient      this rank's averaged rows: the output of the reduce-scatter; becomes ``.grad``.
+sharded gradient      this rank's averaged rows: what the reduce-scatter writes; becomes ``.grad``.
 saved activation      a forward value that backward reads. Never an unsharded parameter or a view
                       of one: backward unshards again.
 tangent               the gradient that arrives at an output of the model.
@@ -30,7 +30,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import fx
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class Fact(enum.Enum):
-    """What can be true of a Program. A pass requires some and ensures some; `verify` checks each."""
+    """What can be true of a Program. Passes require and ensure some; `verify` checks each."""
 
     TAGGED = "every node has a phase, a module and a fake value; forward comes before backward"
     UNITS_ASSIGNED = "every node belongs to a unit"
@@ -139,6 +140,15 @@ class Program:
         """The output node of the joint graph."""
         (node,) = self.graph.find_nodes(op="output")
         return node
+
+    @property
+    def values(self) -> list[fx.Node]:
+        """What the joint graph returns, entry by entry as in `results`."""
+        return list(cast("tuple[fx.Node, ...]", self.output.args[0]))
+
+    @values.setter
+    def values(self, values: Sequence[fx.Node]) -> None:
+        self.output.args = (tuple(values),)
 
     def phase(self, phase: meta.Phase) -> list[fx.Node]:
         """Nodes of one phase in execution order, without placeholders and output."""

@@ -95,7 +95,7 @@ def build(program: Program) -> Schedule:
     """Outline the joint graph. The graph itself is left as it is."""
     regions: dict[str, Region] = {}
     saved = saved_values(program)
-    values = list(program.output.args[0])  # type: ignore[arg-type]
+    values = program.values
     outputs = [v for v, r in zip(values, program.results, strict=True) if r.kind == "output"]
     grads = [v for v, r in zip(values, program.results, strict=True) if r.kind == "grad"]
     forward = _outer(program, "forward", [], (tuple(outputs), tuple(saved)), regions)
@@ -154,9 +154,7 @@ def _call_region(
     """Append a call of the region equal to `run`, made if there is none yet."""
     inside = set(run)
     unit = program.units[meta.get(run[0]).unit or 0]
-    inputs = list(
-        dict.fromkeys(n for node in run for n in node.all_input_nodes if n not in inside)
-    )
+    inputs = list(dict.fromkeys(n for node in run for n in node.all_input_nodes if n not in inside))
     outputs = [node for node in run if any(user not in inside for user in node.users)]
     text = describe(run, inputs, outputs, unit.fqn)
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -192,9 +190,7 @@ def _make_region(
     return Region(name, graph, digest)
 
 
-def describe(
-    run: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node], base: str
-) -> str:
+def describe(run: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node], base: str) -> str:
     """A text that is equal for two runs exactly when one region can stand for both.
 
     It has the operators with arguments by position, shape, stride, dtype and device of what comes

@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fxshard import compat, hf, meta
-from fxshard.compat import FakeTensor, FakeTensorMode
+from fxshard.compat import FakeTensorMode
 from fxshard.errors import CaptureError
 from fxshard.program import Program, Result, Signature
 from fxshard.units import Unit
@@ -113,7 +113,12 @@ class _Call(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, flat: list[Any], in_spec: Any, positions: tuple[int, ...], grad: bool
+        self,
+        model: nn.Module,
+        flat: list[Any],
+        in_spec: Any,
+        positions: tuple[int, ...],
+        grad: bool,
     ) -> None:
         super().__init__()
         self.model = model
@@ -162,11 +167,16 @@ def _interpret(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _export(
-    call: _Call, fakes: tuple[FakeTensor, ...], training: bool
+    call: _Call, fakes: tuple[torch.Tensor, ...], training: bool
 ) -> tuple[fx.GraphModule, list[Any], list[Any]]:
     grad = torch.enable_grad() if training else torch.no_grad()
     try:
-        with grad, compat.compiling(), hf.eager_attention_branch(), torch.fx.traceback.preserve_node_meta():
+        with (
+            grad,
+            compat.compiling(),
+            hf.eager_attention_branch(),
+            torch.fx.traceback.preserve_node_meta(),
+        ):
             return compat.export_joint(call, fakes)
     except compat.DATA_DEPENDENT_ERRORS as error:
         raise CaptureError(
@@ -195,7 +205,8 @@ def _user_line(error: BaseException) -> str:
         for frame in reversed(traceback.extract_tb(failure.__traceback__)):
             path = str(Path(frame.filename).resolve())
             if not any(path.startswith(folder) for folder in own) and "<" not in frame.filename:
-                return f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}\n    {frame.line}'
+                where = f'File "{frame.filename}", line {frame.lineno}, in {frame.name}'
+                return f"  {where}\n    {frame.line}"
     return "  (no line of user code in the traceback)"
 
 
@@ -242,7 +253,8 @@ def _fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Iterator[None]:
     made: dict[int, torch.Tensor] = {}
     try:
         for module in model.modules():
-            for slots in (module._parameters, module._buffers):
+            both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for slots in both:
                 for name, tensor in slots.items():
                     if tensor is None:
                         continue
@@ -273,7 +285,7 @@ def _restore(module: nn.Module, snapshot: dict[str, Any]) -> None:
         module.__dict__[key] = value
 
 
-def _fake_like(tensor: torch.Tensor, fake_mode: FakeTensorMode) -> FakeTensor:
+def _fake_like(tensor: torch.Tensor, fake_mode: FakeTensorMode) -> torch.Tensor:
     """A fake tensor with a storage of its own. Meta tensors become CPU ones; DTensors are whole."""
     device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
     with fake_mode:
@@ -306,7 +318,9 @@ def _tag_placeholders(program: Program, sources: list[Any], positions: tuple[int
         elif kind == "tangent":
             meta.put(node, meta.Meta("backward", "tangent", fqn=str(source[1])))
         else:
-            raise CaptureError(f"the traced graph has an input that fxshard does not know: {source}")
+            raise CaptureError(
+                f"the traced graph has an input that fxshard does not know: {source}"
+            )
         if kind == "input":
             node.meta["name"] = names[positions[source]]
 
@@ -353,7 +367,7 @@ def _set_results(program: Program, targets: list[Any], call: _Call) -> None:
     """Name the outputs; write mutated buffers back at the end of forward."""
     first = {alias: p.fqn for p in program.params.values() for alias in p.aliases}
     where = [i for i, constant in enumerate(call.out_constants) if constant is None]
-    values = list(program.output.args[0])  # type: ignore[arg-type]
+    values = program.values
     holders = {
         (meta.get(n).role, meta.get(n).fqn): n for n in program.graph.find_nodes(op="placeholder")
     }
@@ -377,8 +391,10 @@ def _set_results(program: Program, targets: list[Any], call: _Call) -> None:
             fqn = _fqn(name) if what == "buffer" else str(call.positions[name])
             mutated.append((holders[("buffer" if what == "buffer" else "input", fqn)], value))
         elif kind == "other":
-            raise CaptureError(f"the traced graph has an output that fxshard does not know: {source}")
-    program.output.args = (tuple(kept),)
+            raise CaptureError(
+                f"the traced graph has an output that fxshard does not know: {source}"
+            )
+    program.values = kept
     _write_back(program, mutated)
 
 
@@ -392,7 +408,7 @@ def _merge_tied(program: Program) -> None:
             program.graph.erase_node(node)
     order = {node: i for i, node in enumerate(program.graph.nodes)}
     merged: dict[Result, fx.Node] = {}
-    for value, result in zip(program.output.args[0], program.results, strict=True):  # type: ignore[arg-type]
+    for value, result in zip(program.values, program.results, strict=True):
         if result not in merged:
             merged[result] = value
             continue
@@ -404,7 +420,7 @@ def _merge_tied(program: Program) -> None:
         merged[result] = meta.put(total, meta.get(pair[1]), fake)
         order[total] = order[pair[1]]
     program.results[:] = list(merged)
-    program.output.args = (tuple(merged.values()),)
+    program.values = list(merged.values())
 
 
 def _write_back(program: Program, mutated: list[tuple[fx.Node, fx.Node]]) -> None:
@@ -443,7 +459,11 @@ def _check_gradients(program: Program, model: nn.Module) -> None:
     reach = _reaches_tangent_output(program)
     for node in program.graph.find_nodes(op="placeholder"):
         tag = meta.get(node)
-        if tag.role != "param" or tag.fqn in have or not program.params[tag.fqn or ""].requires_grad:
+        if (
+            tag.role != "param"
+            or tag.fqn in have
+            or not program.params[tag.fqn or ""].requires_grad
+        ):
             continue
         if any(user in reach for user in node.users):
             raise CaptureError(
@@ -461,7 +481,7 @@ def _reaches_tangent_output(program: Program) -> set[fx.Node]:
     ends = {str(i) for i in program.signature.tangents}
     todo = [
         value
-        for value, result in zip(program.output.args[0], program.results, strict=True)  # type: ignore[arg-type]
+        for value, result in zip(program.values, program.results, strict=True)
         if result.kind == "output" and result.name in ends
     ]
     seen: set[fx.Node] = set()

@@ -211,7 +211,8 @@ def _auto_wrap(model: nn.Module, policy: Callable[..., bool]) -> Iterator[str]:
         numel = sum(p.numel() for p in module.parameters())
         if not policy(module=module, recurse=True, nonwrapped_numel=numel):
             return 0, []
-        wrapped, found = 0, []
+        wrapped = 0
+        found: list[str] = []
         for child_name, child in module.named_children():
             path = f"{name}.{child_name}" if name else child_name
             below, names = visit(path, child)

@@ -70,7 +70,7 @@ def unshard_paired(program: Program) -> None:
         wait = mine[0]
         if order[wait] < order[launch]:
             fail(program, fact, wait, f"%{wait.name} stands before its launch %{launch.name}.")
-        if set(wait.args[0]) != set(launch.users):  # type: ignore[arg-type]
+        if set(meta.operands(wait)) != set(launch.users):
             fail(program, fact, wait, f"%{wait.name} does not wait for all of %{launch.name}.")
         for reader in _alias_readers(program, launch):
             if order[reader] < order[wait] and not _is_pick_of(reader, launch):
@@ -136,9 +136,9 @@ def reduced_once(program: Program) -> None:
             if fqn in made:
                 fail(program, fact, pick, f"the gradient of {fqn!r} is reduced twice.")
             made[fqn] = pick
-        if len(set(launch.args[0])) != len(launch.args[0]):  # type: ignore[arg-type]
+        if len(set(meta.operands(launch))) != len(meta.operands(launch)):
             fail(program, fact, launch, f"%{launch.name} reduces one tensor twice.")
-    for value, result in zip(program.output.args[0], program.results, strict=True):  # type: ignore[arg-type]
+    for value, result in zip(program.values, program.results, strict=True):
         if result.kind == "grad" and result.name in program.params:
             if made.get(result.name) is not value:
                 fail(
@@ -155,16 +155,17 @@ def reduced_once(program: Program) -> None:
 def equal_chunks(program: Program) -> None:
     """Every collective's buffers are world_size times its inputs (or the inverse), row-wise."""
     for launch in _launches(program):
-        ins = [t for s in launch.args[0] for t in meta.tensors(s.meta["val"])]  # type: ignore[union-attr]
+        ins = [t for s in meta.operands(launch) for t in meta.tensors(s.meta["val"])]
         outs = list(meta.tensors(launch.meta["val"]))
         small, large = (ins, outs) if launch.target is ops.all_gather else (outs, ins)
-        for s, l in zip(small, large, strict=True):
-            if l.shape[0] != s.shape[0] * program.world_size or not l.is_contiguous():
+        for part, whole in zip(small, large, strict=True):
+            even = whole.shape[0] == part.shape[0] * program.world_size
+            if not even or not whole.is_contiguous():
                 fail(
                     program,
                     Fact.EQUAL_CHUNKS,
                     launch,
-                    f"%{launch.name} moves {list(s.shape)} and {list(l.shape)}: not "
+                    f"%{launch.name} moves {list(part.shape)} and {list(whole.shape)}: not "
                     f"{program.world_size} equal contiguous chunks.",
                 )
 
@@ -201,8 +202,8 @@ def freed(program: Program) -> None:
         if len(mine) != 1:
             fail(program, fact, launch, f"%{launch.name} has {len(mine)} frees, expected 1.")
         gathers = launch.target is ops.all_gather
-        want = set(launch.users) if gathers else set(launch.args[0])  # type: ignore[arg-type]
-        if set(mine[0].args[0]) != want:  # type: ignore[arg-type]
+        want = set(launch.users) if gathers else set(meta.operands(launch))
+        if set(meta.operands(mine[0])) != want:
             fail(program, fact, mine[0], f"%{mine[0].name} does not free all of %{launch.name}.")
         if meta.get(mine[0]).phase != tag.phase or order[mine[0]] < order[launch]:
             fail(program, fact, mine[0], f"%{mine[0].name} does not follow %{launch.name}.")
@@ -220,7 +221,7 @@ def no_use_after_free(program: Program) -> None:
                 f"%{node.name} reads a storage that %{gone[storage].name} has freed.",
             )
         if node.target is ops.free:
-            for source in node.args[0]:
+            for source in meta.operands(node):
                 gone |= dict.fromkeys(meta.storage_ids(source), node)
     waits = {meta.get(n).pair: n for n in program.graph.nodes if n.target is ops.wait}
     order = _order(program)
@@ -293,9 +294,7 @@ def outlined(program: Program) -> None:
             elif row.op == "call_function" and not _picks_region(row):
                 node = next(want, None)
                 if node is None or node.target is not row.target:
-                    fail(
-                        program, fact, node or program.output, f"row %{row.name} stands there."
-                    )
+                    fail(program, fact, node or program.output, f"row %{row.name} stands there.")
         left = next(want, None)
         if left is not None:
             fail(program, fact, left, f"no row of the schedule runs %{left.name}.")
@@ -372,4 +371,4 @@ def _launch_behind(node: fx.Node) -> fx.Node | None:
 
 
 def _picks_region(row: fx.Node) -> bool:
-    return row.target is operator.getitem and row.args[0].op == "call_module"  # type: ignore[union-attr]
+    return row.target is operator.getitem and meta.source(row).op == "call_module"

@@ -180,7 +180,7 @@ def copy_returned_parameters(program: Program) -> None:
         if meta.get(node).role == "param"
         for storage in meta.storage_ids(node)
     }
-    values = list(program.output.args[0])  # type: ignore[arg-type]
+    values = program.values
     for i, value in enumerate(values):
         if program.results[i].kind == "output" and meta.storage_ids(value) & sources:
             last = program.phase("forward")[-1]
@@ -189,7 +189,7 @@ def copy_returned_parameters(program: Program) -> None:
             val = value.meta["val"]
             fake = program.fake(tuple(val.shape), val.dtype, val.device)
             values[i] = meta.put(copy, meta.get(last), fake)
-    program.output.args = (tuple(values),)
+    program.values = values
 
 
 def _is_cast(node: fx.Node) -> bool:
@@ -198,7 +198,7 @@ def _is_cast(node: fx.Node) -> bool:
 
 def _writes(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    return schema is None and not _is_pick(node) or bool(schema is not None and schema.is_mutable)
+    return (schema is None and not _is_pick(node)) or bool(schema is not None and schema.is_mutable)
 
 
 def _is_pick(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""insert-free: give unsharded parameters and reduced gradients back as soon as nobody reads them."""
+"""insert-free: give unsharded parameters and reduced gradients back behind their last reader."""
 
 from __future__ import annotations
 
@@ -43,19 +43,20 @@ class InsertFree:
                     for storage in meta.storage_ids(source):
                         last_reader[storage] = node
         waits = {
-            meta.get(node).pair: node
-            for node in program.graph.nodes
-            if node.target is ops.wait
+            meta.get(node).pair: node for node in program.graph.nodes if node.target is ops.wait
         }
         for launch in list(program.graph.nodes):
             if launch.target not in ops.LAUNCHES:
                 continue
             tag = meta.get(launch)
             gathers = launch.target is ops.all_gather
-            freed = list(launch.users) if gathers else list(launch.args[0])
+            freed = list(launch.users) if gathers else meta.operands(launch)
             storages = set().union(*map(meta.storage_ids, freed))
             readers = [last_reader[storage] for storage in storages]
             at = max((*readers, waits[tag.pair]), key=order.__getitem__)
             with program.graph.inserting_after(at):
                 free = program.graph.call_function(ops.free, (freed,))
-            meta.put(free, dataclasses.replace(tag, role="free", stream="compute", waits=(), records=None))
+            meta.put(
+                free,
+                dataclasses.replace(tag, role="free", stream="compute", waits=(), records=None),
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -42,7 +42,7 @@ class InsertReduce:
     ensures: ClassVar[frozenset[Fact]] = frozenset({Fact.REDUCED_ONCE, Fact.EQUAL_CHUNKS})
 
     def apply(self, program: Program) -> None:
-        values = list(program.output.args[0])  # type: ignore[arg-type]
+        values = program.values
         slots = {
             result.name: i for i, result in enumerate(program.results) if result.kind == "grad"
         }
@@ -65,7 +65,7 @@ class InsertReduce:
             for param, node in zip(params, reduced, strict=True):
                 values[slots[param.fqn]] = node
             pair += 1
-        program.output.args = (tuple(values),)
+        program.values = values
 
 
 def reduce(
@@ -125,7 +125,7 @@ def as_sendable(
 def contiguous(program: Program, grad: fx.Node, tag: meta.Meta) -> fx.Node:
     """A contiguous copy of `grad`."""
     val = grad.meta["val"]
-    kwargs = {"memory_format": torch.contiguous_format}
+    kwargs: dict[str, Any] = {"memory_format": torch.contiguous_format}
     node = program.graph.call_function(aten.clone.default, (grad,), kwargs)
     fake = program.fake(tuple(val.shape), val.dtype, val.device)
     return meta.put(node, dataclasses.replace(tag, role="pad"), fake)

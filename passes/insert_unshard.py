@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -149,7 +149,7 @@ def gather(
 def refake(program: Program, node: fx.Node) -> torch.Tensor:
     """The fake value of `node`, from the fake values of its inputs."""
 
-    def val(value: fx.Node) -> object:
+    def val(value: fx.Node) -> Any:
         return value.meta["val"]
 
     with program.fake_mode:

@@ -69,7 +69,15 @@ class Validation:
             step: only that step.
         """
         rows = [
-            (c.step, c.module or "(root)", c.state, c.category.value, c.static, c.measured, c.difference)
+            (
+                c.step,
+                c.module or "(root)",
+                c.state,
+                c.category.value,
+                c.static,
+                c.measured,
+                c.difference,
+            )
             for c in self.cells
             if (c.static or c.measured)
             and (c.difference or not only_different)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -214,7 +214,7 @@ class Walk:
                 return found
             output = graph.find_nodes(op="output")[0]
             if phase == "forward":
-                outputs, kept = output.args[0]  # type: ignore[misc]
+                outputs, kept = cast("tuple[tuple[fx.Node, ...], ...]", output.args[0])
                 caller += [t for node in outputs for t in env.get(node, [])]
                 saved += [env[node] for node in kept]
                 self._hold(caller)
@@ -256,7 +256,7 @@ class Walk:
             picks = [user for user in row.users if user.target is operator.getitem]
             drops = [n for reader in (row, *picks) for n in dead[reader] if n is not row]
             if row.op == "call_module":
-                tokens = [env.get(n, []) for n in row.args]  # type: ignore[arg-type]
+                tokens = [env.get(n, []) for n in row.all_input_nodes]
                 owned = {n for n in drops if n in env}
                 made = self._region(row, picks, tokens, owned, after, during, stop)
                 if made is None:
@@ -279,11 +279,11 @@ class Walk:
 
     def _row(self, row: fx.Node, picks: list[fx.Node], env: dict[fx.Node, list[int]]) -> None:
         if row.target is ops.wait:
-            for source in row.args[0]:  # type: ignore[union-attr]
+            for source in meta.operands(row):
                 if meta.get(row).waits and meta.get(source).role == "unshard":
                     self._relabel(env[source], Category.UNSHARDED_PARAM)
         elif row.target is ops.free:
-            for source in row.args[0]:  # type: ignore[union-attr]
+            for source in meta.operands(row):
                 self._end(env[source])
         elif row.target in ops.LAUNCHES:
             gathers = row.target is ops.all_gather
@@ -314,7 +314,7 @@ class Walk:
         env: dict[fx.Node, list[int]] = {}
         tokens_of: dict[int, int] = {}  # storage of the stored body -> token of this call
         for place, argument, tokens in zip(
-            region.graph.find_nodes(op="placeholder"), row.args, inputs, strict=True
+            region.graph.find_nodes(op="placeholder"), row.all_input_nodes, inputs, strict=True
         ):
             env[place] = tokens
             for storage, token in zip(meta.storages(place), tokens, strict=False):
@@ -324,7 +324,7 @@ class Walk:
                     tokens_of.setdefault(storage_id, -1)
             if argument not in owned:
                 self._hold(tokens)
-        outputs = list(region.graph.find_nodes(op="output")[0].args[0])  # type: ignore[arg-type]
+        outputs = meta.operands(region.graph.find_nodes(op="output")[0])
         labels = self._region_categories(region.body, outputs, picks)
         dead = last_reads(region.graph)
         for node in region.body:
@@ -426,7 +426,9 @@ def gradient_categories(program: Program) -> dict[int, Category]:
             found |= dict.fromkeys(meta.storage_ids(sent), category)
             if copied:
                 source = sent.all_input_nodes[0]
-                again = source.op == "call_function" and is_reduce_copy(source.target, source.kwargs)
+                again = source.op == "call_function" and is_reduce_copy(
+                    source.target, source.kwargs
+                )
                 made = Category.REDUCE_SCATTER if again else Category.UNSHARDED_GRAD
                 found |= dict.fromkeys(meta.storage_ids(source), made)
     return found

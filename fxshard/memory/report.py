@@ -173,10 +173,16 @@ class MemoryReport:
         """One sentence that names the peak, and the `top` largest things alive at it."""
         at = self.peak_at
         where = f"{at.phase}, at {at.node}" + (f" of {at.module}" if at.module else "")
-        lines = [f"Peak {size_text(self.peak_bytes)} ({self.peak_bytes:,} bytes) in {where}; alive:"]
+        lines = [
+            f"Peak {size_text(self.peak_bytes)} ({self.peak_bytes:,} bytes) in {where}; alive:"
+        ]
         for thing in self.alive_at_peak()[:top]:
-            module = f" of {thing.module}" if thing.module and thing.module not in thing.name else ""
-            lines.append(f"  {size_text(thing.bytes):>12}  {thing.category.value}: {thing.name}{module}")
+            module = (
+                f" of {thing.module}" if thing.module and thing.module not in thing.name else ""
+            )
+            lines.append(
+                f"  {size_text(thing.bytes):>12}  {thing.category.value}: {thing.name}{module}"
+            )
         return "\n".join(lines)
 
     def table(self, depth: int | None = None, units: str = "MiB", *, fold: bool = True) -> str:

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from fxshard.compat import FakeTensor, TorchDispatchMode, is_dtensor_type, tree_flatten
+from fxshard.compat import FakeTensor, TorchDispatchMode, tree_flatten
 from fxshard.memory.category import CATEGORIES, COLUMN, Category, is_reduce_copy
 from fxshard.world import World
 
@@ -87,7 +88,7 @@ class Tracker(TorchDispatchMode):
         leaves, _ = tree_flatten(list(optimizer.state.values()))
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                local = leaf.to_local() if is_dtensor_type(type(leaf)) else leaf
+                local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
                 number = self._numbers.get(id(local.untyped_storage()))
                 if number is not None:
                     self._storages[number].category = Category.OPT_STATE
@@ -97,7 +98,7 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if any(is_dtensor_type(t) for t in types):
+        if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # DTensor runs the operator on local tensors: see it there
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

@@ -58,7 +58,8 @@ class C10dWorld:
         options = dist.ReduceScatterOptions()
         # ReduceOp.AVG over one rank may be wrong on NCCL; the sum of one is its average.
         # (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py)
-        options.reduceOp = dist.ReduceOp.AVG if self.size > 1 else dist.ReduceOp.SUM
+        operation = dist.ReduceOp.AVG if self.size > 1 else dist.ReduceOp.SUM
+        options.reduceOp = operation  # type: ignore[assignment]
         with self._side_stream("reduce", grads[0].device) as stream:
             try:
                 work = self.group.reduce_scatter_tensor_coalesced(results, grads, options)

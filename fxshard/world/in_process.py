@@ -68,17 +68,17 @@ class InProcessWorld:
 
     def _run_row(self, row: fx.Node, envs: list[dict[fx.Node, Any]]) -> None:
         if row.target is ops.all_gather:
-            shards = [[env[n] for n in row.args[0]] for env in envs]  # type: ignore[union-attr]
+            shards = [[env[n] for n in meta.operands(row)] for env in envs]
             for env in envs:
                 env[row] = [torch.cat(ranks) for ranks in zip(*shards, strict=True)]
         elif row.target is ops.reduce_scatter:
-            grads = [[env[n] for n in row.args[0]] for env in envs]  # type: ignore[union-attr]
+            grads = [[env[n] for n in meta.operands(row)] for env in envs]
             means = [_mean(ranks) for ranks in zip(*grads, strict=True)]
             for rank, env in enumerate(envs):
                 env[row] = [mean.chunk(self.size)[rank].clone() for mean in means]
         elif row.target is operator.getitem:
             for env in envs:
-                env[row] = env[row.args[0]][row.args[1]]  # type: ignore[index]
+                env[row] = env[meta.source(row)][row.args[1]]
         elif row.target not in (ops.wait, ops.free):
             for env in envs:
                 args = fx.node.map_arg(row.args, env.__getitem__)
