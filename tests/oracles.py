@@ -144,3 +144,35 @@ def profiler_peak_bytes(
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def profiler_temporaries(fn: Callable[[], object]) -> list[tuple[str, int]]:
+    """What operators take and give back while they run: ``(operator, bytes)``, in order.
+
+    By torch.profiler's memory events on CPU: bytes at most alive during a top-level operator,
+    above what it leaves behind. A number wrapped into a tensor just before its operator (8 bytes,
+    freed inside) counts as the operator's.
+    """
+    fn()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        fn()
+    events = sorted(
+        prof.profiler.kineto_results.events(), key=lambda e: (e.start_ns(), -e.duration_ns())
+    )
+    memory = [event for event in events if event.name() == "[memory]"]
+    found: list[tuple[str, int]] = []
+    end = 0
+    for event in events:
+        if not event.name().startswith("aten::") or event.start_ns() < end:
+            continue
+        previous, end = end, event.end_ns()
+        before = [m.nbytes() for m in memory if previous <= m.start_ns() < event.start_ns()]
+        inside = [m.nbytes() for m in memory if event.start_ns() <= m.start_ns() <= end]
+        wrapped = sum(size for size in before if size == 8) if inside[-1:] == [-8] else 0
+        live = top = wrapped
+        for size in inside:
+            live += size
+            top = max(top, live)
+        if top > max(live, 0):
+            found.append((event.name().removeprefix("aten::"), top - max(live, 0)))
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from fxshard import meta
-from fxshard.compat import TorchDispatchMode, tree_flatten
+from fxshard.compat import FakeTensorMode, TorchDispatchMode, tree_flatten
 from fxshard.errors import ConfigError
 from fxshard.program import Program
 
@@ -99,34 +100,44 @@ def trace_step(program: Program, optimizer: Any) -> OptimizerStep | None:
     """
     if optimizer is None:
         return None
+    try:
+        # Scalars such as Adam's step stay real beside meta shards: a step may read them.
+        return _record(program, optimizer, "meta", contextlib.nullcontext())
+    except RuntimeError as on_meta:
+        try:
+            # fused kernels refuse meta tensors; fake CPU ones pass, if no scalar is read.
+            return _record(program, optimizer, "cpu", FakeTensorMode())
+        except Exception as error:
+            raise ConfigError(
+                f"optimizer {optimizer!r}: its step cannot be analysed without data "
+                f"(on meta tensors: {on_meta}; on fake tensors: {error})."
+            ) from error
+
+
+def _record(
+    program: Program, optimizer: Any, device: str, mode: contextlib.AbstractContextManager[Any]
+) -> OptimizerStep:
     trained = {result.name for result in program.results if result.kind == "grad"}
     world = program.world_size
     params: list[nn.Parameter] = []
-    for fqn, param in sorted(program.params.items(), key=lambda item: item[1].position):
-        shape = (len(param.rows(0, world)), *param.shape[1:])
-        shard = nn.Parameter(torch.empty(shape, dtype=param.dtype, device="meta"))
-        shard.requires_grad_(param.requires_grad)
-        if fqn in trained:
-            shard.grad = torch.empty_like(shard)
-        params.append(shard)
-    made = make_optimizer(optimizer, params)
     recorder = _Recorder()
-    for shard in params:
-        recorder.know(shard.untyped_storage())
-        if shard.grad is not None:
-            recorder.know(shard.grad.untyped_storage())
     steps: list[list[Event]] = []
-    for _ in range(2):
-        recorder.events = [Event("start", [], [])]
-        with recorder:
-            try:
+    with mode:
+        for fqn, param in sorted(program.params.items(), key=lambda item: item[1].position):
+            shape = (len(param.rows(0, world)), *param.shape[1:])
+            shard = nn.Parameter(torch.empty(shape, dtype=param.dtype, device=device))
+            shard.requires_grad_(param.requires_grad)
+            recorder.know(shard.untyped_storage())
+            if fqn in trained:
+                shard.grad = torch.empty_like(shard)
+                recorder.know(shard.grad.untyped_storage())
+            params.append(shard)
+        made = make_optimizer(optimizer, params)
+        for _ in range(2):
+            recorder.events = [Event("start", [], [])]
+            with recorder:
                 made.step()
-            except Exception as error:
-                raise ConfigError(
-                    f"optimizer {type(made).__name__}: its step cannot be analysed without data "
-                    f"({type(error).__name__}: {error})."
-                ) from error
-        steps.append(recorder.events)
+            steps.append(recorder.events)
     leaves, _ = tree_flatten(list(made.state.values()))
     state = {
         recorder.numbers[id(leaf.untyped_storage())]: leaf.untyped_storage().nbytes()

@@ -91,11 +91,18 @@ class MemoryReport:
         return kernel_temporaries(self.program)
 
     @property
-    def peak_with_kernels_bytes(self) -> int:
-        """Largest sum of live bytes and the running kernel's own temporaries, forward/backward."""
-        inside = {(k.phase, k.point): k.bytes for k in self.kernel_temporaries}
+    def peak_with_kernels_bytes(self) -> int | None:
+        """Largest sum of live bytes and of what the running kernel takes for itself.
+
+        None if the program has kernels of which that is not known. gloo's own buffers, taken by
+        its threads at times of their choice, are not in it.
+        """
+        rows = [k for k in self.kernel_temporaries if k.backend == "cpu"]
+        inside = {(k.phase, k.point): k.bytes for k in rows}
+        if None in inside.values():
+            return None
         return max(
-            int(total) + inside.get((phase.phase, i), 0)
+            int(total) + (inside.get((phase.phase, i)) or 0)
             for phase in self._step.steady
             for i, total in enumerate(phase.during.sum(1))
         )
