@@ -18,8 +18,8 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
+    is_fake,
 )
 from torch.distributed.fsdp.wrap import _Policy
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -29,7 +29,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, 
 
 __all__ = [
     "DATA_DEPENDENT_ERRORS",
-    "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",
@@ -38,6 +37,7 @@ __all__ = [
     "export_joint",
     "fake_process_group",
     "input_source",
+    "is_fake",
     "output_source",
     "tree_flatten",
     "tree_flatten_with_path",

@@ -37,8 +37,9 @@ def text(program: Program) -> str:
     lines = [f"program world_size={program.world_size} units={len(program.units)}"]
     phase = None
     for node in program.graph.nodes:
-        if node.op == "call_function" and meta.get(node).phase != phase:
-            phase = meta.get(node).phase
+        tag = node.meta.get("fxshard")  # verify names a node without one, in this text
+        if node.op == "call_function" and tag is not None and tag.phase != phase:
+            phase = tag.phase
             lines.append(f"{phase}:")
         lines.append("  " + line(node, program))
     return "\n".join(lines)

@@ -89,7 +89,8 @@ def run(
         missing = step.requires - program.facts
         if missing:
             raise ConfigError(
-                f"pass '{step.name}' requires that {' and '.join(f.value for f in missing)}; "
+                f"pass '{step.name}' requires that "
+                f"{' and '.join(fact.value for fact in Fact if fact in missing)}; "
                 f"no earlier pass in the pipeline ensures it. Put it behind one that does."
             )
         before = dump.text(program) if texts else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn, cast
 
 from torch import fx
 
@@ -24,7 +24,7 @@ def verify(program: Program) -> None:
             CHECKS[fact](program)
 
 
-def fail(program: Program, fact: Fact, node: fx.Node, message: str) -> None:
+def fail(program: Program, fact: Fact, node: fx.Node, message: str) -> NoReturn:
     """Raise VerifyError for `node`."""
     raise VerifyError(
         fact.name.lower(), message, node=node.name, excerpt=dump.excerpt(program, node)
@@ -100,7 +100,15 @@ def params_unsharded(program: Program) -> None:
                 )
     for launch in _launches(program, ops.all_gather):
         for pick in launch.users:
-            want = program.params[meta.get(pick).fqn or ""]
+            shard, fqn = meta.operands(launch)[_picked(pick)], meta.get(pick).fqn
+            if meta.get(shard).fqn != fqn:
+                fail(
+                    program,
+                    Fact.PARAMS_UNSHARDED,
+                    pick,
+                    f"%{pick.name} stands for {fqn!r}, but picks {meta.get(shard).fqn!r}.",
+                )
+            want = program.params[fqn or ""]
             shape = tuple(pick.meta["val"].shape)
             rows = want.chunk(program.world_size)[0] * program.world_size
             if shape != (rows, *want.shape[1:]):
@@ -148,6 +156,15 @@ def reduced_once(program: Program) -> None:
                     f"the gradient of {result.name!r} is returned without being reduced.",
                 )
             made.pop(result.name)
+            shape = program.params[result.name].chunk(program.world_size)
+            if tuple(value.meta["val"].shape) != shape:
+                fail(
+                    program,
+                    fact,
+                    value,
+                    f"%{value.name} is {list(value.meta['val'].shape)}, but a shard of "
+                    f"{result.name!r} is {list(shape)}.",
+                )
     for fqn, pick in made.items():
         fail(program, fact, pick, f"the reduced gradient of {fqn!r} is not returned.")
 
@@ -171,25 +188,45 @@ def equal_chunks(program: Program) -> None:
 
 
 def bounded_inflight(program: Program) -> None:
-    limits = {"forward": program.forward_prefetch + 1, "backward": program.backward_prefetch + 1}
-    alive: dict[int | None, str] = {}
+    """Launches run no further ahead than asked, and what is gathered is being used.
+
+    Units that are still to be read may be many (units inside units, layers that are called again):
+    those no schedule can free.
+    """
+    fact = Fact.BOUNDED_INFLIGHT
+    limits = {"forward": program.forward_prefetch, "backward": program.backward_prefetch}
+    order = _order(program)
+    flying: dict[int | None, fx.Node] = {}  # launched, not waited for
+    landed: dict[int | None, fx.Node] = {}  # waited for, not freed
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
         tag = meta.get(node)
         if node.target is ops.all_gather:
-            alive[tag.pair] = program.units[tag.unit or 0].name
-            held = [name for name in alive.values() if name != "(root)"]
-            if len(held) > limits[tag.phase]:
+            flying[tag.pair] = node
+            limit = max(1, limits[tag.phase])
+            if len(flying) > limit:
+                names = ", ".join(_unit_name(program, launch) for launch in flying.values())
                 fail(
                     program,
-                    Fact.BOUNDED_INFLIGHT,
+                    fact,
                     node,
-                    f"%{node.name} is the {len(held)}th unit unsharded at once ({', '.join(held)});"
-                    f" the limit is prefetch + 1 = {limits[tag.phase]}.",
+                    f"with %{node.name}, {len(flying)} units are in flight ({names}); the limit "
+                    f"is max(1, prefetch) = {limit}.",
                 )
+            for launch in landed.values():
+                if all(order[reader] < order[node] for reader in _alias_readers(program, launch)):
+                    fail(
+                        program,
+                        fact,
+                        node,
+                        f"%{node.name} is launched while {_unit_name(program, launch)!r} is still "
+                        f"unsharded, though nothing reads it any more.",
+                    )
+        elif node.target is ops.wait and tag.pair in flying:
+            landed[tag.pair] = flying.pop(tag.pair)
         elif node.target is ops.free:
-            alive.pop(tag.pair, None)
+            landed.pop(tag.pair, None)
 
 
 def freed(program: Program) -> None:
@@ -238,26 +275,35 @@ def no_use_after_free(program: Program) -> None:
 def streams_ordered(program: Program) -> None:
     """Follow the events: a launch sees its inputs, a reader of its result sees its end."""
     fact = Fact.STREAMS_ORDERED
+    recorded: dict[str, int] = {}  # event -> number of compute-stream nodes that it covers
     seen: set[str] = set()  # events that the compute stream has waited for
+    done = 0  # compute-stream nodes so far
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
         tag = meta.get(node)
+        for event in tag.waits:
+            if event not in recorded:
+                fail(program, fact, node, f"%{node.name} waits for {event}; nothing recorded it.")
         if node.target in ops.LAUNCHES:
             if tag.stream == "compute":
                 fail(program, fact, node, f"%{node.name} runs on the compute stream.")
             if not tag.records:
                 fail(program, fact, node, f"%{node.name} records no event when done.")
-            if f"c{tag.pair}" not in tag.waits:
+            if done > max((recorded[event] for event in tag.waits), default=0):
                 fail(
                     program,
                     fact,
                     node,
-                    f"stream {tag.stream!r} reads what the compute stream wrote for %{node.name} "
-                    f"without waiting for it.",
+                    f"stream {tag.stream!r} starts %{node.name} without waiting for what the "
+                    f"compute stream runs in front of it.",
                 )
+            recorded[str(tag.records)] = done
             continue
         seen |= set(tag.waits)
+        done += tag.role not in ("unshard", "free")  # picks, cuts and frees run nothing
+        if tag.records:
+            recorded[tag.records] = done
         for source in node.all_input_nodes:
             launch = _launch_behind(source)
             is_pick = node.target is operator.getitem and source.target in ops.LAUNCHES
@@ -273,31 +319,60 @@ def streams_ordered(program: Program) -> None:
 
 
 def outlined(program: Program) -> None:
-    """The schedule, flattened, is the graph, operator by operator."""
+    """The schedule, flattened, is the graph: operator by operator, on the same values."""
     fact = Fact.OUTLINED
     schedule = program.schedule
     if schedule is None:
         raise VerifyError(fact.name.lower(), "the program has no schedule.")
+    nodes = {node.name: node for node in program.graph.nodes}
+    saved: list[fx.Node] = []  # in the order in which forward hands them to backward
     for phase, outer in schedule.phases():
         want = iter(program.phase(phase))
+        env: dict[fx.Node, Any] = {}  # value of the schedule -> node of the graph, or some
         for row in outer.nodes:
-            if row.op == "call_module":
-                for inner in schedule.regions[str(row.target)].body:
-                    node = next(want, None)
-                    if node is None or node.target is not inner.target:
-                        fail(
-                            program,
-                            fact,
-                            node or program.output,
-                            f"row %{row.name} runs {inner.target} there.",
-                        )
-            elif row.op == "call_function" and not _picks_region(row):
-                node = next(want, None)
-                if node is None or node.target is not row.target:
-                    fail(program, fact, node or program.output, f"row %{row.name} stands there.")
+            if row.op == "placeholder":
+                env[row] = nodes.get(row.name)
+            elif row.op == "call_module":
+                region = schedule.regions[str(row.target)]
+                inputs = region.graph.find_nodes(op="placeholder")
+                inner = {a: env[b] for a, b in zip(inputs, row.all_input_nodes, strict=True)}
+                for node in region.body:
+                    inner[node] = _stands_for(program, row, node, next(want, None), inner)
+                env[row] = fx.node.map_arg(region.graph.output_node().args[0], inner.__getitem__)
+            elif row.op == "call_function" and _picks_region(row):
+                env[row] = env[meta.source(row)][_picked(row)]
+            elif row.op == "call_function":
+                env[row] = _stands_for(program, row, row, next(want, None), env)
         left = next(want, None)
         if left is not None:
             fail(program, fact, left, f"no row of the schedule runs %{left.name}.")
+        results: Any = fx.node.map_arg(outer.output_node().args[0], env.__getitem__)
+        if phase == "forward":
+            results, handed = results
+            saved = list(handed)
+        elif saved != [
+            env[p]
+            for p in outer.find_nodes(op="placeholder")
+            if meta.get(p).role not in ("shard", "buffer", "input", "tangent")
+        ]:
+            fail(program, fact, program.output, "backward takes other values than forward saves.")
+        kind = "output" if phase == "forward" else "grad"
+        both = zip(program.values, program.results, strict=True)
+        if list(results) != [value for value, result in both if result.kind == kind]:
+            fail(program, fact, program.output, f"the schedule's {phase} returns other values.")
+
+
+def _stands_for(
+    program: Program, row: fx.Node, run: fx.Node, node: fx.Node | None, env: dict[fx.Node, Any]
+) -> fx.Node:
+    """`node`, if it is what `run`, in `row` of the schedule, does on the values in `env`."""
+    if node is None or node.target is not run.target:
+        what = f"row %{row.name} of the schedule runs {dump.operation(run)} there."
+        fail(program, Fact.OUTLINED, node or program.output, what)
+    if fx.node.map_arg((run.args, run.kwargs), env.get) != (node.args, node.kwargs):
+        what = f"row %{row.name} of the schedule runs it on other values."
+        fail(program, Fact.OUTLINED, node, what)
+    return node
 
 
 CHECKS: dict[Fact, Callable[[Program], None]] = {
@@ -314,6 +389,10 @@ CHECKS: dict[Fact, Callable[[Program], None]] = {
     Fact.STREAMS_ORDERED: streams_ordered,
     Fact.OUTLINED: outlined,
 }
+
+
+def _unit_name(program: Program, node: fx.Node) -> str:
+    return program.units[meta.get(node).unit or 0].name
 
 
 def _order(program: Program) -> dict[fx.Node, int]:
@@ -356,6 +435,10 @@ def _alias_readers(program: Program, launch: fx.Node) -> list[fx.Node]:
     ]
 
 
+def _picked(pick: fx.Node) -> int:
+    return cast("int", pick.args[1])
+
+
 def _is_pick_of(node: fx.Node, launch: fx.Node) -> bool:
     return node.target is operator.getitem and node.args[0] is launch
 
@@ -366,7 +449,10 @@ def _launch_behind(node: fx.Node) -> fx.Node | None:
         if not meta.aliases_input(node):
             return None
         ids = meta.storage_ids(node)
-        node = next((n for n in node.all_input_nodes if meta.storage_ids(n) & ids), node.prev)
+        source = next((n for n in node.all_input_nodes if meta.storage_ids(n) & ids), None)
+        if source is None:
+            return None
+        node = source
     return node if node.target in ops.LAUNCHES else None
 
 

@@ -60,7 +60,7 @@ class InsertReduce:
                 groups.append((last, params))
         for last, params in sorted(groups, key=lambda group: order[group[0]]):
             grads = [values[slots[param.fqn]] for param in params]
-            alone = [owns_storage(grad, last, order) for grad in grads]
+            alone = [owns_storage(program, grad, last, order) for grad in grads]
             reduced = reduce(program, params, grads, alone, last, pair)
             for param, node in zip(params, reduced, strict=True):
                 values[slots[param.fqn]] = node
@@ -131,12 +131,14 @@ def contiguous(program: Program, grad: fx.Node, tag: meta.Meta) -> fx.Node:
     return meta.put(node, dataclasses.replace(tag, role="pad"), fake)
 
 
-def owns_storage(grad: fx.Node, last: fx.Node, order: dict[fx.Node, int]) -> bool:
-    """True if `grad` fills its storage and nothing behind `last` sees that storage."""
+def owns_storage(program: Program, grad: fx.Node, last: fx.Node, order: dict[fx.Node, int]) -> bool:
+    """True if `grad` fills its storage, is returned once, and nothing behind `last` sees it."""
     val = grad.meta["val"]
     if val.untyped_storage().nbytes() != val.numel() * val.element_size():
         return False
     (storage,) = meta.storage_ids(grad)
+    if sum(storage in meta.storage_ids(value) for value in program.values) > 1:
+        return False
     maker: fx.Node | None = grad
     aliases: list[fx.Node] = []
     while maker is not None:
@@ -144,14 +146,11 @@ def owns_storage(grad: fx.Node, last: fx.Node, order: dict[fx.Node, int]) -> boo
         maker = next((n for n in maker.all_input_nodes if storage in meta.storage_ids(n)), None)
     if aliases[-1].op == "placeholder":
         return False
-    outputs = 0
     todo = aliases[-1:]
     while todo:
         for user in todo.pop().users:
-            if user.op == "output":
-                outputs += 1
-            elif storage in meta.storage_ids(user):
+            if storage in meta.storage_ids(user):
                 todo.append(user)
-            elif order.get(user, -1) > order[last]:
+            elif user.op != "output" and order.get(user, -1) > order[last]:
                 return False
-    return outputs == 1
+    return True

@@ -11,12 +11,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fxshard
 from fxshard import compat
+from fxshard.config import Config
 from fxshard.errors import ConfigError
+from fxshard.executor import Executor, TracedExecutor
 from fxshard.memory.category import Category, State
 from fxshard.memory.report import DoesNotFitError
+from fxshard.memory.tracker import Tracker, WatchedWorld
+from fxshard.module import ShardedModule
+from fxshard.units import find_units
+from fxshard.world.c10d import C10dWorld
 from tests import oracles
 from tests.zoo import MODELS, Case
 
@@ -67,10 +74,12 @@ def test_optimizers_are_analysed_by_running_them(optimizer: Any) -> None:
     assert result.max_abs_difference == 0, result.table(only_different=True)
 
 
-def step_of(case: Case, world_size: int) -> Any:
+def step_of(case: Case, world_size: int, make_executor: Any = Executor) -> Any:
     """One training step (without optimizer) of rank 0 on a fake group, as a callable."""
     model, args, kwargs = built(case)
-    sharded = fxshard.compile(model, units=case.units)
+    world = C10dWorld(init_device_mesh("cpu", (world_size,)))
+    units = find_units(model, case.units)
+    sharded = ShardedModule(model, units, world, Config(), make_executor)
 
     def step() -> None:
         leaves, _ = compat.tree_flatten(sharded(*args, **kwargs))
@@ -242,3 +251,20 @@ def test_planning_leaves_no_trace_in_memory_or_model() -> None:
     )
     assert peak < 512 * 512 * 4
     assert all(model.get_parameter(name) is param for name, param in params.items())
+
+
+def test_analysis_changes_no_live_byte() -> None:
+    """The profiler sees the same memory with the tracker and without it."""
+    case = MODELS["llama"]
+    with compat.fake_process_group(0, 4):
+        step = step_of(case, 4)
+        plain = oracles.profiler_peak_bytes(step, before=step)
+    tracker = Tracker()
+
+    def make(program: Any, world: Any) -> Executor:
+        return TracedExecutor(program, WatchedWorld(world, tracker), tracker)
+
+    with compat.fake_process_group(0, 4), tracker:
+        step = step_of(case, 4, make)
+        tracked = oracles.profiler_peak_bytes(step, before=step)
+    assert tracked == plain

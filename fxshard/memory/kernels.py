@@ -80,10 +80,10 @@ def _of_operator(
 
 
 def _of_launch(phase: str, number: int, point: Point) -> KernelTemporary | None:
-    """gloo flattens a coalesced collective (ProcessGroupGloo.cpp): inputs, and for a gather outputs.
+    """Gloo flattens a coalesced collective: its inputs, and for a gather its outputs.
 
-    Source: ``AsyncAllgatherCoalescedWork::allgather_coalesced`` and
-    ``ProcessGroupGloo::reduce_scatter_tensor_coalesced``.
+    Source: torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, ``allgather_coalesced`` and
+    ``reduce_scatter_tensor_coalesced``.
     """
     row = point.row
     if row.target not in ops.LAUNCHES:

@@ -198,48 +198,46 @@ class MemoryReport:
         Args:
             depth: show modules with at most this many names in their FQN (None: all).
             units: "B", "KiB", "MiB" or "GiB".
-            fold: show modules whose rows are equal but for the layer number once, "x N".
+            fold: of modules that differ in a layer number only, show the first and the last.
         """
         if units not in UNITS:
             raise ConfigError(f"units={units!r}; legal: {', '.join(UNITS)}.")
-        used = [c for c in CATEGORIES if any(cell[c] for cell in self.cells().values())]
+        cells = self.cells()
+        used = [c for c in CATEGORIES if any(cell[c] for cell in cells.values())]
         rows: list[tuple[str, ...]] = []
-        for names, cells in self._blocks(depth, fold):
-            name = names[0] or "(root)"
-            label = name if len(names) == 1 else f"{name}  x {len(names)}"
-            for state, cell in cells.items():
-                figures = [cell[c] for c in used]
-                rows.append(
-                    (
-                        label,
-                        state.value,
-                        *(_scaled(v, units) for v in figures),
-                        _scaled(sum(cell.values()), units),
-                    )
-                )
-                label = ""
-        headers = ["module", "state", *(_short(c) for c in used), f"total {units}"]
+        for module, note in self._shown(depth, fold):
+            label = f"{module or '(root)'}{note}"
+            for state in State:
+                if (module, state) in cells:
+                    cell = cells[module, state]
+                    figures = [*(cell[c] for c in used), sum(cell.values())]
+                    rows.append((label, state.value, *(_scaled(v, units) for v in figures)))
+                    label = ""
+        headers = [
+            "module",
+            "state",
+            *(c.value.replace(" ", "\n") for c in used),
+            f"total\n{units}",
+        ]
         align = ["left", "left", *["right"] * (len(used) + 1)]
         return tabulate(rows, headers, "simple", colalign=align, disable_numparse=True)
 
-    def _blocks(
-        self, depth: int | None, fold: bool
-    ) -> list[tuple[list[str], dict[State, Snapshot]]]:
-        """Modules with their cells; equal neighbours in a list of layers as one block."""
-        cells = self.cells()
-        blocks: list[tuple[list[str], dict[State, Snapshot]]] = []
-        by_shape: dict[Any, int] = {}
-        for module in self.modules():
-            if depth is not None and module and module.count(".") + 1 > depth:
-                continue
-            mine = {state: cells[module, state] for state in State if (module, state) in cells}
-            shape = (re.sub(r"\d+", "N", module), tuple(tuple(c.values()) for c in mine.values()))
-            if fold and shape in by_shape:
-                blocks[by_shape[shape]][0].append(module)
-                continue
-            by_shape[shape] = len(blocks)
-            blocks.append(([module], mine))
-        return blocks
+    def _shown(self, depth: int | None, fold: bool) -> list[tuple[str, str]]:
+        """Modules of the table, each with a note if it stands for a list of layers."""
+        chosen = [m for m in self.modules() if depth is None or m.count(".") < depth]
+        alike: dict[str, list[str]] = {}
+        for module in chosen:
+            alike.setdefault(re.sub(r"\b\d+\b", "*", module), []).append(module)
+        shown: list[tuple[str, str]] = []
+        for module in chosen:
+            layers = alike[re.sub(r"\b\d+\b", "*", module)]
+            if not fold or len(layers) < 3:
+                shown.append((module, ""))
+            elif module == layers[0]:
+                shown.append((module, f" (first of {len(layers)})"))
+            elif module == layers[-1]:
+                shown.append((module, f" (last of {len(layers)})"))
+        return shown
 
     def assert_fits(self, budget: int | str) -> None:
         """Raise DoesNotFitError if the peak of the first or of a later step is above `budget`.
@@ -333,7 +331,3 @@ def _scaled(size: int, units: str) -> str:
     if not size:
         return "."
     return f"{size:,}" if units == "B" else f"{size / UNITS[units]:,.2f}"
-
-
-def _short(category: Category) -> str:
-    return category.value.replace(" ", "\n")

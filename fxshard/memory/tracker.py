@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fxshard.compat import FakeTensor, TorchDispatchMode, tree_flatten
+from fxshard.compat import TorchDispatchMode, is_fake, tree_flatten
 from fxshard.memory.category import CATEGORIES, COLUMN, Category, is_reduce_copy
 from fxshard.world import World
 
@@ -107,7 +107,7 @@ class Tracker(TorchDispatchMode):
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 self._see(leaf, default)
-        if is_reduce_copy(func, kwargs):
+        if is_reduce_copy(func, kwargs) and _holds_memory(result):
             self._storages[self._number(result)].copied_from = self._number(args[0])
         name = str(func)
         if name.startswith("c10d.allgather_into_tensor_coalesced_"):
@@ -133,8 +133,8 @@ class Tracker(TorchDispatchMode):
         return self._numbers[id(tensor.untyped_storage())]
 
     def _see(self, tensor: Tensor, category: Category) -> None:
-        if tensor.is_meta or isinstance(tensor, FakeTensor):
-            return  # DTensor works out result shapes on these; they hold no memory
+        if not _holds_memory(tensor):
+            return
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._numbers:
@@ -229,6 +229,11 @@ class WatchedWorld:
         """See `fxshard.world.World`."""
         self._world.free(tensors)
         self._tracker.resized(tensors)
+
+
+def _holds_memory(tensor: Tensor) -> bool:
+    """False for what traces and DTensor's shape rules compute with."""
+    return not (tensor.is_meta or is_fake(tensor))
 
 
 def _matrix(rows: Sequence[Any]) -> Matrix:
