@@ -1,6 +1,7 @@
 """fxshard: fully sharded data parallelism as a compiler."""
 
-from fxshard.api import Plan, compile, plan, validate
+from fxshard.api import compile, plan, validate
 from fxshard.module import ShardedModule
+from fxshard.plans import Plan
 
 __all__ = ["Plan", "ShardedModule", "compile", "plan", "validate"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 from typing import Any
 
@@ -15,64 +14,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fxshard import compat, dump, trace
 from fxshard.config import Config
 from fxshard.errors import ConfigError
-from fxshard.executor import Executor, TracedExecutor, emit
-from fxshard.memory import liveness
+from fxshard.executor import Executor, TracedExecutor
 from fxshard.memory.category import Category
 from fxshard.memory.compare import Validation, compare
-from fxshard.memory.optimizer import make_optimizer, trace_step
-from fxshard.memory.report import MemoryReport
+from fxshard.memory.optimizer import make_optimizer
 from fxshard.memory.tracker import Measured, Tracker, WatchedWorld
 from fxshard.module import ShardedModule, Variant
 from fxshard.pipeline import Observer, make_program
+from fxshard.plans import Plan
 from fxshard.program import Program
 from fxshard.units import Unit, find_units
 from fxshard.world.c10d import C10dWorld
 from fxshard.world.in_process import InProcessWorld
 
 log = logging.getLogger("fxshard")
-
-
-class Plan:
-    """What one training step of a model will do on one rank, known before it runs.
-
-    Attributes:
-        program: the rewritten program.
-        config: the options it was made with.
-    """
-
-    def __init__(self, program: Program, config: Config, model: nn.Module, inputs: Any) -> None:
-        self.program, self.config = program, config
-        self._held = liveness.held_bytes(model, inputs, program)
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """The units; index 0 is the root."""
-        return self.program.units
-
-    @functools.cached_property
-    def memory(self) -> MemoryReport:
-        """Bytes at every point of the step, per category and module (computed once, on demand)."""
-        step = trace_step(self.program, self.config.optimizer)
-        return MemoryReport(liveness.analyse(self.program, self._held, step))
-
-    @property
-    def code(self) -> str:
-        """The Python source that the executor runs."""
-        return emit(self.program)
-
-    @property
-    def certificate(self) -> str:
-        """SHA-256 of the collective sequence; equal on all ranks."""
-        return dump.certificate(self.program)
-
-    def dump(self, phase: str | None = None, fold: bool = True) -> str:
-        """The outer schedule as text.
-
-        Args:
-            phase: "forward" or "backward"; None for both.
-            fold: identical layers as one block, "x N".
-        """
-        return dump.schedule(self.program, folded=fold, phase=phase)
 
 
 def plan(
@@ -143,15 +98,17 @@ def compile(
     if isinstance(world, C10dWorld):
         world.agree(_model_lines(units), "the model")
     program = None
+    call = (args or (), kwargs or {})
     if args is not None or kwargs is not None:
-        call = (args or (), kwargs or {})
         program = make_program(module, *call, units=units, world=world.size, config=config)
         if isinstance(world, C10dWorld):
             world.agree(dump.agreement(program), "the model or the batch structure")
     sharded = ShardedModule(module, units, world, config)
     if program is not None:
         key = sharded.key(args or (), kwargs or {})
-        sharded.variants[key] = Variant(program, Executor(program, world))
+        sharded.variants[key] = Variant(
+            Plan(program, config, module, call), Executor(program, world)
+        )
     return sharded
 
 

@@ -14,6 +14,8 @@ from fxshard import compat, dump, hf, meta, pipeline
 from fxshard.config import Config
 from fxshard.errors import StepError
 from fxshard.executor import Executor
+from fxshard.memory.report import MemoryReport
+from fxshard.plans import Plan
 from fxshard.program import Program
 from fxshard.sharding import Slot, as_gradient, shard_parameters
 from fxshard.units import Unit
@@ -29,8 +31,13 @@ MakeExecutor = Callable[[Program, Any], Executor]
 class Variant:
     """One program of the module, for one kind of call."""
 
-    program: Program
+    plan: Plan
     executor: Executor
+
+    @property
+    def program(self) -> Program:
+        """What the executor runs."""
+        return self.plan.program
 
 
 class ShardedModule(nn.Module):
@@ -107,8 +114,29 @@ class ShardedModule(nn.Module):
             program = self.rewritten(args, kwargs)
             if isinstance(self.world, C10dWorld):
                 self.world.agree(dump.agreement(program), "the model or the batch structure")
-            self.variants[key] = Variant(program, self._make_executor(program, self.world))
+            plan = Plan(program, self.config, self.original, (args, kwargs))
+            self.variants[key] = Variant(plan, self._make_executor(program, self.world))
         return self.variants[key]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the training step traced last (of any call, if none trains).
+
+        Raises:
+            StepError: nothing is traced yet.
+        """
+        plans = [variant.plan for variant in self.variants.values()]
+        if not plans:
+            raise StepError(
+                "nothing is traced yet: call the model once, or give fxshard.compile an example "
+                "call with args=(...)."
+            )
+        return next((p for p in reversed(plans) if p.program.signature.training), plans[-1])
+
+    @property
+    def memory(self) -> MemoryReport:
+        """The memory report of `plan`."""
+        return self.plan.memory
 
     def rewritten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
         """Capture the call `model(*args, **kwargs)` and run the passes."""

@@ -144,9 +144,7 @@ def _units(
                 fqn, aliases, tuple(val.shape), val.dtype, fqn not in frozen, index[owner], position
             )
         )
-    return tuple(
-        Unit(index[fqn], fqn, kind, tuple(members[fqn])) for fqn, kind in kinds.items()
-    )
+    return tuple(Unit(index[fqn], fqn, kind, tuple(members[fqn])) for fqn, kind in kinds.items())
 
 
 # -- programs -------------------------------------------------------------------------------------
@@ -321,20 +319,16 @@ class StrictWorld(InProcessWorld):
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
-        self._launched: dict[int | None, tuple[fx.Node, list[dict[fx.Node, Any]]]] = {}
+        self._launched: dict[int | None, tuple[fx.Node, list[dict[fx.Node, Any]], list[Any]]] = {}
 
     def _run_row(self, row: fx.Node, envs: list[dict[fx.Node, Any]]) -> None:
         if row.target in ops.LAUNCHES:
-            inputs = [{n: env[n] for n in meta.operands(row)} for env in envs]
-            self._launched[meta.get(row).pair] = (row, inputs)
+            inputs = [{node: env[node] for node in meta.operands(row)} for env in envs]
             for env in envs:
-                env[row] = [
-                    torch.full(val.shape, torch.nan, dtype=val.dtype) for val in row.meta["val"]
-                ]
-                inputs[0 if env is envs[0] else envs.index(env)][row] = env[row]
+                env[row] = [torch.full(v.shape, torch.nan, dtype=v.dtype) for v in row.meta["val"]]
+            self._launched[meta.get(row).pair] = (row, inputs, [env[row] for env in envs])
         elif row.target is ops.wait:
-            launch, inputs = self._launched.pop(meta.get(row).pair)
-            buffers = [env.pop(launch) for env in inputs]
+            launch, inputs, buffers = self._launched.pop(meta.get(row).pair)
             super()._run_row(launch, inputs)
             for env, mine in zip(inputs, buffers, strict=True):
                 for buffer, result in zip(mine, env[launch], strict=True):
@@ -387,7 +381,10 @@ class Step:
         )
         found: Found = {}
         for result, ranks in zip(program.results, zip(*both, strict=True), strict=True):
-            if result.kind == "grad" and ranks[0].shape != self.model.get_parameter(result.name).shape:
+            if (
+                result.kind == "grad"
+                and ranks[0].shape != self.model.get_parameter(result.name).shape
+            ):
                 rows = program.params[result.name].shape[0]
                 ranks = (torch.cat(ranks)[:rows],)
             for other in ranks[1:]:
@@ -424,9 +421,10 @@ class Step:
         self, program: Program, world: StrictWorld, buffers: list[dict[str, Tensor]]
     ) -> list[Sequence[Tensor]]:
         value = self._value(program, buffers)
-        names = program.graph.find_nodes(op="placeholder")
+        graph = copy.deepcopy(program.graph)  # the world takes users in order of execution
+        names = graph.find_nodes(op="placeholder")
         args = [[value(node, rank) for node in names] for rank in range(world.size)]
-        return world.run(program.graph, {}, set(), args)
+        return world.run(graph, {}, set(), args)
 
     def _run_schedule(
         self, program: Program, world: StrictWorld, buffers: list[dict[str, Tensor]]
