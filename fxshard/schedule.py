@@ -193,15 +193,19 @@ def _make_region(
 def describe(run: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node], base: str) -> str:
     """A text that is equal for two runs exactly when one region can stand for both.
 
-    It has the operators with arguments by position, shape, stride, dtype and device of what comes
-    in, which values leave, and the module of each operator relative to `base`.
+    It has the operators with arguments by position; shape, stride, dtype, device and aliases of
+    what comes in; which values leave; and the module of each operator relative to `base`.
     """
     number = {node: i for i, node in enumerate([*inputs, *run])}
 
     def local(node: fx.Node) -> str:
         return f"%{number[node]}"
 
-    lines = [_metadata(node) for node in inputs]
+    aliases: dict[int, int] = {}  # storage -> its number: inputs that share one stay apart
+    lines = [
+        f"{_metadata(n)} {[aliases.setdefault(s, len(aliases)) for s in meta.storage_ids(n)]}"
+        for n in inputs
+    ]
     for node in run:
         args = fx.node.map_arg(node.args, lambda n: _Local(local(n)))
         kwargs = fx.node.map_arg(node.kwargs, lambda n: _Local(local(n)))

@@ -6,7 +6,7 @@ operator of forward and backward is in the text, and the module beside it is its
 
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -347,102 +347,109 @@ class StrictWorld(InProcessWorld):
             super()._run_row(row, envs)
 
 
+Values = dict[tuple[str, str], Tensor]  # (role, FQN or position) -> what goes in
 Found = dict[tuple[str, str], Tensor]  # (kind, name) -> output, gradient, or buffer afterwards
 
 
-class Step:
-    """One step of a model on one batch, to be run by a program at any point of the pipeline."""
+def values_of(model: nn.Module, *args: Any, **kwargs: Any) -> Values:
+    """What goes into a program of `model`: its state, a batch, and gradients for its outputs."""
+    found: Values = {("param", name): p.detach() for name, p in model.named_parameters()}
+    found |= {("buffer", name): b for name, b in model.named_buffers()}
+    flat = enumerate(tree_flatten((args, kwargs))[0])
+    found |= {("input", str(i)): leaf for i, leaf in flat if isinstance(leaf, Tensor)}
+    torch.manual_seed(1)
+    outputs = enumerate(tree_flatten(copy.deepcopy(model)(*args, **kwargs))[0])
+    return found | {("tangent", str(i)): torch.randn_like(out) for i, out in outputs}
 
-    def __init__(self, model: nn.Module, *args: Any) -> None:
-        self.model, self.args = model, args
-        torch.manual_seed(1)
-        self.tangents = [torch.randn_like(out) for out in self._outputs(copy.deepcopy(model))]
 
-    def _outputs(self, model: nn.Module) -> list[Tensor]:
-        torch.manual_seed(2)
-        return [o for o in tree_flatten(model(*self.args))[0] if o.requires_grad]
+def random_values(program: Program) -> Values:
+    """Anything that fits the placeholders of a program that no pass has touched."""
+    found: Values = {}
+    torch.manual_seed(1)
+    for node in program.graph.find_nodes(op="placeholder"):
+        tag, val = meta.get(node), node.meta["val"]
+        fits = torch.randn(val.shape) if val.is_floating_point() else torch.ones(val.shape)
+        found[tag.role, tag.fqn or ""] = fits.to(val.dtype)
+    return found
 
-    def eager(self) -> Found:
-        """What plain PyTorch computes."""
-        model = copy.deepcopy(self.model)
-        outputs = self._outputs(model)
-        torch.autograd.backward(outputs, self.tangents)
-        found: Found = {("output", str(i)): out.detach() for i, out in enumerate(outputs)}
-        found |= {("grad", n): p.grad for n, p in model.named_parameters() if p.grad is not None}
-        return found | {("buffer", n): b for n, b in model.named_buffers()}
 
-    def run(self, program: Program) -> Found:
-        """What `program` computes on a `StrictWorld`; by its schedule, if it has one."""
-        torch.manual_seed(2)
-        world = StrictWorld(program.world_size)
-        buffers = [copy.deepcopy(dict(self.model.named_buffers())) for _ in range(world.size)]
-        both = (self._run_schedule if program.schedule else self._run_graph)(
-            program, world, buffers
-        )
-        found: Found = {}
-        for result, ranks in zip(program.results, zip(*both, strict=True), strict=True):
-            if (
-                result.kind == "grad"
-                and ranks[0].shape != self.model.get_parameter(result.name).shape
-            ):
-                rows = program.params[result.name].shape[0]
-                ranks = (torch.cat(ranks)[:rows],)
-            for other in ranks[1:]:
-                torch.testing.assert_close(other, ranks[0], rtol=0, atol=0)
-            found[result.kind, result.name] = ranks[0]
-        return found | {("buffer", name): value for name, value in buffers[0].items()}
+def eager(model: nn.Module, values: Values, *args: Any, **kwargs: Any) -> Found:
+    """One step in plain PyTorch."""
+    model = copy.deepcopy(model)
+    torch.manual_seed(2)
+    outputs = tree_flatten(model(*args, **kwargs))[0]
+    tangents = [values["tangent", str(i)] for i in range(len(outputs))]
+    torch.autograd.backward(outputs, tangents)
+    found: Found = {("output", str(i)): out.detach() for i, out in enumerate(outputs)}
+    found |= {("grad", n): p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return found | {("buffer", n): b for n, b in model.named_buffers()}
 
-    def _value(
-        self, program: Program, buffers: list[dict[str, Tensor]]
-    ) -> Callable[[fx.Node, int], Tensor]:
-        params = dict(self.model.named_parameters())
 
-        def value(node: fx.Node, rank: int) -> Tensor:
-            tag = meta.get(node)
-            name = tag.fqn or ""
-            if tag.role == "input":
-                return self.args[int(name)]
-            if tag.role == "tangent":
-                return self.tangents[int(name)].clone()
-            if tag.role == "buffer":
-                return buffers[rank].get(name, program.constants.get(name))  # type: ignore[return-value]
-            whole = params[name].detach().clone()
-            if tag.role == "param":
-                return whole
-            param = program.params[name]
-            shard = whole.new_zeros(param.chunk(program.world_size))
-            rows = param.rows(rank, program.world_size)
-            shard[: len(rows)] = whole[rows.start : rows.stop]
-            return shard
+def run(program: Program, values: Values) -> Found:
+    """The same step by a program at any point of the pipeline, on a `StrictWorld`.
 
-        return value
+    By its graph, or by its schedule if it has one. Asserts that the ranks agree.
+    """
+    torch.manual_seed(2)
+    world = StrictWorld(program.world_size)
+    buffers = [
+        {name: value.clone() for (role, name), value in values.items() if role == "buffer"}
+        for _ in range(world.size)
+    ]
 
-    def _run_graph(
-        self, program: Program, world: StrictWorld, buffers: list[dict[str, Tensor]]
-    ) -> list[Sequence[Tensor]]:
-        value = self._value(program, buffers)
-        graph = copy.deepcopy(program.graph)  # the world takes users in order of execution
+    def arguments(nodes: Sequence[fx.Node], rank: int, saved: Sequence[Tensor] = ()) -> list[Any]:
+        kept = iter(saved)
+        return [
+            _argument(program, meta.get(node), rank, values, buffers[rank])
+            if meta.get(node).role in ("param", "shard", "buffer", "input", "tangent")
+            else next(kept)
+            for node in nodes
+        ]
+
+    ranks = range(world.size)
+    if program.schedule is None:
+        graph = fx.Graph()  # a copy: the world expects the users of a node in order of execution
+        graph.output(graph.graph_copy(program.graph, {})).meta = program.output.meta
         names = graph.find_nodes(op="placeholder")
-        args = [[value(node, rank) for node in names] for rank in range(world.size)]
-        return world.run(graph, {}, set(), args)
+        returned = world.run(graph, {}, set(), [arguments(names, rank) for rank in ranks])
+    else:
+        executor = Executor(program, world)
+        outputs, saved = executor.forward([arguments(executor.forward_inputs, r) for r in ranks])
+        returned = [outputs for _ in ranks]
+        if program.schedule.backward is not None:
+            names = executor.backward_inputs
+            grads = executor.backward([arguments(names, r, saved[r]) for r in ranks])
+            returned = [[*outputs, *mine] for mine in grads]
+    found: Found = {("buffer", name): value for name, value in buffers[0].items()}
+    for i, (value, result) in enumerate(zip(program.values, program.results, strict=True)):
+        each = [mine[i] for mine in returned]
+        if meta.get(value).role == "reduce":
+            each = [torch.cat(each)[: program.params[result.name].shape[0]]]
+        assert all(torch.equal(one, each[0]) for one in each), f"ranks differ in {result}"
+        found[result.kind, result.name] = each[0]
+    return found
 
-    def _run_schedule(
-        self, program: Program, world: StrictWorld, buffers: list[dict[str, Tensor]]
-    ) -> list[Sequence[Tensor]]:
-        value, executor = self._value(program, buffers), Executor(program, world)
-        ranks = range(world.size)
-        outputs, saved = executor.forward(
-            [[value(node, rank) for node in executor.forward_inputs] for rank in ranks]
+
+def _argument(
+    program: Program, tag: meta.Meta, rank: int, values: Values, buffers: dict[str, Tensor]
+) -> Tensor:
+    name = tag.fqn or ""
+    if tag.role == "buffer":
+        return buffers[name] if name in buffers else program.constants[name]
+    if tag.role != "shard":
+        return values[tag.role, name].clone()
+    whole, param = values["param", name], program.params[name]
+    shard = whole.new_zeros(param.chunk(program.world_size))
+    rows = param.rows(rank, program.world_size)
+    shard[: len(rows)] = whole[rows.start : rows.stop]
+    return shard
+
+
+def assert_same(ours: Found, theirs: Found, *, exact: bool) -> None:
+    """The same outputs, gradients and buffers, each bit for bit or up to rounding."""
+    assert ours.keys() == theirs.keys()
+    for key in theirs:
+        limits: dict[str, Any] = {"rtol": 0, "atol": 0} if exact else {}
+        torch.testing.assert_close(
+            ours[key], theirs[key], msg=lambda text, key=key: f"{key}: {text}", **limits
         )
-        args = []
-        for rank in ranks:
-            kept = iter(saved[rank])
-            given = ("shard", "buffer", "input", "tangent")
-            args.append(
-                [
-                    value(node, rank) if meta.get(node).role in given else next(kept)
-                    for node in executor.backward_inputs
-                ]
-            )
-        grads = executor.backward(args)
-        return [[*outputs, *mine] for mine in grads]

@@ -1,0 +1,328 @@
+"""Each pass: its text before and after on programs written by hand, and the numbers it must keep.
+
+The texts are tests/goldens/<pass file>.<case>.txt. After a wanted change rewrite them with
+
+    UPDATE_GOLDENS=1 python -m pytest tests/test_passes.py
+
+and read the diff.
+"""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fxshard import dump, meta, ops, pipeline, trace
+from fxshard.config import Config
+from fxshard.passes.prefetch import Prefetch
+from fxshard.program import Program
+from fxshard.units import find_units
+from tests import graphs
+from tests.zoo import MODELS, models
+
+GOLDENS = Path(__file__).parent / "goldens"
+PASSES = {step.name.replace("-", "_"): step for step in pipeline.default_passes(Config())}
+aten = torch.ops.aten
+
+CAST = """
+%x : bf16[2,4] = input 0
+%w : f32[3,4] = param w
+%dy : bf16[2,3] = tangent 0
+forward:
+%cast = aten._to_copy(%w, dtype=torch.bfloat16)
+%t = aten.t(%cast)
+%y = aten.mm(%x, %t)
+backward:
+%u = aten.t(%t)
+%dx = aten.mm(%dy, %u)
+%dt = aten.t(%dy)
+%dcast = aten.mm(%dt, %x)
+%dw = aten._to_copy(%dcast, dtype=torch.float32)
+return %y (0), %dw (w), %dx (input[0])
+"""
+RETURNED = """
+%x : f32[2,4] = input 0
+%w : f32[3,4] = param w
+forward:
+%t = aten.t(%w)
+%y = aten.mm(%x, %t)
+return %y (0), %t (1)
+"""
+WRITTEN = """
+%x : f32[2,4] = input 0
+%count : f32[4] = buffer count
+%w : f32[4] = param layers.0.w
+forward:
+%more = aten.add.Tensor(%count, 1)  | layers.0
+%set = aten.copy_(%count, %more)  | layers.0
+%again = aten.add.Tensor(%count, 1)  | layers.1
+%scaled = aten.mul.Tensor(%w, %more)  | layers.0
+%y = aten.mul.Tensor(%scaled, %again)  | layers.1
+return %y (0)
+"""
+NESTED = """
+%x : f32[2,4] = input 0
+%a : f32[4,4] = param layers.0.a
+%b : f32[4,4] = param layers.0.mlp.b
+forward:
+%mm = aten.mm(%x, %a)  | layers.0.norm
+%inner = aten.mm(%mm, %b)  | layers.0.mlp.up
+%near = aten.relu(%inner)  | layers.01
+%y = aten.relu(%near)  | layers
+return %y (0)
+"""
+READ_ONCE = """
+%x : f32[2,4] = input 0
+%add : f32[3] = param layers.0.add
+%mul : f32[3,4] = param layers.0.mul
+%frozen : f32[4,3] = param frozen
+%unused : f32[7] = param unused
+%dy : f32[2,3] = tangent 0
+forward:
+%scaled = aten.relu(%x)  | layers.0
+%tm = aten.t(%mul)  | layers.0
+%h = aten.addmm(%add, %scaled, %tm)  | layers.0
+%tf = aten.t(%frozen)
+%z = aten.mm(%h, %tf)
+%y = aten.mm(%z, %frozen)
+backward:
+%tb = aten.t(%frozen)
+%dz = aten.mm(%dy, %tb)
+%dh = aten.mm(%dz, %frozen)
+%dadd = aten.sum.dim_IntList(%dh, [0])  | layers.0
+%dt = aten.t(%dh)  | layers.0
+%dmul = aten.mm(%dt, %scaled)  | layers.0
+return %y (0), %dadd (layers.0.add), %dmul (layers.0.mul)
+"""
+SHARED_GRADS = """
+%x : f32[2,4] = input 0
+%a : f32[2,4] = param a
+%b : f32[2,4] = param b
+%w : f32[4,2] = param w
+%c : f32[2,4] = param c
+%dy : f32[2,4] = tangent 0
+forward:
+%s = aten.add.Tensor(%x, %a)
+%r = aten.add.Tensor(%s, %b)
+%h = aten.tanh(%r)
+%g = aten.t(%w)
+%m = aten.mul.Tensor(%h, %g)
+%y = aten.add.Tensor(%m, %c)
+backward:
+%dg = aten.mul.Tensor(%dy, %h)
+%dw = aten.t(%dg)
+%gb = aten.t(%w)
+%dh = aten.mul.Tensor(%dy, %gb)
+%dr = aten.tanh_backward(%dh, %h)
+return %y (0), %dr (a), %dr (b), %dw (w), %dy (c)
+"""
+DTYPES = """
+%x : f32[4] = input 0
+%single : f32[4] = param single
+%half : bf16[4] = param half
+%dy : f32[4] = tangent 0
+forward:
+%p = aten.mul.Tensor(%x, %single)
+%y = aten.mul.Tensor(%p, %half)
+backward:
+%dp = aten.mul.Tensor(%dy, %half)
+%dsingle = aten.mul.Tensor(%dp, %x)
+%dhalf32 = aten.mul.Tensor(%dy, %p)
+%dhalf = aten._to_copy(%dhalf32, dtype=torch.bfloat16)
+return %y (0), %dsingle (single), %dhalf (half)
+"""
+VIEWS = """
+%x : f32[2,4] = input 0
+%w : f32[5,4] = param w
+forward:
+%t = aten.t(%w)
+%row = aten.select.int(%w, 0, 1)
+%y = aten.mm(%x, %t)
+%s = aten.unsqueeze(%row, 0)
+%z = aten.add.Tensor(%x, %s)
+%late = aten.relu(%z)
+return %y (0), %late (1)
+"""
+
+root = {"": "Model"}
+Build = Callable[[], Program]
+CASES: dict[str, tuple[pipeline.Pass, Build]] = {
+    f"{name}.{case}": (step or PASSES[name], build)
+    for name, case, step, build in [
+        ("canonicalize", "layered", None, graphs.layered),
+        ("canonicalize", "cast", None, partial(graphs.parse, CAST, root)),
+        ("canonicalize", "returned", None, partial(graphs.parse, RETURNED, root)),
+        (
+            "canonicalize",
+            "written",
+            None,
+            partial(graphs.parse, WRITTEN, root | {"layers.0": "L", "layers.1": "L"}),
+        ),
+        ("assign_units", "chain", None, graphs.chain),
+        (
+            "assign_units",
+            "nested",
+            None,
+            partial(graphs.parse, NESTED, root | {"layers.0": "L", "layers.0.mlp": "M"}),
+        ),
+        ("insert_unshard", "layered", None, graphs.layered),
+        (
+            "insert_unshard",
+            "read_once",
+            None,
+            partial(graphs.parse, READ_ONCE, root | {"layers.0": "L"}, frozen=["frozen"]),
+        ),
+        ("insert_reduce", "layered", None, graphs.layered),
+        ("insert_reduce", "shared", None, partial(graphs.parse, SHARED_GRADS, root)),
+        ("insert_reduce", "dtypes", None, partial(graphs.parse, DTYPES, root)),
+        ("prefetch", "depth_0", Prefetch(0, 0), graphs.chain),
+        ("prefetch", "depth_1", Prefetch(1, 1), graphs.chain),
+        ("prefetch", "depth_2", Prefetch(2, 2), partial(graphs.chain, 4)),
+        ("annotate_streams", "chain", None, graphs.chain),
+        ("insert_free", "chain", None, graphs.chain),
+        ("insert_free", "views", None, partial(graphs.parse, VIEWS, root)),
+        ("outline_regions", "chain", None, graphs.chain),
+        ("outline_regions", "layered", None, graphs.layered),
+    ]
+}
+
+
+def before(name: str, program: Program) -> None:
+    """Run the passes of the default pipeline that come before `name`."""
+    names = list(PASSES)
+    pipeline.run(program, [PASSES[each] for each in names[: names.index(name)]])
+
+
+def after(program: Program) -> str:
+    """The dump; with a schedule, that, and its regions."""
+    if program.schedule is None:
+        return dump.text(program)
+    lines: list[str] = []
+    for phase, outer in program.schedule.phases():
+        lines += [f"{phase}:", *("  " + dump.line(node) for node in outer.nodes)]
+    for region in program.schedule.regions.values():
+        lines += [f"{region.name}:", *("  " + dump.line(node) for node in region.graph.nodes)]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_golden(case: str) -> None:
+    step, build = CASES[case]
+    program = build()
+    before(case.partition(".")[0], program)
+    values = graphs.random_values(build())
+    text, numbers = dump.text(program), graphs.run(program, values)
+    pipeline.run(program, [step], check_each=True)
+    graphs.assert_same(graphs.run(program, values), numbers, exact=True)
+    golden, text = GOLDENS / f"{case}.txt", f"# before\n{text}\n\n# after\n{after(program)}\n"
+    if os.environ.get("UPDATE_GOLDENS"):
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(text)
+    assert text == golden.read_text()
+
+
+def test_every_golden_has_its_case_and_every_pass_a_golden() -> None:
+    assert {path.stem for path in GOLDENS.iterdir()} == set(CASES)
+    files = {path.stem for path in (GOLDENS.parents[1] / "passes").glob("[!_]*.py")}
+    assert {case.partition(".")[0] for case in CASES} == files == set(PASSES)
+
+
+def by_hand(build: Build, model: nn.Module, *args: Any) -> Any:
+    return build, model, args, {}
+
+
+def captured(name: str, world_size: int = 2) -> Any:
+    torch.manual_seed(0)
+    model = MODELS[name].build()
+    args, kwargs = MODELS[name].batch(0, 0)
+
+    def build() -> Program:
+        units = find_units(model)
+        return trace.capture(
+            model, args, kwargs, units=units, world_size=world_size, training=True
+        )
+
+    return build, model, args, kwargs
+
+
+STEPS: dict[str, Callable[[], Any]] = {
+    "layered": lambda: by_hand(graphs.layered, graphs.Layered(), torch.tensor([0, 3, 1, 4])),
+    "chain": lambda: by_hand(graphs.chain, graphs.Chain(), torch.randn(2, 4)),
+    "tied": partial(captured, "tied"),
+    "mlp13 on 3": partial(captured, "mlp13", 3),
+    "convnet": partial(captured, "convnet"),
+    "dropout": partial(captured, "dropout"),
+}
+
+
+@pytest.mark.parametrize("model", STEPS)
+def test_every_pass_keeps_the_numbers_of_eager(model: str) -> None:
+    torch.manual_seed(0)
+    build, module, args, kwargs = STEPS[model]()
+    values = graphs.values_of(module, *args, **kwargs)
+    program = build()
+    numbers = graphs.run(program, values)
+    graphs.assert_same(numbers, graphs.eager(module, values, *args, **kwargs), exact=False)
+    for step in PASSES.values():
+        pipeline.run(program, [step], check_each=True)
+        graphs.assert_same(graphs.run(program, values), numbers, exact=True)
+
+
+def targets(program: Program) -> list[Any]:
+    return [node.target for node in program.graph.nodes]
+
+
+def test_canonicalize_shares_masks_and_draws_every_random_number() -> None:
+    program = graphs.layered()
+    assert targets(program).count(aten.gt.Scalar) == 2
+    assert targets(program).count(aten.detach.default) == 4
+    pipeline.run(program, [PASSES["canonicalize"]])
+    assert targets(program).count(aten.gt.Scalar) == 1
+    assert targets(program).count(aten.detach.default) == 0
+    first = program.phase("forward")[0]
+    assert first.target is aten.gt.Scalar and meta.get(first).module == ""
+    noises = [node for node in program.phase("forward") if node.target is aten.rand_like.default]
+    assert [meta.get(node).module for node in noises] == ["layers.0", "layers.1"]
+
+
+def test_reduce_copies_a_gradient_that_is_an_activation_gradient() -> None:
+    program = graphs.layered()
+    before("prefetch", program)
+    launch = program.graph.find_nodes(op="call_function", target=ops.reduce_scatter)[0]
+    weight, bias, shift = meta.operands(launch)
+    assert (weight.name, bias.name) == ("dweight_1", "dbias_1")
+    assert shift.target is aten.clone.default
+    assert [node.name for node in shift.all_input_nodes] == ["dx_1"]
+
+
+def regions(program: Program) -> int:
+    assert program.schedule is not None
+    return len(program.schedule.regions)
+
+
+def full(program: Program) -> Program:
+    pipeline.run(program, list(PASSES.values()))
+    return program
+
+
+def transformer(depth: int) -> Program:
+    model = models.Transformer(depth=depth)
+    args, kwargs = MODELS["transformer"].batch(0, 0)
+    return trace.capture(
+        model, args, kwargs, units=find_units(model), world_size=2, training=True
+    )
+
+
+@pytest.mark.parametrize("build", [graphs.layered, graphs.chain, transformer])
+def test_identical_layers_share_regions(build: Callable[[int], Program]) -> None:
+    two, eight = full(build(2)), full(build(8))
+    assert regions(two) == regions(eight)
+    table = dump.schedule(eight)
+    assert "x 7" in table or "x 6" in table
+    print(table)
+    assert len(table.splitlines()) < len(dump.schedule(two).splitlines()) + 20
