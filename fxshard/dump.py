@@ -55,7 +55,8 @@ def line(node: fx.Node, program: Program | None = None) -> str:
     tag = node.meta.get("fxshard")
     type_ = f" : {types(node.meta.get('val'))}" if node.meta.get("val") is not None else ""
     if node.op == "placeholder":
-        return f"%{node.name}{type_} = {tag.role if tag else 'input'} {tag.fqn if tag else ''}"
+        role = "input" if tag is None else "saved" if tag.role == "compute" else tag.role
+        return f"%{node.name}{type_} = {role} {tag.fqn or '' if tag else ''}".rstrip()
     arguments = [_argument(a) for a in node.args]
     arguments += [f"{key}={_argument(value)}" for key, value in node.kwargs.items()]
     call = f"%{node.name}{type_} = {operation(node)}({', '.join(arguments)})"
@@ -241,9 +242,9 @@ def schedule(program: Program, *, folded: bool = True, phase: str | None = None)
 
 def span(names: Sequence[str]) -> str:
     """``layers.0`` to ``layers.30`` as ``layers.0 .. 30``."""
-    if len(names) == 1:
-        return names[0]
     first, last = names[0], names[-1]
+    if first == last:
+        return first
     shared = 0
     for a, b in zip(first.split("."), last.split("."), strict=False):
         if a != b:

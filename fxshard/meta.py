@@ -42,7 +42,8 @@ class Meta:
         role: what it is for.
         module: FQN of the module that it belongs to ("" is the root).
         unit: index of the unit that it belongs to, or None before assign-units.
-        fqn: for placeholders, what they hold: parameter or buffer FQN, input or output name.
+        fqn: for placeholders, what they hold: parameter or buffer FQN, input or output name; for
+            picks and cuts of an unshard or reduce, and for what a reduce sends, the parameter.
         stream: where it runs.
         pair: shared by the launch, wait and free of one collective.
         records: event recorded on `stream` when the node is done.
@@ -124,6 +125,6 @@ def operands(node: fx.Node) -> list[fx.Node]:
     return list(cast("list[fx.Node]", node.args[0]))
 
 
-def source(pick: fx.Node) -> fx.Node:
-    """The node that `pick`, a ``getitem``, picks from."""
-    return cast("fx.Node", pick.args[0])
+def source(node: fx.Node) -> fx.Node:
+    """The node that `node`, a ``getitem`` or a view, is taken from: its first argument."""
+    return cast("fx.Node", node.args[0])

@@ -17,8 +17,10 @@ free              give the storage of these tensors back now, whoever still refe
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 _LIBRARY = torch.library.Library("fxshard", "DEF")
 _LIBRARY.define("all_gather(Tensor[] shards, int world_size) -> Tensor[]")
@@ -54,3 +56,8 @@ free = torch.ops.fxshard.free.default
 
 LAUNCHES = (all_gather, reduce_scatter)
 ALL = (all_gather, reduce_scatter, wait, free)
+
+
+def node(graph: fx.Graph, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
+    """Append an operator under a name of its own choice ("unshard_3") at the insertion point."""
+    return graph.create_node("call_function", target, args, name=name)

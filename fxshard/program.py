@@ -54,9 +54,9 @@ class Fact(enum.Enum):
     NO_PARAM_SAVED = "nothing derived from an unsharded parameter is saved for backward"
     REDUCED_ONCE = "each unsharded gradient is reduced exactly once"
     EQUAL_CHUNKS = "every collective moves the same number of bytes on every rank"
-    BOUNDED_INFLIGHT = "at most `prefetch` unshards are in flight, and none outlasts its readers"
     FREED = "every unsharded parameter and reduced gradient has one free"
     NO_USE_AFTER_FREE = "nothing reads a storage after its free, through any alias"
+    BOUNDED_INFLIGHT = "at most `prefetch` unshards are in flight, and none outlasts its readers"
     STREAMS_ORDERED = "every read across streams is ordered by an event"
     OUTLINED = "the schedule runs the nodes of the graph, each once, in an order that keeps data"
 

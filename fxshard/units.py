@@ -196,9 +196,12 @@ def _run_callable(model: nn.Module, spec: Callable[..., Any]) -> set[str]:
 
 
 def _is_auto_wrap_policy(spec: Callable[..., Any]) -> bool:
-    """FSDP1's function policies take ``(module, recurse, nonwrapped_numel)`` by these names."""
+    """FSDP1's function policies take ``(module, recurse, nonwrapped_numel)`` by these names.
+
+    Older ones take the last in ``**kwargs``.
+    """
     function = spec.func if isinstance(spec, functools.partial) else spec
-    return {"recurse", "nonwrapped_numel"} <= set(inspect.signature(function).parameters)
+    return "recurse" in inspect.signature(function).parameters
 
 
 def _auto_wrap(model: nn.Module, policy: Callable[..., bool]) -> Iterator[str]:
@@ -224,13 +227,17 @@ def _auto_wrap(model: nn.Module, policy: Callable[..., bool]) -> Iterator[str]:
     return iter(visit("", model)[1])
 
 
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # their class says nothing
+
+
 def repeated_blocks(model: nn.Module) -> list[str]:
     """FQNs of the repeated blocks of `model`, found by structure alone.
 
-    A block is a module with submodules and parameters that has a sibling of the same structure
-    (class, and names and ranks of its parameters). Lists of blocks (children named 0, 1, ...) are
-    looked for first, from the top down; siblings that are plain attributes count only where no
-    list was found inside them.
+    A block is a module with submodules and parameters that has a sibling like it. Lists of blocks
+    (children named 0, 1, ...) are looked for first, from the top down; there the class decides, for
+    the first block of a list often has a parameter more. Siblings that are plain attributes must
+    have one structure (class, and names and ranks of parameters), and count only where no list was
+    found inside them.
     """
 
     def visit(name: str, module: nn.Module) -> list[str]:
@@ -240,9 +247,10 @@ def repeated_blocks(model: nn.Module) -> list[str]:
             if any(True for _ in sub.parameters())
         ]
         groups: dict[Any, list[str]] = {}
-        for path, _, sub in children:
+        for path, child, sub in children:
             if any(True for _ in sub.children()):
-                groups.setdefault(_structure(sub), []).append(path)
+                by_class = child.isdigit() and type(sub) not in _CONTAINERS
+                groups.setdefault(type(sub) if by_class else _structure(sub), []).append(path)
         repeats = [path for paths in groups.values() if len(paths) > 1 for path in paths]
         listed = {path for path, child, _ in children if path in repeats and child.isdigit()}
         found = list(listed)

@@ -67,6 +67,10 @@ def unshard_paired(program: Program) -> None:
         mine = waits.get(tag.pair, [])
         if len(mine) != 1:
             fail(program, fact, launch, f"%{launch.name} has {len(mine)} waits, expected 1.")
+        if sorted(map(_picked, launch.users)) != list(range(len(meta.operands(launch)))):
+            fail(
+                program, fact, launch, f"%{launch.name} has not one pick per tensor that it takes."
+            )
         wait = mine[0]
         if order[wait] < order[launch]:
             fail(program, fact, wait, f"%{wait.name} stands before its launch %{launch.name}.")
@@ -118,6 +122,14 @@ def params_unsharded(program: Program) -> None:
                     pick,
                     f"%{pick.name} is {list(shape)}, expected {[rows, *want.shape[1:]]}.",
                 )
+            for user in pick.users:
+                if shape != want.shape and meta.get(user).role not in ("unshard", "wait", "free"):
+                    fail(
+                        program,
+                        Fact.PARAMS_UNSHARDED,
+                        user,
+                        f"%{user.name} reads {fqn!r} with its padding; only a cut may.",
+                    )
 
 
 def no_param_saved(program: Program) -> None:
@@ -144,8 +156,10 @@ def reduced_once(program: Program) -> None:
             if fqn in made:
                 fail(program, fact, pick, f"the gradient of {fqn!r} is reduced twice.")
             made[fqn] = pick
-        if len(set(meta.operands(launch))) != len(meta.operands(launch)):
-            fail(program, fact, launch, f"%{launch.name} reduces one tensor twice.")
+            sent = meta.operands(launch)[_picked(pick)]
+            if meta.get(sent).fqn != fqn:
+                what = f"%{sent.name}, which is that of {meta.get(sent).fqn!r}"
+                fail(program, fact, pick, f"the gradient of {fqn!r} is made of {what}.")
     for value, result in zip(program.values, program.results, strict=True):
         if result.kind == "grad" and result.name in program.params:
             if made.get(result.name) is not value:

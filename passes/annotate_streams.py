@@ -23,14 +23,14 @@ class AnnotateStreams:
     Before::
 
         %mm = aten.mm(%x, %t)
-        %all_gather = fxshard.all_gather([%w_shard], 2)
-        %wait = fxshard.wait([%getitem])
+        %unshard_0 = fxshard.all_gather([%w_shard], 2)
+        %wait_0 = fxshard.wait([%getitem])
 
     After::
 
-        %mm = aten.mm(%x, %t)                             | records=c0
-        %all_gather = fxshard.all_gather([%w_shard], 2)   | stream=unshard waits=c0 records=u0
-        %wait = fxshard.wait([%getitem])                  | waits=u0
+        %mm = aten.mm(%x, %t)                            | records=c0
+        %unshard_0 = fxshard.all_gather([%w_shard], 2)   | stream=unshard waits=c0 records=u0
+        %wait_0 = fxshard.wait([%getitem])               | waits=u0
     """
 
     name: ClassVar[str] = "annotate-streams"

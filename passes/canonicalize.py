@@ -23,11 +23,11 @@ ASSERTS = (aten._assert_async.msg, aten._assert_tensor_metadata.default)
 class Canonicalize:
     """Strip no-ops, share what does not depend on parameters, and let backward re-derive views.
 
-    Four steps: (1) ``detach``, ``alias``, views to the same shape and asserts go. (2) Equal
-    operators that depend on no parameter (masks, rotary tables) are merged. (3) Those of them
-    that several units read move to the front, so that identical layers stay identical. (4) A view
-    or cast of a parameter that backward reads is made again in backward: nothing of a parameter
-    is saved.
+    Four steps: (1) ``detach``, ``alias``, views to the same shape, double transposes and asserts
+    go. (2) Equal operators that depend on no parameter (masks, rotary tables) are merged. (3) Those
+    of them that several units read move to the front, so that identical layers stay identical.
+    (4) A view or cast of a parameter that backward reads is made again in backward: nothing of a
+    parameter is saved.
 
     Before::
 
@@ -67,17 +67,21 @@ def strip_no_ops(program: Program) -> None:
         if node.target in ASSERTS and not node.users:
             program.graph.erase_node(node)
         elif node.target in NO_OPS or _is_same_shape_view(node):
-            source = node.all_input_nodes[0]
-            node.replace_all_uses_with(source)
+            node.replace_all_uses_with(meta.source(node))
             program.graph.erase_node(node)
+        elif node.target is aten.t.default and meta.source(node).target is aten.t.default:
+            once = meta.source(node)
+            node.replace_all_uses_with(meta.source(once))
+            program.graph.erase_node(node)
+            if not once.users:
+                program.graph.erase_node(once)
 
 
 def _is_same_shape_view(node: fx.Node) -> bool:
-    if node.target is not aten._unsafe_view.default:
+    if node.target not in (aten._unsafe_view.default, aten.view.default):
         return False
-    source = node.all_input_nodes[0].meta["val"]
-    val = node.meta["val"]
-    return bool(source.shape == val.shape and source.stride() == val.stride())
+    before, after = meta.source(node).meta["val"], node.meta["val"]
+    return bool(before.shape == after.shape and before.stride() == after.stride())
 
 
 def merge_parameter_free(program: Program) -> list[fx.Node]:

@@ -25,7 +25,7 @@ class InsertFree:
     After::
 
         %mm = aten.mm(%x, %w)
-        %free = fxshard.free([%getitem])
+        %free_0 = fxshard.free([%getitem])
     """
 
     name: ClassVar[str] = "insert-free"
@@ -55,7 +55,7 @@ class InsertFree:
             readers = [last_reader[storage] for storage in storages]
             at = max((*readers, waits[tag.pair]), key=order.__getitem__)
             with program.graph.inserting_after(at):
-                free = program.graph.call_function(ops.free, (freed,))
+                free = ops.node(program.graph, ops.free, (freed,), f"free_{tag.pair}")
             meta.put(
                 free,
                 dataclasses.replace(tag, role="free", stream="compute", waits=(), records=None),

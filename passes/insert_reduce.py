@@ -31,9 +31,9 @@ class InsertReduce:
     After (world size 2)::
 
         %g = aten.mm(%t, %x)
-        %reduce_scatter = fxshard.reduce_scatter([%g], 2)
-        %getitem = getitem(%reduce_scatter, 0)   # f32[3,4]
-        %wait = fxshard.wait([%getitem])
+        %reduce_1 = fxshard.reduce_scatter([%g], 2)
+        %getitem = getitem(%reduce_1, 0)         # f32[3,4]
+        %wait_1 = fxshard.wait([%getitem])
         return (%getitem)                        # sharded grad of w
     """
 
@@ -89,7 +89,7 @@ def reduce(
             as_sendable(program, param, grad, own, tag)
             for param, grad, own in zip(params, grads, alone, strict=True)
         ]
-        launch = graph.call_function(ops.reduce_scatter, (sent, world))
+        launch = ops.node(graph, ops.reduce_scatter, (sent, world), f"reduce_{pair}")
         results = [
             program.fake(param.chunk(world), node.meta["val"].dtype, node.meta["val"].device)
             for param, node in zip(params, sent, strict=True)
@@ -99,7 +99,7 @@ def reduce(
         for i, (param, result) in enumerate(zip(params, results, strict=True)):
             pick = graph.call_function(operator.getitem, (launch, i))
             picks.append(meta.put(pick, dataclasses.replace(tag, fqn=param.fqn), result))
-        wait = graph.call_function(ops.wait, (picks,))
+        wait = ops.node(graph, ops.wait, (picks,), f"wait_{pair}")
         meta.put(wait, dataclasses.replace(tag, role="wait"))
     return picks
 
@@ -107,18 +107,23 @@ def reduce(
 def as_sendable(
     program: Program, param: Param, grad: fx.Node, alone: bool, tag: meta.Meta
 ) -> fx.Node:
-    """`grad` itself, or a contiguous copy padded to ``world_size * chunk`` rows."""
+    """`grad` itself, or a contiguous copy padded to ``world_size * chunk`` rows.
+
+    What is sent is tagged with the FQN of the parameter whose gradient it is.
+    """
+    tag = dataclasses.replace(tag, fqn=param.fqn)
     val, world = grad.meta["val"], program.world_size
     rows = world * param.chunk(world)[0]
     pad = rows - param.shape[0]
     if not pad and val.is_contiguous() and alone:
+        meta.update(grad, fqn=param.fqn)
         return grad
     if pad:
         padding = [0, 0] * (val.dim() - 1) + [0, pad]
         source = grad if val.is_contiguous() else contiguous(program, grad, tag)
         node = program.graph.call_function(aten.constant_pad_nd.default, (source, padding))
         fake = program.fake((rows, *param.shape[1:]), val.dtype, val.device)
-        return meta.put(node, dataclasses.replace(tag, role="pad", fqn=param.fqn), fake)
+        return meta.put(node, dataclasses.replace(tag, role="pad"), fake)
     return contiguous(program, grad, tag)
 
 

@@ -31,9 +31,9 @@ class InsertUnshard:
     After (world size 2)::
 
         %w_shard : f32[3,4] = shard
-        %all_gather = fxshard.all_gather([%w_shard], 2)
-        %getitem = getitem(%all_gather, 0)        # f32[6,4]
-        %wait = fxshard.wait([%getitem])
+        %unshard_0 = fxshard.all_gather([%w_shard], 2)
+        %getitem = getitem(%unshard_0, 0)         # f32[6,4]
+        %wait_0 = fxshard.wait([%getitem])
         %w = aten.slice(%getitem, 0, 0, 5)        # a view: cuts the padding
         %mm = aten.mm(%x, %w)
     """
@@ -118,7 +118,7 @@ def gather(
     tag = meta.Meta(phase, "unshard", module=unit.fqn, unit=unit.index, pair=pair)
     sources = [shards[param.fqn] for param in params]
     with graph.inserting_before(at):
-        launch = graph.call_function(ops.all_gather, (sources, world))
+        launch = ops.node(graph, ops.all_gather, (sources, world), f"unshard_{pair}")
         buffers = [
             program.fake(
                 (world * param.chunk(world)[0], *param.shape[1:]),
@@ -132,7 +132,7 @@ def gather(
         for i, (param, buffer) in enumerate(zip(params, buffers, strict=True)):
             pick = graph.call_function(operator.getitem, (launch, i))
             picks.append(meta.put(pick, dataclasses.replace(tag, fqn=param.fqn), buffer))
-        wait = graph.call_function(ops.wait, (picks,))
+        wait = ops.node(graph, ops.wait, (picks,), f"wait_{pair}")
         meta.put(wait, dataclasses.replace(tag, role="wait"))
         for param, pick in zip(params, picks, strict=True):
             whole, full = wholes[param.fqn], pick

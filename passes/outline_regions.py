@@ -15,16 +15,16 @@ class OutlineRegions:
 
     Before::
 
-        %wait = fxshard.wait([%getitem])
+        %wait_0 = fxshard.wait([%getitem])
         %t = aten.t(%getitem)
         %mm = aten.mm(%x, %t)
-        %free = fxshard.free([%getitem])
+        %free_0 = fxshard.free([%getitem])
 
     After::
 
-        %wait = fxshard.wait([%getitem])
+        %wait_0 = fxshard.wait([%getitem])
         %region_0 = region_0(%getitem, %x)
-        %free = fxshard.free([%getitem])
+        %free_0 = fxshard.free([%getitem])
     """
 
     name: ClassVar[str] = "outline-regions"

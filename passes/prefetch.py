@@ -17,7 +17,7 @@ class Prefetch:
 
     The launch of the k-th unshard of a phase moves behind the wait of the (k-d)-th, so that it is
     in flight while unit k-d computes. The wait of a reduction moves in front of the next
-    reduction's launch, or to the end of backward: at most one is in flight.
+    reduction, or to the end of backward: at most one is in flight.
 
     Attributes:
         forward: units ahead in forward (0: launch and wait stay together).
@@ -76,13 +76,20 @@ def _last_pick(launch: fx.Node) -> fx.Node:
 
 
 def defer_reduce_waits(program: Program) -> None:
-    """Move the wait of each reduction in front of the next one's launch, or to the end."""
+    """Move the wait of each reduction in front of the next one, or to the end.
+
+    In front of the copies that the next one sends, so that the buffers of two never add up.
+    """
     nodes = program.phase("backward")
     launches = [n for n in nodes if n.target is ops.reduce_scatter]
     waits = {meta.get(n).pair: n for n in nodes if n.target is ops.wait}
+    starts: dict[int | None, fx.Node] = {}
+    for node in nodes:
+        if meta.get(node).role in ("pad", "reduce"):
+            starts.setdefault(meta.get(node).pair, node)
     for k, launch in enumerate(launches):
         wait = waits[meta.get(launch).pair]
         if k + 1 < len(launches):
-            launches[k + 1].prepend(wait)
+            starts[meta.get(launches[k + 1]).pair].prepend(wait)
         else:
             program.phase("backward")[-1].append(wait)

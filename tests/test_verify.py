@@ -1,0 +1,660 @@
+"""`verify` finds what is wrong in a program, says where, and is silent about every good one."""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from fxshard import dump, meta, ops, pipeline, trace, verify
+from fxshard.config import Config
+from fxshard.errors import FxshardError, VerifyError
+from fxshard.program import Fact, Program
+from fxshard.units import find_units
+from tests import graphs
+from tests.zoo import MODELS
+
+aten = torch.ops.aten
+Fault = Callable[[Program], fx.Node | None]  # breaks a good program; returns the node to blame
+FAULTS: list[tuple[Fact, Fault]] = []
+
+
+def good(depth: int = 2) -> Program:
+    """`graphs.layered` behind the whole pipeline."""
+    program = graphs.layered(depth)
+    pipeline.run(program, pipeline.default_passes(Config()))
+    assert program.facts == set(Fact)
+    return program
+
+
+def breaks(fact: Fact) -> Callable[[Fault], Fault]:
+    def add(fault: Fault) -> Fault:
+        FAULTS.append((fact, fault))
+        return fault
+
+    return add
+
+
+def find(program: Program, name: str) -> fx.Node:
+    (node,) = (node for node in program.graph.nodes if node.name == name)
+    return node
+
+
+def of(program: Program, target: Any, unit: int, phase: str) -> fx.Node:
+    """The wait or free that belongs to the all-gather of a unit in a phase."""
+    return paired(program, target, launch(program, unit, phase))
+
+
+def paired(program: Program, target: Any, launch: fx.Node) -> fx.Node:
+    """The wait or free that belongs to a launch."""
+    found = program.graph.find_nodes(op="call_function", target=target)
+    (node,) = (node for node in found if meta.get(node).pair == meta.get(launch).pair)
+    return node
+
+
+def launch(program: Program, unit: int, phase: str, target: Any = ops.all_gather) -> fx.Node:
+    (node,) = (
+        node
+        for node in program.graph.find_nodes(op="call_function", target=target)
+        if (meta.get(node).unit, meta.get(node).phase) == (unit, phase)
+    )
+    return node
+
+
+def pick(node: fx.Node, index: int) -> fx.Node:
+    return next(user for user in node.users if user.args[1] == index)
+
+
+def insert(program: Program, behind: fx.Node, target: Any, *args: Any, **tag: Any) -> fx.Node:
+    """A new node with the tag of the one it stands behind, but for `tag`."""
+    with program.graph.inserting_after(behind):
+        node = program.graph.call_function(target, args)
+    same = dataclasses.replace(meta.get(behind), records=None, waits=(), stream="compute")
+    return meta.put(node, dataclasses.replace(same, **tag), behind.meta.get("val"))
+
+
+# -- one fault after the other --------------------------------------------------------------------
+
+
+@breaks(Fact.TAGGED)
+def node_without_tag(program: Program) -> fx.Node:
+    node = find(program, "tanh_1")
+    del node.meta["fxshard"]
+    return node
+
+
+@breaks(Fact.TAGGED)
+def forward_node_in_backward(program: Program) -> fx.Node:
+    node = find(program, "y")
+    find(program, "dhead").append(node)
+    return node
+
+
+@breaks(Fact.TAGGED)
+def node_without_value(program: Program) -> fx.Node:
+    node = find(program, "tanh_1")
+    del node.meta["val"]
+    return node
+
+
+@breaks(Fact.UNITS_ASSIGNED)
+def node_without_unit(program: Program) -> fx.Node:
+    meta.update(find(program, "tanh_1"), unit=None)
+    return find(program, "tanh_1")
+
+
+@breaks(Fact.UNITS_ASSIGNED)
+def unit_that_is_not_there(program: Program) -> fx.Node:
+    meta.update(find(program, "tanh_1"), unit=2)
+    program.units = program.units[:2]
+    return next(n for n in program.graph.nodes if n.op == "call_function" and meta.get(n).unit == 2)
+
+
+@breaks(Fact.UNSHARD_PAIRED)
+def no_wait(program: Program) -> fx.Node:
+    program.graph.erase_node(of(program, ops.wait, 1, "forward"))
+    return launch(program, 1, "forward")
+
+
+@breaks(Fact.UNSHARD_PAIRED)
+def no_wait_for_a_reduction(program: Program) -> fx.Node:
+    node = launch(program, 1, "backward", ops.reduce_scatter)
+    program.graph.erase_node(paired(program, ops.wait, node))
+    return node
+
+
+@breaks(Fact.UNSHARD_PAIRED)
+def two_waits(program: Program) -> fx.Node:
+    wait = of(program, ops.wait, 1, "forward")
+    insert(program, wait, ops.wait, wait.args[0])
+    return launch(program, 1, "forward")
+
+
+@breaks(Fact.UNSHARD_PAIRED)
+def wait_behind_the_use(program: Program) -> fx.Node:
+    find(program, "tanh_0").append(of(program, ops.wait, 1, "forward"))
+    return find(program, "t_0")
+
+
+@breaks(Fact.UNSHARD_PAIRED)
+def wait_behind_the_use_of_a_view(program: Program) -> fx.Node:
+    """`h_0` reads the shift itself; without it the first reader is a view of the weight."""
+    wait, view = of(program, ops.wait, 1, "forward"), find(program, "t_0")
+    wait.append(find(program, "h_0"))
+    view.append(wait)
+    return view
+
+
+@breaks(Fact.UNSHARD_PAIRED)
+def wait_for_a_part(program: Program) -> fx.Node:
+    wait = of(program, ops.wait, 1, "forward")
+    wait.args = (meta.operands(wait)[:-1],)
+    return wait
+
+
+@breaks(Fact.UNSHARD_PAIRED)
+def wait_before_its_launch(program: Program) -> fx.Node:
+    wait = of(program, ops.wait, 1, "forward")
+    launch(program, 1, "forward").prepend(wait)
+    return wait
+
+
+@breaks(Fact.UNSHARD_PAIRED)
+def less_sent_than_picked(program: Program) -> fx.Node:
+    node = launch(program, 1, "forward")
+    node.args = (meta.operands(node)[:-1], 2)
+    return node
+
+
+@breaks(Fact.UNSHARD_PAIRED)
+def picked_twice(program: Program) -> fx.Node:
+    node = launch(program, 1, "forward")
+    pick(node, 1).update_arg(1, 0)
+    return node
+
+
+@breaks(Fact.PARAMS_UNSHARDED)
+def whole_parameter_comes_in(program: Program) -> fx.Node:
+    shard = find(program, "shard_layers_0_weight")
+    meta.update(shard, role="param")
+    return shard
+
+
+@breaks(Fact.PARAMS_UNSHARDED)
+def compute_reads_a_shard(program: Program) -> fx.Node:
+    reader = find(program, "linear_0")
+    reader.update_arg(0, find(program, "shard_layers_0_bias"))
+    return reader
+
+
+@breaks(Fact.PARAMS_UNSHARDED)
+def wrong_shape(program: Program) -> fx.Node:
+    node = pick(launch(program, 1, "forward"), 1)
+    node.meta["val"] = node.meta["val"][:3]
+    return node
+
+
+@breaks(Fact.PARAMS_UNSHARDED)
+def shards_swapped(program: Program) -> fx.Node:
+    """The weight and the shift have one shape; only the names can tell."""
+    node = launch(program, 1, "forward")
+    weight, bias, shift = meta.operands(node)
+    node.args = ([shift, bias, weight], 2)
+    return pick(node, 0)
+
+
+@breaks(Fact.PARAMS_UNSHARDED)
+def padding_not_cut(program: Program) -> fx.Node:
+    reader = find(program, "x_0")
+    reader.update_arg(0, pick(launch(program, 0, "forward"), 0))
+    return reader
+
+
+@breaks(Fact.NO_PARAM_SAVED)
+def backward_reads_what_forward_gathered(program: Program) -> fx.Node:
+    reader = find(program, "dx_0")
+    reader.update_arg(1, pick(launch(program, 1, "forward"), 0))
+    return reader
+
+
+@breaks(Fact.NO_PARAM_SAVED)
+def backward_reads_a_view_of_it(program: Program) -> fx.Node:
+    reader = find(program, "u_0")
+    reader.update_arg(0, find(program, "t_0"))
+    return reader
+
+
+@breaks(Fact.NO_PARAM_SAVED)
+def model_returns_a_parameter(program: Program) -> fx.Node:
+    program.values = [find(program, "t_0"), *program.values[1:]]
+    return program.output
+
+
+@breaks(Fact.NO_PARAM_SAVED)
+def freed_in_backward(program: Program) -> fx.Node:
+    free = of(program, ops.free, 2, "forward")
+    find(program, "dhead").append(free)
+    meta.update(free, phase="backward")
+    return free
+
+
+@breaks(Fact.REDUCED_ONCE)
+def gradient_not_reduced(program: Program) -> fx.Node:
+    values = program.values
+    at = [result.name for result in program.results].index("layers.1.weight")
+    values[at] = find(program, "dweight_1")
+    program.values = values
+    return program.output
+
+
+@breaks(Fact.REDUCED_ONCE)
+def gradient_reduced_twice(program: Program) -> fx.Node:
+    behind = launch(program, 1, "backward", ops.reduce_scatter)
+    values = behind.meta["val"]
+    node = insert(
+        program, behind, ops.reduce_scatter, *behind.args, pair=99, records="r99", stream="reduce"
+    )
+    picks: list[fx.Node] = []
+    for i, val in enumerate(values):
+        tag = {"fqn": meta.get(pick(behind, i)).fqn, "pair": 99}
+        picks.append(
+            insert(program, picks[-1] if picks else node, operator.getitem, node, i, **tag)
+        )
+        picks[-1].meta["val"] = val
+    insert(program, picks[-1], ops.wait, picks, role="wait", pair=99).meta.pop("val")
+    return picks[0]
+
+
+@breaks(Fact.REDUCED_ONCE)
+def one_tensor_sent_for_two(program: Program) -> fx.Node:
+    node = launch(program, 1, "backward", ops.reduce_scatter)
+    weight, bias, _ = meta.operands(node)
+    node.args = ([weight, bias, weight], 2)
+    return pick(node, 2)
+
+
+@breaks(Fact.REDUCED_ONCE)
+def gradients_swapped(program: Program) -> fx.Node:
+    """The weight and the shift have one shape; only the names can tell."""
+    node = launch(program, 1, "backward", ops.reduce_scatter)
+    weight, bias, shift = meta.operands(node)
+    node.args = ([shift, bias, weight], 2)
+    return pick(node, 0)
+
+
+@breaks(Fact.REDUCED_ONCE)
+def reduced_gradient_not_returned(program: Program) -> fx.Node:
+    at = [result.name for result in program.results].index("layers.1.weight")
+    node = program.values[at]
+    program.values = [value for i, value in enumerate(program.values) if i != at]
+    del program.results[at]
+    return node
+
+
+@breaks(Fact.REDUCED_ONCE)
+def padded_wrongly(program: Program) -> fx.Node:
+    """8 rows are 2 equal chunks as 6 are, but not of a parameter of 5."""
+    node = launch(program, 0, "backward", ops.reduce_scatter)
+    (sent,) = meta.operands(node)
+    result = pick(node, 0)
+    sent.meta["val"] = program.fake((8, 4), torch.float32, torch.device("cpu"))
+    result.meta["val"] = program.fake((4, 4), torch.float32, torch.device("cpu"))
+    node.meta["val"] = [result.meta["val"]]
+    return result
+
+
+@breaks(Fact.EQUAL_CHUNKS)
+def not_padded(program: Program) -> fx.Node:
+    node = launch(program, 0, "backward", ops.reduce_scatter)
+    (pad,) = meta.operands(node)
+    meta.update(pad.all_input_nodes[0], fqn=meta.get(pad).fqn)
+    node.args = (pad.all_input_nodes, 2)
+    return node
+
+
+@breaks(Fact.EQUAL_CHUNKS)
+def not_contiguous(program: Program) -> fx.Node:
+    node = launch(program, 1, "backward", ops.reduce_scatter)
+    weight = meta.operands(node)[0]
+    weight.meta["val"] = weight.meta["val"].t()
+    return node
+
+
+@breaks(Fact.BOUNDED_INFLIGHT)
+def launched_too_far_ahead(program: Program) -> fx.Node:
+    later = launch(program, 2, "forward")
+    first = launch(program, 1, "forward")
+    for node in reversed([later, *later.users]):
+        if node.target is operator.getitem or node is later:
+            pick(first, 2).append(node)
+    return later
+
+
+@breaks(Fact.BOUNDED_INFLIGHT)
+def freed_too_late(program: Program) -> fx.Node:
+    """Nobody reads the root's parameters in backward when layers.0 is launched."""
+    root, later = of(program, ops.free, 0, "backward"), launch(program, 1, "backward")
+    pick(later, 0).append(root)
+    return later
+
+
+@breaks(Fact.FREED)
+def no_free(program: Program) -> fx.Node:
+    program.graph.erase_node(of(program, ops.free, 2, "forward"))
+    return launch(program, 2, "forward")
+
+
+@breaks(Fact.FREED)
+def no_free_of_sent_gradients(program: Program) -> fx.Node:
+    node = launch(program, 1, "backward", ops.reduce_scatter)
+    program.graph.erase_node(paired(program, ops.free, node))
+    return node
+
+
+@breaks(Fact.FREED)
+def two_frees(program: Program) -> fx.Node:
+    free = of(program, ops.free, 1, "forward")
+    insert(program, free, ops.free, free.args[0])
+    return launch(program, 1, "forward")
+
+
+@breaks(Fact.FREED)
+def free_of_a_part(program: Program) -> fx.Node:
+    free = of(program, ops.free, 1, "forward")
+    free.args = (meta.operands(free)[1:],)
+    return free
+
+
+@breaks(Fact.FREED)
+def freed_before_it_is_sent(program: Program) -> fx.Node:
+    node = launch(program, 1, "backward", ops.reduce_scatter)
+    free = paired(program, ops.free, node)
+    node.prepend(free)
+    return free
+
+
+@breaks(Fact.NO_USE_AFTER_FREE)
+def freed_before_the_last_reader(program: Program) -> fx.Node:
+    find(program, "linear_0").prepend(of(program, ops.free, 1, "forward"))
+    return find(program, "linear_0")
+
+
+@breaks(Fact.NO_USE_AFTER_FREE)
+def view_read_after_the_free(program: Program) -> fx.Node:
+    return insert(program, find(program, "tanh_0"), aten.relu.default, find(program, "t_0"))
+
+
+@breaks(Fact.NO_USE_AFTER_FREE)
+def view_of_a_view_read_after_the_free(program: Program) -> fx.Node:
+    view = insert(program, find(program, "t_0"), aten.t.default, find(program, "t_0"))
+    view.meta["val"] = find(program, "t_0").meta["val"].t()
+    return insert(program, find(program, "tanh_0"), aten.relu.default, view)
+
+
+@breaks(Fact.NO_USE_AFTER_FREE)
+def sent_gradient_read_after_the_free(program: Program) -> fx.Node:
+    reader = find(program, "dembed")
+    free = next(n for n in find(program, "dweight_0").users if n.target is ops.free)
+    free.append(find(program, "dembed"))
+    reader.update_arg(0, find(program, "dweight_0"))
+    return reader
+
+
+@breaks(Fact.NO_USE_AFTER_FREE)
+def freed_while_it_is_sent(program: Program) -> fx.Node:
+    node = launch(program, 2, "backward", ops.reduce_scatter)
+    free = paired(program, ops.free, node)
+    pick(node, 2).append(free)
+    return free
+
+
+@breaks(Fact.STREAMS_ORDERED)
+def launch_on_the_compute_stream(program: Program) -> fx.Node:
+    node = launch(program, 1, "forward")
+    meta.update(node, stream="compute")
+    return node
+
+
+@breaks(Fact.STREAMS_ORDERED)
+def launch_without_an_event(program: Program) -> fx.Node:
+    node = launch(program, 1, "forward")
+    meta.update(node, records=None)
+    return node
+
+
+@breaks(Fact.STREAMS_ORDERED)
+def launch_that_waits_for_nothing(program: Program) -> fx.Node:
+    node = launch(program, 1, "backward", ops.reduce_scatter)
+    meta.update(node, waits=())
+    return node
+
+
+@breaks(Fact.STREAMS_ORDERED)
+def event_that_nobody_records(program: Program) -> fx.Node:
+    node = launch(program, 1, "forward")
+    (event,) = meta.get(node).waits
+    (recorder,) = (n for n in program.graph.nodes if meta.get(n).records == event)
+    meta.update(recorder, records=None)
+    return node
+
+
+@breaks(Fact.STREAMS_ORDERED)
+def event_recorded_too_early(program: Program) -> fx.Node:
+    node = launch(program, 1, "backward", ops.reduce_scatter)
+    (event,) = meta.get(node).waits
+    (recorder,) = (n for n in program.graph.nodes if meta.get(n).records == event)
+    meta.update(recorder, records=None)
+    meta.update(find(program, "dlinear_0"), records=event)
+    return node
+
+
+@breaks(Fact.STREAMS_ORDERED)
+def reader_that_does_not_wait(program: Program) -> fx.Node:
+    wait = of(program, ops.wait, 1, "forward")
+    meta.update(wait, waits=())
+    return wait
+
+
+@breaks(Fact.OUTLINED)
+def no_schedule(program: Program) -> None:
+    program.schedule = None
+
+
+def row(program: Program, name: str, phase: str = "forward") -> fx.Node:
+    assert program.schedule is not None
+    (node,) = (n for n in dict(program.schedule.phases())[phase].nodes if n.name == name)  # type: ignore[index]
+    return node
+
+
+@breaks(Fact.OUTLINED)
+def row_dropped(program: Program) -> fx.Node:
+    free = of(program, ops.free, 1, "forward")
+    same = row(program, free.name)
+    same.graph.erase_node(same)
+    return free
+
+
+@breaks(Fact.OUTLINED)
+def last_row_dropped(program: Program) -> fx.Node:
+    free = program.phase("backward")[-1]
+    same = row(program, free.name, "backward")
+    same.graph.erase_node(same)
+    return free
+
+
+@breaks(Fact.OUTLINED)
+def rows_swapped(program: Program) -> fx.Node:
+    free = of(program, ops.free, 1, "forward")
+    same = row(program, free.name)
+    (call,) = {meta.source(n) for n in (row(program, "linear_0"), row(program, "h_0"))}
+    call.prepend(same)
+    return find(program, "h_0")
+
+
+@breaks(Fact.OUTLINED)
+def region_changed(program: Program) -> fx.Node:
+    assert program.schedule is not None
+    regions = program.schedule.regions.values()
+    (tanh,) = (n for r in regions for n in r.body if n.target is aten.tanh.default)
+    tanh.target = aten.sigmoid.default
+    return find(program, "tanh_0")
+
+
+@breaks(Fact.OUTLINED)
+def region_called_on_other_values(program: Program) -> fx.Node:
+    """Layer 1 gets the input of layer 0: the same operators in the same order."""
+    wrong = row(program, "x_0")
+    (call,) = (n for n in row(program, "x_1").users if n.op == "call_module")
+    call.replace_input_with(row(program, "x_1"), wrong)
+    return find(program, "h_1")
+
+
+@breaks(Fact.OUTLINED)
+def row_on_other_values(program: Program) -> fx.Node:
+    free = of(program, ops.free, 1, "forward")
+    same = row(program, free.name)
+    same.args = (meta.operands(same)[::-1],)
+    return free
+
+
+@breaks(Fact.OUTLINED)
+def saved_values_in_another_order(program: Program) -> fx.Node:
+    assert program.schedule is not None
+    output = program.schedule.forward.output_node()
+    results, saved = output.args[0]  # type: ignore[misc]
+    output.args = ((results, tuple(reversed(saved))),)  # type: ignore[arg-type]
+    return program.output
+
+
+@breaks(Fact.OUTLINED)
+def gradients_in_another_order(program: Program) -> fx.Node:
+    assert program.schedule is not None and program.schedule.backward is not None
+    output = program.schedule.backward.output_node()
+    output.args = (tuple(reversed(output.args[0])),)  # type: ignore[arg-type]
+    return program.output
+
+
+# -- and the tests --------------------------------------------------------------------------------
+
+
+def test_every_fact_has_a_fault() -> None:
+    assert {fact for fact, _ in FAULTS} == set(Fact) == set(verify.CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("fact", "fault"), FAULTS, ids=[f"{fact.name.lower()}-{f.__name__}" for fact, f in FAULTS]
+)
+def test_fault_is_found(fact: Fact, fault: Fault) -> None:
+    program = good()
+    node = fault(program)
+    with pytest.raises(VerifyError) as caught:
+        verify.verify(program)
+    error, text = caught.value, str(caught.value)
+    assert isinstance(error, FxshardError) and isinstance(error, AssertionError)
+    assert error.fact == fact.name.lower()
+    assert text.startswith(f"fact '{error.fact}' does not hold: ")
+    if node is None:
+        return
+    assert error.node == node.name
+    lines = text.splitlines()
+    at = lines.index("    " + dump.line(node, program))
+    assert set(lines[at + 1]) == {" ", "^"} and lines[at + 1].startswith("    ^")
+    assert len(lines) <= 1 + 12
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        wait_behind_the_use,
+        wait_behind_the_use_of_a_view,
+        shards_swapped,
+        gradients_swapped,
+        freed_before_the_last_reader,
+        freed_while_it_is_sent,
+        gradients_in_another_order,
+    ],
+)
+def test_fault_does_harm(fault: Fault) -> None:
+    """What `verify` refuses would have gone wrong: the facts are not stricter than need be."""
+    torch.manual_seed(0)
+    model, tokens = graphs.Layered(), torch.tensor([0, 3, 1, 4])
+    values = graphs.values_of(model, tokens)
+    program, broken = good(), good()
+    fault(broken)
+    if FAULTS[[f for _, f in FAULTS].index(fault)][0] is not Fact.OUTLINED:
+        program.schedule = broken.schedule = None  # it still is that of the good program
+    right, wrong = graphs.run(program, values), graphs.run(broken, values)
+    assert any(not torch.equal(right[key], wrong[key]) for key in right)
+
+
+@functools.cache
+def captured(name: str, training: bool = True) -> Program:
+    torch.manual_seed(0)
+    model = MODELS[name].build()
+    args, kwargs = MODELS[name].batch(0, 0)
+    return capture(model, args, kwargs, training)
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    training: bool = True,
+    units: Any = None,
+) -> Program:
+    found = find_units(model, units)
+    return trace.capture(model, args, kwargs, units=found, world_size=1, training=training)
+
+
+def fresh(program: Program, world_size: int) -> Program:
+    """`program` once more, for passes to change."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(program.graph, {})).meta = dict(program.output.meta)
+    results = list(program.results)
+    return dataclasses.replace(
+        program, graph=graph, results=results, facts=set(), world_size=world_size
+    )
+
+
+def check(program: Program, prefetch: int) -> None:
+    config = Config(forward_prefetch=prefetch, backward_prefetch=prefetch)
+    for world_size in (1, 2, 3, 8):
+        rewritten = fresh(program, world_size)
+        pipeline.run(rewritten, pipeline.default_passes(config), check_each=True)
+        assert rewritten.facts == set(Fact)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_no_false_alarm(name: str, prefetch: int) -> None:
+    check(captured(name), prefetch)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_false_alarm_in_inference(name: str) -> None:
+    check(captured(name, training=False), 1)
+
+
+class Again(nn.Module):
+    """Its first layer runs first and last: unsharded all the way. Units lie inside units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.layers, self.layers[0]):
+            x = layer(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_units_that_must_stay_unsharded_are_no_fault(prefetch: int) -> None:
+    for units in (["layers.*"], ["layers.*", "layers.*.1"]):
+        check(capture(Again(), (torch.randn(2, 4),), {}, units=units), prefetch)
