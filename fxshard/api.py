@@ -183,7 +183,8 @@ def tracked_steps(
     program = model.variant(args, kwargs).program
     tracker.know((s for slot in model.slots.values() for s in slot.shards), Category.SHARDED_PARAM)
     tracker.know([*model.buffers(), *program.constants.values()], Category.BUFFER)
-    tracker.know((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), Category.INPUTS)
+    inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    tracker.know(inputs, Category.INPUTS)
     with tracker:
         for _ in range(steps):
             outputs, _ = compat.tree_flatten(model(*args, **kwargs))
@@ -199,8 +200,8 @@ def tracked_steps(
                 tracker.optimizer_state(optimizer)
             tracker.at()
             tracker.begin("zero_grad")
-            for param in model.parameters():
-                param.grad = None
+            for tensor in (*model.parameters(), *inputs):
+                tensor.grad = None
             tracker.at()
 
 

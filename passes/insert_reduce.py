@@ -84,6 +84,8 @@ def reduce(
     unit = program.units[params[0].unit]
     tag = meta.Meta("backward", "reduce", module=unit.fqn, unit=unit.index, pair=pair)
     following = last.next
+    if last.op == "placeholder":  # the gradient is a tangent as it came
+        following = next(iter(program.phase("backward")), program.output)
     with graph.inserting_before(following):
         sent = [
             as_sendable(program, param, grad, own, tag)

@@ -70,7 +70,7 @@ def test_text_says_what_the_graph_holds() -> None:
     assert "  %dy : f32[4,5] = tangent 0" in lines
     assert lines.index("forward:") < lines.index("backward:")
     assert (
-        "  %all_gather_default_1 : (f32[4,4], f32[4], f32[4,4]) = fxshard.all_gather("
+        "  %unshard_1 : (f32[4,4], f32[4], f32[4,4]) = fxshard.all_gather("
         "[%shard_layers_0_weight, %shard_layers_0_bias, %shard_layers_0_shift], 2)"
         "  | layers.0 unit=1 pair=1 stream=unshard waits=c1 records=u1"
     ) in lines

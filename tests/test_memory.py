@@ -164,6 +164,13 @@ def test_gloo_buffers_are_rows_of_their_own() -> None:
     ]
 
 
+def test_gradients_of_inputs_are_counted() -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    x = torch.ones(7, 6, requires_grad=True)
+    result = fxshard.validate(model, (x,), world_size=2, optimizer=adamw)
+    assert result.max_abs_difference == 0, result.table(only_different=True)
+
+
 class Hand(nn.Module):
     """One matrix multiplication: small enough to count by hand."""
 

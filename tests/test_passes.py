@@ -122,6 +122,16 @@ backward:
 %dr = aten.tanh_backward(%dh, %h)
 return %y (0), %dr (a), %dr (b), %dw (w), %dy (c)
 """
+TANGENT = """
+%x : f32[2,4] = input 0
+%w : f32[2,4] = param layers.0.w
+%dy : f32[2,4] = tangent 0
+forward:
+%y = aten.add.Tensor(%x, %w)  | layers.0
+backward:
+%view = aten.view(%dy, [2, 4])
+return %y (0), %view (layers.0.w)
+"""
 DTYPES = """
 %x : f32[4] = input 0
 %single : f32[4] = param single
@@ -180,6 +190,12 @@ CASES: dict[str, tuple[pipeline.Pass, Build]] = {
         ),
         ("insert_reduce", "layered", None, graphs.layered),
         ("insert_reduce", "shared", None, partial(graphs.parse, SHARED_GRADS, root)),
+        (
+            "insert_reduce",
+            "tangent",
+            None,
+            partial(graphs.parse, TANGENT, root | {"layers.0": "L"}),
+        ),
         ("insert_reduce", "dtypes", None, partial(graphs.parse, DTYPES, root)),
         ("prefetch", "depth_0", Prefetch(0, 0), graphs.chain),
         ("prefetch", "depth_1", Prefetch(1, 1), graphs.chain),
@@ -274,6 +290,13 @@ def test_every_pass_keeps_the_numbers_of_eager(model: str) -> None:
 
 def targets(program: Program) -> list[Any]:
     return [node.target for node in program.graph.nodes]
+
+
+def test_canonicalize_strips_what_changes_nothing() -> None:
+    program = graphs.parse(TANGENT, {"": "Model"})
+    pipeline.run(program, [PASSES["canonicalize"]])
+    assert program.phase("backward") == []
+    assert program.values[1].op == "placeholder"
 
 
 def test_canonicalize_shares_masks_and_draws_every_random_number() -> None:

@@ -223,8 +223,8 @@ def backward_reads_what_forward_gathered(program: Program) -> fx.Node:
 
 @breaks(Fact.NO_PARAM_SAVED)
 def backward_reads_a_view_of_it(program: Program) -> fx.Node:
-    reader = find(program, "u_0")
-    reader.update_arg(0, find(program, "t_0"))
+    reader = find(program, "dx_0")
+    reader.update_arg(1, find(program, "t_0"))
     return reader
 
 
@@ -589,6 +589,22 @@ def test_fault_does_harm(fault: Fault) -> None:
         program.schedule = broken.schedule = None  # it still is that of the good program
     right, wrong = graphs.run(program, values), graphs.run(broken, values)
     assert any(not torch.equal(right[key], wrong[key]) for key in right)
+
+
+def test_every_event_matters() -> None:
+    """Whatever is recorded is waited for, and nothing of it can be left out."""
+    program = good()
+    for node in program.graph.nodes:
+        tag = meta.get(node)
+        for without in (dataclasses.replace(tag, records=None), dataclasses.replace(tag, waits=())):
+            if without == tag:
+                continue
+            meta.put(node, without)
+            with pytest.raises(VerifyError) as caught:
+                verify.verify(program)
+            assert caught.value.fact == "streams_ordered"
+            meta.put(node, tag)
+    verify.verify(program)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ storage at once. What the caller holds lives throughout: batch, shards, buffers;
 and the gradients that arrive at them, until backward has returned.
 
 Assumes one loop body: forward, backward, drop the outputs, ``optimizer.step()``,
-``optimizer.zero_grad(set_to_none=True)``.
+``optimizer.zero_grad(set_to_none=True)``, and the gradients of inputs, if they need any, dropped.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def analyse(program: Program, held: list[Thing], step: OptimizerStep | None) -> 
                 events = step.first if is_first else step.second
                 phases.append(_optimizer_phase(events, step.state, [int(v) for v in last]))
                 last = list(phases[-1].after[-1])
-            cleared = [int(v) for v in last]
-            cleared[COLUMN[Category.SHARDED_GRAD]] = 0
+            cleared = list(base)  # all that is left: what is held, and the optimizer's state
+            cleared[COLUMN[Category.OPT_STATE]] = state_bytes
             row = np.array([cleared], dtype=np.int64)
             start = [int(v) for v in last]
             phases.append(PhaseBytes("zero_grad", [("zero_grad", "")], row, row, start))

@@ -1,0 +1,8 @@
+"""``python -m fxshard``: the command line."""
+
+import sys
+
+from fxshard.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
