@@ -19,7 +19,7 @@ from fxshard.memory.category import Category
 from fxshard.memory.compare import Validation, compare
 from fxshard.memory.optimizer import make_optimizer
 from fxshard.memory.tracker import Measured, Tracker, WatchedWorld
-from fxshard.module import ShardedModule, Variant
+from fxshard.module import ShardedModule
 from fxshard.pipeline import Observer, make_program
 from fxshard.plans import Plan
 from fxshard.program import Program
@@ -105,10 +105,7 @@ def compile(
             world.agree(dump.agreement(program), "the model or the batch structure")
     sharded = ShardedModule(module, units, world, config)
     if program is not None:
-        key = sharded.key(args or (), kwargs or {})
-        sharded.variants[key] = Variant(
-            Plan(program, config, module, call), Executor(program, world)
-        )
+        sharded.add(*call, program)
     return sharded
 
 

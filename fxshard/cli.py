@@ -11,6 +11,7 @@ import functools
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,9 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except (ConfigError, UnitError, CaptureError) as error:
-        return _fail(error, 2)
+        print("fxshard:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
     except FxshardError as error:
-        return _fail(error, 1)
+        print("fxshard:", error, file=sys.stderr)
+        return 1
     except BrokenPipeError:  # `fxshard dump | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -233,8 +236,9 @@ def _from_config(source: str, device: str) -> nn.Module:
         config.use_cache = False  # a cache is an output that training does not need
         with torch.device(device):
             return AutoModelForCausalLM.from_config(config)
-    except (TypeError, ValueError, KeyError) as error:
-        raise ConfigError(f"--hf-config {source}: no causal language model: {error}") from error
+    except (TypeError, ValueError) as error:
+        reason = re.split(r"\.\s", str(error))[0]  # behind it: a list of all that there is
+        raise ConfigError(f"--hf-config {source}: no causal language model: {reason}.") from error
 
 
 def _read_config(source: str) -> dict[str, Any]:
@@ -359,8 +363,3 @@ def _count(text: str) -> int:
 
 
 _count.__name__ = "whole number"  # argparse puts it into "invalid ... value"
-
-
-def _fail(error: Exception, code: int) -> int:
-    print("fxshard:", " ".join(str(error).split()), file=sys.stderr)
-    return code

@@ -7,6 +7,7 @@ contract test for each, so that a torch upgrade says which one changed.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,8 +25,9 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed.fsdp.wrap import _Policy
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.graph import _PyTreeCodeGen
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
 __all__ = [
     "DATA_DEPENDENT_ERRORS",
@@ -50,6 +52,63 @@ DATA_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
     DynamicOutputShapeException,
     GuardOnDataDependentSymNode,
 )
+
+
+class _Record:
+    """A dataclass instance on its way into a tree: pytree knows dataclasses only by registration,
+    and registering a user's class would change how all of torch treats it.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.type = type(value)
+        names = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
+        self.fields = {name: _opened(getattr(value, name)) for name in names}
+
+
+def _record_leaves(record: _Record) -> tuple[list[Any], Any]:
+    return list(record.fields.values()), (record.type, tuple(record.fields))
+
+
+def _record_leaves_with_path(record: _Record) -> tuple[list[tuple[Any, Any]], Any]:
+    leaves, context = _record_leaves(record)
+    keys = [_pytree.GetAttrKey(name) for name in context[1]]
+    return list(zip(keys, leaves, strict=True)), context
+
+
+def _record_rebuilt(values: Any, context: Any) -> Any:
+    """The dataclass itself, without running its ``__init__`` again."""
+    made = object.__new__(context[0])
+    for name, value in zip(context[1], values, strict=True):
+        object.__setattr__(made, name, value)
+    return made
+
+
+_pytree.register_pytree_node(
+    _Record, _record_leaves, _record_rebuilt, flatten_with_keys_fn=_record_leaves_with_path
+)
+
+
+def _is_record(leaf: Any) -> bool:
+    return hasattr(type(leaf), "__dataclass_fields__")
+
+
+def _opened(tree: Any) -> Any:
+    """`tree` with every dataclass instance that pytree takes for a leaf as a `_Record`."""
+    leaves, spec = _pytree.tree_flatten(tree)
+    return tree_unflatten([_Record(x) if _is_record(x) else x for x in leaves], spec)
+
+
+def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
+    """Leaves and structure of nested containers; dataclass instances are containers too."""
+    leaves, spec = _pytree.tree_flatten(tree)
+    if any(map(_is_record, leaves)):
+        return _pytree.tree_flatten(_opened(tree))
+    return leaves, spec
+
+
+def tree_flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], TreeSpec]:
+    """As `tree_flatten`, each leaf with its path of keys."""
+    return _pytree.tree_flatten_with_path(_opened(tree))
 
 
 def export_joint(
@@ -171,10 +230,8 @@ def run_wrap_policy(policy: Any, model: nn.Module) -> set[nn.Module]:
 
 
 def group_store(group: Any) -> Any:
-    """The key-value store that all ranks of the default group share."""
-    import torch.distributed.distributed_c10d as c10d
-
-    return c10d._get_default_store()
+    """The key-value store of the group; keys of different groups do not meet."""
+    return group.get_group_store()
 
 
 def group_timeout(group: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxshard import compat, dump, hf, meta, pipeline
+from fxshard import compat, dump, meta, pipeline
 from fxshard.config import Config
 from fxshard.errors import StepError
 from fxshard.executor import Executor
@@ -18,11 +19,13 @@ from fxshard.memory.report import MemoryReport
 from fxshard.plans import Plan
 from fxshard.program import Program
 from fxshard.sharding import Slot, as_gradient, shard_parameters
-from fxshard.units import Unit
+from fxshard.trace import PLAIN
+from fxshard.units import Param, Unit
 from fxshard.world.c10d import C10dWorld
 from fxshard.world.in_process import InProcessWorld
 
 log = logging.getLogger("fxshard")
+aten = torch.ops.aten
 
 MakeExecutor = Callable[[Program, Any], Executor]
 
@@ -38,6 +41,15 @@ class Variant:
     def program(self) -> Program:
         """What the executor runs."""
         return self.plan.program
+
+    @functools.cached_property
+    def written(self) -> frozenset[tuple[str, str | None]]:
+        """Role and name of the buffers and inputs that forward writes into."""
+        return frozenset(
+            (meta.get(node).role, meta.get(node).fqn)
+            for node in self.program.graph.find_nodes(op="placeholder")
+            if any(user.target is aten.copy_.default for user in node.users)
+        )
 
 
 class ShardedModule(nn.Module):
@@ -66,6 +78,8 @@ class ShardedModule(nn.Module):
         self._make_executor = make_executor
         self.slots = shard_parameters(model, units, world)
         self.variants: dict[Any, Variant] = {}
+        self._agreed: set[tuple[str, ...]] = set()
+        self._device = next((p.device.type for p in model.parameters()), "cpu")
         self._tree = list(model.modules())
         self._buffer_slots = {
             name: (module, key)
@@ -88,6 +102,8 @@ class ShardedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one forward; the result is what the user's model returns."""
+        for slot in self.slots.values():
+            slot.settle()
         variant = self.variant(args, kwargs)
         signature = variant.program.signature
         flat, _ = compat.tree_flatten((args, kwargs))
@@ -96,7 +112,7 @@ class ShardedModule(nn.Module):
             params = [self.slots[fqn].tensor for fqn in _differentiated(variant.program)]
             outputs = list(_Step.apply(_Call(self, variant, len(params)), *params, *batch))
         else:
-            with torch.no_grad():
+            with torch.no_grad(), self.as_traced():
                 outputs, _ = variant.executor.forward(self.arguments(variant, batch))
         rest = iter(outputs)
         leaves = [next(rest) if constant is None else constant[0] for constant in signature.outputs]
@@ -105,18 +121,26 @@ class ShardedModule(nn.Module):
     def variant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         """The program for this kind of call; captured and rewritten if it is new.
 
-        All ranks compare what they made before the first collective of it.
+        Ranks compare what they made before the first collective of it, if it is not what they
+        agreed on before: a rank may meet a new batch size alone.
         """
         key = self.key(args, kwargs)
         if key not in self.variants:
             if self.variants:
                 log.info("fxshard: new kind of call (%d so far), tracing again", len(self.variants))
             program = self.rewritten(args, kwargs)
-            if isinstance(self.world, C10dWorld):
-                self.world.agree(dump.agreement(program), "the model or the batch structure")
-            plan = Plan(program, self.config, self.original, (args, kwargs))
-            self.variants[key] = Variant(plan, self._make_executor(program, self.world))
+            lines = dump.agreement(program)
+            if isinstance(self.world, C10dWorld) and tuple(lines) not in self._agreed:
+                self.world.agree(lines, "the model or the batch structure")
+            self.add(args, kwargs, program)
         return self.variants[key]
+
+    def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program) -> None:
+        """Run this kind of call by `program`, which all ranks agree on."""
+        plan = Plan(program, self.config, self.original, (args, kwargs))
+        executor = self._make_executor(program, self.world)
+        self.variants[self.key(args, kwargs)] = Variant(plan, executor)
+        self._agreed.add(tuple(dump.agreement(program)))
 
     @property
     def plan(self) -> Plan:
@@ -140,29 +164,48 @@ class ShardedModule(nn.Module):
 
     def rewritten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
         """Capture the call `model(*args, **kwargs)` and run the passes."""
+        units = tuple(
+            dataclasses.replace(unit, params=tuple(map(self._as_it_is, unit.params)))
+            for unit in self.units
+        )
         return pipeline.make_program(
-            self.original, args, kwargs, units=self.units, world=self.world.size, config=self.config
+            self.original, args, kwargs, units=units, world=self.world.size, config=self.config
         )
 
+    def _as_it_is(self, param: Param) -> Param:
+        """`param` with the flag that its tensor has now."""
+        return dataclasses.replace(param, requires_grad=self.slots[param.fqn].tensor.requires_grad)
+
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hf.refuse_packed(self.original, kwargs)
+        """What a program was traced for: calls with equal keys run the same one."""
         flat, spec = compat.tree_flatten((args, kwargs))
-        leaves = tuple(
-            (tuple(v.shape), v.dtype, v.device, v.requires_grad) if isinstance(v, Tensor) else v
-            for v in flat
+        return (
+            spec,
+            tuple(map(_leaf_key, flat)),
+            tuple(module.training for module in self._tree),
+            tuple(slot.tensor.requires_grad for slot in self.slots.values()),
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled(self._device) and torch.get_autocast_dtype(self._device),
         )
-        flags = tuple(module.training for module in self._tree)
-        return (spec, leaves, flags, torch.is_grad_enabled())
+
+    def as_traced(self) -> torch.autocast:
+        """The context that a program runs in: its casts are in it, autocast must add none."""
+        return torch.autocast(self._device, enabled=False)
 
     def arguments(self, variant: Variant, batch: Sequence[Tensor]) -> list[list[Tensor]]:
         """Per rank that this process runs, the values of forward's placeholders."""
-        return [
+        rows = [
             [
                 self._value(node, variant.program, batch, rank)
                 for node in variant.executor.forward_inputs
             ]
             for rank in range(self.local_ranks)
         ]
+        for i, node in enumerate(variant.executor.forward_inputs):
+            if (meta.get(node).role, meta.get(node).fqn) in variant.written:
+                for row in rows[1:]:  # each rank writes one of its own; the first one's is kept
+                    row[i] = row[i].clone()
+        return rows
 
     @property
     def local_ranks(self) -> int:
@@ -188,6 +231,16 @@ class ShardedModule(nn.Module):
         return iter(self.slots.items())
 
 
+def _leaf_key(value: Any) -> Any:
+    """Equal for leaves that one program serves; ``1``, ``1.0`` and ``True`` are not equal."""
+    if isinstance(value, Tensor):
+        kind = (value.dtype, value.device, value.requires_grad)
+        return (tuple(value.shape), value.stride(), *kind)
+    if isinstance(value, (float, complex)):
+        return (type(value), repr(value))  # NaN equals itself, -0.0 is not 0.0
+    return (type(value), value if isinstance(value, PLAIN) else id(value))
+
+
 @dataclasses.dataclass
 class _Call:
     """One call on its way through autograd."""
@@ -206,15 +259,21 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         batch = tensors[call.params :]
-        outputs, saved = call.variant.executor.forward(call.module.arguments(call.variant, batch))
+        with call.module.as_traced():
+            outputs, saved = call.variant.executor.forward(
+                call.module.arguments(call.variant, batch)
+            )
         signature = call.variant.program.signature
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))
+        where = [i for i, constant in enumerate(signature.outputs) if constant is None]
+        plain = [k for k, i in enumerate(where) if i not in signature.differentiable]
+        for k in plain:
+            outputs[k] = outputs[k].detach()  # the same tensor may be a differentiable output too
+        ctx.mark_non_differentiable(*(outputs[k] for k in plain))
         returned = {id(output) for output in outputs}
         # An output that is saved too must not keep its own autograd node alive.
         ctx.saved = [[t.detach() if id(t) in returned else t for t in rank] for rank in saved]
         ctx.call, ctx.batch = call, batch
-        where = [i for i, constant in enumerate(signature.outputs) if constant is None]
         ctx.places = {position: k for k, position in enumerate(where)}
         ctx.likes = [(o.shape, o.dtype, o.device) for o in outputs]
         return tuple(outputs)
@@ -244,9 +303,11 @@ class _Step(torch.autograd.Function):
                 shape, dtype, device = ctx.likes[ctx.places[position]]
                 tangents[str(position)] = torch.zeros(shape, dtype=dtype, device=device)
         saved, ctx.saved = ctx.saved, None
-        args = _backward_arguments(call, ctx.batch, saved, tangents)
-        results = call.variant.executor.backward(args)
-        return (None, *_gradients(call, results, len(ctx.batch)))
+        batch, ctx.batch = ctx.batch, None
+        args = _backward_arguments(call, batch, saved, tangents)
+        with call.module.as_traced():
+            results = call.variant.executor.backward(args)
+        return (None, *_gradients(call, results, len(batch)))
 
 
 def _backward_arguments(

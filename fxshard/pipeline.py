@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fxshard import dump, trace, verify
+from fxshard import compat, dump, trace, verify
 from fxshard.config import Config, environment
 from fxshard.errors import ConfigError, VerifyError
 from fxshard.passes.annotate_streams import AnnotateStreams
@@ -120,9 +120,10 @@ def make_program(
     observe: Observer | None = None,
 ) -> Program:
     """Capture one call and run the passes over it."""
-    training = torch.is_grad_enabled() and any(
-        param.requires_grad for unit in units for param in unit.params
-    )
+    leaves, _ = compat.tree_flatten((args, kwargs))
+    wanted = [param.requires_grad for unit in units for param in unit.params]
+    wanted += [leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    training = torch.is_grad_enabled() and any(wanted)
     program = trace.capture(model, args, kwargs, units=units, world_size=world, training=training)
     passes = config.passes if config.passes is not None else default_passes(config)
     run(program, passes, observe=observe)

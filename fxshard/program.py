@@ -56,7 +56,7 @@ class Fact(enum.Enum):
     EQUAL_CHUNKS = "every collective moves the same number of bytes on every rank"
     FREED = "every unsharded parameter and reduced gradient has one free"
     NO_USE_AFTER_FREE = "nothing reads a storage after its free, through any alias"
-    BOUNDED_INFLIGHT = "at most `prefetch` unshards are in flight, and none outlasts its readers"
+    BOUNDED_INFLIGHT = "at most prefetch + 1 units wait for their first use, none outlasts its last"
     STREAMS_ORDERED = "every read across streams is ordered by an event"
     OUTLINED = "the schedule runs the nodes of the graph, each once, in an order that keeps data"
 
@@ -88,6 +88,8 @@ class Signature:
         input_names, output_names: readable paths, for messages.
         tangents: flat output indices whose gradient backward takes.
         training: True if the program has a backward.
+        differentiable: flat output indices that need a gradient in eager; the others leave
+            autograd.
     """
 
     in_spec: TreeSpec
@@ -99,6 +101,7 @@ class Signature:
     output_names: tuple[str, ...]
     tangents: tuple[int, ...]
     training: bool
+    differentiable: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass

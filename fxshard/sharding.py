@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fxshard.errors import UnitError
+from fxshard.errors import StepError, UnitError
 from fxshard.units import Param, Unit, check_shardable
 from fxshard.world.c10d import C10dWorld
 from fxshard.world.in_process import InProcessWorld
@@ -22,19 +22,52 @@ class Slot:
     Attributes:
         param: what it is.
         shards: per rank that this process runs, the padded shard ``[chunk, ...]`` that is sent.
+        local: what the parameter has of them: this rank's rows, or all (in-process).
         owners: every (module, name) that holds it; several if it is tied.
-        requires_grad: the parameter's own flag when it was sharded.
     """
 
     param: Param
     shards: list[Tensor]
+    local: Tensor
     owners: list[tuple[nn.Module, str]]
 
     @property
     def tensor(self) -> nn.Parameter:
         """The parameter as the module tree holds it now."""
         module, name = self.owners[0]
-        return module.get_parameter(name)
+        param = module._parameters[name]
+        assert param is not None
+        return param
+
+    def settle(self) -> None:
+        """Bring the parameter back onto its shards, if something gave it other storage.
+
+        ``load_state_dict(assign=True)``, ``param.data = ...`` and ``module.to(...)`` do.
+
+        Raises:
+            StepError: its kind changed, or it is not tied any more.
+        """
+        tensor = self.tensor
+        now, own = local_part(tensor), self.local
+        if now.data_ptr() == own.data_ptr() and now.dtype is own.dtype and len(self.owners) == 1:
+            return
+        if any(module._parameters[name] is not tensor for module, name in self.owners):
+            raise StepError(
+                f"parameter {self.param.fqn!r} is not tied to {self.param.aliases[1:]} any more. "
+                f"Tie them again (load_state_dict without assign=True keeps them tied)."
+            )
+        if (now.shape, now.dtype, now.device) != (own.shape, own.dtype, own.device):
+            raise StepError(
+                f"the local part of parameter {self.param.fqn!r} is {list(now.shape)} {now.dtype} "
+                f"on {now.device}; when it was sharded it was {list(own.shape)} {own.dtype} on "
+                f"{own.device}. Convert and move the model before fxshard.compile."
+            )
+        if now.data_ptr() != own.data_ptr():
+            own.copy_(now.detach())
+            if isinstance(tensor, DTensor):
+                tensor._local_tensor = own
+            else:
+                tensor.data = own
 
 
 def shard_parameters(
@@ -58,19 +91,25 @@ def shard_parameters(
             ]
             module, name = owners[param.fqn][0]
             _check_shardable_now(param.fqn, module.get_parameter(name), world)
-    made: dict[str, tuple[list[Tensor], nn.Parameter]] = {}
+    made: dict[str, tuple[list[Tensor], Tensor, nn.Parameter]] = {}
     for unit in units:
         for dtype in dict.fromkeys(param.dtype for param in unit.params):
             params = [param for param in unit.params if param.dtype == dtype]
             for param, shards in zip(params, _flat_shards(params, owners, world), strict=True):
-                made[param.fqn] = (shards, _exposed(param, shards, world))
+                local = _local(param, shards, world)
+                made[param.fqn] = (shards, local, _exposed(param, local, world))
     slots: dict[str, Slot] = {}
-    for fqn, (shards, tensor) in made.items():
+    for fqn, (shards, local, tensor) in made.items():
         param = next(p for unit in units for p in unit.params if p.fqn == fqn)
         for module, name in owners[fqn]:
             module._parameters[name] = tensor
-        slots[fqn] = Slot(param, shards, owners[fqn])
+        slots[fqn] = Slot(param, shards, local, owners[fqn])
     return slots
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a parameter."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _check_shardable_now(fqn: str, tensor: nn.Parameter, world: C10dWorld | InProcessWorld) -> None:
@@ -79,6 +118,11 @@ def _check_shardable_now(fqn: str, tensor: nn.Parameter, world: C10dWorld | InPr
         raise UnitError(
             f"parameter {fqn!r} is a DTensor already. Give fxshard the plain model, before "
             f"fully_shard or another fxshard.compile."
+        )
+    if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+        raise UnitError(
+            f"parameter {fqn!r} has a hook on its gradient, which sharding would drop. Register it "
+            f"on the parameter of the model that fxshard.compile returns."
         )
     if tensor.device.type == "meta":
         raise UnitError(
@@ -120,13 +164,18 @@ def _flat_shards(
     return found
 
 
-def _exposed(param: Param, shards: list[Tensor], world: C10dWorld | InProcessWorld) -> nn.Parameter:
-    """The parameter that the user sees: a DTensor over the shard, or a whole view."""
+def _local(param: Param, shards: list[Tensor], world: C10dWorld | InProcessWorld) -> Tensor:
+    """The rows behind the parameter that the user sees: without padding."""
     if isinstance(world, InProcessWorld):
         # unbind() made views of one block; its rows follow each other in the flat storage.
-        whole = shards[0].as_strided(param.shape, torch.empty(param.shape, device="meta").stride())
-        return nn.Parameter(whole, param.requires_grad)
-    local = shards[0][: len(param.rows(world.rank, world.size))]
+        return shards[0].as_strided(param.shape, torch.empty(param.shape, device="meta").stride())
+    return shards[0][: len(param.rows(world.rank, world.size))]
+
+
+def _exposed(param: Param, local: Tensor, world: C10dWorld | InProcessWorld) -> nn.Parameter:
+    """The parameter that the user sees: a DTensor over this rank's rows, or all of them."""
+    if isinstance(world, InProcessWorld):
+        return nn.Parameter(local, param.requires_grad)
     return nn.Parameter(as_dtensor(param, local, world.mesh), param.requires_grad)
 
 

@@ -7,7 +7,10 @@ export or Dynamo before it: hooks, checkpointing and custom autograd functions r
 from __future__ import annotations
 
 import contextlib
+import enum
+import logging
 import traceback
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,23 @@ from fxshard.errors import CaptureError
 from fxshard.program import Program, Result, Signature
 from fxshard.units import Unit
 
+log = logging.getLogger("fxshard")
 aten = torch.ops.aten
+
+# Operators whose result does not depend on the values of what they read, or says so.
+CUTS_GRADIENT = (
+    *(aten.detach.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
+    *(aten.new_empty.default, aten.empty_like.default, aten.full_like.default),
+    *(aten.zeros_like.default, aten.ones_like.default, aten.rand_like.default),
+    aten.randn_like.default,
+)
+
+# What may stand in a call or a result beside tensors: a constant of the program.
+PLAIN = (
+    *(bool, int, float, complex, str, bytes, types.NoneType, enum.Enum, type),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    *(types.FunctionType, types.BuiltinFunctionType),
+)
 
 
 def as_module(model: Any) -> nn.Module:
@@ -67,25 +86,27 @@ def capture(
         CaptureError: Python control flow depends on data, a trainable parameter lost its
             gradient, or torch refused the graph; names the line of the user's code.
     """
-    hf.refuse_packed(model, kwargs)
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    flat, in_spec = compat.tree_flatten((args, kwargs))
-    leaves, _ = compat.tree_flatten_with_path((args, kwargs))
+    leaves, in_spec = compat.tree_flatten_with_path((args, kwargs))
+    flat = [leaf for _, leaf in leaves]
+    names = tuple(_input_name(path) for path, _ in leaves)
+    _refuse_opaque(names, flat, "argument")
     positions = tuple(i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor))
     fakes = tuple(_fake_like(flat[i], fake_mode) for i in positions)
     call = _Call(model, flat, in_spec, positions, training)
     with _fake_state(model, fake_mode), _module_stack(model):
-        graph_module, sources, targets = _export(call, fakes, training)
+        graph_module, sources, targets = _export(call, fakes)
     signature = Signature(
         in_spec=in_spec,
         out_spec=call.out_spec,
         inputs=tuple(None if i in positions else leaf for i, leaf in enumerate(flat)),
         tensor_inputs=positions,
         outputs=call.out_constants,
-        input_names=tuple(_path_name(path) for path, _ in leaves),
+        input_names=names,
         output_names=call.out_names,
         tangents=call.tangents,
         training=training,
+        differentiable=call.differentiable,
     )
     program = Program(
         graph=graph_module.graph,
@@ -97,6 +118,7 @@ def capture(
         fake_mode=fake_mode,
     )
     _tag_placeholders(program, sources, positions)
+    hf.refuse_packed(program.graph)
     _lift_constants(program, graph_module)
     _tag_compute(program, training)
     _set_results(program, targets, call)
@@ -106,7 +128,10 @@ def capture(
 
 
 class _Call(nn.Module):
-    """Calls the user's model on flat tensors and returns flat tensors.
+    """Calls the user's model on flat tensors; returns flat tensors, then new values of buffers.
+
+    A buffer that forward replaces by another tensor (``self.seen = self.seen + 1``) is an output
+    too, so that it can be written back as one that is changed in place is.
 
     Each output passes an ``_unsafe_view`` of its own shape, so that AOTAutograd treats an output
     that is a view as an output and not as a base to rebuild; canonicalize removes it again.
@@ -123,35 +148,44 @@ class _Call(nn.Module):
         super().__init__()
         self.model = model
         self.flat, self.in_spec, self.positions, self.grad = list(flat), in_spec, positions, grad
+        self.autocast = _autocast(model)
         self.out_spec: Any = None
         self.out_names: tuple[str, ...] = ()
         self.out_constants: tuple[tuple[Any] | None, ...] = ()
+        self.differentiable: tuple[int, ...] = ()
         self.tangents: tuple[int, ...] = ()
+        self.replaced: tuple[str, ...] = ()
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         flat = list(self.flat)
         for i, tensor in zip(self.positions, tensors, strict=True):
             flat[i] = tensor
         args, kwargs = compat.tree_unflatten(flat, self.in_spec)
-        if isinstance(self.model, fx.GraphModule):
-            out = _interpret(self.model, args, kwargs)
-        else:
-            out = self.model(*args, **kwargs)
+        buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        with self.autocast:
+            if isinstance(self.model, fx.GraphModule):
+                out = _interpret(self.model, args, kwargs)
+            else:
+                out = self.model(*args, **kwargs)
         paths, self.out_spec = compat.tree_flatten_with_path(out)
         values = [value for _, value in paths]
+        self.out_names = tuple(_path_name(path) or "output" for path, _ in paths)
+        _refuse_opaque(self.out_names, values, "output")
         is_tensor = [isinstance(value, torch.Tensor) for value in values]
         wants = [i for i, v in enumerate(values) if is_tensor[i] and v.requires_grad and self.grad]
         scalars = [i for i in wants if values[i].dim() == 0]
+        self.differentiable = tuple(wants)
         self.tangents = tuple(scalars or wants)
-        self.out_names = tuple(_path_name(path) or "output" for path, _ in paths)
         self.out_constants = tuple(
             None if is_tensor[i] else (value,) for i, value in enumerate(values)
         )
-        return [
-            aten._unsafe_view(v if i in self.tangents else v.detach(), v.shape)
-            for i, v in enumerate(values)
-            if is_tensor[i]
+        replaced = _replaced(buffers, dict(self.model.named_buffers(remove_duplicate=False)))
+        self.replaced = tuple(replaced)
+        outputs = [
+            v if i in self.tangents else v.detach() for i, v in enumerate(values) if is_tensor[i]
         ]
+        outputs += [value.detach() for value in replaced.values()]
+        return [aten._unsafe_view(output, output.shape) for output in outputs]
 
 
 def _interpret(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -166,13 +200,60 @@ def _interpret(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, A
     return interpreter.run(*args, *rest)
 
 
+def _autocast(model: nn.Module) -> torch.autocast:
+    """The autocast that the call runs under. Its cache of casts is off: it would outlive fakes."""
+    device = next((p.device.type for p in model.parameters()), "cpu").replace("meta", "cpu")
+    return torch.autocast(
+        device,
+        dtype=torch.get_autocast_dtype(device),
+        enabled=torch.is_autocast_enabled(device),
+        cache_enabled=False,
+    )
+
+
+def _replaced(
+    before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Buffers that are another tensor after forward than before it.
+
+    Raises:
+        CaptureError: one is new, gone, or of another shape, dtype or device.
+    """
+    for name in sorted(before.keys() ^ after.keys()):
+        raise CaptureError(
+            f"buffer {name!r} {'appears' if name in after else 'disappears'} during forward, which "
+            f"a traced program cannot repeat. Register it with its shape in __init__."
+        )
+    replaced = {name: value for name, value in after.items() if value is not before[name]}
+    for name, new in replaced.items():
+        old = before[name]
+        if (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
+            raise CaptureError(
+                f"buffer {name!r} is replaced during forward by another kind of tensor: "
+                f"{list(old.shape)} {old.dtype} becomes {list(new.shape)} {new.dtype}, which a "
+                f"traced program cannot repeat. Give it its final shape in __init__."
+            )
+    return replaced
+
+
+def _refuse_opaque(names: tuple[str, ...], values: list[Any], what: str) -> None:
+    """Raise CaptureError for an object that may hold tensors out of our sight."""
+    for name, value in zip(names, values, strict=True):
+        if not isinstance(value, (torch.Tensor, *PLAIN)):
+            raise CaptureError(
+                f"{what} {name} is a {type(value).__name__}, which fxshard cannot look into for "
+                f"tensors. Use tensors and plain values, and dicts, lists, tuples and dataclasses "
+                f"of them.{hf.remedy(value)}"
+            )
+
+
 def _export(
-    call: _Call, fakes: tuple[torch.Tensor, ...], training: bool
+    call: _Call, fakes: tuple[torch.Tensor, ...]
 ) -> tuple[fx.GraphModule, list[Any], list[Any]]:
-    grad = torch.enable_grad() if training else torch.no_grad()
     try:
         with (
-            grad,
+            torch.set_grad_enabled(call.grad),
+            torch.autocast(call.autocast.device, enabled=False),
             compat.compiling(),
             hf.eager_attention_branch(),
             torch.fx.traceback.preserve_node_meta(),
@@ -265,6 +346,14 @@ def _fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Iterator[None]:
                         made[id(tensor)] = fake
                     slots[name] = made[id(tensor)]
         yield
+        for module, snapshot in before:
+            for name in _assigned(module, snapshot):
+                log.warning(
+                    "fxshard: forward of %s assigns self.%s; the traced program repeats what it "
+                    "computes, not the assignment.",
+                    type(module).__name__,
+                    name,
+                )
     finally:
         for module, snapshot in before:
             _restore(module, snapshot)
@@ -272,6 +361,16 @@ def _fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Iterator[None]:
 
 def _snapshot(module: nn.Module) -> dict[str, Any]:
     return {k: (v, dict(v) if isinstance(v, dict) else None) for k, v in module.__dict__.items()}
+
+
+def _assigned(module: nn.Module, snapshot: dict[str, Any]) -> list[str]:
+    """Public attributes of `module` that are not what they were."""
+    absent = (object(), None)
+    return [
+        name
+        for name, value in module.__dict__.items()
+        if not name.startswith("_") and snapshot.get(name, absent)[0] is not value
+    ]
 
 
 def _restore(module: nn.Module, snapshot: dict[str, Any]) -> None:
@@ -297,6 +396,11 @@ def _fake_like(tensor: torch.Tensor, fake_mode: FakeTensorMode) -> torch.Tensor:
 
 def _path_name(path: tuple[Any, ...]) -> str:
     return "".join(str(key) for key in path).lstrip(".")
+
+
+def _input_name(path: tuple[Any, ...]) -> str:
+    """``args[0]``, ``kwargs['labels']``: the place of a flat input in the user's call."""
+    return ("args", "kwargs")[path[0].idx] + _path_name(path[1:])
 
 
 def _fqn(target: str) -> str:
@@ -375,11 +479,15 @@ def _set_results(program: Program, targets: list[Any], call: _Call) -> None:
     mutated: list[tuple[fx.Node, fx.Node]] = []
     for value, desc in zip(values, targets, strict=True):
         kind, source = compat.output_source(desc)
-        if kind == "output":
+        if kind == "output" and source >= len(where):
+            holder = holders[("buffer", call.replaced[source - len(where)])]
+            mutated.append((holder, value))
+        elif kind == "output":
             program.results.append(Result("output", str(where[source])))
             kept.append(value)
         elif kind == "grad" and value is not None:
             what, name = source
+            _refuse_sparse(name, value)
             if what == "param":
                 program.results.append(Result("grad", first[_fqn(name)]))
             else:
@@ -388,6 +496,11 @@ def _set_results(program: Program, targets: list[Any], call: _Call) -> None:
             kept.append(value)
         elif kind == "mutation":
             what, name = source
+            if what == "param":
+                raise CaptureError(
+                    f"parameter {_fqn(name)!r} is changed in place during forward. A rank holds "
+                    f"only a shard of it: change it between steps, or make it a buffer."
+                )
             fqn = _fqn(name) if what == "buffer" else str(call.positions[name])
             mutated.append((holders[("buffer" if what == "buffer" else "input", fqn)], value))
         elif kind == "other":
@@ -396,6 +509,14 @@ def _set_results(program: Program, targets: list[Any], call: _Call) -> None:
             )
     program.values = kept
     _write_back(program, mutated)
+
+
+def _refuse_sparse(name: Any, grad: fx.Node) -> None:
+    if grad.meta["val"].layout is not torch.strided:
+        raise CaptureError(
+            f"the gradient of {_fqn(str(name))!r} is sparse, which cannot be reduced in chunks. "
+            f"Make it dense: nn.Embedding(..., sparse=False)."
+        )
 
 
 def _merge_tied(program: Program) -> None:
@@ -424,6 +545,12 @@ def _merge_tied(program: Program) -> None:
 
 
 def _write_back(program: Program, mutated: list[tuple[fx.Node, fx.Node]]) -> None:
+    """Copy new values into buffers and inputs, behind everything that reads the old ones."""
+    forward = program.phase("forward")
+    written = set().union(*(meta.storage_ids(holder) for holder, _ in mutated))
+    for i, (holder, value) in enumerate(mutated):
+        if meta.storage_ids(value) & written:  # two buffers change places
+            mutated[i] = (holder, _copied(program, value, forward[-1]))
     forward = program.phase("forward")
     for holder, value in mutated:
         if any(meta.get(user).phase == "backward" for user in holder.users):
@@ -437,13 +564,18 @@ def _write_back(program: Program, mutated: list[tuple[fx.Node, fx.Node]]) -> Non
 
 def _keep_old_value(program: Program, holder: fx.Node, before: fx.Node) -> None:
     """Backward reads the buffer as it was when forward ran: save a copy of it."""
-    with program.graph.inserting_before(before):
-        copy = program.graph.call_function(aten.clone.default, (holder,))
-    val = holder.meta["val"]
-    meta.put(copy, meta.get(before), program.fake(tuple(val.shape), val.dtype, val.device))
+    copy = _copied(program, holder, before.prev)
     holder.replace_all_uses_with(
         copy, delete_user_cb=lambda user: meta.get(user).phase == "backward"
     )
+
+
+def _copied(program: Program, value: fx.Node, behind: fx.Node) -> fx.Node:
+    with program.graph.inserting_after(behind):
+        copy = program.graph.call_function(aten.clone.default, (value,))
+    val = value.meta["val"]
+    fake = program.fake(tuple(val.shape), val.dtype, val.device)
+    return meta.put(copy, meta.Meta("forward", "compute", module=meta.get(behind).module), fake)
 
 
 def _check_gradients(program: Program, model: nn.Module) -> None:
@@ -468,15 +600,15 @@ def _check_gradients(program: Program, model: nn.Module) -> None:
         if any(user in reach for user in node.users):
             raise CaptureError(
                 f"parameter {tag.fqn!r} of {type(model).__name__} reaches the loss but the trace "
-                f"has no gradient for it. It is used under torch.no_grad() or detach(): say so "
-                f"with requires_grad_(False), or list it as unused by not calling it."
+                f"has no gradient for it. If that is meant (it is used under torch.no_grad()), say "
+                f"so with requires_grad_(False) on it, or with .detach() on what it computes."
             )
 
 
 def _reaches_tangent_output(program: Program) -> set[fx.Node]:
     """Forward nodes from which an output with a tangent can be reached along float values.
 
-    The walk stops at ``detach``, which cuts gradients on purpose.
+    The walk stops at operators that cut gradients on purpose.
     """
     ends = {str(i) for i in program.signature.tangents}
     todo = [
@@ -487,7 +619,7 @@ def _reaches_tangent_output(program: Program) -> set[fx.Node]:
     seen: set[fx.Node] = set()
     while todo:
         node = todo.pop()
-        if node in seen or node.target is aten.detach.default:
+        if node in seen or node.target in CUTS_GRADIENT:
             continue
         val = next(meta.tensors(node.meta.get("val")), None)
         if val is not None and not val.is_floating_point() and not val.is_complex():

@@ -202,45 +202,62 @@ def equal_chunks(program: Program) -> None:
 
 
 def bounded_inflight(program: Program) -> None:
-    """Launches run no further ahead than asked, and what is gathered is being used.
+    """At most prefetch + 1 units wait for their first use, and no unit is kept behind its last.
 
-    Units that are still to be read may be many (units inside units, layers that are called again):
-    those no schedule can free.
+    Units between the two may be more (units inside units, layers that are called again): those no
+    schedule can free.
     """
     fact = Fact.BOUNDED_INFLIGHT
-    limits = {"forward": program.forward_prefetch, "backward": program.backward_prefetch}
-    order = _order(program)
-    flying: dict[int | None, fx.Node] = {}  # launched, not waited for
-    landed: dict[int | None, fx.Node] = {}  # waited for, not freed
-    for node in program.graph.nodes:
-        if node.op != "call_function":
-            continue
+    prefetch = {"forward": program.forward_prefetch, "backward": program.backward_prefetch}
+    order, first = _order(program), _first_uses(program)
+    alive: dict[int | None, fx.Node] = {}
+    for node in _launches_and_frees(program):
         tag = meta.get(node)
-        if node.target is ops.all_gather:
-            flying[tag.pair] = node
-            limit = max(1, limits[tag.phase])
-            if len(flying) > limit:
-                names = ", ".join(_unit_name(program, launch) for launch in flying.values())
+        if node.target is ops.free:
+            alive.pop(tag.pair, None)
+            continue
+        alive[tag.pair] = node
+        ahead = [launch for launch in alive.values() if order[first[launch]] > order[node]]
+        limit = prefetch[tag.phase] + 1
+        if len({first[launch] for launch in ahead}) > limit:
+            names = ", ".join(_unit_name(program, launch) for launch in ahead)
+            fail(
+                program,
+                fact,
+                node,
+                f"with %{node.name}, {len(ahead)} units are unsharded ahead of their use ({names});"
+                f" the limit is prefetch + 1 = {limit}.",
+            )
+        for launch in alive.values():
+            if all(order[reader] < order[node] for reader in _alias_readers(program, launch)):
                 fail(
                     program,
                     fact,
                     node,
-                    f"with %{node.name}, {len(flying)} units are in flight ({names}); the limit "
-                    f"is max(1, prefetch) = {limit}.",
+                    f"%{node.name} is launched while {_unit_name(program, launch)!r} is still "
+                    f"unsharded, though nothing reads it any more.",
                 )
-            for launch in landed.values():
-                if all(order[reader] < order[node] for reader in _alias_readers(program, launch)):
-                    fail(
-                        program,
-                        fact,
-                        node,
-                        f"%{node.name} is launched while {_unit_name(program, launch)!r} is still "
-                        f"unsharded, though nothing reads it any more.",
-                    )
-        elif node.target is ops.wait and tag.pair in flying:
-            landed[tag.pair] = flying.pop(tag.pair)
-        elif node.target is ops.free:
-            landed.pop(tag.pair, None)
+
+
+def _launches_and_frees(program: Program) -> list[fx.Node]:
+    return [n for n in program.graph.nodes if n.target in (ops.all_gather, ops.free)]
+
+
+def _first_uses(program: Program) -> dict[fx.Node, fx.Node]:
+    """Per all-gather, the first operator behind its wait that reads it or runs in its unit."""
+    launches = {meta.get(launch).pair: launch for launch in _launches(program, ops.all_gather)}
+    found = dict.fromkeys(launches.values(), program.output)
+    waited: list[fx.Node] = []
+    for node in program.graph.nodes:
+        if node.target is ops.wait and meta.get(node).pair in launches:
+            waited.append(launches[meta.get(node).pair])
+        elif node.op == "call_function" and meta.get(node).role in ("compute", "pad"):
+            reads = set().union(*map(meta.storage_ids, node.all_input_nodes), set())
+            for launch in list(waited):
+                if meta.get(launch).unit == meta.get(node).unit or meta.storage_ids(launch) & reads:
+                    found[launch] = node
+                    waited.remove(launch)
+    return found
 
 
 def freed(program: Program) -> None:

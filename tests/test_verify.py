@@ -335,6 +335,18 @@ def launched_too_far_ahead(program: Program) -> fx.Node:
 
 
 @breaks(Fact.BOUNDED_INFLIGHT)
+def waited_for_too_far_ahead(program: Program) -> fx.Node:
+    """Nothing is in flight for long, and yet two layers lie there before the first one runs."""
+    wait = of(program, ops.wait, 1, "forward")
+    later = launch(program, 2, "forward")
+    anchor = pick(launch(program, 1, "forward"), 2)
+    for node in reversed([wait, later, *later.users]):
+        if node.target is not ops.free and meta.get(node).role != "compute":
+            anchor.append(node)
+    return later
+
+
+@breaks(Fact.BOUNDED_INFLIGHT)
 def freed_too_late(program: Program) -> fx.Node:
     """Nobody reads the root's parameters in backward when layers.0 is launched."""
     root, later = of(program, ops.free, 0, "backward"), launch(program, 1, "backward")
@@ -670,7 +682,39 @@ class Again(nn.Module):
         return x
 
 
+class Lender(nn.Module):
+    """Runs its inner unit first, and multiplies first of all by what its caller lends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.gain = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, lent: Tensor) -> Tensor:
+        return self.gain * self.inner(lent * x)
+
+
+class Tangled(nn.Module):
+    """Parameters are read where another unit runs: the root's, and each layer's in the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.layers = nn.ModuleList(Lender() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        lent = self.scale
+        for layer in self.layers:
+            x = layer(x, lent).tanh()
+            lent = layer.gain
+        return x
+
+
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_units_that_must_stay_unsharded_are_no_fault(prefetch: int) -> None:
-    for units in (["layers.*"], ["layers.*", "layers.*.1"]):
-        check(capture(Again(), (torch.randn(2, 4),), {}, units=units), prefetch)
+@pytest.mark.parametrize("build", [Again, Tangled])
+def test_units_that_must_stay_unsharded_are_no_fault(
+    build: Callable[[], nn.Module], prefetch: int
+) -> None:
+    inner = {Again: "layers.*.1", Tangled: "layers.*.inner"}[build]
+    for units in (["layers.*"], ["layers.*", inner], [inner]):
+        check(capture(build(), (torch.randn(2, 4),), {}, units=units), prefetch)

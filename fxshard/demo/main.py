@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -209,7 +210,8 @@ def reload(settings: Settings, corpus: Corpus, out: Path) -> float:
     model = settings.build_model()
     state = checkpoint_state(model, settings.optimizer(model.parameters()))
     with progress("loading and evaluating"):
-        load(state, checkpoint_id=out / "checkpoint", no_dist=True)
+        with warnings.catch_warnings(action="ignore"):  # that one process loads what two saved
+            load(state, checkpoint_id=out / "checkpoint")
         model.load_state_dict(state["model"])
         loss = mean_bits_per_byte(model, corpus.validation_batches(settings))
     console.print(f"Validation loss {loss:.7f} bits per byte.")

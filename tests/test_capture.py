@@ -1,0 +1,825 @@
+"""Capture: any way to hold a model gives one program; what cannot be traced is refused by name."""
+
+import copy
+import dataclasses
+import enum
+import inspect
+import logging
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing import assert_close
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+import fxshard
+from fxshard import dump, meta, trace, verify
+from fxshard.errors import CaptureError
+from fxshard.program import Program
+from fxshard.units import find_units
+from tests import fsdp2
+from tests.eager import Net, assert_trains_like_eager, batch, pair
+from tests.zoo import MODELS, models
+
+aten = torch.ops.aten
+
+
+def built(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name].build()
+
+
+# -- one program, however the model is held -------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_real_meta_and_fake_give_one_text(name: str) -> None:
+    case = MODELS[name]
+    call = case.batch(0, 0)
+    with torch.device("meta"):
+        on_meta = case.build()
+    meta_call = pytree.tree_map_only(Tensor, lambda t: t.to("meta"), call)
+    mode = FakeTensorMode()
+    with mode:
+        fake = case.build()
+    fake_call = pytree.tree_map_only(Tensor, mode.from_tensor, call)
+
+    def text(model: nn.Module, call: Any) -> str:
+        return dump.text(fxshard.plan(model, *call, world_size=2, units=case.units).program)
+
+    want = text(case.build(), call)
+    assert text(on_meta, meta_call) == want
+    assert text(on_meta, call) == want
+    assert text(fake, fake_call) == want
+
+
+EXPORTS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "ExportedProgram": lambda model, call: torch.export.export(model, *call),
+    "exported module": lambda model, call: torch.export.export(model, *call).module(),
+    "symbolic_trace": lambda model, call: fx.symbolic_trace(model),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("transformer", kind) for kind in EXPORTS] + [("llama", "ExportedProgram")],
+)
+def test_exported_models_are_accepted(name: str, kind: str) -> None:
+    case, call = MODELS[name], MODELS[name].batch(0, 0)
+    eager = built(name)
+    model = EXPORTS[kind](copy.deepcopy(eager), call)
+    plan, own = (fxshard.plan(m, *call, world_size=2) for m in (model, eager))
+    assert [unit.fqn for unit in plan.units] == [unit.fqn for unit in own.units]
+    assert modules(plan.program) == modules(own.program)
+    assert fxshard.validate(model, *call, world_size=2, steps=1).max_abs_difference == 0
+    compiled = fxshard.compile(model, world_size=2)
+    theirs = fsdp2.run_steps(eager, case, 3)
+    fsdp2.assert_close(fsdp2.run_steps(compiled, case, 3), theirs, rtol=1e-6)
+
+
+def modules(program: Program) -> set[str]:
+    return {meta.get(n).module for n in program.graph.nodes if n.op == "call_function"}
+
+
+# -- every node belongs to the module that a human would name -------------------------------------
+
+
+@pytest.fixture(scope="module")
+def captured() -> Callable[[str], Program]:
+    programs: dict[str, Program] = {}
+
+    def get(name: str) -> Program:
+        if name not in programs:
+            model, (args, kwargs) = built(name), MODELS[name].batch(0, 0)
+            if name == "transformer":  # with its loss, as llama has
+                model = WithLoss(model)
+            programs[name] = trace.capture(
+                model, args, kwargs, units=find_units(model), world_size=2, training=True
+            )
+        return programs[name]
+
+    return get
+
+
+class WithLoss(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return MODELS["transformer"].loss(self.model(tokens))
+
+
+NAMED = ("transformer", "llama")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_node_is_tagged(captured: Callable[[str], Program], name: str) -> None:
+    program = captured(name)
+    verify.tagged(program)
+    known = {name for name, _ in built(name).named_modules()}
+    assert {module.removeprefix("model.") for module in modules(program)} <= (
+        known | {module.removeprefix("model.") for module in known}
+    )
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_parameters_are_read_by_the_module_that_holds_them(
+    captured: Callable[[str], Program], name: str
+) -> None:
+    program = captured(name)
+    for node in program.graph.find_nodes(op="placeholder"):
+        if meta.get(node).role == "param":
+            fqn = meta.get(node).fqn or ""
+            owner = fqn.rpartition(".")[0]
+            forward = [user for user in node.users if meta.get(user).phase == "forward"]
+            assert {meta.get(user).module for user in forward} == {owner}, fqn
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_gradients_are_made_by_the_module_that_holds_the_parameter(
+    captured: Callable[[str], Program], name: str
+) -> None:
+    program = captured(name)
+    grads = {r.name: v for v, r in zip(program.values, program.results, strict=True)}
+    for fqn in program.params:
+        chain = [grads[fqn]]
+        while meta.aliases_input(chain[-1]):
+            chain.append(chain[-1].all_input_nodes[0])
+        owner = fqn.rpartition(".")[0]
+        assert {meta.get(node).module for node in chain} == {owner}, fqn
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_backward_visits_the_layers_in_turn(captured: Callable[[str], Program], name: str) -> None:
+    program = captured(name)
+    parts = [meta.get(node).module.split(".") for node in program.phase("backward")]
+    layers = [int(names[names.index("layers") + 1]) for names in parts if "layers" in names]
+    assert set(layers) == {0, 1, 2}
+    assert layers == sorted(layers, reverse=True)
+
+
+def where(program: Program, phase: meta.Phase, target: Any) -> list[str]:
+    """Modules of the operators `target` of a phase, in order."""
+    return [meta.get(n).module for n in program.phase(phase) if n.target is target]
+
+
+def test_operators_of_the_transformer(captured: Callable[[str], Program]) -> None:
+    program = captured("transformer")
+    layers = [f"model.layers.{i}" for i in range(3)]
+    residuals = [layer for layer in layers for _ in range(2)]
+    assert where(program, "forward", aten.add.Tensor) == ["model", *residuals]
+    assert where(program, "forward", aten.gelu.default) == [f"{layer}.mlp" for layer in layers]
+    back = layers[::-1]
+    assert where(program, "backward", aten.gelu_backward.default) == [f"{b}.mlp" for b in back]
+    assert where(program, "backward", aten.native_layer_norm_backward.default) == [
+        "model.norm",
+        *(f"{layer}.{norm}" for layer in back for norm in ("norm2", "norm1")),
+    ]
+    # A sum of gradients has no module of its own: it is where the last of them was made.
+    assert where(program, "backward", aten.add.Tensor) == [
+        f"{layer}.{norm}" for layer in back for norm in ("norm2", "norm1")
+    ]
+    assert where(program, "backward", aten.embedding_dense_backward.default) == ["model.embed"]
+    assert where(program, "backward", aten.slice_backward.default) == ["model"]
+    for loss in (aten.nll_loss_backward.default, aten._log_softmax_backward_data.default):
+        assert where(program, "backward", loss) == [""]
+
+
+def test_operators_of_llama(captured: Callable[[str], Program]) -> None:
+    program = captured("llama")
+    layers = [f"model.layers.{i}" for i in range(3)]
+    projections = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+    projections += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    want = [f"{layer}.{name}" for layer in layers for name in projections]
+    assert where(program, "forward", aten.mm.default) == [*want, "lm_head"]
+    back = where(program, "backward", aten.mm.default)
+    assert {name: back.count(name) for name in back} == {name: 2 for name in [*want, "lm_head"]}
+    assert where(program, "forward", aten.silu.default) == [f"{b}.mlp.act_fn" for b in layers]
+    assert where(program, "backward", aten.silu_backward.default) == [
+        f"{b}.mlp.act_fn" for b in layers[::-1]
+    ]
+    attention = aten._scaled_dot_product_flash_attention_for_cpu
+    assert where(program, "forward", attention.default) == [f"{b}.self_attn" for b in layers]
+    residuals = [
+        meta.get(node).module
+        for node in program.phase("forward")
+        if node.target is aten.add.Tensor and meta.get(node).module in layers
+    ]
+    assert residuals == [layer for layer in layers for _ in range(2)]
+    assert set(where(program, "forward", aten.cos.default)) == {"model.rotary_emb"}
+    for loss in (aten.nll_loss_backward.default, aten._log_softmax_backward_data.default):
+        assert where(program, "backward", loss) == [""]
+
+
+# -- the user's model afterwards ------------------------------------------------------------------
+
+
+def picture(model: nn.Module) -> Any:
+    """What must not change: every attribute by identity, dictionaries by content too."""
+    found = {}
+    for name, module in model.named_modules():
+        for key, value in module.__dict__.items():
+            content = list(map(id, value.values())) if isinstance(value, dict) else None
+            found[name, key] = (id(value), list(value) if content is not None else None, content)
+    hooks = nn.modules.module
+    counts = (len(hooks._global_forward_pre_hooks), len(hooks._global_forward_hooks))
+    return found, counts, torch.compiler.is_compiling(), torch.is_grad_enabled()
+
+
+def raises(net: Net, x: Tensor) -> Tensor:
+    net.leftover = net.a(x)
+    net.seen = net.seen + 1
+    net.train(False)
+    net.b.register_forward_hook(lambda module, args, output: output)
+    return net.b(x)[0].item()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_plan_leaves_the_model_as_it_was(name: str) -> None:
+    model, call = built(name), MODELS[name].batch(0, 0)
+    values = copy.deepcopy(model.state_dict())
+    before = picture(model)
+    fxshard.plan(model, *call, world_size=2)
+    assert picture(model) == before
+    assert_close(model.state_dict(), values, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        lambda model, x: fxshard.plan(model, (x,), world_size=2),
+        lambda model, x: fxshard.compile(model, world_size=2, args=(x,)),
+        lambda model, x: fxshard.validate(model, (x,), world_size=2),
+    ],
+    ids=["plan", "compile", "validate"],
+)
+def test_a_failed_capture_leaves_the_model_as_it_was(attempt: Callable[..., Any]) -> None:
+    model = Net(raises)
+    before = picture(model)
+    with pytest.raises(CaptureError, match="item"):
+        attempt(model, batch())
+    assert picture(model) == before
+
+
+def test_what_forward_assigns_is_undone_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    def assigns(net: Net, x: Tensor) -> Tensor:
+        net.hidden = net.a(x)
+        return net.hidden.sum()
+
+    model = Net(assigns)
+    before = picture(model)
+    with caplog.at_level(logging.WARNING, "fxshard"):
+        fxshard.plan(model, (batch(),), world_size=2)
+    assert picture(model) == before
+    assert "forward of Net assigns self.hidden" in caplog.text
+
+
+# -- gradients ------------------------------------------------------------------------------------
+
+
+def test_a_parameter_that_loses_its_gradient_is_named() -> None:
+    def loses(net: Net, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = net.b(x)
+        return (net.a(x) + y).sum()
+
+    with pytest.raises(CaptureError, match=r"'b\.weight' of Net reaches the loss.*requires_grad_"):
+        fxshard.plan(Net(loses), (batch(),), world_size=2)
+
+
+def test_reentrant_checkpointing_is_refused_and_the_other_kind_works() -> None:
+    def checkpointed(reentrant: bool) -> Callable[..., Tensor]:
+        def forward(net: Net, x: Tensor) -> Tensor:
+            return checkpoint(lambda x: torch.tanh(net.a(x)), x, use_reentrant=reentrant).sum()
+
+        return forward
+
+    x = batch().requires_grad_()
+    with pytest.raises(CaptureError, match="use_reentrant=False"):
+        fxshard.plan(Net(checkpointed(True)), (x,), world_size=2)
+    assert_trains_like_eager(lambda: Net(checkpointed(False)), batch())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda net, x: net.a(x).sum(),
+        lambda net, x: (net.a(x) + net.b(x).detach()).sum(),
+        lambda net, x: (net.a(x) + net.b.weight.data.sum()).sum(),
+        lambda net, x: (net.a(x) * (net.b(x) > 0)).sum(),
+        lambda net, x: (net.a(x) + torch.ones_like(net.b(x))).sum(),
+    ],
+    ids=["not called", "detached", "data", "compared", "ones_like"],
+)
+def test_an_unused_parameter_has_no_gradient(function: Callable[..., Tensor]) -> None:
+    assert_trains_like_eager(lambda: Net(function), batch())
+    _, ours = pair(lambda: Net(function))
+    ours(batch()).backward()
+    assert ours.b.weight.grad is None
+    assert ours.a.weight.grad is not None
+
+
+def frozen() -> nn.Module:
+    model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 6))
+    model[0].requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+def test_frozen_parameters_train_like_eager_and_are_not_reduced() -> None:
+    assert_trains_like_eager(frozen, batch())
+    program = fxshard.plan(frozen(), (batch(),), world_size=2).program
+    reduced = [line for line in dump.collectives(program) if "reduce_scatter" in line]
+    assert len(reduced) == 1
+    assert "2.weight" in reduced[0]
+    assert "2.bias" not in reduced[0] and "0." not in reduced[0]
+
+
+def test_freezing_and_unfreezing_between_steps() -> None:
+    eager, ours = pair(frozen)
+    for flag in (True, False, True):
+        for model in (eager, ours):
+            model.zero_grad()
+            model.get_submodule("0").requires_grad_(flag)
+            model(batch()).square().sum().backward()
+        for theirs, mine in zip(eager.parameters(), ours.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None)
+            assert_close(mine.grad, theirs.grad, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("everything_frozen", [False, True])
+def test_an_input_that_wants_its_gradient_gets_it(everything_frozen: bool) -> None:
+    eager, ours = pair(lambda: Net(lambda net, x, scale: (net.a(x) * scale).square().sum()))
+    grads = []
+    for model in (eager, ours):
+        model.requires_grad_(not everything_frozen)
+        x, scale = batch().requires_grad_(), torch.tensor(2.0, requires_grad=True)
+        model(x * 3, scale).backward()
+        grads.append((x.grad, scale.grad))
+    assert_close(*grads)
+
+
+def test_a_gradient_that_two_parameters_share() -> None:
+    assert_trains_like_eager(
+        lambda: Net(lambda net, x: (x @ x.T).sum() * (net.a.bias + net.b.bias))
+    )
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    model = nn.Embedding(5, 6, sparse=True)
+    with pytest.raises(CaptureError, match=r"gradient of 'weight' is sparse.*sparse=False"):
+        fxshard.plan(model, (torch.tensor([1, 2]),), world_size=2)
+
+
+# -- state besides parameters ---------------------------------------------------------------------
+
+
+class Holds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 6)
+        self.scale = torch.arange(6.0)  # a tensor, but no buffer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.scale + torch.tensor([1.0, 2, 3, 4, 5, 6])).sum()
+
+
+def test_a_tensor_that_is_no_buffer() -> None:
+    assert_trains_like_eager(Holds, batch())
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_batch_norm_statistics_are_written_back(world_size: int) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+
+    assert_trains_like_eager(build, batch(), world_size=world_size)
+    case = MODELS["convnet"]
+    torch.manual_seed(0)
+    eager = fsdp2.run_steps(case.build(), case, 2)
+    torch.manual_seed(0)
+    ours = fsdp2.run_steps(fxshard.compile(case.build(), world_size=world_size), case, 2)
+    fsdp2.assert_close(ours, eager, rtol=1e-6)
+    assert ours.buffers["blocks.0.norm.num_batches_tracked"] == 2
+
+
+def mutated_after_it_was_read(net: Net, x: Tensor) -> Tensor:
+    y = net.a(x) * (net.seen + 1)
+    net.seen.add_(1)
+    return y.square().sum()
+
+
+def mutated_before_it_is_read(net: Net, x: Tensor) -> Tensor:
+    net.seen.add_(1)
+    return (net.a(x) * net.seen).square().sum()
+
+
+def replaced_after_it_was_read(net: Net, x: Tensor) -> Tensor:
+    y = net.a(x) * net.seen  # backward reads the old value
+    net.seen = net.seen + y.detach().mean(0)
+    return y.square().sum()
+
+
+def replaced_and_both_read(net: Net, x: Tensor) -> Tensor:
+    old, net.seen = net.seen, net.seen * 2
+    return (net.a(x) * old * net.seen).sum()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        mutated_after_it_was_read,
+        mutated_before_it_is_read,
+        replaced_after_it_was_read,
+        replaced_and_both_read,
+    ],
+)
+def test_a_buffer_that_forward_changes(function: Callable[..., Tensor]) -> None:
+    assert_trains_like_eager(lambda: Net(function), batch())
+
+
+class ChangesPlaces(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 6)
+        self.register_buffer("old", torch.zeros(6))
+        self.register_buffer("new", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.old, self.new = self.new, self.old + 1
+        return (self.linear(x) * self.old + self.new).sum()
+
+
+def test_buffers_that_change_places() -> None:
+    assert_trains_like_eager(ChangesPlaces, batch())
+
+
+def test_a_buffer_in_the_past_of_two_interleaved_forwards() -> None:
+    """Each backward sees the buffer as its own forward saw it."""
+    eager, ours = pair(lambda: Net(replaced_after_it_was_read))
+    for model in (eager, ours):
+        losses = [model(batch()), model(batch())]
+        for loss in losses:
+            loss.backward()
+    for theirs, mine in zip(eager.parameters(), ours.parameters(), strict=True):
+        assert_close(mine.grad, theirs.grad)
+    assert_close(ours.seen, eager.seen)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda net, x: setattr(net, "seen", net.seen.double()), "'seen' is replaced .* float64"),
+        (lambda net, x: net.register_buffer("late", x[0]), "'late' appears during forward"),
+        (lambda net, x: net.a.weight.data.mul_(2), r"'a\.weight' is changed in place"),
+    ],
+    ids=["another dtype", "new", "parameter"],
+)
+def test_state_that_cannot_be_written_back(function: Callable[..., Any], message: str) -> None:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        function(net, x)
+        return net.a(x).sum()
+
+    with pytest.raises(CaptureError, match=message):
+        fxshard.plan(Net(forward), (batch(),), world_size=2)
+
+
+def test_an_input_that_forward_changes() -> None:
+    eager, ours = pair(lambda: Net(lambda net, x: net.a(x.add_(1)).sum()), world_size=3)
+    theirs, mine = batch(), batch()
+    assert_close(ours(mine), eager(theirs))
+    assert_close(mine, theirs)
+
+
+# -- outputs --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Output:
+    y: Any
+    rest: Any = None
+    count: int = 3
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+class Mode(enum.Enum):
+    FAST = 1
+
+
+def model_output(net: Net, x: Tensor) -> Any:
+    from transformers.modeling_outputs import BaseModelOutput
+
+    y = net.a(x)
+    return BaseModelOutput(last_hidden_state=y, hidden_states=(y, x))
+
+
+OUTPUTS: dict[str, tuple[Callable[..., Any], Callable[[Any], Tensor]]] = {
+    "tuple": (lambda net, x: (net.a(x), net.b(x)), lambda o: (o[0] * o[1]).sum()),
+    "loss and logits": (
+        lambda net, x: ((y := net.a(x)).sum(), y, y.detach()),
+        lambda o: o[0],
+    ),
+    "dict": (
+        lambda net, x: {"y": net.a(x), "no": None, "int": 3, "str": "s", "float": 1.5, "yes": True},
+        lambda o: o["y"].sum(),
+    ),
+    "nested": (
+        lambda net, x: {"all": [net.a(x), (net.b(x), None)], "empty": {}, "mode": Mode.FAST},
+        lambda o: o["all"][0].sum() + o["all"][1][0].sum(),
+    ),
+    "dataclass": (
+        lambda net, x: Output(net.a(x), Output({"x": x})),
+        lambda o: o.y.sum() * o.count,
+    ),
+    "namedtuple": (lambda net, x: Pair(net.a(x), x), lambda o: o.first.sum()),
+    "torch.return_types": (lambda net, x: net.a(x).max(-1), lambda o: o.values.sum()),
+    "ModelOutput": (model_output, lambda o: o.last_hidden_state.sum()),
+    "views of one tensor": (
+        lambda net, x: net.a(x).chunk(2, -1),
+        lambda o: (o[0] * o[1]).sum(),
+    ),
+    "one of two views": (lambda net, x: net.a(x).chunk(2, -1), lambda o: o[0].sum()),
+    "a tensor and its view": (
+        lambda net, x: ((y := net.a(x)), y.view(-1)),
+        lambda o: o[0].sum() + o[1].square().sum(),
+    ),
+    "expanded": (lambda net, x: net.a(x).sum().expand(3), lambda o: o.sum()),
+    "one tensor twice": (lambda net, x: [net.a(x)] * 2, lambda o: (o[0] * o[1]).sum()),
+    "an input": (lambda net, x: (x, x.t(), net.a(x)), lambda o: (o[2] * o[0][:, :1]).sum()),
+    "a parameter": (
+        lambda net, x: (net.a.weight, net.a.weight.t(), net.a(x)),
+        lambda o: o[0].square().sum() + o[1].sum() + o[2].sum(),
+    ),
+    "a buffer": (lambda net, x: (net.seen, net.a(x)), lambda o: (o[0] * o[1]).sum()),
+    "integers": (
+        lambda net, x: (net.a(x).argmax(-1), net.a(x) > 0, net.a(x)),
+        lambda o: o[2].sum(),
+    ),
+    "complex": (lambda net, x: torch.fft.fft(net.a(x)), lambda o: o.abs().sum()),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_outputs_are_what_eager_returns(name: str) -> None:
+    function, loss = OUTPUTS[name]
+    assert_trains_like_eager(lambda: Net(function), batch(), loss=loss)
+    eager, ours = pair(lambda: Net(function))
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            assert_same_output(ours(batch()), eager(batch()))
+
+
+def assert_same_output(ours: Any, theirs: Any) -> None:
+    assert type(ours) is type(theirs)
+    if isinstance(theirs, Tensor):
+        assert_close(ours, theirs)
+        assert ours.requires_grad == theirs.requires_grad
+    elif dataclasses.is_dataclass(theirs) and not isinstance(theirs, dict):
+        assert_same_output(vars(ours), vars(theirs))
+    elif isinstance(theirs, dict):
+        assert list(ours) == list(theirs)
+        assert_same_output(list(ours.values()), list(theirs.values()))
+    elif isinstance(theirs, (list, tuple)):
+        assert len(ours) == len(theirs)
+        for mine, other in zip(ours, theirs, strict=True):
+            assert_same_output(mine, other)
+    else:
+        assert ours == theirs
+
+
+def test_outputs_without_any_gradient() -> None:
+    eager, ours = pair(lambda: Net(lambda net, x: (net.a(x).argmax(-1), net.a(x).detach(), None)))
+    assert_same_output(ours(batch()), eager(batch()))
+
+
+class Opaque:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def test_objects_that_may_hide_tensors_are_refused() -> None:
+    takes = Net(lambda net, box: net.a(box.tensor).sum())
+    with pytest.raises(CaptureError, match=r"argument args\[0\] is a Opaque, which .* look into"):
+        fxshard.plan(takes, (Opaque(batch()),), world_size=2)
+    returns = Net(lambda net, x: {"box": Opaque(net.a(x))})
+    with pytest.raises(CaptureError, match=r"output \['box'\] is a Opaque"):
+        fxshard.plan(returns, (batch(),), world_size=2)
+    _, ours = pair(lambda: takes)
+    for _ in range(2):
+        with pytest.raises(CaptureError, match=r"argument args\[0\]"):
+            ours(Opaque(batch()))
+
+
+def test_a_transformers_cache_is_refused_with_the_remedy() -> None:
+    args, kwargs = MODELS["llama"].batch(0, 0)
+    with pytest.raises(CaptureError, match="past_key_values.*DynamicCache.*use_cache=False"):
+        fxshard.plan(models.llama(1, use_cache=True), args, kwargs, world_size=2)
+
+
+# -- inputs ---------------------------------------------------------------------------------------
+
+
+def configured(net: Net, x: Tensor, *, scale: Any = 1.0, mode: str = "a", bias: Any = None) -> Any:
+    y = net.a(x) if mode == "a" else net.b(x)
+    factor = {bool: 7, int: 3, float: 5}[type(scale)]
+    return (y * scale * factor if bias is None else y * scale + bias).sum()
+
+
+def test_keywords_and_plain_values() -> None:
+    eager, ours = pair(lambda: Net(configured))
+    x, inf = batch(), float("inf")
+    # Equal numbers of other types are other calls.
+    for scale in (1, 1.0, True, 0, 0.0, -0.0, False, 2.5, inf):
+        assert_close(ours(x, scale=scale), eager(x, scale=scale), equal_nan=True)
+    for kwargs in ({"mode": "b"}, {"bias": x[0, 0]}, {"bias": None}, {"mode": "a", "scale": 2}):
+        assert_close(ours(x, **kwargs), eager(x, **kwargs))
+    assert_close(ours(x=x), eager(x=x))
+    nan = float("nan")
+    assert ours(x, scale=nan).isnan()
+    count = len(ours.variants)
+    assert ours(x, scale=float("nan")).isnan()
+    assert len(ours.variants) == count
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    x: Tensor
+    factor: float = 1.0
+
+
+def test_containers_and_dataclasses_of_tensors() -> None:
+    def forward(net: Net, batches: list[Batch], more: dict[str, Tensor]) -> Any:
+        total = sum(net.a(b.x).sum() * b.factor for b in batches)
+        return Output(total + net.b(more["x"]).sum(), rest=batches)
+
+    eager, ours = pair(lambda: Net(forward))
+    x = batch()
+    for factor in (1.0, 2.0):
+        call = ([Batch(x), Batch(x + 1, factor)], {"x": x})
+        assert_same_output(ours(*call), eager(*call))
+
+
+def test_a_batch_of_other_strides_is_another_call() -> None:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        return net.a(x).sum() * (1 if x.is_contiguous() else 2)
+
+    eager, ours = pair(lambda: Net(forward))
+    for x in (batch(), batch().t().contiguous().t(), torch.randn(8, 5)[::2]):
+        assert_close(ours(x), eager(x))
+
+
+def test_dropout_draws_the_numbers_of_eager() -> None:
+    eager, ours = pair(MODELS["dropout"].build, world_size=1)
+    (tokens,), _ = MODELS["dropout"].batch(0, 0)
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        theirs = eager(tokens)
+        torch.manual_seed(seed)
+        assert torch.equal(ours(tokens), theirs)
+
+
+def test_autocast_is_part_of_the_call() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Linear(6, 6))
+
+    eager, ours = pair(build)
+    for enabled in (False, True, False):
+        found = []
+        for model in (eager, ours):
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                output = model(batch())
+            output.float().square().sum().backward()
+            found.append((output, [p.grad for p in model.parameters()]))
+        assert found[0][0].dtype is (torch.bfloat16 if enabled else torch.float32)
+        assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
+
+
+def test_user_code_around_the_layers_runs_as_in_eager() -> None:
+    """Hooks, custom autograd functions, parametrizations."""
+
+    class Triple(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * 3
+
+    def build() -> nn.Module:
+        net = Net(lambda net, x: Triple.apply(net.a(x) * net.b(x)).sum())
+        nn.utils.parametrizations.weight_norm(net.a)
+        nn.utils.parametrizations.spectral_norm(net.b)
+        net.a.register_forward_hook(lambda module, args, output: output * 2)
+        net.b.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+        net.b.register_full_backward_hook(lambda module, grads, _: tuple(g * 2 for g in grads))
+        net.register_forward_hook(lambda module, args, output: output + 1)
+        return net
+
+    assert_trains_like_eager(build, batch().requires_grad_())
+
+
+# -- what depends on values -----------------------------------------------------------------------
+
+
+def branches(net: Net, x: Tensor) -> Tensor:
+    y = net.a(x)
+    if y.sum() > 0:  # here
+        return y.sum()
+    return y.mean()
+
+
+def reads_item(net: Net, x: Tensor) -> Tensor:
+    y = net.a(x)
+    return y.sum() * y.mean().item()  # here
+
+
+def loops(net: Net, x: Tensor) -> Tensor:
+    for _ in range(int(x.abs().sum())):  # here
+        x = x + 1
+    return net.a(x).sum()
+
+
+def uses_nonzero(net: Net, x: Tensor) -> Tensor:
+    y = net.a(x)
+    return y[y.sum(1).nonzero().flatten()].sum()  # here
+
+
+def masks(net: Net, x: Tensor) -> Tensor:
+    y = net.a(x)
+    return y[y > 0].sum()  # here
+
+
+def lists(net: Net, x: Tensor) -> Tensor:
+    return net.a(x).sum() * x.tolist()[0][0]  # here
+
+
+@pytest.mark.parametrize(
+    "function", [branches, reads_item, loops, uses_nonzero, masks, lists], ids=lambda f: f.__name__
+)
+def test_data_dependence_is_refused_at_the_line_of_the_user(function: Callable[..., Any]) -> None:
+    lines, first = inspect.getsourcelines(function)
+    number = first + next(i for i, line in enumerate(lines) if "# here" in line)
+    with pytest.raises(CaptureError) as failure:
+        fxshard.plan(Net(function), (batch(),), world_size=2)
+    text = str(failure.value)
+    assert text.startswith("Net cannot be traced: Python control flow or a shape depends on")
+    assert f'File "{__file__}", line {number}, in {function.__name__}' in text
+    assert lines[number - first].strip() in text
+    assert "torch.where" in text  # the remedy
+
+
+def test_an_error_of_the_user_is_told_with_its_line() -> None:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        raise KeyError("no such expert")
+
+    with pytest.raises(
+        CaptureError, match=rf"KeyError: 'no such expert'(.|\n)*{__file__}"
+    ) as failure:
+        fxshard.plan(Net(forward), (batch(),), world_size=2)
+    assert isinstance(failure.value.__cause__, KeyError)
+
+
+# -- transformers ---------------------------------------------------------------------------------
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = models.llama(1)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, **kwargs: Any) -> Tensor:
+        return self.inner(tokens, position_ids=positions, labels=tokens, **kwargs).loss
+
+
+def test_packed_sequences_are_refused_however_they_arrive() -> None:
+    (_, batch) = MODELS["llama"].batch(0, 0)
+    tokens = batch["input_ids"]
+    positions = torch.arange(8).expand(2, 8)
+    said = "position_ids without attention_mask.*pass an attention_mask"
+    with pytest.raises(CaptureError, match=said):
+        fxshard.plan(models.llama(1), (), {**batch, "position_ids": positions}, world_size=2)
+    with pytest.raises(CaptureError, match=said):
+        fxshard.plan(models.llama(1), (tokens, None, positions), world_size=2)
+    with pytest.raises(CaptureError, match=said):
+        fxshard.plan(Wrapped(), (tokens, positions), world_size=2)
+
+
+def test_positions_with_a_mask_and_positions_of_the_model_are_eager_s() -> None:
+    (_, batch) = MODELS["llama"].batch(0, 0)
+    tokens = batch["input_ids"]
+    positions = torch.arange(8).expand(2, 8)
+    mask = torch.tensor([[1] * 8, [0] * 2 + [1] * 6])
+    assert_trains_like_eager(Wrapped, tokens)
+    assert_trains_like_eager(Wrapped, tokens, positions, attention_mask=mask)
+    program = fxshard.plan(Wrapped(), (tokens,), world_size=2).program
+    assert "_assert_async" not in dump.text(program)
