@@ -166,6 +166,27 @@ class Program:
         with self.fake_mode:
             return torch.empty(shape, dtype=dtype, device=device)
 
+    def refake(self, node: fx.Node) -> Any:
+        """The fake value of `node`, made again from the fake values of its inputs."""
+
+        def val(value: fx.Node) -> Any:
+            return value.meta["val"]
+
+        with self.fake_mode:
+            args = fx.node.map_arg(node.args, val)
+            kwargs = fx.node.map_arg(node.kwargs, val)
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def refresh_views(self, node: fx.Node, stale: set[int]) -> None:
+        """Make fake values again along the views of `node`, so that they alias its storage.
+
+        Views are those readers whose value still lies in one of the `stale` storages.
+        """
+        for user in node.users:
+            if user.op == "call_function" and meta.storage_ids(user) & stale:
+                user.meta["val"] = self.refake(user)
+                self.refresh_views(user, stale)
+
 
 def nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Bytes of a contiguous tensor."""

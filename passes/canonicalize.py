@@ -107,6 +107,7 @@ def merge_parameter_free(program: Program) -> list[fx.Node]:
         if key in seen:
             node.replace_all_uses_with(seen[key])
             program.graph.erase_node(node)
+            program.refresh_views(seen[key], meta.storage_ids(node) - meta.storage_ids(seen[key]))
             continue
         seen[key] = node
         is_free.add(node)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -140,31 +140,7 @@ def gather(
                 args = (pick, 0, 0, param.shape[0])
                 full = graph.call_function(aten.slice.Tensor, args)
                 cut = dataclasses.replace(tag, fqn=param.fqn)
-                meta.put(full, cut, refake(program, full))
+                meta.put(full, cut, program.refake(full))
             for user in readers(whole, phase):
                 user.replace_input_with(whole, full)
-            refresh_views(program, full, meta.storage_ids(whole))
-
-
-def refake(program: Program, node: fx.Node) -> torch.Tensor:
-    """The fake value of `node`, from the fake values of its inputs."""
-
-    def val(value: fx.Node) -> Any:
-        return value.meta["val"]
-
-    with program.fake_mode:
-        args = fx.node.map_arg(node.args, val)
-        kwargs = fx.node.map_arg(node.kwargs, val)
-        result: torch.Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
-        return result
-
-
-def refresh_views(program: Program, node: fx.Node, stale: set[int]) -> None:
-    """Make fake values again along the views of `node`, so that they alias its storage.
-
-    Views are those readers whose value still lies in one of the `stale` storages.
-    """
-    for user in node.users:
-        if user.op == "call_function" and meta.storage_ids(user) & stale:
-            user.meta["val"] = refake(program, user)
-            refresh_views(program, user, stale)
+            program.refresh_views(full, meta.storage_ids(whole))

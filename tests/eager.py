@@ -12,7 +12,7 @@ import fxshard
 
 
 class Net(nn.Module):
-    """Two linear layers, 5 -> 6 each, and a buffer; `function(self, *args, **kwargs)` is forward."""
+    """Two linear layers, 5 -> 6, and a buffer; forward is `function(self, *args, **kwargs)`."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()

@@ -137,41 +137,43 @@ def train_on_ranks(settings: Settings) -> dict[str, Any]:
         RanksFailedError: a rank failed; all that the ranks said is printed first.
     """
     title(f"3. Train: {settings.ranks} ranks, {settings.steps} steps of AdamW")
-    out = Path(settings.out)
     said: collections.deque[str] = collections.deque(maxlen=400)
-    with (
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                *("--local-addr", "127.0.0.1", "--nproc-per-node", str(settings.ranks)),
-                *("-m", "fxshard.demo.rank", str(out / "settings.json")),
-            ],
-            env={"OMP_NUM_THREADS": "1", **LOOPBACK, **os.environ},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        ) as torchrun,
-        progress("training", settings.steps) as advance,
-    ):
+    with start_ranks(settings) as torchrun, progress("training", settings.steps) as advance:
         assert torchrun.stdout is not None
         for line in torchrun.stdout:
             if line.startswith("{"):
                 advance(f"loss {bits(json.loads(line)['loss']):.3f} bits per byte")
             else:
                 said.append(line)
-    if torchrun.returncode:
-        console.print("".join(said))
-        raise RanksFailedError(
-            f"training failed: torchrun ended with {torchrun.returncode}. Its report above names "
-            f"the rank that failed first, and why."
-        )
-    found: dict[str, Any] = json.loads((out / "ranks.json").read_text("utf-8"))
+        if torchrun.wait():
+            console.print("".join(said))
+            raise RanksFailedError(
+                f"training failed: torchrun ended with {torchrun.returncode}. Its report above "
+                f"names the rank that failed first, and why."
+            )
+    found: dict[str, Any] = json.loads(Path(settings.out, "ranks.json").read_text("utf-8"))
     console.print(
         f"Validation loss: {found['val_bits_per_byte_first']:.3f} bits per byte at the start, "
         f"{found['val_bits_per_byte_last']:.7f} at the end."
     )
     return found
+
+
+def start_ranks(settings: Settings) -> subprocess.Popen[str]:
+    """torchrun with one process per rank; all that they say in one stream."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"  # the host's name may not resolve
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--local-addr", "127.0.0.1", "--nproc-per-node", str(settings.ranks)),
+            *("-m", "fxshard.demo.rank", str(Path(settings.out, "settings.json"))),
+        ],
+        env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback, **os.environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
 
 
 def train_eager(settings: Settings, corpus: Corpus) -> list[float]:
@@ -275,9 +277,6 @@ def relative(a: float, b: float) -> float:
 
 
 # -- what is shown ------------------------------------------------------------------------------
-
-# gloo over loopback, also where the machine's own name does not resolve.
-LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
 
 
 def show_losses(ours: list[float], fsdp2: list[float], eager: list[float]) -> None:

@@ -1,0 +1,216 @@
+"""The command line, in process: what it prints, and how it ends."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxshard
+from fxshard import cli
+from fxshard.memory.category import CATEGORIES
+
+LLAMA = ("--hf-config", "tiny-llama", "--seq", "8", "--world-size", "2")
+BLOCKS = ("--model", "tests.test_cli:blocks", "--world-size", "2")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).relu()
+
+
+class Tokens(nn.Module):
+    """Takes token ids, as --batch and --seq make them."""
+
+    def __init__(self, *, peek: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.layers = nn.Sequential(Block(), Block(), Block())
+        self.peek = peek
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.layers(self.embed(ids))
+        if self.peek and hidden.sum() > 0:
+            hidden = -hidden
+        return hidden.mean()
+
+
+def blocks() -> Any:
+    return nn.Sequential(Block(), Block()), (torch.ones(4, 8),), {}
+
+
+def tokens() -> nn.Module:
+    return Tokens()
+
+
+def data_dependent() -> nn.Module:
+    return Tokens(peek=True)
+
+
+def nothing() -> None:
+    return None
+
+
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    """Exit code, standard output, standard error."""
+    code = cli.main(argv)
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_report(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "report", *LLAMA, "--depth", "1", "--memory-units", "KiB")
+    assert (code, err) == (0, "")
+    assert out.startswith("Peak ") and "total\n" in out and "KiB" in out
+    assert "lm_head" in out and "model.layers" not in out.split("\n\n")[1]
+
+
+def test_report_as_json_is_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "report", *BLOCKS, "--optimizer", "sgd", "--json")
+    model, args, kwargs = blocks()
+    plan = fxshard.plan(model, args, kwargs, world_size=2, optimizer=cli.OPTIMIZERS["sgd"])
+    assert code == 0
+    assert json.loads(out) == json.loads(json.dumps(plan.memory.to_dict()))
+
+
+def test_optimizer_and_units_matter(capsys: pytest.CaptureFixture[str]) -> None:
+    def opt_state(*more: str) -> int:
+        _, out, _ = run(capsys, "report", *BLOCKS, "--json", *more)
+        return json.loads(out)["peak_by_category"]["OptState"]
+
+    own = opt_state("--optimizer", "tests.test_cli:momentum")
+    assert opt_state("--optimizer", "none") == 0 < own < opt_state()
+    _, out, _ = run(capsys, "dump", *BLOCKS, "--json", "--units", "0", "--units", "1.linear")
+    assert [unit["name"] for unit in json.loads(out)["units"]] == ["(root)", "0", "1.linear"]
+
+
+def test_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "report", *BLOCKS, "--budget", "1GiB")[0] == 0
+    code, out, err = run(capsys, "report", *BLOCKS, "--budget", "1KiB", "--json")
+    assert code == 1
+    assert json.loads(out)["peak_bytes"] > 1024
+    assert "1.00 KiB given" in err and "Peak" in err
+
+
+def test_dump_folds(capsys: pytest.CaptureFixture[str]) -> None:
+    _, folded, _ = run(capsys, "dump", "--model", "tests.test_cli:tokens")
+    _, unfolded, _ = run(capsys, "dump", "--model", "tests.test_cli:tokens", "--no-fold")
+    assert "x 2" in folded and "x 2" not in unfolded
+    assert len(folded.splitlines()) < len(unfolded.splitlines())
+    _, forward, _ = run(capsys, "dump", *BLOCKS, "--phase", "forward")
+    assert "forward" in forward and "backward" not in forward
+
+
+def test_dump_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "dump", *LLAMA, "--json", "--phase", "backward")
+    said = json.loads(out)
+    assert code == 0 and said["world_size"] == 2 and len(said["certificate"]) == 64
+    rows = [row for block in said["blocks"] for row in block["rows"]]
+    assert {row["phase"] for row in rows} == {"backward"}
+    assert {"unshard", "wait", "compute", "free", "reduce"} == {row["operation"] for row in rows}
+
+
+def test_dump_of_graph_and_code(capsys: pytest.CaptureFixture[str]) -> None:
+    _, graph, _ = run(capsys, "dump", *BLOCKS, "--graph")
+    assert graph.startswith("program world_size=2 units=3") and "fxshard.all_gather" in graph
+    _, code, _ = run(capsys, "dump", *BLOCKS, "--code")
+    compile(code, "dumped", "exec")
+    assert "def forward(world, args):" in code
+
+
+def test_validate(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "validate", *LLAMA)
+    assert code == 0
+    assert "largest difference 0 bytes" in out and "Peak Forward" in out
+    assert "After Pre-Forward" not in out
+    _, everything, _ = run(capsys, "validate", *LLAMA, "--all", "--steps", "1")
+    assert "After Pre-Forward" in everything and "model.layers.1.mlp.up_proj" in everything
+
+
+def test_validate_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "validate", *BLOCKS, "--json")
+    said = json.loads(out)
+    assert code == 0 and said["max_abs_difference"] == 0
+    assert said["static_peak_bytes"] == said["measured_peak_bytes"] > 0
+    assert {cell["category"] for cell in said["cells"]} == {c.value for c in CATEGORIES}
+
+
+def test_validate_fails_on_a_difference(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        result = true_validate(*args, **kwargs)
+        odd = next(i for i, c in enumerate(result.cells) if c.state == "After Post-Backward")
+        result.cells[odd] = dataclasses.replace(result.cells[odd], static=123_456_789)
+        return result
+
+    true_validate = fxshard.validate
+    monkeypatch.setattr(fxshard, "validate", wrong)
+    code, out, _ = run(capsys, "validate", *BLOCKS)
+    assert code == 1
+    assert "123,456,789" in out  # a cell that differs is shown, wherever it is
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("report", "--model", "nosuch:fn"), "No module named 'nosuch'"),
+        (("report", "--model", "os:nosuch"), "no attribute 'nosuch'"),
+        (("report", "--model", "os"), "pkg.mod:fn"),
+        (("report", "--model", "os:sep"), "not callable"),
+        (("report", "--model", "tests.test_cli:nothing"), "returned NoneType"),
+        (("report", "--model", "tests.test_cli:data_dependent"), "test_cli.py"),  # CaptureError
+        (("report", "--hf-config", "nosuch"), "tiny-llama"),
+        (("report", *BLOCKS, "--units", "nosuch"), "'nosuch' matches no module"),  # UnitError
+        (("report", *BLOCKS, "--optimizer", "adam"), "--optimizer adam"),
+        (("report", *BLOCKS, "--budget", "lots"), "'lots' is no size"),
+        (("train", "--hidden", "30"), "multiple of 16"),
+    ],
+)
+def test_usage_errors_are_one_line(
+    capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], message: str
+) -> None:
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [(), ("report",), ("report", *LLAMA, *BLOCKS), ("report", *BLOCKS, "--world-size", "0")],
+)
+def test_argparse_refuses(capsys: pytest.CaptureFixture[str], argv: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(argv)
+    assert exit_.value.code == 2
+    assert "usage: " in capsys.readouterr().err
+
+
+def test_config_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**cli.PRESETS["tiny-llama"], "num_hidden_layers": 3}))
+    _, out, _ = run(capsys, "dump", "--hf-config", str(file), "--seq", "8", "--json")
+    assert len(json.loads(out)["units"]) == 4
+    file.write_text('{"model_type": "nosuch"}')
+    code, _, err = run(capsys, "dump", "--hf-config", str(file))
+    assert code == 2 and "nosuch" in err and len(err) < 300
+
+
+def test_python_m_fxshard() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fxshard", "--help"], capture_output=True, text=True, check=True
+    )
+    assert all(command in done.stdout for command in ("report", "dump", "validate", "train"))
