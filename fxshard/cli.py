@@ -25,7 +25,7 @@ from fxshard import Plan, dump
 from fxshard.demo.recipe import Settings
 from fxshard.errors import CaptureError, ConfigError, FxshardError, UnitError
 from fxshard.memory.compare import Validation
-from fxshard.memory.report import UNITS
+from fxshard.memory.report import UNITS, parse_bytes
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": functools.partial(torch.optim.AdamW, lr=1e-3),
@@ -89,13 +89,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def report(args: argparse.Namespace) -> int:
     """``fxshard report``."""
+    budget = None if args.budget is None else parse_bytes(args.budget)
     memory = _plan(args).memory
     if args.json:
         print(json.dumps(memory.to_dict(), indent=2))
     else:
         print(memory.explain_peak(5), memory.table(args.depth, args.memory_units), sep="\n\n")
-    if args.budget is not None:
-        memory.assert_fits(args.budget)
+    if budget is not None:
+        memory.assert_fits(budget)
     return 0
 
 

@@ -198,7 +198,6 @@ def fold(rows: Sequence[Row]) -> list[tuple[int, list[Row]]]:
                 count += 1
             if count > 1 and count * period > best[0] * best[1]:
                 best = (count, period)
-                break
         count, period = best
         block = [
             dataclasses.replace(

@@ -46,6 +46,11 @@ def tagged(program: Program) -> None:
         returns = getattr(getattr(node.target, "_schema", None), "returns", [None])
         if returns and "val" not in node.meta:
             fail(program, Fact.TAGGED, node, f"%{node.name} has no fake value.")
+        # Who reads a storage is found through the aliases of fake values: they must be right.
+        views = any(getattr(returned, "alias_info", None) for returned in returns)
+        if views and not meta.aliases_input(node):
+            what = f"%{node.name} is a view, but its fake value is no alias of its input's."
+            fail(program, Fact.TAGGED, node, what)
 
 
 def units_assigned(program: Program) -> None:

@@ -74,7 +74,8 @@ def test_exported_models_are_accepted(name: str, kind: str) -> None:
     model = EXPORTS[kind](copy.deepcopy(eager), call)
     plan, own = (fxshard.plan(m, *call, world_size=2) for m in (model, eager))
     assert [unit.fqn for unit in plan.units] == [unit.fqn for unit in own.units]
-    assert modules(plan.program) == modules(own.program)
+    holders = {fqn.rpartition(".")[0] for fqn in own.program.params}
+    assert holders <= modules(plan.program) <= {fqn for fqn, _ in eager.named_modules()}
     assert fxshard.validate(model, *call, world_size=2, steps=1).max_abs_difference == 0
     compiled = fxshard.compile(model, world_size=2)
     theirs = fsdp2.run_steps(eager, case, 3)
@@ -579,8 +580,8 @@ def test_outputs_are_what_eager_returns(name: str) -> None:
 
 def assert_same_output(ours: Any, theirs: Any) -> None:
     if isinstance(theirs, Tensor):
-        assert_close(ours, theirs.detach() if isinstance(theirs, nn.Parameter) else theirs)
-        assert ours.requires_grad == theirs.requires_grad
+        assert_close(ours, theirs)
+        assert ours.requires_grad == theirs.requires_grad or not torch.is_grad_enabled()
         return
     assert type(ours) is type(theirs)
     if isinstance(theirs, dict):

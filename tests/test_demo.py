@@ -32,7 +32,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str,
         timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
     return out, done.stdout, json.loads((out / "summary.json").read_text())
 
 

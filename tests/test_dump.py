@@ -133,6 +133,7 @@ def folded(text: str) -> str:
         ("xabcabcabyz", "x 2(abc) abyz"),
         ("ababcdcdcd", "2(ab) 3(cd)"),
         ("abcdabcd", "2(abcd)"),
+        ("xaabaabaaby", "x 3(aab) y"),
     ],
 )
 def test_fold(text: str, expected: str) -> None:

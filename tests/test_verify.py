@@ -101,6 +101,14 @@ def node_without_value(program: Program) -> fx.Node:
     return node
 
 
+@breaks(Fact.TAGGED)
+def view_that_aliases_nothing(program: Program) -> fx.Node:
+    """A pass gave it another input and did not make its fake value again."""
+    view = find(program, "t_0")
+    view.meta["val"] = program.fake((4, 4), torch.float32, torch.device("cpu"))
+    return view
+
+
 @breaks(Fact.UNITS_ASSIGNED)
 def node_without_unit(program: Program) -> fx.Node:
     meta.update(find(program, "tanh_1"), unit=None)

@@ -160,7 +160,7 @@ def train_on_ranks(settings: Settings) -> dict[str, Any]:
 
 
 def start_ranks(settings: Settings) -> subprocess.Popen[str]:
-    """torchrun with one process per rank; all that they say in one stream."""
+    """Start torchrun with one process per rank; all that they say is one stream."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"  # the host's name may not resolve
     return subprocess.Popen(
         [

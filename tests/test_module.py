@@ -1,0 +1,419 @@
+"""ShardedModule in the hands of a training loop: modes, state, optimizers, gradients, misuse."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing import assert_close
+
+import fxshard
+from fxshard.errors import StepError
+from tests.eager import Net, batch, pair
+from tests.fsdp2 import full, units_of
+from tests.zoo import MODELS, Case, models
+
+EVERYWHERE = pytest.mark.parametrize("where", ["in_process", "2 ranks"])
+
+
+def run(ranks: Any, where: str, check: Callable[..., None], *args: Any) -> None:
+    """`check(rank, *args)` in this process without a process group, or on 2 gloo ranks."""
+    if where == "in_process":
+        assert not dist.is_initialized()
+        check(0, 2, *args)
+    else:
+        ranks(2).run(check, *args)
+
+
+def built(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name].build()
+
+
+def compiled(name: str, **options: Any) -> Any:
+    options |= {} if dist.is_initialized() else {"world_size": 2}
+    return fxshard.compile(built(name), units=MODELS[name].units, **options)
+
+
+def call(case: Case, model: nn.Module, step: int = 0) -> Tensor:
+    """The loss of a batch that all ranks share: then they train what one process trains."""
+    args, kwargs = case.batch(0, step)
+    return case.loss(model(*args, **kwargs))
+
+
+def assert_same_state(ours: nn.Module, theirs: nn.Module, **tolerances: float) -> None:
+    """Parameters, gradients and buffers."""
+    for (name, mine), (_, other) in zip(
+        ours.named_parameters(), theirs.named_parameters(), strict=True
+    ):
+        assert_close(full(mine), other.detach(), **tolerances)
+        assert (mine.grad is None) == (other.grad is None), name
+        if mine.grad is not None and other.grad is not None:
+            assert_close(full(mine.grad), other.grad, **tolerances)
+    assert_close(dict(ours.named_buffers()), dict(theirs.named_buffers()), **tolerances)
+
+
+# -- modes ----------------------------------------------------------------------------------------
+
+
+def modes(rank: int, world_size: int, name: str) -> None:
+    case, eager, ours = MODELS[name], built(name), compiled(name)
+
+    def both(seed: int) -> tuple[Tensor, Tensor]:
+        losses = []
+        for model in (ours, eager):
+            torch.manual_seed(seed)
+            losses.append(call(case, model))
+        assert_close(losses[0], losses[1])
+        assert losses[0].requires_grad == losses[1].requires_grad == torch.is_grad_enabled()
+        return losses[0], losses[1]
+
+    for loss in both(0):
+        loss.backward()
+    assert_same_state(ours, eager)
+    for model in (ours, eager):
+        model.eval()
+    for loss in both(1):  # evaluation with gradients is legal
+        loss.backward()
+    assert_same_state(ours, eager)
+    with torch.no_grad():
+        first, second = both(2)[0], both(3)[0]
+        assert first == second  # no dropout, no batch statistics
+    for model in (ours, eager):
+        model.train()
+    with torch.no_grad():
+        both(4)
+    for loss in both(5):
+        loss.backward()
+    assert_same_state(ours, eager)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("name", ["dropout", "convnet"])
+def test_train_eval_and_no_grad(ranks: Any, where: str, name: str) -> None:
+    run(ranks, where, modes, name)
+
+
+def other_shapes(rank: int, world_size: int) -> None:
+    case, eager, ours = MODELS["transformer"], built("transformer"), compiled("transformer")
+    for size in (2, 3, 1, 2):
+        tokens = torch.arange(size * 8).view(size, 8) % 64
+        losses = [case.loss(model(tokens)) for model in (ours, eager)]
+        assert_close(*losses)
+        for loss in losses:
+            loss.backward()
+    assert_same_state(ours, eager)
+    assert len(ours.variants) == 3
+
+
+@EVERYWHERE
+def test_another_batch_shape_is_traced_again(ranks: Any, where: str) -> None:
+    run(ranks, where, other_shapes)
+
+
+def traces_now(rank: int, world_size: int) -> None:
+    case = MODELS["llama"]
+    args, kwargs = case.batch(0, 0)
+    ours = compiled("llama", args=args, kwargs=kwargs)
+    (variant,) = ours.variants.values()
+    assert ours.plan.program is variant.program
+    call(case, ours, step=1).backward()
+    assert len(ours.variants) == 1
+
+
+@EVERYWHERE
+def test_with_an_example_call_it_traces_at_once(ranks: Any, where: str) -> None:
+    run(ranks, where, traces_now)
+
+
+# -- steps ----------------------------------------------------------------------------------------
+
+
+def zero_grad(rank: int, world_size: int, set_to_none: bool) -> None:
+    case, eager, ours = MODELS["transformer"], built("transformer"), compiled("transformer")
+    for model in (ours, eager):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            call(case, model, step).backward()
+            with torch.no_grad():
+                call(case, model, step)  # an evaluation in between changes nothing
+            optimizer.step()
+    assert_same_state(ours, eager, rtol=1e-6, atol=1e-6)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad(ranks: Any, where: str, set_to_none: bool) -> None:
+    run(ranks, where, zero_grad, set_to_none)
+
+
+def accumulation(rank: int, world_size: int, order: str) -> None:
+    case, eager, ours = MODELS["transformer"], built("transformer"), compiled("transformer")
+    for model in (ours, eager):
+        if order == "in turn":
+            for step in (0, 1):
+                call(case, model, step).backward()
+            continue
+        losses = [call(case, model, step) for step in (0, 1)]
+        if order == "one backward":
+            (losses[0] + losses[1]).backward()
+        else:
+            for loss in losses if order == "interleaved" else losses[::-1]:
+                loss.backward()
+    assert_same_state(ours, eager)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("order", ["in turn", "interleaved", "reversed", "one backward"])
+def test_two_micro_batches(ranks: Any, where: str, order: str) -> None:
+    run(ranks, where, accumulation, order)
+
+
+def clipping(rank: int, world_size: int, name: str) -> None:
+    case, eager, ours = MODELS[name], built(name), compiled(name)
+    norms = []
+    for model in (ours, eager):
+        call(case, model).backward()
+        norms.append(full(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)))
+    assert_close(*norms)
+    assert norms[0] > 0.01
+    assert_same_state(ours, eager)
+
+
+def test_clip_grad_norm(ranks: Any) -> None:
+    for name in ("mlp13", "tied"):
+        ranks(2).run(clipping, name)
+
+
+def test_misuse_of_backward() -> None:
+    case, ours = MODELS["llama"], compiled("llama")
+    loss = call(case, ours)
+    loss.backward(retain_graph=True)
+    with pytest.raises(StepError, match=r"backward was called twice on one forward.*Run forward"):
+        loss.backward()
+    args, kwargs = case.batch(0, 0)
+    output = ours(*args, **kwargs)
+    with pytest.raises(
+        StepError, match=r"arrived at output \['logits'\].*loss at \['loss'\].*labels"
+    ):
+        output.logits.sum().backward()
+    with pytest.raises(StepError, match=r"arrived at output \['logits'\]"):
+        (output.loss + output.logits.mean()).backward()
+    call(case, ours).backward()  # still usable
+
+
+def test_a_failed_backward_leaves_no_gradient() -> None:
+    _, ours = pair(lambda: Net(lambda net, x: {"loss": net.a(x).sum(), "y": net.b(x)}))
+    with pytest.raises(StepError, match="arrived at output"):
+        ours(batch())["y"].sum().backward()
+    assert all(p.grad is None for p in ours.parameters())
+
+
+# -- parameters as the user sees them -------------------------------------------------------------
+
+
+def placements(rank: int, world_size: int, name: str) -> None:
+    eager, ours, theirs = built(name), compiled(name), built(name)
+    fully_shard(theirs)
+    assert [n for n, _ in ours.named_modules()] == [n for n, _ in eager.named_modules()]
+    assert [n for n, _ in ours.named_parameters()] == [n for n, _ in eager.named_parameters()]
+    mesh = next(theirs.parameters()).device_mesh
+    for (fqn, whole), mine, other in zip(
+        eager.named_parameters(), ours.parameters(), theirs.parameters(), strict=True
+    ):
+        assert isinstance(mine, nn.Parameter) and isinstance(mine, DTensor)
+        assert isinstance(other, DTensor)
+        assert mine.shape == whole.shape and mine.stride() == whole.stride(), fqn
+        assert mine.placements == (Shard(0),) and mine.device_mesh == mesh
+        assert torch.equal(mine.to_local(), other.to_local()), fqn
+        assert torch.equal(mine.full_tensor(), whole)
+
+
+def test_parameters_are_dtensors_as_fsdp2_makes_them(ranks: Any) -> None:
+    for name in ("transformer", "tied", "convnet"):
+        ranks(2).run(placements, name)
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_uneven_and_empty_shards(ranks: Any, world_size: int) -> None:
+    ranks(world_size).run(placements, "mlp13")
+    rows = ranks(world_size).run(local_rows)
+    assert [each["blocks.0.linear.weight"] for each in rows] == {
+        3: [5, 5, 3],
+        4: [4, 4, 4, 1],
+    }[world_size]
+    assert [each["blocks.0.gain"] for each in rows] == [1] + [0] * (world_size - 1)
+
+
+def local_rows(rank: int, world_size: int) -> dict[str, int]:
+    return {fqn: len(p.to_local()) for fqn, p in compiled("mlp13").named_parameters()}
+
+
+def tied_stays_tied(rank: int, world_size: int) -> None:
+    ours = compiled("tied")
+    assert ours.lm_head.weight is ours.embed.weight
+    call(MODELS["tied"], ours).backward()
+    assert ours.lm_head.weight.grad is ours.embed.weight.grad is not None
+    ours.lm_head.weight = nn.Parameter(ours.embed.weight.detach().clone())
+    with pytest.raises(StepError, match=r"'embed\.weight' is not tied to .*lm_head.* any more"):
+        call(MODELS["tied"], ours)
+
+
+@EVERYWHERE
+def test_tied_parameters_stay_one_object(ranks: Any, where: str) -> None:
+    run(ranks, where, tied_stays_tied)
+
+
+def assigned(rank: int, world_size: int) -> None:
+    """The values that the user gives a parameter count, whichever way he gives them."""
+    case, other = MODELS["mlp13"], built("mlp13")
+    with torch.no_grad():
+        for param in other.parameters():
+            param.mul_(1.5)
+    want = call(case, other)
+    in_place = compiled("mlp13")
+    with torch.no_grad():
+        for param in in_place.parameters():
+            param.mul_(1.5)
+    assert_close(call(case, in_place), want)
+    for assign in (False, True):
+        ours = compiled("mlp13")
+        call(case, ours)
+        ours.load_state_dict(in_place.state_dict(), assign=assign)
+        assert_close(call(case, ours), want)
+        optimizer = torch.optim.SGD(ours.parameters(), lr=1.0)
+        call(case, ours).backward()
+        optimizer.step()  # on the parameters that are there now
+        assert (call(case, ours) - want).abs() > 1e-3
+    with pytest.raises(
+        StepError, match=r"inlet\.weight.*float64.*float32.*before fxshard\.compile"
+    ):
+        call(case, ours.double())
+
+
+@EVERYWHERE
+def test_values_assigned_to_parameters(ranks: Any, where: str) -> None:
+    run(ranks, where, assigned)
+
+
+# -- state ----------------------------------------------------------------------------------------
+
+
+def state_dicts(rank: int, world_size: int, name: str) -> None:
+    eager, ours = built(name), compiled(name)
+    want, got = eager.state_dict(), ours.state_dict()
+    assert list(got) == list(want)
+    for key, value in want.items():
+        assert torch.equal(full(got[key]), value), key
+
+
+@EVERYWHERE
+def test_state_dict_is_the_original_s(ranks: Any, where: str) -> None:
+    for name in MODELS:
+        run(ranks, where, state_dicts, name)
+
+
+def full_state_dicts(rank: int, world_size: int) -> None:
+    case, other = MODELS["mlp13"], models.Mlp13()
+    dist.broadcast_object_list(states := [other.state_dict()])
+    other.load_state_dict(states[0])
+    ours = compiled("mlp13")
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    set_model_state_dict(ours, other.state_dict(), options=options)
+    assert_close(call(case, ours), call(case, other))
+    whole = get_model_state_dict(ours, options=options)
+    assert rank > 0 or all(torch.equal(whole[k], v) for k, v in other.state_dict().items())
+
+
+def test_full_state_dicts(ranks: Any) -> None:
+    ranks(2).run(full_state_dicts)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(case: Case, model: nn.Module, optimizer: Any, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        loss = call(case, model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def save(model: nn.Module, optimizer: Any, path: str) -> None:
+    dcp.save(
+        dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)),
+        checkpoint_id=path,
+    )
+
+
+def load(model: nn.Module, optimizer: Any, path: str) -> None:
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+
+
+def reference(case: Case) -> nn.Module:
+    model = case.build()
+    for unit in units_of(model, case):
+        fully_shard(unit)
+    fully_shard(model)
+    return model
+
+
+def checkpoints(rank: int, world_size: int, name: str, path: str) -> list[float]:
+    """fxshard saves, FSDP2 goes on; FSDP2 saves, fxshard goes on."""
+    case = MODELS[name]
+    ours = compiled(name)
+    optimizer = adamw(ours)
+    train(case, ours, optimizer, 0, 2)
+    save(ours, optimizer, f"{path}/ours")
+    want = train(case, ours, optimizer, 2, 4)
+
+    torch.manual_seed(1)  # other values, to be overwritten
+    theirs = reference(case)
+    optimizer = adamw(theirs)
+    load(theirs, optimizer, f"{path}/ours")
+    save(theirs, optimizer, f"{path}/theirs")
+    assert train(case, theirs, optimizer, 2, 4) == want
+
+    torch.manual_seed(1)
+    ours = fxshard.compile(case.build(), units=case.units)
+    optimizer = adamw(ours)
+    load(ours, optimizer, f"{path}/theirs")
+    assert train(case, ours, optimizer, 2, 4) == want
+    return want
+
+
+@pytest.mark.parametrize("name", ["tied", "mlp13"])
+def test_checkpoints_go_to_fsdp2_and_back_and_into_one_process(ranks: Any, name: str) -> None:
+    with tempfile.TemporaryDirectory() as path:
+        want = ranks(2).run(checkpoints, name, path)[0]
+        assert Path(path, "ours", ".metadata").exists()
+        case = MODELS[name]
+        eager, ours = case.build(), fxshard.compile(case.build(), world_size=3)
+        for model in (eager, ours):
+            optimizer = adamw(model)
+            load(model, optimizer, f"{path}/ours")
+            assert train(case, model, optimizer, 2, 4) == pytest.approx(want, rel=1e-6)
