@@ -292,7 +292,7 @@ class _Step(torch.autograd.Function):
             if grads[k] is not None and position not in signature.tangents:
                 names = [signature.output_names[i] for i in signature.tangents]
                 raise StepError(
-                    f"a gradient arrived at output {signature.output_names[position]!r}, but the "
+                    f"a gradient arrived at output {signature.output_names[position]}, but the "
                     f"program was traced for a loss at {', '.join(names)} (the model's scalar "
                     f"outputs). Do not pass labels, so that the model returns no loss of its own, "
                     f"or call backward on its loss."

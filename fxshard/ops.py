@@ -17,10 +17,17 @@ free              give the storage of these tensors back now, whoever still refe
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import operator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
+
+from fxshard import meta
+
+if TYPE_CHECKING:
+    from fxshard.program import Program
 
 _LIBRARY = torch.library.Library("fxshard", "DEF")
 _LIBRARY.define("all_gather(Tensor[] shards, int world_size) -> Tensor[]")
@@ -61,3 +68,27 @@ ALL = (all_gather, reduce_scatter, wait, free)
 def node(graph: fx.Graph, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
     """Append an operator under a name of its own choice ("unshard_3") at the insertion point."""
     return graph.create_node("call_function", target, args, name=name)
+
+
+def insert_launch(
+    program: Program, target: Any, sources: list[fx.Node], fqns: list[str], tag: meta.Meta
+) -> list[fx.Node]:
+    """Append a launch, a pick of each of its results, and their wait; returns the picks.
+
+    Args:
+        program: whose graph has its insertion point set.
+        target: `all_gather` or `reduce_scatter`.
+        sources: what is sent, one tensor per parameter.
+        fqns: of the parameters; each pick is tagged with its own.
+        tag: of the launch; role "unshard" or "reduce", and a fresh pair.
+    """
+    args = (sources, program.world_size)
+    launch = node(program.graph, target, args, f"{tag.role}_{tag.pair}")
+    values = program.refake(launch)
+    meta.put(launch, tag, values)
+    picks = [program.graph.call_function(operator.getitem, (launch, i)) for i in range(len(fqns))]
+    for pick, fqn, value in zip(picks, fqns, values, strict=True):
+        meta.put(pick, dataclasses.replace(tag, fqn=fqn), value)
+    wait_node = node(program.graph, wait, (picks,), f"wait_{tag.pair}")
+    meta.put(wait_node, dataclasses.replace(tag, role="wait"))
+    return picks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from typing import Any, ClassVar
 
 import torch
@@ -80,30 +79,17 @@ def reduce(
 
     `alone[i]`: nobody else sees the storage of `grads[i]`, so that it can be sent and freed.
     """
-    graph, world = program.graph, program.world_size
     unit = program.units[params[0].unit]
     tag = meta.Meta("backward", "reduce", module=unit.fqn, unit=unit.index, pair=pair)
     following = last.next
     if last.op == "placeholder":  # the gradient is a tangent as it came
         following = next(iter(program.phase("backward")), program.output)
-    with graph.inserting_before(following):
+    with program.graph.inserting_before(following):
         sent = [
             as_sendable(program, param, grad, own, tag)
             for param, grad, own in zip(params, grads, alone, strict=True)
         ]
-        launch = ops.node(graph, ops.reduce_scatter, (sent, world), f"reduce_{pair}")
-        results = [
-            program.fake(param.chunk(world), node.meta["val"].dtype, node.meta["val"].device)
-            for param, node in zip(params, sent, strict=True)
-        ]
-        meta.put(launch, tag, results)
-        picks = []
-        for i, (param, result) in enumerate(zip(params, results, strict=True)):
-            pick = graph.call_function(operator.getitem, (launch, i))
-            picks.append(meta.put(pick, dataclasses.replace(tag, fqn=param.fqn), result))
-        wait = ops.node(graph, ops.wait, (picks,), f"wait_{pair}")
-        meta.put(wait, dataclasses.replace(tag, role="wait"))
-    return picks
+        return ops.insert_launch(program, ops.reduce_scatter, sent, [p.fqn for p in params], tag)
 
 
 def as_sendable(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from typing import ClassVar
 
 import torch
@@ -114,26 +113,11 @@ def gather(
     shards: dict[str, fx.Node],
 ) -> None:
     """Insert launch, wait and padding views in front of `at`; readers read the result."""
-    graph, world = program.graph, program.world_size
+    graph = program.graph
     tag = meta.Meta(phase, "unshard", module=unit.fqn, unit=unit.index, pair=pair)
     sources = [shards[param.fqn] for param in params]
     with graph.inserting_before(at):
-        launch = ops.node(graph, ops.all_gather, (sources, world), f"unshard_{pair}")
-        buffers = [
-            program.fake(
-                (world * param.chunk(world)[0], *param.shape[1:]),
-                param.dtype,
-                wholes[param.fqn].meta["val"].device,
-            )
-            for param in params
-        ]
-        meta.put(launch, tag, buffers)
-        picks = []
-        for i, (param, buffer) in enumerate(zip(params, buffers, strict=True)):
-            pick = graph.call_function(operator.getitem, (launch, i))
-            picks.append(meta.put(pick, dataclasses.replace(tag, fqn=param.fqn), buffer))
-        wait = ops.node(graph, ops.wait, (picks,), f"wait_{pair}")
-        meta.put(wait, dataclasses.replace(tag, role="wait"))
+        picks = ops.insert_launch(program, ops.all_gather, sources, [p.fqn for p in params], tag)
         for param, pick in zip(params, picks, strict=True):
             whole, full = wholes[param.fqn], pick
             if pick.meta["val"].shape[0] != param.shape[0]:

@@ -1,187 +1,216 @@
-"""What the process group really received, against counts by hand; and how much lives unsharded."""
+"""What the process group really receives: how many collectives, how large, how many buffers alive."""
 
-import contextlib
 import math
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import fxshard
 from fxshard import compat
+from fxshard.api import tracked_steps
 from fxshard.config import Config
 from fxshard.executor import Executor, TracedExecutor
 from fxshard.memory.tracker import Tracker, WatchedWorld
 from fxshard.module import ShardedModule
-from fxshard.units import Unit, find_units
+from fxshard.units import find_units
 from fxshard.world.c10d import C10dWorld
-from tests import oracles
-from tests.zoo import MODELS, Case
+from tests.fsdp2 import units_of
+from tests.oracles import Collective, count_collectives
+from tests.zoo import MODELS, Case, models
 
-NAMES = ["transformer", "llama", "tied", "mlp13"]
-
-
-def gathered_bytes(unit: Unit, world_size: int) -> int:
-    """All of a unit's fp32 parameters, rows rounded up to a multiple of the world size."""
-    return sum(
-        4 * math.ceil(p.shape[0] / world_size) * world_size * math.prod(p.shape[1:])
-        for p in unit.params
-    )
-
-
-def step(model: nn.Module, case: Case, rank: int) -> list[oracles.Collective]:
-    """The collectives of one training step, tracing aside."""
-    args, kwargs = case.batch(rank, 0)
-    case.loss(model(*args, **kwargs)).backward()
-    with oracles.count_collectives() as seen:
-        case.loss(model(*args, **kwargs)).backward()
-    return seen.calls
+# Parameters whose values the backward of the model does not need: embeddings, the first layer of
+# all, and whatever is only added.
+NOT_IN_BACKWARD = {
+    "transformer": ["position", "embed.weight", "*.proj.bias", "*.up.bias", "*.down.bias"],
+    "llama": ["model.embed_tokens.weight"],
+    "tied": ["position", "*.proj.bias", "*.up.bias", "*.down.bias"],
+    "mlp13": ["inlet.*", "*.linear.bias", "blocks.*.bias", "head.bias"],
+}
 
 
-def on_rank(rank: int, world_size: int, name: str) -> tuple[list[Any], list[Any], tuple[Unit, ...]]:
-    case = MODELS[name]
+def built(name: str) -> nn.Module:
     torch.manual_seed(0)
-    model = fxshard.compile(case.build(), units=case.units)
-    args, kwargs = case.batch(rank, 0)
-    model(*args, **kwargs)
-    with oracles.count_collectives() as forward:
-        loss = case.loss(model(*args, **kwargs))
-    with oracles.count_collectives() as backward:
-        loss.backward()
-    return forward.calls, backward.calls, model.units
+    return MODELS[name].build()
 
 
-def check(
-    forward: list[Any], backward: list[Any], units: tuple[Unit, ...], world_size: int
-) -> None:
-    count = len(units)
-    assert [call.kind for call in forward] == ["all_gather"] * count
-    kinds = [call.kind for call in backward]
-    assert set(kinds) == {"all_gather", "reduce_scatter"}
-    assert kinds.count("all_gather") <= count
-    assert kinds.count("reduce_scatter") == count
-    want = sorted(gathered_bytes(unit, world_size) for unit in units)
-    assert sorted(call.nbytes for call in forward) == want
-    again = [call.nbytes for call in backward if call.kind == "all_gather"]
-    assert sum(again) <= sum(want)
-    reduced = sorted(call.nbytes for call in backward if call.kind == "reduce_scatter")
-    assert reduced == want
+def padded_bytes(param: nn.Parameter, world_size: int) -> int:
+    """Of the whole parameter, in chunks of ceil(rows / ranks) rows."""
+    rows = math.ceil(param.shape[0] / world_size) * world_size
+    return rows * math.prod(param.shape[1:]) * param.element_size()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_collectives_per_step_on_2_ranks(ranks: Any, name: str) -> None:
-    for forward, backward, units in ranks(2).run(on_rank, name):
-        check(forward, backward, units, 2)
+def bytes_by_unit(name: str, world_size: int, without: list[str]) -> list[int]:
+    """Padded bytes of each unit's parameters, the root's last; counted on the plain model."""
+    model, case = built(name), MODELS[name]
+    counted = {
+        id(p) for n, p in model.named_parameters() if not any(fnmatchcase(n, w) for w in without)
+    }
+    seen: set[int] = set()
+    sizes = []
+    for module in [*units_of(model, case), model]:
+        mine = [p for p in module.parameters() if id(p) not in seen]
+        seen.update(map(id, mine))
+        sizes.append(sum(padded_bytes(p, world_size) for p in mine if id(p) in counted))
+    return sizes
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_collectives_per_step_of_8(name: str) -> None:
+Steps = tuple[list[Collective], list[Collective], list[Collective]]
+
+
+def one_step(rank: int, world_size: int, name: str) -> Steps:
+    """Collectives of compile; of the second step's forward; of its backward and optimizer."""
+    case = MODELS[name]
+    with count_collectives() as compiling:
+        model = fxshard.compile(built(name), units=case.units)
+        args, kwargs = case.batch(rank, 0)
+        model.variant(args, kwargs)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(2):
+        args, kwargs = case.batch(rank, step)
+        with count_collectives() as forward:
+            loss = case.loss(model(*args, **kwargs))
+        with count_collectives() as backward:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return compiling.calls, forward.calls, backward.calls
+
+
+def assert_counts(name: str, world_size: int, calls: Steps) -> None:
+    compiling, forward, backward = calls
+    everything = bytes_by_unit(name, world_size, [])
+    needed = [size for size in bytes_by_unit(name, world_size, NOT_IN_BACKWARD[name]) if size]
+    assert compiling == []
+    assert {call.kind for call in forward} == {"all_gather"}
+    assert sorted(call.nbytes for call in forward) == sorted(everything)
+    gathers = [call.nbytes for call in backward if call.kind == "all_gather"]
+    assert sorted(gathers) == sorted(needed)
+    assert len(gathers) <= len(everything)
+    reduces = [call.nbytes for call in backward if call.kind == "reduce_scatter"]
+    assert sorted(reduces) == sorted(everything)
+    assert len(gathers) + len(reduces) == len(backward)
+
+
+@pytest.mark.parametrize("name", NOT_IN_BACKWARD)
+def test_one_collective_per_unit_and_phase_on_2_ranks(ranks: Any, name: str) -> None:
+    for calls in ranks(2).run(one_step, name):
+        assert_counts(name, 2, calls)
+
+
+@pytest.mark.parametrize("name", NOT_IN_BACKWARD)
+def test_one_collective_per_unit_and_phase_of_8(name: str) -> None:
     with compat.fake_process_group(0, 8):
-        check(*on_rank(0, 8, name), 8)
+        assert_counts(name, 8, one_step(0, 8, name))
 
 
-def test_analysis_changes_no_collective() -> None:
-    """The same calls, in the same order, with the same bytes, with the tracker and without."""
-    case = MODELS["llama"]
-    calls = []
-    for tracked in (False, True):
-        tracker = Tracker()
+# -- analysis -------------------------------------------------------------------------------------
 
-        def make(program: Any, world: Any, tracker: Tracker = tracker) -> Executor:
+
+def plain_and_watched(rank: int, world_size: int, name: str) -> tuple[list[Collective], ...]:
+    """Collectives of two steps: as they are, and with a tracker that looks on."""
+    case = MODELS[name]
+    args, kwargs = case.batch(rank, 0)
+    found = []
+    for watched in (False, True):
+        model, tracker = built(name), Tracker()
+        units = find_units(model, case.units)
+        world = C10dWorld(torch.distributed.device_mesh.init_device_mesh("cpu", (world_size,)))
+
+        def make_executor(
+            program: Any, world: Any, watched: bool = watched, tracker: Tracker = tracker
+        ) -> Executor:
+            if not watched:
+                return Executor(program, world)
             return TracedExecutor(program, WatchedWorld(world, tracker), tracker)
 
-        torch.manual_seed(0)
-        model = case.build()
-        with compat.fake_process_group(0, 4):
-            world = C10dWorld(init_device_mesh("cpu", (4,)))
-            units = find_units(model, case.units)
-            executor = make if tracked else Executor
-            sharded = ShardedModule(model, units, world, Config(), executor)
-            with tracker if tracked else contextlib.nullcontext():
-                calls.append(step(sharded, case, 0))
-    assert calls[0] == calls[1] != []
+        config = Config(optimizer=torch.optim.SGD)
+        sharded = ShardedModule(model, units, world, config, make_executor)
+        with count_collectives() as seen:
+            if watched:
+                tracked_steps(sharded, args, kwargs, tracker, 2)
+                assert sharded.memory.peak_bytes > 0
+            else:
+                optimizer = torch.optim.SGD(sharded.parameters())
+                for _ in range(2):
+                    output = sharded(*args, **kwargs)
+                    case.loss(output).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        found.append(seen.calls)
+    return tuple(found)
 
 
-def test_plan_issues_no_collective() -> None:
-    case = MODELS["llama"]
-    args, kwargs = case.batch(0, 0)
-    with compat.fake_process_group(0, 4), oracles.count_collectives() as seen:
-        assert fxshard.plan(case.build(), args, kwargs, world_size=4).memory.peak_bytes
-    assert seen.calls == []
+@pytest.mark.parametrize("name", ["llama", "mlp13"])
+def test_analysis_changes_no_collective(ranks: Any, name: str) -> None:
+    for plain, watched in ranks(2).run(plain_and_watched, name):
+        assert plain == watched
+        assert plain
 
 
-class Layer(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, width, bias=False)
-        self.down = nn.Linear(width, 8, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(x).tanh())
+def plans(rank: int, world_size: int) -> int:
+    case: Case = MODELS["transformer"]
+    with count_collectives() as seen:
+        plan = fxshard.plan(built("transformer"), *case.batch(0, 0), world_size=8)
+        assert plan.memory.peak_bytes > 0
+    return seen.count()
 
 
-class Stack(nn.Module):
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.inlet = nn.Linear(3, 8)
-        self.layers = nn.ModuleList(Layer(16 + i % 3) for i in range(depth))
-        self.outlet = nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inlet(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.outlet(x).square().mean()
+def test_plan_issues_no_collective_and_needs_no_group(ranks: Any) -> None:
+    assert not torch.distributed.is_initialized()
+    assert plans(0, 1) == 0
+    assert ranks(2).run(plans) == [0, 0]
 
 
-class Meter:
-    """A World that adds up the bytes of gathered buffers from their launch to their free."""
+# -- live buffers ---------------------------------------------------------------------------------
 
-    def __init__(self, world: Any) -> None:
-        self.world, self.live, self.most = world, {}, 0
+
+class Watched(C10dWorld):
+    """Counts the bytes of gather buffers between their all-gather and their free."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__(mesh)
+        self.live: dict[int, int] = {}
+        self.peak = self.gathers = 0
 
     def all_gather(self, shards: list[Tensor], pair: int) -> list[Tensor]:
-        buffers = self.world.all_gather(shards, pair)
-        self.live[pair] = (buffers, sum(b.untyped_storage().nbytes() for b in buffers))
-        self.most = max(self.most, sum(size for _, size in self.live.values()))
+        buffers = super().all_gather(shards, pair)
+        for buffer in buffers:
+            self.live[buffer.data_ptr()] = buffer.untyped_storage().nbytes()
+        self.peak = max(self.peak, sum(self.live.values()))
+        self.gathers += 1
         return buffers
 
-    def reduce_scatter(self, grads: list[Tensor], pair: int) -> list[Tensor]:
-        return self.world.reduce_scatter(grads, pair)
-
-    def wait(self, tensors: list[Tensor], pair: int) -> None:
-        self.world.wait(tensors, pair)
-
     def free(self, tensors: list[Tensor]) -> None:
-        self.world.free(tensors)
-        assert all(t.untyped_storage().nbytes() == 0 for t in tensors)
-        for pair, (buffers, _) in list(self.live.items()):
-            if all(b.untyped_storage().nbytes() == 0 for b in buffers):
-                del self.live[pair]
+        for tensor in tensors:
+            self.live.pop(tensor.data_ptr(), None)
+        super().free(tensors)
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+
+
+def live_peak(depth: int, prefetch: int, world_size: int = 8) -> tuple[int, int, int]:
+    """Most bytes of gathered buffers alive in two steps; bytes of a layer and of the root."""
+    model = models.Mlp13(depth)
+    layer = sum(padded_bytes(p, world_size) for p in model.blocks[0].parameters())
+    root = sum(padded_bytes(p, world_size) for p in model.parameters()) - depth * layer
+    options = {"forward_prefetch": prefetch, "backward_prefetch": prefetch}
+    with compat.fake_process_group(0, world_size):
+        world = Watched(torch.distributed.device_mesh.init_device_mesh("cpu", (world_size,)))
+        sharded = ShardedModule(model, find_units(model), world, Config(**options))
+        for _ in range(2):
+            sharded(torch.randn(4, 5)).sum().backward()
+    assert world.gathers == 2 * 2 * (depth + 1)
+    assert not world.live
+    return world.peak, layer, root
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_live_gathers_are_flat_in_depth(prefetch: int) -> None:
-    world_size, most = 4, {}
+    peaks = []
     for depth in (2, 8, 32):
-        model = Stack(depth)
-        config = Config(forward_prefetch=prefetch, backward_prefetch=prefetch)
-        meters: list[Meter] = []
-
-        def make(program: Any, world: Any, meters: list[Meter] = meters) -> Executor:
-            meters.append(Meter(world))
-            return Executor(program, meters[-1])
-
-        with compat.fake_process_group(0, world_size):
-            world = C10dWorld(init_device_mesh("cpu", (world_size,)))
-            units = find_units(model, ["layers.*"])
-            assert len(units) == depth + 1
-            sharded = ShardedModule(model, units, world, config, make)
-            sharded(torch.ones(2, 3)).backward()
-        root, *layers = (gathered_bytes(unit, world_size) for unit in units)
-        most[depth] = meters[0].most
-        assert 0 < most[depth] <= (prefetch + 1) * max(layers) + root
-        assert not meters[0].live, "everything gathered is freed"
-    assert most[8] == most[32]
+        peak, layer, root = live_peak(depth, prefetch)
+        assert peak <= (prefetch + 1) * layer + root
+        peaks.append(peak)
+    assert peaks[1] == peaks[2]
