@@ -265,7 +265,7 @@ class _Step(torch.autograd.Function):
             )
         signature = call.variant.program.signature
         ctx.set_materialize_grads(False)
-        where = [i for i, constant in enumerate(signature.outputs) if constant is None]
+        where = signature.tensor_outputs
         plain = [k for k, i in enumerate(where) if i not in signature.differentiable]
         for k in plain:
             outputs[k] = outputs[k].detach()  # the same tensor may be a differentiable output too

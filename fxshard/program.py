@@ -103,6 +103,11 @@ class Signature:
     training: bool
     differentiable: tuple[int, ...] = ()
 
+    @property
+    def tensor_outputs(self) -> tuple[int, ...]:
+        """Flat positions of outputs that are tensors, in order."""
+        return tuple(i for i, constant in enumerate(self.outputs) if constant is None)
+
 
 @dataclasses.dataclass
 class Program:

@@ -117,7 +117,7 @@ def capture(
         world_size=world_size,
         fake_mode=fake_mode,
     )
-    _tag_placeholders(program, sources, positions)
+    _tag_placeholders(program, sources)
     hf.refuse_packed(program.graph)
     _lift_constants(program, graph_module)
     _tag_compute(program, training)
@@ -407,9 +407,13 @@ def _fqn(target: str) -> str:
     return target.removeprefix("model.")
 
 
-def _tag_placeholders(program: Program, sources: list[Any], positions: tuple[int, ...]) -> None:
-    """Tag placeholders by their descriptor, never by their position."""
-    names = program.signature.input_names
+def _tag_placeholders(program: Program, sources: list[Any]) -> None:
+    """Tag placeholders by their descriptor, never by their position.
+
+    The trace numbers tensors; inputs and outputs are known by their flat position in the call.
+    """
+    positions = program.signature.tensor_inputs
+    where = program.signature.tensor_outputs
     first = {alias: p.fqn for p in program.params.values() for alias in p.aliases}
     for node, desc in zip(program.graph.find_nodes(op="placeholder"), sources, strict=True):
         kind, source = compat.input_source(desc)
@@ -420,13 +424,11 @@ def _tag_placeholders(program: Program, sources: list[Any], positions: tuple[int
         elif kind == "input":
             meta.put(node, meta.Meta("forward", "input", fqn=f"{positions[source]}"))
         elif kind == "tangent":
-            meta.put(node, meta.Meta("backward", "tangent", fqn=str(source[1])))
+            meta.put(node, meta.Meta("backward", "tangent", fqn=str(where[source[1]])))
         else:
             raise CaptureError(
                 f"the traced graph has an input that fxshard does not know: {source}"
             )
-        if kind == "input":
-            node.meta["name"] = names[positions[source]]
 
 
 def _lift_constants(program: Program, graph_module: fx.GraphModule) -> None:
@@ -470,7 +472,7 @@ def _tag_compute(program: Program, training: bool) -> None:
 def _set_results(program: Program, targets: list[Any], call: _Call) -> None:
     """Name the outputs; write mutated buffers back at the end of forward."""
     first = {alias: p.fqn for p in program.params.values() for alias in p.aliases}
-    where = [i for i, constant in enumerate(call.out_constants) if constant is None]
+    where = program.signature.tensor_outputs
     values = program.values
     holders = {
         (meta.get(n).role, meta.get(n).fqn): n for n in program.graph.find_nodes(op="placeholder")

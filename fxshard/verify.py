@@ -337,7 +337,7 @@ def streams_ordered(program: Program) -> None:
             recorded[str(tag.records)] = done
             continue
         seen |= set(tag.waits)
-        done += tag.role not in ("unshard", "free")  # picks, cuts and frees run nothing
+        done += tag.role not in ("unshard", "reduce", "free")  # picks, cuts and frees run nothing
         if tag.records:
             recorded[tag.records] = done
         for source in node.all_input_nodes:

@@ -55,7 +55,7 @@ class AnnotateStreams:
             elif node.target is ops.wait:
                 launch = meta.source(meta.operands(node)[0])
                 meta.update(node, waits=(meta.get(launch).records,))
-            if meta.get(node).stream == "compute" and tag.role not in ("unshard", "free"):
+            if meta.get(node).stream == "compute" and tag.role not in ("unshard", "reduce", "free"):
                 before = node
 
 

@@ -28,7 +28,7 @@ class Settings:
 
     out: str = _setting("runs/demo", "folder for all results")
     ranks: int = _setting(2, "processes to shard over")
-    steps: int = _setting(160, "optimizer steps")
+    steps: int = _setting(140, "optimizer steps")
     compared: int = _setting(5, "of these, steps beside FSDP2 and beside one plain process")
     layers: int = _setting(4, "decoder layers")
     hidden: int = _setting(320, f"hidden size, a multiple of {2 * HEADS}")
