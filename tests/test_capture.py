@@ -289,7 +289,7 @@ def test_a_parameter_that_loses_its_gradient_is_named() -> None:
             y = net.b(x)
         return (net.a(x) + y).sum()
 
-    with pytest.raises(CaptureError, match=r"'b\.weight' of Net reaches the loss.*requires_grad_"):
+    with pytest.raises(CaptureError, match=r"'b\.weight' reaches the loss.*requires_grad_"):
         fxshard.plan(Net(loses), (batch(),), world_size=2)
 
 
@@ -825,3 +825,25 @@ def test_positions_with_a_mask_and_positions_of_the_model_are_eager_s() -> None:
     assert_trains_like_eager(Wrapped, tokens, positions, attention_mask=mask)
     program = fxshard.plan(Wrapped(), (tokens,), world_size=2).program
     assert "_assert_async" not in dump.text(program)
+
+
+def test_tangents_are_told_by_the_place_of_the_output() -> None:
+    """Constants in front of a tensor output do not shift its gradient."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return None, {"count": 3, "y": self.line(x)}
+
+    model = Mixed()
+    eager = copy.deepcopy(model)
+    ours = fxshard.compile(model, world_size=2)
+    x = torch.ones(2, 4)
+    for each in (ours, eager):
+        nothing, found = each(x)
+        assert nothing is None and found["count"] == 3
+        found["y"].square().sum().backward()
+    assert torch.equal(ours.line.weight.grad, eager.line.weight.grad)

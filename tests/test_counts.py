@@ -1,4 +1,4 @@
-"""What the process group really receives: how many collectives, how large, how many buffers alive."""
+"""What the process group really receives: how many collectives, of what size, alive at once."""
 
 import math
 from fnmatch import fnmatchcase

@@ -1,0 +1,297 @@
+"""What the trace gave -> the form that passes read: tags, results, one node per parameter.
+
+Every node gets its `fxshard.meta.Meta` here, once; later readers never look at the trace's own
+metadata.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxshard import compat, meta
+from fxshard.compat import FakeTensorMode
+from fxshard.errors import CaptureError
+from fxshard.program import Program, Result
+
+aten = torch.ops.aten
+
+# Operators whose result does not depend on the values of what they read, or says so.
+CUTS_GRADIENT = (
+    *(aten.detach.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
+    *(aten.new_empty.default, aten.empty_like.default, aten.full_like.default),
+    *(aten.zeros_like.default, aten.ones_like.default, aten.rand_like.default),
+    aten.randn_like.default,
+)
+
+
+def normalize(
+    program: Program,
+    graph_module: fx.GraphModule,
+    sources: list[Any],
+    targets: list[Any],
+    replaced: tuple[str, ...],
+) -> None:
+    """Tag and tidy the graph that was just traced, in place.
+
+    Args:
+        program: holds the graph, the signature and the units; nothing else is set.
+        graph_module: owner of constants.
+        sources: descriptor of each placeholder (see `fxshard.compat.input_source`).
+        targets: descriptor of each output (see `fxshard.compat.output_source`).
+        replaced: buffers whose new values follow the model's outputs.
+
+    Raises:
+        CaptureError: an input, an output or a change in forward that fxshard cannot repeat, or a
+            trainable parameter that lost its gradient.
+    """
+    _tag_placeholders(program, sources)
+    _lift_constants(program, graph_module)
+    _tag_compute(program)
+    _set_results(program, targets, replaced)
+    _merge_tied(program)
+    _check_gradients(program)
+
+
+def fake_like(tensor: torch.Tensor, fake_mode: FakeTensorMode) -> torch.Tensor:
+    """A fake tensor with a storage of its own. Meta tensors become CPU ones; DTensors are whole."""
+    device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
+    with fake_mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    if not isinstance(tensor, nn.Parameter):
+        fake.requires_grad_(tensor.requires_grad)
+    return fake
+
+
+def _fqn(target: str) -> str:
+    """The user's FQN: the trace calls the model as ``model`` of a module of its own."""
+    return target.removeprefix("model.")
+
+
+def _tag_placeholders(program: Program, sources: list[Any]) -> None:
+    """Tag placeholders by their descriptor, never by their position.
+
+    The trace numbers tensors; inputs and outputs are known by their flat position in the call.
+    """
+    positions = program.signature.tensor_inputs
+    where = program.signature.tensor_outputs
+    first = {alias: p.fqn for p in program.params.values() for alias in p.aliases}
+    for node, desc in zip(program.graph.find_nodes(op="placeholder"), sources, strict=True):
+        kind, source = compat.input_source(desc)
+        if kind == "param":
+            meta.put(node, meta.Meta("forward", "param", fqn=first[_fqn(source)]))
+        elif kind == "buffer":
+            meta.put(node, meta.Meta("forward", "buffer", fqn=_fqn(source)))
+        elif kind == "input":
+            meta.put(node, meta.Meta("forward", "input", fqn=f"{positions[source]}"))
+        elif kind == "tangent":
+            meta.put(node, meta.Meta("backward", "tangent", fqn=str(where[source[1]])))
+        else:
+            raise CaptureError(
+                f"the traced graph has an input that fxshard does not know: {source}"
+            )
+
+
+def _lift_constants(program: Program, graph_module: fx.GraphModule) -> None:
+    """Tensors that the model holds outside of parameters and buffers become placeholders."""
+    placeholders = list(program.graph.find_nodes(op="placeholder"))
+    for node in list(program.graph.find_nodes(op="get_attr")):
+        value = getattr(graph_module, str(node.target))
+        if str(node.target) not in program.constants:
+            program.constants[str(node.target)] = value
+            with program.graph.inserting_after(placeholders[-1]):
+                lifted = program.graph.placeholder(str(node.target))
+            placeholders.append(lifted)
+            tag = meta.Meta("forward", "buffer", fqn=str(node.target))
+            meta.put(lifted, tag, fake_like(value, program.fake_mode))
+        target = next(n for n in placeholders if n.target == str(node.target))
+        node.replace_all_uses_with(target)
+        program.graph.erase_node(node)
+
+
+def _tag_compute(program: Program) -> None:
+    """Give every operator its phase and its module, once and for all later readers.
+
+    Backward nodes carry the forward module of the autograd node that ran them. Sums of gradients
+    (where a value had several uses) carry none: they take that of the node before them.
+    """
+    modules: dict[str, str] = {"forward": "", "backward": ""}
+    phase: meta.Phase = "forward"
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward"):
+            phase = "backward"
+        key = "nn_module_stack" if phase == "forward" else "fwd_nn_module_stack"
+        stack = node.meta.get(key) or node.meta.get("nn_module_stack")
+        if stack:
+            modules[phase] = list(stack.values())[-1][0]
+        meta.put(node, meta.Meta(phase, "compute", module=modules[phase]))
+    meta.put(
+        program.output, meta.Meta("backward" if program.signature.training else "forward", "output")
+    )
+
+
+def _set_results(program: Program, targets: list[Any], replaced: tuple[str, ...]) -> None:
+    """Name the outputs; write mutated buffers back at the end of forward."""
+    first = {alias: p.fqn for p in program.params.values() for alias in p.aliases}
+    positions = program.signature.tensor_inputs
+    where = program.signature.tensor_outputs
+    values = program.values
+    holders = {
+        (meta.get(n).role, meta.get(n).fqn): n for n in program.graph.find_nodes(op="placeholder")
+    }
+    kept: list[fx.Node] = []
+    mutated: list[tuple[fx.Node, fx.Node]] = []
+    for value, desc in zip(values, targets, strict=True):
+        kind, source = compat.output_source(desc)
+        if kind == "output" and source >= len(where):
+            holder = holders[("buffer", replaced[source - len(where)])]
+            mutated.append((holder, value))
+        elif kind == "output":
+            program.results.append(Result("output", str(where[source])))
+            kept.append(value)
+        elif kind == "grad" and value is not None:
+            what, name = source
+            _refuse_sparse(name, value)
+            if what == "param":
+                program.results.append(Result("grad", first[_fqn(name)]))
+            else:
+                position = positions[name]
+                program.results.append(Result("grad", f"input[{position}]"))
+            kept.append(value)
+        elif kind == "mutation":
+            what, name = source
+            if what == "param":
+                raise CaptureError(
+                    f"parameter {_fqn(name)!r} is changed in place during forward. A rank holds "
+                    f"only a shard of it: change it between steps, or make it a buffer."
+                )
+            fqn = _fqn(name) if what == "buffer" else str(positions[name])
+            mutated.append((holders[("buffer" if what == "buffer" else "input", fqn)], value))
+        elif kind == "other":
+            raise CaptureError(
+                f"the traced graph has an output that fxshard does not know: {source}"
+            )
+    program.values = kept
+    _write_back(program, mutated)
+
+
+def _refuse_sparse(name: Any, grad: fx.Node) -> None:
+    if grad.meta["val"].layout is not torch.strided:
+        raise CaptureError(
+            f"the gradient of {_fqn(str(name))!r} is sparse, which cannot be reduced in chunks. "
+            f"Make it dense: nn.Embedding(..., sparse=False)."
+        )
+
+
+def _merge_tied(program: Program) -> None:
+    """One placeholder and one gradient per tied parameter; the trace has one per name."""
+    first: dict[str, fx.Node] = {}
+    for node in list(program.graph.find_nodes(op="placeholder")):
+        fqn = meta.get(node).fqn or ""
+        if meta.get(node).role == "param" and first.setdefault(fqn, node) is not node:
+            node.replace_all_uses_with(first[fqn])
+            program.graph.erase_node(node)
+    order = {node: i for i, node in enumerate(program.graph.nodes)}
+    merged: dict[Result, fx.Node] = {}
+    for value, result in zip(program.values, program.results, strict=True):
+        if result not in merged:
+            merged[result] = value
+            continue
+        pair = sorted((merged[result], value), key=order.__getitem__)
+        with program.graph.inserting_after(pair[1]):
+            total = program.graph.call_function(aten.add.Tensor, tuple(pair))
+        val = value.meta["val"]
+        fake = program.fake(tuple(val.shape), val.dtype, val.device)
+        merged[result] = meta.put(total, meta.get(pair[1]), fake)
+        order[total] = order[pair[1]]
+    program.results[:] = list(merged)
+    program.values = list(merged.values())
+
+
+def _write_back(program: Program, mutated: list[tuple[fx.Node, fx.Node]]) -> None:
+    """Copy new values into buffers and inputs, behind everything that reads the old ones."""
+    forward = program.phase("forward")
+    written = set().union(*(meta.storage_ids(holder) for holder, _ in mutated))
+    for i, (holder, value) in enumerate(mutated):
+        if meta.storage_ids(value) & written:  # two buffers change places
+            mutated[i] = (holder, _copied(program, value, forward[-1]))
+    forward = program.phase("forward")
+    for holder, value in mutated:
+        if any(meta.get(user).phase == "backward" for user in holder.users):
+            _keep_old_value(program, holder, forward[0])
+        with program.graph.inserting_after(forward[-1]):
+            node = program.graph.call_function(aten.copy_.default, (holder, value))
+        module = (meta.get(holder).fqn or "").rpartition(".")[0]
+        meta.put(node, meta.Meta("forward", "compute", module=module), holder.meta["val"])
+        forward.append(node)
+
+
+def _keep_old_value(program: Program, holder: fx.Node, before: fx.Node) -> None:
+    """Backward reads the buffer as it was when forward ran: save a copy of it."""
+    copy = _copied(program, holder, before.prev)
+    holder.replace_all_uses_with(
+        copy, delete_user_cb=lambda user: meta.get(user).phase == "backward"
+    )
+
+
+def _copied(program: Program, value: fx.Node, behind: fx.Node) -> fx.Node:
+    with program.graph.inserting_after(behind):
+        copy = program.graph.call_function(aten.clone.default, (value,))
+    val = value.meta["val"]
+    fake = program.fake(tuple(val.shape), val.dtype, val.device)
+    return meta.put(copy, meta.Meta("forward", "compute", module=meta.get(behind).module), fake)
+
+
+def _check_gradients(program: Program) -> None:
+    """Every trainable parameter that forward uses differentiably has its gradient.
+
+    Raises:
+        CaptureError: a parameter is read by an operator of the backward graph, or feeds an output
+            that backward starts from, and yet has no gradient output.
+    """
+    if not program.signature.training:
+        return
+    have = {r.name for r in program.results if r.kind == "grad"}
+    reach = _reaches_tangent_output(program)
+    for node in program.graph.find_nodes(op="placeholder"):
+        tag = meta.get(node)
+        if (
+            tag.role != "param"
+            or tag.fqn in have
+            or not program.params[tag.fqn or ""].requires_grad
+        ):
+            continue
+        if any(user in reach for user in node.users):
+            raise CaptureError(
+                f"parameter {tag.fqn!r} reaches the loss but the trace "
+                f"has no gradient for it. If that is meant (it is used under torch.no_grad()), say "
+                f"so with requires_grad_(False) on it, or with .detach() on what it computes."
+            )
+
+
+def _reaches_tangent_output(program: Program) -> set[fx.Node]:
+    """Forward nodes from which an output with a tangent can be reached along float values.
+
+    The walk stops at operators that cut gradients on purpose.
+    """
+    ends = {str(i) for i in program.signature.tangents}
+    todo = [
+        value
+        for value, result in zip(program.values, program.results, strict=True)
+        if result.kind == "output" and result.name in ends
+    ]
+    seen: set[fx.Node] = set()
+    while todo:
+        node = todo.pop()
+        if node in seen or node.target in CUTS_GRADIENT:
+            continue
+        val = next(meta.tensors(node.meta.get("val")), None)
+        if val is not None and not val.is_floating_point() and not val.is_complex():
+            continue
+        seen.add(node)
+        todo.extend(node.all_input_nodes)
+    return seen

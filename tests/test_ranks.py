@@ -1,0 +1,313 @@
+"""Ranks that differ, disagree, die, or are only some of the processes: all raise, none hangs."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing import assert_close
+
+import fxshard
+from fxshard.errors import ConfigError, FxshardError
+from fxshard.world import census
+from tests.fsdp2 import full
+from tests.ranks import Failure, Ranks
+from tests.zoo import MODELS, models
+
+
+@pytest.fixture
+def hasty() -> Iterator[Callable[[int], Ranks]]:
+    """Pools of their own, whose collectives wait 6 s."""
+    pools: list[Ranks] = []
+
+    def pool(world_size: int) -> Ranks:
+        pools.append(Ranks(world_size, timeout_s=9))
+        return pools[-1]
+
+    yield pool
+    for each in pools:
+        each.close()
+
+
+def told(action: Callable[[], Any]) -> str:
+    """The error that fxshard refuses `action` with, as ``Type: text``."""
+    try:
+        action()
+    except FxshardError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def built(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name].build()
+
+
+# -- mismatches -----------------------------------------------------------------------------------
+
+
+def other_model(rank: int, world_size: int, what: str) -> str:
+    last = rank == world_size - 1
+    if what == "depth":
+        model = models.Mlp13(depth=2 if last else 3)
+    else:
+        model = models.Mlp13()
+        if last:
+            model.blocks[1].linear = nn.Linear(13, 14)
+    before = list(model.parameters())
+    text = told(lambda: fxshard.compile(model))
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    return text
+
+
+@pytest.mark.parametrize(
+    ("what", "zero", "two"),
+    [
+        ("depth", "'parameter blocks.2.gain [1] torch.float32 unit=blocks.2'", "'(nothing)'"),
+        (
+            "shape",
+            "'parameter blocks.1.linear.weight [13, 13] torch.float32 unit=blocks.1'",
+            "'parameter blocks.1.linear.weight [14, 13] torch.float32 unit=blocks.1'",
+        ),
+    ],
+)
+def test_another_model_on_one_rank(ranks: Any, what: str, zero: str, two: str) -> None:
+    for text in ranks(3).run(other_model, what):
+        assert text.startswith("RankMismatchError: ranks differ in the model. First difference")
+        assert f"rank 0 has {zero}" in text
+        assert f"rank 2 {two}" in text
+        assert "Build the same model" in text
+
+
+def other_call(rank: int, world_size: int, what: str) -> str:
+    odd = rank == 1
+    if what == "dtype":
+        model = fxshard.compile(built("mlp13"))
+        x = torch.ones(4, 5, dtype=torch.float64 if odd else torch.float32)
+        return told(lambda: model(x))
+    model = fxshard.compile(models.llama(1))
+    tokens = torch.arange(16).view(2, 8)
+    return told(lambda: model(input_ids=tokens, labels=None if odd else tokens))
+
+
+@pytest.mark.parametrize(
+    ("what", "zero", "one"),
+    [
+        ("dtype", "'input args[0]: 2-D torch.float32'", "'input args[0]: 2-D torch.float64'"),
+        ("labels", "'input kwargs['labels']: 2-D torch.int64'", "'input kwargs['labels']: None'"),
+    ],
+)
+def test_another_call_on_one_rank(ranks: Any, what: str, zero: str, one: str) -> None:
+    for text in ranks(2).run(other_call, what):
+        assert text.startswith("RankMismatchError: ranks differ in the model or the batch")
+        assert f"rank 0 has {zero}, rank 1 {one}" in text
+        assert "call it alike on every rank" in text
+
+
+def other_call_later(rank: int, world_size: int) -> str:
+    model = fxshard.compile(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)))
+    model(torch.ones(4, 5)).sum().backward()
+    odd = rank == 1
+    return told(lambda: model(torch.ones(4, 5, 5) if odd else torch.ones(4, 5)))
+
+
+def test_another_call_on_one_rank_later(hasty: Any) -> None:
+    """The odd rank asks whether all agree; the others, who know this call, run it."""
+    text = hasty(3).run(other_call_later)
+    assert all(each.startswith("RankMismatchError") for each in text)
+    assert "rank 1 waits for all ranks to agree on" in text[0]
+    assert "rank 1 waited 0:00:06 to agree on" in text[1]
+    assert "rank 0, 2 never asked. Call the model on all ranks alike" in text[1]
+
+
+# -- ranks that die -------------------------------------------------------------------------------
+
+
+def dies(rank: int, world_size: int, victim: int, verb: str) -> None:
+    """The victim is killed in the middle of its second step, at the second call of `verb`."""
+    case = MODELS["mlp13"]
+    model = fxshard.compile(built("mlp13"), units=case.units)
+    args, kwargs = case.batch(rank, 0)
+    case.loss(model(*args, **kwargs)).backward()
+    if rank == victim:
+        original, calls = getattr(model.world, verb), []
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(verb)
+            if len(calls) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+
+        setattr(model.world, verb, call)
+    case.loss(model(*args, **kwargs)).backward()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "victim", "verb"),
+    [(2, 0, "all_gather"), (4, 2, "reduce_scatter"), (4, 0, "wait")],
+)
+def test_survivors_name_the_dead(hasty: Any, world_size: int, victim: int, verb: str) -> None:
+    """Also those that wait for ranks which failed because of the dead one."""
+    found = hasty(world_size).run_expecting_errors(dies, victim, verb)
+    for rank, failure in enumerate(found):
+        assert isinstance(failure, Failure)
+        if rank == victim:
+            assert "died, exit code -9" in failure
+        else:
+            said = (
+                f"RankDiedError: a collective failed on rank {rank}: rank {victim} of {world_size}"
+            )
+            assert said in failure
+            assert "restart from the last checkpoint" in failure
+
+
+def dies_before_it_agrees(rank: int, world_size: int) -> str:
+    model = fxshard.compile(built("mlp13"))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return told(lambda: model(torch.ones(4, 5)))
+
+
+def test_a_rank_that_dies_before_it_agrees(hasty: Any) -> None:
+    text = hasty(2).run_expecting_errors(dies_before_it_agrees)[0]
+    assert text.startswith("RankDiedError: rank 0 waited 0:00:06 to agree on")
+    assert "rank 1 died" in text
+
+
+def test_a_process_knows_whether_another_is_dead() -> None:
+    assert census.is_dead(census.identity()) is False
+    script = f"import runpy; tell = runpy.run_path({census.__file__!r})['identity']"
+    script += "; print(tell(), flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        who = process.stdout.readline().strip()
+        assert census.is_dead(who) is False
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert census.is_dead(who) is True  # a zombie: nobody has waited for it
+    assert census.is_dead(who) is True
+    assert census.is_dead("elsewhere/pid:[1] 1 1") is None
+    assert census.is_dead("") is None
+
+
+# -- unequal batches ------------------------------------------------------------------------------
+
+SIZES = {0: (4, 4, 4), 1: (2, 4, 1)}  # rank -> rows per step: rank 1 meets a new size alone
+
+
+def rows(rank: int, step: int) -> Tensor:
+    size = SIZES[rank][step]
+    return torch.linspace(-1, 1 + rank + step, size * 5).view(size, 5)
+
+
+def unequal(rank: int, world_size: int) -> dict[str, Tensor]:
+    case, model = MODELS["mlp13"], fxshard.compile(built("mlp13"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        case.loss(model(rows(rank, step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {fqn: full(param) for fqn, param in model.named_parameters()}
+
+
+def test_batch_sizes_may_differ(ranks: Any) -> None:
+    case, eager = MODELS["mlp13"], built("mlp13")
+    optimizer = torch.optim.AdamW(eager.parameters(), lr=1e-2)
+    for step in range(3):
+        torch.stack([case.loss(eager(rows(rank, step))) for rank in range(2)]).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    want = {fqn: param.detach() for fqn, param in eager.named_parameters()}
+    for found in ranks(2).run(unequal):
+        assert_close(found, want, rtol=1e-6, atol=1e-6)
+
+
+# -- worlds of other shapes -----------------------------------------------------------------------
+
+
+def wrong_world_size(rank: int, world_size: int) -> str:
+    model = built("mlp13")
+    before = list(model.parameters())
+    with pytest.raises(ValueError) as failure:
+        fxshard.compile(model, world_size=4)
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    return str(failure.value)
+
+
+def test_a_world_size_that_disagrees_with_the_group(ranks: Any) -> None:
+    for text in ranks(2).run(wrong_world_size):
+        assert text.startswith("world_size=4, but the process group has 2 ranks.")
+        assert "--nproc-per-node=4" in text
+
+
+def part_of_the_world(rank: int, world_size: int, how: str) -> dict[str, Tensor]:
+    """Ranks 0, 1 and ranks 2, 3 train a model each."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    if how == "mesh":
+        options: dict[str, Any] = {"mesh": grid["shard"]}
+    else:
+        options = {"process_group": grid["shard"].get_group()}
+    case = MODELS["mlp13"]
+    model = fxshard.compile(built("mlp13"), world_size=2, units=case.units, **options)
+    for param in model.parameters():
+        assert isinstance(param, DTensor)
+        assert param.device_mesh.mesh.tolist() == [rank // 2 * 2, rank // 2 * 2 + 1]
+    args, kwargs = case.batch(rank, 0)
+    case.loss(model(*args, **kwargs)).backward()
+    return {fqn: full(param.grad) for fqn, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("how", ["mesh", "process_group"])
+def test_a_part_of_the_world(ranks: Any, how: str) -> None:
+    found = ranks(4).run(part_of_the_world, how)
+    case = MODELS["mlp13"]
+    for rank, grads in enumerate(found):
+        eager = built("mlp13")
+        mine = [case.batch(peer, 0) for peer in (rank // 2 * 2, rank // 2 * 2 + 1)]
+        torch.stack([case.loss(eager(*args, **kwargs)) for args, kwargs in mine]).mean().backward()
+        want = {fqn: param.grad for fqn, param in eager.named_parameters()}
+        assert_close(grads, want, rtol=1e-6, atol=1e-6)
+
+
+def one_part_disagrees(rank: int, world_size: int) -> str:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    model = models.Mlp13(depth=1 if rank == 3 else 2)
+    return told(lambda: fxshard.compile(model, mesh=grid["shard"]))
+
+
+def test_parts_of_the_world_do_not_meet(ranks: Any) -> None:
+    found = ranks(4).run(one_part_disagrees)
+    assert found[:2] == ["no error"] * 2
+    for text in found[2:]:
+        assert text.startswith("RankMismatchError")
+        assert "rank 2 has 'parameter head.weight" in text and ", rank 3 'parameter" in text
+
+
+def wrong_mesh(rank: int, world_size: int) -> list[str]:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    model = built("mlp13")
+    before = list(model.parameters())
+    both = {"mesh": grid["shard"], "process_group": grid["shard"].get_group()}
+    texts = [told(lambda: fxshard.compile(model, mesh=grid))]
+    texts += [told(lambda: fxshard.compile(model, **both))]
+    texts += [told(lambda: fxshard.compile(model, mesh=grid["shard"], world_size=4))]
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    return texts
+
+
+def test_meshes_that_are_refused(ranks: Any) -> None:
+    for two_d, both, size in ranks(4).run(wrong_mesh):
+        assert two_d.startswith("ConfigError: the mesh has 2 dimensions ('replica', 'shard')")
+        assert "mesh['shard']" in two_d
+        assert both.startswith("ConfigError: mesh and process_group were both given")
+        assert size.startswith("ConfigError: world_size=4, but the process group has 2 ranks")
+    assert issubclass(ConfigError, ValueError)
