@@ -54,9 +54,9 @@ def plan(
     """
     config = Config.from_options(options)
     _check_world_size(world_size)
-    module = trace.as_module(model)
+    call = _example(args, kwargs)
+    module = _plain_module(model)
     units = find_units(module, config.units)
-    call = (args, kwargs or {})
     program = make_program(
         module, *call, units=units, world=world_size, config=config, observe=observe
     )
@@ -92,13 +92,13 @@ def compile(
         RankMismatchError: the ranks hold different models.
     """
     config = Config.from_options(options)
-    module = trace.as_module(model)
+    call = _example(args or (), kwargs)
+    module = _plain_module(model)
     units = find_units(module, config.units)
     world = _world(module, world_size, mesh, process_group)
     if isinstance(world, C10dWorld):
         world.agree(_model_lines(units), "the model")
     program = None
-    call = (args or (), kwargs or {})
     if args is not None or kwargs is not None:
         program = make_program(module, *call, units=units, world=world.size, config=config)
         if isinstance(world, C10dWorld):
@@ -124,14 +124,14 @@ def validate(
     forward, backward, drop the outputs, optimizer step (if the option is given), zero_grad.
 
     Args:
-        model: as for `compile`; left as it is. Meta parameters are filled with zeros.
+        model: as for `compile`; left as it is.
         args, kwargs: the batch.
         world_size: number of ranks.
         steps: how many steps to run; the first is compared with the report's first step.
         **options: see `fxshard.config.Config`.
 
     Raises:
-        ConfigError: a process group is initialised in this process.
+        ConfigError: a process group is initialised in this process, or a parameter has no data.
     """
     config = Config.from_options(options)
     _check_world_size(world_size)
@@ -140,8 +140,8 @@ def validate(
             "validate needs a fake process group of its own, but one is initialised in this "
             "process. Call it before init_process_group, or in another process."
         )
-    kwargs = kwargs or {}
-    module = copy.deepcopy(trace.as_module(model))
+    args, kwargs = _example(args, kwargs)
+    module = copy.deepcopy(_plain_module(model))
     for name, param in module.named_parameters():
         if param.is_meta:
             raise ConfigError(
@@ -219,6 +219,25 @@ def _model_lines(units: tuple[Unit, ...]) -> list[str]:
         for unit in units
         for p in unit.params
     ]
+
+
+def _plain_module(model: Any) -> nn.Module:
+    if isinstance(model, ShardedModule):
+        raise ConfigError(
+            "the model is sharded already: fxshard.compile returned it. Give the plain model; what "
+            "a compiled one runs is in its .plan and .memory."
+        )
+    return trace.as_module(model)
+
+
+def _example(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call ``model(*args, **kwargs)``."""
+    if not isinstance(args, (tuple, list)) or not isinstance(kwargs, (dict, type(None))):
+        raise ConfigError(
+            f"args is a {type(args).__name__} and kwargs a {type(kwargs).__name__}: expected a "
+            f"tuple and a dict, for model(*args, **kwargs). Write args=(x,) for model(x)."
+        )
+    return tuple(args), kwargs or {}
 
 
 def _check_world_size(world_size: Any) -> None:

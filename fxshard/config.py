@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch.optim import Optimizer
+
 from fxshard.errors import ConfigError
 
 STRATEGIES = ("full_shard",)
@@ -47,6 +49,19 @@ class Config:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ConfigError(f"{name}={value!r}: expected an integer >= 0 (units ahead).")
+        optimizer = self.optimizer
+        if not (optimizer is None or callable(optimizer) or isinstance(optimizer, Optimizer)):
+            raise ConfigError(
+                f"optimizer={optimizer!r}: expected a callable params -> torch.optim.Optimizer, "
+                f"such as lambda params: torch.optim.AdamW(params, lr=1e-3)."
+            )
+        if self.passes is not None and not (
+            isinstance(self.passes, Sequence) and all(hasattr(p, "apply") for p in self.passes)
+        ):
+            raise ConfigError(
+                f"passes={self.passes!r}: expected a list of passes. Take "
+                f"fxshard.pipeline.default_passes(config) and edit it."
+            )
         if isinstance(self.units, str):
             raise ConfigError(
                 f"units={self.units!r}: expected a list; write units=[{self.units!r}]."

@@ -87,7 +87,9 @@ def _tag_placeholders(program: Program, sources: list[Any]) -> None:
         elif kind == "input":
             meta.put(node, meta.Meta("forward", "input", fqn=f"{positions[source]}"))
         elif kind == "tangent":
-            meta.put(node, meta.Meta("backward", "tangent", fqn=str(where[source[1]])))
+            what, number = source  # of a written input too, which _set_results refuses
+            output = where[number] if what == "output" else number
+            meta.put(node, meta.Meta("backward", "tangent", fqn=str(output)))
         else:
             raise CaptureError(
                 f"the traced graph has an input that fxshard does not know: {source}"

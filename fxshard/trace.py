@@ -250,7 +250,7 @@ def _export(
     except compat.DATA_DEPENDENT_ERRORS as error:
         raise CaptureError(
             f"{type(call.model).__name__} cannot be traced: Python control flow or a shape depends "
-            f"on the values of a tensor, at\n{_user_line(error)}\nMake it a tensor operation "
+            f"on the values of a tensor{_user_line(error)}\nMake it a tensor operation "
             f"(torch.where, masking), or compute it outside the model and pass it in."
         ) from error
     except CaptureError:
