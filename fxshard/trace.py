@@ -258,13 +258,13 @@ def _export(
     except Exception as error:
         raise CaptureError(
             f"{type(call.model).__name__} cannot be traced ({type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''}), at\n{_user_line(error)}"
+            f"{str(error).splitlines()[0] if str(error) else ''}){_user_line(error)}"
         ) from error
 
 
 def _user_line(error: BaseException) -> str:
-    """The innermost frame of the traceback that is not inside torch or fxshard."""
-    own = {str(Path(__file__).resolve().parent), str(Path(torch.__file__).resolve().parent)}
+    """``, at``, and the innermost frame that is not inside torch or fxshard; or a stop."""
+    own = (Path(__file__).resolve().parent, Path(torch.__file__).resolve().parent)
     chain: list[BaseException] = []
     current: BaseException | None = error
     while current is not None:
@@ -272,11 +272,11 @@ def _user_line(error: BaseException) -> str:
         current = current.__cause__ or current.__context__
     for failure in reversed(chain):
         for frame in reversed(traceback.extract_tb(failure.__traceback__)):
-            path = str(Path(frame.filename).resolve())
-            if not any(path.startswith(folder) for folder in own) and "<" not in frame.filename:
+            path = Path(frame.filename).resolve()
+            if not any(path.is_relative_to(folder) for folder in own) and "<" not in path.name:
                 where = f'File "{frame.filename}", line {frame.lineno}, in {frame.name}'
-                return f"  {where}\n    {frame.line}"
-    return "  (no line of user code in the traceback)"
+                return f", at\n  {where}\n    {frame.line}"
+    return "."
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
-"""Bad input: the error says what, where and what to do, and the model stays as it was."""
+"""What is wrong, where, and what to do: every refusal says it, and leaves the model as it was."""
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,186 +13,246 @@ from torch.distributed.fsdp import fully_shard
 
 import fxshard
 from fxshard import compat
-from fxshard.errors import ConfigError, FxshardError, UnitError
-
-
-def model() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-
-
-X = torch.ones(2, 4)
-
-
-class Scalar(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.gain
-
-
-class Transposed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3, 4).t())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight
-
-
-@pytest.fixture
-def fake_group() -> Iterator[None]:
-    with compat.fake_process_group(0, 4):
-        yield
+from fxshard.config import environment
+from fxshard.errors import CaptureError, ConfigError, FxshardError, UnitError
+from tests.eager import Net, batch, pair
+from tests.zoo import models
 
 
 def refused(
-    call: Callable[[nn.Module], Any], module: nn.Module, error: type[Exception], *words: str
+    error: type[FxshardError],
+    message: str,
+    action: Callable[..., Any],
+    model: nn.Module,
+    **options: Any,
 ) -> None:
-    """`call` raises `error` with all `words` in its text, and `module` is what it was."""
-    params = {name: id(p) for name, p in module.named_parameters()}
-    values = [p.detach().clone() for p in module.parameters()]
-    keys = [set(m.__dict__) for m in module.modules()]
-    with pytest.raises(error) as caught:
-        call(module)
-    assert isinstance(caught.value, FxshardError)
-    for word in words:
-        assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
-    assert {name: id(p) for name, p in module.named_parameters()} == params
-    assert keys == [set(m.__dict__) for m in module.modules()]
-    for before, param in zip(values, module.parameters(), strict=True):
-        assert before.is_meta or torch.equal(before, param)
+    """`action(model, **options)` raises with `message`, and the model keeps its very parameters."""
+    before = dict(model.named_parameters())
+    with pytest.raises(error, match=message) as failure:
+        action(model, **options)
+    assert isinstance(failure.value, FxshardError)
+    after = dict(model.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[name] is param for name, param in before.items())
 
 
-@pytest.mark.parametrize("verb", ["plan", "compile", "validate"])
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"stratgy": "full_shard"}, ["stratgy", "Did you mean 'strategy'", "backend"]),
-        ({"strategy": "zero9"}, ["strategy='zero9'", "full_shard"]),
-        ({"backend": "inductr"}, ["backend='inductr'", "eager"]),
-        ({"forward_prefetch": -1}, ["forward_prefetch=-1", ">= 0"]),
-        ({"backward_prefetch": True}, ["backward_prefetch=True", ">= 0"]),
-        ({"units": "layers.*"}, ["units=['layers.*']"]),
-    ],
-)
-def test_options(verb: str, options: dict[str, Any], words: list[str]) -> None:
-    def call(module: nn.Module) -> Any:
-        if verb == "compile":
-            return fxshard.compile(module, world_size=2, **options)
-        return getattr(fxshard, verb)(module, (X,), world_size=2, **options)
-
-    refused(call, model(), ConfigError, *words)
+def plan(model: nn.Module, **options: Any) -> Any:
+    return fxshard.plan(model, (batch(),), **{"world_size": 2} | options)
 
 
-@pytest.mark.parametrize("units", [["blocks.*"], [nn.Conv2d], ["0", "9"]])
-def test_units_that_match_nothing(units: list[Any]) -> None:
+def compile(model: nn.Module, **options: Any) -> Any:
+    return fxshard.compile(model, **{"world_size": 2} | options)
+
+
+def validate(model: nn.Module, **options: Any) -> Any:
+    return fxshard.validate(model, (batch(),), **{"world_size": 2} | options)
+
+
+ACTIONS = pytest.mark.parametrize("action", [plan, compile, validate], ids=lambda f: f.__name__)
+
+
+# -- options --------------------------------------------------------------------------------------
+
+
+@ACTIONS
+def test_an_unknown_option(action: Callable[..., Any]) -> None:
+    message = r"unknown option 'forward_prefech'\. Did you mean 'forward_prefetch'\? Options are: "
     refused(
-        lambda m: fxshard.compile(m, world_size=2, units=units),
-        model(),
-        UnitError,
-        "matches no module of Sequential",
-        "0, 1, 2",
+        ConfigError,
+        message + "strategy, units, .*passes",
+        action,
+        models.Mlp13(),
+        forward_prefech=2,
     )
+    message = r"unknown option 'zzz'\. Options are: strategy, units"
+    refused(ConfigError, message, action, models.Mlp13(), zzz=1)
 
 
-def test_units_of_no_known_kind() -> None:
-    refused(lambda m: fxshard.plan(m, (X,), world_size=2, units=3), model(), UnitError, "units=3")
-    refused(lambda m: fxshard.plan(m, (X,), world_size=2, units=[3]), model(), UnitError, "3")
+VALUES = [
+    ({"strategy": "zero3"}, r"strategy='zero3' is not supported; legal: full_shard\."),
+    ({"strategy": ["full_shard"]}, r"strategy=\['full_shard'\] is not supported"),
+    ({"backend": "aot"}, r"backend='aot' is not supported; legal: eager\."),
+    ({"forward_prefetch": -1}, r"forward_prefetch=-1: expected an integer >= 0"),
+    ({"backward_prefetch": "1"}, r"backward_prefetch='1': expected an integer >= 0"),
+    ({"forward_prefetch": True}, r"forward_prefetch=True: expected an integer >= 0"),
+    ({"units": "blocks.*"}, r"units='blocks\.\*': expected a list; write units=\['blocks\.\*'\]"),
+    ({"optimizer": "adam"}, r"optimizer='adam': expected a callable .*torch\.optim\.AdamW\(params"),
+    ({"passes": 3}, r"passes=3: expected a list of passes.*default_passes"),
+    ({"passes": ["fuse"]}, r"passes=\['fuse'\]: expected a list of passes"),
+]
 
 
-def test_parameters_that_have_no_rows() -> None:
-    refused(lambda m: fxshard.compile(m, world_size=2), Scalar(), UnitError, "'gain'", "reshape(1)")
-    refused(
-        lambda m: fxshard.compile(m, world_size=2),
-        Transposed(),
-        UnitError,
-        "'weight'",
-        "contiguous()",
-    )
+@ACTIONS
+@pytest.mark.parametrize(("options", "message"), VALUES, ids=[str(v[0]) for v in VALUES])
+def test_an_illegal_value(
+    action: Callable[..., Any], options: dict[str, Any], message: str
+) -> None:
+    refused(ConfigError, message, action, models.Mlp13(), **options)
 
 
-def test_meta_parameters_can_be_planned_but_not_run() -> None:
-    with torch.device("meta"):
-        module = model()
-    assert fxshard.plan(module, (X,), world_size=2).memory.peak_bytes > 0
-    refused(
-        lambda m: fxshard.compile(m, world_size=2), module, UnitError, "'0.weight'", "real device"
-    )
-    refused(
-        lambda m: fxshard.validate(m, (X,), world_size=2), module, ConfigError, "0.weight", "meta"
-    )
+def test_an_optimizer_option_that_makes_no_optimizer() -> None:
+    report = plan(models.Mlp13(), optimizer=lambda params: None)
+    with pytest.raises(ConfigError, match=r"optimizer=.*expected a callable .*AdamW"):
+        _ = report.memory
 
 
-def test_a_model_that_is_sharded_already(fake_group: None) -> None:
-    module = model()
-    fully_shard(module)
-    with pytest.raises(UnitError, match=r"DTensor already.*plain model"):
-        fxshard.compile(module)
-    again = fxshard.compile(model())
-    with pytest.raises(UnitError, match="DTensor already"):
-        fxshard.compile(again)
+UNITS = [
+    (["blocks.7"], r"units: pattern 'blocks\.7' matches no module of Mlp13\. Its modules begin: "),
+    (["blocks.*", "nope"], r"pattern 'nope' matches no module.*inlet, blocks, blocks\.0"),
+    ([nn.LSTM], r"units: class LSTM matches no module of Mlp13"),
+    ([3], r"units holds 3: expected a module class or an FQN glob"),
+    (3, r"units=3: expected None, a list of classes or FQN globs, a callable"),
+]
 
 
-@pytest.mark.parametrize("world_size", [0, -2, "2", 2.0, True])
-def test_world_sizes_that_are_none(world_size: Any) -> None:
-    for call in (
-        lambda m: fxshard.compile(m, world_size=world_size),
-        lambda m: fxshard.plan(m, (X,), world_size=world_size),
-        lambda m: fxshard.validate(m, (X,), world_size=world_size),
-    ):
-        refused(call, model(), ConfigError, f"world_size={world_size!r}", ">= 1")
+@ACTIONS
+@pytest.mark.parametrize(("units", "message"), UNITS, ids=[str(u[0]) for u in UNITS])
+def test_units_that_match_nothing(action: Callable[..., Any], units: Any, message: str) -> None:
+    refused(UnitError, message, action, models.Mlp13(), units=units)
 
 
-def test_no_world_is_known() -> None:
+def test_illegal_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXSHARD_DEBUG", "loud")
+    with pytest.raises(ConfigError, match=r"FXSHARD_DEBUG='loud': expected 0, 1, 2, 3 or 4"):
+        environment()
+
+
+# -- worlds ---------------------------------------------------------------------------------------
+
+
+@ACTIONS
+@pytest.mark.parametrize("size", [0, -1, "2", 2.0, True])
+def test_a_world_size_that_is_no_number_of_ranks(action: Callable[..., Any], size: Any) -> None:
+    message = re.escape(f"world_size={size!r}: expected a whole number of ranks >= 1")
+    refused(ConfigError, message, action, models.Mlp13(), world_size=size)
+
+
+def test_no_world_at_all() -> None:
     assert not dist.is_initialized()
-    refused(fxshard.compile, model(), ConfigError, "torchrun", "world_size=N")
+    message = r"no process group is initialised and no world_size given\. Start with torchrun"
+    refused(ConfigError, message, compile, models.Mlp13(), world_size=None)
 
 
-def test_groups_that_are_not_there_or_too_many(fake_group: None) -> None:
-    mesh = init_device_mesh("cpu", (4,))
-    group = dist.group.WORLD
-    refused(
-        lambda m: fxshard.compile(m, mesh=mesh, process_group=group),
-        model(),
-        ConfigError,
-        "give one",
+def test_a_mesh_without_a_process_group() -> None:
+    with compat.fake_process_group(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        group = mesh.get_group()
+    message = r"a mesh or process_group was given, but no process group is initialised: call "
+    message += r"torch\.distributed\.init_process_group first"
+    refused(ConfigError, message, compile, models.Mlp13(), mesh=mesh)
+    refused(ConfigError, message, compile, models.Mlp13(), process_group=group)
+
+
+def test_validate_inside_a_process_group() -> None:
+    with compat.fake_process_group(0, 2):
+        message = "validate needs a fake process group of its own.*in another process"
+        refused(ConfigError, message, validate, models.Mlp13())
+
+
+# -- models ---------------------------------------------------------------------------------------
+
+
+@ACTIONS
+@pytest.mark.parametrize("model", [None, nn.Linear, lambda x: x, "llama"], ids=str)
+def test_something_that_is_no_module(action: Callable[..., Any], model: Any) -> None:
+    message = (
+        r"expected an nn\.Module, a torch\.fx\.GraphModule or a torch\.export\.ExportedProgram"
     )
-    flat = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    refused(lambda m: fxshard.compile(m, mesh=flat), model(), ConfigError, "2 dimensions", "shard")
-    refused(lambda m: fxshard.compile(m, world_size=3), model(), ConfigError, "3", "4 ranks")
-    with pytest.raises(ValueError, match="world_size=3"):
-        fxshard.compile(model(), world_size=3)
+    with pytest.raises(CaptureError, match=rf"{message}, got {type(model).__name__}"):
+        action(model)
 
 
-def test_a_mesh_without_its_process_group() -> None:
-    with compat.fake_process_group(0, 4):
-        mesh = init_device_mesh("cpu", (4,))
-    refused(lambda m: fxshard.compile(m, mesh=mesh), model(), ConfigError, "init_process_group")
+@ACTIONS
+def test_a_scalar_parameter(action: Callable[..., Any]) -> None:
+    model = models.Mlp13()
+    model.blocks[1].gain = nn.Parameter(torch.tensor(1.0))
+    message = r"parameter 'blocks\.1\.gain' is a scalar.*no dim 0.*nn\.Parameter\(x\.reshape\(1\)\)"
+    refused(UnitError, message, action, model)
 
 
-def test_validate_inside_a_process_group(fake_group: None) -> None:
-    refused(
-        lambda m: fxshard.validate(m, (X,), world_size=4),
-        model(),
-        ConfigError,
-        "before init_process_group",
-    )
+@ACTIONS
+def test_a_parameter_that_is_not_contiguous(action: Callable[..., Any]) -> None:
+    model = models.Mlp13()
+    model.inlet.weight = nn.Parameter(torch.randn(5, 13).t())
+    message = r"parameter 'inlet\.weight' is not contiguous \(shape \[13, 5\], strides \[1, 13\]\)"
+    refused(UnitError, rf"{message}.*nn\.Parameter\(x\.contiguous\(\)\)", action, model)
 
 
-@pytest.mark.parametrize("thing", [None, 3, torch.ones(2), nn.Linear])
-def test_what_is_no_model(thing: Any) -> None:
-    for call in (
-        lambda: fxshard.plan(thing, (X,), world_size=2),
-        lambda: fxshard.compile(thing, world_size=2),
-    ):
-        with pytest.raises(FxshardError, match=r"expected an nn\.Module"):
-            call()
+def test_meta_parameters_where_data_is_needed() -> None:
+    with torch.device("meta"):
+        model = models.Mlp13()
+    plan(model)  # which is what the others point to
+    message = r"parameter 'inlet\.weight' is on the meta device.*fxshard\.plan takes meta models"
+    refused(UnitError, message, compile, model)
+    message = r"parameter 'inlet\.weight' is on the meta device.*Give it a small model with real"
+    refused(ConfigError, message, validate, model)
 
 
-def test_optimizers_that_are_none() -> None:
-    for optimizer in ("adamw", lambda params: None, 3):
-        plan = fxshard.plan(model(), (X,), world_size=2, optimizer=optimizer)
-        with pytest.raises(ConfigError, match=r"optimizer=.*torch\.optim\.Optimizer"):
-            plan.memory  # noqa: B018 - computed on demand
+def test_one_meta_parameter_among_real_ones() -> None:
+    """All or nothing: the parameters before it are not sharded either."""
+    model = models.Mlp13()
+    model.head.bias = nn.Parameter(torch.empty(3, device="meta"))
+    refused(UnitError, r"parameter 'head\.bias' is on the meta device", compile, model)
+
+
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_parameter_with_a_hook(hook: str) -> None:
+    model = models.Mlp13()
+    getattr(model.head.weight, hook)(lambda grad: None)
+    message = r"parameter 'head\.weight' has a hook.*on the parameter of the model that .* returns"
+    refused(UnitError, message, compile, model)
+
+
+def test_a_model_that_fsdp2_has_sharded() -> None:
+    with compat.fake_process_group(0, 2):
+        model = models.Mlp13()
+        fully_shard(model)
+        message = r"parameter 'inlet\.weight' is a DTensor already.*before fully_shard"
+        refused(UnitError, message, compile, model)
+
+
+@ACTIONS
+def test_a_model_that_fxshard_has_sharded(action: Callable[..., Any]) -> None:
+    _, model = pair(models.Mlp13)
+    message = r"the model is sharded already.*Give the plain model.*\.plan and \.memory"
+    refused(ConfigError, message, action, model)
+
+
+# -- calls ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"), [(batch(), None), ({"x": batch()}, None), ((), [batch()])], ids=str
+)
+def test_an_example_call_that_is_none(args: Any, kwargs: Any) -> None:
+    message = r"expected a tuple and a dict, for model\(\*args, \*\*kwargs\)\. Write args=\(x,\)"
+    for action in (fxshard.plan, fxshard.validate):
+        with pytest.raises(ConfigError, match=message):
+            action(models.Mlp13(), args, kwargs, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ((), r"TypeError: .*missing 1 required positional argument: 'x'"),
+        ((torch.randn(4, 7),), r"RuntimeError: a and b must have same reduction dim"),
+    ],
+    ids=["too few", "wrong shape"],
+)
+def test_a_call_that_the_model_refuses(args: Any, said: str) -> None:
+    model = models.Mlp13()
+    before = list(model.parameters())
+    with pytest.raises(CaptureError, match=rf"Mlp13 cannot be traced \({said}"):
+        fxshard.plan(model, args, world_size=2)
+    with pytest.raises(CaptureError, match=said):
+        fxshard.compile(model, world_size=2, args=args)
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_bad_call_does_not_spoil_the_compiled_model() -> None:
+    eager, ours = pair(lambda: Net(lambda net, x: net.a(x).sum()))
+    with pytest.raises(CaptureError):
+        ours(torch.randn(4, 7))
+    ours(batch()).backward()
+    eager(batch()).backward()
+    assert torch.allclose(ours.a.weight.grad, eager.a.weight.grad)

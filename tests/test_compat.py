@@ -1,185 +1,314 @@
-"""One contract per use of a private name of torch: a failure here says what an upgrade changed."""
+"""One contract per name that fxshard takes from torch without a promise: which of them changed."""
 
+import dataclasses
+import datetime
+from collections import namedtuple
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch import Tensor, fx, nn
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils import _pytree as pytree
 
 from fxshard import compat
 
+aten = torch.ops.aten
 
-class Tied(nn.Module):
-    """A parameter under two names, a buffer that forward changes, two outputs."""
+
+class Small(nn.Module):
+    """One parameter, one buffer that is written, one submodule."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a = nn.Linear(3, 3, bias=False)
-        self.b = nn.Linear(3, 3, bias=False)
-        self.b.weight = self.a.weight
-        self.register_buffer("count", torch.zeros(()))
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        self.count += 1
-        y = self.b(self.a(x).relu())
-        return [y.sum(), y]
+    def forward(self, x: Tensor, mask: Tensor) -> list[Tensor]:
+        self.calls.add_(1)
+        return [(self.linear(x) * mask).sum()]
 
 
-def joint() -> tuple[Any, list[Any], list[Any]]:
-    mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
-    model = Tied()
-    with mode:
-        weight = nn.Parameter(torch.empty(3, 3))
-        model.a.weight = model.b.weight = weight
-        model.count = torch.empty(())
-        x = torch.empty(2, 3)
-    return compat.export_joint(model, (x,))
-
-
-def test_joint_export_names_every_input_and_output() -> None:
-    _, inputs, outputs = joint()
-    sources = [compat.input_source(desc) for desc in inputs]
-    assert ("buffer", "count") in sources and ("input", 0) in sources
-    assert {name for kind, name in sources if kind == "param"} == {"a.weight", "b.weight"}
-    tangents = [source for kind, source in sources if kind == "tangent"]
-    assert ("output", 0) in tangents and ("output", 1) in tangents
-    targets = [compat.output_source(desc) for desc in outputs]
-    assert targets[0] == ("mutation", ("buffer", "count"))
-    assert ("output", 0) in targets and ("output", 1) in targets
-    assert ("grad", ("param", "a.weight")) in targets
-    assert not any(kind == "other" for kind, _ in sources + targets)
-
-
-def test_joint_export_tags_the_phases() -> None:
-    graph_module, _, _ = joint()
-    tags = [
-        node.meta.get("partitioner_tag")
-        for node in graph_module.graph.nodes
-        if node.op == "call_function"
-    ]
-    assert set(tags) <= {"is_forward", "is_backward", "must_be_in_backward", "must_be_in_forward"}
-    first = tags.index("is_backward")
-    assert "is_forward" not in tags[first:], "backward nodes stand behind all forward nodes"
-    for node in graph_module.graph.nodes:
-        if node.op == "call_function":
-            assert "val" in node.meta, "every node has its fake value"
-
-
-def test_views_share_the_storage_object_of_their_base() -> None:
-    """Storages are told apart by the identity of their Python object."""
+@pytest.fixture(scope="module")
+def joint() -> tuple[fx.GraphModule, list[Any], list[Any]]:
     mode = compat.FakeTensorMode()
     with mode:
-        base = torch.empty(4, 4)
-        view = base.t()[1:]
-        other = torch.empty(4, 4)
-    assert view.untyped_storage() is base.untyped_storage()
-    assert other.untyped_storage() is not base.untyped_storage()
-    real = torch.empty(3)
-    assert real.untyped_storage() is real[1:].untyped_storage()
+        module = Small()
+        args = (torch.ones(4, 3), torch.ones(4, 2, dtype=torch.bool))
+
+    def enter(module: nn.Module, args: Any) -> None:
+        compat.with_current_meta("nn_module_stack", {"": (type(module).__name__,)})
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(enter)
+    with handle, torch.fx.traceback.preserve_node_meta():
+        return compat.export_joint(module, args)
 
 
-def test_is_fake_tells_what_holds_no_memory() -> None:
-    with compat.FakeTensorMode():
-        fake = torch.empty(2)
-    assert compat.is_fake(fake) and not compat.is_fake(torch.empty(2))
+Joint = tuple[fx.GraphModule, list[Any], list[Any]]
 
 
-def test_compiling_sets_one_flag_and_puts_it_back() -> None:
-    assert not torch.compiler.is_compiling()
-    with compat.compiling():
-        assert torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-    assert not torch.compiler.is_compiling()
+def test_export_joint_describes_its_inputs(joint: Joint) -> None:
+    graph_module, sources, _ = joint
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    assert len(sources) == len(placeholders), "a placeholder has no descriptor in meta['desc']"
+    assert [compat.input_source(desc) for desc in sources] == [
+        ("param", "linear.weight"),
+        ("param", "linear.bias"),
+        ("buffer", "calls"),
+        ("input", 0),
+        ("input", 1),
+        ("tangent", ("output", 0)),
+    ], "placeholders are not parameters, buffers, inputs, tangents as their descriptors say"
+    assert compat.input_source(object())[0] == "other"
+
+
+def test_export_joint_describes_its_outputs(joint: Joint) -> None:
+    assert [compat.output_source(desc) for desc in joint[2]] == [
+        ("mutation", ("buffer", "calls")),
+        ("output", 0),
+        ("grad", ("param", "linear.weight")),
+        ("grad", ("param", "linear.bias")),
+        ("none", None),
+        ("none", None),
+        ("none", None),
+    ], "results are not mutations, outputs, gradients as their descriptors say"
+    assert compat.output_source(object())[0] == "other"
+
+
+def test_export_joint_keeps_operators_and_runs_forward_first(joint: Joint) -> None:
+    nodes = [n for n in joint[0].graph.nodes if n.op == "call_function"]
+    backward = [node.meta.get("partitioner_tag") == "is_backward" for node in nodes]
+    assert any(backward), "backward nodes are no longer marked by partitioner_tag"
+    assert backward == sorted(backward), "a forward node stands behind a backward one"
+    targets = {node.target for node in nodes}
+    assert aten.addmm.default in targets, "operators are decomposed"
+    assert aten.add_.Tensor not in targets, "the graph is not functional: it has in-place operators"
+    for node in nodes:
+        assert isinstance(node.target, compat.OpOverload), f"{node.target} is no OpOverload"
+        assert compat.is_fake(node.meta["val"]), "meta['val'] is no fake tensor"
+
+
+def test_metadata_of_forward_reaches_the_nodes(joint: Joint) -> None:
+    nodes = {n.target: n for n in joint[0].graph.nodes if n.op == "call_function"}
+    stack = {"": ("Linear",)}
+    assert nodes[aten.addmm.default].meta.get("nn_module_stack") == stack, (
+        "forward nodes do not take nn_module_stack from fx.traceback.current_meta"
+    )
+    assert nodes[aten.mm.default].meta.get("fwd_nn_module_stack") == stack, (
+        "backward nodes do not know the module stack of their forward (fwd_nn_module_stack)"
+    )
+
+
+def test_with_current_meta_puts_back_what_was_there() -> None:
+    current = torch.fx.traceback.current_meta
+    assert "fxshard_test" not in current
+    outer = compat.with_current_meta("fxshard_test", 1)
+    inner = compat.with_current_meta("fxshard_test", 2)
+    assert current["fxshard_test"] == 2, "fx.traceback.current_meta is a copy"
+    inner()
+    assert current["fxshard_test"] == 1
+    outer()
+    assert "fxshard_test" not in current
+
+
+def test_compiling() -> None:
     with pytest.raises(KeyError), compat.compiling():
+        assert torch.compiler.is_compiling(), "torch.compiler._is_compiling_flag has no effect"
+        assert not torch.compiler.is_exporting(), "compiling() says exporting too"
+        assert not torch.compiler.is_dynamo_compiling(), "compiling() says Dynamo too"
         raise KeyError
-    assert not torch.compiler.is_compiling()
+    assert not torch.compiler.is_compiling(), "the flag stays set after an error"
 
 
-def test_current_meta_reaches_new_nodes() -> None:
-    class Marked(nn.Module):
-        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-            restore = compat.with_current_meta("nn_module_stack", {"m": ("m", nn.Module)})
-            y = x.sin()
-            restore()
-            return [y.cos()]
-
-    mode = compat.FakeTensorMode()
-    with mode:
-        x = torch.empty(2)
-    with torch.fx.traceback.preserve_node_meta(), torch.no_grad():
-        graph_module, _, _ = compat.export_joint(Marked(), (x,))
-    stacks = {
-        str(node.target): node.meta.get("nn_module_stack")
-        for node in graph_module.graph.nodes
-        if node.op == "call_function"
-    }
-    assert stacks["aten.sin.default"] == {"m": ("m", nn.Module)}
-    assert not stacks["aten.cos.default"]
-
-
-def test_data_dependent_errors_are_those_that_fake_tensors_raise() -> None:
+@pytest.mark.parametrize("read", ["item", "bool", "nonzero", "mask"])
+def test_fake_tensors_refuse_to_tell_values(read: str) -> None:
     with compat.FakeTensorMode():
         x = torch.ones(3)
         with pytest.raises(compat.DATA_DEPENDENT_ERRORS):
-            x.sum().add(1).item()
-        with pytest.raises(compat.DATA_DEPENDENT_ERRORS):
-            x.nonzero()
+            if read == "item":
+                x.sum().item()
+            elif read == "bool":
+                bool(x.sum() > 0)
+            else:
+                x.nonzero() if read == "nonzero" else x[x > 0]
 
 
-def test_fake_group_copies_its_own_shard() -> None:
-    assert not dist.is_initialized()
-    with compat.fake_process_group(1, 4):
+def test_fake_tensors_allocate_nothing_and_share_storages() -> None:
+    with compat.FakeTensorMode():
+        huge = torch.empty(2**40)
+        view = huge.view(2, -1).t()[1:]
+        copy = view.clone()
+    assert compat.is_fake(huge) and not compat.is_fake(torch.ones(1))
+    assert huge.untyped_storage().nbytes() == 4 * 2**40, "a fake storage does not tell its size"
+    assert view.untyped_storage() is huge.untyped_storage(), (
+        "a fake view has another storage object than its base: aliases are told by identity"
+    )
+    assert copy.untyped_storage() is not huge.untyped_storage()
+
+
+def test_op_overloads_tell_name_tags_and_schema() -> None:
+    dropout = aten.native_dropout.default
+    assert isinstance(dropout, compat.OpOverload)
+    assert str(aten.add.Tensor) == "aten.add.Tensor"
+    assert str(aten.mm.default) == "aten.mm.default"
+    assert torch.Tag.nondeterministic_seeded in dropout.tags, "random operators are not tagged so"
+    assert torch.Tag.nondeterministic_seeded not in aten.mm.default.tags
+    assert aten.copy_.default._schema.is_mutable and not aten.add.Tensor._schema.is_mutable
+
+
+def test_dispatch_modes_see_backward_and_collectives() -> None:
+    seen: list[str] = []
+
+    class Names(compat.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with compat.fake_process_group(0, 2), Names():
+        torch.ones(2, requires_grad=True).sin().sum().backward()
         group = dist.group.WORLD
-        assert (dist.get_rank(), dist.get_world_size()) == (1, 4)
-        out = [torch.zeros(4, 2)]
-        group.allgather_into_tensor_coalesced(out, [torch.full((1, 2), 3.0)]).wait()
-        assert torch.equal(out[0], torch.full((4, 2), 3.0))
-        part = [torch.zeros(1, 2)]
-        whole = torch.arange(8.0).view(4, 2)
-        group.reduce_scatter_tensor_coalesced(part, [whole], dist.ReduceScatterOptions()).wait()
-        assert part[0].isfinite().all()
-    assert not dist.is_initialized()
+        group.allgather_into_tensor_coalesced([torch.ones(4)], [torch.ones(2)]).wait()
+    assert "aten.cos.default" in seen, "a mode no longer sees what backward runs"
+    assert "c10d.allgather_into_tensor_coalesced_.default" in seen, (
+        "a mode no longer sees the calls of a process group"
+    )
 
 
-def store_and_timeout(rank: int, world_size: int) -> tuple[bool, float]:
-    group = dist.group.WORLD
-    store = compat.group_store(group)
-    store.set(f"contract/{rank}", "here")
-    store.wait([f"contract/{r}" for r in range(world_size)])
-    return store.check(["contract/absent"]), compat.group_timeout(group).total_seconds()
+# -- trees ----------------------------------------------------------------------------------------
 
 
-def test_group_has_a_store_and_a_timeout(ranks: Any) -> None:
-    for absent, seconds in ranks(2).run(store_and_timeout):
-        assert absent is False and seconds > 0
+@dataclasses.dataclass
+class Box:
+    x: Any
+    rest: Any = None
+    made: int = dataclasses.field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.made += 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Any
+
+
+Point = namedtuple("Point", "a b")
+
+
+def test_trees_open_dataclasses() -> None:
+    tree = ([1, {"k": Box(2, Frozen(3))}], Point(4, Box(5)))
+    leaves, spec = compat.tree_flatten(tree)
+    assert leaves == [1, 2, 3, 1, 4, 5, None, 1]
+    back = compat.tree_unflatten([leaf and leaf * 10 for leaf in leaves], spec)
+    assert back[1] == Point(40, back[1].b) and isinstance(back[1].b, Box)
+    inner = back[0][1]["k"]
+    assert (inner.x, inner.rest, inner.made) == (20, Frozen(30), 10), "__post_init__ ran again"
+    with_path, same = compat.tree_flatten_with_path(tree)
+    assert same == spec and [leaf for _, leaf in with_path] == leaves
+    names = ["".join(map(str, path)) for path, _ in with_path]
+    assert names[1:3] == ["[0][1]['k'].x", "[0][1]['k'].rest.x"]
+
+
+def test_trees_without_dataclasses_are_torch_s() -> None:
+    tree = ({"a": [1, (2, None)]}, Point(3, "s"))
+    leaves, spec = compat.tree_flatten(tree)
+    theirs = pytree.tree_flatten(tree)
+    assert (leaves, spec) == theirs and hash(spec) == hash(theirs[1]), "specs cannot be keys"
+    assert spec != compat.tree_flatten(({"b": [1, (2, None)]}, Point(3, "s")))[1]
+    assert isinstance(spec, compat.TreeSpec)
+    assert Box not in pytree.SUPPORTED_NODES, "the user's class became known to all of torch"
+
+
+def test_takes_flat_inputs() -> None:
+    module = nn.Linear(3, 2)
+    exported = torch.export.export(module, (torch.ones(1, 3),)).module()
+    assert compat.takes_flat_inputs(exported.graph), "torch.export's modules look like others now"
+    assert not compat.takes_flat_inputs(fx.symbolic_trace(module).graph)
 
 
 def test_wrap_policies() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.ReLU())
+    linears = {model[0], model[1][0]}
     policy = ModuleWrapPolicy({nn.Linear})
-    assert compat.is_wrap_policy(policy) and not compat.is_wrap_policy(lambda *_: True)
-    assert compat.run_wrap_policy(policy, model) == {model[0], model[1][0]}
+    assert compat.is_wrap_policy(policy) and compat.run_wrap_policy(policy, model) == linears
+    custom = CustomPolicy(lambda module: isinstance(module, nn.ReLU))
+    assert compat.is_wrap_policy(custom) and compat.run_wrap_policy(custom, model) == {model[2]}
+    assert not compat.is_wrap_policy(lambda name, module: True)
 
 
-def test_flat_inputs() -> None:
-    model = nn.Linear(2, 2)
-    assert not compat.takes_flat_inputs(torch.fx.symbolic_trace(model).graph)
-    exported = torch.export.export(model, (torch.ones(1, 2),)).module()
-    assert compat.takes_flat_inputs(exported.graph)
+# -- process groups -------------------------------------------------------------------------------
 
 
-def test_trees() -> None:
-    tree = ({"a": torch.ones(1), "b": [2, None]}, 3.5)
-    leaves, spec = compat.tree_flatten(tree)
-    assert len(leaves) == 4 and compat.tree_unflatten(leaves, spec)[0]["b"] == [2, None]
-    paths, _ = compat.tree_flatten_with_path(tree)
-    assert [leaf for _, leaf in paths][1:] == leaves[1:]
+def test_a_fake_process_group() -> None:
+    with pytest.raises(KeyError), compat.fake_process_group(1, 3):
+        assert (dist.get_rank(), dist.get_world_size()) == (1, 3)
+        group = dist.group.WORLD
+        assert dist.get_backend(group) == "fake"
+        ones, gathered = torch.ones(2), torch.zeros(6)
+        group.allgather_into_tensor_coalesced([gathered], [ones]).wait()
+        assert gathered.tolist() == [1.0] * 6, "a fake all-gather does not repeat the input"
+        reduced = torch.zeros(2)
+        options = dist.ReduceScatterOptions()
+        group.reduce_scatter_tensor_coalesced([reduced], [torch.arange(6.0)], options).wait()
+        raise KeyError
+    assert not dist.is_initialized(), "the fake group outlives its block"
 
 
-def test_operators_know_their_aliases_and_randomness() -> None:
-    aten = torch.ops.aten
-    assert isinstance(aten.mm.default, compat.OpOverload)
-    assert str(aten.mul.Tensor) == "aten.mul.Tensor" and str(aten.mm.default) == "aten.mm.default"
-    assert torch.Tag.nondeterministic_seeded in aten.bernoulli.p.tags
-    assert aten.copy_.default._schema.is_mutable and not aten.mm.default._schema.is_mutable
+def group_contract(rank: int, world_size: int, timeout_s: float) -> None:
+    world = dist.group.WORLD
+    everyone = compat.group_store(world)
+    assert compat.group_timeout(world) == datetime.timedelta(seconds=timeout_s), (
+        "the timeout of the group's collectives is not where it was"
+    )
+    part = dist.new_group([0, 1])
+    assert dist.get_process_group_ranks(part) == [0, 1]
+    mine = compat.group_store(part)
+    mine.set(f"contract/{rank}", "part")
+    mine.wait([f"contract/{1 - rank}"], datetime.timedelta(seconds=5))
+    assert mine.get(f"contract/{1 - rank}") == b"part"
+    assert not everyone.check([f"contract/{rank}"]), "groups share one space of keys"
+    assert mine.add("contract/count", 1) in (1, 2)
+    with pytest.raises(RuntimeError):
+        mine.wait(["contract/never"], datetime.timedelta(seconds=0.1))
+
+
+def test_group_store_and_timeout(ranks: Any) -> None:
+    pool = ranks(2)
+    pool.run(group_contract, 2 / 3 * pool.timeout_s)
+
+
+# -- members of classes that other files use ------------------------------------------------------
+
+
+def test_the_local_part_of_a_dtensor_can_be_replaced() -> None:
+    with compat.fake_process_group(0, 2):
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+        param = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Replicate()]))
+        local = torch.zeros(2)
+        param._local_tensor = local
+        assert param.to_local().data_ptr() == local.data_ptr(), "sharding.Slot.settle has no effect"
+
+
+def test_parameters_know_their_hooks() -> None:
+    param = nn.Parameter(torch.ones(1))
+    assert not param._backward_hooks and not param._post_accumulate_grad_hooks
+    param.register_hook(lambda grad: None)
+    param.register_post_accumulate_grad_hook(lambda param: None)
+    assert param._backward_hooks and param._post_accumulate_grad_hooks
+
+
+def test_every_name_has_a_contract() -> None:
+    own = {
+        name
+        for name, value in vars(compat).items()
+        if getattr(value, "__module__", None) == compat.__name__ and not name.startswith("_")
+    }
+    text = Path(__file__).read_text()
+    assert [
+        name for name in sorted(own | set(compat.__all__)) if f"compat.{name}" not in text
+    ] == []
