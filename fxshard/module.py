@@ -51,6 +51,12 @@ class Variant:
             if any(user.target is aten.copy_.default for user in node.users)
         )
 
+    @functools.cached_property
+    def read_again(self) -> list[fx.Node]:
+        """Placeholders of backward that are the caller's tensors: they must stay as they are."""
+        roles = ("shard", "buffer", "input")
+        return [node for node in self.executor.backward_inputs if meta.get(node).role in roles]
+
 
 class ShardedModule(nn.Module):
     """The module that `fxshard.compile` returns.
@@ -275,7 +281,7 @@ class _Step(torch.autograd.Function):
         ctx.saved = [[t.detach() if id(t) in returned else t for t in rank] for rank in saved]
         ctx.call, ctx.batch = call, batch
         ctx.places = {position: k for k, position in enumerate(where)}
-        ctx.likes = [(o.shape, o.dtype, o.device) for o in outputs]
+        ctx.versions = _versions(call, batch)
         return tuple(outputs)
 
     @staticmethod
@@ -297,11 +303,17 @@ class _Step(torch.autograd.Function):
                     f"outputs). Do not pass labels, so that the model returns no loss of its own, "
                     f"or call backward on its loss."
                 )
-        tangents = {str(position): grads[ctx.places[position]] for position in signature.tangents}
-        for position in signature.tangents:
-            if tangents[str(position)] is None:
-                shape, dtype, device = ctx.likes[ctx.places[position]]
-                tangents[str(position)] = torch.zeros(shape, dtype=dtype, device=device)
+        for (what, before), (_, now) in zip(ctx.versions, _versions(call, ctx.batch), strict=True):
+            if before != now:
+                raise StepError(
+                    f"{what!r} was changed in place between a forward and its backward, which "
+                    f"reads it. Call backward first (before optimizer.step()), or change a copy."
+                )
+        tangents = {
+            meta.get(node).fqn: _laid_out(grads[ctx.places[int(meta.get(node).fqn or 0)]], node)
+            for node in call.variant.executor.backward_inputs
+            if meta.get(node).role == "tangent"
+        }
         saved, ctx.saved = ctx.saved, None
         batch, ctx.batch = ctx.batch, None
         args = _backward_arguments(call, batch, saved, tangents)
@@ -310,8 +322,33 @@ class _Step(torch.autograd.Function):
         return (None, *_gradients(call, results, len(batch)))
 
 
+def _versions(call: _Call, batch: Sequence[Tensor]) -> list[tuple[str, tuple[int, ...]]]:
+    """How often each tensor of the caller's that backward reads has been changed in place."""
+    program, found = call.variant.program, []
+    for node in call.variant.read_again:
+        role, name = meta.get(node).role, meta.get(node).fqn or ""
+        tensors = [call.module._value(node, program, batch, 0)]
+        if role == "shard":  # operators on a DTensor count on it, not on what it is made of
+            tensors.append(call.module.slots[name].tensor)
+        what = program.signature.input_names[int(name)] if role == "input" else name
+        found.append((what, tuple(0 if t.is_inference() else t._version for t in tensors)))
+    return found
+
+
+def _laid_out(grad: Tensor | None, node: fx.Node) -> Tensor:
+    """The gradient of an output in the strides that backward was traced for; None is zeros."""
+    like = node.meta["val"]
+    if grad is not None and grad.stride() == like.stride():
+        return grad
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return made.zero_() if grad is None else made.copy_(grad)
+
+
 def _backward_arguments(
-    call: _Call, batch: Sequence[Tensor], saved: list[list[Tensor]], tangents: dict[str, Any]
+    call: _Call,
+    batch: Sequence[Tensor],
+    saved: list[list[Tensor]],
+    tangents: dict[str | None, Tensor],
 ) -> list[list[Tensor]]:
     args: list[list[Tensor]] = []
     for rank, values in enumerate(saved):
@@ -320,7 +357,7 @@ def _backward_arguments(
         for node in call.variant.executor.backward_inputs:
             tag = meta.get(node)
             if tag.role == "tangent":
-                row.append(tangents[tag.fqn or ""])
+                row.append(tangents[tag.fqn])
             elif tag.role in ("shard", "buffer", "input"):
                 row.append(call.module._value(node, call.variant.program, batch, rank))
             else:

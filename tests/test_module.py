@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -198,6 +199,47 @@ def clipping(rank: int, world_size: int, name: str) -> None:
 def test_clip_grad_norm(ranks: Any) -> None:
     for name in ("mlp13", "tied"):
         ranks(2).run(clipping, name)
+
+
+def changes(rank: int, world_size: int) -> None:
+    """What backward reads has to be what forward read; eager refuses the same."""
+    case, ours = MODELS["mlp13"], compiled("mlp13")
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    losses = [call(case, ours), call(case, ours)]
+    losses[0].backward()
+    optimizer.step()
+    with pytest.raises(StepError, match=r"blocks\..*was changed in place.*before optimizer\.step"):
+        losses[1].backward()
+    (x,), _ = case.batch(0, 0)
+    loss = case.loss(ours(x))
+    x.zero_()
+    with pytest.raises(StepError, match=r"args\[0\].*was changed in place.*change a copy"):
+        loss.backward()
+    call(case, ours).backward()
+
+
+@EVERYWHERE
+def test_changes_between_forward_and_backward(ranks: Any, where: str) -> None:
+    run(ranks, where, changes)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda logits, tokens: F.cross_entropy(logits.transpose(1, 2), tokens),
+        lambda logits, tokens: logits.permute(2, 1, 0).contiguous().square().mean(),
+        lambda logits, tokens: logits[:, ::2, 1:].square().mean(),
+        lambda logits, tokens: logits.sum(),
+        lambda logits, tokens: logits.double().square().mean(),
+    ],
+    ids=["transposed", "permuted", "sliced", "expanded", "cast"],
+)
+def test_gradients_may_arrive_in_any_layout(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    eager, ours = pair(MODELS["transformer"].build)
+    (tokens,), _ = MODELS["transformer"].batch(0, 0)
+    for model in (ours, eager):
+        loss(model(tokens), tokens).backward()
+    assert_same_state(ours, eager)
 
 
 def test_misuse_of_backward() -> None:

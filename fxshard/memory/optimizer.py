@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import weakref
 from typing import Any
 
@@ -150,7 +151,10 @@ def _record(
 def make_optimizer(optimizer: Any, params: list[nn.Parameter]) -> torch.optim.Optimizer:
     """An optimizer over `params` from the ``optimizer`` option (a callable, or an instance)."""
     if isinstance(optimizer, torch.optim.Optimizer):
-        return type(optimizer)(params, **optimizer.defaults)
+        # Defaults may hold more than the constructor takes (AdamW adds decoupled_weight_decay).
+        accepted = inspect.signature(type(optimizer)).parameters
+        options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+        return type(optimizer)(params, **options)
     made = optimizer(params) if callable(optimizer) else None
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(
