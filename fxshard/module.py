@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from fxshard.executor import Executor
 from fxshard.memory.report import MemoryReport
 from fxshard.plans import Plan
 from fxshard.program import Program
-from fxshard.sharding import Slot, as_gradient, shard_parameters
+from fxshard.sharding import as_gradient, shard_parameters
 from fxshard.trace import PLAIN
 from fxshard.units import Param, Unit
 from fxshard.world.c10d import C10dWorld
@@ -231,10 +231,6 @@ class ShardedModule(nn.Module):
         buffer = module._buffers[key]
         assert buffer is not None
         return buffer
-
-    def named_slots(self) -> Iterator[tuple[str, Slot]]:
-        """Parameters by FQN, in unit order."""
-        return iter(self.slots.items())
 
 
 def _leaf_key(value: Any) -> Any:

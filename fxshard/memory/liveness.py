@@ -25,7 +25,7 @@ from fxshard.compat import tree_flatten
 from fxshard.memory.category import CATEGORIES, COLUMN, Category, is_reduce_copy
 from fxshard.memory.optimizer import Event, OptimizerStep
 from fxshard.program import Program, nbytes
-from fxshard.schedule import Point, Schedule, last_reads, points
+from fxshard.schedule import Schedule, last_reads, points
 
 Vector = list[int]  # bytes per category, in the order of CATEGORIES
 
@@ -75,7 +75,7 @@ class StepBytes:
         program: what was analysed.
         first, steady: the phases in order.
         optimizer: class name of the analysed optimizer, or None.
-        alive_at: things alive at a ``(phase, point)`` of forward or backward.
+        held: what the caller holds throughout.
     """
 
     program: Program
@@ -449,9 +449,3 @@ def alive_at(program: Program, held: list[Thing], phase: str, point: int) -> lis
     walk = Walk(program, [0] * len(CATEGORIES))
     walk.run(until=(phase, point))
     return sorted([*held, *walk.things.values()], key=lambda t: t.bytes, reverse=True)
-
-
-def phase_points(program: Program, phase: meta.Phase) -> list[Point]:
-    """The points of forward or backward, as `PhaseBytes.after` numbers them."""
-    assert program.schedule is not None
-    return points(program.schedule, dict(program.schedule.phases())[phase])
