@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     is_fake,
 )
 from torch.distributed.fsdp.wrap import _Policy
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.graph import _PyTreeCodeGen
 from torch.utils import _pytree
@@ -237,3 +238,23 @@ def group_store(group: Any) -> Any:
 def group_timeout(group: Any) -> Any:
     """The timeout of the group's collectives, a `datetime.timedelta`."""
     return group._get_backend(group._device_types[0]).options._timeout
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """This rank's part of a DTensor, itself and not a view made for autograd (``to_local``)."""
+    return tensor._local_tensor
+
+
+def set_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
+    """Let a DTensor stand on other storage of the same shape and dtype."""
+    tensor._local_tensor = local
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """True if ``register_hook`` or ``register_post_accumulate_grad_hook`` was called on it."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often autograd saw `tensor` changed in place; 0 for inference tensors."""
+    return 0 if tensor.is_inference() else tensor._version

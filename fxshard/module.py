@@ -327,7 +327,7 @@ def _versions(call: _Call, batch: Sequence[Tensor]) -> list[tuple[str, tuple[int
         if role == "shard":  # operators on a DTensor count on it, not on what it is made of
             tensors.append(call.module.slots[name].tensor)
         what = program.signature.input_names[int(name)] if role == "input" else name
-        found.append((what, tuple(0 if t.is_inference() else t._version for t in tensors)))
+        found.append((what, tuple(map(compat.version, tensors))))
     return found
 
 

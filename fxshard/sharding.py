@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from fxshard import compat
 from fxshard.errors import StepError, UnitError
 from fxshard.units import Param, Unit, check_shardable
 from fxshard.world.c10d import C10dWorld
@@ -65,7 +66,7 @@ class Slot:
         if now.data_ptr() != own.data_ptr():
             own.copy_(now.detach())
             if isinstance(tensor, DTensor):
-                tensor._local_tensor = own
+                compat.set_local_tensor(tensor, own)
             else:
                 tensor.data = own
 
@@ -109,7 +110,7 @@ def shard_parameters(
 
 def local_part(tensor: Tensor) -> Tensor:
     """What this process holds of a parameter."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _check_shardable_now(fqn: str, tensor: nn.Parameter, world: C10dWorld | InProcessWorld) -> None:
@@ -119,7 +120,7 @@ def _check_shardable_now(fqn: str, tensor: nn.Parameter, world: C10dWorld | InPr
             f"parameter {fqn!r} is a DTensor already. Give fxshard the plain model, before "
             f"fully_shard or another fxshard.compile."
         )
-    if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+    if compat.has_gradient_hooks(tensor):
         raise UnitError(
             f"parameter {fqn!r} has a hook on its gradient, which sharding would drop. Register it "
             f"on the parameter of the model that fxshard.compile returns."

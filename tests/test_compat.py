@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from fxshard import compat
@@ -312,3 +313,32 @@ def test_every_name_has_a_contract() -> None:
     assert [
         name for name in sorted(own | set(compat.__all__)) if f"compat.{name}" not in text
     ] == []
+
+
+def test_dtensors_stand_on_their_local_tensor() -> None:
+    with compat.fake_process_group(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        local = torch.ones(2, 3)
+        sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        assert compat.local_tensor(sharded).data_ptr() == local.data_ptr()
+        other = torch.zeros(2, 3)
+        compat.set_local_tensor(sharded, other)
+        assert compat.local_tensor(sharded) is other
+        assert torch.equal(sharded.to_local(), other) and sharded.shape == (4, 3)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_gradient_hooks_are_seen(register: str) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    assert not compat.has_gradient_hooks(parameter)
+    getattr(parameter, register)(lambda _: None)
+    assert compat.has_gradient_hooks(parameter)
+
+
+def test_versions_count_changes_in_place_through_views() -> None:
+    base = torch.ones(4)
+    before = compat.version(base)
+    base[:2].add_(1)
+    assert compat.version(base) > before
+    with torch.inference_mode():
+        assert compat.version(torch.ones(1)) == 0
