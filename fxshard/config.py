@@ -5,16 +5,92 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+)
 from torch.optim import Optimizer
 
 from fxshard.errors import ConfigError
 
-STRATEGIES = ("full_shard",)
+# torch's name of each strategy (torch/distributed/fsdp/api.py) -> ours.
+_TORCH_STRATEGIES = {
+    ShardingStrategy.FULL_SHARD: "full_shard",
+    ShardingStrategy.SHARD_GRAD_OP: "shard_grad_op",
+    ShardingStrategy.NO_SHARD: "no_shard",
+    ShardingStrategy.HYBRID_SHARD: "hybrid_shard",
+    ShardingStrategy._HYBRID_SHARD_ZERO2: "hybrid_shard_zero2",
+}
+STRATEGIES = tuple(_TORCH_STRATEGIES.values())
 BACKENDS = ("eager",)
+REDUCE_OPS = ("avg", "sum", "max", "min")
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """The dtypes of one unit; what torch's two policy classes say, in one form.
+
+    Attributes:
+        param_dtype: of unsharded parameters, and so of the gather and of compute; None: as stored.
+        reduce_dtype: in which gradients are reduced; None: that of the unsharded gradient.
+        output_dtype: to which floating outputs of the module are cast; None: not at all.
+        buffer_dtype: to which floating buffers are cast when the model is sharded; None: not.
+        cast_inputs: cast floating inputs of the module to `param_dtype`.
+        cast_root_inputs: the same for the root module.
+        keep_low_precision_grads: ``.grad`` stays in the dtype in which it was reduced.
+        full_precision_classes: modules of these classes compute in fp32 all the same.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    cast_inputs: bool = True
+    cast_root_inputs: bool = True
+    keep_low_precision_grads: bool = False
+    full_precision_classes: tuple[type, ...] = ()
+
+    @classmethod
+    def of(cls, policy: Any) -> Precision:
+        """From torch's `MixedPrecisionPolicy` or `MixedPrecision`.
+
+        Raises:
+            ConfigError: it is neither.
+        """
+        if isinstance(policy, Precision):
+            return policy
+        if isinstance(policy, MixedPrecisionPolicy):
+            return cls(
+                param_dtype=policy.param_dtype,
+                reduce_dtype=policy.reduce_dtype,
+                output_dtype=policy.output_dtype,
+                cast_inputs=policy.cast_forward_inputs,
+                cast_root_inputs=policy.cast_forward_inputs,
+            )
+        if isinstance(policy, MixedPrecision):
+            return cls(
+                param_dtype=policy.param_dtype,
+                reduce_dtype=policy.reduce_dtype,
+                buffer_dtype=policy.buffer_dtype,
+                cast_inputs=policy.cast_forward_inputs,
+                cast_root_inputs=policy.cast_root_forward_inputs,
+                keep_low_precision_grads=policy.keep_low_precision_grads,
+                full_precision_classes=tuple(policy._module_classes_to_ignore),
+            )
+        raise ConfigError(
+            f"mixed_precision={policy!r}: expected torch.distributed.fsdp.MixedPrecisionPolicy or "
+            f"MixedPrecision, or a dict from module classes or FQN globs to such policies."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,33 +98,75 @@ class Config:
     """Options of `plan`, `compile` and `validate`. Immutable; unknown names or values are refused.
 
     Attributes:
-        strategy: ``"full_shard"``: parameters, gradients and optimizer states are sharded.
+        strategy: what is sharded. ``"full_shard"``: parameters, gradients and optimizer states;
+            unsharded again in backward. ``"shard_grad_op"``: the same, but a unit stays unsharded
+            from its forward to its backward. ``"no_shard"``: every rank holds everything, gradients
+            are all-reduced. ``"hybrid_shard"``, ``"hybrid_shard_zero2"``: the first two inside the
+            shard dimension of a 2-D mesh, copies along its replicate dimension. torch's
+            `ShardingStrategy` values are accepted.
         units: what moves together. None finds repeated blocks in the module tree; a list of
             module classes or FQN globs (``*`` matches one name, ``**`` any number); a callable
             ``(fqn, module) -> bool``; or a ``torch.distributed.fsdp.wrap`` policy.
+        ignored: modules, parameters or FQN globs that stay whole and are never communicated.
+        reshard_after_forward: what a unit's parameters become between forward and backward. None:
+            as `strategy` says; True: sharded; False: they stay; an integer n: sharded over groups
+            of n neighbouring ranks. Or a dict from module classes or FQN globs to such values.
+        mixed_precision: None, torch's `MixedPrecisionPolicy` or `MixedPrecision`, or a dict from
+            module classes or FQN globs ("" is the root and the default) to such policies; what a
+            key names becomes a unit.
+        full_precision_in_eval: in eval mode, `mixed_precision` has no effect.
         forward_prefetch: how many units ahead an unshard is launched in forward.
-        backward_prefetch: the same in backward.
+        backward_prefetch: the same in backward; torch's `BackwardPrefetch` is accepted.
+        offload: None, torch's `CPUOffloadPolicy` or `CPUOffload`: shards, sharded gradients and
+            optimizer states live on the CPU.
+        reduce_op: how gradients of ranks become one: "avg", "sum", "max" or "min".
+        gradient_divide_factor: divide by this instead of by the number of ranks ("avg" only).
+        gradient_predivide_factor: how much of that division is done before the reduction.
+        param_init_fn: called with each module that has parameters on the meta device, to fill
+            them; None calls its ``reset_parameters``.
+        sync_module_states: rank 0's parameters and buffers are given to all ranks.
         backend: ``"eager"``: compute regions run op by op, bitwise with eager PyTorch.
         optimizer: a callable ``params -> torch.optim.Optimizer``, or an optimizer instance whose
             class and parameter-group options are taken; its real ``step`` is analysed.
         passes: a pipeline in place of the default one (see `fxshard.pipeline`).
     """
 
-    strategy: str = "full_shard"
+    strategy: Any = "full_shard"
     units: Sequence[Any] | Callable[..., Any] | None = None
+    ignored: Sequence[Any] = ()
+    reshard_after_forward: bool | int | Mapping[Any, bool | int] | None = None
+    mixed_precision: Any = None
+    full_precision_in_eval: bool = False
     forward_prefetch: int = 1
-    backward_prefetch: int = 1
+    backward_prefetch: Any = 1
+    offload: Any = None
+    reduce_op: str = "avg"
+    gradient_divide_factor: float | None = None
+    gradient_predivide_factor: float | None = None
+    param_init_fn: Callable[[torch.nn.Module], Any] | None = None
+    sync_module_states: bool = False
     backend: str = "eager"
     optimizer: Any = None
     passes: Sequence[Any] | None = None
 
     def __post_init__(self) -> None:
+        self._accept_torch_names()
         _one_of("strategy", self.strategy, STRATEGIES)
         _one_of("backend", self.backend, BACKENDS)
+        _one_of("reduce_op", self.reduce_op, REDUCE_OPS)
         for name in ("forward_prefetch", "backward_prefetch"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ConfigError(f"{name}={value!r}: expected an integer >= 0 (units ahead).")
+        for name in ("gradient_divide_factor", "gradient_predivide_factor"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, (int, float)) and value > 0):
+                raise ConfigError(f"{name}={value!r}: expected a number > 0.")
+            if value is not None and self.reduce_op != "avg":
+                raise ConfigError(
+                    f"{name}={value!r} has no meaning with reduce_op={self.reduce_op!r}: only an "
+                    f"average divides. Leave one of the two out."
+                )
         optimizer = self.optimizer
         if not (optimizer is None or callable(optimizer) or isinstance(optimizer, Optimizer)):
             raise ConfigError(
@@ -62,10 +180,67 @@ class Config:
                 f"passes={self.passes!r}: expected a list of passes. Take "
                 f"fxshard.pipeline.default_passes(config) and edit it."
             )
-        if isinstance(self.units, str):
+        for name in ("units", "ignored"):
+            if isinstance(getattr(self, name), str):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r}: expected a list; write "
+                    f"{name}=[{getattr(self, name)!r}]."
+                )
+        self._check_reshard()
+        for policy in self.precisions.values():
+            Precision.of(policy)
+
+    def _accept_torch_names(self) -> None:
+        """Replace torch's enums and classes by what they mean here."""
+        if isinstance(self.strategy, ShardingStrategy):
+            object.__setattr__(self, "strategy", _TORCH_STRATEGIES[self.strategy])
+        if isinstance(self.backward_prefetch, BackwardPrefetch):
+            ahead = int(self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE)
+            object.__setattr__(self, "backward_prefetch", ahead)
+        offload = self.offload
+        if isinstance(offload, CPUOffload):
+            offload = CPUOffloadPolicy() if offload.offload_params else None
+        elif type(offload) is OffloadPolicy:  # torch's way to say: no offload
+            offload = None
+        if not (offload is None or isinstance(offload, CPUOffloadPolicy)):
             raise ConfigError(
-                f"units={self.units!r}: expected a list; write units=[{self.units!r}]."
+                f"offload={self.offload!r}: expected torch.distributed.fsdp.CPUOffloadPolicy() or "
+                f"CPUOffload(offload_params=True)."
             )
+        object.__setattr__(self, "offload", offload)
+
+    def _check_reshard(self) -> None:
+        value = self.reshard_after_forward
+        each = list(value.values()) if isinstance(value, Mapping) else [value]
+        for item in each:
+            if item is not None and not (isinstance(item, bool) or _is_count(item)):
+                raise ConfigError(
+                    f"reshard_after_forward={item!r}: expected True, False, or the number of ranks "
+                    f"(>= 2) to shard over between forward and backward."
+                )
+        if self.strategy == "no_shard" and any(each):
+            raise ConfigError(
+                "reshard_after_forward has no meaning with strategy='no_shard': nothing is sharded."
+            )
+
+    @property
+    def precisions(self) -> Mapping[Any, Any]:
+        """`mixed_precision` as a dict from class or FQN glob to policy; "" is the default."""
+        if self.mixed_precision is None:
+            return {}
+        if isinstance(self.mixed_precision, Mapping):
+            return self.mixed_precision
+        return {"": self.mixed_precision}
+
+    @property
+    def keeps_unsharded(self) -> bool:
+        """True if `strategy` leaves units unsharded between forward and backward."""
+        return self.strategy in ("shard_grad_op", "hybrid_shard_zero2")
+
+    @property
+    def hybrid(self) -> bool:
+        """True if `strategy` takes a 2-D mesh, replicate x shard."""
+        return self.strategy in ("hybrid_shard", "hybrid_shard_zero2")
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> Config:
@@ -110,6 +285,10 @@ def environment() -> Environment:
         raise ConfigError(f"FXSHARD_DEBUG={raw!r}: expected 0, 1, 2, 3 or 4 (docs/env.md).")
     dump_dir = os.environ.get("FXSHARD_DUMP_DIR")
     return Environment(debug=int(raw), dump_dir=Path(dump_dir) if dump_dir else None)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and value >= 2
 
 
 def _one_of(name: str, value: object, legal: Sequence[str]) -> None:

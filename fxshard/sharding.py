@@ -6,8 +6,7 @@ import dataclasses
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from fxshard import compat
 from fxshard.errors import StepError, UnitError
@@ -177,14 +176,19 @@ def _exposed(param: Param, local: Tensor, world: C10dWorld | InProcessWorld) -> 
     """The parameter that the user sees: a DTensor over this rank's rows, or all of them."""
     if isinstance(world, InProcessWorld):
         return nn.Parameter(local, param.requires_grad)
-    return nn.Parameter(as_dtensor(param, local, world.mesh), param.requires_grad)
+    return nn.Parameter(as_dtensor(param, local, world), param.requires_grad)
 
 
-def as_dtensor(param: Param, local: Tensor, mesh: DeviceMesh) -> DTensor:
+def as_dtensor(param: Param, local: Tensor, world: C10dWorld) -> DTensor:
     """This rank's rows as a DTensor of the parameter's global shape."""
     stride = torch.empty(param.shape, device="meta").stride()
     return DTensor.from_local(
-        local, mesh, [Shard(0)], run_check=False, shape=torch.Size(param.shape), stride=stride
+        local,
+        world.mesh,
+        world.placements,
+        run_check=False,
+        shape=torch.Size(param.shape),
+        stride=stride,
     )
 
 
@@ -193,4 +197,4 @@ def as_gradient(slot: Slot, shards: list[Tensor], world: C10dWorld | InProcessWo
     if isinstance(world, InProcessWorld):
         return torch.cat(shards)[: slot.param.shape[0]]
     local = shards[0][: len(slot.param.rows(world.rank, world.size))]
-    return as_dtensor(slot.param, local, world.mesh)
+    return as_dtensor(slot.param, local, world)

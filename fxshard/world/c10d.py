@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Shard
 
 from fxshard import compat
 from fxshard.errors import RankDiedError, RankMismatchError
@@ -40,6 +41,7 @@ class C10dWorld:
         self.group = mesh.get_group()
         self.size = mesh.size()
         self.rank = mesh.get_local_rank()
+        self.placements: list[Placement] = [Shard(0)]
         self.fake = dist.get_backend(self.group) == "fake"
         self.global_ranks = dist.get_process_group_ranks(self.group)
         self._launched: dict[int, _Launch] = {}
