@@ -1,7 +1,16 @@
 """fxshard: fully sharded data parallelism as a compiler."""
 
 from fxshard.api import compile, plan, validate
+from fxshard.checkpoint import load_checkpoint, save_checkpoint
 from fxshard.module import ShardedModule
 from fxshard.plans import Plan
 
-__all__ = ["Plan", "ShardedModule", "compile", "plan", "validate"]
+__all__ = [
+    "Plan",
+    "ShardedModule",
+    "compile",
+    "load_checkpoint",
+    "plan",
+    "save_checkpoint",
+    "validate",
+]

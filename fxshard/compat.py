@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch._functorch._aot_autograd.descriptors as _desc
+import torch.utils.checkpoint as _checkpoint
 from torch import fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._ops import OpOverload
@@ -36,6 +38,7 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "TreeSpec",
+    "checkpoints_inline",
     "compiling",
     "export_joint",
     "fake_process_group",
@@ -215,6 +218,97 @@ def with_current_meta(key: str, value: Any) -> Callable[[], None]:
     return restore
 
 
+_CHECKPOINT = "fxshard_checkpoint"  # key in the "custom" metadata of nodes
+
+
+@contextlib.contextmanager
+def checkpoints_inline() -> Iterator[None]:
+    """Let torch.utils.checkpoint call the function it is given, inside a marked region.
+
+    The nodes of the region say so (`checkpoint_of`, `is_saved_by_policy`), and so do the backward
+    nodes of these. What is patched are the two names that ``checkpoint`` looks up when it is
+    called, for models hold the function itself (transformers keeps a partial of it).
+    (torch/utils/checkpoint.py, ``checkpoint``)
+    """
+    numbers = itertools.count()
+
+    def without_reentrant(
+        function: Any,
+        preserve_rng_state: bool = True,
+        context_fn: Any = _checkpoint.noop_context_fn,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Iterator[None]:
+        if not torch.is_grad_enabled():
+            yield
+            return
+        forward, _ = context_fn()
+        if not isinstance(forward, (contextlib.nullcontext, _checkpoint._CachingTorchDispatchMode)):
+            raise TypeError(
+                f"torch.utils.checkpoint with a context_fn that gives a {type(forward).__name__}: "
+                f"fxshard knows create_selective_checkpoint_contexts only"
+            )
+        with _checkpoint_region(numbers), forward:
+            yield
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+            """In eager nothing inside has a gradient unless a tensor among `args` needs one."""
+            _checkpoint.check_backward_validity(args)
+            wanted = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+            if wanted or not torch.is_grad_enabled():
+                with _checkpoint_region(numbers):
+                    return function(*args)
+            with torch.no_grad():
+                outputs = function(*args)
+            return _pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
+
+    patches = {
+        "_checkpoint_without_reentrant_generator": without_reentrant,
+        "CheckpointFunction": Reentrant,
+    }
+    before = {name: getattr(_checkpoint, name) for name in patches}
+    try:
+        for name, value in patches.items():
+            setattr(_checkpoint, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(_checkpoint, name, value)
+
+
+@contextlib.contextmanager
+def _checkpoint_region(numbers: Iterator[int]) -> Iterator[None]:
+    """Mark new nodes with the next number, unless they are marked already."""
+    custom = torch.fx.traceback.current_meta.get("custom") or {}
+    restore = with_current_meta("custom", {_CHECKPOINT: next(numbers), **custom})
+    try:
+        yield
+    finally:
+        restore()
+
+
+def checkpoint_of(node: fx.Node) -> int | None:
+    """Number of the outermost checkpoint that `node` of a trace ran in, or its forward.
+
+    (``copy_fwd_metadata_to_bw_nodes`` in torch/_functorch/_aot_autograd/utils.py)
+    """
+    number: int | None = (node.meta.get("custom") or {}).get(_CHECKPOINT)
+    return number
+
+
+def is_saved_by_policy(node: fx.Node) -> bool:
+    """True if the policy of a selective checkpoint wants the value of `node` saved.
+
+    To offload is to save: where to is not torch's decision here.
+    (``_CachingTorchDispatchMode`` in torch/utils/checkpoint.py writes it)
+    """
+    policy = _checkpoint.CheckpointPolicy
+    recomputed = (None, policy.MUST_RECOMPUTE, policy.PREFER_RECOMPUTE)
+    return node.meta.get("recompute") not in recomputed
+
+
 def takes_flat_inputs(graph: fx.Graph) -> bool:
     """True if the graph's placeholders are the flattened arguments (torch.export's modules)."""
     return isinstance(graph._codegen, _PyTreeCodeGen)
@@ -245,14 +339,59 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
-def set_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
+def set_local_tensor(tensor: DTensor | nn.Parameter, local: torch.Tensor) -> None:
     """Let a DTensor stand on other storage of the same shape and dtype."""
+    assert isinstance(tensor, DTensor)
     tensor._local_tensor = local
+
+
+def stand_in(local: torch.Tensor) -> torch.Tensor:
+    """Of the shape, dtype and device of `local`, at the start of its storage; no values.
+
+    A DTensor takes its storage offset over from the tensor that it is made of, and if that is not
+    0, `torch.save` takes it for a tensor with data and fails. So parameters whose rows lie amid
+    other storage are made of this, and get their rows by `set_local_tensor`.
+    (torch/_tensor.py, ``_reduce_ex_internal``, asks for ``data_ptr() == 0``)
+    """
+    return local.new_empty(()).expand(local.shape)
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """True if ``register_hook`` or ``register_post_accumulate_grad_hook`` was called on it."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+_HOOKS = {
+    "_forward_pre_hooks": "forward pre-hook",
+    "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+    "_backward_hooks": "backward hook",
+}
+
+
+def module_hooks(module: nn.Module) -> list[tuple[str, int, Any]]:
+    """Kind, number (never given twice in a process) and function of each hook of the module.
+
+    (torch/utils/hooks.py, ``RemovableHandle``)
+    """
+    found = module.__dict__
+    return [(kind, n, hook) for name, kind in _HOOKS.items() for n, hook in found[name].items()]
+
+
+def hook_numbers(modules: list[nn.Module]) -> tuple[int, ...]:
+    """The numbers of `module_hooks` of all modules; asked on every call."""
+    return tuple(
+        number
+        for module in modules
+        for hooks in (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._backward_pre_hooks,
+            module._backward_hooks,
+        )
+        if hooks
+        for number in hooks
+    )
 
 
 def version(tensor: torch.Tensor) -> int:

@@ -100,6 +100,10 @@ def _tag(tag: meta.Meta) -> str:
         parts.append(f"waits={','.join(tag.waits)}")
     if tag.records:
         parts.append(f"records={tag.records}")
+    if tag.checkpoint is not None:
+        parts.append(f"checkpoint={tag.checkpoint}")
+    if tag.save:
+        parts.append("save")
     return " ".join(parts)
 
 
@@ -121,7 +125,7 @@ class Row:
 
     Attributes:
         phase: of the step.
-        operation: unshard, wait, compute, reduce or free.
+        operation: compute, unshard, cast, load, reshard, reduce, all-reduce, store, wait or free.
         kind: class name of the unit's module; what must be equal for rows to fold.
         units: names of the units that this row stands for, in order.
         what: region name, or number of tensors.
@@ -153,9 +157,8 @@ def rows(program: Program) -> list[Row]:
         for node in graph.nodes:
             if node.op not in ("call_function", "call_module"):
                 continue
-            if node.target is operator.getitem or (
-                meta.get(node).role == "unshard" and (node.target is not ops.all_gather)
-            ):
+            is_cut = meta.get(node).role == "unshard" and node.target not in ops.WORDS
+            if node.target is operator.getitem or is_cut:
                 continue
             found.append(_row(program, phase, node))
     return found
@@ -164,22 +167,36 @@ def rows(program: Program) -> list[Row]:
 def _row(program: Program, phase: str, node: fx.Node) -> Row:
     tag = meta.get(node)
     unit = program.units[tag.unit or 0]
-    names: dict[Any, str] = {ops.all_gather: "unshard", ops.reduce_scatter: "reduce"}
-    names[ops.wait] = "wait"
     if node.op == "call_module":
         operation, what, size = "compute", str(node.target), 0
     else:
-        operation = names.get(node.target, "free")
-        sources = list(node.users) if operation == "unshard" else meta.operands(node)
+        operation = OPERATIONS[node.target]
+        makes = node.target in MAKERS
+        sources = list(node.users) if makes else meta.operands(node)
         values = [t for source in sources for t in meta.tensors(source.meta["val"])]
         size = sum(t.untyped_storage().nbytes() for t in values)
         what = f"{len(values)} tensor{'s' * (len(values) != 1)}"
         if operation in ("wait", "free"):
-            reduces = any(meta.get(s).role != "unshard" for s in sources)
-            what = "reduce" if reduces else "unshard"
-    waits = {"c": "compute", "u": "unshard", "r": "reduce"}
+            unshards = all(meta.get(s).role in ("unshard", "reshard") for s in sources)
+            what = "unshard" if unshards else "reduce"
+    waits = {"c": "compute", "u": "unshard", "k": "unshard", "l": "load"}
+    waits |= {"r": "reduce", "a": "reduce", "s": "store"}
     waited = ",".join(waits[event[0]] for event in tag.waits)
     return Row(phase, operation, unit.kind, (unit.name,), what, tag.stream, waited, size)
+
+
+MAKERS = (ops.all_gather, ops.cast, ops.load, ops.reshard)  # their results are what counts
+OPERATIONS: dict[Any, str] = {
+    ops.all_gather: "unshard",
+    ops.cast: "cast",
+    ops.load: "load",
+    ops.reshard: "reshard",
+    ops.reduce_scatter: "reduce",
+    ops.all_reduce: "all-reduce",
+    ops.store: "store",
+    ops.wait: "wait",
+    ops.free: "free",
+}
 
 
 def fold(rows: Sequence[Row]) -> list[tuple[int, list[Row]]]:
@@ -261,7 +278,7 @@ def collectives(program: Program) -> list[str]:
     """One line per collective in launch order: what every rank must do alike."""
     lines = []
     for node in program.graph.nodes:
-        if node.target in ops.LAUNCHES:
+        if node.target in ops.COLLECTIVES:
             tag = meta.get(node)
             sent = [types(t) for t in meta.tensors([s.meta["val"] for s in node.args[0]])]
             fqns = [meta.get(user).fqn or "" for user in node.users]

@@ -58,3 +58,7 @@ class RankDiedError(FxshardError, RuntimeError):
 
 class StepError(FxshardError, RuntimeError):
     """The compiled module was used in an order that has no meaning (backward twice, ...)."""
+
+
+class CheckpointError(FxshardError, OSError):
+    """A checkpoint is not there, or cannot be written; the one before is as it was."""

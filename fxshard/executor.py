@@ -171,15 +171,8 @@ def _phase(program: Program, name: str, graph: fx.Graph, points: bool) -> str:
             lines += _drop(drops)
             lines.append(f"    {targets}{row.target}(args)  # {unit}")
             drops = []
-        elif row.target in ops.LAUNCHES:
-            word = "all_gather" if row.target is ops.all_gather else "reduce_scatter"
-            call = f"world.{word}({_names(row.args[0])}, pair={meta.get(row).pair})"
-            lines.append(f"    {targets}{call}  # {unit}")
-        elif row.target is ops.wait:
-            call = f"world.wait({_names(row.args[0])}, pair={meta.get(row).pair})"
-            lines.append(f"    {call}  # {unit}")
-        elif row.target is ops.free:
-            lines.append(f"    world.free({_names(row.args[0])})  # {unit}")
+        elif row.target in ops.WORDS:
+            lines.append(f"    {targets}{_word(row)}  # {unit}")
         else:
             lines.append(f"    {row.name} = {_call(row)}  # {unit}")
         lines += _drop(drops)
@@ -187,6 +180,19 @@ def _phase(program: Program, name: str, graph: fx.Graph, points: bool) -> str:
             lines.append("    at()")
     lines.append(f"    return {_value(_output(graph))}")
     return "\n".join(lines)
+
+
+def _word(row: fx.Node) -> str:
+    """The call of a World's method: ``world.all_gather([a, b], pair=3)``."""
+    name = dump.operation(row).removeprefix("fxshard.")
+    options = {key: row.kwargs.get(key) for key in row.kwargs}
+    schema = row.target._schema.arguments  # type: ignore[union-attr]
+    options |= {a.name: v for a, v in zip(schema[1:], row.args[1:], strict=False)}
+    options.pop("size", None)  # the world knows its groups
+    if row.target not in (ops.free, ops.reshard):
+        options["pair"] = meta.get(row).pair
+    said = "".join(f", {key}={_value(value)}" for key, value in options.items())
+    return f"world.{name}({_names(row.args[0])}{said})"
 
 
 def _output(graph: fx.Graph) -> Any:

@@ -18,19 +18,26 @@ from fxshard.compat import OpOverload
 Phase = Literal["forward", "backward"]
 Role = Literal[
     "shard",  # placeholder: this rank's padded shard of a parameter
-    "param",  # placeholder: a whole parameter (before insert-unshard)
+    "param",  # placeholder: a parameter of a unit, whole (before insert-unshard)
+    "whole",  # placeholder: an ignored parameter, which stays whole
     "buffer",  # placeholder: a buffer of the model, or a constant tensor it holds
     "input",  # placeholder: a tensor of the batch
     "tangent",  # placeholder: gradient arriving at an output
+    "accumulated",  # placeholder: accumulated gradient of a parameter
     "compute",
-    "unshard",  # launch of an all-gather, the pick of one of its buffers, the cut of its padding
-    "reduce",  # launch of a reduce-scatter, the pick of one of its results
-    "pad",  # copy that brings a gradient into the form that a reduce-scatter takes
+    "unshard",  # all-gather, load or cast of what it sends, picks of them, the cut of its padding
+    "reshard",  # what a smaller group keeps of an unsharded parameter, and the picks of it
+    "reduce",  # launch of a reduction or of a copy to the CPU behind it, the picks of its results
+    "pad",  # what brings a gradient into the form in which it is sent
+    "settle",  # what is done to a sharded gradient behind its reduction: division, cast
     "wait",
     "free",
     "output",
 ]
-Stream = Literal["compute", "unshard", "reduce"]
+Stream = Literal["compute", "unshard", "reduce", "load", "store"]
+
+# Roles of placeholders that are the caller's: they live as long as the model or the batch.
+HELD: tuple[Role, ...] = ("shard", "whole", "buffer", "input")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +55,9 @@ class Meta:
         pair: shared by the launch, wait and free of one collective.
         records: event recorded on `stream` when the node is done.
         waits: events that `stream` waits for before the node starts.
+        checkpoint: number of the model's own activation checkpoint that the node runs in (of the
+            outermost, if they are nested); a backward node has that of its forward.
+        save: the policy of that checkpoint keeps the value for backward.
     """
 
     phase: Phase
@@ -59,6 +69,8 @@ class Meta:
     pair: int | None = None
     records: str | None = None
     waits: tuple[str, ...] = ()
+    checkpoint: int | None = None
+    save: bool = False
 
 
 def get(node: fx.Node) -> Meta:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from fxshard import compat, dump, meta, pipeline
+from fxshard import compat, dump, meta, pipeline, state
 from fxshard.config import Config
 from fxshard.errors import StepError
 from fxshard.executor import Executor
@@ -25,6 +29,19 @@ from fxshard.world.c10d import C10dWorld
 from fxshard.world.in_process import InProcessWorld
 
 log = logging.getLogger("fxshard")
+
+# The same dicts in the user's model and in the ShardedModule around it, not copies: what the user
+# adds to or loads into either is seen in the other.
+_SHARED = (
+    "_modules",
+    "_parameters",
+    "_buffers",
+    "_non_persistent_buffers_set",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
 aten = torch.ops.aten
 
 MakeExecutor = Callable[[Program, Any], Executor]
@@ -54,8 +71,8 @@ class Variant:
     @functools.cached_property
     def read_again(self) -> list[fx.Node]:
         """Placeholders of backward that are the caller's tensors: they must stay as they are."""
-        roles = ("shard", "buffer", "input")
-        return [node for node in self.executor.backward_inputs if meta.get(node).role in roles]
+        nodes = self.executor.backward_inputs
+        return [node for node in nodes if meta.get(node).role in meta.HELD]
 
 
 class ShardedModule(nn.Module):
@@ -75,15 +92,21 @@ class ShardedModule(nn.Module):
         make_executor: MakeExecutor = Executor,
     ) -> None:
         super().__init__()
-        # The same dicts, not copies: what the user adds to or loads into the model is seen here.
-        for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+        for name in _SHARED:
             object.__setattr__(self, name, getattr(model, name))
         object.__setattr__(self, "original", model)
         self.training = model.training
         self.units, self.world, self.config = units, world, config
         self._make_executor = make_executor
-        self.slots = shard_parameters(model, units, world)
+        self.slots = shard_parameters(model, units, world, config)
+        owners = [module for slot in self.slots.values() for module, _ in slot.owners]
+        state.take_whole_values(dict.fromkeys(owners))
         self.variants: dict[Any, Variant] = {}
+        self.wholes = {p.fqn: p for unit in units for p in unit.ignored}
+        self.accumulated: dict[str, list[Tensor]] = {}  # per rank that this process runs
+        self._sync = True
+        self._warned: set[int] = set()
+        self._summoned = False
         self._agreed: set[tuple[str, ...]] = set()
         self._device = next((p.device.type for p in model.parameters()), "cpu")
         self._tree = list(model.modules())
@@ -108,6 +131,7 @@ class ShardedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one forward; the result is what the user's model returns."""
+        self.require_sharded("forward")
         for slot in self.slots.values():
             slot.settle()
         variant = self.variant(args, kwargs)
@@ -115,7 +139,7 @@ class ShardedModule(nn.Module):
         flat, _ = compat.tree_flatten((args, kwargs))
         batch = [flat[i] for i in signature.tensor_inputs]
         if signature.training:
-            params = [self.slots[fqn].tensor for fqn in _differentiated(variant.program)]
+            params = [self._param(fqn) for fqn in _differentiated(variant.program)]
             outputs = list(_Step.apply(_Call(self, variant, len(params)), *params, *batch))
         else:
             with torch.no_grad(), self.as_traced():
@@ -143,6 +167,7 @@ class ShardedModule(nn.Module):
 
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program) -> None:
         """Run this kind of call by `program`, which all ranks agree on."""
+        self._warn_of_hooks()
         plan = Plan(program, self.config, self.original, (args, kwargs))
         executor = self._make_executor(program, self.world)
         self.variants[self.key(args, kwargs)] = Variant(plan, executor)
@@ -171,16 +196,74 @@ class ShardedModule(nn.Module):
     def rewritten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
         """Capture the call `model(*args, **kwargs)` and run the passes."""
         units = tuple(
-            dataclasses.replace(unit, params=tuple(map(self._as_it_is, unit.params)))
+            dataclasses.replace(
+                unit,
+                params=tuple(map(self._as_it_is, unit.params)),
+                ignored=tuple(map(self._as_it_is, unit.ignored)),
+            )
             for unit in self.units
         )
         return pipeline.make_program(
-            self.original, args, kwargs, units=units, world=self.world.size, config=self.config
+            self.original,
+            args,
+            kwargs,
+            units=units,
+            world=self.world.size,
+            replicas=self.world.replicas,
+            config=self.config,
+            sync=self._sync,
+            accumulated=self._waiting(),
         )
 
+    def _waiting(self) -> tuple[str, ...]:
+        """Parameters with an accumulated gradient that a backward will add to or reduce."""
+        return tuple(fqn for fqn in self.accumulated if self.slots[fqn].tensor.requires_grad)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Calls inside accumulate gradients without reducing them.
+
+        The first backward of a call outside of the block adds what was accumulated and reduces the
+        sum, once per unit. Until then the gradients are whole, on every rank, and not in ``.grad``
+        (as FSDP2's ``set_requires_gradient_sync(False)``).
+        """
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """FSDP2's name for `no_sync`, for the calls from now on."""
+        self._sync = requires_gradient_sync
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `nn.Module.zero_grad`; also drops gradients accumulated under `no_sync`."""
+        self.accumulated.clear()
+        super().zero_grad(set_to_none)
+
+    def whole_parameters(self) -> list[nn.Parameter]:
+        """The ignored parameters."""
+        return [self._whole(fqn) for fqn in self.wholes]
+
+    def _param(self, fqn: str) -> nn.Parameter:
+        """The parameter that the user sees."""
+        return self.slots[fqn].tensor if fqn in self.slots else self._whole(fqn)
+
+    def _whole(self, fqn: str) -> nn.Parameter:
+        """An ignored parameter."""
+        return self.original.get_parameter(fqn)
+
     def _as_it_is(self, param: Param) -> Param:
-        """`param` with the flag that its tensor has now."""
-        return dataclasses.replace(param, requires_grad=self.slots[param.fqn].tensor.requires_grad)
+        """`param` with the dtype and the flag that its tensor has now."""
+        tensor = self._param(param.fqn)
+        same = param.compute_dtype is param.dtype
+        return dataclasses.replace(
+            param,
+            dtype=tensor.dtype,
+            requires_grad=tensor.requires_grad,
+            compute_dtype=tensor.dtype if same else param.compute_dtype,
+        )
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a program was traced for: calls with equal keys run the same one."""
@@ -190,6 +273,9 @@ class ShardedModule(nn.Module):
             tuple(map(_leaf_key, flat)),
             tuple(module.training for module in self._tree),
             tuple(slot.tensor.requires_grad for slot in self.slots.values()),
+            tuple(self._whole(fqn).requires_grad for fqn in self.wholes),
+            (self._sync, self._waiting()) if torch.is_grad_enabled() else None,
+            compat.hook_numbers(self._tree),
             torch.is_grad_enabled(),
             torch.is_autocast_enabled(self._device) and torch.get_autocast_dtype(self._device),
         )
@@ -216,13 +302,20 @@ class ShardedModule(nn.Module):
     @property
     def local_ranks(self) -> int:
         """How many ranks this process runs: one, or the whole in-process world."""
-        return self.world.size if isinstance(self.world, InProcessWorld) else 1
+        return self.world.ranks if isinstance(self.world, InProcessWorld) else 1
 
     def _value(self, node: fx.Node, program: Program, batch: Sequence[Tensor], rank: int) -> Tensor:
         tag = meta.get(node)
         name = tag.fqn or ""
         if tag.role == "shard":
-            return self.slots[name].shards[rank]
+            shards = self.slots[name].shards
+            return shards[rank % len(shards)]  # replicas inside one process share theirs
+        if tag.role == "whole":
+            return self._whole(name)
+        if tag.role == "accumulated":
+            if name not in self.accumulated:  # dropped since forward, by zero_grad
+                return torch.zeros_like(node.meta["val"], device=self._device)
+            return self.accumulated[name][rank]
         if tag.role == "input":
             return batch[program.signature.tensor_inputs.index(int(name))]
         if name in program.constants:
@@ -231,6 +324,185 @@ class ShardedModule(nn.Module):
         buffer = module._buffers[key]
         assert buffer is not None
         return buffer
+
+    def require_accumulated(self, program: Program) -> None:
+        """Raise StepError if there are gradients that a backward should reduce and does not."""
+        if program.sync and set(self._waiting()) - program.accumulated:
+            raise StepError(
+                "gradients were accumulated under no_sync between a forward outside of it and its "
+                "backward, which would not reduce them. Call backward behind each forward, "
+                "micro-batch by micro-batch."
+            )
+
+    # -- state: what FSDP1 and FSDP2 offer besides forward (the work is done in fxshard.state) -----
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the norm of all gradients of all ranks; call it on all ranks.
+
+        Args:
+            max_norm: gradients are scaled in place so that their norm is at most this.
+            norm_type: p of the p-norm; ``float("inf")`` for the largest absolute value.
+
+        Returns:
+            The norm before, a plain scalar, the same on all ranks. Parameters that are not sharded
+            (`Config.ignored`) count with the gradient that this rank has.
+        """
+        return state.clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type))
+
+    @contextlib.contextmanager
+    def summon_full_params(
+        self,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """For the time of the block each parameter is a whole plain `nn.Parameter`; collective.
+
+        Then the sharded parameters are back, the very objects that optimizers hold.
+
+        Args:
+            recurse: False takes only the parameters of the root unit.
+            writeback: at the end this rank's rows of the changed values go into its shards.
+            rank0_only: only the first rank sees whole parameters, the others their sharded ones.
+            offload_to_cpu: the whole parameters lie on the CPU.
+            with_grads: gradients are whole too, and written back with the values.
+
+        Raises:
+            ConfigError: `writeback` with `rank0_only`.
+            StepError: parameters are whole already; or at the end one has changed its shape.
+        """
+        self.require_sharded("summon_full_params")
+        slots = [slot for slot in self.slots.values() if recurse or slot.param.unit == 0]
+        with state.whole_parameters(
+            slots,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        ):
+            self._summoned = True
+            try:
+                yield
+            finally:
+                self._summoned = False
+
+    unshard = summon_full_params
+
+    def require_sharded(self, what: str) -> None:
+        """Raise StepError inside of `summon_full_params`: its parameters are not the shards."""
+        if self._summoned:
+            raise StepError(
+                f"{what} inside of summon_full_params: parameters are whole there, and programs "
+                f"run on shards. Leave the block first."
+            )
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> ShardedModule:
+        """As `nn.Module.apply` on the user's model, with whole parameters; collective.
+
+        Random numbers are those of this process: seed all ranks alike to get what one process gets.
+        """
+        with self.summon_full_params():
+            self.original.apply(fn)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As `nn.Module.state_dict` of the user's model; sharded parameters are DTensors."""
+        return self.original.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As `nn.Module.load_state_dict`; a tensor may be a DTensor or whole.
+
+        Of a whole tensor each rank takes its own rows, without communication.
+        """
+        return self.original.load_state_dict(*args, **kwargs)
+
+    def full_state_dict(self, cpu_offload: bool = True, rank0_only: bool = True) -> dict[str, Any]:
+        """The state dict of the unsharded model; collective.
+
+        Args:
+            cpu_offload: all tensors are on the CPU.
+            rank0_only: other ranks than 0 get ``{}``.
+        """
+        return state.full_state_dict(self, cpu_offload, rank0_only)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedModule:
+        """What ``.to()``, ``.half()`` and their kin call: converts shards, buffers and the rest.
+
+        Raises:
+            StepError: it moves shards to a device that the mesh is not made of.
+        """
+        self.require_sharded("a conversion (.to(), .half(), ...)")
+        slots = list(self.slots.values())
+        before = self._kinds()
+        state.converted(slots, fn, self.world)
+        with state.set_aside(slots):
+            super()._apply(fn, recurse)
+        if self._kinds() != before:
+            self.variants.clear()
+            self._device = next((p.device.type for p in self.parameters()), "cpu")
+        return self
+
+    def _kinds(self) -> list[tuple[torch.dtype, torch.device]]:
+        return [(t.dtype, t.device) for t in (*self.parameters(), *self.buffers())]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
+        """An independent module in the same world; nothing is communicated or traced."""
+        self.require_sharded("copy.deepcopy")
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        for kept in (self.world, self.config, self.units):
+            memo[id(kept)] = kept
+        slots = state.copied(self.slots, memo)
+        rest = {k: v for k, v in self.__dict__.items() if k not in ("slots", "variants")}
+        made.__dict__.update(copy.deepcopy(rest, memo), slots=slots, variants={})
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle: without programs, which are traced again, and without the process group.
+
+        Raises:
+            StepError: an option cannot be pickled, or parameters are whole now.
+        """
+        self.require_sharded("pickling")
+        for field in dataclasses.fields(self.config):
+            state.check_picklable(field.name, getattr(self.config, field.name))
+        slots = {fqn: state.without_data(slot) for fqn, slot in self.slots.items()}
+        world = self.world.mesh if isinstance(self.world, C10dWorld) else self.world
+        return self.__dict__ | {"slots": slots, "world": world, "variants": {}, "_agreed": set()}
+
+    def __setstate__(self, found: dict[str, Any]) -> None:
+        """Raises StepError if a process group was there when it was pickled, and none is now."""
+        super().__setstate__(found)
+        if isinstance(found["world"], DeviceMesh):
+            if not dist.is_initialized():
+                raise StepError(
+                    "this ShardedModule was saved in a process group and none is initialised: call "
+                    "torch.distributed.init_process_group first, with as many ranks. To load into "
+                    "another number of ranks, save model.state_dict() with "
+                    "torch.distributed.checkpoint."
+                )
+            self.world = world_over(found["world"], self.config, self.units)
+        state.lay_out(list(self.slots.values()))
+
+    def _warn_of_hooks(self) -> None:
+        """Say once of each hook on the module tree that it runs while tracing only."""
+        for number, what in state.traced_hooks(self.original).items():
+            if number not in self._warned:
+                self._warned.add(number)
+                log.warning(
+                    "fxshard: %s ran while tracing and does not run again: its tensor operations "
+                    "are part of the program, its side effects are lost. Hooks on the module that "
+                    "fxshard.compile returns run on every call.",
+                    what,
+                )
+
+
+def world_over(mesh: DeviceMesh, config: Config, units: tuple[Unit, ...]) -> C10dWorld:
+    """The world of a mesh under a strategy; collective if units are resharded to smaller groups."""
+    sizes = [unit.reshard for unit in units if not isinstance(unit.reshard, bool)]
+    return C10dWorld(mesh, sharded=config.strategy != "no_shard", reshard=sizes)
 
 
 def _leaf_key(value: Any) -> Any:
@@ -283,6 +555,7 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         call: _Call = ctx.call
+        call.module.require_sharded("backward")
         program = call.variant.program
         if ctx.saved is None:
             raise StepError(
@@ -312,7 +585,11 @@ class _Step(torch.autograd.Function):
         }
         saved, ctx.saved = ctx.saved, None
         batch, ctx.batch = ctx.batch, None
+        call.module.require_accumulated(program)
         args = _backward_arguments(call, batch, saved, tangents)
+        if program.sync:
+            for fqn in program.accumulated:  # reduced by this backward, which frees them
+                call.module.accumulated.pop(fqn, None)
         with call.module.as_traced():
             results = call.variant.executor.backward(args)
         return (None, *_gradients(call, results, len(batch)))
@@ -354,7 +631,7 @@ def _backward_arguments(
             tag = meta.get(node)
             if tag.role == "tangent":
                 row.append(tangents[tag.fqn])
-            elif tag.role in ("shard", "buffer", "input"):
+            elif tag.role in (*meta.HELD, "accumulated"):
                 row.append(call.module._value(node, call.variant.program, batch, rank))
             else:
                 row.append(next(rest))
@@ -366,13 +643,26 @@ def _backward_arguments(
 def _gradients(call: _Call, results: list[list[Tensor]], inputs: int) -> list[Tensor | None]:
     """Gradients in the order of `_Step.forward`'s tensors."""
     program = call.variant.program
-    names = [result.name for result in program.results if result.kind == "grad"]
+    names = [result.name for result in program.results if result.kind != "output"]
     per_rank = [dict(zip(names, grads, strict=True)) for grads in results]
     results.clear()
+    for result in program.results:
+        if result.kind == "accumulated":
+            fresh = [grads.pop(result.name) for grads in per_rank]
+            sums = call.module.accumulated.setdefault(result.name, fresh)
+            if sums is not fresh:  # another forward was run in front of this backward
+                for total, grad in zip(sums, fresh, strict=True):
+                    total.add_(grad)
     out: list[Tensor | None] = []
     for fqn in _differentiated(program):
-        shards = [grads.pop(fqn) for grads in per_rank]
-        out.append(as_gradient(call.module.slots[fqn], shards, call.module.world))
+        shards = [grads.pop(fqn) for grads in per_rank if fqn in grads]
+        if not shards:
+            out.append(None)  # accumulated, not reduced
+        elif fqn in call.module.wholes:
+            out.append(shards[0])
+        else:
+            slot, world = call.module.slots[fqn], call.module.world
+            out.append(as_gradient(slot, shards[: world.size], world))
     for k in range(inputs):
         position = program.signature.tensor_inputs[k]
         out.append(per_rank[0].pop(f"input[{position}]", None))
@@ -380,5 +670,7 @@ def _gradients(call: _Call, results: list[list[Tensor]], inputs: int) -> list[Te
 
 
 def _differentiated(program: Program) -> list[str]:
-    """FQNs of the parameters that the program makes gradients of."""
-    return [r.name for r in program.results if r.kind == "grad" and r.name in program.params]
+    """FQNs of the parameters that the program makes gradients of, reduced or accumulated."""
+    known = program.params.keys() | program.wholes.keys()
+    names = [r.name for r in program.results if r.kind != "output" and r.name in known]
+    return list(dict.fromkeys([*names, *sorted(program.accumulated)]))

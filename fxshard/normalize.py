@@ -55,11 +55,14 @@ def normalize(
     _check_gradients(program)
 
 
-def fake_like(tensor: torch.Tensor, fake_mode: FakeTensorMode) -> torch.Tensor:
+def fake_like(
+    tensor: torch.Tensor, fake_mode: FakeTensorMode, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """A fake tensor with a storage of its own. Meta tensors become CPU ones; DTensors are whole."""
+    dtype = dtype or tensor.dtype
     device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
     with fake_mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
     if not isinstance(tensor, nn.Parameter):
         fake.requires_grad_(tensor.requires_grad)
     return fake
@@ -70,6 +73,12 @@ def _fqn(target: str) -> str:
     return target.removeprefix("model.")
 
 
+def _first_names(program: Program) -> dict[str, str]:
+    """Every name of every parameter -> its first one."""
+    params = (*program.params.values(), *program.wholes.values())
+    return {alias: p.fqn for p in params for alias in p.aliases}
+
+
 def _tag_placeholders(program: Program, sources: list[Any]) -> None:
     """Tag placeholders by their descriptor, never by their position.
 
@@ -77,11 +86,13 @@ def _tag_placeholders(program: Program, sources: list[Any]) -> None:
     """
     positions = program.signature.tensor_inputs
     where = program.signature.tensor_outputs
-    first = {alias: p.fqn for p in program.params.values() for alias in p.aliases}
+    first = _first_names(program)
     for node, desc in zip(program.graph.find_nodes(op="placeholder"), sources, strict=True):
         kind, source = compat.input_source(desc)
         if kind == "param":
-            meta.put(node, meta.Meta("forward", "param", fqn=first[_fqn(source)]))
+            fqn = first[_fqn(source)]
+            role: meta.Role = "param" if fqn in program.params else "whole"
+            meta.put(node, meta.Meta("forward", role, fqn=fqn))
         elif kind == "buffer":
             meta.put(node, meta.Meta("forward", "buffer", fqn=_fqn(source)))
         elif kind == "input":
@@ -118,7 +129,9 @@ def _tag_compute(program: Program) -> None:
 
     Backward nodes carry the forward module of the autograd node that ran them. Sums of gradients
     (where a value had several uses) carry none: they take that of the node before them.
+    Checkpoints are numbered in the order in which forward runs them.
     """
+    numbers: dict[int | None, int | None] = {None: None}
     modules: dict[str, str] = {"forward": "", "backward": ""}
     phase: meta.Phase = "forward"
     for node in program.graph.nodes:
@@ -130,7 +143,11 @@ def _tag_compute(program: Program) -> None:
         stack = node.meta.get(key) or node.meta.get("nn_module_stack")
         if stack:
             modules[phase] = list(stack.values())[-1][0]
-        meta.put(node, meta.Meta(phase, "compute", module=modules[phase]))
+        region = compat.checkpoint_of(node)
+        checkpoint = numbers.setdefault(region, len(numbers) - 1)
+        save = phase == "forward" and region is not None and compat.is_saved_by_policy(node)
+        tag = meta.Meta(phase, "compute", module=modules[phase], checkpoint=checkpoint, save=save)
+        meta.put(node, tag)
     meta.put(
         program.output, meta.Meta("backward" if program.signature.training else "forward", "output")
     )
@@ -138,7 +155,7 @@ def _tag_compute(program: Program) -> None:
 
 def _set_results(program: Program, targets: list[Any], replaced: tuple[str, ...]) -> None:
     """Name the outputs; write mutated buffers back at the end of forward."""
-    first = {alias: p.fqn for p in program.params.values() for alias in p.aliases}
+    first = _first_names(program)
     positions = program.signature.tensor_inputs
     where = program.signature.tensor_outputs
     values = program.values
@@ -194,7 +211,8 @@ def _merge_tied(program: Program) -> None:
     first: dict[str, fx.Node] = {}
     for node in list(program.graph.find_nodes(op="placeholder")):
         fqn = meta.get(node).fqn or ""
-        if meta.get(node).role == "param" and first.setdefault(fqn, node) is not node:
+        is_param = meta.get(node).role in ("param", "whole")
+        if is_param and first.setdefault(fqn, node) is not node:
             node.replace_all_uses_with(first[fqn])
             program.graph.erase_node(node)
     order = {node: i for i, node in enumerate(program.graph.nodes)}
@@ -262,9 +280,9 @@ def _check_gradients(program: Program) -> None:
     for node in program.graph.find_nodes(op="placeholder"):
         tag = meta.get(node)
         if (
-            tag.role != "param"
+            tag.role not in ("param", "whole")
             or tag.fqn in have
-            or not program.params[tag.fqn or ""].requires_grad
+            or not (program.params | program.wholes)[tag.fqn or ""].requires_grad
         ):
             continue
         if any(user in reach for user in node.users):

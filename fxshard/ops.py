@@ -5,14 +5,22 @@ same name on a World (`fxshard.world`); they have no kernel of their own.
 
 ================  =============================================================================
 all_gather        launch: one padded shard ``[chunk, ...]`` per parameter in, one fresh buffer
-                  ``[world_size * chunk, ...]`` per parameter out, in one coalesced collective.
+                  ``[size * chunk, ...]`` per parameter out, in one coalesced collective.
                   The buffer *is* the unsharded parameter (rank r wrote rows r*chunk onward), so
                   nothing is copied out; padding rows are cut off by a view.
-reduce_scatter    launch: one contiguous ``[world_size * chunk, ...]`` gradient per parameter in,
-                  one fresh ``[chunk, ...]`` out, averaged, in one coalesced collective.
+reduce_scatter    launch: one contiguous ``[size * chunk, ...]`` gradient per parameter in,
+                  one fresh ``[chunk, ...]`` out, reduced by `op`, in one coalesced collective.
+all_reduce        launch: gradients are reduced over the group in place; the results are they.
+cast, load        launch, or what an all-gather sends: fresh copies in another dtype, or on the
+                  device of compute.
+store             launch: fresh copies on the CPU.
+reshard           this rank's ``1/size`` of the rows of each buffer, in fresh tensors.
 wait              the compute stream waits for the launch that these tensors belong to.
 free              give the storage of these tensors back now, whoever still refers to them.
 ================  =============================================================================
+
+``group`` names the ranks that take part: "shard" (those that share a parameter), "replicate" (those
+that hold the same shard), "reshard<n>" (n neighbours). ``size`` is their number.
 """
 
 from __future__ import annotations
@@ -30,20 +38,53 @@ if TYPE_CHECKING:
     from fxshard.program import Program
 
 _LIBRARY = torch.library.Library("fxshard", "DEF")
-_LIBRARY.define("all_gather(Tensor[] shards, int world_size) -> Tensor[]")
-_LIBRARY.define("reduce_scatter(Tensor[] grads, int world_size) -> Tensor[]")
-_LIBRARY.define("wait(Tensor[] tensors) -> ()")
-_LIBRARY.define("free(Tensor[] tensors) -> ()")
+for _schema in (
+    "all_gather(Tensor[] shards, int size, str group='shard') -> Tensor[]",
+    "reduce_scatter(Tensor[] grads, int size, str group='shard', str op='avg') -> Tensor[]",
+    "all_reduce(Tensor[] grads, int size, str group='replicate', str op='avg') -> Tensor[]",
+    "cast(Tensor[] tensors, ScalarType dtype) -> Tensor[]",
+    "load(Tensor[] tensors, Device device) -> Tensor[]",
+    "store(Tensor[] tensors) -> Tensor[]",
+    "reshard(Tensor[] buffers, int size, str group) -> Tensor[]",
+    "wait(Tensor[] tensors) -> ()",
+    "free(Tensor[] tensors) -> ()",
+):
+    _LIBRARY.define(_schema)
 
 
 @torch.library.register_fake("fxshard::all_gather", lib=_LIBRARY)
-def _(shards: list[Tensor], world_size: int) -> list[Tensor]:
-    return [s.new_empty((s.shape[0] * world_size, *s.shape[1:])) for s in shards]
+def _(shards: list[Tensor], size: int, group: str = "shard") -> list[Tensor]:
+    return [s.new_empty((s.shape[0] * size, *s.shape[1:])) for s in shards]
 
 
 @torch.library.register_fake("fxshard::reduce_scatter", lib=_LIBRARY)
-def _(grads: list[Tensor], world_size: int) -> list[Tensor]:
-    return [g.new_empty((g.shape[0] // world_size, *g.shape[1:])) for g in grads]
+def _(grads: list[Tensor], size: int, group: str = "shard", op: str = "avg") -> list[Tensor]:
+    return [g.new_empty((g.shape[0] // size, *g.shape[1:])) for g in grads]
+
+
+@torch.library.register_fake("fxshard::all_reduce", lib=_LIBRARY)
+def _(grads: list[Tensor], size: int, group: str = "replicate", op: str = "avg") -> list[Tensor]:
+    return list(grads)
+
+
+@torch.library.register_fake("fxshard::cast", lib=_LIBRARY)
+def _(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [t.new_empty(t.shape, dtype=dtype) for t in tensors]
+
+
+@torch.library.register_fake("fxshard::load", lib=_LIBRARY)
+def _(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    return [t.new_empty(t.shape, device=device) for t in tensors]
+
+
+@torch.library.register_fake("fxshard::store", lib=_LIBRARY)
+def _(tensors: list[Tensor]) -> list[Tensor]:
+    return [t.new_empty(t.shape, device="cpu") for t in tensors]
+
+
+@torch.library.register_fake("fxshard::reshard", lib=_LIBRARY)
+def _(buffers: list[Tensor], size: int, group: str) -> list[Tensor]:
+    return [b.new_empty((b.shape[0] // size, *b.shape[1:])) for b in buffers]
 
 
 @torch.library.register_fake("fxshard::wait", lib=_LIBRARY)
@@ -58,11 +99,52 @@ def _(tensors: list[Tensor]) -> None:
 
 all_gather = torch.ops.fxshard.all_gather.default
 reduce_scatter = torch.ops.fxshard.reduce_scatter.default
+all_reduce = torch.ops.fxshard.all_reduce.default
+cast = torch.ops.fxshard.cast.default
+load = torch.ops.fxshard.load.default
+store = torch.ops.fxshard.store.default
+reshard = torch.ops.fxshard.reshard.default
 wait = torch.ops.fxshard.wait.default
 free = torch.ops.fxshard.free.default
 
-LAUNCHES = (all_gather, reduce_scatter)
-ALL = (all_gather, reduce_scatter, wait, free)
+COLLECTIVES = (all_gather, reduce_scatter, all_reduce)
+ASYNCHRONOUS = (*COLLECTIVES, cast, load, store)  # run on streams of their own
+WORDS = (*COLLECTIVES, cast, load, store, reshard, wait, free)
+
+
+def is_launch(candidate: fx.Node) -> bool:
+    """True if a wait belongs to `candidate`: casts and loads are launches if nothing sends them."""
+    if candidate.target in (cast, load):
+        return any(user.target is wait for pick in candidate.users for user in pick.users)
+    return candidate.target in (*COLLECTIVES, store)
+
+
+def is_unshard(candidate: fx.Node) -> bool:
+    """True if `candidate` is the launch whose results are unsharded parameters."""
+    return candidate.target is all_gather or (
+        candidate.target in (cast, load) and is_launch(candidate)
+    )
+
+
+def sent_copies(launch: fx.Node) -> list[fx.Node]:
+    """What was made only to be sent: behind the wait for `launch` nobody needs it.
+
+    For an unshard: casts, loads and reshards in front of it. For a reduction or a copy to the CPU:
+    its operands, unless its results are the operands.
+    """
+    if launch.target is all_reduce:
+        return []
+    if not is_unshard(launch):
+        return meta.operands(launch)
+    found: list[fx.Node] = []
+    for operand in meta.operands(launch):
+        while operand.op == "call_function":
+            found.append(operand)
+            maker = meta.source(operand)  # the pick's operator
+            if maker.target is reshard:
+                break
+            operand = meta.operands(maker)[int(operand.args[1])]  # type: ignore[arg-type]
+    return found
 
 
 def node(graph: fx.Graph, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
@@ -70,25 +152,53 @@ def node(graph: fx.Graph, target: Any, args: tuple[Any, ...], name: str) -> fx.N
     return graph.create_node("call_function", target, args, name=name)
 
 
-def insert_launch(
-    program: Program, target: Any, sources: list[fx.Node], fqns: list[str], tag: meta.Meta
+def dying_results(program: Program, launch: fx.Node) -> list[fx.Node]:
+    """Results of `launch` that are freed: unsharded parameters, and gradients that are cast or
+    copied to the CPU later on. What is in place of an operand, or sent on, is freed there.
+    """
+    picks = list(launch.users)
+    if is_unshard(launch):
+        return picks
+    taken = set().union(
+        *(meta.storage_ids(value) for value in program.values),
+        *(
+            meta.storage_ids(operand)
+            for other in program.graph.nodes
+            if is_launch(other) and other.target in (reduce_scatter, store)
+            for operand in sent_copies(other)
+        ),
+    )
+    if launch.target is all_reduce:
+        for operand in meta.operands(launch):
+            maker = meta.source(operand) if operand.op == "call_function" else operand
+            if maker.target is reduce_scatter:  # its result, which is freed as such
+                taken |= meta.storage_ids(operand)
+    return [pick for pick in picks if not meta.storage_ids(pick) & taken]
+
+
+def insert_word(
+    program: Program, target: Any, args: tuple[Any, ...], fqns: list[str], tag: meta.Meta, name: str
 ) -> list[fx.Node]:
-    """Append a launch, a pick of each of its results, and their wait; returns the picks.
+    """Append an operator that gives a list, and a pick of each of its results; returns the picks.
 
     Args:
         program: whose graph has its insertion point set.
-        target: `all_gather` or `reduce_scatter`.
-        sources: what is sent, one tensor per parameter.
+        target: the operator.
+        args: its arguments; the first is a list with one tensor per parameter.
         fqns: of the parameters; each pick is tagged with its own.
-        tag: of the launch; role "unshard" or "reduce", and a fresh pair.
+        tag: of the operator.
+        name: of the operator.
     """
-    args = (sources, program.world_size)
-    launch = node(program.graph, target, args, f"{tag.role}_{tag.pair}")
-    values = program.refake(launch)
-    meta.put(launch, tag, values)
-    picks = [program.graph.call_function(operator.getitem, (launch, i)) for i in range(len(fqns))]
+    made = node(program.graph, target, args, name)
+    values = program.refake(made)
+    meta.put(made, tag, values)
+    picks = [program.graph.call_function(operator.getitem, (made, i)) for i in range(len(fqns))]
     for pick, fqn, value in zip(picks, fqns, values, strict=True):
         meta.put(pick, dataclasses.replace(tag, fqn=fqn), value)
-    wait_node = node(program.graph, wait, (picks,), f"wait_{tag.pair}")
-    meta.put(wait_node, dataclasses.replace(tag, role="wait"))
     return picks
+
+
+def insert_wait(program: Program, picks: list[fx.Node], tag: meta.Meta) -> fx.Node:
+    """Append the wait for the launch that made `picks`, which has the tag `tag`."""
+    made = node(program.graph, wait, (picks,), f"wait_{tag.pair}")
+    return meta.put(made, dataclasses.replace(tag, role="wait", fqn=None))

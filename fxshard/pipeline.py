@@ -10,25 +10,26 @@ import collections
 import difflib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from fxshard import compat, dump, trace, verify
-from fxshard.config import Config, environment
+from fxshard.config import Config, Precision, environment
 from fxshard.errors import ConfigError, VerifyError
 from fxshard.passes.annotate_streams import AnnotateStreams
 from fxshard.passes.assign_units import AssignUnits
 from fxshard.passes.canonicalize import Canonicalize
+from fxshard.passes.checkpoint import Checkpoint
 from fxshard.passes.insert_free import InsertFree
 from fxshard.passes.insert_reduce import InsertReduce
 from fxshard.passes.insert_unshard import InsertUnshard
 from fxshard.passes.outline_regions import OutlineRegions
 from fxshard.passes.prefetch import Prefetch
 from fxshard.program import Fact, Program
-from fxshard.units import Unit
+from fxshard.units import Unit, with_precision
 
 
 class Pass(Protocol):
@@ -55,8 +56,11 @@ def default_passes(config: Config) -> list[Pass]:
     return [
         Canonicalize(),
         AssignUnits(),
+        Checkpoint(),
         InsertUnshard(),
-        InsertReduce(),
+        InsertReduce(
+            config.reduce_op, config.gradient_divide_factor, config.gradient_predivide_factor
+        ),
         Prefetch(forward=config.forward_prefetch, backward=config.backward_prefetch),
         AnnotateStreams(),
         InsertFree(),
@@ -117,17 +121,46 @@ def make_program(
     units: tuple[Unit, ...],
     world: int,
     config: Config,
+    replicas: int = 1,
+    sync: bool = True,
+    accumulated: Iterable[str] = (),
     observe: Observer | None = None,
 ) -> Program:
-    """Capture one call and run the passes over it."""
+    """Capture one call and run the passes over it.
+
+    Args:
+        model, args, kwargs: the call.
+        units: of the model.
+        world: number of ranks that share a parameter.
+        config: the options.
+        replicas: number of such groups of ranks.
+        sync: False under ``no_sync``.
+        accumulated: FQNs of parameters that have an accumulated gradient.
+        observe: called with the dump before and after each pass.
+    """
+    _check_reshard(units, world)
+    if config.full_precision_in_eval and not model.training:
+        units = tuple(with_precision(unit, Precision()) for unit in units)
     leaves, _ = compat.tree_flatten((args, kwargs))
-    wanted = [param.requires_grad for unit in units for param in unit.params]
+    wanted = [p.requires_grad for unit in units for p in (*unit.params, *unit.ignored)]
     wanted += [leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor)]
     training = torch.is_grad_enabled() and any(wanted)
     program = trace.capture(model, args, kwargs, units=units, world_size=world, training=training)
+    program.replicas, program.sync = replicas, sync
+    program.accumulated = frozenset(accumulated)
+    program.offloaded = config.offload is not None
     passes = config.passes if config.passes is not None else default_passes(config)
     run(program, passes, observe=observe)
     return program
+
+
+def _check_reshard(units: tuple[Unit, ...], world: int) -> None:
+    for unit in units:
+        if not isinstance(unit.reshard, bool) and world % unit.reshard:
+            raise ConfigError(
+                f"reshard_after_forward={unit.reshard} of unit {unit.name!r}: {world} ranks cannot "
+                f"be cut into groups of {unit.reshard}. Take a divisor of {world}."
+            )
 
 
 def _verify(program: Program, pass_name: str | None) -> None:

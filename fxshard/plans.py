@@ -11,7 +11,7 @@ from fxshard import dump
 from fxshard.config import Config
 from fxshard.executor import emit
 from fxshard.memory import liveness
-from fxshard.memory.optimizer import trace_step
+from fxshard.memory.optimizer import OptimizerStep, trace_step
 from fxshard.memory.report import MemoryReport
 from fxshard.program import Program
 from fxshard.units import Unit
@@ -40,6 +40,22 @@ class Plan:
         """Bytes at every point of the step, per category and module (computed once, on demand)."""
         step = trace_step(self.program, self.config.optimizer)
         return MemoryReport(liveness.analyse(self.program, self._held, step))
+
+    def micro_batch(
+        self, step: OptimizerStep | None, *, holds_gradients: bool, last: bool
+    ) -> MemoryReport:
+        """The report of one of several micro-batches of a step.
+
+        Args:
+            step: of the optimizer, as the last micro-batch's program leaves gradients for it.
+            holds_gradients: there are sharded gradients of the ones before, unless those ran under
+                ``no_sync``.
+            last: the optimizer follows.
+        """
+        sharded = holds_gradients and not self.program.accumulated
+        return MemoryReport(
+            liveness.analyse(self.program, self._held, step, holds_gradients=sharded, last=last)
+        )
 
     @property
     def code(self) -> str:

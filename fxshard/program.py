@@ -4,17 +4,24 @@ Note: kinds of tensor
 =====================
 sharded parameter     this rank's rows of a parameter, padded to ``ceil(rows / world_size)`` so
                       that every rank sends the same number of bytes. A view of the unit's flat
-                      storage. Lives as long as the model.
+                      storage. Lives as long as the model; on the CPU if it is offloaded.
 unsharded parameter   the whole parameter, for as long as its unit computes. It is the buffer that
                       the all-gather wrote (from launch to wait: category *All Gather*; from wait
                       to free: category *Unsharded Param*).
+sent copy             what an all-gather sends if not the shard itself: the shard cast to the
+                      unit's dtype, or loaded from the CPU (category *All Gather*).
+resharded parameter   rows of an unsharded parameter that a rank of a smaller group keeps from
+                      forward to backward (category *Sharded Param*).
+whole parameter       an ignored parameter: as it is on the model, never communicated.
 unsharded gradient    the whole gradient of a parameter, from the backward operator that makes it
-                      to the free behind its reduce-scatter.
-reduce buffer         a padded or packed copy of an unsharded gradient, made only where the
+                      to the free behind its reduction.
+accumulated gradient  the sum of unsharded gradients of steps under ``no_sync``, in the dtype of
+                      the reduction (category *Unsharded Grad*).
+reduce buffer         a padded, packed or cast copy of an unsharded gradient, made only where the
                       gradient cannot be sent as it lies (category *Reduce Scatter*).
-sharded gradient      this rank's averaged rows: what the reduce-scatter writes; becomes ``.grad``.
-saved activation      a forward value that backward reads. Never an unsharded parameter or a view
-                      of one: backward unshards again.
+sharded gradient      this rank's averaged rows: what the reduction leaves; becomes ``.grad``.
+saved activation      a forward value that backward reads. An unsharded parameter or a view of one
+                      only if its unit is not resharded after forward.
 tangent               the gradient that arrives at an output of the model.
 
 The joint graph
@@ -51,7 +58,7 @@ class Fact(enum.Enum):
     UNITS_ASSIGNED = "every node belongs to a unit"
     UNSHARD_PAIRED = "every unshard has one wait, after it, before any use"
     PARAMS_UNSHARDED = "no whole parameter is an input; each use reads an unsharded parameter"
-    NO_PARAM_SAVED = "nothing derived from an unsharded parameter is saved for backward"
+    NO_PARAM_SAVED = "nothing of a parameter is saved for backward, unless its unit stays unsharded"
     REDUCED_ONCE = "each unsharded gradient is reduced exactly once"
     EQUAL_CHUNKS = "every collective moves the same number of bytes on every rank"
     FREED = "every unsharded parameter and reduced gradient has one free"
@@ -66,12 +73,12 @@ class Result:
     """What one entry of the graph's output is.
 
     Attributes:
-        kind: "output" (of the model), "grad" (of a parameter or input), "mutation" (new value of
-            a buffer, already written back).
-        name: output index, parameter FQN, ``input[i]``, or buffer FQN.
+        kind: "output" (of the model), "grad" (of a parameter or input), "accumulated" (the
+            unsharded gradient of a parameter, not reduced yet).
+        name: output index, parameter FQN, or ``input[i]``.
     """
 
-    kind: Literal["output", "grad", "mutation"]
+    kind: Literal["output", "grad", "accumulated"]
     name: str
 
 
@@ -120,6 +127,10 @@ class Program:
         constants: tensors that the model holds outside of parameters and buffers, by name.
         units: unit 0 is the root.
         world_size: number of ranks that parameters are sharded over.
+        replicas: number of such groups of ranks, which hold the same shards.
+        sync: False under ``no_sync``: gradients are accumulated, not reduced.
+        accumulated: parameters that have an accumulated gradient when backward begins.
+        offloaded: shards and sharded gradients live on the CPU.
         fake_mode: owner of the fake values, for passes that make new ones.
         facts: what has been ensured so far.
         forward_prefetch, backward_prefetch: units ahead, as in `Config`.
@@ -133,6 +144,10 @@ class Program:
     units: tuple[Unit, ...]
     world_size: int
     fake_mode: FakeTensorMode
+    replicas: int = 1
+    sync: bool = True
+    accumulated: frozenset[str] = frozenset()
+    offloaded: bool = False
     facts: set[Fact] = dataclasses.field(default_factory=set)
     forward_prefetch: int = 1
     backward_prefetch: int = 1
@@ -142,6 +157,20 @@ class Program:
     def params(self) -> dict[str, Param]:
         """Every parameter by FQN, in unit order."""
         return {param.fqn: param for unit in self.units for param in unit.params}
+
+    @property
+    def wholes(self) -> dict[str, Param]:
+        """Every ignored parameter by FQN."""
+        return {param.fqn: param for unit in self.units for param in unit.ignored}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the program computes: the device of its parameters, or of anything it holds."""
+        for node in self.graph.find_nodes(op="placeholder"):
+            if meta.get(node).role not in ("shard", "accumulated"):
+                for tensor in meta.tensors(node.meta.get("val")):
+                    return tensor.device
+        return torch.device("cpu")
 
     @property
     def output(self) -> fx.Node:

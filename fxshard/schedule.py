@@ -18,7 +18,7 @@ from fxshard import meta
 from fxshard.program import Program
 from fxshard.units import is_under
 
-COMPUTE: tuple[meta.Role, ...] = ("compute", "pad")
+COMPUTE: tuple[meta.Role, ...] = ("compute", "pad", "settle")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ def build(program: Program) -> Schedule:
     saved = saved_values(program)
     values = program.values
     outputs = [v for v, r in zip(values, program.results, strict=True) if r.kind == "output"]
-    grads = [v for v, r in zip(values, program.results, strict=True) if r.kind == "grad"]
+    grads = [v for v, r in zip(values, program.results, strict=True) if r.kind != "output"]
     forward = _outer(program, "forward", [], (tuple(outputs), tuple(saved)), regions)
     backward = None
     if program.signature.training:

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxshard import compat
+from fxshard.config import Config
 from fxshard.errors import StepError, UnitError
+from fxshard.materialise import check_fillable, has_the_data, owners_of, wholes
 from fxshard.units import Param, Unit, check_shardable
 from fxshard.world.c10d import C10dWorld
 from fxshard.world.in_process import InProcessWorld
@@ -71,45 +73,98 @@ class Slot:
 
 
 def shard_parameters(
-    model: nn.Module, units: tuple[Unit, ...], world: C10dWorld | InProcessWorld
+    model: nn.Module,
+    units: tuple[Unit, ...],
+    world: C10dWorld | InProcessWorld,
+    config: Config,
 ) -> dict[str, Slot]:
-    """Replace each parameter of `model` by its sharded form. All or nothing.
+    """Replace each parameter of `model` by its sharded form, and meta buffers by real ones.
 
-    The padded shards of a unit are views of one flat storage per dtype.
+    All or nothing. The padded shards of a unit are views of one flat storage per dtype. What is on
+    the meta device is filled on the world's device (in-process: that of the model), or rank 0's
+    data is given to all ranks; see `fxshard.materialise`.
 
     Raises:
-        UnitError: a parameter has no data (meta) or lives on another device than the world's.
+        UnitError: a parameter lives on another device than the world's, has a gradient hook or is
+            sharded already; or something on the meta device was not filled.
+        RankMismatchError: rank 0's data is to be given to all, and the ranks hold other buffers,
+            or one of them refuses its model.
     """
-    owners: dict[str, list[tuple[nn.Module, str]]] = {}
-    modules = dict(model.named_modules())
+    named = dict(model.named_parameters())
+    originals = {param.fqn: named[param.fqn] for unit in units for param in unit.params}
+    chosen = set(map(id, originals.values()))
+    ignored = [param for param in model.parameters() if id(param) not in chosen]
+    sync = world if config.sync_module_states and isinstance(world, C10dWorld) else None
+    refusal = _refusal(model, originals, ignored, world, config)
+    if sync:
+        _agree_to_sync(model, refusal, sync)
+    if refusal:
+        raise refusal
+    device = _home(model, world)
+    made: dict[str, list[Tensor]] = {}
     for unit in units:
-        for param in unit.params:
-            owners[param.fqn] = [
-                (modules[path], name)
-                for alias in param.aliases
-                for path, _, name in [alias.rpartition(".")]
-            ]
-            module, name = owners[param.fqn][0]
-            _check_shardable_now(param.fqn, module.get_parameter(name), world)
-    made: dict[str, tuple[list[Tensor], Tensor, nn.Parameter]] = {}
-    for unit in units:
-        for dtype in dict.fromkeys(param.dtype for param in unit.params):
-            params = [param for param in unit.params if param.dtype == dtype]
-            for param, shards in zip(params, _flat_shards(params, owners, world), strict=True):
-                local = _local(param, shards, world)
-                made[param.fqn] = (shards, local, _exposed(param, local, world))
+        made |= _flat_shards(unit, originals, device, world)
+    params = {id(originals[param.fqn]): param for unit in units for param in unit.params}
+    buffers: list[tuple[Tensor, Tensor]] = []
+    for tensor, whole in wholes(model, device, config.param_init_fn, sync, ignored):
+        if id(tensor) in params:
+            param = params[id(tensor)]
+            _take_rows(param, made[param.fqn], whole.detach(), world)
+        elif whole is not tensor:
+            buffers.append((tensor, whole.detach()))
+        del whole  # before the next one is made
+    owners = owners_of(model)
     slots: dict[str, Slot] = {}
-    for fqn, (shards, local, tensor) in made.items():
-        param = next(p for unit in units for p in unit.params if p.fqn == fqn)
-        for module, name in owners[fqn]:
-            module._parameters[name] = tensor
-        slots[fqn] = Slot(param, shards, local, owners[fqn])
+    for key, param in params.items():
+        shards = made[param.fqn]
+        slots[param.fqn] = Slot(param, shards, _local(param, shards, world), owners[key])
+    exposed = {fqn: _exposed(slot.param, slot.local, world) for fqn, slot in slots.items()}
+    for buffer, whole in buffers:
+        _give_buffer(buffer, whole, owners[id(buffer)])
+    for fqn, slot in slots.items():
+        for module, name in slot.owners:
+            module._parameters[name] = exposed[fqn]
     return slots
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """What this process holds of a parameter."""
     return compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _refusal(
+    model: nn.Module,
+    originals: dict[str, nn.Parameter],
+    ignored: list[nn.Parameter],
+    world: C10dWorld | InProcessWorld,
+    config: Config,
+) -> UnitError | None:
+    """Why `model` cannot be sharded as it is now, if so."""
+    sync = world if config.sync_module_states and isinstance(world, C10dWorld) else None
+    try:
+        for fqn, tensor in originals.items():
+            _check_shardable_now(fqn, tensor, world)
+        left_out = set(map(id, ignored))
+        for fqn, tensor in model.named_parameters():
+            if tensor.is_meta and id(tensor) in left_out:
+                raise UnitError(
+                    f"parameter {fqn!r} is ignored, and on the meta device: nothing fills it. "
+                    f"Build what is ignored on a real device."
+                )
+        if not sync or has_the_data(sync):
+            check_fillable(model, config.param_init_fn, ignored)
+    except UnitError as error:
+        return error
+    return None
+
+
+def _agree_to_sync(model: nn.Module, refusal: UnitError | None, world: C10dWorld) -> None:
+    """All ranks go on to the broadcasts, or none."""
+    lines = [
+        f"buffer {name} {list(buffer.shape)} {buffer.dtype}"
+        for name, buffer in model.named_buffers()
+    ]
+    world.agree([str(refusal or "can be sharded"), *lines], "the model that rank 0 is to give them")
 
 
 def _check_shardable_now(fqn: str, tensor: nn.Parameter, world: C10dWorld | InProcessWorld) -> None:
@@ -124,11 +179,8 @@ def _check_shardable_now(fqn: str, tensor: nn.Parameter, world: C10dWorld | InPr
             f"parameter {fqn!r} has a hook on its gradient, which sharding would drop. Register it "
             f"on the parameter of the model that fxshard.compile returns."
         )
-    if tensor.device.type == "meta":
-        raise UnitError(
-            f"parameter {fqn!r} is on the meta device: it has shape but no data to train. Build "
-            f"the model on a real device (fxshard.plan takes meta models)."
-        )
+    if tensor.is_meta:
+        return
     if isinstance(world, C10dWorld) and tensor.device.type != world.mesh.device_type:
         raise UnitError(
             f"parameter {fqn!r} is on {tensor.device}, but the mesh is of device type "
@@ -136,32 +188,53 @@ def _check_shardable_now(fqn: str, tensor: nn.Parameter, world: C10dWorld | InPr
         )
 
 
+def _home(model: nn.Module, world: C10dWorld | InProcessWorld) -> torch.device:
+    """Where meta tensors get their data."""
+    if isinstance(world, C10dWorld):
+        return torch.device(world.mesh.device_type)
+    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+
+
 def _flat_shards(
-    params: list[Param],
-    owners: dict[str, list[tuple[nn.Module, str]]],
+    unit: Unit,
+    originals: dict[str, nn.Parameter],
+    device: torch.device,
     world: C10dWorld | InProcessWorld,
-) -> list[list[Tensor]]:
-    """Padded shards of `params`, views of one new flat storage per process; padding is zero.
+) -> dict[str, list[Tensor]]:
+    """Padded shards of the unit, zero: views of one new flat storage per dtype and process.
 
     In-process, the flat storage holds every rank's rows of a parameter one behind the other, so
     that a whole parameter is a view too.
     """
-    wholes = []
-    for param in params:
-        module, name = owners[param.fqn][0]
-        wholes.append(module.get_parameter(name).detach())
-    ranks = range(world.size) if isinstance(world, InProcessWorld) else range(1)
-    numels = [len(ranks) * torch.Size(param.chunk(world.size)).numel() for param in params]
-    flat = wholes[0].new_zeros(sum(numels))
-    found: list[list[Tensor]] = []
-    for param, whole, piece in zip(params, wholes, flat.split(numels), strict=True):
-        shards = list(piece.view(len(ranks), *param.chunk(world.size)).unbind())
-        for k, shard in enumerate(shards):
-            rank = k if isinstance(world, InProcessWorld) else world.rank
-            rows = param.rows(rank, world.size)
-            shard[: len(rows)].copy_(whole[rows.start : rows.stop])
-        found.append(shards)
+    found: dict[str, list[Tensor]] = {}
+    count = world.size if isinstance(world, InProcessWorld) else 1
+    for dtype in dict.fromkeys(param.dtype for param in unit.params):
+        params = [param for param in unit.params if param.dtype == dtype]
+        numels = [count * torch.Size(param.chunk(world.size)).numel() for param in params]
+        real = [originals[p.fqn].device for p in params if not originals[p.fqn].is_meta]
+        flat = torch.zeros(sum(numels), dtype=dtype, device=(real or [device])[0])
+        for param, piece in zip(params, flat.split(numels), strict=True):
+            found[param.fqn] = list(piece.view(count, *param.chunk(world.size)).unbind())
     return found
+
+
+def _take_rows(
+    param: Param, shards: list[Tensor], whole: Tensor, world: C10dWorld | InProcessWorld
+) -> None:
+    """Copy the rows of `whole` into the shards that this process holds."""
+    for k, shard in enumerate(shards):
+        rank = k if isinstance(world, InProcessWorld) else world.rank
+        rows = param.rows(rank, world.size)
+        shard[: len(rows)].copy_(whole[rows.start : rows.stop])
+
+
+def _give_buffer(buffer: Tensor, whole: Tensor, owners: list[tuple[nn.Module, str]]) -> None:
+    """Put new data into a buffer: in place where it has data, for others may refer to it."""
+    if not buffer.is_meta and buffer.is_contiguous():
+        buffer.detach().copy_(whole)
+        return
+    for module, name in owners:
+        module._buffers[name] = whole if buffer.is_meta else whole.to(buffer.device)
 
 
 def _local(param: Param, shards: list[Tensor], world: C10dWorld | InProcessWorld) -> Tensor:
@@ -176,7 +249,10 @@ def _exposed(param: Param, local: Tensor, world: C10dWorld | InProcessWorld) -> 
     """The parameter that the user sees: a DTensor over this rank's rows, or all of them."""
     if isinstance(world, InProcessWorld):
         return nn.Parameter(local, param.requires_grad)
-    return nn.Parameter(as_dtensor(param, local, world), param.requires_grad)
+    made = as_dtensor(param, compat.stand_in(local), world)
+    exposed = nn.Parameter(made, param.requires_grad)
+    compat.set_local_tensor(exposed, local)
+    return exposed
 
 
 def as_dtensor(param: Param, local: Tensor, world: C10dWorld) -> DTensor:

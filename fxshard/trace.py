@@ -1,7 +1,8 @@
 """Model -> joint graph: one ATen graph of forward and backward, every node tagged.
 
 The capture is AOTAutograd's joint export of the `nn.Module` itself, under fake tensors, with no
-export or Dynamo before it: hooks, checkpointing and custom autograd functions run as in eager.
+export or Dynamo before it: hooks and custom autograd functions run as in eager. Activation
+checkpoints run inline; their nodes are marked, and `passes/checkpoint.py` does the rest.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from fxshard import compat, hf
+from fxshard import compat, hf, precision
 from fxshard.compat import FakeTensorMode
 from fxshard.errors import CaptureError
 from fxshard.normalize import fake_like, normalize
@@ -86,8 +87,13 @@ def capture(
     _refuse_opaque(names, flat, "argument")
     positions = tuple(i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor))
     fakes = tuple(fake_like(flat[i], fake_mode) for i in positions)
-    call = _Call(model, flat, in_spec, positions, training)
-    with _fake_state(model, fake_mode), _module_stack(model):
+    call = _Call(model, flat, in_spec, positions, training, units)
+    dtypes = precision.traced_dtypes(model, units)
+    with (
+        _fake_state(model, fake_mode, dtypes),
+        _module_stack(model),
+        precision.casting(model, units),
+    ):
         graph_module, sources, targets = _export(call, fakes)
     signature = Signature(
         in_spec=in_spec,
@@ -132,9 +138,10 @@ class _Call(nn.Module):
         in_spec: Any,
         positions: tuple[int, ...],
         grad: bool,
+        units: tuple[Unit, ...],
     ) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.units = model, units
         self.flat, self.in_spec, self.positions, self.grad = list(flat), in_spec, positions, grad
         self.autocast = _autocast(model)
         self.out_spec: Any = None
@@ -151,10 +158,12 @@ class _Call(nn.Module):
         args, kwargs = compat.tree_unflatten(flat, self.in_spec)
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         with self.autocast:
+            args, kwargs = precision.root_inputs(self.units, (args, kwargs))
             if isinstance(self.model, fx.GraphModule):
                 out = _interpret(self.model, args, kwargs)
             else:
                 out = self.model(*args, **kwargs)
+            out = precision.root_output(self.units, out)
         paths, self.out_spec = compat.tree_flatten_with_path(out)
         values = [value for _, value in paths]
         self.out_names = tuple(_path_name(path) or "output" for path, _ in paths)
@@ -243,6 +252,7 @@ def _export(
             torch.set_grad_enabled(call.grad),
             torch.autocast(call.autocast.device, enabled=False),
             compat.compiling(),
+            compat.checkpoints_inline(),
             hf.eager_attention_branch(),
             torch.fx.traceback.preserve_node_meta(),
         ):
@@ -316,19 +326,25 @@ def _module_stack(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Iterator[None]:
-    """Replace every parameter and buffer by a whole fake one; put all modules back afterwards."""
+def _fake_state(
+    model: nn.Module, fake_mode: FakeTensorMode, dtypes: dict[str, torch.dtype]
+) -> Iterator[None]:
+    """Replace every parameter and buffer by a whole fake one; put all modules back afterwards.
+
+    `dtypes`: by name, of those that the trace sees in another dtype.
+    """
     before = [(module, _snapshot(module)) for module in model.modules()]
     made: dict[int, torch.Tensor] = {}
     try:
-        for module in model.modules():
+        for path, module in model.named_modules():
             both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for slots in both:
                 for name, tensor in slots.items():
                     if tensor is None:
                         continue
                     if id(tensor) not in made:
-                        fake: torch.Tensor = fake_like(tensor, fake_mode)
+                        dtype = dtypes.get(f"{path}.{name}" if path else name)
+                        fake: torch.Tensor = fake_like(tensor, fake_mode, dtype)
                         if isinstance(tensor, nn.Parameter):
                             fake = nn.Parameter(fake, tensor.requires_grad)
                         made[id(tensor)] = fake

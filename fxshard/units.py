@@ -6,14 +6,15 @@ import dataclasses
 import fnmatch
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from fxshard import compat
-from fxshard.errors import UnitError
+from fxshard.config import Config, Precision
+from fxshard.errors import ConfigError, UnitError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Param:
         requires_grad: False for a frozen parameter.
         unit: index of its unit.
         position: place among ``model.named_parameters()``: the order that optimizers see.
+        compute_dtype: dtype of the unsharded parameter and of its gradient.
     """
 
     fqn: str
@@ -37,6 +39,11 @@ class Param:
     requires_grad: bool
     unit: int
     position: int
+    compute_dtype: torch.dtype = None  # type: ignore[assignment]  # set below: `dtype`
+
+    def __post_init__(self) -> None:
+        if self.compute_dtype is None:
+            object.__setattr__(self, "compute_dtype", self.dtype)
 
     def chunk(self, world_size: int) -> tuple[int, ...]:
         """Shape of one rank's padded shard: dim 0 is ``ceil(shape[0] / world_size)``.
@@ -61,12 +68,19 @@ class Unit:
         fqn: FQN of the module ("" for the root unit).
         kind: class name of the module; equal kinds fold to one row in dumps.
         params: its parameters, in ``named_parameters`` order.
+        ignored: parameters of its modules that stay whole and are never communicated.
+        precision: dtypes of compute and reduction.
+        reshard: what its parameters are between forward and backward: True sharded, False
+            unsharded, n sharded over groups of n neighbouring ranks.
     """
 
     index: int
     fqn: str
     kind: str
     params: tuple[Param, ...]
+    ignored: tuple[Param, ...] = ()
+    precision: Precision = dataclasses.field(default_factory=Precision)
+    reshard: bool | int = True
 
     @property
     def name(self) -> str:
@@ -74,30 +88,38 @@ class Unit:
         return self.fqn or "(root)"
 
 
-def find_units(model: nn.Module, spec: Any = None) -> tuple[Unit, ...]:
+def find_units(
+    model: nn.Module, spec: Any = None, *, ignored: Sequence[Any] = (), also: Iterable[str] = ()
+) -> tuple[Unit, ...]:
     """Split the parameters of `model` into units; the rest is the root unit, index 0.
 
     Args:
         model: the module tree; parameters may be real, meta or fake.
         spec: None, or a list of classes and FQN globs, or a callable ``(fqn, module) -> bool``,
             or a policy of ``torch.distributed.fsdp.wrap``.
+        ignored: modules, parameters and FQN globs: what is in no unit.
+        also: FQNs of modules that are units besides those of `spec`.
 
     Raises:
         UnitError: a pattern matches no module, or a parameter cannot be sharded on dim 0.
     """
-    fqns = _unit_fqns(model, spec)
+    out_modules, out_params = _ignored(model, ignored)
+    chosen = (_unit_fqns(model, spec) | set(also)) - {n for n, _ in _named(out_modules, model)}
+    fqns = ["", *(name for name, _ in model.named_modules() if name and name in chosen)]
     names: dict[int, list[str]] = {}
     by_id: dict[int, nn.Parameter] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
         by_id[id(param)] = param
     members: dict[str, list[Param]] = {fqn: [] for fqn in fqns}
+    whole: dict[str, list[Param]] = {fqn: [] for fqn in fqns}
     index = {fqn: i for i, fqn in enumerate(fqns)}
     for position, (key, aliases) in enumerate(names.items()):
         param = by_id[key]
-        check_shardable(aliases[0], param)
+        if key not in out_params:
+            check_shardable(aliases[0], param)
         owner = owner_of(aliases, fqns)
-        members[owner].append(
+        (whole if key in out_params else members)[owner].append(
             Param(
                 fqn=aliases[0],
                 aliases=tuple(aliases),
@@ -110,8 +132,124 @@ def find_units(model: nn.Module, spec: Any = None) -> tuple[Unit, ...]:
         )
     modules = dict(model.named_modules())
     return tuple(
-        Unit(index[fqn], fqn, type(modules[fqn]).__name__, tuple(members[fqn])) for fqn in fqns
+        Unit(
+            index[fqn],
+            fqn,
+            type(modules[fqn]).__name__,
+            tuple(members[fqn]),
+            tuple(whole[fqn]),
+        )
+        for fqn in fqns
     )
+
+
+def configured_units(model: nn.Module, config: Config) -> tuple[Unit, ...]:
+    """The units of `model` as `config` says, each with its precision and its resharding.
+
+    What a key of ``mixed_precision`` names becomes a unit, as ``fully_shard`` on it would make it.
+
+    Raises:
+        UnitError: a pattern matches no module.
+        ConfigError: ``reshard_after_forward`` names a module that is no unit.
+    """
+    policies = {key: Precision.of(policy) for key, policy in config.precisions.items()}
+    default = policies.pop("", Precision())
+    special = {fqn: p for key, p in policies.items() for fqn in _matches(model, key)}
+    for name, module in model.named_modules():
+        if name and isinstance(module, default.full_precision_classes):
+            back = default.param_dtype
+            special[name] = Precision(torch.float32, torch.float32, output_dtype=back)
+    units = find_units(model, config.units, ignored=config.ignored, also=special)
+    reshard = _reshard_by_unit(model, config, units)
+    return tuple(
+        dataclasses.replace(
+            with_precision(unit, special.get(unit.fqn, default)), reshard=reshard[unit.fqn]
+        )
+        for unit in units
+    )
+
+
+def with_precision(unit: Unit, precision: Precision) -> Unit:
+    """`unit` computing in `precision`: only floating parameters are cast."""
+    wanted = precision.param_dtype
+    params = tuple(
+        dataclasses.replace(
+            p, compute_dtype=wanted if wanted and p.dtype.is_floating_point else p.dtype
+        )
+        for p in unit.params
+    )
+    return dataclasses.replace(unit, params=params, precision=precision)
+
+
+def buffer_dtypes(
+    units: tuple[Unit, ...], buffers: Mapping[str, torch.Tensor]
+) -> dict[str, torch.dtype]:
+    """The dtype of each floating buffer that the precision of its unit changes."""
+    by_fqn = {unit.fqn: unit for unit in units}
+    found: dict[str, torch.dtype] = {}
+    for name, buffer in buffers.items():
+        wanted = by_fqn[owner_of([name], by_fqn)].precision.buffer_dtype
+        if wanted is not None and buffer.is_floating_point() and buffer.dtype is not wanted:
+            found[name] = wanted
+    return found
+
+
+def _reshard_by_unit(
+    model: nn.Module, config: Config, units: tuple[Unit, ...]
+) -> dict[str, bool | int]:
+    default: bool | int = not config.keeps_unsharded
+    value = config.reshard_after_forward
+    if value is None:
+        return {unit.fqn: default for unit in units}
+    if not isinstance(value, Mapping):
+        return {unit.fqn: value for unit in units}
+    found = {unit.fqn: default for unit in units}
+    for key, wanted in value.items():
+        for fqn in [""] if key == "" else sorted(_matches(model, key)):
+            if fqn not in found:
+                raise ConfigError(
+                    f"reshard_after_forward names {fqn!r}, which is no unit. Units are: "
+                    f"{', '.join(unit.name for unit in units[:8])}."
+                )
+            found[fqn] = wanted
+    return found
+
+
+def _ignored(model: nn.Module, ignored: Sequence[Any]) -> tuple[list[nn.Module], set[int]]:
+    """Modules that are left alone, and the ids of their and all other ignored parameters."""
+    modules: list[nn.Module] = []
+    params: set[int] = set()
+    tree = dict(model.named_modules())
+    own = {name: p for name, p in model.named_parameters(remove_duplicate=False)}
+    for item in ignored:
+        if isinstance(item, nn.Module):
+            found = [item] if any(item is module for module in tree.values()) else []
+        elif isinstance(item, str):
+            pattern = item.split(".")
+            found = [m for name, m in tree.items() if name and _glob(pattern, name.split("."))]
+            named = [p for name, p in own.items() if _glob(pattern, name.split("."))]
+            params.update(map(id, named))
+            if named:
+                continue
+        elif isinstance(item, nn.Parameter):
+            if any(item is p for p in own.values()):
+                params.add(id(item))
+                continue
+            found = []
+        else:
+            raise UnitError(f"ignored holds {item!r}: expected a module, a parameter or a glob.")
+        if not found:
+            what = repr(item) if isinstance(item, str) else f"a {type(item).__name__}"
+            raise UnitError(f"ignored: {what} is not in {type(model).__name__}.")
+        modules += found
+    inside = [sub for module in modules for sub in module.modules()]
+    params.update(id(p) for module in inside for p in module.parameters(recurse=False))
+    return inside, params
+
+
+def _named(modules: list[nn.Module], model: nn.Module) -> list[tuple[str, nn.Module]]:
+    chosen = set(map(id, modules))
+    return [(name, module) for name, module in model.named_modules() if id(module) in chosen]
 
 
 def check_shardable(fqn: str, param: torch.Tensor) -> None:
@@ -142,23 +280,20 @@ def is_under(fqn: str, ancestor: str) -> bool:
     return not ancestor or fqn == ancestor or fqn.startswith(ancestor + ".")
 
 
-def _unit_fqns(model: nn.Module, spec: Any) -> list[str]:
+def _unit_fqns(model: nn.Module, spec: Any) -> set[str]:
     if spec is None:
-        chosen = set(repeated_blocks(model))
-    elif isinstance(spec, Sequence):
-        chosen = set().union(*(_matches(model, item) for item in spec))
-    elif compat.is_wrap_policy(spec):
+        return set(repeated_blocks(model))
+    if isinstance(spec, Sequence):
+        return set().union(*(_matches(model, item) for item in spec))
+    if compat.is_wrap_policy(spec):
         wrapped = compat.run_wrap_policy(spec, model)
-        chosen = {name for name, module in model.named_modules() if module in wrapped}
-    elif callable(spec):
-        chosen = _run_callable(model, spec)
-    else:
-        raise UnitError(
-            f"units={spec!r}: expected None, a list of classes or FQN globs, a callable "
-            f"(fqn, module) -> bool, or a torch.distributed.fsdp.wrap policy."
-        )
-    order = [name for name, _ in model.named_modules()]
-    return ["", *(name for name in order if name and name in chosen)]
+        return {name for name, module in model.named_modules() if module in wrapped}
+    if callable(spec):
+        return _run_callable(model, spec)
+    raise UnitError(
+        f"units={spec!r}: expected None, a list of classes or FQN globs, a callable "
+        f"(fqn, module) -> bool, or a torch.distributed.fsdp.wrap policy."
+    )
 
 
 def _matches(model: nn.Module, item: Any) -> set[str]:

@@ -99,16 +99,21 @@ def params_unsharded(program: Program) -> None:
             fail(program, Fact.PARAMS_UNSHARDED, node, f"parameter {tag.fqn!r} comes in whole.")
         if tag.role != "shard":
             continue
+        param = program.params[tag.fqn or ""]
+        if program.world_size == 1 and tuple(node.meta["val"].shape) == param.shape:
+            continue  # it is whole
         for user in node.users:
-            if user.target is not ops.all_gather:
+            if user.target not in (ops.all_gather, ops.cast, ops.load):
                 fail(
                     program,
                     Fact.PARAMS_UNSHARDED,
                     user,
                     f"%{user.name} reads the shard of {tag.fqn!r}; only an unshard may.",
                 )
-    for launch in _launches(program, ops.all_gather):
+    for launch in _unshards(program):
         for pick in launch.users:
+            if pick.target is ops.wait:
+                continue
             shard, fqn = meta.operands(launch)[_picked(pick)], meta.get(pick).fqn
             if meta.get(shard).fqn != fqn:
                 fail(
@@ -128,7 +133,7 @@ def params_unsharded(program: Program) -> None:
                     f"%{pick.name} is {list(shape)}, expected {[rows, *want.shape[1:]]}.",
                 )
             for user in pick.users:
-                if shape != want.shape and meta.get(user).role not in ("unshard", "wait", "free"):
+                if shape != want.shape and meta.get(user).role not in ROLES_WITH_PADDING:
                     fail(
                         program,
                         Fact.PARAMS_UNSHARDED,
@@ -137,12 +142,16 @@ def params_unsharded(program: Program) -> None:
                     )
 
 
+ROLES_WITH_PADDING = ("unshard", "reshard", "wait", "free")
+
+
 def no_param_saved(program: Program) -> None:
-    for launch in _launches(program, ops.all_gather):
+    for launch in _unshards(program):
         tag = meta.get(launch)
+        stays = program.units[tag.unit or 0].reshard is False
         for node in (launch, *_aliases(program, launch)):
             for user in node.users:
-                if user.op == "output" or meta.get(user).phase != tag.phase:
+                if user.op == "output" or (meta.get(user).phase != tag.phase and not stays):
                     fail(
                         program,
                         Fact.NO_PARAM_SAVED,
@@ -153,56 +162,99 @@ def no_param_saved(program: Program) -> None:
 
 
 def reduced_once(program: Program) -> None:
+    """Each gradient went through the reductions that its ranks need, each once."""
     fact = Fact.REDUCED_ONCE
-    made: dict[str, fx.Node] = {}
-    for launch in _launches(program, ops.reduce_scatter):
-        for pick in launch.users:
-            fqn = meta.get(pick).fqn or ""
-            if fqn in made:
-                fail(program, fact, pick, f"the gradient of {fqn!r} is reduced twice.")
-            made[fqn] = pick
-            sent = meta.operands(launch)[_picked(pick)]
-            if meta.get(sent).fqn != fqn:
-                what = f"%{sent.name}, which is that of {meta.get(sent).fqn!r}"
-                fail(program, fact, pick, f"the gradient of {fqn!r} is made of {what}.")
+    need = [ops.reduce_scatter] if program.world_size > 1 else []
+    need += [ops.all_reduce] if program.replicas > 1 else []
+    seen: dict[fx.Node, str] = {}
     for value, result in zip(program.values, program.results, strict=True):
-        if result.kind == "grad" and result.name in program.params:
-            if made.get(result.name) is not value:
+        if result.kind == "accumulated" and program.sync:
+            fail(program, fact, value, f"the gradient of {result.name!r} is not reduced.")
+        if result.kind != "grad" or result.name not in program.params:
+            continue
+        param = program.params[result.name]
+        picks = _reductions_of(value)
+        for pick in picks:
+            if pick in seen:
                 fail(
                     program,
                     fact,
-                    program.output,
-                    f"the gradient of {result.name!r} is returned without being reduced.",
+                    pick,
+                    f"the gradient of {result.name!r} is that of {seen[pick]!r}.",
                 )
-            made.pop(result.name)
-            shape = program.params[result.name].chunk(program.world_size)
-            if tuple(value.meta["val"].shape) != shape:
-                fail(
-                    program,
-                    fact,
-                    value,
-                    f"%{value.name} is {list(value.meta['val'].shape)}, but a shard of "
-                    f"{result.name!r} is {list(shape)}.",
-                )
-    for fqn, pick in made.items():
-        fail(program, fact, pick, f"the reduced gradient of {fqn!r} is not returned.")
+            seen[pick] = result.name
+            if meta.get(pick).fqn != result.name:
+                what = f"%{pick.name}, which is that of {meta.get(pick).fqn!r}"
+                fail(program, fact, pick, f"the gradient of {result.name!r} is made of {what}.")
+            sent = meta.operands(meta.source(pick))[_picked(pick)]
+            if meta.get(sent).fqn != result.name:
+                what = f"%{sent.name}, which is that of {meta.get(sent).fqn!r}"
+                fail(program, fact, pick, f"the gradient of {result.name!r} is made of {what}.")
+        done = [meta.source(pick).target for pick in reversed(picks)]
+        if done != need:
+            ran = ", ".join(_word(target) for target in done) or "nothing"
+            fail(
+                program,
+                fact,
+                program.output if not done else value,
+                f"the gradient of {result.name!r} is returned without being reduced: it went "
+                f"through {ran}; its ranks need {', '.join(_word(t) for t in need)}."
+                if len(done) < len(need)
+                else f"the gradient of {result.name!r} is reduced twice: by {ran}.",
+            )
+        shape = param.chunk(program.world_size)
+        if tuple(value.meta["val"].shape) != shape:
+            fail(
+                program,
+                fact,
+                value,
+                f"%{value.name} is {list(value.meta['val'].shape)}, but a shard of "
+                f"{result.name!r} is {list(shape)}.",
+            )
+    for launch in _launches(program, ops.reduce_scatter, ops.all_reduce):
+        for pick in launch.users:
+            if pick.target is operator.getitem and pick not in seen:
+                fqn = meta.get(pick).fqn
+                fail(program, fact, pick, f"the reduced gradient of {fqn!r} is not returned.")
+
+
+def _reductions_of(value: fx.Node) -> list[fx.Node]:
+    """Picks of reductions that `value` went through, the last first."""
+    found: list[fx.Node] = []
+    node = value
+    while node.op == "call_function":
+        if node.target is operator.getitem and meta.source(node).target in ops.COLLECTIVES:
+            found.append(node)
+            node = meta.operands(meta.source(node))[_picked(node)]
+        elif node.target is operator.getitem and meta.source(node).target is ops.store:
+            node = meta.operands(meta.source(node))[_picked(node)]
+        elif meta.get(node).role == "settle":
+            node = meta.source(node)
+        else:
+            break
+    return found
+
+
+def _word(target: Any) -> str:
+    return str(target).removeprefix("fxshard.").removesuffix(".default")
 
 
 def equal_chunks(program: Program) -> None:
-    """Every collective's buffers are world_size times its inputs (or the inverse), row-wise."""
-    for launch in _launches(program):
+    """Every collective's buffers are its size times its inputs (or the inverse), row-wise."""
+    for launch in _launches(program, ops.all_gather, ops.reduce_scatter):
+        size = cast("int", launch.args[1])
         ins = [t for s in meta.operands(launch) for t in meta.tensors(s.meta["val"])]
         outs = list(meta.tensors(launch.meta["val"]))
         small, large = (ins, outs) if launch.target is ops.all_gather else (outs, ins)
         for part, whole in zip(small, large, strict=True):
-            even = whole.shape[0] == part.shape[0] * program.world_size
+            even = whole.shape[0] == part.shape[0] * size
             if not even or not whole.is_contiguous():
                 fail(
                     program,
                     Fact.EQUAL_CHUNKS,
                     launch,
                     f"%{launch.name} moves {list(part.shape)} and {list(whole.shape)}: not "
-                    f"{program.world_size} equal contiguous chunks.",
+                    f"{size} equal contiguous chunks.",
                 )
 
 
@@ -245,12 +297,23 @@ def bounded_inflight(program: Program) -> None:
 
 
 def _launches_and_frees(program: Program) -> list[fx.Node]:
-    return [n for n in program.graph.nodes if n.target in (ops.all_gather, ops.free)]
+    """Unshards, and the frees of what they wrote."""
+    unshards = {meta.get(launch).pair: launch for launch in _unshards(program)}
+    return [
+        n
+        for n in program.graph.nodes
+        if ops.is_unshard(n)
+        or (
+            n.target is ops.free
+            and meta.get(n).pair in unshards
+            and set(meta.operands(n)) & set(unshards[meta.get(n).pair].users)
+        )
+    ]
 
 
 def _first_uses(program: Program) -> dict[fx.Node, fx.Node]:
     """Per all-gather, the first operator behind its wait that reads it or runs in its unit."""
-    launches = {meta.get(launch).pair: launch for launch in _launches(program, ops.all_gather)}
+    launches = {meta.get(launch).pair: launch for launch in _unshards(program)}
     found = dict.fromkeys(launches.values(), program.output)
     waited: list[fx.Node] = []
     for node in program.graph.nodes:
@@ -266,20 +329,27 @@ def _first_uses(program: Program) -> dict[fx.Node, fx.Node]:
 
 
 def freed(program: Program) -> None:
+    """Everything that a launch wrote or was only sent is freed, once, behind the launch."""
     fact = Fact.FREED
     frees = _by_pair(program, ops.free)
     order = _order(program)
     for launch in _launches(program):
-        tag = meta.get(launch)
-        mine = frees.get(tag.pair, [])
-        if len(mine) != 1:
+        mine = frees.get(meta.get(launch).pair, [])
+        have = [node for free in mine for node in meta.operands(free)]
+        want = [*ops.sent_copies(launch), *ops.dying_results(program, launch)]
+        if want and not mine:
+            fail(program, fact, launch, f"%{launch.name} has 0 frees, expected 1.")
+        if len(have) != len(set(have)):
             fail(program, fact, launch, f"%{launch.name} has {len(mine)} frees, expected 1.")
-        gathers = launch.target is ops.all_gather
-        want = set(launch.users) if gathers else set(meta.operands(launch))
-        if set(meta.operands(mine[0])) != want:
+        if set(have) != set(want):
             fail(program, fact, mine[0], f"%{mine[0].name} does not free all of %{launch.name}.")
-        if meta.get(mine[0]).phase != tag.phase or order[mine[0]] < order[launch]:
-            fail(program, fact, mine[0], f"%{mine[0].name} does not follow %{launch.name}.")
+        stays = (
+            ops.is_unshard(launch) and program.units[meta.get(launch).unit or 0].reshard is False
+        )
+        for free in mine:
+            elsewhere = meta.get(free).phase != meta.get(launch).phase and not stays
+            if elsewhere or order[free] < order[launch]:
+                fail(program, fact, free, f"%{free.name} does not follow %{launch.name}.")
 
 
 def no_use_after_free(program: Program) -> None:
@@ -312,7 +382,8 @@ def streams_ordered(program: Program) -> None:
     """Follow the events: a launch sees its inputs, a reader of its result sees its end."""
     fact = Fact.STREAMS_ORDERED
     recorded: dict[str, int] = {}  # event -> number of compute-stream nodes that it covers
-    seen: set[str] = set()  # events that the compute stream has waited for
+    implied: dict[str, set[str]] = {}  # event -> events that are over when it is
+    seen: set[str] = set()  # events that are over for the compute stream
     done = 0  # compute-stream nodes so far
     for node in program.graph.nodes:
         if node.op != "call_function":
@@ -321,7 +392,7 @@ def streams_ordered(program: Program) -> None:
         for event in tag.waits:
             if event not in recorded:
                 fail(program, fact, node, f"%{node.name} waits for {event}; nothing recorded it.")
-        if node.target in ops.LAUNCHES:
+        if node.target in ops.ASYNCHRONOUS:
             if tag.stream == "compute":
                 fail(program, fact, node, f"%{node.name} runs on the compute stream.")
             if not tag.records:
@@ -334,15 +405,32 @@ def streams_ordered(program: Program) -> None:
                     f"stream {tag.stream!r} starts %{node.name} without waiting for what the "
                     f"compute stream runs in front of it.",
                 )
+            for source in node.all_input_nodes:
+                maker = _launch_behind(source)
+                if maker is None or meta.get(maker).records in seen:
+                    continue
+                same = meta.get(maker).stream == tag.stream
+                if not same and meta.get(maker).records not in tag.waits:
+                    fail(
+                        program,
+                        fact,
+                        node,
+                        f"%{node.name} on stream {tag.stream!r} uses %{source.name} of stream "
+                        f"{meta.get(maker).stream!r} without waiting for event "
+                        f"{meta.get(maker).records}.",
+                    )
             recorded[str(tag.records)] = done
+            before = [str(meta.get(n).records) for n in _same_pair_and_stream(program, node)]
+            over = [{event} | implied.get(event, set()) for event in (*tag.waits, *before)]
+            implied[str(tag.records)] = set().union(*over)
             continue
-        seen |= set(tag.waits)
+        seen = seen.union(*({event} | implied.get(event, set()) for event in tag.waits))
         done += tag.role not in ("unshard", "reduce", "free")  # picks, cuts and frees run nothing
         if tag.records:
             recorded[tag.records] = done
         for source in node.all_input_nodes:
             launch = _launch_behind(source)
-            is_pick = node.target is operator.getitem and source.target in ops.LAUNCHES
+            is_pick = node.target is operator.getitem and source.target in ops.ASYNCHRONOUS
             if launch is not None and not is_pick and meta.get(launch).records not in seen:
                 fail(
                     program,
@@ -352,6 +440,18 @@ def streams_ordered(program: Program) -> None:
                     f"{meta.get(launch).stream!r} without waiting for event "
                     f"{meta.get(launch).records}.",
                 )
+
+
+def _same_pair_and_stream(program: Program, launch: fx.Node) -> list[fx.Node]:
+    """What runs in front of `launch` on its stream, for it: a cast of what it sends."""
+    found: list[fx.Node] = []
+    for operand in meta.operands(launch):
+        maker = meta.source(operand) if operand.op == "call_function" else operand
+        if maker.target in (ops.cast, ops.load):
+            mine = meta.get(launch)
+            if (meta.get(maker).pair, meta.get(maker).stream) == (mine.pair, mine.stream):
+                found += [maker]
+    return found
 
 
 def outlined(program: Program) -> None:
@@ -389,12 +489,12 @@ def outlined(program: Program) -> None:
         elif saved != [
             env[p]
             for p in outer.find_nodes(op="placeholder")
-            if meta.get(p).role not in ("shard", "buffer", "input", "tangent")
+            if meta.get(p).role not in (*meta.HELD, "tangent", "accumulated")
         ]:
             fail(program, fact, program.output, "backward takes other values than forward saves.")
-        kind = "output" if phase == "forward" else "grad"
         both = zip(program.values, program.results, strict=True)
-        if list(results) != [value for value, result in both if result.kind == kind]:
+        mine = [v for v, r in both if (r.kind == "output") == (phase == "forward")]
+        if list(results) != mine:
             fail(program, fact, program.output, f"the schedule's {phase} returns other values.")
 
 
@@ -435,9 +535,16 @@ def _order(program: Program) -> dict[fx.Node, int]:
     return {node: i for i, node in enumerate(program.graph.nodes)}
 
 
-def _launches(program: Program, target: Any = None) -> list[fx.Node]:
-    wanted = ops.LAUNCHES if target is None else (target,)
-    return [node for node in program.graph.nodes if node.target in wanted]
+def _launches(program: Program, *targets: Any) -> list[fx.Node]:
+    return [
+        node
+        for node in program.graph.nodes
+        if ops.is_launch(node) and (not targets or node.target in targets)
+    ]
+
+
+def _unshards(program: Program) -> list[fx.Node]:
+    return [node for node in program.graph.nodes if ops.is_unshard(node)]
 
 
 def _by_pair(program: Program, target: Any) -> dict[int | None, list[fx.Node]]:
@@ -481,7 +588,7 @@ def _is_pick_of(node: fx.Node, launch: fx.Node) -> bool:
 
 def _launch_behind(node: fx.Node) -> fx.Node | None:
     """The launch that wrote `node`, through picks and views."""
-    while node.op == "call_function" and node.target not in ops.LAUNCHES:
+    while node.op == "call_function" and node.target not in ops.ASYNCHRONOUS:
         if not meta.aliases_input(node):
             return None
         ids = meta.storage_ids(node)
@@ -489,7 +596,7 @@ def _launch_behind(node: fx.Node) -> fx.Node | None:
         if source is None:
             return None
         node = source
-    return node if node.target in ops.LAUNCHES else None
+    return node if node.target in ops.ASYNCHRONOUS else None
 
 
 def _picks_region(row: fx.Node) -> bool:

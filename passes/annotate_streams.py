@@ -38,25 +38,51 @@ class AnnotateStreams:
     ensures: ClassVar[frozenset[Fact]] = frozenset({Fact.STREAMS_ORDERED})
 
     def apply(self, program: Program) -> None:
-        streams: dict[object, meta.Stream] = {
-            ops.all_gather: "unshard",
-            ops.reduce_scatter: "reduce",
-        }
         before: fx.Node | None = None  # the last node on the compute stream
         for node in program.graph.nodes:
             tag = meta.get(node)
             if node.op != "call_function":
                 continue
-            if node.target in streams:
-                stream = streams[node.target]
-                waits = (_event(before, tag.pair),) if before is not None else ()
-                done = f"{stream[0]}{tag.pair}"
-                meta.update(node, stream=stream, waits=waits, records=done)
+            if node.target in STREAMS:
+                stream = STREAMS[node.target]
+                waits = [_event(before, tag.pair)] if before is not None else []
+                waits += _made_elsewhere(node, stream)
+                done = f"{EVENTS[node.target]}{tag.pair}"
+                meta.update(node, stream=stream, waits=tuple(waits), records=done)
             elif node.target is ops.wait:
                 launch = meta.source(meta.operands(node)[0])
                 meta.update(node, waits=(meta.get(launch).records,))
             if meta.get(node).stream == "compute" and tag.role not in ("unshard", "reduce", "free"):
                 before = node
+
+
+# A cast runs where the gather that sends it does, and needs no event.
+STREAMS: dict[object, meta.Stream] = {
+    ops.all_gather: "unshard",
+    ops.cast: "unshard",
+    ops.load: "load",
+    ops.reduce_scatter: "reduce",
+    ops.all_reduce: "reduce",
+    ops.store: "store",
+}
+EVENTS: dict[object, str] = {
+    ops.all_gather: "u",
+    ops.cast: "k",
+    ops.load: "l",
+    ops.reduce_scatter: "r",
+    ops.all_reduce: "a",
+    ops.store: "s",
+}
+
+
+def _made_elsewhere(node: fx.Node, stream: meta.Stream) -> list[str]:
+    """Events of launches on other streams whose results `node` reads without a wait."""
+    events: dict[str, None] = {}
+    for operand in meta.operands(node):
+        maker = meta.source(operand) if operand.op == "call_function" else operand
+        if maker.target in (ops.load, ops.cast) and meta.get(maker).stream != stream:
+            events[str(meta.get(maker).records)] = None
+    return list(events)
 
 
 def _event(node: fx.Node, pair: int | None) -> str:

@@ -87,6 +87,8 @@ def _is_same_shape_view(node: fx.Node) -> bool:
 def merge_parameter_free(program: Program) -> list[fx.Node]:
     """Merge equal parameter-free forward operators; returns all such operators, in order.
 
+    Of one activation checkpoint, or of none: a checkpoint makes its own again in backward.
+
     Only operators without randomness, mutation or parameter ancestors are touched: they are small
     (masks, position tables), and merging anything else would lengthen lives that eager keeps
     short.
@@ -103,7 +105,8 @@ def merge_parameter_free(program: Program) -> list[fx.Node]:
             continue
         if meta.is_random(node) or _writes(node) or not is_free.issuperset(node.all_input_nodes):
             continue
-        key = (node.target, _freeze(node.args), _freeze(node.kwargs))
+        region = meta.get(node).checkpoint
+        key = (region, node.target, _freeze(node.args), _freeze(node.kwargs))
         if key in seen:
             node.replace_all_uses_with(seen[key])
             program.graph.erase_node(node)
@@ -182,7 +185,7 @@ def copy_returned_parameters(program: Program) -> None:
     sources = {
         storage
         for node in program.graph.find_nodes(op="placeholder")
-        if meta.get(node).role == "param"
+        if meta.get(node).role in ("param", "whole")
         for storage in meta.storage_ids(node)
     }
     values = program.values

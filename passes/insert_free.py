@@ -13,10 +13,11 @@ from fxshard.program import Fact, Program
 
 @dataclasses.dataclass(frozen=True)
 class InsertFree:
-    """Free a unit's gather buffers behind their last reader, and sent gradients behind the wait.
+    """Free gather buffers behind their last reader, and what was only sent behind the wait.
 
     Readers are counted through every alias. A buffer is freed by giving its storage back, since
-    the process group may hold on to the tensor.
+    the process group may hold on to the tensor. What a reduction leaves is freed too, if a cast or
+    a copy of it is the gradient.
 
     Before::
 
@@ -45,18 +46,28 @@ class InsertFree:
         waits = {
             meta.get(node).pair: node for node in program.graph.nodes if node.target is ops.wait
         }
-        for launch in list(program.graph.nodes):
-            if launch.target not in ops.LAUNCHES:
-                continue
-            tag = meta.get(launch)
-            gathers = launch.target is ops.all_gather
-            freed = list(launch.users) if gathers else meta.operands(launch)
-            storages = set().union(*map(meta.storage_ids, freed))
-            readers = [last_reader[storage] for storage in storages]
-            at = max((*readers, waits[tag.pair]), key=order.__getitem__)
-            with program.graph.inserting_after(at):
-                free = ops.node(program.graph, ops.free, (freed,), f"free_{tag.pair}")
-            meta.put(
-                free,
-                dataclasses.replace(tag, role="free", stream="compute", waits=(), records=None),
-            )
+        for launch in [n for n in program.graph.nodes if ops.is_launch(n)]:
+            sent, results = ops.sent_copies(launch), ops.dying_results(program, launch)
+            pair = meta.get(launch).pair
+            gathers = ops.is_unshard(launch)
+            groups = [(sent, f"free_sent_{pair}" if gathers else f"free_{pair}")]
+            groups += [(results, f"free_{pair}" if gathers else f"free_result_{pair}")]
+            for freed, name in groups:
+                storages = set().union(*map(meta.storage_ids, freed))
+                readers = [last_reader[storage] for storage in storages]
+                if freed:
+                    at = max((*readers, waits[pair]), key=order.__getitem__)
+                    insert_free(program, freed, name, at, meta.get(launch))
+
+
+def insert_free(
+    program: Program, freed: list[fx.Node], name: str, behind: fx.Node, tag: meta.Meta
+) -> None:
+    """Insert a free of what the launch with `tag` read or wrote."""
+    with program.graph.inserting_after(behind):
+        free = ops.node(program.graph, ops.free, (freed,), name)
+    phase = meta.get(behind).phase
+    made = dataclasses.replace(
+        tag, phase=phase, role="free", stream="compute", waits=(), records=None
+    )
+    meta.put(free, made)

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxshard import meta, ops
-from fxshard.program import Fact, Program
+from fxshard.program import Fact, Program, Result
 from fxshard.units import Param
 
 aten = torch.ops.aten
@@ -17,10 +17,21 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class InsertReduce:
-    """One reduce-scatter per unit (and dtype), behind the last of its gradients.
+    """One reduction per unit (and dtype), behind the last of its gradients.
 
-    A gradient is sent as it lies if it is contiguous, divides evenly and nobody else sees its
-    storage; otherwise a copy (padded with zero rows) is sent.
+    A gradient is sent as it lies if it is contiguous, divides evenly, has the dtype of the
+    reduction, and nobody else sees its storage; otherwise a copy (padded with zero rows, cast) is
+    sent. Replicas all-reduce what the reduce-scatter leaves. Then the sharded gradient gets the
+    dtype of its parameter, and goes to the CPU if parameters are there.
+
+    Under ``no_sync`` nothing is reduced: gradients are returned, or added to those of the steps
+    before, which the first step with a reduction takes in.
+
+    Attributes:
+        op: "avg", "sum", "max" or "min".
+        divide_factor: an average divides by this (None: by the number of ranks).
+        predivide_factor: how much of it is divided before the sum (None: nothing; in fp16 about
+            the square root, so that neither the sum overflows nor the parts underflow).
 
     Before::
 
@@ -40,62 +51,223 @@ class InsertReduce:
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.UNITS_ASSIGNED})
     ensures: ClassVar[frozenset[Fact]] = frozenset({Fact.REDUCED_ONCE, Fact.EQUAL_CHUNKS})
 
+    op: str = "avg"
+    divide_factor: float | None = None
+    predivide_factor: float | None = None
+
     def apply(self, program: Program) -> None:
-        values = program.values
-        slots = {
-            result.name: i for i, result in enumerate(program.results) if result.kind == "grad"
+        if not program.signature.training:
+            return
+        grads = {
+            result.name: value
+            for result, value in zip(program.results, program.values, strict=True)
+            if result.kind == "grad"
         }
+        for fqn in program.wholes.keys() & grads.keys():
+            grads[fqn] = as_own(program, grads[fqn])
+        added = accumulate(program, grads)
+        if program.sync:
+            grads |= added
+            self._reduce_all(program, grads)
+            results = {name: Result("grad", name) for name in grads}
+        else:
+            sharded = [name for name in grads if name in program.params]
+            fresh = [name for name in sharded if name not in added]
+            grads |= {
+                name: as_own(program, to_reduce_dtype(program, name, grads[name])) for name in fresh
+            }
+            results = {name: Result("accumulated", name) for name in fresh}
+            results |= {name: Result("grad", name) for name in grads if name not in sharded}
+        outputs = [
+            (result, value)
+            for result, value in zip(program.results, program.values, strict=True)
+            if result.kind != "grad"
+        ]
+        outputs += [(result, grads[name]) for name, result in results.items()]
+        program.results[:] = [result for result, _ in outputs]
+        program.values = [value for _, value in outputs]
+
+    def _reduce_all(self, program: Program, grads: dict[str, fx.Node]) -> None:
+        """Replace the gradients of parameters by sharded ones."""
         order = {node: i for i, node in enumerate(program.graph.nodes)}
         pair = 1 + max((meta.get(n).pair or 0 for n in program.graph.nodes), default=-1)
         groups: list[tuple[fx.Node, list[Param]]] = []
         for unit in program.units:
             by_dtype: dict[torch.dtype, list[Param]] = {}
             for param in unit.params:
-                if param.fqn in slots:
-                    dtype = values[slots[param.fqn]].meta["val"].dtype
+                if param.fqn in grads:
+                    dtype = reduce_dtype(program, param, grads[param.fqn])
                     by_dtype.setdefault(dtype, []).append(param)
             for params in by_dtype.values():
-                last = max((values[slots[p.fqn]] for p in params), key=order.__getitem__)
+                last = max((grads[p.fqn] for p in params), key=order.__getitem__)
                 groups.append((last, params))
         for last, params in sorted(groups, key=lambda group: order[group[0]]):
-            grads = [values[slots[param.fqn]] for param in params]
-            alone = [owns_storage(program, grad, last, order) for grad in grads]
-            reduced = reduce(program, params, grads, alone, last, pair)
-            for param, node in zip(params, reduced, strict=True):
-                values[slots[param.fqn]] = node
-            pair += 1
-        program.values = values
+            sent = [grads[param.fqn] for param in params]
+            alone = [owns_storage(program, grad, last, order) for grad in sent]
+            reduced = self._reduce(program, params, sent, alone, last, pair)
+            grads |= {param.fqn: node for param, node in zip(params, reduced, strict=True)}
+            pair += len(self._launches(program)) or 1
+
+    def _launches(self, program: Program) -> list[str]:
+        """What a gradient goes through, in order."""
+        words = {"reduce": program.world_size > 1, "all_reduce": program.replicas > 1}
+        words["store"] = program.offloaded
+        return [word for word, needed in words.items() if needed]
+
+    def _reduce(
+        self,
+        program: Program,
+        params: list[Param],
+        grads: list[fx.Node],
+        alone: list[bool],
+        last: fx.Node,
+        pair: int,
+    ) -> list[fx.Node]:
+        """Insert launches and waits behind `last`; returns the sharded gradients.
+
+        `alone[i]`: nobody else sees the storage of `grads[i]`, so that it can be sent and freed.
+        """
+        unit = program.units[params[0].unit]
+        tag = meta.Meta("backward", "reduce", module=unit.fqn, unit=unit.index, pair=pair)
+        fqns = [param.fqn for param in params]
+        before, op, behind = self.division(
+            reduce_dtype(program, params[0], grads[0]), program.world_size * program.replicas
+        )
+        with program.graph.inserting_before(following(program, last)):
+            nodes = [
+                divided(program, as_sendable(program, param, grad, own, tag), before, "pad")
+                for param, grad, own in zip(params, grads, alone, strict=True)
+            ]
+            if program.world_size > 1:
+                args = (nodes, program.world_size, *([] if op == "avg" else ["shard", op]))
+                name = f"reduce_{pair}"
+                nodes = ops.insert_word(program, ops.reduce_scatter, args, fqns, tag, name)
+                ops.insert_wait(program, nodes, tag)
+            if program.replicas > 1:
+                tag = dataclasses.replace(
+                    tag, pair=pair + self._launches(program).index("all_reduce")
+                )
+                args = (nodes, program.replicas, "replicate", op)
+                name = f"all_reduce_{tag.pair}"
+                nodes = ops.insert_word(program, ops.all_reduce, args, fqns, tag, name)
+                ops.insert_wait(program, nodes, tag)
+            nodes = [divided(program, node, behind, "settle", tag) for node in nodes]
+            if not unit.precision.keep_low_precision_grads:
+                both = zip(nodes, params, strict=True)
+                nodes = [cast(program, node, param.dtype, "settle", tag) for node, param in both]
+            if program.offloaded:
+                tag = dataclasses.replace(tag, pair=pair + self._launches(program).index("store"))
+                name = f"store_{tag.pair}"
+                nodes = ops.insert_word(program, ops.store, (nodes,), fqns, tag, name)
+                ops.insert_wait(program, nodes, tag)
+        return nodes
+
+    def division(self, dtype: torch.dtype, ranks: int) -> tuple[float | None, str, float | None]:
+        """Divisor before the reduction, its operation, and divisor behind it.
+
+        As torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py,
+        ``_get_gradient_divide_factors``, with sums where that multiplies inside NCCL.
+        """
+        if self.op != "avg":
+            return None, self.op, None
+        risky = dtype not in (torch.float32, torch.bfloat16, torch.float64)
+        if not risky and self.divide_factor is None and self.predivide_factor is None:
+            return None, "avg", None
+        factor = float(self.divide_factor or ranks)
+        before = self.predivide_factor
+        if before is None and risky:
+            before = 1.0
+            while factor % before == 0 and factor / before > before:
+                before *= 2
+        return before, "sum", factor / (before or 1.0)
 
 
-def reduce(
+def reduce_dtype(program: Program, param: Param, grad: fx.Node) -> torch.dtype:
+    """The dtype in which the gradient of `param` is reduced and accumulated."""
+    wanted = program.units[param.unit].precision.reduce_dtype
+    dtype: torch.dtype = grad.meta["val"].dtype
+    return wanted if wanted is not None and dtype.is_floating_point else dtype
+
+
+def accumulate(program: Program, grads: dict[str, fx.Node]) -> dict[str, fx.Node]:
+    """Add gradients to the accumulated ones in place, each where it is made; returns the sums."""
+    sums: dict[str, fx.Node] = {}
+    for fqn in sorted(program.accumulated, key=lambda fqn: program.params[fqn].position):
+        param = program.params[fqn]
+        *_, last = program.graph.find_nodes(op="placeholder")
+        with program.graph.inserting_after(last):
+            total = program.graph.placeholder("accumulated_" + fqn.replace(".", "_"))
+        device, dtype = program.device, param.compute_dtype
+        dtype = program.units[param.unit].precision.reduce_dtype or dtype
+        tag = meta.Meta("backward", "accumulated", unit=param.unit, fqn=fqn)
+        meta.put(total, tag, program.fake(param.shape, dtype, device))
+        if fqn in grads:
+            grad = grads[fqn]
+            with program.graph.inserting_before(following(program, grad)):
+                added = program.graph.call_function(aten.add_.Tensor, (total, grad))
+            like = meta.get(grad) if grad.op == "call_function" else tag
+            made = dataclasses.replace(like, phase="backward", role="pad", fqn=fqn)
+            total = meta.put(added, made, total.meta["val"])
+        sums[fqn] = total
+    return sums
+
+
+def following(program: Program, node: fx.Node) -> fx.Node:
+    """The place behind `node`; the start of backward for a gradient that came in."""
+    if node.op == "placeholder":
+        return next(iter(program.phase("backward")), program.output)
+    return node.next
+
+
+def to_reduce_dtype(program: Program, fqn: str, grad: fx.Node) -> fx.Node:
+    """`grad` in the dtype in which gradients of its parameter are accumulated."""
+    param = program.params[fqn]
+    tag = meta.Meta("backward", "pad", program.units[param.unit].fqn, param.unit)
+    with program.graph.inserting_before(following(program, grad)):
+        return cast(program, grad, reduce_dtype(program, param, grad), "pad", tag)
+
+
+def as_own(program: Program, grad: fx.Node) -> fx.Node:
+    """`grad`, or a copy of it if others see its storage: what is returned is the caller's."""
+    order = {node: i for i, node in enumerate(program.graph.nodes)}
+    if grad.meta["val"].is_contiguous() and owns_storage(program, grad, program.output, order):
+        return grad
+    tag = meta.get(grad)
+    with program.graph.inserting_before(following(program, grad)):
+        return contiguous(program, grad, dataclasses.replace(tag, phase="backward"))
+
+
+def divided(
     program: Program,
-    params: list[Param],
-    grads: list[fx.Node],
-    alone: list[bool],
-    last: fx.Node,
-    pair: int,
-) -> list[fx.Node]:
-    """Insert launch and wait behind `last`; returns the sharded gradients.
+    node: fx.Node,
+    factor: float | None,
+    role: meta.Role,
+    tag: meta.Meta | None = None,
+) -> fx.Node:
+    """`node` divided by `factor` in place."""
+    if factor is None or factor == 1:
+        return node
+    made = program.graph.call_function(aten.div_.Scalar, (node, factor))
+    like = dataclasses.replace(tag or meta.get(node), role=role, fqn=meta.get(node).fqn)
+    return meta.put(made, like, node.meta["val"])
 
-    `alone[i]`: nobody else sees the storage of `grads[i]`, so that it can be sent and freed.
-    """
-    unit = program.units[params[0].unit]
-    tag = meta.Meta("backward", "reduce", module=unit.fqn, unit=unit.index, pair=pair)
-    following = last.next
-    if last.op == "placeholder":  # the gradient is a tangent as it came
-        following = next(iter(program.phase("backward")), program.output)
-    with program.graph.inserting_before(following):
-        sent = [
-            as_sendable(program, param, grad, own, tag)
-            for param, grad, own in zip(params, grads, alone, strict=True)
-        ]
-        return ops.insert_launch(program, ops.reduce_scatter, sent, [p.fqn for p in params], tag)
+
+def cast(
+    program: Program, node: fx.Node, dtype: torch.dtype, role: meta.Role, tag: meta.Meta
+) -> fx.Node:
+    """`node` in `dtype`: itself, or a copy."""
+    val = node.meta["val"]
+    if val.dtype is dtype:
+        return node
+    made = program.graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
+    fake = program.fake(tuple(val.shape), dtype, val.device)
+    return meta.put(made, dataclasses.replace(tag, role=role, fqn=meta.get(node).fqn), fake)
 
 
 def as_sendable(
     program: Program, param: Param, grad: fx.Node, alone: bool, tag: meta.Meta
 ) -> fx.Node:
-    """`grad` itself, or a contiguous copy padded to ``world_size * chunk`` rows.
+    """`grad` itself, or a contiguous copy of ``world_size * chunk`` rows in the reduction's dtype.
 
     What is sent is tagged with the FQN of the parameter whose gradient it is.
     """
@@ -103,16 +275,24 @@ def as_sendable(
     val, world = grad.meta["val"], program.world_size
     rows = world * param.chunk(world)[0]
     pad = rows - param.shape[0]
-    if not pad and val.is_contiguous() and alone:
-        meta.update(grad, fqn=param.fqn)
-        return grad
-    if pad:
+    dtype = reduce_dtype(program, param, grad)
+    if not pad and val.is_contiguous() and (alone or val.dtype is not dtype):
+        if val.dtype is dtype:
+            meta.update(grad, fqn=param.fqn)
+        node = grad
+    elif pad:
         padding = [0, 0] * (val.dim() - 1) + [0, pad]
         source = grad if val.is_contiguous() else contiguous(program, grad, tag)
         node = program.graph.call_function(aten.constant_pad_nd.default, (source, padding))
         fake = program.fake((rows, *param.shape[1:]), val.dtype, val.device)
-        return meta.put(node, dataclasses.replace(tag, role="pad"), fake)
-    return contiguous(program, grad, tag)
+        meta.put(node, dataclasses.replace(tag, role="pad"), fake)
+    else:
+        node = contiguous(program, grad, tag)
+    if val.dtype is dtype:
+        return node
+    node = cast(program, node, dtype, "pad", tag)
+    meta.update(node, fqn=param.fqn)
+    return node
 
 
 def contiguous(program: Program, grad: fx.Node, tag: meta.Meta) -> fx.Node:
@@ -137,7 +317,7 @@ def owns_storage(program: Program, grad: fx.Node, last: fx.Node, order: dict[fx.
     while maker is not None:
         aliases.append(maker)
         maker = next((n for n in maker.all_input_nodes if storage in meta.storage_ids(n)), None)
-    if aliases[-1].op == "placeholder":
+    if aliases[-1].op == "placeholder" and meta.get(aliases[-1]).role != "accumulated":
         return False
     todo = aliases[-1:]
     while todo:

@@ -19,8 +19,13 @@ aten = torch.ops.aten
 class InsertUnshard:
     """One all-gather per unit and phase, of the parameters that the phase reads.
 
-    The placeholders of whole parameters become placeholders of this rank's padded shards.
-    A launch and its wait stand together here; `prefetch` pulls them apart.
+    The placeholders of whole parameters become placeholders of this rank's padded shards. What is
+    sent is the shard, loaded from the CPU if it is offloaded, and cast to the unit's dtype, once
+    per unit. A launch and its wait stand together here; `prefetch` pulls them apart.
+
+    Between forward and backward a unit is sharded (``unit.reshard`` is True: backward gathers
+    again), unsharded (False: backward reads what forward gathered), or sharded over n neighbours
+    (backward gathers from those). With one rank per shard group nothing is gathered.
 
     Before::
 
@@ -45,37 +50,66 @@ class InsertUnshard:
 
     def apply(self, program: Program) -> None:
         wholes = {
-            meta.get(node).fqn: node
+            meta.get(node).fqn or "": node
             for node in program.graph.find_nodes(op="placeholder")
             if meta.get(node).role == "param"
         }
-        shards = {
-            param.fqn: add_shard(program, param, wholes[param.fqn])
-            for param in program.params.values()
-        }
+        shards: dict[str, fx.Node] = {}
+        for param in program.params.values():
+            shards[param.fqn] = add_shard(program, param, wholes[param.fqn])
+            if lies_ready(program, param):
+                replace(program, wholes.pop(param.fqn), shards[param.fqn], ("forward", "backward"))
+        sources = {fqn: Source(node, program.world_size) for fqn, node in shards.items()}
         order = {node: i for i, node in enumerate(program.graph.nodes)}
         entries = first_nodes(program)
-        phases: tuple[meta.Phase, ...] = ("forward", "backward")
         pair = 0
-        for phase in phases:
-            todo: list[tuple[fx.Node, Unit, list[Param]]] = []
-            for unit in program.units:
-                read = {
-                    param.fqn: users
-                    for param in unit.params
-                    if (users := readers(wholes[param.fqn], phase))
-                }
-                if not read:
-                    continue
-                first = min((u for users in read.values() for u in users), key=order.__getitem__)
-                entry = entries.get((phase, unit.index)) if unit.index else None
-                at = min((first, entry or first), key=order.__getitem__)
-                todo.append((at, unit, [p for p in unit.params if p.fqn in read]))
-            for at, unit, params in sorted(todo, key=lambda item: order[item[0]]):
-                gather(program, unit, params, phase, at, pair, wholes, shards)
+        for phase in PHASES:
+            for at, unit, params in first_reads(program, phase, wholes, order, entries):
+                tag = meta.Meta(phase, "unshard", module=unit.fqn, unit=unit.index, pair=pair)
+                served: tuple[meta.Phase, ...] = PHASES if unit.reshard is False else (phase,)
+                parts = [sources[param.fqn] for param in params]
+                with program.graph.inserting_before(at):
+                    picks = unshard(program, unit, params, parts, tag)
+                    full = cut_padding(program, params, picks, tag)
+                again = [i for i, p in enumerate(params) if readers(wholes[p.fqn], "backward")]
+                for param, node in zip(params, full, strict=True):
+                    replace(program, wholes[param.fqn], node, served)
+                if phase == "forward" and regroups(program, unit) and again:
+                    kept = [params[i] for i in again]
+                    sources |= reshard(program, unit, kept, [picks[i] for i in again], tag)
                 pair += 1
-        for node in wholes.values():
-            program.graph.erase_node(node)
+        for node in program.graph.find_nodes(op="placeholder"):
+            if meta.get(node).role == "param":
+                program.graph.erase_node(node)
+
+
+PHASES: tuple[meta.Phase, ...] = ("forward", "backward")
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where an unshard takes a parameter from.
+
+    Attributes:
+        node: this rank's rows.
+        size: number of ranks in the group that holds all of them.
+        group: its name.
+    """
+
+    node: fx.Node
+    size: int
+    group: str = "shard"
+
+
+def lies_ready(program: Program, param: Param) -> bool:
+    """True if the shard of `param` is the unsharded parameter as it is."""
+    cast = param.compute_dtype is not param.dtype
+    return program.world_size == 1 and not cast and not program.offloaded
+
+
+def regroups(program: Program, unit: Unit) -> bool:
+    """True if `unit` is sharded over a smaller group between forward and backward."""
+    return not isinstance(unit.reshard, bool) and unit.reshard < program.world_size
 
 
 def add_shard(program: Program, param: Param, whole: fx.Node) -> fx.Node:
@@ -83,7 +117,7 @@ def add_shard(program: Program, param: Param, whole: fx.Node) -> fx.Node:
     with program.graph.inserting_before(whole):
         node = program.graph.placeholder("shard_" + param.fqn.replace(".", "_"))
     tag = meta.Meta("forward", "shard", unit=param.unit, fqn=param.fqn)
-    device = whole.meta["val"].device
+    device = torch.device("cpu") if program.offloaded else whole.meta["val"].device
     return meta.put(node, tag, program.fake(param.chunk(program.world_size), param.dtype, device))
 
 
@@ -97,34 +131,101 @@ def first_nodes(program: Program) -> dict[tuple[meta.Phase, int | None], fx.Node
     return found
 
 
+def first_reads(
+    program: Program,
+    phase: meta.Phase,
+    wholes: dict[str, fx.Node],
+    order: dict[fx.Node, int],
+    entries: dict[tuple[meta.Phase, int | None], fx.Node],
+) -> list[tuple[fx.Node, Unit, list[Param]]]:
+    """Per unit that `phase` reads: where it is needed first, and the parameters that are read."""
+    todo: list[tuple[fx.Node, Unit, list[Param]]] = []
+    for unit in program.units:
+        read = {
+            param.fqn: users
+            for param in unit.params
+            if param.fqn in wholes and (users := readers(wholes[param.fqn], phase))
+        }
+        if not read:
+            continue
+        first = min((u for users in read.values() for u in users), key=order.__getitem__)
+        entry = entries.get((phase, unit.index)) if unit.index else None
+        at = min((first, entry or first), key=order.__getitem__)
+        todo.append((at, unit, [p for p in unit.params if p.fqn in read]))
+    return sorted(todo, key=lambda item: order[item[0]])
+
+
 def readers(whole: fx.Node, phase: meta.Phase) -> list[fx.Node]:
     """Operators of `phase` that read the whole parameter directly."""
     return [user for user in whole.users if meta.get(user).phase == phase]
 
 
-def gather(
-    program: Program,
-    unit: Unit,
-    params: list[Param],
-    phase: meta.Phase,
-    at: fx.Node,
-    pair: int,
-    wholes: dict[str | None, fx.Node],
-    shards: dict[str, fx.Node],
+def unshard(
+    program: Program, unit: Unit, params: list[Param], sources: list[Source], tag: meta.Meta
+) -> list[fx.Node]:
+    """Append what makes whole parameters, padded, of `sources`, and the wait for it."""
+    nodes = [source.node for source in sources]
+    fqns = [param.fqn for param in params]
+    if program.offloaded and meta.get(nodes[0]).role == "shard":
+        args = (nodes, program.device)
+        nodes = ops.insert_word(program, ops.load, args, fqns, tag, f"load_{tag.pair}")
+    casts = [i for i, n in enumerate(nodes) if n.meta["val"].dtype is not params[i].compute_dtype]
+    if casts and sources[0].size == 1:
+        casts = list(range(len(nodes)))  # the cast is the launch: all results are its own
+    if casts and sources[0].size == 1:
+        casts = list(range(len(nodes)))  # the cast is the launch: all results are its own
+    if casts:
+        cast = ([nodes[i] for i in casts], params[casts[0]].compute_dtype)
+        names = [fqns[i] for i in casts]
+        made = ops.insert_word(program, ops.cast, cast, names, tag, f"cast_{tag.pair}")
+        for i, node in zip(casts, made, strict=True):
+            nodes[i] = node
+    size, group = sources[0].size, sources[0].group
+    if size > 1:
+        gather = (nodes, size) if group == "shard" else (nodes, size, group)
+        nodes = ops.insert_word(program, ops.all_gather, gather, fqns, tag, f"unshard_{tag.pair}")
+    ops.insert_wait(program, nodes, tag)
+    return nodes
+
+
+def cut_padding(
+    program: Program, params: list[Param], picks: list[fx.Node], tag: meta.Meta
+) -> list[fx.Node]:
+    """Append a view of each pick without its padding rows, where it has some."""
+    full: list[fx.Node] = []
+    for param, pick in zip(params, picks, strict=True):
+        node = pick
+        if pick.meta["val"].shape[0] != param.shape[0]:
+            node = program.graph.call_function(aten.slice.Tensor, (pick, 0, 0, param.shape[0]))
+            meta.put(node, dataclasses.replace(tag, fqn=param.fqn), program.refake(node))
+        full.append(node)
+    return full
+
+
+def replace(
+    program: Program, whole: fx.Node, full: fx.Node, phases: tuple[meta.Phase, ...]
 ) -> None:
-    """Insert launch, wait and padding views in front of `at`; readers read the result."""
-    graph = program.graph
-    tag = meta.Meta(phase, "unshard", module=unit.fqn, unit=unit.index, pair=pair)
-    sources = [shards[param.fqn] for param in params]
-    with graph.inserting_before(at):
-        picks = ops.insert_launch(program, ops.all_gather, sources, [p.fqn for p in params], tag)
-        for param, pick in zip(params, picks, strict=True):
-            whole, full = wholes[param.fqn], pick
-            if pick.meta["val"].shape[0] != param.shape[0]:
-                args = (pick, 0, 0, param.shape[0])
-                full = graph.call_function(aten.slice.Tensor, args)
-                cut = dataclasses.replace(tag, fqn=param.fqn)
-                meta.put(full, cut, program.refake(full))
-            for user in readers(whole, phase):
-                user.replace_input_with(whole, full)
-            program.refresh_views(full, meta.storage_ids(whole))
+    """Let the readers of `whole` in `phases` read `full`."""
+    for phase in phases:
+        for user in readers(whole, phase):
+            user.replace_input_with(whole, full)
+    program.refresh_views(full, meta.storage_ids(whole))
+
+
+def reshard(
+    program: Program, unit: Unit, params: list[Param], picks: list[fx.Node], tag: meta.Meta
+) -> dict[str, Source]:
+    """Behind the last reader in forward, keep this rank's rows in a smaller group."""
+    size, group = int(unit.reshard), f"reshard{unit.reshard}"
+    storages = set().union(*map(meta.storage_ids, picks))
+    last = [
+        node
+        for node in program.phase("forward")
+        if any(meta.storage_ids(source) & storages for source in node.all_input_nodes)
+    ][-1]
+    fqns = [param.fqn for param in params]
+    role = dataclasses.replace(tag, role="reshard")
+    with program.graph.inserting_before(last.next):
+        args = (picks, size, group)
+        parts = ops.insert_word(program, ops.reshard, args, fqns, role, f"reshard_{tag.pair}")
+    return {fqn: Source(part, size, group) for fqn, part in zip(fqns, parts, strict=True)}

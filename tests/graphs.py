@@ -23,7 +23,7 @@ from fxshard.world.in_process import InProcessWorld
 
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "i64": torch.int64, "b8": torch.bool}
 _PLACEHOLDER = re.compile(r"%(\w+) : (\w+)\[([\d,]*)\] = (\w+) (\S+)")
-_CALL = re.compile(r"%(\w+)(?: : \S+)? = ([\w.]+)\((.*?)\)(?:  \| (\S+))?")
+_CALL = re.compile(r"%(\w+)(?: : \S+)? = ([\w.]+)\((.*?)\)(?:  \| (.+))?")
 _VALUE = re.compile(r"%(\w+) \((\S+)\)")
 
 
@@ -66,9 +66,9 @@ def parse(
             at: meta.Phase = "backward" if role == "tangent" else "forward"
             meta.put(env[name], meta.Meta(at, role, fqn=fqn), val)  # type: ignore[arg-type]
         else:
-            name, target, arguments, module = _CALL.fullmatch(line).groups()  # type: ignore[union-attr]
+            name, target, arguments, tag = _CALL.fullmatch(line).groups()  # type: ignore[union-attr]
             env[name] = _call(graph, mode, env, name, target, arguments)
-            meta.put(env[name], meta.Meta(phase, "compute", module=module or ""))
+            meta.put(env[name], _tag(phase, (tag or "").split()))
     training = phase == "backward"
     meta.put(graph.output_node(), meta.Meta(phase, "output"))
     return Program(
@@ -79,6 +79,19 @@ def parse(
         units=_units(graph, units, tied, frozen),
         world_size=world_size,
         fake_mode=mode,
+    )
+
+
+def _tag(phase: meta.Phase, words: Sequence[str]) -> meta.Meta:
+    """Of an operator: its module's FQN, ``checkpoint=0``, ``save``, each if it is there."""
+    numbers = [int(word.partition("=")[2]) for word in words if word.startswith("checkpoint=")]
+    fqns = [word for word in words if word != "save" and "=" not in word]
+    return meta.Meta(
+        phase,
+        "compute",
+        module=next(iter(fqns), ""),
+        checkpoint=next(iter(numbers), None),
+        save="save" in words,
     )
 
 
@@ -322,7 +335,7 @@ class StrictWorld(InProcessWorld):
         self._launched: dict[int | None, tuple[fx.Node, list[dict[fx.Node, Any]], list[Any]]] = {}
 
     def _run_row(self, row: fx.Node, envs: list[dict[fx.Node, Any]]) -> None:
-        if row.target in ops.LAUNCHES:
+        if row.target in ops.ASYNCHRONOUS:
             inputs = [{node: env[node] for node in meta.operands(row)} for env in envs]
             for env in envs:
                 env[row] = [torch.full(v.shape, torch.nan, dtype=v.dtype) for v in row.meta["val"]]

@@ -15,7 +15,6 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
 
 import fxshard
 from fxshard import dump, meta, trace, verify
@@ -291,19 +290,6 @@ def test_a_parameter_that_loses_its_gradient_is_named() -> None:
 
     with pytest.raises(CaptureError, match=r"'b\.weight' reaches the loss.*requires_grad_"):
         fxshard.plan(Net(loses), (batch(),), world_size=2)
-
-
-def test_reentrant_checkpointing_is_refused_and_the_other_kind_works() -> None:
-    def checkpointed(reentrant: bool) -> Callable[..., Tensor]:
-        def forward(net: Net, x: Tensor) -> Tensor:
-            return checkpoint(lambda x: torch.tanh(net.a(x)), x, use_reentrant=reentrant).sum()
-
-        return forward
-
-    x = batch().requires_grad_()
-    with pytest.raises(CaptureError, match="use_reentrant=False"):
-        fxshard.plan(Net(checkpointed(True)), (x,), world_size=2)
-    assert_trains_like_eager(lambda: Net(checkpointed(False)), batch())
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@
 import dataclasses
 import datetime
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
@@ -113,6 +115,52 @@ def test_with_current_meta_puts_back_what_was_there() -> None:
     assert current["fxshard_test"] == 1
     outer()
     assert "fxshard_test" not in current
+
+
+def test_checkpoints_inline_marks_forward_and_backward() -> None:
+    """By what transformers holds (``checkpoint`` itself), in both modes, and with a policy."""
+    call = torch.utils.checkpoint.checkpoint
+    inner = partial(call, torch.tanh, use_reentrant=True)
+    policy = partial(
+        torch.utils.checkpoint.create_selective_checkpoint_contexts, [aten.tanh.default]
+    )
+
+    class Checkpointed(nn.Module):
+        def forward(self, x: Tensor) -> list[Tensor]:
+            x = torch.sin(x)
+            x = inner(x)
+            x = call(lambda x: torch.exp(inner(x)), x, use_reentrant=False)
+            return [call(torch.tanh, x, use_reentrant=False, context_fn=policy).sum()]
+
+    with compat.FakeTensorMode(), torch.fx.traceback.preserve_node_meta():
+        x = torch.ones(3, requires_grad=True)
+        with compat.checkpoints_inline():
+            graph = compat.export_joint(Checkpointed(), (x,))[0].graph
+
+    def marks(target: Any) -> list[int | None]:
+        nodes = graph.find_nodes(op="call_function", target=target)
+        return [compat.checkpoint_of(node) for node in nodes]
+
+    first, second, third = marks(aten.tanh.default)
+    assert None not in (first, second, third) and len({first, second, third}) == 3, (
+        "operators inside torch.utils.checkpoint are not marked: checkpoint() does not look up "
+        "_checkpoint_without_reentrant_generator and CheckpointFunction when it is called"
+    )
+    assert marks(aten.exp.default) == [second], "a checkpoint inside a checkpoint has its own mark"
+    assert marks(aten.sin.default) == marks(aten.cos.default) == [None], "what is outside is marked"
+    assert marks(aten.tanh_backward.default) == [third, second, first], (
+        "backward nodes do not take meta['custom'] of their forward"
+    )
+    saved = [compat.is_saved_by_policy(n) for n in graph.nodes if n.target is aten.tanh.default]
+    assert saved == [False, False, True], "policies do not write meta['recompute'] under a trace"
+
+
+def test_checkpoints_inline_is_undone() -> None:
+    module = torch.utils.checkpoint
+    before = (module._checkpoint_without_reentrant_generator, module.CheckpointFunction)
+    with pytest.raises(KeyError), compat.checkpoints_inline():
+        raise KeyError
+    assert before == (module._checkpoint_without_reentrant_generator, module.CheckpointFunction)
 
 
 def test_compiling() -> None:

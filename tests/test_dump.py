@@ -209,7 +209,7 @@ def test_collectives_in_order() -> None:
 
 def test_collectives_are_those_of_the_graph() -> None:
     program = plan("mlp13", world_size=3).program
-    launches = [node for node in program.graph.nodes if node.target in ops.LAUNCHES]
+    launches = [node for node in program.graph.nodes if node.target in ops.COLLECTIVES]
     lines = dump.collectives(program)
     assert len(lines) == len(launches)
     for line, node in zip(lines, launches, strict=True):

@@ -77,6 +77,43 @@ forward:
 %y = aten.relu(%near)  | layers
 return %y (0)
 """
+CHECKPOINTED = """
+%x : f32[2,4] = input 0
+%count : f32[4] = buffer count
+%a : f32[4,4] = param layers.0.a
+%b : f32[4,4] = param layers.1.b
+%dy : f32[2,4] = tangent 0
+forward:
+%ta = aten.t(%a)  | layers.0 checkpoint=0
+%h = aten.mm(%x, %ta)  | layers.0 checkpoint=0 save
+%large = aten.gt.Scalar(%h, 0)  | layers.0 checkpoint=0
+%g = aten.gelu(%h)  | layers.0 checkpoint=0
+%noise = aten.rand_like(%g)  | layers.0 checkpoint=0
+%more_noise = aten.rand_like(%g)  | layers.0 checkpoint=0
+%n = aten.mul.Tensor(%noise, %more_noise)  | layers.0 checkpoint=0
+%x_1 = aten.mul.Tensor(%g, %n)  | layers.0 checkpoint=0
+%more = aten.add.Tensor(%count, 1)  | layers.1 checkpoint=1
+%mm = aten.mm(%x_1, %b)  | layers.1 checkpoint=1
+%counted = aten.mul.Tensor(%mm, %more)  | layers.1 checkpoint=1
+%x_2 = aten.tanh(%counted)  | layers.1 checkpoint=1
+%y = aten.sin(%x_2)
+%copy = aten.copy_(%count, %more)
+backward:
+%cos = aten.cos(%x_2)
+%dx_2 = aten.mul.Tensor(%dy, %cos)
+%dcounted = aten.tanh_backward(%dx_2, %x_2)  | layers.1 checkpoint=1
+%dmm = aten.mul.Tensor(%dcounted, %more)  | layers.1 checkpoint=1
+%tx = aten.t(%x_1)  | layers.1 checkpoint=1
+%db = aten.mm(%tx, %dmm)  | layers.1 checkpoint=1
+%tb = aten.t(%b)  | layers.1 checkpoint=1
+%dx_1 = aten.mm(%dmm, %tb)  | layers.1 checkpoint=1
+%dg = aten.mul.Tensor(%dx_1, %n)  | layers.0 checkpoint=0
+%dlarge = aten.mul.Tensor(%dg, %large)  | layers.0 checkpoint=0
+%dh = aten.gelu_backward(%dlarge, %h)  | layers.0 checkpoint=0
+%th = aten.t(%dh)  | layers.0 checkpoint=0
+%da = aten.mm(%th, %x)  | layers.0 checkpoint=0
+return %y (0), %da (layers.0.a), %db (layers.1.b)
+"""
 READ_ONCE = """
 %x : f32[2,4] = input 0
 %add : f32[3] = param layers.0.add
@@ -180,6 +217,12 @@ CASES: dict[str, tuple[pipeline.Pass, Build]] = {
             "nested",
             None,
             partial(graphs.parse, NESTED, root | {"layers.0": "L", "layers.0.mlp": "M"}),
+        ),
+        (
+            "checkpoint",
+            "two",
+            None,
+            partial(graphs.parse, CHECKPOINTED, root | {"layers.0": "L", "layers.1": "L"}),
         ),
         ("insert_unshard", "layered", None, graphs.layered),
         (

@@ -28,6 +28,7 @@ aten = torch.ops.aten
 NAMES = [
     "canonicalize",
     "assign-units",
+    "checkpoint",
     "insert-unshard",
     "insert-reduce",
     "prefetch",
@@ -212,7 +213,7 @@ def test_plan_passes_observe_on() -> None:
 
 # -- a pass that does harm ------------------------------------------------------------------------
 
-HARM = [*default()[:3], DropWaits(), *default()[3:4]]
+HARM = [*default()[:4], DropWaits(), *default()[4:5]]
 
 
 def test_a_fact_that_a_pass_breaks_is_found_at_the_end() -> None:
@@ -292,8 +293,8 @@ def test_debug_1_lists_passes_with_time(printed: Any) -> None:
 
 def test_debug_2_counts_operators(printed: Any) -> None:
     lines = printed(2).splitlines()
-    at = lines.index(next(line for line in lines if " 2 insert-unshard: " in line))
-    counts = lines[at + 1 : lines.index(next(li for li in lines if " 3 insert-reduce: " in li))]
+    at = lines.index(next(line for line in lines if " 3 insert-unshard: " in line))
+    counts = lines[at + 1 : lines.index(next(li for li in lines if " 4 insert-reduce: " in li))]
     assert "[fxshard]   +5 fxshard.all_gather.default" in counts
     assert "[fxshard]   +5 fxshard.wait.default" in counts
     assert "[fxshard]   -1 head" in counts and "[fxshard]   +1 shard_head" in counts
@@ -302,7 +303,7 @@ def test_debug_2_counts_operators(printed: Any) -> None:
 
 def test_debug_3_prints_differences(printed: Any) -> None:
     lines = printed(3).splitlines()
-    assert lines.count("--- before") == lines.count("+++ after") == 6  # two passes change no text
+    assert lines.count("--- before") == lines.count("+++ after") == 6  # three passes change no text
     assert "+  %wait_0 = fxshard.wait([%getitem])  | layers.0 unit=1 pair=0" in lines
     assert "-  %head : f32[4,3] = param head" in lines
     assert "[fxshard]   +5 fxshard.wait.default" in lines

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from typing import Any
 
+import numpy as np
 import torch
 
 aten = torch.ops.aten
@@ -45,11 +47,37 @@ class State(enum.Enum):
     PEAK_BACKWARD = "Peak Backward"
 
 
+Matrix = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclasses.dataclass
+class Curve:
+    """Bytes of one phase in one memory: rows of categories, in the order of `CATEGORIES`.
+
+    Attributes:
+        start: alive when the phase begins.
+        after: ``[points, categories]``, alive behind each point.
+        during: ``[points, categories]``, the most alive between that point and the one before.
+    """
+
+    start: list[int]
+    after: Matrix
+    during: Matrix
+
+    @classmethod
+    def nothing(cls, points: int) -> Curve:
+        """No byte at any of so many points."""
+        zeros = np.zeros((points, len(CATEGORIES)), dtype=np.int64)
+        return cls([0] * len(CATEGORIES), zeros, zeros)
+
+
 def is_reduce_copy(target: object, kwargs: dict[str, Any]) -> bool:
     """True for the operators that copy a gradient into a form that can be sent.
 
     By definition such a copy, when it is sent, is *Reduce Scatter*, and what it was copied from
     is the *Unsharded Grad*.
     """
+    if target is aten._to_copy.default:
+        return True
     contiguous = kwargs.get("memory_format") == torch.contiguous_format
     return target is aten.constant_pad_nd.default or (target is aten.clone.default and contiguous)

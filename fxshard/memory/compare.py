@@ -96,34 +96,35 @@ class Validation:
         )
 
 
-def compare(report: MemoryReport, steps: list[list[Measured]]) -> Validation:
-    """Put each measured step beside the report's first or steady step.
+def compare(reports: list[MemoryReport], steps: list[list[list[Measured]]]) -> Validation:
+    """Put each measured step beside the reports' first or steady step.
 
     Args:
-        report: the static side.
-        steps: per step, what the tracker measured of forward, backward, optimizer, zero_grad.
+        reports: the static side, one per micro-batch of a step.
+        steps: per step and micro-batch, what the tracker measured of its phases: forward and
+            backward, and behind the last one optimizer and zero_grad.
     """
     cells: list[Cell] = []
     points: list[tuple[int, str, int]] = []
     static_peaks, measured_peaks = [0], [0]
-    stretches = spans(report.program)
-    for number, phases in enumerate(steps, start=1):
-        static = {p.phase: p for p in report.phases(first_step=number == 1)}
-        measured = {m.phase: m for m in phases}
-        for name in ("forward", "backward"):
-            if name not in static:
-                continue
-            s, m = static[name], measured[name]
-            points.append((number, name, _largest_difference(s, m)))
-            static_peaks.append(int(s.during.sum(1).max()))
-            measured_peaks.append(int(m.during.sum(1).max()))
-            curve = PhaseBytes(name, [], m.after, m.during, m.start)
-            for (module, phase), span in stretches.items():
-                if phase == name:
-                    pairs = zip(cells_of(s, span), cells_of(curve, span), strict=True)
-                    for (state, row), (_, seen) in pairs:
-                        cells += _cells(number, module, state.value, row, seen)
-        cells += _optimizer_cells(number, static, measured)
+    for number, batches in enumerate(steps, start=1):
+        for report, phases in zip(reports, batches, strict=True):
+            static = {p.phase: p for p in report.phases(first_step=number == 1)}
+            measured = {m.phase: m for m in phases}
+            for name in ("forward", "backward"):
+                if name not in static:
+                    continue
+                s, m = static[name], measured[name]
+                points.append((number, name, _largest_difference(s, m)))
+                static_peaks.append(int(s.during.sum(1).max()))
+                measured_peaks.append(int(m.during.sum(1).max()))
+                curve = PhaseBytes(name, [], m.after, m.during, m.start, m.host)
+                for (module, phase), span in spans(report.program).items():
+                    if phase == name:
+                        pairs = zip(cells_of(s, span), cells_of(curve, span), strict=True)
+                        for (state, row), (_, seen) in pairs:
+                            cells += _cells(number, module, state.value, row, seen)
+            cells += _optimizer_cells(number, static, measured)
     return Validation(cells, points, max(static_peaks), max(measured_peaks))
 
 
@@ -164,4 +165,6 @@ def _largest_difference(static: PhaseBytes, measured: Measured) -> int:
     after = np.abs(static.after - measured.after).max(initial=0)
     during = np.abs(static.during.sum(1).max(initial=0) - measured.during.sum(1).max(initial=0))
     start = np.abs(np.array(static.start) - np.array(measured.start)).max()
-    return int(max(after, during, start))
+    host = np.abs(static.host.after - measured.host.after).max(initial=0)
+    host_start = np.abs(np.array(static.host.start) - np.array(measured.host.start)).max()
+    return int(max(after, during, start, host, host_start))

@@ -82,18 +82,18 @@ def _of_operator(
 def _of_launch(phase: str, number: int, point: Point) -> KernelTemporary | None:
     """Gloo flattens a coalesced collective: its inputs, and for a gather its outputs.
 
-    Source: torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, ``allgather_coalesced`` and
-    ``reduce_scatter_tensor_coalesced``.
+    Source: torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, ``allgather_coalesced``,
+    ``reduce_scatter_tensor_coalesced`` and ``allreduce_coalesced``.
     """
     row = point.row
-    if row.target not in ops.LAUNCHES:
+    if row.target not in ops.COLLECTIVES:
         return None
     ins = sum(_nbytes(t) for n in meta.operands(row) for t in meta.tensors(n.meta["val"]))
     outs = sum(_nbytes(t) for t in meta.tensors(row.meta["val"]))
     gathers = row.target is ops.all_gather
     size = ins + outs if gathers else ins
     why = "flat inputs and outputs" if gathers else "clones of the inputs"
-    op = "all_gather" if gathers else "reduce_scatter"
+    op = str(row.target).removeprefix("fxshard.").removesuffix(".default")
     return KernelTemporary(phase, number, op, point.module, size, why, backend="gloo")
 
 

@@ -22,12 +22,14 @@ from torch import fx, nn
 
 from fxshard import meta, ops
 from fxshard.compat import tree_flatten
-from fxshard.memory.category import CATEGORIES, COLUMN, Category, is_reduce_copy
+from fxshard.memory.category import CATEGORIES, COLUMN, Category, Curve, Matrix, is_reduce_copy
 from fxshard.memory.optimizer import Event, OptimizerStep
 from fxshard.program import Program, nbytes
 from fxshard.schedule import Schedule, last_reads, points
+from fxshard.units import buffer_dtypes
 
-Vector = list[int]  # bytes per category, in the order of CATEGORIES
+Vector = list[int]  # bytes per category, in the order of CATEGORIES; inside, host behind device
+WIDTH = 2 * len(CATEGORIES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +41,14 @@ class Thing:
         module: FQN of its module.
         category: see `Category`.
         bytes: its size.
+        host: it lies on the CPU while the program computes elsewhere (offload).
     """
 
     name: str
     module: str
     category: Category
     bytes: int
+    host: bool = False
 
 
 @dataclasses.dataclass
@@ -58,13 +62,44 @@ class PhaseBytes:
         during: int64 ``[points, categories]``, alive while the operator before the point ran:
             its inputs and its outputs. Never below `after`.
         start: alive when the phase begins.
+        host: the same for CPU memory, with offload; zeros without.
     """
 
     phase: str
     labels: list[tuple[str, str]]
-    after: np.ndarray[Any, np.dtype[np.int64]]
-    during: np.ndarray[Any, np.dtype[np.int64]]
+    after: Matrix
+    during: Matrix
     start: Vector
+    host: Curve
+
+    @classmethod
+    def of(
+        cls, phase: str, labels: list[tuple[str, str]], after: Matrix, during: Matrix, start: Vector
+    ) -> PhaseBytes:
+        """From rows that hold the categories twice: of the device, then of the host."""
+        half = len(CATEGORIES)
+        host = Curve(start[half:], after[:, half:], during[:, half:])
+        return cls(phase, labels, after[:, :half], during[:, :half], start[:half], host)
+
+    def shifted(self, extra: Vector) -> PhaseBytes:
+        """With as many more bytes everywhere; `extra` as rows of `of`."""
+        more = np.array(extra, dtype=np.int64)
+        wide = [
+            np.concatenate([a, b], axis=-1) + more
+            for a, b in (
+                (self.after, self.host.after),
+                (self.during, self.host.during),
+                (np.array(self.start), np.array(self.host.start)),
+            )
+        ]
+        return PhaseBytes.of(self.phase, self.labels, wide[0], wide[1], wide[2].tolist())
+
+    @property
+    def end(self) -> Vector:
+        """What is alive at the end, as a row of `of`."""
+        if not len(self.after):
+            return [*self.start, *self.host.start]
+        return [int(v) for v in (*self.after[-1], *self.host.after[-1])]
 
 
 @dataclasses.dataclass
@@ -88,7 +123,8 @@ class StepBytes:
 def held_bytes(model: nn.Module, inputs: Any, program: Program) -> list[Thing]:
     """What the caller holds through the whole step: shards, buffers, batch.
 
-    Shards count as they are stored: padded, all units, trainable or not.
+    Shards count as they are stored: padded, all units, trainable or not. Ignored parameters count
+    as *Sharded Param* too: what the rank holds between steps.
     """
     world = program.world_size
     things = [
@@ -97,9 +133,15 @@ def held_bytes(model: nn.Module, inputs: Any, program: Program) -> list[Thing]:
             unit.fqn,
             Category.SHARDED_PARAM,
             sum(nbytes(param.chunk(world), param.dtype) for param in unit.params),
+            host=program.offloaded,
         )
         for unit in program.units
     ]
+    things += [
+        Thing(fqn, "", Category.SHARDED_PARAM, nbytes(param.shape, param.dtype))
+        for fqn, param in program.wholes.items()
+    ]
+    dtypes = buffer_dtypes(program.units, dict(model.named_buffers()))
     seen: set[int] = set()
     leaves, _ = tree_flatten(inputs)
     groups: list[tuple[Category, Iterable[tuple[str, Any]]]] = [
@@ -115,56 +157,102 @@ def held_bytes(model: nn.Module, inputs: Any, program: Program) -> list[Thing]:
             keep.append(storage)
             if id(storage) not in seen:
                 seen.add(id(storage))
-                things.append(Thing(name, "", category, storage.nbytes()))
+                size = storage.nbytes()
+                if category is Category.BUFFER and name in dtypes:
+                    size = nbytes(tuple(value.shape), dtypes[name])
+                things.append(Thing(name, "", category, size))
     return things
 
 
-def analyse(program: Program, held: list[Thing], step: OptimizerStep | None) -> StepBytes:
+def analyse(
+    program: Program,
+    held: list[Thing],
+    step: OptimizerStep | None,
+    *,
+    holds_gradients: bool = False,
+    last: bool = True,
+) -> StepBytes:
     """Bytes at every point of the first and of the steady step.
 
     Args:
         program: with a schedule.
         held: from `held_bytes`.
         step: from `fxshard.memory.optimizer.trace_step`, or None.
+        holds_gradients: an earlier micro-batch has left gradients, to which this one's are added.
+        last: False for a micro-batch that is followed by another, not by the optimizer.
     """
-    base = [0] * len(CATEGORIES)
+    base = [0] * WIDTH
     for thing in held:
-        base[COLUMN[thing.category]] += thing.bytes
+        base[_column(thing)] += thing.bytes
+    gradients = gradient_bytes(program)
+    if holds_gradients:
+        base = [a + b for a, b in zip(base, gradients, strict=True)]
     compute = Walk(program, base).run()
+    if holds_gradients and program.signature.training:
+        _added_in_place(compute[-1], gradients)
     results: list[list[PhaseBytes]] = []
     state_bytes = sum(step.state.values()) if step else 0
+    state_column = COLUMN[Category.OPT_STATE] + (len(CATEGORIES) if program.offloaded else 0)
     for is_first in (True, False):
-        extra = [0] * len(CATEGORIES)
-        extra[COLUMN[Category.OPT_STATE]] = 0 if is_first else state_bytes
-        phases = [_shifted(phase, extra) for phase in compute]
-        last = list(phases[-1].after[-1]) if len(phases[-1].after) else phases[-1].start
-        if program.signature.training:
+        extra = [0] * WIDTH
+        extra[state_column] = 0 if is_first else state_bytes
+        phases = [phase.shifted(extra) for phase in compute]
+        if program.signature.training and last:
             if step is not None:
                 events = step.first if is_first else step.second
-                phases.append(_optimizer_phase(events, step.state, [int(v) for v in last]))
-                last = list(phases[-1].after[-1])
+                host = program.offloaded
+                phases.append(_optimizer_phase(events, step.state, phases[-1].end, host))
             cleared = list(base)  # all that is left: what is held, and the optimizer's state
-            cleared[COLUMN[Category.OPT_STATE]] = state_bytes
+            if holds_gradients:
+                cleared = [a - b for a, b in zip(base, gradients, strict=True)]
+            cleared[state_column] = state_bytes
             row = np.array([cleared], dtype=np.int64)
-            start = [int(v) for v in last]
-            phases.append(PhaseBytes("zero_grad", [("zero_grad", "")], row, row, start))
+            start = phases[-1].end
+            phases.append(PhaseBytes.of("zero_grad", [("zero_grad", "")], row, row, start))
         results.append(phases)
     return StepBytes(program, results[0], results[1], step.name if step else None, held)
 
 
-def _shifted(phase: PhaseBytes, extra: Vector) -> PhaseBytes:
-    shift = np.array(extra, dtype=np.int64)
-    start = [a + b for a, b in zip(phase.start, extra, strict=True)]
-    return PhaseBytes(phase.phase, phase.labels, phase.after + shift, phase.during + shift, start)
+def gradient_bytes(program: Program) -> Vector:
+    """Bytes of all ``.grad`` that a backward leaves, as a row of `PhaseBytes.of`."""
+    found = [0] * WIDTH
+    categories = gradient_categories(program)
+    seen: set[int] = set()
+    for value, result in zip(program.values, program.results, strict=True):
+        if result.kind != "grad":
+            continue
+        for storage in meta.storages(value):
+            if id(storage) not in seen:
+                seen.add(id(storage))
+                sharded = result.name in program.params
+                category = categories.get(id(storage), Category.TEMP)
+                category = Category.SHARDED_GRAD if sharded else category
+                thing = Thing("", "", category, storage.nbytes(), sharded and program.offloaded)
+                found[_column(thing)] += thing.bytes
+    return found
 
 
-def _optimizer_phase(events: list[Event], state: dict[int, int], start: Vector) -> PhaseBytes:
+def _added_in_place(backward: PhaseBytes, gradients: Vector) -> None:
+    """When backward returns, its gradients have been added to those before, and are gone."""
+    half = len(CATEGORIES)
+    for curve, gone in ((backward, gradients[:half]), (backward.host, gradients[half:])):
+        curve.after[-1] -= np.array(gone, dtype=np.int64)
+
+
+def _column(thing: Thing) -> int:
+    return COLUMN[thing.category] + (len(CATEGORIES) if thing.host else 0)
+
+
+def _optimizer_phase(
+    events: list[Event], state: dict[int, int], start: Vector, host: bool
+) -> PhaseBytes:
     live = list(start)
     after, during, labels = [], [], []
     sizes: dict[int, tuple[int, int]] = {}
+    shift = len(CATEGORIES) if host else 0
     for event in events:
         for number, size in event.allocated:
-            column = COLUMN[Category.OPT_STATE if number in state else Category.TEMP]
+            column = COLUMN[Category.OPT_STATE if number in state else Category.TEMP] + shift
             sizes[number] = (column, size)
             live[column] += size
         during.append(list(live))
@@ -174,7 +262,7 @@ def _optimizer_phase(events: list[Event], state: dict[int, int], start: Vector) 
                 live[column] -= size
         after.append(list(live))
         labels.append((event.op, ""))
-    return PhaseBytes("optimizer", labels, np.array(after), np.array(during), start)
+    return PhaseBytes.of("optimizer", labels, _matrix(after), _matrix(during), start)
 
 
 class Walk:
@@ -189,6 +277,10 @@ class Walk:
         self.refs: dict[int, int] = {}  # storage token -> values that refer to it
         self._tokens = 0
         self._categories = gradient_categories(program)
+        self._accumulated = {
+            fqn: self._new(Thing(fqn, "", Category.UNSHARDED_GRAD, accumulated_bytes(program, fqn)))
+            for fqn in program.accumulated
+        }
 
     def run(self, until: tuple[str, int] | None = None) -> list[PhaseBytes]:
         """Walk both phases.
@@ -223,18 +315,22 @@ class Walk:
             else:
                 self._release(caller)
                 record.labels.append(("backward returned", ""))
-                last = np.array([self.live], dtype=np.int64)
-                record.after = np.concatenate([record.after, last])
-                record.during = np.concatenate([record.during, last])
+                half = len(CATEGORIES)
+                for curve, live in ((record, self.live[:half]), (record.host, self.live[half:])):
+                    row = np.array([live], dtype=np.int64)
+                    curve.after = np.concatenate([curve.after, row])
+                    curve.during = np.concatenate([curve.during, row])
         return found
 
     def _enter(self, node: fx.Node, saved: list[list[int]], caller: list[int]) -> list[int]:
         """Tokens of a placeholder. What the caller holds throughout has none: it never dies."""
         role = meta.get(node).role
+        if role == "accumulated":  # dies when it is reduced; else the caller holds it on
+            return [self._accumulated[meta.get(node).fqn or ""]] if self.program.sync else []
         if role == "tangent":
             caller += self._allocate(node, Category.TEMP)
             return []
-        if role in ("shard", "buffer", "input"):
+        if role in meta.HELD:
             return []
         return saved.pop(0)
 
@@ -275,21 +371,24 @@ class Walk:
                 self._release(env.pop(node, []))
             after.append(list(self.live))
         labels = [((p.node or p.row).name, p.module) for p in places]
-        return PhaseBytes(phase, labels, _matrix(after), _matrix(during), start)
+        return PhaseBytes.of(phase, labels, _matrix(after), _matrix(during), start)
 
     def _row(self, row: fx.Node, picks: list[fx.Node], env: dict[fx.Node, list[int]]) -> None:
         if row.target is ops.wait:
             for source in meta.operands(row):
-                if meta.get(row).waits and meta.get(source).role == "unshard":
+                if meta.get(source).role == "unshard":
                     self._relabel(env[source], Category.UNSHARDED_PARAM)
         elif row.target is ops.free:
             for source in meta.operands(row):
                 self._end(env[source])
-        elif row.target in ops.LAUNCHES:
-            gathers = row.target is ops.all_gather
-            category = Category.ALL_GATHER if gathers else Category.SHARDED_GRAD
+        elif row.target is ops.all_reduce:
+            for pick, source in zip(picks, meta.operands(row), strict=True):
+                env[pick] = env[source]
+                self._hold(env[pick])
+                self._relabel(env[pick], Category.SHARDED_GRAD)
+        elif row.target in MADE_BY:
             for pick in picks:
-                env[pick] = self._allocate(pick, category)
+                env[pick] = self._allocate(pick, MADE_BY[row.target], row.target is ops.store)
         else:  # a view of a buffer that cuts its padding
             env[row] = [t for n in row.all_input_nodes for t in env[n]]
             self._hold(env[row])
@@ -363,19 +462,27 @@ class Walk:
             for inner, outer in zip(meta.storages(node), meta.storages(pick), strict=True):
                 if id(outer) in self._categories:
                     found[id(inner)] = self._categories[id(outer)]
+        makers: dict[int, fx.Node] = {}
         for node in body:
-            if any(found.get(s) is Category.REDUCE_SCATTER for s in meta.storage_ids(node)):
-                for source in node.all_input_nodes:
-                    for storage in meta.storage_ids(source):
-                        found.setdefault(storage, Category.UNSHARDED_GRAD)
+            for storage in meta.storage_ids(node):
+                makers.setdefault(storage, node)
+        for node in reversed(body):
+            sent = any(found.get(s) is Category.REDUCE_SCATTER for s in meta.storage_ids(node))
+            if not sent or not is_reduce_copy(node.target, dict(node.kwargs)):
+                continue
+            for storage in meta.storage_ids(node.all_input_nodes[0]):
+                maker = makers.get(storage)
+                again = maker is not None and is_reduce_copy(maker.target, dict(maker.kwargs))
+                category = Category.REDUCE_SCATTER if again else Category.UNSHARDED_GRAD
+                found.setdefault(storage, category)
         return found
 
     # -- storages --------------------------------------------------------------------------------
 
-    def _allocate(self, node: fx.Node, category: Category) -> list[int]:
+    def _allocate(self, node: fx.Node, category: Category, host: bool = False) -> list[int]:
         tag = meta.get(node)
         return [
-            self._new(Thing(tag.fqn or node.name, tag.module, category, storage.nbytes()))
+            self._new(Thing(tag.fqn or node.name, tag.module, category, storage.nbytes(), host))
             for storage in meta.storages(node)
         ]
 
@@ -384,7 +491,7 @@ class Walk:
         self._tokens += 1
         self.things[token] = thing
         self.refs[token] = 1
-        self.live[COLUMN[thing.category]] += thing.bytes
+        self.live[_column(thing)] += thing.bytes
         return token
 
     def _hold(self, tokens: Sequence[int]) -> None:
@@ -404,34 +511,74 @@ class Walk:
             thing = self.things.pop(token, None)
             self.refs.pop(token, None)
             if thing is not None:
-                self.live[COLUMN[thing.category]] -= thing.bytes
+                self.live[_column(thing)] -= thing.bytes
 
     def _relabel(self, tokens: Sequence[int], category: Category) -> None:
         for token in tokens:
             thing = self.things[token]
-            self.live[COLUMN[thing.category]] -= thing.bytes
-            self.live[COLUMN[category]] += thing.bytes
+            self.live[_column(thing)] -= thing.bytes
             self.things[token] = dataclasses.replace(thing, category=category)
+            self.live[_column(self.things[token])] += thing.bytes
+
+
+MADE_BY = {
+    ops.all_gather: Category.ALL_GATHER,
+    ops.cast: Category.ALL_GATHER,
+    ops.load: Category.ALL_GATHER,
+    ops.reshard: Category.SHARDED_PARAM,
+    ops.reduce_scatter: Category.SHARDED_GRAD,
+    ops.store: Category.SHARDED_GRAD,
+}
 
 
 def gradient_categories(program: Program) -> dict[int, Category]:
-    """Storages of the joint graph that are unsharded gradients or copies of them to be sent."""
+    """Storages of the joint graph that are gradients, or copies of them to be sent."""
     found: dict[int, Category] = {}
+    first = [ops.reduce_scatter if program.world_size > 1 else ops.all_reduce]
     for launch in program.graph.nodes:
-        if launch.target is not ops.reduce_scatter:
+        if launch.target not in first:
             continue
-        for sent in launch.args[0]:
-            copied = sent.op == "call_function" and is_reduce_copy(sent.target, sent.kwargs)
-            category = Category.REDUCE_SCATTER if copied else Category.UNSHARDED_GRAD
-            found |= dict.fromkeys(meta.storage_ids(sent), category)
-            if copied:
-                source = sent.all_input_nodes[0]
-                again = source.op == "call_function" and is_reduce_copy(
-                    source.target, source.kwargs
-                )
-                made = Category.REDUCE_SCATTER if again else Category.UNSHARDED_GRAD
-                found |= dict.fromkeys(meta.storage_ids(source), made)
+        for sent in meta.operands(launch):
+            maker = _maker(sent)
+            while maker is not None and is_reduce_copy(maker.target, dict(maker.kwargs)):
+                found |= dict.fromkeys(meta.storage_ids(maker), Category.REDUCE_SCATTER)
+                sent = maker.all_input_nodes[0]
+                maker = _maker(sent)
+            for storage in meta.storage_ids(sent):
+                found.setdefault(storage, Category.UNSHARDED_GRAD)
+    stored = [n for node in program.graph.nodes if node.target is ops.store for n in node.args[0]]
+    for node in stored:
+        for storage in meta.storage_ids(node):
+            found.setdefault(storage, Category.SHARDED_GRAD)
+    for value, result in zip(program.values, program.results, strict=True):
+        category = Category.UNSHARDED_GRAD
+        if result.kind == "grad" and (
+            result.name in program.params or result.name in program.wholes
+        ):
+            category = Category.SHARDED_GRAD
+        elif result.kind != "accumulated":
+            continue
+        for storage in meta.storage_ids(value):
+            found.setdefault(storage, category)
     return found
+
+
+def _maker(node: fx.Node) -> fx.Node | None:
+    """The operator that made the storage of `node`, through views and changes in place."""
+    storages = meta.storage_ids(node)
+    while node.op == "call_function":
+        before = [n for n in node.all_input_nodes if meta.storage_ids(n) & storages]
+        if not before:
+            return node
+        node = before[0]
+    return None
+
+
+def accumulated_bytes(program: Program, fqn: str) -> int:
+    """Bytes of the accumulated gradient of a parameter."""
+    param = program.params[fqn]
+    precision = program.units[param.unit].precision
+    return nbytes(param.shape, precision.reduce_dtype or param.compute_dtype)
 
 
 def _returned(output: fx.Node) -> list[fx.Node]:
@@ -440,12 +587,12 @@ def _returned(output: fx.Node) -> list[fx.Node]:
     return list(dict.fromkeys(nodes))
 
 
-def _matrix(rows: list[Vector]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    return np.array(rows, dtype=np.int64).reshape(len(rows), len(CATEGORIES))
+def _matrix(rows: list[Vector]) -> Matrix:
+    return np.array(rows, dtype=np.int64).reshape(len(rows), WIDTH)
 
 
 def alive_at(program: Program, held: list[Thing], phase: str, point: int) -> list[Thing]:
     """Everything alive while the operator before ``(phase, point)`` runs, largest first."""
-    walk = Walk(program, [0] * len(CATEGORIES))
+    walk = Walk(program, [0] * WIDTH)
     walk.run(until=(phase, point))
     return sorted([*held, *walk.things.values()], key=lambda t: t.bytes, reverse=True)

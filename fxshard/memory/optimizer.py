@@ -124,8 +124,11 @@ def _record(
     recorder = _Recorder()
     steps: list[list[Event]] = []
     with mode:
-        for fqn, param in sorted(program.params.items(), key=lambda item: item[1].position):
+        everything = [*program.params.items(), *program.wholes.items()]
+        for fqn, param in sorted(everything, key=lambda item: item[1].position):
             shape = (len(param.rows(0, world)), *param.shape[1:])
+            if fqn in program.wholes:
+                shape = param.shape
             shard = nn.Parameter(torch.empty(shape, dtype=param.dtype, device=device))
             shard.requires_grad_(param.requires_grad)
             recorder.know(shard.untyped_storage())

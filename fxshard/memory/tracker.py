@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fxshard.compat import TorchDispatchMode, is_fake, tree_flatten
-from fxshard.memory.category import CATEGORIES, COLUMN, Category, is_reduce_copy
+from fxshard.memory.category import CATEGORIES, COLUMN, Category, Curve, Matrix, is_reduce_copy
 from fxshard.world import World
 
-Matrix = np.ndarray[Any, np.dtype[np.int64]]
+aten = torch.ops.aten
 
 
 @dataclasses.dataclass
@@ -33,18 +33,22 @@ class Measured:
         start: alive when it began.
         after: ``[points, categories]``, alive at each point.
         during: ``[points, categories]``, at the moment with most bytes since the point before.
+        host: the same for CPU memory, with offload; zeros without.
     """
 
     phase: str
     start: list[int]
     after: Matrix
     during: Matrix
+    host: Curve
 
 
 @dataclasses.dataclass
 class _Storage:
-    category: Category
+    category: Category  # when it was born
     bytes: int
+    now: Category
+    host: bool = False
     copied_from: int | None = None
 
 
@@ -59,8 +63,10 @@ class _Event:
 class Tracker(TorchDispatchMode):
     """Records while it is entered. `begin` and `at` mark phases and points; the rest is watched."""
 
-    def __init__(self) -> None:
+    def __init__(self, offloaded: bool = False) -> None:
+        """Args: `offloaded`: what the optimizer makes is on the host, beside its parameters."""
         super().__init__()
+        self._offloaded = offloaded
         self._storages: list[_Storage] = []
         self._events: list[_Event] = []
         self._numbers: dict[int, int] = {}  # id of a live storage -> its number
@@ -78,10 +84,29 @@ class Tracker(TorchDispatchMode):
         """A point: bytes are counted here."""
         self._events.append(_Event("point"))
 
-    def know(self, tensors: Iterable[Tensor], category: Category) -> None:
+    def know(self, tensors: Iterable[Tensor], category: Category, host: bool = False) -> None:
         """Tensors that were there before."""
         for tensor in tensors:
-            self._see(tensor, category)
+            self._see(tensor, category, host)
+
+    def mark(self, tensors: Iterable[Tensor], category: Category, host: bool = False) -> None:
+        """What tensors have been for since they were made, now that it shows."""
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            number = self._numbers.get(id(local.untyped_storage()))
+            if number is not None:
+                storage = self._storages[number]
+                storage.category = storage.now = category
+                storage.host = host
+
+    def gradients(self, params: Iterable[Tensor]) -> None:
+        """What is a parameter's ``.grad``, and was not sent, has been one since it was made."""
+        for param in params:
+            if param.grad is None:
+                continue
+            grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+            if self._storages[self._number(grad)].now in (Category.TEMP, Category.ACTIVATION):
+                self.mark([grad], Category.SHARDED_GRAD)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """What is in the optimizer's state now has been state since it was made."""
@@ -91,7 +116,7 @@ class Tracker(TorchDispatchMode):
                 local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
                 number = self._numbers.get(id(local.untyped_storage()))
                 if number is not None:
-                    self._storages[number].category = Category.OPT_STATE
+                    self.mark([local], Category.OPT_STATE, self._offloaded)
 
     # -- watching ---------------------------------------------------------------------------------
 
@@ -104,35 +129,54 @@ class Tracker(TorchDispatchMode):
         result = func(*args, **kwargs)
         leaves, _ = tree_flatten(result)
         default = Category.ACTIVATION if self._phase == "forward" else Category.TEMP
+        host = self._offloaded and self._phase == "optimizer"
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                self._see(leaf, default)
+                self._see(leaf, default, host)
         if is_reduce_copy(func, kwargs) and _holds_memory(result):
-            self._storages[self._number(result)].copied_from = self._number(args[0])
+            self._copied(self._number(result), self._numbers.get(id(args[0].untyped_storage())))
         name = str(func)
         if name.startswith("c10d.allgather_into_tensor_coalesced_"):
-            for tensor in args[0]:
-                self._storages[self._number(tensor)].category = Category.ALL_GATHER
+            self.mark(args[0], Category.ALL_GATHER)
         elif name.startswith("c10d.reduce_scatter_tensor_coalesced_"):
-            for tensor in args[0]:
-                self._storages[self._number(tensor)].category = Category.SHARDED_GRAD
+            self.mark(args[0], Category.SHARDED_GRAD)
             for tensor in args[1]:
                 self._sent(self._number(tensor))
+        elif name.startswith("c10d.allreduce_coalesced_"):
+            for tensor in args[0]:
+                number = self._number(tensor)
+                if self._storages[number].now is not Category.SHARDED_GRAD:
+                    self._sent(number)
+                    self._label(number, Category.SHARDED_GRAD)
         return result
+
+    def _copied(self, number: int, source: int | None) -> None:
+        """A copy was made that may be one to be sent, or a reduced gradient in its own dtype."""
+        storage = self._storages[number]
+        storage.copied_from = source
+        if source is not None and self._storages[source].now is Category.SHARDED_GRAD:
+            storage.category = storage.now = Category.SHARDED_GRAD
+
+    def _label(self, number: int, category: Category) -> None:
+        """From now on the storage is for something else."""
+        self._storages[number].now = category
+        self._events.append(_Event("label", number, category))
 
     def _sent(self, number: int) -> None:
         """A storage goes into a reduction: it is a gradient, or a copy of one."""
         storage = self._storages[number]
+        if storage.now is Category.UNSHARDED_GRAD:
+            return  # an accumulated one
         if storage.copied_from is None:
-            storage.category = Category.UNSHARDED_GRAD
+            storage.category = storage.now = Category.UNSHARDED_GRAD
             return
-        storage.category = Category.REDUCE_SCATTER
+        storage.category = storage.now = Category.REDUCE_SCATTER
         self._sent(storage.copied_from)
 
     def _number(self, tensor: Tensor) -> int:
         return self._numbers[id(tensor.untyped_storage())]
 
-    def _see(self, tensor: Tensor, category: Category) -> None:
+    def _see(self, tensor: Tensor, category: Category, host: bool = False) -> None:
         if not _holds_memory(tensor):
             return
         storage = tensor.untyped_storage()
@@ -140,7 +184,7 @@ class Tracker(TorchDispatchMode):
         if key in self._numbers:
             return
         number = len(self._storages)
-        self._storages.append(_Storage(category, storage.nbytes()))
+        self._storages.append(_Storage(category, storage.nbytes(), category, host))
         self._numbers[key] = number
         self._events.append(_Event("alloc", number))
 
@@ -155,8 +199,8 @@ class Tracker(TorchDispatchMode):
         """A wait returned: a gathered buffer is an unsharded parameter from now on."""
         for tensor in tensors:
             number = self._number(tensor)
-            if self._storages[number].category is Category.ALL_GATHER:
-                self._events.append(_Event("label", number, Category.UNSHARDED_PARAM))
+            if self._storages[number].now is Category.ALL_GATHER:
+                self._label(number, Category.UNSHARDED_PARAM)
 
     def resized(self, tensors: Iterable[Tensor]) -> None:
         """Storages may have been given back while tensors still refer to them."""
@@ -169,7 +213,7 @@ class Tracker(TorchDispatchMode):
 
     def measured(self) -> list[Measured]:
         """Replay the record: one `Measured` per `begin`, in order."""
-        live = np.zeros(len(CATEGORIES), dtype=np.int64)
+        live = np.zeros(2 * len(CATEGORIES), dtype=np.int64)
         label = [storage.category for storage in self._storages]
         gone = [True] * len(self._storages)
         phases: list[tuple[str, Any, list[Any], list[Any]]] = []
@@ -186,24 +230,33 @@ class Tracker(TorchDispatchMode):
                 continue
             number = event.number
             size = self._storages[number].bytes
+            shift = len(CATEGORIES) if self._storages[number].host else 0
             if event.kind == "alloc":
                 gone[number] = False
-                live[COLUMN[label[number]]] += size
+                live[COLUMN[label[number]] + shift] += size
             elif gone[number]:
                 continue
             elif event.kind == "free":
                 gone[number] = True
-                live[COLUMN[label[number]]] -= size
+                live[COLUMN[label[number]] + shift] -= size
             elif event.label is not None:
-                live[COLUMN[label[number]]] -= size
+                live[COLUMN[label[number]] + shift] -= size
                 label[number] = event.label
-                live[COLUMN[label[number]]] += size
-            if live.sum() >= top.sum():
+                live[COLUMN[label[number]] + shift] += size
+            if _device_total(live) >= _device_total(top):
                 top = live.copy()
-        return [
-            Measured(name, [int(v) for v in start], _matrix(after), _filled(after, during))
-            for name, start, after, during in phases
-        ]
+        return [_measured(*phase) for phase in phases]
+
+
+def _measured(phase: str, start: Any, after: list[Any], during: list[Any]) -> Measured:
+    half = len(CATEGORIES)
+    wide, most = _matrix(after), _filled(after, during)
+    host = Curve([int(v) for v in start[half:]], wide[:, half:], most[:, half:])
+    return Measured(phase, [int(v) for v in start[:half]], wide[:, :half], most[:, :half], host)
+
+
+def _device_total(row: Any) -> int:
+    return int(row[: len(CATEGORIES)].sum())
 
 
 class WatchedWorld:
@@ -212,13 +265,45 @@ class WatchedWorld:
     def __init__(self, world: World, tracker: Tracker) -> None:
         self._world, self._tracker = world, tracker
 
-    def all_gather(self, shards: list[Tensor], pair: int) -> list[Tensor]:
+    def all_gather(self, shards: list[Tensor], pair: int, group: str = "shard") -> list[Tensor]:
         """See `fxshard.world.World`."""
-        return self._world.all_gather(shards, pair)
+        return self._world.all_gather(shards, pair, group)
 
-    def reduce_scatter(self, grads: list[Tensor], pair: int) -> list[Tensor]:
+    def reduce_scatter(
+        self, grads: list[Tensor], pair: int, group: str = "shard", op: str = "avg"
+    ) -> list[Tensor]:
         """See `fxshard.world.World`."""
-        return self._world.reduce_scatter(grads, pair)
+        return self._world.reduce_scatter(grads, pair, group, op)
+
+    def all_reduce(
+        self, grads: list[Tensor], pair: int, group: str = "replicate", op: str = "avg"
+    ) -> list[Tensor]:
+        """See `fxshard.world.World`."""
+        return self._world.all_reduce(grads, pair, group, op)
+
+    def cast(self, tensors: list[Tensor], dtype: torch.dtype, pair: int) -> list[Tensor]:
+        """See `fxshard.world.World`."""
+        made = self._world.cast(tensors, dtype, pair)
+        self._tracker.mark(made, Category.ALL_GATHER)
+        return made
+
+    def load(self, tensors: list[Tensor], device: torch.device, pair: int) -> list[Tensor]:
+        """See `fxshard.world.World`."""
+        made = self._world.load(tensors, device, pair)
+        self._tracker.mark(made, Category.ALL_GATHER)
+        return made
+
+    def store(self, tensors: list[Tensor], pair: int) -> list[Tensor]:
+        """See `fxshard.world.World`."""
+        made = self._world.store(tensors, pair)
+        self._tracker.mark(made, Category.SHARDED_GRAD, host=True)
+        return made
+
+    def reshard(self, buffers: list[Tensor], group: str) -> list[Tensor]:
+        """See `fxshard.world.World`."""
+        made = self._world.reshard(buffers, group)
+        self._tracker.mark(made, Category.SHARDED_PARAM)
+        return made
 
     def wait(self, tensors: list[Tensor], pair: int) -> None:
         """See `fxshard.world.World`."""
@@ -237,7 +322,7 @@ def _holds_memory(tensor: Tensor) -> bool:
 
 
 def _matrix(rows: Sequence[Any]) -> Matrix:
-    return np.array(rows, dtype=np.int64).reshape(len(rows), len(CATEGORIES))
+    return np.array(rows, dtype=np.int64).reshape(len(rows), 2 * len(CATEGORIES))
 
 
 def _filled(after: Sequence[Any], during: Sequence[Any]) -> Matrix:

@@ -8,17 +8,40 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
 class World(Protocol):
-    """The verbs that emitted code calls. `pair` ties the wait and the free to the launch."""
+    """The verbs that emitted code calls. `pair` ties a wait to its launch.
 
-    def all_gather(self, shards: list[Tensor], pair: int) -> list[Tensor]:
+    `group` is "shard", "replicate" or "reshard<n>"; `op` is "avg", "sum", "max" or "min".
+    """
+
+    def all_gather(self, shards: list[Tensor], pair: int, group: str = "shard") -> list[Tensor]:
         """Launch: shards ``[chunk, ...]`` -> fresh buffers ``[size * chunk, ...]``."""
 
-    def reduce_scatter(self, grads: list[Tensor], pair: int) -> list[Tensor]:
-        """Launch: gradients ``[size * chunk, ...]`` -> fresh averages ``[chunk, ...]``."""
+    def reduce_scatter(
+        self, grads: list[Tensor], pair: int, group: str = "shard", op: str = "avg"
+    ) -> list[Tensor]:
+        """Launch: gradients ``[size * chunk, ...]`` -> fresh reduced ones ``[chunk, ...]``."""
+
+    def all_reduce(
+        self, grads: list[Tensor], pair: int, group: str = "replicate", op: str = "avg"
+    ) -> list[Tensor]:
+        """Launch: gradients reduced in place; returns them."""
+
+    def cast(self, tensors: list[Tensor], dtype: torch.dtype, pair: int) -> list[Tensor]:
+        """Launch, or what an all-gather sends: fresh copies in `dtype`."""
+
+    def load(self, tensors: list[Tensor], device: torch.device, pair: int) -> list[Tensor]:
+        """Launch, or what is cast or sent next: fresh copies on `device`."""
+
+    def store(self, tensors: list[Tensor], pair: int) -> list[Tensor]:
+        """Launch: fresh copies on the CPU."""
+
+    def reshard(self, buffers: list[Tensor], group: str) -> list[Tensor]:
+        """Fresh copies of this rank's rows, of as many parts as `group` has ranks."""
 
     def wait(self, tensors: list[Tensor], pair: int) -> None:
         """Let the compute stream wait for the launch `pair`, which wrote `tensors`."""

@@ -17,10 +17,15 @@ class InProcessWorld:
 
     Collectives are then plain tensor operations over the ranks' values: concatenate, average,
     cut. Every rank sees the same batch, and the same random numbers.
+
+    Attributes:
+        size: ranks that share a parameter.
+        replicas: groups of them. Rank ``replica * size + shard`` is one of ``ranks``.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, replicas: int = 1) -> None:
+        self.size, self.replicas = size, replicas
+        self.ranks = size * replicas
 
     def run(
         self,
@@ -40,11 +45,11 @@ class InProcessWorld:
         Returns:
             per rank, what the graph returns.
         """
-        envs: list[dict[fx.Node, Any]] = [{} for _ in range(self.size)]
+        envs: list[dict[fx.Node, Any]] = [{} for _ in range(self.ranks)]
         names = graph.find_nodes(op="placeholder")
         for env, values in zip(envs, args, strict=True):
             env.update(zip(names, values, strict=True))
-        generators = [torch.get_rng_state()] * self.size
+        generators = [torch.get_rng_state()] * self.ranks
         for row in graph.nodes:
             if row.op == "call_module":
                 function = regions[str(row.target)]
@@ -67,15 +72,22 @@ class InProcessWorld:
         raise AssertionError("a graph without output")
 
     def _run_row(self, row: fx.Node, envs: list[dict[fx.Node, Any]]) -> None:
-        if row.target is ops.all_gather:
-            shards = [[env[n] for n in meta.operands(row)] for env in envs]
+        if row.target in ops.COLLECTIVES:
+            for members in self._groups(row):
+                mine = [envs[rank] for rank in members]
+                sent = [[env[n] for n in meta.operands(row)] for env in mine]
+                done = [_collective(row, values) for values in zip(*sent, strict=True)]
+                for i, env in enumerate(mine):
+                    env[row] = [per_rank[i] for per_rank in done]
+        elif row.target is ops.reshard:
+            for members in self._groups(row):
+                for i, rank in enumerate(members):
+                    buffers = [envs[rank][n] for n in meta.operands(row)]
+                    envs[rank][row] = [b.chunk(len(members))[i].clone() for b in buffers]
+        elif row.target in (ops.cast, ops.load, ops.store):
+            to = {ops.cast: row.args[-1], ops.load: row.args[-1], ops.store: "cpu"}[row.target]
             for env in envs:
-                env[row] = [torch.cat(ranks) for ranks in zip(*shards, strict=True)]
-        elif row.target is ops.reduce_scatter:
-            grads = [[env[n] for n in meta.operands(row)] for env in envs]
-            means = [_mean(ranks) for ranks in zip(*grads, strict=True)]
-            for rank, env in enumerate(envs):
-                env[row] = [mean.chunk(self.size)[rank].clone() for mean in means]
+                env[row] = [env[n].to(to, copy=True) for n in meta.operands(row)]
         elif row.target is operator.getitem:
             for env in envs:
                 env[row] = env[meta.source(row)][row.args[1]]
@@ -85,11 +97,43 @@ class InProcessWorld:
                 kwargs = fx.node.map_arg(row.kwargs, env.__getitem__)
                 env[row] = row.target(*args, **kwargs)  # type: ignore[operator]
 
+    def _groups(self, row: fx.Node) -> list[range]:
+        """The ranks that take part together in a collective, group by group."""
+        named = {argument.name: i for i, argument in enumerate(row.target._schema.arguments)}  # type: ignore[union-attr]
+        at = named["group"]
+        default = "replicate" if row.target is ops.all_reduce else "shard"
+        group = str(row.args[at]) if len(row.args) > at else default
+        if group == "replicate":
+            return [range(shard, self.ranks, self.size) for shard in range(self.size)]
+        size = int(group.removeprefix("reshard")) if group != "shard" else self.size
+        return [range(start, start + size) for start in range(0, self.ranks, size)]
+
+
+def _collective(row: fx.Node, values: Sequence[Tensor]) -> list[Tensor]:
+    """What each rank gets for one tensor per rank."""
+    if row.target is ops.all_gather:
+        return [torch.cat(list(values)) for _ in values]
+    op = str(row.args[3]) if len(row.args) > 3 else "avg"
+    total = REDUCE[op](values)
+    if row.target is ops.all_reduce:
+        for value in values:
+            value.copy_(total)
+        return list(values)
+    return [total.chunk(len(values))[i].clone() for i in range(len(values))]
+
 
 def _mean(ranks: Sequence[Tensor]) -> Tensor:
     """Average over ranks, exact where they are equal: on one batch that is everywhere."""
     first = ranks[0]
     return first + torch.stack([rank - first for rank in ranks]).mean(0)
+
+
+REDUCE: dict[str, Callable[[Sequence[Tensor]], Tensor]] = {
+    "avg": _mean,
+    "sum": lambda ranks: torch.stack(list(ranks)).sum(0),
+    "max": lambda ranks: torch.stack(list(ranks)).amax(0),
+    "min": lambda ranks: torch.stack(list(ranks)).amin(0),
+}
 
 
 def _is_last_reader(row: fx.Node, source: fx.Node) -> bool:

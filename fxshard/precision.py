@@ -1,0 +1,87 @@
+"""Mixed precision at capture: in which dtypes the trace sees parameters, buffers and inputs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxshard import compat
+from fxshard.units import Unit, buffer_dtypes
+
+
+def traced_dtypes(model: nn.Module, units: tuple[Unit, ...]) -> dict[str, torch.dtype]:
+    """Dtype of each parameter (by all its names) and buffer that is not traced as it is stored."""
+    found = {
+        alias: param.compute_dtype
+        for unit in units
+        for param in unit.params
+        for alias in param.aliases
+        if param.compute_dtype is not param.dtype
+    }
+    return found | buffer_dtypes(units, dict(model.named_buffers(remove_duplicate=False)))
+
+
+@contextlib.contextmanager
+def casting(model: nn.Module, units: tuple[Unit, ...]) -> Iterator[None]:
+    """While the block runs, the module of each unit but the root casts its inputs and outputs.
+
+    As FSDP2's pre- and post-forward hooks do
+    (torch/distributed/fsdp/_fully_shard/_fsdp_state.py).
+    """
+    handles: list[Any] = []
+    for unit in units[1:]:
+        module, precision = model.get_submodule(unit.fqn), unit.precision
+        if precision.cast_inputs and precision.param_dtype is not None:
+            hook = _cast_inputs(precision.param_dtype)
+            handles.append(module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+        if precision.output_dtype is not None:
+            handles.append(module.register_forward_hook(_cast_output(precision.output_dtype)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def root_inputs(units: tuple[Unit, ...], inputs: Any) -> Any:
+    """``(args, kwargs)`` of the model as its root unit computes with them."""
+    precision = units[0].precision
+    if not precision.cast_root_inputs or precision.param_dtype is None:
+        return inputs
+    return cast_floating(inputs, precision.param_dtype)
+
+
+def root_output(units: tuple[Unit, ...], output: Any) -> Any:
+    """The result of the model in the dtype that its root unit's policy asks for."""
+    dtype = units[0].precision.output_dtype
+    return output if dtype is None else cast_floating(output, dtype)
+
+
+def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
+    """`tree` with every floating tensor in it cast to `dtype`."""
+    leaves, spec = compat.tree_flatten(tree)
+    return compat.tree_unflatten(
+        [
+            leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+            for leaf in leaves
+        ],
+        spec,
+    )
+
+
+def _cast_inputs(dtype: torch.dtype) -> Any:
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return cast_floating((args, kwargs), dtype)
+
+    return hook
+
+
+def _cast_output(dtype: torch.dtype) -> Any:
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        return cast_floating(output, dtype)
+
+    return hook

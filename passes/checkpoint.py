@@ -1,0 +1,238 @@
+"""checkpoint: backward makes the values of activation checkpoints again, instead of reading them.
+
+Note: RNG
+=========
+A random operator that is made again must draw what it drew. In forward the generator's state is
+taken in front of it; in backward the generator is set to that state, and afterwards to where it
+was, so that all that backward and the caller draw later stays the same. Random operators that
+follow each other in forward follow each other in backward: they share one state, as all of one
+checkpoint do in eager. All this under ``preserve_rng_state=False`` too, where eager draws afresh.
+
+Note: buffers
+=============
+Forward writes buffers at its end, so what is made again reads a copy from before. They are written
+once; eager writes them again when it recomputes (a batch norm's statistics move twice).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from fxshard import meta, rng
+from fxshard.program import Fact, Program
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """Of a checkpoint only what it reads from outside is saved, and what its policy saves.
+
+    Values that a checkpoint makes and only its own backward reads are made again in front of that.
+    Values that others read in backward too (inputs of the next checkpoint) are saved, as in eager.
+
+    Before::
+
+        %h = aten.addmm(%b, %x, %w)            | checkpoint=0
+        %y = aten.tanh(%h)                     | checkpoint=0
+        %z = aten.sum(%y)
+        %dh = aten.tanh_backward(%dy, %y)      | checkpoint=0     # backward
+
+    After::
+
+        %h = aten.addmm(%b, %x, %w)            | checkpoint=0
+        %y = aten.tanh(%h)                     | checkpoint=0
+        %z = aten.sum(%y)
+        %h_again = aten.addmm(%b, %x, %w)      | checkpoint=0     # backward
+        %y_again = aten.tanh(%h_again)         | checkpoint=0
+        %dh = aten.tanh_backward(%dy, %y_again)  | checkpoint=0
+    """
+
+    name: ClassVar[str] = "checkpoint"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.UNITS_ASSIGNED})
+    ensures: ClassVar[frozenset[Fact]] = frozenset()
+
+    def apply(self, program: Program) -> None:
+        regions: dict[int, list[fx.Node]] = {}
+        for node in program.phase("forward"):
+            number = meta.get(node).checkpoint
+            if number is not None:
+                regions.setdefault(number, []).append(node)
+        # From the last to the first: what one makes again reads values of those in front of it.
+        for number in sorted(regions, reverse=True):
+            recompute(program, number, regions[number])
+
+
+def recompute(program: Program, number: int, region: list[fx.Node]) -> None:
+    """Let the backward nodes of checkpoint `number` read copies of what they need of `region`."""
+    inside = set(region)
+    kept = {node for node in region if is_kept(node, number)}
+    readers = {
+        reader: wanted
+        for reader in program.phase("backward")
+        if meta.get(reader).checkpoint == number
+        and (wanted := [n for n in reader.all_input_nodes if n in inside and n not in kept])
+    }
+    if not readers:
+        return
+    chain = needed(program, [n for wanted in readers.values() for n in wanted], inside - kept)
+    copies = copy_in_front_of(program, chain, next(iter(readers)), number)
+    for reader, wanted in readers.items():
+        for node in wanted:
+            reader.replace_input_with(node, copies[node])
+    for node in reversed(region):  # what only backward needed, forward does not make any more
+        if not node.users and not meta.is_random(node) and not writes(node):
+            program.graph.erase_node(node)
+
+
+def is_kept(node: fx.Node, number: int) -> bool:
+    """True if `node` of checkpoint `number` is saved: by its policy, or since others read it."""
+    if from_parameter(node):
+        return False
+    made = meta.source(node) if node.target is operator.getitem else node
+    return meta.get(made).save or any(
+        meta.get(user).checkpoint != number for user in backward_users(node)
+    )
+
+
+def from_parameter(node: fx.Node) -> bool:
+    """True for a parameter and what views and casts alone make of it: that is never saved."""
+    if node.op == "placeholder":
+        return meta.get(node).role == "param"
+    alone = len(node.all_input_nodes) == 1
+    views = node.target is aten._to_copy.default or meta.aliases_input(node)
+    return alone and views and from_parameter(node.all_input_nodes[0])
+
+
+def backward_users(node: fx.Node) -> list[fx.Node]:
+    """Operators of backward that read `node`."""
+    return [u for u in node.users if u.op != "output" and meta.get(u).phase == "backward"]
+
+
+def needed(program: Program, wanted: list[fx.Node], lost: set[fx.Node]) -> list[fx.Node]:
+    """What must be made again for `wanted`, of the values that are not saved, in forward order."""
+    found: set[fx.Node] = set()
+    todo = list(wanted)
+    while todo:
+        node = todo.pop()
+        if node in found:
+            continue
+        found.add(node)
+        todo += [
+            source
+            for source in node.all_input_nodes
+            if source in lost or (source.op == "call_function" and from_parameter(source))
+        ]
+    return [node for node in program.phase("forward") if node in found]
+
+
+def copy_in_front_of(
+    program: Program, chain: list[fx.Node], before: fx.Node, number: int
+) -> dict[fx.Node, fx.Node]:
+    """Repeat the nodes of `chain` in front of `before`; returns the copy of each."""
+    graph = program.graph
+    copies: dict[fx.Node, fx.Node] = {}
+    previous = random_before(program)
+    ends: dict[torch.device, tuple[fx.Node, meta.Meta]] = {}  # where each generator was
+    last: dict[torch.device, fx.Node] = {}  # random operator that was made again last
+
+    def source(node: fx.Node) -> fx.Node:
+        return copies[node] if node in copies else unwritten(program, node)
+
+    for node in chain:
+        tag = dataclasses.replace(meta.get(node), phase="backward", checkpoint=number, save=False)
+        device = generator_of(node)
+        if device is not None:
+            with graph.inserting_before(before):
+                if device not in ends:
+                    ends[device] = (get_state(program, device, tag, f"{node.name}_now"), tag)
+            if device not in last or last[device] is not previous[node]:
+                with graph.inserting_before(node):
+                    own = dataclasses.replace(meta.get(node), save=False)
+                    state = get_state(program, device, own, f"{node.name}_state")
+                with graph.inserting_before(before):
+                    set_state(program, state, device, tag)
+            last[device] = node
+        args = fx.node.map_arg(node.args, source)
+        kwargs = fx.node.map_arg(node.kwargs, source)
+        with graph.inserting_before(before):
+            copy = graph.create_node(
+                "call_function", node.target, args, kwargs, name=f"{node.name}_again"
+            )
+        copies[node] = meta.put(copy, tag, program.refake(copy))
+    with graph.inserting_before(before):
+        for device, (state, tag) in ends.items():
+            set_state(program, state, device, tag)
+    return copies
+
+
+def generator_of(node: fx.Node) -> torch.device | None:
+    """The device whose random numbers `node` draws. Attention without dropout draws none."""
+    if not meta.is_random(node) or argument(node, "dropout_p") == 0.0:
+        return None
+    device: torch.device = next(meta.tensors(node.meta["val"])).device
+    return device
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """What `node` passes to its operator's argument `name`; None if that has no such argument."""
+    schema: Any = getattr(node.target, "_schema", None)
+    for i, parameter in enumerate(schema.arguments if schema else ()):
+        if parameter.name == name:
+            given = node.args[i] if i < len(node.args) else parameter.default_value
+            return node.kwargs.get(name, given)
+    return None
+
+
+def random_before(program: Program) -> dict[fx.Node, fx.Node | None]:
+    """Per random operator of forward, the one in front of it on the same device."""
+    found: dict[fx.Node, fx.Node | None] = {}
+    last: dict[torch.device, fx.Node] = {}
+    for node in program.phase("forward"):
+        device = generator_of(node) if node.target not in STATES else None
+        if device is not None:
+            found[node] = last.get(device)
+            last[device] = node
+    return found
+
+
+STATES = (rng.get_rng_state, rng.set_rng_state)
+
+
+def get_state(program: Program, device: torch.device, tag: meta.Meta, name: str) -> fx.Node:
+    """Append ``get_rng_state`` at the insertion point."""
+    node = program.graph.create_node("call_function", rng.get_rng_state, (device,), name=name)
+    return meta.put(node, tag, program.refake(node))
+
+
+def set_state(program: Program, state: fx.Node, device: torch.device, tag: meta.Meta) -> None:
+    """Append ``set_rng_state`` at the insertion point."""
+    args = (state, device)
+    node = program.graph.create_node("call_function", rng.set_rng_state, args, name="set_rng_state")
+    meta.put(node, tag)
+
+
+def unwritten(program: Program, node: fx.Node) -> fx.Node:
+    """`node`, or if forward writes to it (a buffer), a copy from before: the one it reads."""
+    if node.op != "placeholder" or not any(writes(user) for user in node.users):
+        return node
+    for user in node.users:  # writes stand at the end of forward: any copy will do
+        if user.target is aten.clone.default and meta.get(user).checkpoint is None:
+            return user
+    first = program.phase("forward")[0]
+    name = f"{node.name}_before"
+    with program.graph.inserting_before(first):
+        copy = program.graph.create_node("call_function", aten.clone.default, (node,), name=name)
+    tag = dataclasses.replace(meta.get(first), checkpoint=None, save=False)
+    return meta.put(copy, tag, program.refake(copy))
+
+
+def writes(node: fx.Node) -> bool:
+    """True if `node` changes what it reads."""
+    schema: Any = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
