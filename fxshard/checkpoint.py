@@ -8,16 +8,18 @@ behind that. So at any moment ``latest`` names a complete state: the old one or 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
@@ -52,7 +54,7 @@ def save_checkpoint(
         process_group: the ranks that hold the model (default: all).
 
     Raises:
-        CheckpointError: the directory cannot be written; the previous state is still there.
+        CheckpointError: a rank cannot write; the previous state is still there.
     """
     root = Path(path)
 
@@ -80,7 +82,8 @@ def save_checkpoint(
 
     name = _on_rank_0(begin, process_group, f"a checkpoint cannot be written to {root}")
     writing = root / f"writing-{name}"
-    save(_state(model, optimizer), checkpoint_id=writing, process_group=process_group)
+    with _explained(f"{writing} could not be written, and the state before is as it was"):
+        save(_state(model, optimizer), checkpoint_id=writing, process_group=process_group)
     _on_rank_0(publish, process_group, f"the checkpoint in {writing} cannot be published")
 
 
@@ -100,7 +103,7 @@ def load_checkpoint(
         `extra`, on all ranks, with its tensors on the CPU.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or it is not one of this model and optimizer.
     """
     root = Path(path)
 
@@ -109,7 +112,8 @@ def load_checkpoint(
 
     version = root / _on_rank_0(latest, process_group, f"no complete checkpoint in {root}")
     state = _state(model, optimizer)
-    load(state, checkpoint_id=version, process_group=process_group)
+    with _explained(f"{version} could not be loaded; was it saved with this model and optimizer?"):
+        load(state, checkpoint_id=version, process_group=process_group)
     if optimizer is None:
         set_model_state_dict(model, state["model"])
     else:
@@ -147,6 +151,15 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextlib.contextmanager
+def _explained(complaint: str) -> Iterator[None]:
+    """Torch's error, raised on all ranks if one fails, names the ranks but is no `Exception`."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise CheckpointError(f"{complaint}. Cause: {error}") from error
 
 
 def _on_rank_0(

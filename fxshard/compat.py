@@ -339,6 +339,11 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def foreach_copy(into: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+    """Copy each of `tensors` into its place, casting, in one operator."""
+    torch._foreach_copy_(into, tensors)
+
+
 def set_local_tensor(tensor: DTensor | nn.Parameter, local: torch.Tensor) -> None:
     """Let a DTensor stand on other storage of the same shape and dtype."""
     assert isinstance(tensor, DTensor)

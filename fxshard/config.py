@@ -188,7 +188,13 @@ class Config:
                 )
         self._check_reshard()
         for policy in self.precisions.values():
-            Precision.of(policy)
+            if Precision.of(policy).buffer_dtype is not None and self.full_precision_in_eval:
+                raise ConfigError(
+                    "full_precision_in_eval=True with a buffer_dtype: buffers are cast for good "
+                    "when the model is sharded. Leave buffer_dtype out."
+                )
+        if self.param_init_fn is not None and not callable(self.param_init_fn):
+            raise ConfigError(f"param_init_fn={self.param_init_fn!r} cannot be called.")
 
     def _accept_torch_names(self) -> None:
         """Replace torch's enums and classes by what they mean here."""

@@ -180,7 +180,7 @@ def _row(program: Program, phase: str, node: fx.Node) -> Row:
             unshards = all(meta.get(s).role in ("unshard", "reshard") for s in sources)
             what = "unshard" if unshards else "reduce"
     waits = {"c": "compute", "u": "unshard", "k": "unshard", "l": "load"}
-    waits |= {"r": "reduce", "a": "reduce", "s": "store"}
+    waits |= {"r": "reduce", "a": "reduce", "h": "reduce", "s": "store"}
     waited = ",".join(waits[event[0]] for event in tag.waits)
     return Row(phase, operation, unit.kind, (unit.name,), what, tag.stream, waited, size)
 
@@ -193,6 +193,7 @@ OPERATIONS: dict[Any, str] = {
     ops.reshard: "reshard",
     ops.reduce_scatter: "reduce",
     ops.all_reduce: "all-reduce",
+    ops.comm_hook: "comm-hook",
     ops.store: "store",
     ops.wait: "wait",
     ops.free: "free",

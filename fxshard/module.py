@@ -17,14 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard import compat, dump, meta, pipeline, state
 from fxshard.config import Config
-from fxshard.errors import StepError
+from fxshard.errors import ConfigError, StepError
 from fxshard.executor import Executor
 from fxshard.memory.report import MemoryReport
 from fxshard.plans import Plan
 from fxshard.program import Program
 from fxshard.sharding import as_gradient, shard_parameters
 from fxshard.trace import PLAIN
-from fxshard.units import Param, Unit
+from fxshard.units import Param, Unit, buffer_dtypes
 from fxshard.world.c10d import C10dWorld
 from fxshard.world.in_process import InProcessWorld
 
@@ -105,6 +105,8 @@ class ShardedModule(nn.Module):
         self.wholes = {p.fqn: p for unit in units for p in unit.ignored}
         self.accumulated: dict[str, list[Tensor]] = {}  # per rank that this process runs
         self._sync = True
+        self._comm_hook = False
+        self._cast_buffers()
         self._warned: set[int] = set()
         self._summoned = False
         self._agreed: set[tuple[str, ...]] = set()
@@ -122,6 +124,15 @@ class ShardedModule(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(object.__getattribute__(self, "original"), name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Of the user's model, as FSDP1 forwards it: an `nn.Sequential` stays indexable."""
+        return self.original[key]  # type: ignore[index]
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's model, under FSDP1's name; it holds the sharded parameters."""
+        return self.original
 
     def train(self, mode: bool = True) -> ShardedModule:
         """As `nn.Module.train`, for the shared tree."""
@@ -213,6 +224,7 @@ class ShardedModule(nn.Module):
             config=self.config,
             sync=self._sync,
             accumulated=self._waiting(),
+            comm_hook=self._comm_hook,
         )
 
     def _waiting(self) -> tuple[str, ...]:
@@ -241,6 +253,50 @@ class ShardedModule(nn.Module):
         """As `nn.Module.zero_grad`; also drops gradients accumulated under `no_sync`."""
         self.accumulated.clear()
         super().zero_grad(set_to_none)
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., None]) -> None:
+        """Let `hook` reduce gradients, as ``FullyShardedDataParallel.register_comm_hook``.
+
+        It is called once per unit and dtype: ``hook(state, flat, out)`` with all gradients of the
+        unit in rank order, ``[ranks * n]``, and room for this rank's part, ``[n]``; with strategy
+        ``no_shard`` ``hook(state, flat)``, in place. It averages itself. Those of
+        torch.distributed.algorithms' default_hooks (fp16 and bf16 compression) fit.
+
+        Raises:
+            ConfigError: the strategy is hybrid, all ranks run in this process, an option says how
+                to reduce, parameters are offloaded, or there is a hook already.
+        """
+        if not isinstance(self.world, C10dWorld):
+            raise ConfigError("register_comm_hook needs a process group: start with torchrun.")
+        config = self.config
+        for name, clashes in {
+            f"strategy={config.strategy!r}": config.hybrid,
+            f"reduce_op={config.reduce_op!r}": config.reduce_op != "avg",
+            "gradient_divide_factor": config.gradient_divide_factor is not None,
+            "gradient_predivide_factor": config.gradient_predivide_factor is not None,
+            "offload": config.offload is not None,
+            "another hook": self._comm_hook,
+        }.items():
+            if clashes:
+                raise ConfigError(f"register_comm_hook does not go together with {name}.")
+        if not callable(hook):
+            raise ConfigError(f"register_comm_hook: {hook!r} cannot be called.")
+        self.world.hook = functools.partial(hook, state)
+        self._comm_hook = True
+        self.variants.clear()
+
+    def _cast_buffers(self) -> None:
+        """Give buffers the dtype that the policy of their unit asks for, for good (as FSDP1)."""
+        buffers = dict(self.original.named_buffers(remove_duplicate=False))
+        cast: dict[int, Tensor] = {}
+        for name, dtype in buffer_dtypes(self.units, buffers).items():
+            module, key = self._owner(name)
+            buffer = buffers[name]
+            module._buffers[key] = cast.setdefault(id(buffer), buffer.to(dtype))
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        path, _, key = name.rpartition(".")
+        return self.original.get_submodule(path), key
 
     def whole_parameters(self) -> list[nn.Parameter]:
         """The ignored parameters."""
@@ -439,6 +495,8 @@ class ShardedModule(nn.Module):
         state.converted(slots, fn, self.world)
         with state.set_aside(slots):
             super()._apply(fn, recurse)
+        for fqn, grads in self.accumulated.items():
+            self.accumulated[fqn] = [fn(grad) for grad in grads]
         if self._kinds() != before:
             self.variants.clear()
             self._device = next((p.device.type for p in self.parameters()), "cpu")
@@ -455,8 +513,9 @@ class ShardedModule(nn.Module):
         for kept in (self.world, self.config, self.units):
             memo[id(kept)] = kept
         slots = state.copied(self.slots, memo)
-        rest = {k: v for k, v in self.__dict__.items() if k not in ("slots", "variants")}
-        made.__dict__.update(copy.deepcopy(rest, memo), slots=slots, variants={})
+        fresh: dict[str, Any] = {"variants": {}, "accumulated": {}}  # torch copies no .grad either
+        rest = {k: v for k, v in self.__dict__.items() if k not in ("slots", *fresh)}
+        made.__dict__.update(copy.deepcopy(rest, memo), slots=slots, **fresh)
         return made
 
     def __getstate__(self) -> dict[str, Any]:
@@ -470,7 +529,8 @@ class ShardedModule(nn.Module):
             state.check_picklable(field.name, getattr(self.config, field.name))
         slots = {fqn: state.without_data(slot) for fqn, slot in self.slots.items()}
         world = self.world.mesh if isinstance(self.world, C10dWorld) else self.world
-        return self.__dict__ | {"slots": slots, "world": world, "variants": {}, "_agreed": set()}
+        fresh: dict[str, Any] = {"variants": {}, "accumulated": {}, "_agreed": set()}
+        return self.__dict__ | {"slots": slots, "world": world, **fresh}
 
     def __setstate__(self, found: dict[str, Any]) -> None:
         """Raises StepError if a process group was there when it was pickled, and none is now."""

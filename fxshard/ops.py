@@ -11,6 +11,8 @@ all_gather        launch: one padded shard ``[chunk, ...]`` per parameter in, on
 reduce_scatter    launch: one contiguous ``[size * chunk, ...]`` gradient per parameter in,
                   one fresh ``[chunk, ...]`` out, reduced by `op`, in one coalesced collective.
 all_reduce        launch: gradients are reduced over the group in place; the results are they.
+comm_hook         launch: the user's function reduces one flat tensor, all gradients of a unit, rank
+                  by rank: ``[size * n]`` in, a fresh ``[n]`` out; with size 1 in place.
 cast, load        launch, or what an all-gather sends: fresh copies in another dtype, or on the
                   device of compute.
 store             launch: fresh copies on the CPU.
@@ -42,6 +44,7 @@ for _schema in (
     "all_gather(Tensor[] shards, int size, str group='shard') -> Tensor[]",
     "reduce_scatter(Tensor[] grads, int size, str group='shard', str op='avg') -> Tensor[]",
     "all_reduce(Tensor[] grads, int size, str group='replicate', str op='avg') -> Tensor[]",
+    "comm_hook(Tensor[] grads, int size) -> Tensor[]",
     "cast(Tensor[] tensors, ScalarType dtype) -> Tensor[]",
     "load(Tensor[] tensors, Device device) -> Tensor[]",
     "store(Tensor[] tensors) -> Tensor[]",
@@ -65,6 +68,11 @@ def _(grads: list[Tensor], size: int, group: str = "shard", op: str = "avg") -> 
 @torch.library.register_fake("fxshard::all_reduce", lib=_LIBRARY)
 def _(grads: list[Tensor], size: int, group: str = "replicate", op: str = "avg") -> list[Tensor]:
     return list(grads)
+
+
+@torch.library.register_fake("fxshard::comm_hook", lib=_LIBRARY)
+def _(grads: list[Tensor], size: int) -> list[Tensor]:
+    return list(grads) if size == 1 else [g.new_empty(g.numel() // size) for g in grads]
 
 
 @torch.library.register_fake("fxshard::cast", lib=_LIBRARY)
@@ -100,6 +108,7 @@ def _(tensors: list[Tensor]) -> None:
 all_gather = torch.ops.fxshard.all_gather.default
 reduce_scatter = torch.ops.fxshard.reduce_scatter.default
 all_reduce = torch.ops.fxshard.all_reduce.default
+comm_hook = torch.ops.fxshard.comm_hook.default
 cast = torch.ops.fxshard.cast.default
 load = torch.ops.fxshard.load.default
 store = torch.ops.fxshard.store.default
@@ -107,7 +116,7 @@ reshard = torch.ops.fxshard.reshard.default
 wait = torch.ops.fxshard.wait.default
 free = torch.ops.fxshard.free.default
 
-COLLECTIVES = (all_gather, reduce_scatter, all_reduce)
+COLLECTIVES = (all_gather, reduce_scatter, all_reduce, comm_hook)
 ASYNCHRONOUS = (*COLLECTIVES, cast, load, store)  # run on streams of their own
 WORDS = (*COLLECTIVES, cast, load, store, reshard, wait, free)
 
@@ -126,13 +135,19 @@ def is_unshard(candidate: fx.Node) -> bool:
     )
 
 
+def is_in_place(candidate: fx.Node) -> bool:
+    """True if the results of `candidate` are its operands."""
+    alone = candidate.target is comm_hook and candidate.args[1] == 1
+    return candidate.target is all_reduce or alone
+
+
 def sent_copies(launch: fx.Node) -> list[fx.Node]:
     """What was made only to be sent: behind the wait for `launch` nobody needs it.
 
     For an unshard: casts, loads and reshards in front of it. For a reduction or a copy to the CPU:
     its operands, unless its results are the operands.
     """
-    if launch.target is all_reduce:
+    if is_in_place(launch):
         return []
     if not is_unshard(launch):
         return meta.operands(launch)
@@ -168,7 +183,7 @@ def dying_results(program: Program, launch: fx.Node) -> list[fx.Node]:
             for operand in sent_copies(other)
         ),
     )
-    if launch.target is all_reduce:
+    if is_in_place(launch):
         for operand in meta.operands(launch):
             maker = meta.source(operand) if operand.op == "call_function" else operand
             if maker.target is reduce_scatter:  # its result, which is freed as such

@@ -124,6 +124,7 @@ def make_program(
     replicas: int = 1,
     sync: bool = True,
     accumulated: Iterable[str] = (),
+    comm_hook: bool = False,
     observe: Observer | None = None,
 ) -> Program:
     """Capture one call and run the passes over it.
@@ -136,6 +137,7 @@ def make_program(
         replicas: number of such groups of ranks.
         sync: False under ``no_sync``.
         accumulated: FQNs of parameters that have an accumulated gradient.
+        comm_hook: the user's function reduces gradients.
         observe: called with the dump before and after each pass.
     """
     _check_reshard(units, world)
@@ -148,6 +150,7 @@ def make_program(
     program = trace.capture(model, args, kwargs, units=units, world_size=world, training=training)
     program.replicas, program.sync = replicas, sync
     program.accumulated = frozenset(accumulated)
+    program.comm_hook = comm_hook
     program.offloaded = config.offload is not None
     passes = config.passes if config.passes is not None else default_passes(config)
     run(program, passes, observe=observe)

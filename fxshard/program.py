@@ -130,6 +130,7 @@ class Program:
         replicas: number of such groups of ranks, which hold the same shards.
         sync: False under ``no_sync``: gradients are accumulated, not reduced.
         accumulated: parameters that have an accumulated gradient when backward begins.
+        comm_hook: the user's function reduces gradients (`ShardedModule.register_comm_hook`).
         offloaded: shards and sharded gradients live on the CPU.
         fake_mode: owner of the fake values, for passes that make new ones.
         facts: what has been ensured so far.
@@ -147,6 +148,7 @@ class Program:
     replicas: int = 1
     sync: bool = True
     accumulated: frozenset[str] = frozenset()
+    comm_hook: bool = False
     offloaded: bool = False
     facts: set[Fact] = dataclasses.field(default_factory=set)
     forward_prefetch: int = 1

@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from fxshard import compat
@@ -103,7 +104,7 @@ def shard_parameters(
     device = _home(model, world)
     made: dict[str, list[Tensor]] = {}
     for unit in units:
-        made |= _flat_shards(unit, originals, device, world)
+        made |= _flat_shards(unit, originals, device, world, config.offload)
     params = {id(originals[param.fqn]): param for unit in units for param in unit.params}
     buffers: list[tuple[Tensor, Tensor]] = []
     for tensor, whole in wholes(model, device, config.param_init_fn, sync, ignored):
@@ -119,6 +120,11 @@ def shard_parameters(
         shards = made[param.fqn]
         slots[param.fqn] = Slot(param, shards, _local(param, shards, world), owners[key])
     exposed = {fqn: _exposed(slot.param, slot.local, world) for fqn, slot in slots.items()}
+    for unit in units:
+        if unit.precision.keep_low_precision_grads:
+            for param in unit.params:
+                dtype = unit.precision.reduce_dtype or param.compute_dtype
+                exposed[param.fqn].grad_dtype = dtype if param.dtype.is_floating_point else None
     for buffer, whole in buffers:
         _give_buffer(buffer, whole, owners[id(buffer)])
     for fqn, slot in slots.items():
@@ -143,7 +149,7 @@ def _refusal(
     sync = world if config.sync_module_states and isinstance(world, C10dWorld) else None
     try:
         for fqn, tensor in originals.items():
-            _check_shardable_now(fqn, tensor, world)
+            _check_shardable_now(fqn, tensor, world, config.offload is not None)
         left_out = set(map(id, ignored))
         for fqn, tensor in model.named_parameters():
             if tensor.is_meta and id(tensor) in left_out:
@@ -167,7 +173,9 @@ def _agree_to_sync(model: nn.Module, refusal: UnitError | None, world: C10dWorld
     world.agree([str(refusal or "can be sharded"), *lines], "the model that rank 0 is to give them")
 
 
-def _check_shardable_now(fqn: str, tensor: nn.Parameter, world: C10dWorld | InProcessWorld) -> None:
+def _check_shardable_now(
+    fqn: str, tensor: nn.Parameter, world: C10dWorld | InProcessWorld, offloaded: bool
+) -> None:
     check_shardable(fqn, tensor)
     if isinstance(tensor, DTensor):
         raise UnitError(
@@ -180,6 +188,8 @@ def _check_shardable_now(fqn: str, tensor: nn.Parameter, world: C10dWorld | InPr
             f"on the parameter of the model that fxshard.compile returns."
         )
     if tensor.is_meta:
+        return
+    if offloaded and tensor.device.type == "cpu":
         return
     if isinstance(world, C10dWorld) and tensor.device.type != world.mesh.device_type:
         raise UnitError(
@@ -200,8 +210,11 @@ def _flat_shards(
     originals: dict[str, nn.Parameter],
     device: torch.device,
     world: C10dWorld | InProcessWorld,
+    offload: CPUOffloadPolicy | None,
 ) -> dict[str, list[Tensor]]:
     """Padded shards of the unit, zero: views of one new flat storage per dtype and process.
+
+    Offloaded ones lie on the CPU, in pinned memory where there is an accelerator to copy to.
 
     In-process, the flat storage holds every rank's rows of a parameter one behind the other, so
     that a whole parameter is a view too.
@@ -212,7 +225,11 @@ def _flat_shards(
         params = [param for param in unit.params if param.dtype == dtype]
         numels = [count * torch.Size(param.chunk(world.size)).numel() for param in params]
         real = [originals[p.fqn].device for p in params if not originals[p.fqn].is_meta]
-        flat = torch.zeros(sum(numels), dtype=dtype, device=(real or [device])[0])
+        home, pin = (real or [device])[0], False
+        if offload is not None:
+            home = torch.device("cpu")
+            pin = offload.pin_memory and torch.accelerator.is_available()
+        flat = torch.zeros(sum(numels), dtype=dtype, device=home, pin_memory=pin)
         for param, piece in zip(params, flat.split(numels), strict=True):
             found[param.fqn] = list(piece.view(count, *param.chunk(world.size)).unbind())
     return found

@@ -166,6 +166,7 @@ def reduced_once(program: Program) -> None:
     fact = Fact.REDUCED_ONCE
     need = [ops.reduce_scatter] if program.world_size > 1 else []
     need += [ops.all_reduce] if program.replicas > 1 else []
+    need = [ops.comm_hook] if program.comm_hook else need
     seen: dict[fx.Node, str] = {}
     for value, result in zip(program.values, program.results, strict=True):
         if result.kind == "accumulated" and program.sync:
@@ -175,6 +176,12 @@ def reduced_once(program: Program) -> None:
         param = program.params[result.name]
         picks = _reductions_of(value)
         for pick in picks:
+            if meta.source(pick).target is ops.comm_hook:
+                seen[pick] = result.name
+                if result.name not in _packed(pick):
+                    what = f"the gradient of {result.name!r} is not in what %{pick.name} reduced."
+                    fail(program, fact, pick, what)
+                continue
             if pick in seen:
                 fail(
                     program,
@@ -211,7 +218,7 @@ def reduced_once(program: Program) -> None:
                 f"%{value.name} is {list(value.meta['val'].shape)}, but a shard of "
                 f"{result.name!r} is {list(shape)}.",
             )
-    for launch in _launches(program, ops.reduce_scatter, ops.all_reduce):
+    for launch in _launches(program, ops.reduce_scatter, ops.all_reduce, ops.comm_hook):
         for pick in launch.users:
             if pick.target is operator.getitem and pick not in seen:
                 fqn = meta.get(pick).fqn
@@ -225,6 +232,8 @@ def _reductions_of(value: fx.Node) -> list[fx.Node]:
     while node.op == "call_function":
         if node.target is operator.getitem and meta.source(node).target in ops.COLLECTIVES:
             found.append(node)
+            if meta.source(node).target is ops.comm_hook:
+                break
             node = meta.operands(meta.source(node))[_picked(node)]
         elif node.target is operator.getitem and meta.source(node).target is ops.store:
             node = meta.operands(meta.source(node))[_picked(node)]
@@ -233,6 +242,14 @@ def _reductions_of(value: fx.Node) -> list[fx.Node]:
         else:
             break
     return found
+
+
+def _packed(pick: fx.Node) -> set[str | None]:
+    """FQNs of the gradients in the flat tensor that a comm_hook reduced."""
+    node = meta.operands(meta.source(pick))[0]
+    while len(node.all_input_nodes) == 1 and isinstance(node.args[0], fx.Node):
+        node = meta.source(node)
+    return {meta.get(meta.source(row)).fqn for row in node.all_input_nodes}
 
 
 def _word(target: Any) -> str:

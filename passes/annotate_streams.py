@@ -63,6 +63,7 @@ STREAMS: dict[object, meta.Stream] = {
     ops.load: "load",
     ops.reduce_scatter: "reduce",
     ops.all_reduce: "reduce",
+    ops.comm_hook: "reduce",
     ops.store: "store",
 }
 EVENTS: dict[object, str] = {
@@ -71,6 +72,7 @@ EVENTS: dict[object, str] = {
     ops.load: "l",
     ops.reduce_scatter: "r",
     ops.all_reduce: "a",
+    ops.comm_hook: "h",
     ops.store: "s",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 import torch
@@ -110,6 +111,8 @@ class InsertReduce:
 
     def _launches(self, program: Program) -> list[str]:
         """What a gradient goes through, in order."""
+        if program.comm_hook:
+            return ["hook"]
         words = {"reduce": program.world_size > 1, "all_reduce": program.replicas > 1}
         words["store"] = program.offloaded
         return [word for word, needed in words.items() if needed]
@@ -130,14 +133,17 @@ class InsertReduce:
         unit = program.units[params[0].unit]
         tag = meta.Meta("backward", "reduce", module=unit.fqn, unit=unit.index, pair=pair)
         fqns = [param.fqn for param in params]
-        before, op, behind = self.division(
-            reduce_dtype(program, params[0], grads[0]), program.world_size * program.replicas
-        )
+        ranks = program.world_size * program.replicas
+        before, op, behind = self.division(reduce_dtype(program, params[0], grads[0]), ranks)
+        if program.comm_hook:
+            before = None  # the hook averages
         with program.graph.inserting_before(following(program, last)):
             nodes = [
                 divided(program, as_sendable(program, param, grad, own, tag), before, "pad")
                 for param, grad, own in zip(params, grads, alone, strict=True)
             ]
+            if program.comm_hook:
+                return through_hook(program, params, nodes, tag)
             if program.world_size > 1:
                 args = (nodes, program.world_size, *([] if op == "avg" else ["shard", op]))
                 name = f"reduce_{pair}"
@@ -180,6 +186,40 @@ class InsertReduce:
             while factor % before == 0 and factor / before > before:
                 before *= 2
         return before, "sum", factor / (before or 1.0)
+
+
+def through_hook(
+    program: Program, params: list[Param], sent: list[fx.Node], tag: meta.Meta
+) -> list[fx.Node]:
+    """Append the user's reduction of all of `sent`, as one flat tensor in rank order.
+
+    Returns views of its result, in the dtype of each parameter.
+    """
+    graph, world = program.graph, program.world_size
+    pad = dataclasses.replace(tag, role="pad")
+
+    def call(target: Any, args: tuple[Any, ...], like: meta.Meta) -> fx.Node:
+        node = graph.call_function(target, args)
+        return meta.put(node, like, program.refake(node))
+
+    rows = [call(aten.view.default, (node, [world, -1]), pad) for node in sent]
+    flat = call(aten.view.default, (call(aten.cat.default, (rows, 1), pad), [-1]), pad)
+    name = f"hook_{tag.pair}"
+    picks = ops.insert_word(program, ops.comm_hook, ([flat], world), [""], tag, name)
+    ops.insert_wait(program, picks, tag)
+    found: list[fx.Node] = []
+    start = 0
+    for param in params:
+        settle = dataclasses.replace(tag, role="settle", fqn=param.fqn)
+        shape = param.chunk(world)
+        end = start + math.prod(shape)
+        piece = call(aten.slice.Tensor, (picks[0], 0, start, end), settle)
+        piece = call(aten.view.default, (piece, list(shape)), settle)
+        if not program.units[param.unit].precision.keep_low_precision_grads:
+            piece = cast(program, piece, param.dtype, "settle", tag)
+        found.append(piece)
+        start = end
+    return found
 
 
 def reduce_dtype(program: Program, param: Param, grad: fx.Node) -> torch.dtype:

@@ -5,7 +5,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+import torch.distributed as dist
+from torch import ScriptObject, Tensor
 from torch._C._autograd import DeviceType
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
@@ -55,6 +56,8 @@ class Collective:
         int  # of the larger side on this rank: what is gathered, what is scattered, what is reduced
     )
     tensors: int  # how many on that side; more than one only in a coalesced or list call
+    # The group's ranks, where the op was given a ProcessGroup itself.
+    ranks: tuple[int, ...] = field(default=(), compare=False)
 
 
 @dataclass
@@ -101,7 +104,8 @@ class _Recorder(TorchDispatchMode):
             larger = max(sides, key=_nbytes)
             if not any(isinstance(t, FakeTensor) or t.is_meta for t in larger):  # traced, not run
                 kind = _KINDS.get(op, op.split("::")[1])
-                self.seen.calls.append(Collective(kind, op, _nbytes(larger), len(larger)))
+                call = Collective(kind, op, _nbytes(larger), len(larger), _ranks(args))
+                self.seen.calls.append(call)
         return result
 
 
@@ -140,6 +144,13 @@ def profiler_peak_bytes(
             live += event.nbytes()
             peak = max(peak, live)
     return peak
+
+
+def _ranks(args: Iterable[Any]) -> tuple[int, ...]:
+    for arg in args:
+        if isinstance(arg, ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(arg)))
+    return ()
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

@@ -1,9 +1,10 @@
 """Checkpoints: torch.distributed.checkpoint across world sizes and wrappers, and crashes in it."""
 
 import copy
+import dataclasses
 import os
 import shutil
-import time
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -21,10 +23,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
 import fxshard
+from fxshard import checkpoint
 from fxshard.errors import CheckpointError
 from tests.fsdp2 import adamw, full
 from tests.test_module import built, compiled, load, reference, save, train
@@ -40,9 +44,14 @@ def made(kind: str, name: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Op
         model = reference(case)
     else:
         model = case.build()
-        if kind == "fxshard":
-            world = {} if dist.is_initialized() else {"world_size": 2}
-            model = fxshard.compile(model, units=case.units, **world)
+        if kind != "plain":
+            options: dict[str, Any] = {} if dist.is_initialized() else {"world_size": 2}
+            if kind != "fxshard":
+                options |= {"strategy": kind}
+            if kind == "hybrid_shard":
+                names = ("copies", "shard")
+                options |= {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=names)}
+            model = fxshard.compile(model, units=case.units, **options)
     return model, adamw(model.parameters())
 
 
@@ -193,6 +202,20 @@ def test_exchange_with(ranks: Any, tmp_path: Path, kind: str, name: str) -> None
         assert_same(loaded(0, 1, kind, name, ours)[0], want[0])
 
 
+@pytest.mark.parametrize(("kind", "world_size"), [("hybrid_shard", 4), ("no_shard", 2)])
+def test_exchange_between_strategies(
+    ranks: Any, tmp_path: Path, kind: str, world_size: int
+) -> None:
+    theirs, ours = str(tmp_path / "theirs"), str(tmp_path / "ours")
+    want = ranks(world_size).run(saved_and_trained_on, kind, "mlp13", theirs)[0]
+    same = ranks(world_size).run(loaded, kind, "mlp13", theirs)[0]
+    assert_same(same[2], want[2])
+    found = ranks(2).run(loaded, "fxshard", "mlp13", theirs, ours)[0]
+    assert_same(found[0], want[0])
+    assert_same(ranks(world_size).run(loaded, kind, "mlp13", ours)[0][2], want[2])
+    assert_same(loaded(0, 1, "plain", "mlp13", theirs)[0], want[0])
+
+
 def saved_behind_its_back(rank: int, world_size: int, path: str) -> None:
     """What is saved is the state at the call, though training goes on meanwhile."""
     case = MODELS["mlp13"]
@@ -235,6 +258,9 @@ def kept(rank: int, world_size: int, kind: str, path: str) -> None:
     alone, _ = made(kind, "mlp13", seed=1)
     fxshard.load_checkpoint(path, alone)  # the model only
     assert all(torch.equal(full(v), want[f"model.{k}"]) for k, v in alone.state_dict().items())
+    other = torch.nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=r"version-2 could not be loaded; was it saved with"):
+        fxshard.load_checkpoint(path, other)
     fxshard.save_checkpoint(path, alone)
     assert fxshard.load_checkpoint(path, alone) is None
 
@@ -253,35 +279,36 @@ def first_save(rank: int, world_size: int, path: str) -> dict[str, Tensor]:
     return values(model, optimizer)
 
 
-class Slow(nn.Module):
-    """Something whose state takes long to write on rank 1, which is killed meanwhile."""
+class Failing(FileSystemWriter):
+    """Writes a part of what this rank has to write, and then ends it."""
 
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank = rank
+    def __init__(self, path: Any, end: Callable[[], None]) -> None:
+        super().__init__(path)
+        self.end = end
 
-    def get_extra_state(self) -> Any:
-        return Sleeper(self.rank)
-
-    def set_extra_state(self, state: Any) -> None:
-        pass
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        super().write_data(dataclasses.replace(plan, items=plan.items[:3]), planner).wait()
+        self.end()
 
 
-class Sleeper:
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def __reduce__(self) -> Any:
-        if self.rank == 1:
-            time.sleep(60)
-        return Sleeper, (self.rank,)
+def kill_me() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def dies_in_save(rank: int, world_size: int, path: str) -> None:
+def fail() -> None:
+    raise OSError("disk full")
+
+
+def fails_in_save(rank: int, world_size: int, path: str, end: Callable[[], None]) -> None:
     model, optimizer = made("fxshard", "mlp13", seed=1)
-    model.original.slow = Slow(rank)
-    Path(path, f"began-{rank}").touch()
-    fxshard.save_checkpoint(path, model, optimizer, extra="second")
+    if rank == 1:
+        checkpoint.save = lambda state, checkpoint_id, process_group: dcp.save(
+            state, storage_writer=Failing(checkpoint_id, end), process_group=process_group
+        )
+    try:
+        fxshard.save_checkpoint(path, model, optimizer, extra="second")
+    finally:
+        checkpoint.save = dcp.save
 
 
 def read_back(rank: int, world_size: int, path: str) -> tuple[dict[str, Tensor], Any]:
@@ -290,18 +317,23 @@ def read_back(rank: int, world_size: int, path: str) -> tuple[dict[str, Tensor],
     return values(model, optimizer), extra
 
 
-def test_a_rank_is_killed_while_it_saves(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [kill_me, fail])
+def test_a_rank_fails_while_it_saves(ranks: Any, tmp_path: Path, end: Callable[[], None]) -> None:
     path = str(tmp_path)
     want = ranks(2).run(first_save, path)[0]
-    ranks(2).kill(1, delay_s=4)
-    answers = ranks(2).run_expecting_errors(dies_in_save, path)
-    assert "died" in answers[1] and "Error" in answers[0]
-    assert (tmp_path / "began-1").exists() and (tmp_path / "writing-2").exists()
+    answers = ranks(2).run_expecting_errors(fails_in_save, path, end)
+    if end is kill_me:
+        assert "rank 1 died, exit code -9" in answers[1] and "Error" in answers[0]
+    else:
+        for answer in answers:
+            assert "CheckpointError: " in answer and "OSError: disk full" in answer
+            assert "could not be written, and the state before is as it was" in answer
+    assert list((tmp_path / "writing-2").glob("*.distcp*"))  # some of it was
     got, extra = ranks(2).run(read_back, path)[0]
     assert extra == "first"
     assert_same(got, want)
     ranks(2).run(first_save, path)
-    assert sorted(os.listdir(path)) == ["began-0", "began-1", "latest", "version-3"]
+    assert sorted(os.listdir(path)) == ["latest", "version-3"]
 
 
 class Crash(BaseException):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import io
 from collections import namedtuple
 from functools import partial
 from pathlib import Path
@@ -390,3 +391,49 @@ def test_versions_count_changes_in_place_through_views() -> None:
     assert compat.version(base) > before
     with torch.inference_mode():
         assert compat.version(torch.ones(1)) == 0
+
+
+def test_a_dtensor_takes_over_the_storage_offset_of_its_local_tensor() -> None:
+    with compat.fake_process_group(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        local = torch.arange(8.0)[2:].view(2, 3)
+        sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        assert sharded.storage_offset() == 2, "compat.stand_in may go"
+        with pytest.raises(RuntimeError, match="invalid python storage"):
+            torch.save(sharded, io.BytesIO())
+        like = compat.stand_in(local)
+        assert (like.shape, like.dtype, like.storage_offset()) == (local.shape, local.dtype, 0)
+        shape, stride = (4, 3), (3, 1)
+        savable = nn.Parameter(
+            DTensor.from_local(like, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        )
+        compat.set_local_tensor(savable, local)
+        torch.save(savable, io.BytesIO())
+        assert torch.equal(savable.to_local(), local) and savable.stride() == stride
+        assert compat.stand_in(local[:0]).shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("register", "kind"),
+    [
+        ("register_forward_pre_hook", "forward pre-hook"),
+        ("register_forward_hook", "forward hook"),
+        ("register_full_backward_pre_hook", "backward pre-hook"),
+        ("register_full_backward_hook", "backward hook"),
+    ],
+)
+def test_hooks_of_a_module_are_seen_and_have_numbers_of_their_own(register: str, kind: str) -> None:
+    module, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    assert compat.module_hooks(module) == [] and compat.hook_numbers([module, other]) == ()
+
+    def hook(*_: Any) -> None: ...
+
+    handles = [getattr(each, register)(hook) for each in (module, other)]
+    ((found, number, function),) = compat.module_hooks(module)
+    assert (found, function) == (kind, hook)
+    first = compat.hook_numbers([module, other])
+    assert first[0] == number and len(set(first)) == 2
+    handles[0].remove()
+    assert compat.hook_numbers([module, other]) == first[1:]
+    getattr(module, register)(hook)
+    assert compat.hook_numbers([module])[0] not in first

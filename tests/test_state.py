@@ -513,6 +513,69 @@ def test_moving_off_the_mesh_is_refused(ranks: Any) -> None:
     ranks(2).run(moved_away)
 
 
+# -- all of it under every strategy -------------------------------------------------------------
+
+
+def whole_story(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    name = "mlp13"
+    if options.get("strategy") == "hybrid_shard" and dist.is_initialized():
+        shape = (2, world_size // 2)
+        options |= {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shard"))}
+    eager, ours = built(name), compiled(name, **options)
+    optimizers = sgd(ours, eager)
+
+    def trained() -> None:
+        step(ours, eager, name)
+        norms = (ours.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(eager.parameters(), 0.1))
+        assert_close(*norms)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for mine, other in zip(ours.parameters(), eager.parameters(), strict=True):
+            assert_close(full(mine), other.detach())
+
+    trained()
+    with ours.summon_full_params(), torch.no_grad():
+        for model in (ours, eager):
+            for param in model.parameters():
+                assert type(param) is nn.Parameter
+                param.mul_(1.5)
+    trained()
+    for model in (ours, eager):
+        torch.manual_seed(7)
+        model.apply(init_weights)
+    trained()
+    for model in (ours, eager):
+        model.load_state_dict(other_values(name).state_dict())
+    assert_same_values(ours, eager)
+    trained()
+    whole = ours.full_state_dict(rank0_only=False)
+    assert all(torch.equal(whole[fqn], full(p)) for fqn, p in ours.named_parameters())
+    for again in (copy.deepcopy, round_trip):
+        kept = (ours, eager, optimizers)
+        ours, eager = again(ours), copy.deepcopy(eager)
+        optimizers = sgd(ours, eager)
+        trained()
+        ours, eager, optimizers = kept
+        trained()
+    for model in (ours, eager):
+        model.bfloat16()
+    assert {p.dtype for p in ours.parameters()} == {torch.bfloat16}
+    for model in (ours, eager):
+        model.float()
+    trained()
+
+
+@pytest.mark.parametrize("options", [{"strategy": "no_shard"}, {"ignored": ["head", "blocks.1"]}])
+@EVERYWHERE
+def test_replicated_and_ignored_parameters(ranks: Any, where: str, options: dict[str, Any]) -> None:
+    run(ranks, where, whole_story, options)
+
+
+def test_hybrid(ranks: Any) -> None:
+    ranks(4).run(whole_story, {"strategy": "hybrid_shard"})
+
+
 # -- hooks -----------------------------------------------------------------------------------------
 
 
@@ -539,6 +602,19 @@ def test_hooks_on_submodules_are_warned_about_by_name(caplog: Any) -> None:
     assert len(said) == 2
     assert "forward hook tests.test_state.doubled of module 'a'" in said[0]
     assert "forward pre-hook" in said[1] and "module 'b'" in said[1]
+
+
+def test_tensor_operations_of_hooks_are_part_of_the_program(caplog: Any) -> None:
+    eager, ours = pair(lambda: Net(lambda self, x: self.b(torch.relu(self.a(x)[:, :5]))))
+    for model in (eager, ours):
+        model.a.register_forward_hook(doubled)
+        model.b.register_full_backward_hook(lambda module, given, _: (3 * given[0],))
+        x = batch().requires_grad_()
+        with caplog.at_level(logging.WARNING, "fxshard"):
+            model(x).sum().backward()
+    assert "backward hook" in caplog.text
+    for mine, other in zip(ours.parameters(), eager.parameters(), strict=True):
+        assert_close(mine.grad, other.grad)
 
 
 @pytest.mark.parametrize("place", ["a", "original"])

@@ -77,7 +77,7 @@ def is_reduce_copy(target: object, kwargs: dict[str, Any]) -> bool:
     By definition such a copy, when it is sent, is *Reduce Scatter*, and what it was copied from
     is the *Unsharded Grad*.
     """
-    if target is aten._to_copy.default:
+    if target in (aten._to_copy.default, aten.cat.default):
         return True
     contiguous = kwargs.get("memory_format") == torch.contiguous_format
     return target is aten.constant_pad_nd.default or (target is aten.clone.default and contiguous)

@@ -381,7 +381,7 @@ class Walk:
         elif row.target is ops.free:
             for source in meta.operands(row):
                 self._end(env[source])
-        elif row.target is ops.all_reduce:
+        elif ops.is_in_place(row):
             for pick, source in zip(picks, meta.operands(row), strict=True):
                 env[pick] = env[source]
                 self._hold(env[pick])
@@ -470,7 +470,8 @@ class Walk:
             sent = any(found.get(s) is Category.REDUCE_SCATTER for s in meta.storage_ids(node))
             if not sent or not is_reduce_copy(node.target, dict(node.kwargs)):
                 continue
-            for storage in meta.storage_ids(node.all_input_nodes[0]):
+            sources = [storage for n in node.all_input_nodes for storage in meta.storage_ids(n)]
+            for storage in sources:
                 maker = makers.get(storage)
                 again = maker is not None and is_reduce_copy(maker.target, dict(maker.kwargs))
                 category = Category.REDUCE_SCATTER if again else Category.UNSHARDED_GRAD
@@ -527,6 +528,7 @@ MADE_BY = {
     ops.load: Category.ALL_GATHER,
     ops.reshard: Category.SHARDED_PARAM,
     ops.reduce_scatter: Category.SHARDED_GRAD,
+    ops.comm_hook: Category.SHARDED_GRAD,
     ops.store: Category.SHARDED_GRAD,
 }
 
@@ -534,16 +536,18 @@ MADE_BY = {
 def gradient_categories(program: Program) -> dict[int, Category]:
     """Storages of the joint graph that are gradients, or copies of them to be sent."""
     found: dict[int, Category] = {}
-    first = [ops.reduce_scatter if program.world_size > 1 else ops.all_reduce]
+    first = ops.reduce_scatter if program.world_size > 1 else ops.all_reduce
+    todo: list[fx.Node] = []
     for launch in program.graph.nodes:
-        if launch.target not in first:
-            continue
-        for sent in meta.operands(launch):
-            maker = _maker(sent)
-            while maker is not None and is_reduce_copy(maker.target, dict(maker.kwargs)):
-                found |= dict.fromkeys(meta.storage_ids(maker), Category.REDUCE_SCATTER)
-                sent = maker.all_input_nodes[0]
-                maker = _maker(sent)
+        if launch.target in (first, ops.comm_hook):
+            todo += meta.operands(launch)
+    while todo:
+        sent = todo.pop()
+        maker = _maker(sent)
+        if maker is not None and is_reduce_copy(maker.target, dict(maker.kwargs)):
+            found |= dict.fromkeys(meta.storage_ids(maker), Category.REDUCE_SCATTER)
+            todo += maker.all_input_nodes
+        else:
             for storage in meta.storage_ids(sent):
                 found.setdefault(storage, Category.UNSHARDED_GRAD)
     stored = [n for node in program.graph.nodes if node.target is ops.store for n in node.args[0]]

@@ -49,7 +49,7 @@ class _Storage:
     bytes: int
     now: Category
     host: bool = False
-    copied_from: int | None = None
+    copied_from: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,14 +134,15 @@ class Tracker(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self._see(leaf, default, host)
         if is_reduce_copy(func, kwargs) and _holds_memory(result):
-            self._copied(self._number(result), self._numbers.get(id(args[0].untyped_storage())))
+            sources = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+            numbers = (self._numbers.get(id(source.untyped_storage())) for source in sources)
+            self._copied(self._number(result), tuple(n for n in numbers if n is not None))
         name = str(func)
         if name.startswith("c10d.allgather_into_tensor_coalesced_"):
             self.mark(args[0], Category.ALL_GATHER)
         elif name.startswith("c10d.reduce_scatter_tensor_coalesced_"):
             self.mark(args[0], Category.SHARDED_GRAD)
-            for tensor in args[1]:
-                self._sent(self._number(tensor))
+            self.sent(args[1])
         elif name.startswith("c10d.allreduce_coalesced_"):
             for tensor in args[0]:
                 number = self._number(tensor)
@@ -150,11 +151,11 @@ class Tracker(TorchDispatchMode):
                     self._label(number, Category.SHARDED_GRAD)
         return result
 
-    def _copied(self, number: int, source: int | None) -> None:
+    def _copied(self, number: int, sources: tuple[int, ...]) -> None:
         """A copy was made that may be one to be sent, or a reduced gradient in its own dtype."""
         storage = self._storages[number]
-        storage.copied_from = source
-        if source is not None and self._storages[source].now is Category.SHARDED_GRAD:
+        storage.copied_from = sources
+        if any(self._storages[source].now is Category.SHARDED_GRAD for source in sources):
             storage.category = storage.now = Category.SHARDED_GRAD
 
     def _label(self, number: int, category: Category) -> None:
@@ -162,16 +163,27 @@ class Tracker(TorchDispatchMode):
         self._storages[number].now = category
         self._events.append(_Event("label", number, category))
 
+    def sent(self, tensors: Iterable[Tensor]) -> None:
+        """Tensors go into a reduction."""
+        for tensor in tensors:
+            self._sent(self._number(tensor))
+
+    def reduced(self, tensors: Iterable[Tensor]) -> None:
+        """Tensors are reduced gradients from now on."""
+        for tensor in tensors:
+            self._label(self._number(tensor), Category.SHARDED_GRAD)
+
     def _sent(self, number: int) -> None:
         """A storage goes into a reduction: it is a gradient, or a copy of one."""
         storage = self._storages[number]
         if storage.now is Category.UNSHARDED_GRAD:
             return  # an accumulated one
-        if storage.copied_from is None:
+        if not storage.copied_from:
             storage.category = storage.now = Category.UNSHARDED_GRAD
             return
         storage.category = storage.now = Category.REDUCE_SCATTER
-        self._sent(storage.copied_from)
+        for source in storage.copied_from:
+            self._sent(source)
 
     def _number(self, tensor: Tensor) -> int:
         return self._numbers[id(tensor.untyped_storage())]
@@ -280,6 +292,13 @@ class WatchedWorld:
     ) -> list[Tensor]:
         """See `fxshard.world.World`."""
         return self._world.all_reduce(grads, pair, group, op)
+
+    def comm_hook(self, grads: list[Tensor], pair: int) -> list[Tensor]:
+        """See `fxshard.world.World`."""
+        self._tracker.sent(grads)
+        made = self._world.comm_hook(grads, pair)
+        self._tracker.reduced(made)
+        return made
 
     def cast(self, tensors: list[Tensor], dtype: torch.dtype, pair: int) -> list[Tensor]:
         """See `fxshard.world.World`."""

@@ -31,6 +31,9 @@ class World(Protocol):
     ) -> list[Tensor]:
         """Launch: gradients reduced in place; returns them."""
 
+    def comm_hook(self, grads: list[Tensor], pair: int) -> list[Tensor]:
+        """Launch: the user's reduction of a flat tensor ``[size * n]`` -> ``[n]``."""
+
     def cast(self, tensors: list[Tensor], dtype: torch.dtype, pair: int) -> list[Tensor]:
         """Launch, or what an all-gather sends: fresh copies in `dtype`."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from fxshard import compat
 from fxshard.world.peers import Peers
 
 OPS: dict[str, Any] = {
@@ -60,6 +61,7 @@ class C10dWorld:
         reshard: sizes of the groups that units are resharded to after forward.
         """
         self.mesh = mesh
+        self.hook: Callable[..., None] | None = None  # takes what the user's takes behind its state
         self.placements: list[Placement] = [Shard(0)]
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.size, self.rank, self.replicas = 1, 0, 1
@@ -112,10 +114,22 @@ class C10dWorld:
             launch.work = self.groups[group].allreduce_coalesced(grads, options)
         return grads
 
+    def comm_hook(self, grads: list[Tensor], pair: int) -> list[Tensor]:
+        assert self.hook is not None
+        results = grads
+        group = "shard" if self.size > 1 else "replicate"
+        with self._launch("reduce", pair, grads, group):
+            if self.size > 1:
+                results = [g.new_empty(g.numel() // self.size) for g in grads]
+                self.hook(grads[0], results[0])
+            else:
+                self.hook(grads[0])
+        return results
+
     def cast(self, tensors: list[Tensor], dtype: torch.dtype, pair: int) -> list[Tensor]:
         made = [torch.empty_like(t, dtype=dtype) for t in tensors]
         with self._launch("unshard", pair, tensors, behind=("load",)):
-            torch._foreach_copy_(made, tensors)
+            compat.foreach_copy(made, tensors)
         return made
 
     def load(self, tensors: list[Tensor], device: torch.device, pair: int) -> list[Tensor]:
