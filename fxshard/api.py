@@ -27,7 +27,7 @@ from fxshard.module import ShardedModule, world_over
 from fxshard.pipeline import Observer, make_program
 from fxshard.plans import Plan
 from fxshard.program import Program
-from fxshard.units import Unit, configured_units
+from fxshard.units import Unit, check_reshard, configured_units
 from fxshard.world.c10d import C10dWorld
 from fxshard.world.in_process import InProcessWorld
 
@@ -110,6 +110,7 @@ def compile(
     module = _plain_module(model)
     units = configured_units(module, config)
     world = _world(module, config, units, world_size, mesh, process_group)
+    check_reshard(units, world.size)
     if isinstance(world, C10dWorld):
         world.agree(_model_lines(units), "the model")
     program = None

@@ -123,16 +123,14 @@ class ShardedModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(object.__getattribute__(self, "original"), name)
+            original = object.__getattribute__(self, "original")
+            if name == "module" and not hasattr(original, name):
+                return original  # FSDP1's name for it
+            return getattr(original, name)
 
     def __getitem__(self, key: Any) -> Any:
         """Of the user's model, as FSDP1 forwards it: an `nn.Sequential` stays indexable."""
-        return self.original[key]  # type: ignore[index]
-
-    @property
-    def module(self) -> nn.Module:
-        """The user's model, under FSDP1's name; it holds the sharded parameters."""
-        return self.original
+        return self.original[key]
 
     def train(self, mode: bool = True) -> ShardedModule:
         """As `nn.Module.train`, for the shared tree."""

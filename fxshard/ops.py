@@ -137,8 +137,9 @@ def is_unshard(candidate: fx.Node) -> bool:
 
 def is_in_place(candidate: fx.Node) -> bool:
     """True if the results of `candidate` are its operands."""
-    alone = candidate.target is comm_hook and candidate.args[1] == 1
-    return candidate.target is all_reduce or alone
+    if candidate.target is comm_hook:
+        return bool(candidate.args[1] == 1)
+    return candidate.target is all_reduce
 
 
 def sent_copies(launch: fx.Node) -> list[fx.Node]:

@@ -29,7 +29,7 @@ from fxshard.passes.insert_unshard import InsertUnshard
 from fxshard.passes.outline_regions import OutlineRegions
 from fxshard.passes.prefetch import Prefetch
 from fxshard.program import Fact, Program
-from fxshard.units import Unit, with_precision
+from fxshard.units import Unit, check_reshard, with_precision
 
 
 class Pass(Protocol):
@@ -140,7 +140,7 @@ def make_program(
         comm_hook: the user's function reduces gradients.
         observe: called with the dump before and after each pass.
     """
-    _check_reshard(units, world)
+    check_reshard(units, world)
     if config.full_precision_in_eval and not model.training:
         units = tuple(with_precision(unit, Precision()) for unit in units)
     leaves, _ = compat.tree_flatten((args, kwargs))
@@ -155,15 +155,6 @@ def make_program(
     passes = config.passes if config.passes is not None else default_passes(config)
     run(program, passes, observe=observe)
     return program
-
-
-def _check_reshard(units: tuple[Unit, ...], world: int) -> None:
-    for unit in units:
-        if not isinstance(unit.reshard, bool) and world % unit.reshard:
-            raise ConfigError(
-                f"reshard_after_forward={unit.reshard} of unit {unit.name!r}: {world} ranks cannot "
-                f"be cut into groups of {unit.reshard}. Take a divisor of {world}."
-            )
 
 
 def _verify(program: Program, pass_name: str | None) -> None:

@@ -194,6 +194,16 @@ def buffer_dtypes(
     return found
 
 
+def check_reshard(units: tuple[Unit, ...], world: int) -> None:
+    """Raise ConfigError if `world` ranks cannot be cut into the groups that a unit asks for."""
+    for unit in units:
+        if not isinstance(unit.reshard, bool) and world % unit.reshard:
+            raise ConfigError(
+                f"reshard_after_forward={unit.reshard} of unit {unit.name!r}: {world} ranks cannot "
+                f"be cut into groups of {unit.reshard}. Take a divisor of {world}."
+            )
+
+
 def _reshard_by_unit(
     model: nn.Module, config: Config, units: tuple[Unit, ...]
 ) -> dict[str, bool | int]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecision, fully_shard
 
 import fxshard
 from fxshard import compat
@@ -69,7 +69,36 @@ def test_an_unknown_option(action: Callable[..., Any]) -> None:
 
 
 VALUES = [
-    ({"strategy": "zero3"}, r"strategy='zero3' is not supported; legal: full_shard\."),
+    (
+        {"strategy": "zero3"},
+        r"strategy='zero3' is not supported; legal: full_shard, shard_grad_op, no_shard, "
+        r"hybrid_shard, hybrid_shard_zero2\.",
+    ),
+    ({"strategy": "hybrid_shard"}, r"world_size=2: strategy 'hybrid_shard' has two dimensions"),
+    ({"reduce_op": "mean"}, r"reduce_op='mean' is not supported; legal: avg, sum, max, min\."),
+    ({"gradient_divide_factor": 0}, r"gradient_divide_factor=0: expected a number > 0"),
+    (
+        {"gradient_divide_factor": 2.0, "reduce_op": "sum"},
+        r"gradient_divide_factor=2\.0 has no meaning with reduce_op='sum'",
+    ),
+    ({"reshard_after_forward": 1.5}, r"reshard_after_forward=1\.5: expected True, False, or the"),
+    ({"reshard_after_forward": 4}, r"reshard_after_forward=4 of unit .*: 2 ranks cannot be cut"),
+    (
+        {"reshard_after_forward": True, "strategy": "no_shard"},
+        r"reshard_after_forward has no meaning with strategy='no_shard'",
+    ),
+    ({"reshard_after_forward": {"head": False}}, r"reshard_after_forward names 'head', which is"),
+    ({"mixed_precision": torch.bfloat16}, r"mixed_precision=torch\.bfloat16: expected .*Policy"),
+    (
+        {
+            "mixed_precision": MixedPrecision(buffer_dtype=torch.bfloat16),
+            "full_precision_in_eval": True,
+        },
+        r"full_precision_in_eval=True with a buffer_dtype",
+    ),
+    ({"offload": "cpu"}, r"offload='cpu': expected torch\.distributed\.fsdp\.CPUOffloadPolicy"),
+    ({"ignored": "head"}, r"ignored='head': expected a list; write ignored=\['head'\]"),
+    ({"param_init_fn": 3}, r"param_init_fn=3 cannot be called"),
     ({"strategy": ["full_shard"]}, r"strategy=\['full_shard'\] is not supported"),
     ({"backend": "aot"}, r"backend='aot' is not supported; legal: eager\."),
     ({"forward_prefetch": -1}, r"forward_prefetch=-1: expected an integer >= 0"),

@@ -32,7 +32,7 @@ HOOKS = {
 
 
 def decompress(state: Any, grad: Tensor) -> None:
-    """As torch's, which asks for the stream of a CPU tensor and dies: it knows only accelerators."""
+    """As torch's, which asks for the stream of a CPU tensor, and dies: it knows accelerators."""
     grad.data = grad.data.to(state.parameter_type)
 
 

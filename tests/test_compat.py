@@ -376,6 +376,15 @@ def test_dtensors_stand_on_their_local_tensor() -> None:
         assert torch.equal(sharded.to_local(), other) and sharded.shape == (4, 3)
 
 
+def test_foreach_copy_casts_in_one_operator() -> None:
+    tensors = [torch.randn(2, 3), torch.randn(5)]
+    into = [torch.empty_like(t, dtype=torch.bfloat16) for t in tensors]
+    with torch.profiler.profile() as seen:
+        compat.foreach_copy(into, tensors)
+    assert all(torch.equal(i, t.bfloat16()) for i, t in zip(into, tensors, strict=True))
+    assert [e.count for e in seen.key_averages() if e.key == "aten::_foreach_copy_"] == [1]
+
+
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_gradient_hooks_are_seen(register: str) -> None:
     parameter = nn.Parameter(torch.ones(2))

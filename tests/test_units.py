@@ -314,3 +314,16 @@ def test_a_parameter_that_is_not_contiguous_is_refused() -> None:
         UnitError, match=r"'layers\.1\.gain' is not contiguous.*strides \[1, 6\].*contiguous\(\)"
     ):
         find_units(model)
+
+
+@pytest.mark.parametrize(
+    ("ignored", "message"),
+    [
+        (["nothing"], r"ignored: 'nothing' is not in Sequential"),
+        ([3], r"ignored holds 3: expected a module, a parameter or a glob"),
+        ([nn.Linear(1, 1)], r"ignored: a Linear is not in Sequential"),
+    ],
+)
+def test_ignoring_what_is_not_there(ignored: list[Any], message: str) -> None:
+    with pytest.raises(UnitError, match=message):
+        find_units(nn.Sequential(nn.Linear(2, 2)), ignored=ignored)

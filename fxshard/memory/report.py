@@ -47,6 +47,9 @@ class PeakAt:
 class MemoryReport:
     """Bytes of tensors alive on one rank at each point of a step. All figures are bytes.
 
+    With offload, what lies on the CPU while the program computes elsewhere is in no figure but
+    those named host: `host_peak_bytes`, `host_cells`, and columns of their own in `table`.
+
     Temporaries inside a kernel are not tensors that a program can see: they are in
     `kernel_temporaries` and in no other figure.
     """
@@ -81,6 +84,12 @@ class MemoryReport:
         """What the peak is made of; sums to `peak_bytes`."""
         _, phase, point = _highest(self._step.steady)
         return _snapshot(phase.during[point])
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """Largest number of bytes on the CPU in the steady state, with offload; else 0."""
+        totals = [phase.host.after.sum(1) for phase in self._step.steady]
+        return max((int(total.max()) for total in totals if len(total)), default=0)
 
     @functools.cached_property
     def kernel_temporaries(self) -> list[KernelTemporary]:
@@ -139,6 +148,25 @@ class MemoryReport:
     def cells(self, *, first_step: bool = False) -> dict[tuple[str, State], Snapshot]:
         """Every (module, state) with its bytes per category."""
         return {key: _snapshot(row) for key, row in self._cells(first_step).items()}
+
+    def host_cells(self, *, first_step: bool = False) -> dict[tuple[str, State], Snapshot]:
+        """As `cells`, of CPU memory, with offload."""
+        curves = {
+            phase.phase: PhaseBytes(
+                phase.phase,
+                phase.labels,
+                phase.host.after,
+                phase.host.during,
+                phase.host.start,
+                phase.host,
+            )
+            for phase in self.phases(first_step=first_step)
+        }
+        return {
+            (module, state): _snapshot(row)
+            for (module, phase), span in self._spans.items()
+            for state, row in cells_of(curves[phase], span)
+        }
 
     @functools.cached_property
     def _spans(self) -> Any:
@@ -204,6 +232,8 @@ class MemoryReport:
             raise ConfigError(f"units={units!r}; legal: {', '.join(UNITS)}.")
         cells = self.cells()
         used = [c for c in CATEGORIES if any(cell[c] for cell in cells.values())]
+        host = self.host_cells() if self.program.offloaded else {}
+        on_host = [c for c in CATEGORIES if any(cell[c] for cell in host.values())]
         rows: list[tuple[str, ...]] = []
         for module, note in self._shown(depth, fold):
             label = f"{module or '(root)'}{note}"
@@ -211,6 +241,7 @@ class MemoryReport:
                 if (module, state) in cells:
                     cell = cells[module, state]
                     figures = [*(cell[c] for c in used), sum(cell.values())]
+                    figures += [host[module, state][c] for c in on_host]
                     rows.append((label, state.value, *(_scaled(v, units) for v in figures)))
                     label = ""
         headers = [
@@ -218,8 +249,9 @@ class MemoryReport:
             "state",
             *(c.value.replace(" ", "\n") for c in used),
             f"total\n{units}",
+            *(f"CPU\n{c.value.replace(' ', chr(10))}" for c in on_host),
         ]
-        align = ["left", "left", *["right"] * (len(used) + 1)]
+        align = ["left", "left", *["right"] * (len(used) + 1 + len(on_host))]
         return tabulate(rows, headers, "simple", colalign=align, disable_numparse=True)
 
     def _shown(self, depth: int | None, fold: bool) -> list[tuple[str, str]]:
@@ -262,6 +294,7 @@ class MemoryReport:
             "optimizer": self._step.optimizer,
             "peak_bytes": self.peak_bytes,
             "first_step_peak_bytes": self.first_step_peak_bytes,
+            "host_peak_bytes": self.host_peak_bytes,
             "peak_by_category": {c.value: v for c, v in self.peak_by_category.items()},
             "peak_at": dataclasses.asdict(at),
             "kernel_temporaries": [dataclasses.asdict(k) for k in self.kernel_temporaries],
