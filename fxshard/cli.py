@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import fxshard
 from fxshard import Plan, dump
+from fxshard.config import STRATEGIES
 from fxshard.demo.recipe import Settings
 from fxshard.errors import CaptureError, ConfigError, FxshardError, UnitError
 from fxshard.memory.compare import Validation
@@ -118,7 +120,14 @@ def validate(args: argparse.Namespace) -> int:
     """``fxshard validate``."""
     model, inputs, keywords = _load(args, "cpu")
     result = fxshard.validate(
-        model, inputs, keywords, world_size=args.world_size, steps=args.steps, **_options(args)
+        model,
+        inputs,
+        keywords,
+        world_size=args.world_size,
+        steps=args.steps,
+        micro_batches=args.micro_batches,
+        no_sync=args.no_sync,
+        **_options(args),
     )
     if args.json:
         print(json.dumps(_comparison(result), indent=2))
@@ -193,7 +202,15 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     known = OPTIMIZERS.get(args.optimizer)
     if args.optimizer not in OPTIMIZERS:
         known = _imported(args.optimizer, "--optimizer")
-    return {"units": args.units, "optimizer": known}
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return {
+        "units": args.units,
+        "optimizer": known,
+        "strategy": args.strategy,
+        "reshard_after_forward": args.reshard_after_forward,
+        "mixed_precision": bf16 if args.bf16 else None,
+        "offload": CPUOffloadPolicy() if args.offload else None,
+    }
 
 
 # -- the model ----------------------------------------------------------------------------------
@@ -204,6 +221,9 @@ def _load(args: argparse.Namespace, device: str) -> Call:
     torch.manual_seed(0)
     if args.hf_config is not None:
         model = _from_config(args.hf_config, device)
+        if args.gradient_checkpointing:
+            name = "activation_checkpointing_enable"  # transformers before 5.x calls it otherwise
+            getattr(model.train(), name, model.gradient_checkpointing_enable)()
         return _with_tokens(model, args.batch, args.seq)
     made = _imported(args.model, "--model")()
     if isinstance(made, nn.Module):
@@ -225,7 +245,7 @@ def _with_tokens(model: nn.Module, batch: int, seq: int) -> Call:
     return model, (tokens,), {}
 
 
-def _from_config(source: str, device: str) -> nn.Module:
+def _from_config(source: str, device: str) -> Any:
     values = PRESETS[source] if source in PRESETS else _read_config(source)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read at import: a config needs no network
     try:
@@ -311,6 +331,10 @@ def _add_validate(commands: Any) -> None:
     )
     _add_model(parser)
     parser.add_argument("--steps", type=_count, default=2)
+    parser.add_argument("--micro-batches", type=_count, default=1, metavar="K", help="per step (1)")
+    parser.add_argument(
+        "--no-sync", action="store_true", help="all micro-batches but the last reduce nothing"
+    )
     parser.add_argument("--all", action="store_true", help="every module, state and category")
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(command=validate)
@@ -344,7 +368,18 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch", type=_count, default=1, help="sequences per rank (1)")
     parser.add_argument("--seq", type=_count, default=128, help="tokens per sequence (128)")
-    parser.add_argument("--world-size", type=_count, default=8, metavar="N", help="ranks (8)")
+    parser.add_argument(
+        "--world-size", type=_ranks, default=8, metavar="N", help="ranks (8); hybrid: 2x8"
+    )
+    parser.add_argument("--strategy", choices=STRATEGIES, default="full_shard")
+    parser.add_argument(
+        "--reshard-after-forward", type=_reshard, metavar="yes|no|N", help="N: over N neighbours"
+    )
+    parser.add_argument("--bf16", action="store_true", help="bf16 parameters, fp32 reduction")
+    parser.add_argument("--offload", action="store_true", help="shards live on the CPU")
+    parser.add_argument(
+        "--gradient-checkpointing", action="store_true", help="of the transformers model"
+    )
     parser.add_argument(
         "--units", action="append", metavar="GLOB", help="FQNs of units; may be repeated"
     )
@@ -363,4 +398,15 @@ def _count(text: str) -> int:
     return value
 
 
+def _ranks(text: str) -> int | tuple[int, int]:
+    replicas, by, shards = text.partition("x")
+    return (_count(replicas), _count(shards)) if by else _count(text)
+
+
+def _reshard(text: str) -> bool | int:
+    return {"yes": True, "no": False}[text] if text in ("yes", "no") else _count(text)
+
+
+_ranks.__name__ = "number of ranks"
+_reshard.__name__ = "yes, no or whole number"
 _count.__name__ = "whole number"  # argparse puts it into "invalid ... value"

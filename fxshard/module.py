@@ -24,7 +24,7 @@ from fxshard.plans import Plan
 from fxshard.program import Program
 from fxshard.sharding import as_gradient, shard_parameters
 from fxshard.trace import PLAIN
-from fxshard.units import Param, Unit, buffer_dtypes
+from fxshard.units import Param, Unit, buffer_dtypes, check_reshard
 from fxshard.world.c10d import C10dWorld
 from fxshard.world.in_process import InProcessWorld
 
@@ -556,9 +556,99 @@ class ShardedModule(nn.Module):
                     what,
                 )
 
+    # -- FSDP1's and FSDP2's setters and optimizer states (see docs/coming-from-fsdp.md) -----------
+
+    def set_gradient_divide_factor(self, factor: float | None) -> None:
+        """Divide gradients by `factor` in the calls from now on, which are traced anew.
+
+        None: by the number of ranks. (FSDP2's name for `Config.gradient_divide_factor`.)
+
+        Raises:
+            ConfigError: something else says how to reduce: an option, a hook, or a pipeline.
+        """
+        if self._comm_hook or self.config.passes is not None:
+            what = "register_comm_hook" if self._comm_hook else "the option passes"
+            raise ConfigError(
+                f"set_gradient_divide_factor has no effect with {what}, which says how gradients "
+                f"are reduced. Divide there."
+            )
+        self.config = dataclasses.replace(self.config, gradient_divide_factor=factor)
+        self.variants.clear()
+
+    def set_reshard_after_forward(
+        self, reshard_after_forward: bool, recurse: bool = True, *, fqns: Sequence[str] = ()
+    ) -> None:
+        """Change `Config.reshard_after_forward` for the calls from now on, which are traced anew.
+
+        Args:
+            reshard_after_forward: False: units stay unsharded from forward to backward.
+            recurse: False: only the root unit, as in FSDP2, where the root is the one called.
+            fqns: only the units of these names, for FSDP2's call on a submodule.
+
+        Raises:
+            ConfigError: it is no bool; True with ``no_shard``; or `fqns` names what is no unit.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ConfigError(f"reshard_after_forward={reshard_after_forward!r}: expected a bool.")
+        every = [unit.fqn for unit in self.units]
+        if unknown := [fqn for fqn in fqns if fqn not in every]:
+            raise ConfigError(
+                f"set_reshard_after_forward: {unknown[0]!r} is no unit. Units are: "
+                f"{', '.join(unit.name for unit in self.units[:8])}."
+            )
+        chosen = fqns or (every if recurse else [""])
+        now = {u.fqn: reshard_after_forward if u.fqn in chosen else u.reshard for u in self.units}
+        if self.config.strategy == "no_shard":  # nothing is sharded, whatever units say
+            self.config = dataclasses.replace(
+                self.config, reshard_after_forward=reshard_after_forward
+            )
+            return
+        self.config = dataclasses.replace(self.config, reshard_after_forward=now)
+        self.units = tuple(dataclasses.replace(u, reshard=now[u.fqn]) for u in self.units)
+        self.variants.clear()
+
+    def optim_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The state of `optimizer` by parameter name; sharded tensors are DTensors."""
+        return state.optim_state_dict(self, optimizer)
+
+    def full_optim_state_dict(
+        self, optimizer: torch.optim.Optimizer, cpu_offload: bool = True, rank0_only: bool = True
+    ) -> dict[str, Any]:
+        """The same with whole tensors, as of the unsharded model; collective.
+
+        Args:
+            optimizer: of this module's parameters.
+            cpu_offload: all tensors are on the CPU.
+            rank0_only: other ranks than 0 get ``{}``.
+        """
+        return state.full_optim_state_dict(self, optimizer, cpu_offload, rank0_only)
+
+    def optim_state_dict_to_load(
+        self,
+        optimizer: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        load_directly: bool = False,
+    ) -> dict[str, Any]:
+        """What ``optimizer.load_state_dict`` takes, made of a state by parameter name.
+
+        Args:
+            optimizer: of this module's parameters.
+            optim_state_dict: of `optim_state_dict`, `full_optim_state_dict` on every rank, or
+                their namesakes of FSDP1. Of a whole tensor each rank takes its own rows.
+            load_directly: also load it.
+
+        Raises:
+            CheckpointError: a parameter of `optimizer` is not in it.
+        """
+        made = state.optim_state_dict_to_load(self, optimizer, optim_state_dict)
+        if load_directly:
+            optimizer.load_state_dict(made)
+        return made
+
 
 def world_over(mesh: DeviceMesh, config: Config, units: tuple[Unit, ...]) -> C10dWorld:
     """The world of a mesh under a strategy; collective if units are resharded to smaller groups."""
+    check_reshard(units, mesh.size(mesh.ndim - 1))
     sizes = [unit.reshard for unit in units if not isinstance(unit.reshard, bool)]
     return C10dWorld(mesh, sharded=config.strategy != "no_shard", reshard=sizes)
 

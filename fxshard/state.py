@@ -17,13 +17,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn.utils import clip_grads_with_norm_
+from torch.optim import Optimizer
 
 from fxshard import compat
-from fxshard.errors import ConfigError, StepError
+from fxshard.errors import CheckpointError, ConfigError, StepError
 from fxshard.sharding import Slot, local_part
 from fxshard.world.c10d import C10dWorld
 from fxshard.world.in_process import InProcessWorld
@@ -448,3 +453,68 @@ def _function_name(hook: Any) -> str:
 def _function_module(hook: Any) -> str:
     function = getattr(hook, "func", hook)
     return getattr(function, "__module__", None) or type(function).__module__
+
+
+# -- optimizer states ------------------------------------------------------------------------------
+
+
+def optim_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The state of `optimizer` by parameter name, as it is sharded."""
+    return dict(get_optimizer_state_dict(model, optimizer))
+
+
+def full_optim_state_dict(
+    model: nn.Module, optimizer: Optimizer, cpu_offload: bool, rank0_only: bool
+) -> dict[str, Any]:
+    """The same with whole tensors; collective. ``{}`` on other ranks if `rank0_only`."""
+    alone = cpu_offload and rank0_only  # see full_state_dict
+    options = StateDictOptions(full_state_dict=True, cpu_offload=alone)
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    if rank0_only and dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
+        return {}
+    leaves, spec = compat.tree_flatten(dict(state))
+    if cpu_offload:
+        leaves = [leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return compat.tree_unflatten(leaves, spec)
+
+
+def optim_state_dict_to_load(
+    model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`saved`, by parameter name, as ``optimizer.load_state_dict`` takes it: by number.
+
+    Of a whole tensor it holds this rank's rows; nothing is communicated.
+
+    Raises:
+        CheckpointError: a parameter of `optimizer` is in no group of `saved`.
+    """
+    names = {id(param): name for name, param in model.named_parameters()}
+    groups: list[dict[str, Any]] = []
+    state: dict[int, Any] = {}
+    number = 0
+    for group in optimizer.param_groups:
+        numbers = range(number, number := number + len(group["params"]))
+        found: dict[str, Any] = {}
+        for i, param in zip(numbers, group["params"], strict=True):
+            name = names.get(id(param), f"number {i}")
+            found = next((g for g in saved.get("param_groups", ()) if name in g["params"]), {})
+            if not found:
+                raise CheckpointError(
+                    f"the optimizer state says nothing of parameter {name!r}. It must be by "
+                    f"parameter name, as optim_state_dict and full_optim_state_dict give it, and "
+                    f"on every rank (rank0_only=False)."
+                )
+            if name in saved["state"]:
+                leaves, spec = compat.tree_flatten(saved["state"][name])
+                leaves = [_rows_of_state(leaf, param) for leaf in leaves]
+                state[i] = compat.tree_unflatten(leaves, spec)
+        groups.append({**group, **found, "params": list(numbers)})
+    return {"state": state, "param_groups": groups}
+
+
+def _rows_of_state(value: Any, param: nn.Parameter) -> Any:
+    """This rank's rows of what an optimizer keeps of `param`, if it is whole and of its shape."""
+    whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
+    if isinstance(param, DTensor) and whole and value.shape == param.shape:
+        return sharded_like(value.detach(), param).clone()
+    return value

@@ -214,3 +214,32 @@ def test_python_m_fxshard() -> None:
         [sys.executable, "-m", "fxshard", "--help"], capture_output=True, text=True, check=True
     )
     assert all(command in done.stdout for command in ("report", "dump", "validate", "train"))
+
+
+def test_strategies_and_policies_matter(capsys: pytest.CaptureFixture[str]) -> None:
+    def report(*more: str) -> dict[str, Any]:
+        code, out, err = run(capsys, "report", *LLAMA, "--json", *more)
+        assert (code, err) == (0, "")
+        told: dict[str, Any] = json.loads(out)
+        return told
+
+    plain = report()
+    half = report("--bf16")["modules"][""]["Peak Forward"]
+    gathered = plain["modules"][""]["Peak Forward"]["Unsharded Param"]
+    assert 0 < half["Unsharded Param"] <= gathered / 2
+    kept = report("--strategy", "shard_grad_op")["modules"][""]["After Post-Forward"]
+    assert kept["Unsharded Param"] > 0
+    same = report("--reshard-after-forward", "no")["modules"][""]["After Post-Forward"]
+    assert same == kept
+    assert report("--offload")["host_peak_bytes"] > 0 == plain["host_peak_bytes"]
+    saved = report("--gradient-checkpointing")["modules"][""]["After Post-Forward"]["Activation"]
+    assert saved < plain["modules"][""]["After Post-Forward"]["Activation"] / 2
+
+
+def test_validate_of_micro_batches_on_a_grid(capsys: pytest.CaptureFixture[str]) -> None:
+    grid = ("--strategy", "hybrid_shard", "--world-size", "2x2", "--bf16")
+    code, out, _ = run(
+        capsys, "validate", "--model", "tests.test_cli:blocks", *grid, "--micro-batches", "2",
+        "--no-sync",
+    )  # fmt: skip
+    assert code == 0 and "largest difference 0 bytes" in out

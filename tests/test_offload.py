@@ -166,7 +166,7 @@ def shards_are_only_copied(rank: int, world_size: int) -> None:
     model(*args, **kwargs).sum().backward()
     with Copies({shard.untyped_storage().data_ptr() for shard in shards}) as seen:
         model(*args, **kwargs).sum().backward()
-    assert seen.readers == {"aten.copy_.default"}
+    assert seen.readers <= {"aten.copy_.default", "aten.empty_like.default"}, seen.readers
 
 
 def test_no_kernel_of_the_model_reads_a_shard(ranks: Any) -> None:
