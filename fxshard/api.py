@@ -241,6 +241,8 @@ def tracked_steps(
     inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     tracker.know(inputs, Category.INPUTS)
     del shards
+    trained = [param for param in model.parameters() if param.requires_grad]
+    hooks = [param.register_hook(tracker.gradient) for param in trained]
     with tracker:
         for _ in range(steps):
             for i in range(micro_batches):
@@ -266,6 +268,8 @@ def tracked_steps(
             for tensor in (*model.parameters(), *inputs):
                 tensor.grad = None
             tracker.at()
+    for hook in hooks:
+        hook.remove()
 
 
 def split_steps(

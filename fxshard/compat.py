@@ -118,18 +118,35 @@ def tree_flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], TreeSpec]:
 def export_joint(
     module: nn.Module, args: tuple[Any, ...]
 ) -> tuple[fx.GraphModule, list[Any], list[Any]]:
-    """Trace forward and backward of `module` into one ATen graph, without decompositions.
+    """Trace forward and backward of `module` into one ATen graph, decomposed only where that is
+    what eager runs.
 
     Returns:
         The graph module; the descriptor of each placeholder; the descriptor of each output.
         (torch/_functorch/aot_autograd.py, ``aot_export_joint_with_descriptors``)
     """
     with contextlib.ExitStack() as stack:
-        joint = aot_export_joint_with_descriptors(stack, module, args, decompositions={})
+        joint = aot_export_joint_with_descriptors(
+            stack,
+            module,
+            args,
+            decompositions={torch.ops.aten.native_dropout_backward.default: _dropout_backward},
+        )
         graph_module = joint.graph_module
     placeholders = [n.meta["desc"] for n in graph_module.graph.find_nodes(op="placeholder")]
     (output,) = graph_module.graph.find_nodes(op="output")
     return graph_module, placeholders, list(output.meta["desc"])
+
+
+def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> Any:
+    """As eager on the CPU, where dropout multiplies by ``mask * scale`` in the tensor's dtype.
+
+    Tracing takes the fused operator for it (torch/_decomp/decompositions.py, ``dropout``), whose
+    backward rounds otherwise below fp32.
+    """
+    if grad.device.type != "cpu" or grad.element_size() >= 4:
+        return NotImplemented
+    return grad * (mask.to(grad.dtype) * scale)
 
 
 def input_source(desc: Any) -> tuple[str, Any]:

@@ -109,6 +109,7 @@ class ShardedModule(nn.Module):
         self._cast_buffers()
         self._warned: set[int] = set()
         self._summoned = False
+        self._unshards: contextlib.ExitStack | None = None
         self._agreed: set[tuple[str, ...]] = set()
         self._device = next((p.device.type for p in model.parameters()), "cpu")
         self._tree = list(model.modules())
@@ -140,6 +141,7 @@ class ShardedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one forward; the result is what the user's model returns."""
+        self.reshard()  # of an `unshard` that nobody ended
         self.require_sharded("forward")
         for slot in self.slots.values():
             slot.settle()
@@ -368,7 +370,8 @@ class ShardedModule(nn.Module):
             return self._whole(name)
         if tag.role == "accumulated":
             if name not in self.accumulated:  # dropped since forward, by zero_grad
-                return torch.zeros_like(node.meta["val"], device=self._device)
+                val = node.meta["val"]
+                return torch.zeros(val.shape, dtype=val.dtype, device=self._device)
             return self.accumulated[name][rank]
         if tag.role == "input":
             return batch[program.signature.tensor_inputs.index(int(name))]
@@ -442,7 +445,27 @@ class ShardedModule(nn.Module):
             finally:
                 self._summoned = False
 
-    unshard = summon_full_params
+    def unshard(self, async_op: bool = False, **options: Any) -> Unsharded:
+        """Make parameters whole now, until `reshard`, the next call, or the end of a with block.
+
+        Args:
+            async_op: taken for FSDP2's sake: parameters are whole when this returns.
+            **options: those of `summon_full_params`.
+
+        Returns:
+            A handle: ``wait()`` does nothing more, and ``with`` on it reshards at the end.
+        """
+        if self._unshards is None:
+            unshards = contextlib.ExitStack()
+            unshards.enter_context(self.summon_full_params(**options))
+            self._unshards = unshards
+        return Unsharded(self)
+
+    def reshard(self) -> None:
+        """End `unshard`: changes are written back, and parameters are sharded again; collective."""
+        if self._unshards is not None:
+            unshards, self._unshards = self._unshards, None
+            unshards.close()
 
     def require_sharded(self, what: str) -> None:
         """Raise StepError inside of `summon_full_params`: its parameters are not the shards."""
@@ -598,11 +621,6 @@ class ShardedModule(nn.Module):
             )
         chosen = fqns or (every if recurse else [""])
         now = {u.fqn: reshard_after_forward if u.fqn in chosen else u.reshard for u in self.units}
-        if self.config.strategy == "no_shard":  # nothing is sharded, whatever units say
-            self.config = dataclasses.replace(
-                self.config, reshard_after_forward=reshard_after_forward
-            )
-            return
         self.config = dataclasses.replace(self.config, reshard_after_forward=now)
         self.units = tuple(dataclasses.replace(u, reshard=now[u.fqn]) for u in self.units)
         self.variants.clear()
@@ -644,6 +662,22 @@ class ShardedModule(nn.Module):
         if load_directly:
             optimizer.load_state_dict(made)
         return made
+
+
+class Unsharded:
+    """What `ShardedModule.unshard` returns: to wait for, and to end by leaving a with block."""
+
+    def __init__(self, module: ShardedModule) -> None:
+        self._module = module
+
+    def wait(self) -> None:
+        """Nothing is left to wait for."""
+
+    def __enter__(self) -> Unsharded:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._module.reshard()
 
 
 def world_over(mesh: DeviceMesh, config: Config, units: tuple[Unit, ...]) -> C10dWorld:

@@ -48,13 +48,12 @@ class Plan:
 
         Args:
             step: of the optimizer, as the last micro-batch's program leaves gradients for it.
-            holds_gradients: there are sharded gradients of the ones before, unless those ran under
-                ``no_sync``.
+            holds_gradients: there are gradients of the ones before, in ``.grad`` or accumulated.
             last: the optimizer follows.
         """
-        sharded = holds_gradients and not self.program.accumulated
+        held, holds = self._held, holds_gradients
         return MemoryReport(
-            liveness.analyse(self.program, self._held, step, holds_gradients=sharded, last=last)
+            liveness.analyse(self.program, held, step, holds_gradients=holds, last=last)
         )
 
     @property

@@ -155,9 +155,11 @@ def configured_units(model: nn.Module, config: Config) -> tuple[Unit, ...]:
     policies = {key: Precision.of(policy) for key, policy in config.precisions.items()}
     default = policies.pop("", Precision())
     special = {fqn: p for key, p in policies.items() for fqn in _matches(model, key)}
+    asked = {"": default} | special
     for name, module in model.named_modules():
-        if name and isinstance(module, default.full_precision_classes):
-            back = default.param_dtype
+        around = asked[owner_of([name], asked)]
+        if name and name not in asked and isinstance(module, around.full_precision_classes):
+            back = around.param_dtype
             special[name] = Precision(torch.float32, torch.float32, output_dtype=back)
     units = find_units(model, config.units, ignored=config.ignored, also=special)
     reshard = _reshard_by_unit(model, config, units)

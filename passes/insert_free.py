@@ -16,7 +16,8 @@ class InsertFree:
     """Free gather buffers behind their last reader, and what was only sent behind the wait.
 
     Readers are counted through every alias. A buffer is freed by giving its storage back, since
-    the process group may hold on to the tensor. What a reduction leaves is freed too, if a cast or
+    the process group may hold on to the tensor. If a unit stays unsharded for backward, what only
+    forward reads is given back in forward. What a reduction leaves is freed too, if a cast or
     a copy of it is the gradient.
 
     Before::
@@ -43,6 +44,11 @@ class InsertFree:
                 for source in (node, *node.all_input_nodes):
                     for storage in meta.storage_ids(source):
                         last_reader[storage] = node
+
+        def phase_of_last_reader(pick: fx.Node) -> meta.Phase:
+            readers = [last_reader[storage] for storage in meta.storage_ids(pick)]
+            return meta.get(max(readers, key=order.__getitem__)).phase
+
         waits = {
             meta.get(node).pair: node for node in program.graph.nodes if node.target is ops.wait
         }
@@ -51,7 +57,13 @@ class InsertFree:
             pair = meta.get(launch).pair
             gathers = ops.is_unshard(launch)
             groups = [(sent, f"free_sent_{pair}" if gathers else f"free_{pair}")]
-            groups += [(results, f"free_{pair}" if gathers else f"free_result_{pair}")]
+            if gathers:  # of a unit that stays, backward need not read everything
+                early = [p for p in results if phase_of_last_reader(p) != "backward"]
+                late = [p for p in results if p not in early]
+                groups += [(early, f"free_{pair}" if not late else f"free_early_{pair}")]
+                groups += [(late, f"free_{pair}")]
+            else:
+                groups += [(results, f"free_result_{pair}")]
             for freed, name in groups:
                 storages = set().union(*map(meta.storage_ids, freed))
                 readers = [last_reader[storage] for storage in storages]

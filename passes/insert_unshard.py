@@ -172,8 +172,6 @@ def unshard(
     casts = [i for i, n in enumerate(nodes) if n.meta["val"].dtype is not params[i].compute_dtype]
     if casts and sources[0].size == 1:
         casts = list(range(len(nodes)))  # the cast is the launch: all results are its own
-    if casts and sources[0].size == 1:
-        casts = list(range(len(nodes)))  # the cast is the launch: all results are its own
     if casts:
         cast = ([nodes[i] for i in casts], params[casts[0]].compute_dtype)
         names = [fqns[i] for i in casts]

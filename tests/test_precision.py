@@ -38,7 +38,6 @@ STEPS = 5
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 Policy = MixedPrecisionPolicy
 FULL = Policy(param_dtype=FP32, reduce_dtype=FP32)
-NORM = {BF16: dataclasses.replace(FULL, output_dtype=BF16)}  # a norm in fp32 among bf16 modules
 
 POLICIES: dict[str, MixedPrecisionPolicy] = {
     "bf16": Policy(param_dtype=BF16, reduce_dtype=FP32),
@@ -48,10 +47,9 @@ POLICIES: dict[str, MixedPrecisionPolicy] = {
     "bf16 reduced": Policy(reduce_dtype=BF16),
     "fp16 reduced": Policy(reduce_dtype=FP16),
     "bf16 reduced in fp16": Policy(param_dtype=BF16, reduce_dtype=FP16),
-    "fp32 out": Policy(param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32),
-    "bf16 out": Policy(output_dtype=BF16),
     "nothing": Policy(),
 }
+LOW = POLICIES["bf16"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +59,10 @@ class Recipe:
     Attributes:
         case: the model.
         policy: FSDP2's, of the root and of the case's units.
-        special: FSDP2's policies of other modules, by class or by FQN.
-        ours: `mixed_precision`; None: `policy` if nothing is special.
-        strategy: and `mesh` is the grid of replicas and shards that FSDP2 gets, if any.
+        special: FSDP2's policies of other modules, by class or FQN glob; the first that matches.
+        ours: `mixed_precision`; None: what FSDP2 gets.
+        strategy: ours; FSDP2 keeps units unsharded if it does.
+        mesh: replicas and shards, if FSDP2 gets a mesh.
     """
 
     case: Case
@@ -72,7 +71,6 @@ class Recipe:
     ours: Any = None
     strategy: str = "full_shard"
     mesh: tuple[int, int] | None = None
-    loss: Callable[[Any], Tensor] | None = None
 
 
 def grid(shape: tuple[int, int] | None) -> DeviceMesh | None:
@@ -90,7 +88,7 @@ def reference(recipe: Recipe) -> nn.Module:
         own = [
             policy
             for key, policy in recipe.special.items()
-            if (isinstance(module, key) if isinstance(key, type) else name == key)
+            if (isinstance(module, key) if isinstance(key, type) else fsdp2._matches(name, key))
         ]
         if own or id(module) in units or not name:
             fully_shard(module, mp_policy=(own or [recipe.policy])[0], **options)
@@ -100,7 +98,7 @@ def reference(recipe: Recipe) -> nn.Module:
 def compiled(recipe: Recipe, **options: Any) -> fxshard.ShardedModule:
     torch.manual_seed(0)
     hybrid = recipe.strategy.startswith("hybrid")
-    ours = recipe.policy if recipe.ours is None else recipe.ours
+    ours = recipe.ours or {"": recipe.policy} | recipe.special
     if dist.is_initialized() and hybrid:
         options["mesh"] = grid(recipe.mesh)
     return fxshard.compile(
@@ -157,7 +155,150 @@ def assert_none(each: list[dict[str, str]]) -> None:
 # -- a policy for the whole model -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["transformer", "llama", "mlp13", "tied", "dropout"])
+@pytest.mark.parametrize("name", POLICIES)
 def test_bitwise_with_fsdp2_on_2_ranks(ranks: Any, name: str) -> None:
-    recipes = {key: Recipe(MODELS[name], policy) for key, policy in POLICIES.items()}
+    cases = ["transformer", "mlp13"]
+    cases += ["llama", "tied", "dropout"] if name in ("bf16", "fp16 all through") else []
+    recipes = {case: Recipe(MODELS[case], POLICIES[name]) for case in cases}
     assert_none(ranks(2).run(beside, recipes))
+
+
+class SeesFloats(nn.Module):
+    """Needs its input in fp32: bf16 cannot tell its numbers apart. f32[4, 3] -> f32[4, 2]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for linear in self.inner:
+            assert x.dtype is FP32
+            x = linear((x - 1000).to(linear.weight.dtype)).float() + 1000
+        return x - 1000
+
+
+def thousands(rank: int, step: int) -> Any:
+    return (1000 + torch.randn(4, 3, generator=torch.Generator().manual_seed(step * 9 + rank)),), {}
+
+
+def frozen(build: Callable[[], nn.Module]) -> nn.Module:
+    """Every other parameter, and so whole units' worth of biases, needs no gradient."""
+    model = build()
+    for param in list(model.parameters())[::2]:
+        param.requires_grad_(False)
+    return model
+
+
+NOT_CAST = dataclasses.replace(LOW, cast_forward_inputs=False)
+MODES: dict[str, Recipe] = {
+    "inputs as they are": Recipe(
+        Case("floats", SeesFloats, thousands, MODELS["mlp13"].loss, ["inner.*"]), NOT_CAST
+    ),
+    "root's inputs only": Recipe(MODELS["mlp13"], NOT_CAST, {"": LOW}),
+    "checkpoint": Recipe(CHECKPOINTED["checkpoint"], LOW),
+    "reentrant": Recipe(CHECKPOINTED["reentrant"], POLICIES["fp16"]),
+    "frozen": Recipe(
+        dataclasses.replace(
+            MODELS["transformer"], build=partial(frozen, MODELS["transformer"].build)
+        ),
+        LOW,
+    ),
+    "shard_grad_op": Recipe(MODELS["transformer"], LOW, strategy="shard_grad_op"),
+    "shard_grad_op, fp16 all through": Recipe(
+        MODELS["mlp13"], POLICIES["fp16 all through"], strategy="shard_grad_op"
+    ),
+    "no_shard": Recipe(MODELS["transformer"], LOW, strategy="no_shard", mesh=(2, 1)),
+    "no_shard, all through": Recipe(
+        MODELS["mlp13"], POLICIES["bf16 all through"], strategy="no_shard", mesh=(2, 1)
+    ),
+    "no_shard, fp16 all through": Recipe(
+        MODELS["mlp13"], POLICIES["fp16 all through"], strategy="no_shard", mesh=(2, 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_modes_are_bitwise_with_fsdp2(ranks: Any, name: str) -> None:
+    assert_none(ranks(2).run(beside, {name: MODES[name]}))
+
+
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
+def test_hybrid_is_bitwise_with_fsdp2_on_4_ranks(ranks: Any, strategy: str) -> None:
+    policies = {key: POLICIES[key] for key in ("bf16", "fp16 all through")}
+    recipes = {
+        key: Recipe(MODELS["transformer"], policy, strategy=strategy, mesh=(2, 2))
+        for key, policy in policies.items()
+    }
+    assert_none(ranks(4).run(beside, recipes))
+
+
+# -- policies of parts of the model ---------------------------------------------------------------
+
+HALF = Policy(param_dtype=FP16, reduce_dtype=FP32, output_dtype=BF16)
+IN_FP32 = dataclasses.replace(FULL, output_dtype=BF16)  # among modules in bf16
+FSDP1 = MixedPrecision(param_dtype=BF16, reduce_dtype=FP32)  # keeps batch norms in fp32
+PARTS: dict[str, Recipe] = {
+    "norms by class": Recipe(MODELS["transformer"], LOW, {nn.LayerNorm: IN_FP32}),
+    "norms by glob": Recipe(MODELS["llama"], LOW, {"model.layers.*.*norm": IN_FP32}),
+    "one layer in fp32": Recipe(MODELS["transformer"], LOW, {"layers.1": IN_FP32}),
+    "one layer in fp16": Recipe(MODELS["mlp13"], LOW, {"blocks.1": HALF}),
+    "one layer, the rest in fp32": Recipe(
+        MODELS["mlp13"],
+        Policy(),
+        {"blocks.1": dataclasses.replace(LOW, output_dtype=FP32)},
+        ours={"blocks.1": dataclasses.replace(LOW, output_dtype=FP32)},
+    ),
+    "a submodule that was no unit": Recipe(MODELS["transformer"], LOW, {"lm_head": LOW}),
+    "output": Recipe(
+        MODELS["transformer"], LOW, {"": dataclasses.replace(LOW, output_dtype=FP32)}
+    ),
+    "output of llama": Recipe(
+        MODELS["llama"], LOW, {"": dataclasses.replace(LOW, output_dtype=FP32)}
+    ),
+    "output lower than the model": Recipe(
+        MODELS["mlp13"], Policy(), {"": Policy(output_dtype=BF16)}
+    ),
+    "batch norm in bf16": Recipe(MODELS["convnet"], LOW),
+    "batch norm in fp32": Recipe(MODELS["convnet"], LOW, {nn.BatchNorm2d: IN_FP32}),
+    "FSDP1": Recipe(MODELS["convnet"], NOT_CAST, {nn.BatchNorm2d: IN_FP32, "": LOW}, ours=FSDP1),
+    "FSDP1 on some units": Recipe(
+        MODELS["convnet"],
+        Policy(),
+        {nn.BatchNorm2d: IN_FP32, "blocks.*": LOW, "head": FULL},
+        ours={"blocks.*": dataclasses.replace(FSDP1, cast_forward_inputs=True), "head": FULL},
+    ),
+    "FSDP1 casts": Recipe(
+        MODELS["mlp13"], LOW, ours=dataclasses.replace(FSDP1, cast_forward_inputs=True)
+    ),
+    "FSDP1 casts no root input": Recipe(
+        Case("floats", SeesFloats, thousands, MODELS["mlp13"].loss, ["inner.*"]),
+        NOT_CAST,
+        ours=dataclasses.replace(FSDP1, cast_root_forward_inputs=False),
+    ),
+    "FSDP1 ignores layer norms": Recipe(
+        MODELS["transformer"],
+        NOT_CAST,
+        {nn.LayerNorm: IN_FP32},
+        ours=dataclasses.replace(FSDP1, _module_classes_to_ignore=(nn.LayerNorm,)),
+    ),
+    "FSDP1 ignores nothing": Recipe(
+        MODELS["convnet"],
+        NOT_CAST,
+        {"": LOW},
+        ours=dataclasses.replace(FSDP1, _module_classes_to_ignore=()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_are_bitwise_with_fsdp2(ranks: Any, name: str) -> None:
+    assert_none(ranks(2).run(beside, {name: PARTS[name]}))
+
+
+def test_keys_that_match_nothing_are_refused() -> None:
+    model = models.Mlp13()
+    for key in ("nothing.*", nn.Conv2d):
+        with pytest.raises(UnitError, match="matches no module"):
+            fxshard.plan(model, (torch.ones(2, 5),), world_size=2, mixed_precision={key: LOW})
+    with pytest.raises(ConfigError, match="expected torch.distributed.fsdp.MixedPrecisionPolicy"):
+        Config(mixed_precision={"": "bf16"})

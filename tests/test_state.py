@@ -231,6 +231,31 @@ def test_what_summon_full_params_discards_and_refuses(ranks: Any, where: str) ->
     run(ranks, where, discarded)
 
 
+def as_fsdp2_calls_it(rank: int, world_size: int) -> None:
+    """`unshard()` and `reshard()` as statements; a forward reshards first."""
+    eager, ours = built("mlp13"), compiled("mlp13")
+    optimizer_holds = list(ours.parameters())
+    handle = ours.unshard(async_op=True)
+    handle.wait()
+    ours.unshard()  # is unsharded already
+    assert all(type(param) is nn.Parameter for param in ours.parameters())
+    with torch.no_grad():
+        ours.head.bias.fill_(7.0)
+    ours.reshard()
+    ours.reshard()
+    assert all(a is b for a, b in zip(ours.parameters(), optimizer_holds, strict=True))
+    eager.head.bias.data.fill_(7.0)
+    assert_same_values(ours, eager)
+    ours.unshard()
+    assert_close(call(MODELS["mlp13"], ours), call(MODELS["mlp13"], eager))
+    assert all(a is b for a, b in zip(ours.parameters(), optimizer_holds, strict=True))
+
+
+@EVERYWHERE
+def test_unshard_and_reshard(ranks: Any, where: str) -> None:
+    run(ranks, where, as_fsdp2_calls_it)
+
+
 def broken_tie(rank: int, world_size: int) -> None:
     eager, ours = built("tied"), compiled("tied")
     with pytest.raises(StepError, match=r"'embed\.weight' was not tied"), ours.unshard():

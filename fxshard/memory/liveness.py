@@ -184,7 +184,7 @@ def analyse(
     base = [0] * WIDTH
     for thing in held:
         base[_column(thing)] += thing.bytes
-    gradients = gradient_bytes(program)
+    gradients = gradient_bytes(program, held=True)
     if holds_gradients:
         base = [a + b for a, b in zip(base, gradients, strict=True)]
     compute = Walk(program, base).run()
@@ -213,13 +213,18 @@ def analyse(
     return StepBytes(program, results[0], results[1], step.name if step else None, held)
 
 
-def gradient_bytes(program: Program) -> Vector:
-    """Bytes of all ``.grad`` that a backward leaves, as a row of `PhaseBytes.of`."""
+def gradient_bytes(program: Program, *, held: bool = False) -> Vector:
+    """Bytes of all ``.grad`` that a backward leaves, as a row of `PhaseBytes.of`.
+
+    `held`: of those that earlier micro-batches have left: not those that are accumulated instead.
+    """
     found = [0] * WIDTH
     categories = gradient_categories(program)
     seen: set[int] = set()
     for value, result in zip(program.values, program.results, strict=True):
-        if result.kind != "grad":
+        if result.kind != "grad" or (
+            held and program.accumulated and result.name in program.params
+        ):
             continue
         for storage in meta.storages(value):
             if id(storage) not in seen:

@@ -102,11 +102,16 @@ class Tracker(TorchDispatchMode):
     def gradients(self, params: Iterable[Tensor]) -> None:
         """What is a parameter's ``.grad``, and was not sent, has been one since it was made."""
         for param in params:
-            if param.grad is None:
-                continue
-            grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
-            if self._storages[self._number(grad)].now in (Category.TEMP, Category.ACTIVATION):
-                self.mark([grad], Category.SHARDED_GRAD)
+            if param.grad is not None:
+                self.gradient(param.grad)
+
+    def gradient(self, grad: Tensor | None) -> None:
+        """The same for what arrives at a parameter, and may be added to its ``.grad``."""
+        if grad is None:
+            return
+        grad = grad.to_local() if isinstance(grad, DTensor) else grad
+        if self._storages[self._number(grad)].now in (Category.TEMP, Category.ACTIVATION):
+            self.mark([grad], Category.SHARDED_GRAD)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """What is in the optimizer's state now has been state since it was made."""

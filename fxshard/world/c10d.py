@@ -77,8 +77,11 @@ class C10dWorld:
             self.size, self.rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
         for size in sorted(set(reshard)):
             if size < self.size:
-                smaller = DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, size))
-                self.groups[f"reshard{size}"] = smaller.get_group(1)
+                rows = mesh.mesh.reshape(-1, size).tolist()
+                (mine,) = [row for row in rows if dist.get_rank() in row]
+                # Not by all ranks of the process group: some may be in another mesh, or in none.
+                group = dist.new_group(mine, use_local_synchronization=True)
+                self.groups[f"reshard{size}"] = group
         self.peers = {name: Peers(group) for name, group in self.groups.items()}
         self._everyone = [peers for name, peers in self.peers.items() if "reshard" not in name]
         if mesh.ndim == 2 and mesh.size() == dist.get_world_size():
