@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
@@ -359,6 +360,11 @@ def sayings(rank: int, world_size: int) -> None:
     with model.summon_full_params(writeback=False):
         assert model.described(torch.arange(4)).shape == (4, 3)
     assert type(model.table.weight) is DTensor
+    model.unshard(async_op=True).wait()
+    assert model.described(torch.arange(4)).shape == (4, 3)
+    assert type(model.table.weight) is nn.Parameter
+    model.reshard()
+    assert type(model.table.weight) is DTensor
 
     def after(out: Tensor) -> None:
         out.mul_(2)
@@ -408,6 +414,28 @@ def sayings(rank: int, world_size: int) -> None:
     call(MODELS["mlp13"], broken).backward()
     for one, two in zip(hooked.parameters(), broken.parameters(), strict=True):
         assert torch.equal(full(one.grad), 2 * full(two.grad))
+
+
+def thrice(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.mul_(3)
+
+
+def hybrid(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = compiled("mlp13", strategy="hybrid_shard", mesh=mesh)
+    plain = compiled("mlp13", strategy="hybrid_shard", mesh=mesh)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(thrice)
+    for each in (model, plain):
+        args, kwargs = MODELS["mlp13"].batch(rank, 0)
+        MODELS["mlp13"].loss(each(*args, **kwargs)).backward()
+    for one, two in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(full(two.grad), 3 * full(one.grad))
+
+
+def test_hook_behind_the_all_reduce(ranks: Any) -> None:
+    ranks(2).run(hybrid)
 
 
 def test_what_the_document_says(ranks: Any) -> None:
