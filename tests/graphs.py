@@ -5,6 +5,7 @@ operator of forward and backward is in the text, and the module beside it is its
 """
 
 import copy
+import dataclasses
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -16,12 +17,21 @@ from torch.utils._pytree import tree_flatten
 
 from fxshard import meta, ops
 from fxshard.compat import FakeTensorMode
+from fxshard.config import Precision
 from fxshard.executor import Executor
-from fxshard.program import Program, Result, Signature
-from fxshard.units import Param, Unit, owner_of
+from fxshard.program import Fact, Program, Result, Signature
+from fxshard.units import Param, Unit, owner_of, with_precision
 from fxshard.world.in_process import InProcessWorld
 
-_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "i64": torch.int64, "b8": torch.bool}
+_DTYPES = {
+    "f32": torch.float32,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "i64": torch.int64,
+    "b8": torch.bool,
+}
+FULL = Precision()
+BF16 = Precision(torch.bfloat16, torch.float32)
 _PLACEHOLDER = re.compile(r"%(\w+) : (\w+)\[([\d,]*)\] = (\w+) (\S+)")
 _CALL = re.compile(r"%(\w+)(?: : \S+)? = ([\w.]+)\((.*?)\)(?:  \| (.+))?")
 _VALUE = re.compile(r"%(\w+) \((\S+)\)")
@@ -160,6 +170,37 @@ def _units(
     return tuple(Unit(index[fqn], fqn, kind, tuple(members[fqn])) for fqn, kind in kinds.items())
 
 
+def configured(
+    program: Program,
+    *,
+    precision: Precision = FULL,
+    reshard: bool | int = True,
+    ignored: Sequence[str] = (),
+    **attributes: Any,
+) -> Program:
+    """`program`, which no pass has touched yet, with other settings.
+
+    Args:
+        program: computes in ``precision.param_dtype`` if there is one; what it stores is fp32 then.
+        precision, reshard: of all its units.
+        ignored: FQNs of parameters that stay whole.
+        attributes: of the program: ``replicas``, ``offloaded``, ``sync``, ...
+    """
+    for node in program.graph.find_nodes(op="placeholder"):
+        if meta.get(node).role == "param" and meta.get(node).fqn in ignored:
+            meta.update(node, role="whole")
+    units: list[Unit] = []
+    for unit in program.units:
+        params = unit.params
+        if precision.param_dtype is not None:
+            params = tuple(dataclasses.replace(p, dtype=torch.float32) for p in params)
+        out = tuple(p for p in params if p.fqn in ignored)
+        params = tuple(p for p in params if p.fqn not in ignored)
+        unit = dataclasses.replace(unit, params=params, ignored=out, reshard=reshard)
+        units.append(with_precision(unit, precision))
+    return dataclasses.replace(program, units=tuple(units), **attributes)
+
+
 # -- programs -------------------------------------------------------------------------------------
 
 
@@ -247,8 +288,8 @@ return %y (0), %dtied (embed.weight)GRADS
 """
 
 
-def layered(depth: int = 2) -> Program:
-    """`Layered`, by hand."""
+def layered(depth: int = 2, **settings: Any) -> Program:
+    """`Layered`, by hand; `settings` as of `configured`."""
 
     def each(template: str, layers: Sequence[int]) -> str:
         return "".join(
@@ -265,7 +306,7 @@ def layered(depth: int = 2) -> Program:
     shifts = (f", %dx_{i} (layers.{i}.shift)" for i in up)
     text = text.replace("GRADS", "".join([*grads, *shifts]))
     units = {"": "Layered"} | {f"layers.{i}": "Layer" for i in up}
-    return parse(text, units, tied=[("embed.weight", "head.weight")])
+    return configured(parse(text, units, tied=[("embed.weight", "head.weight")]), **settings)
 
 
 class Chain(nn.Module):
@@ -282,8 +323,8 @@ class Chain(nn.Module):
         return x @ self.head
 
 
-def chain(depth: int = 2) -> Program:
-    """`Chain`, by hand."""
+def chain(depth: int = 2, *, precision: Precision = FULL, **settings: Any) -> Program:
+    """`Chain`, by hand, in the dtype of `precision`; `settings` as of `configured`."""
     up = range(depth)
     params = (f"%w_{i} : f32[4,4] = param layers.{i}.weight" for i in up)
     forward = (
@@ -317,7 +358,10 @@ def chain(depth: int = 2) -> Program:
         *backward,
         f"return %y (0){grads}, %dhead (head)",
     )
-    return parse("\n".join(lines), {"": "Chain"} | {f"layers.{i}": "Linear" for i in up})
+    names = {dtype: name for name, dtype in _DTYPES.items()}
+    text = "\n".join(lines).replace("f32[", names[precision.param_dtype or torch.float32] + "[")
+    program = parse(text, {"": "Chain"} | {f"layers.{i}": "Linear" for i in up})
+    return configured(program, precision=precision, **settings)
 
 
 # -- running them ---------------------------------------------------------------------------------
@@ -327,30 +371,28 @@ class StrictWorld(InProcessWorld):
     """Moves data as late and destroys it as early as the program allows.
 
     What a launch writes is NaN until its wait, its inputs are read at the wait, and what is freed
-    is NaN: a read at a wrong place shows in the result. Random operators draw alike on all ranks.
+    is NaN and stays it: a read at a wrong place shows in the result. What a launch reduces in place
+    is read at once, and is NaN until its wait. Random operators draw alike on all ranks. The user's
+    comm hook averages over all ranks.
     """
 
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self._launched: dict[int | None, tuple[fx.Node, list[dict[fx.Node, Any]], list[Any]]] = {}
+    def __init__(self, size: int, replicas: int = 1) -> None:
+        super().__init__(size, replicas)
+        self._launched: dict[int | None, list[_Launched]] = {}
+        self._gone: dict[int, torch.UntypedStorage] = {}  # by address; kept, so none comes twice
 
     def _run_row(self, row: fx.Node, envs: list[dict[fx.Node, Any]]) -> None:
         if row.target in ops.ASYNCHRONOUS:
-            inputs = [{node: env[node] for node in meta.operands(row)} for env in envs]
-            for env in envs:
-                env[row] = [torch.full(v.shape, torch.nan, dtype=v.dtype) for v in row.meta["val"]]
-            self._launched[meta.get(row).pair] = (row, inputs, [env[row] for env in envs])
+            self._launched.setdefault(meta.get(row).pair, []).append(_launch(row, envs))
         elif row.target is ops.wait:
-            launch, inputs, buffers = self._launched.pop(meta.get(row).pair)
-            super()._run_row(launch, inputs)
-            for env, mine in zip(inputs, buffers, strict=True):
-                for buffer, result in zip(mine, env[launch], strict=True):
-                    buffer.copy_(result)
+            for launched in self._launched.pop(meta.get(row).pair):
+                self._finish(*launched)
         elif row.target is ops.free:
             for env in envs:
                 for node in meta.operands(row):
                     storage = env[node].untyped_storage()
                     env[node].new_empty(0).set_(storage).fill_(torch.nan)
+                    self._gone[storage.data_ptr()] = storage
         elif meta.is_random(row):
             state = torch.get_rng_state()
             for env in envs:
@@ -358,6 +400,40 @@ class StrictWorld(InProcessWorld):
                 super()._run_row(row, [env])
         else:
             super()._run_row(row, envs)
+
+    def _finish(
+        self, launch: fx.Node, inputs: list[dict[fx.Node, Any]], buffers: list[list[Tensor]]
+    ) -> None:
+        if launch.target is ops.comm_hook:
+            (flat,) = meta.operands(launch)
+            total = torch.stack([env[flat] for env in inputs]).mean(0)
+            for rank, env in enumerate(inputs):
+                env[launch] = [total.chunk(self.size)[rank % self.size]]
+        else:
+            super()._run_row(launch, inputs)
+        for env, mine in zip(inputs, buffers, strict=True):
+            for buffer, result in zip(mine, env[launch], strict=True):
+                if buffer.untyped_storage().data_ptr() not in self._gone:
+                    buffer.copy_(result)
+
+
+# A launch in flight, and per rank what it reads and what it writes.
+_Launched = tuple[fx.Node, list[dict[fx.Node, Any]], list[list[Tensor]]]
+
+
+def _launch(row: fx.Node, envs: list[dict[fx.Node, Any]]) -> _Launched:
+    inputs = [{node: env[node] for node in meta.operands(row)} for env in envs]
+    for env in envs:
+        if ops.is_in_place(row):
+            env[row] = [env[node] for node in meta.operands(row)]
+        else:
+            env[row] = [torch.empty(v.shape, dtype=v.dtype) for v in row.meta["val"]]
+    if ops.is_in_place(row):
+        inputs = [{node: value.clone() for node, value in mine.items()} for mine in inputs]
+    for env in envs:
+        for buffer in env[row]:
+            buffer.fill_(torch.nan)
+    return row, inputs, [env[row] for env in envs]
 
 
 Values = dict[tuple[str, str], Tensor]  # (role, FQN or position) -> what goes in
@@ -382,7 +458,18 @@ def random_values(program: Program) -> Values:
     for node in program.graph.find_nodes(op="placeholder"):
         tag, val = meta.get(node), node.meta["val"]
         fits = torch.randn(val.shape) if val.is_floating_point() else torch.ones(val.shape)
-        found[tag.role, tag.fqn or ""] = fits.to(val.dtype)
+        role = "param" if tag.role == "whole" else tag.role
+        found[role, tag.fqn or ""] = fits.to(val.dtype)
+    return found | accumulated_values(program)
+
+
+def accumulated_values(program: Program) -> Values:
+    """Gradients that steps before have left, in the dtype of the reduction."""
+    found: Values = {}
+    for fqn in sorted(program.accumulated):
+        param = program.params[fqn]
+        dtype = program.units[param.unit].precision.reduce_dtype or param.compute_dtype
+        found["accumulated", fqn] = torch.randn(param.shape).to(dtype)
     return found
 
 
@@ -391,35 +478,40 @@ def eager(model: nn.Module, values: Values, *args: Any, **kwargs: Any) -> Found:
     model = copy.deepcopy(model)
     torch.manual_seed(2)
     outputs = tree_flatten(model(*args, **kwargs))[0]
-    tangents = [values["tangent", str(i)] for i in range(len(outputs))]
+    tangents = [values["tangent", str(i)].to(out.dtype) for i, out in enumerate(outputs)]
     torch.autograd.backward(outputs, tangents)
     found: Found = {("output", str(i)): out.detach() for i, out in enumerate(outputs)}
     found |= {("grad", n): p.grad for n, p in model.named_parameters() if p.grad is not None}
     return found | {("buffer", n): b for n, b in model.named_buffers()}
 
 
-def run(program: Program, values: Values) -> Found:
+def run(program: Program, values: Values, *, apart: bool = False) -> Found:
     """The same step by a program at any point of the pipeline, on a `StrictWorld`.
 
-    By its graph, or by its schedule if it has one. Asserts that the ranks agree.
+    By its graph, or by its schedule if it has one. Asserts that the ranks agree where they must,
+    and takes the mean where they need not: so what insert-reduce shall bring about is known before.
+
+    Args:
+        program, values: the step.
+        apart: each rank has gradients of its own: twice those of the rank before.
     """
     torch.manual_seed(2)
-    world = StrictWorld(program.world_size)
-    buffers = [
-        {name: value.clone() for (role, name), value in values.items() if role == "buffer"}
-        for _ in range(world.size)
+    world = StrictWorld(program.world_size, program.replicas)
+    ranks = range(world.ranks)
+    written = [
+        {key: _of_rank(key, values, rank * apart) for key in values if key[0] in _WRITTEN}
+        for rank in ranks
     ]
 
     def arguments(nodes: Sequence[fx.Node], rank: int, saved: Sequence[Tensor] = ()) -> list[Any]:
         kept = iter(saved)
         return [
-            _argument(program, meta.get(node), rank, values, buffers[rank])
-            if meta.get(node).role in ("param", "shard", "buffer", "input", "tangent")
+            _argument(program, node, rank, rank * apart, values, written[rank])
+            if meta.get(node).role in _GIVEN
             else next(kept)
             for node in nodes
         ]
 
-    ranks = range(world.size)
     if program.schedule is None:
         graph = fx.Graph()  # a copy: the world expects the users of a node in order of execution
         graph.output(graph.graph_copy(program.graph, {})).meta = program.output.meta
@@ -433,37 +525,92 @@ def run(program: Program, values: Values) -> Found:
             names = executor.backward_inputs
             grads = executor.backward([arguments(names, r, saved[r]) for r in ranks])
             returned = [[*outputs, *mine] for mine in grads]
-    found: Found = {("buffer", name): value for name, value in buffers[0].items()}
-    for i, (value, result) in enumerate(zip(program.values, program.results, strict=True)):
+    found: Found = {key: value for key, value in written[0].items() if key[0] == "buffer"}
+    for i, result in enumerate(program.results):
         each = [mine[i] for mine in returned]
-        if meta.get(value).role == "reduce":
-            each = [torch.cat(each)[: program.params[result.name].shape[0]]]
-        for other in each[1:]:
-            torch.testing.assert_close(other, each[0], rtol=0, atol=0, equal_nan=True)
-        found[result.kind, result.name] = each[0]
+        kind = result.kind
+        if kind == "grad" and result.name in program.params:
+            if Fact.REDUCED_ONCE in program.facts:
+                each = _put_together(program, each, result.name)
+            else:
+                each = [_added(program, result.name, g, written[r]) for r, g in enumerate(each)]
+                kind = "grad" if program.sync else "accumulated"
+        if kind == "output" or (result.name in program.params and _is_reduced(program)):
+            for other in each[1:]:
+                torch.testing.assert_close(other, each[0], rtol=0, atol=0, equal_nan=True)
+        found[kind, result.name] = _mean(each)
+    if Fact.REDUCED_ONCE in program.facts and not program.sync:
+        for fqn in program.accumulated:
+            key = ("accumulated", fqn)
+            found[key] = _mean([mine[key] for mine in written])
     return found
 
 
+_GIVEN = ("param", "shard", "whole", "buffer", "input", "tangent", "accumulated")
+_WRITTEN = ("buffer", "accumulated")  # by the program, in place
+
+
+def _is_reduced(program: Program) -> bool:
+    return Fact.REDUCED_ONCE in program.facts and program.sync
+
+
+def _mean(ranks: Sequence[Tensor]) -> Tensor:
+    """Exact where the ranks are equal."""
+    return ranks[0] + torch.stack([value - ranks[0] for value in ranks]).mean(0)
+
+
+def _put_together(program: Program, shards: list[Tensor], fqn: str) -> list[Tensor]:
+    """The whole gradient, as each replica has it."""
+    size, rows = program.world_size, program.params[fqn].shape[0]
+    starts = range(0, len(shards), size)
+    return [torch.cat(shards[start : start + size])[:rows] for start in starts]
+
+
+def _added(program: Program, fqn: str, grad: Tensor, mine: Values) -> Tensor:
+    """A rank's gradient, and what it has accumulated before."""
+    return mine["accumulated", fqn] + grad if fqn in program.accumulated else grad
+
+
+def _of_rank(key: tuple[str, str], values: Values, doublings: int) -> Tensor:
+    factor = 2**doublings if key[0] in ("tangent", "accumulated") else 1
+    return values[key] * factor
+
+
 def _argument(
-    program: Program, tag: meta.Meta, rank: int, values: Values, buffers: dict[str, Tensor]
+    program: Program,
+    node: fx.Node,
+    rank: int,
+    doublings: int,
+    values: Values,
+    written: Values,
 ) -> Tensor:
+    tag, dtype = meta.get(node), node.meta["val"].dtype
     name = tag.fqn or ""
-    if tag.role == "buffer":
-        return buffers[name] if name in buffers else program.constants[name]
+    if tag.role in _WRITTEN:
+        key = (tag.role, name)
+        if key in written:
+            written[key] = written[key].to(dtype)
+        return written[key] if key in written else program.constants[name]
+    if tag.role == "whole":
+        return values["param", name].to(dtype, copy=True)
     if tag.role != "shard":
-        return values[tag.role, name].clone()
-    whole, param = values["param", name], program.params[name]
+        return _of_rank((tag.role, name), values, doublings).to(dtype, copy=True)
+    whole, param = values["param", name].to(dtype), program.params[name]
     shard = whole.new_zeros(param.chunk(program.world_size))
-    rows = param.rows(rank, program.world_size)
+    rows = param.rows(rank % program.world_size, program.world_size)
     shard[: len(rows)] = whole[rows.start : rows.stop]
     return shard
 
 
-def assert_same(ours: Found, theirs: Found, *, exact: bool) -> None:
+def assert_same(ours: Found, theirs: Found, *, exact: bool, dtypes: bool = True) -> None:
     """The same outputs, gradients and buffers, each bit for bit or up to rounding."""
     assert ours.keys() == theirs.keys()
     for key in theirs:
         limits: dict[str, Any] = {"rtol": 0, "atol": 0} if exact else {}
         torch.testing.assert_close(
-            ours[key], theirs[key], msg=lambda text, key=key: f"{key}: {text}", **limits
+            ours[key],
+            theirs[key],
+            msg=lambda text, key=key: f"{key}: {text}",
+            check_dtype=dtypes,
+            **limits,
         )

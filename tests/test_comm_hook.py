@@ -11,13 +11,14 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 
 import fxshard
 from fxshard import compat
-from fxshard.api import split_steps, tracked_steps
 from fxshard.config import Config
 from fxshard.errors import ConfigError
 from fxshard.executor import Executor, TracedExecutor
 from fxshard.memory.compare import compare
 from fxshard.memory.tracker import Tracker, WatchedWorld
-from fxshard.module import ShardedModule, world_over
+from fxshard.mesh import world_over
+from fxshard.module import ShardedModule
+from fxshard.rehearsal import split_steps, tracked_steps
 from fxshard.units import configured_units
 from tests import fsdp2
 from tests.fsdp2 import Result

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 import fxshard
 from fxshard import compat
-from fxshard.api import tracked_steps
 from fxshard.config import Config
 from fxshard.executor import Executor, TracedExecutor
 from fxshard.memory.tracker import Tracker, WatchedWorld
 from fxshard.module import ShardedModule
+from fxshard.rehearsal import tracked_steps
 from fxshard.units import find_units
 from fxshard.world.c10d import C10dWorld
 from tests.fsdp2 import units_of

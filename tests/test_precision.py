@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,16 +21,14 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.tensor import DTensor
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.optim import SGD
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxshard
 from fxshard import compat, ops
 from fxshard.config import Config
 from fxshard.errors import ConfigError, UnitError
-from fxshard.memory.category import Category
 from tests import fsdp2
 from tests.fsdp2 import Result, adamw, full, run_steps
 from tests.oracles import Collectives, count_collectives
@@ -355,13 +353,12 @@ def fsdp1(case: Case, policy: MixedPrecision) -> nn.Module:
 
 
 def steps_beside_fsdp1(rank: int, world_size: int, case: Case, policy: MixedPrecision) -> Any:
-    """Losses, and whole parameters at the end, of FSDP1 and of fxshard."""
+    """Losses, and whole parameters and buffers at the end, of FSDP1 and of fxshard."""
     results: list[Any] = []
     theirs = fsdp1(case, policy)
     torch.manual_seed(0)
     ours = fxshard.compile(case.build(), units=case.units, mixed_precision=policy)
     for model in (theirs, ours):
-        optimizer = SGD(model.parameters(), lr=0.1)
         losses = []
         for step in range(STEPS):
             args, kwargs = case.batch(rank, step)
@@ -369,23 +366,15 @@ def steps_beside_fsdp1(rank: int, world_size: int, case: Case, policy: MixedPrec
             loss.backward()
             grads = {p.grad.dtype for p in model.parameters() if p.grad is not None}
             losses.append((loss.detach(), grads))
-            if policy.keep_low_precision_grads:
-                for param in model.parameters():
-                    if param.grad is not None:
-                        param.data.sub_(param.grad.data.float(), alpha=0.1)
-            else:
-                optimizer.step()
-            optimizer.zero_grad()
+            for param in model.parameters():  # optimizers want gradients in the parameter's dtype
+                if param.grad is not None:
+                    param.data.sub_(param.grad.data.float(), alpha=0.1)
+                    param.grad = None
         summon = model.summon_full_params
         with summon(model) if model is theirs else summon():
-            clean = {
-                name.replace("_fsdp_wrapped_module.", ""): p.detach().clone()
-                for name, p in model.named_parameters()
-            }
-        buffers = {
-            name.replace("_fsdp_wrapped_module.", ""): b.clone() for name, b in model.named_buffers()
-        }
-        results.append((losses, clean, buffers))
+            tensors = [*model.named_parameters(), *model.named_buffers()]
+            held = {n.replace("_fsdp_wrapped_module.", ""): t.detach().clone() for n, t in tensors}
+        results.append((losses, held))
     return results
 
 
@@ -416,7 +405,384 @@ def test_bitwise_with_fsdp1(ranks: Any, name: str) -> None:
     for theirs, ours in ranks(2).run(steps_beside_fsdp1, MODELS[key], policy):
         for (a, a_dtypes), (b, b_dtypes) in zip(theirs[0], ours[0], strict=True):
             assert torch.equal(a, b) and a.dtype is b.dtype and a_dtypes == b_dtypes
-        for a, b in zip(theirs[1:], ours[1:], strict=True):
-            assert a.keys() == b.keys()
-            for fqn in a:
-                assert a[fqn].dtype is b[fqn].dtype and torch.equal(a[fqn], b[fqn]), fqn
+        assert theirs[1].keys() == ours[1].keys()
+        for fqn, a in theirs[1].items():
+            assert a.dtype is ours[1][fqn].dtype and torch.equal(a, ours[1][fqn]), fqn
+
+
+# -- eval -----------------------------------------------------------------------------------------
+
+
+def eval_outputs(rank: int, world_size: int, name: str, full_precision: bool) -> list[Tensor]:
+    """In eval mode, of: the plain model, FSDP2, fxshard; and the same behind two steps of each."""
+    recipe = Recipe(MODELS[name], LOW)
+    plain = recipe.case.build
+    torch.manual_seed(0)
+    eager = plain()
+    args, kwargs = recipe.case.batch(rank, 0)
+    found = []
+    sharded = [reference(recipe), compiled(recipe, full_precision_in_eval=full_precision)]
+    for _ in range(2):
+        states = [{n: full(t) for n, t in m.state_dict().items()} for m in sharded]
+        assert all(torch.equal(states[0][n], states[1][n]) for n in states[0])
+        eager.load_state_dict(states[0])
+        with torch.no_grad():
+            found += [model.eval()(*args, **kwargs) for model in (eager, *sharded)]
+        for model in sharded:
+            run_steps(model.train(), recipe.case, 2)
+    return found
+
+
+@pytest.mark.parametrize("full_precision", [True, False])
+@pytest.mark.parametrize("name", ["transformer", "dropout", "mlp13"])
+def test_eval(ranks: Any, name: str, full_precision: bool) -> None:
+    for outputs in ranks(2).run(eval_outputs, name, full_precision):
+        for eager, theirs, ours in (outputs[:3], outputs[3:]):
+            expected = eager if full_precision else theirs
+            assert ours.dtype is expected.dtype is (FP32 if full_precision else BF16)
+            assert torch.equal(ours, expected)
+
+
+def test_eval_in_one_process() -> None:
+    case = MODELS["convnet"]
+    args, _ = case.batch(0, 0)
+    low = compiled(Recipe(case, LOW, {nn.BatchNorm2d: IN_FP32}), world_size=3).eval()
+    high = compiled(
+        Recipe(case, LOW, {nn.BatchNorm2d: IN_FP32}), world_size=3, full_precision_in_eval=True
+    ).eval()
+    torch.manual_seed(0)
+    eager = case.build().eval()
+    assert torch.equal(high(*args), eager(*args))
+    high(*args).square().sum().backward()
+    eager(*args).square().sum().backward()
+    for name, param in eager.named_parameters():
+        assert torch.equal(param.grad, high.get_parameter(name).grad), name
+    expected = eager.bfloat16()
+    for module in expected.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.float().register_forward_pre_hook(lambda _, args: (args[0].float(),))
+            module.register_forward_hook(lambda _, args, output: output.bfloat16())
+    assert torch.equal(low(*args), expected(args[0].bfloat16()))
+
+
+# -- casts and bytes ------------------------------------------------------------------------------
+
+
+def test_a_cast_stands_in_front_of_each_gather() -> None:
+    for name in ("transformer", "llama", "mlp13"):
+        case = MODELS[name]
+        args, kwargs = case.batch(0, 0)
+        options = {"world_size": 4, "units": case.units, "mixed_precision": LOW}
+        program = fxshard.plan(case.build(), args, kwargs, **options).program
+        words = [n for n in program.graph.nodes if n.target in ops.WORDS]
+        gathers = [n for n in words if n.target is ops.all_gather]
+        casts = [n for n in words if n.target is ops.cast]
+        assert len(casts) == len(gathers) >= 7
+        for cast, gather in zip(casts, gathers, strict=True):
+            assert words.index(gather) == words.index(cast) + 1
+            picks = gather.args[0]
+            assert [pick.args[0] for pick in picks] == [cast] * len(picks)
+            assert len(cast.args[0]) == len(picks)
+            assert {n.op for n in cast.args[0]} == {"placeholder"}
+            assert {pick.meta["val"].dtype for pick in (*picks, *gather.users)} == {BF16}
+
+
+def test_parameters_in_the_right_dtype_are_not_cast() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, dtype=BF16), nn.Linear(4, 4))
+    program = fxshard.plan(
+        model, (torch.ones(2, 4),), world_size=2, mixed_precision=LOW
+    ).program
+    casts = [n for n in program.graph.nodes if n.target is ops.cast]
+    gathers = [n for n in program.graph.nodes if n.target is ops.all_gather]
+    assert [len(n.args[0]) for n in gathers] == [4, 1]  # 0.weight: the first layer's is not read
+    names = [[shard.meta["fxshard"].fqn for shard in n.args[0]] for n in casts]
+    assert names == [["1.weight", "1.bias"], ["1.weight"]]
+
+
+class ForeachCopies(TorchDispatchMode):
+    """Counts ``_foreach_copy_`` by the number of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        if func is torch.ops.aten._foreach_copy_.default:
+            self.sizes.append(len(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def counted(
+    rank: int, world_size: int, name: str, policy: MixedPrecisionPolicy | None
+) -> tuple[Collectives, list[int]]:
+    case = MODELS[name]
+    model = fxshard.compile(case.build(), units=case.units, mixed_precision=policy)
+    args, kwargs = case.batch(rank, 0)
+    case.loss(model(*args, **kwargs)).backward()
+    with count_collectives() as seen, ForeachCopies() as copies:
+        case.loss(model(*args, **kwargs)).backward()
+    return seen, copies.sizes
+
+
+def tables(rank: int, world_size: int, name: str) -> Any:
+    policies = [None, LOW, POLICIES["fp16"], POLICIES["bf16 all through"]]
+    return [counted(rank, world_size, name, policy) for policy in policies]
+
+
+@pytest.mark.parametrize("name", ["transformer", "mlp13"])
+def test_bytes_halve_and_casts_are_one_per_gather(ranks: Any, name: str) -> None:
+    for (plain, none), *low, (all_low, copies) in ranks(2).run(tables, name):
+        assert none == []
+        gathers = plain.count("all_gather")
+        for seen, sizes in (*low, (all_low, copies)):
+            assert seen.kinds() == plain.kinds()
+            assert 2 * seen.nbytes("all_gather") == plain.nbytes("all_gather")
+            assert len(sizes) == gathers
+        for seen, _ in low:
+            assert seen.nbytes("reduce_scatter") == plain.nbytes("reduce_scatter")
+        assert 2 * all_low.nbytes("reduce_scatter") == plain.nbytes("reduce_scatter")
+
+
+# -- how gradients become one ---------------------------------------------------------------------
+
+
+def divided(rank: int, world_size: int, mesh: tuple[int, int] | None) -> dict[str, str]:
+    """Where a division of ours is not FSDP2's."""
+    strategy = "hybrid_shard" if mesh else "full_shard"
+
+    def check(item: tuple[MixedPrecisionPolicy, float]) -> None:
+        policy, factor = item
+        recipe = Recipe(MODELS["mlp13"], policy, strategy=strategy, mesh=mesh)
+        theirs = reference(recipe)
+        for module in theirs.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(factor)
+                module.set_force_sum_reduction_for_comms(True)
+        ours = compiled(recipe, gradient_divide_factor=factor)
+        results = [run_steps(model, recipe.case, 2) for model in (theirs, ours)]
+        fsdp2.assert_bitwise(results[1], results[0])
+
+    policies = {name: POLICIES[name] for name in ("nothing", "bf16", "fp16 all through")}
+    items = {f"{n} by {f}": (p, f) for n, p in policies.items() for f in (1.0, 2.0, 3.0, 12.0)}
+    return failures(items, check)
+
+
+def test_divide_factor_is_fsdp2s(ranks: Any) -> None:
+    assert_none(ranks(2).run(divided, None))
+    assert_none(ranks(4).run(divided, (2, 2)))
+
+
+def local_gradients(case: Case, rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Of the plain model on this rank's batch."""
+    torch.manual_seed(0)
+    model = case.build().to(dtype)
+    args, kwargs = case.batch(rank, 0)
+    case.loss(model(*[arg.to(dtype) for arg in args], **kwargs)).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """Options, and by hand: `before` each gradient, `both` of them, `behind`; in `dtype`."""
+
+    options: dict[str, Any]
+    both: Callable[[Tensor, Tensor], Tensor] = torch.add
+    before: float = 1.0
+    behind: float = 1.0
+    dtype: torch.dtype = FP32
+    compute: torch.dtype = FP32
+
+
+def mixed(param: torch.dtype | None, reduce: torch.dtype | None = None) -> dict[str, Any]:
+    return {"mixed_precision": Policy(param_dtype=param, reduce_dtype=reduce)}
+
+
+REDUCTIONS: dict[str, Reduction] = {
+    "average": Reduction({}, behind=2),
+    "sum": Reduction({"reduce_op": "sum"}),
+    "max": Reduction({"reduce_op": "max"}, torch.maximum),
+    "min": Reduction({"reduce_op": "min"}, torch.minimum),
+    "max of replicas": Reduction({"reduce_op": "max", "strategy": "no_shard"}, torch.maximum),
+    "sum in bf16": Reduction({"reduce_op": "sum", **mixed(None, BF16)}, dtype=BF16),
+    "max in bf16": Reduction(
+        {"reduce_op": "max", **mixed(BF16)}, torch.maximum, dtype=BF16, compute=BF16
+    ),
+    "divided by 3": Reduction({"gradient_divide_factor": 3}, behind=3),
+    "divided by 3 before": Reduction(
+        {"gradient_divide_factor": 3, "gradient_predivide_factor": 3}, before=3
+    ),
+    "divided by 5 before and by 7 behind": Reduction(
+        {"gradient_divide_factor": 35, "gradient_predivide_factor": 5}, before=5, behind=7
+    ),
+    "divided before": Reduction({"gradient_predivide_factor": 8}, before=8, behind=0.25),
+    "replicas divided before": Reduction(
+        {"gradient_predivide_factor": 2, "strategy": "no_shard"}, before=2
+    ),
+    "fp16 halves before": Reduction(mixed(FP16), before=2, dtype=FP16, compute=FP16),
+    "fp16 divided by 12": Reduction(
+        {"gradient_divide_factor": 12, **mixed(None, FP16)}, before=4, behind=3, dtype=FP16
+    ),
+}
+
+
+def reduced(rank: int, world_size: int) -> dict[str, str]:
+    """Where gradients of the first step are not what a hand computes of both ranks' own."""
+    case = MODELS["mlp13"]
+
+    def check(reduction: Reduction) -> None:
+        torch.manual_seed(0)
+        model = fxshard.compile(case.build(), units=case.units, **reduction.options)
+        args, kwargs = case.batch(rank, 0)
+        case.loss(model(*args, **kwargs)).backward()
+        first, second = (
+            local_gradients(case, other, reduction.compute) for other in range(world_size)
+        )
+        for name, param in model.named_parameters():
+            a, b = (
+                grad.to(reduction.dtype) / reduction.before for grad in (first[name], second[name])
+            )
+            expected = (reduction.both(a, b) / reduction.behind).to(FP32)
+            assert param.grad is not None and torch.equal(full(param.grad), expected), name
+
+    return failures(REDUCTIONS, check)
+
+
+def test_reductions_by_hand(ranks: Any) -> None:
+    assert_none(ranks(2).run(reduced))
+
+
+def test_contradictory_reductions_are_refused() -> None:
+    for op in ("sum", "max", "min"):
+        for name in ("gradient_divide_factor", "gradient_predivide_factor"):
+            with pytest.raises(ConfigError, match=f"{name}=2 has no meaning with reduce_op='{op}'"):
+                Config(**{"reduce_op": op, name: 2})
+    for bad in (0, -1, "2"):
+        with pytest.raises(ConfigError, match="expected a number > 0"):
+            Config(gradient_divide_factor=bad)
+    with pytest.raises(ConfigError, match="reduce_op='mean' is not supported"):
+        Config(reduce_op="mean")
+
+
+# -- scalers and autocast -------------------------------------------------------------------------
+
+
+def scaled(model: Any, case: Case, make: Callable[..., Any], rank: int) -> Result:
+    """Five steps; the scale is first far too large, and rank 1's third loss is infinite."""
+    scaler = make("cpu", init_scale=2.0**22, growth_interval=2, backoff_factor=2.0**-6)
+    optimizer = adamw(model.parameters())
+    losses, grads = [], []
+    for step in range(STEPS):
+        args, kwargs = case.batch(rank, step)
+        loss = case.loss(model(*args, **kwargs).float())
+        scaler.scale(loss * float("inf") if rank == 1 and step == 2 else loss).backward()
+        scaler.unscale_(optimizer)
+        losses += [loss.item(), scaler.get_scale()]
+        own = {n: full(p.grad) for n, p in model.named_parameters()}
+        for grad in own.values():
+            grad[grad.isnan()] = math.nan  # which NaN it is depends on the strides of an operand
+        grads += [own, {}]
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return Result(losses, grads, {n: full(p) for n, p in model.named_parameters()}, {})
+
+
+class Around(nn.Module):
+    """Its module under autocast."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.module, self.dtype = module, dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", self.dtype):
+            return self.module(*args, **kwargs)
+
+
+class Inside(models.Transformer):
+    """Autocast in its forward."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.autocast("cpu", BF16):
+            return super().forward(tokens)
+
+
+SCALERS: dict[str, Callable[..., Any]] = {"torch": GradScaler, "sharded": ShardedGradScaler}
+
+
+def scaled_beside(rank: int, world_size: int, name: str) -> dict[str, str]:
+    def check(item: tuple[Recipe, str]) -> None:
+        recipe, kind = item
+        results = [
+            scaled(model, recipe.case, SCALERS[kind], rank)
+            for model in (reference(recipe), compiled(recipe))
+        ]
+        scales = results[0].losses[1::2]
+        assert len(set(scales)) > 1 and all(map(math.isfinite, results[0].losses[0::2])), scales
+        fsdp2.assert_bitwise(results[1], results[0])
+
+    policies = ("fp16", "fp16 all through")
+    items = {p: (Recipe(MODELS[name], POLICIES[p]), kind) for p in policies for kind in SCALERS}
+    return failures(items, check)
+
+
+@pytest.mark.parametrize("name", ["transformer", "mlp13"])
+def test_scalers_are_bitwise_with_fsdp2(ranks: Any, name: str) -> None:
+    assert_none(ranks(2).run(scaled_beside, name))
+
+
+def autocast_beside(rank: int, world_size: int) -> dict[str, str]:
+    def check(item: tuple[Recipe, bool]) -> None:
+        recipe, around = item
+        pair = [reference(recipe), compiled(recipe)]
+        wrapped = [Around(model, BF16) if around else model for model in pair]
+        results = [run_steps(model, recipe.case, 3) for model in wrapped]
+        fsdp2.assert_bitwise(results[1], results[0])
+
+    inside = dataclasses.replace(MODELS["transformer"], build=Inside)
+    policies = {name: POLICIES[name] for name in ("nothing", "bf16", "bf16 reduced")}
+    items: dict[str, Any] = {
+        f"around, {name}": (Recipe(MODELS["transformer"], policy), True)
+        for name, policy in policies.items()
+    }
+    items["around, fp16"] = (Recipe(MODELS["mlp13"], POLICIES["fp16"]), True)
+    items["around, parts"] = (Recipe(MODELS["transformer"], LOW, {nn.LayerNorm: IN_FP32}), True)
+    items["inside, nothing"] = (Recipe(inside, POLICIES["nothing"]), False)
+    items["inside, bf16"] = (Recipe(inside, LOW), False)
+    return failures(items, check)
+
+
+def test_autocast_is_bitwise_with_fsdp2(ranks: Any) -> None:
+    assert_none(ranks(2).run(autocast_beside))
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+MEASURED: dict[str, Any] = {
+    **POLICIES,
+    "part in fp32": {"": LOW, "**.0": IN_FP32},
+    "gradients stay": MixedPrecision(
+        param_dtype=BF16, reduce_dtype=BF16, keep_low_precision_grads=True
+    ),
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("name", ["transformer", "mlp13"])
+def test_static_equals_measured(name: str, world_size: int) -> None:
+    case = MODELS[name]
+    args, kwargs = case.batch(0, 0)
+    for key, policy in MEASURED.items():
+        torch.manual_seed(0)
+        validation = fxshard.validate(
+            case.build(),
+            args,
+            kwargs,
+            world_size=world_size,
+            units=case.units,
+            mixed_precision=policy,
+            optimizer=None if key == "gradients stay" else adamw,
+        )
+        assert validation.max_abs_difference == 0, (key, validation.table(only_different=True))

@@ -1,0 +1,180 @@
+"""From what the user says of ranks (world_size, mesh, process_group) to the world to run in."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fxshard.config import Config
+from fxshard.errors import ConfigError
+from fxshard.units import Unit, check_reshard
+from fxshard.world.c10d import C10dWorld
+from fxshard.world.in_process import InProcessWorld
+
+log = logging.getLogger("fxshard")
+
+
+def world_over(mesh: DeviceMesh, config: Config, units: tuple[Unit, ...]) -> C10dWorld:
+    """The world of a mesh under a strategy; collective if units are resharded to smaller groups."""
+    check_reshard(units, mesh.size(mesh.ndim - 1))
+    sizes = [unit.reshard for unit in units if not isinstance(unit.reshard, bool)]
+    return C10dWorld(mesh, sharded=config.strategy != "no_shard", reshard=sizes)
+
+
+def grid(world_size: Any, config: Config) -> tuple[int, int]:
+    """Replicas and shards of a world under a strategy.
+
+    Raises:
+        ConfigError: `world_size` is no number of ranks, or a pair where none is meant.
+    """
+    if isinstance(world_size, tuple) and len(world_size) == 2:
+        for size in world_size:
+            _check_world_size(size)
+        if not config.hybrid:
+            raise ConfigError(
+                f"world_size={world_size!r}: strategy {config.strategy!r} has one dimension. Give "
+                f"one number, or strategy='hybrid_shard'."
+            )
+        return world_size
+    _check_world_size(world_size)
+    if config.hybrid:
+        raise ConfigError(
+            f"world_size={world_size!r}: strategy {config.strategy!r} has two dimensions. Give a "
+            f"pair, replicas x shards, such as world_size=({world_size // 8 or 1}, 8)."
+        )
+    return (world_size, 1) if config.strategy == "no_shard" else (1, world_size)
+
+
+def _check_world_size(world_size: Any) -> None:
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        raise ConfigError(f"world_size={world_size!r}: expected a whole number of ranks >= 1.")
+
+
+def world_for(
+    model: nn.Module,
+    config: Config,
+    units: tuple[Unit, ...],
+    world_size: int | tuple[int, int] | None,
+    mesh: DeviceMesh | None,
+    process_group: Any,
+) -> C10dWorld | InProcessWorld:
+    if world_size is not None:
+        grid(world_size, config)
+    if mesh is not None and process_group is not None:
+        raise ConfigError("mesh and process_group were both given; give one.")
+    if not (dist.is_available() and dist.is_initialized()):
+        if mesh is not None or process_group is not None:
+            raise ConfigError(
+                "a mesh or process_group was given, but no process group is initialised: call "
+                "torch.distributed.init_process_group first, and start with torchrun."
+            )
+        if world_size is None:
+            raise ConfigError(
+                "no process group is initialised and no world_size given. Start with torchrun "
+                "and call torch.distributed.init_process_group, or pass world_size=N to run N "
+                "ranks inside this process."
+            )
+        replicas, shards = grid(world_size, config)
+        log.warning(
+            "fxshard: no process group: running all %d ranks inside this process, each on the "
+            "whole batch. Start with torchrun to use %d processes.",
+            replicas * shards,
+            replicas * shards,
+        )
+        return InProcessWorld(shards, replicas)
+    if process_group is not None:
+        mesh = _mesh_of_groups(model, config, process_group)
+    elif mesh is None:
+        mesh = mesh_of(model, config, _default_grid(world_size, config))
+    if mesh.ndim != 1 + config.hybrid:
+        dims = "two, replicate x shard" if config.hybrid else "one"
+        raise ConfigError(
+            f"the mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; strategy "
+            f"{config.strategy!r} takes {dims}."
+            + ("" if config.hybrid else " Pass a slice of it: mesh['shard'].")
+        )
+    given = tuple(mesh.shape) if config.hybrid else mesh.size()
+    if world_size is not None and world_size != given:
+        raise ConfigError(
+            f"world_size={world_size}, but the process group has {given} ranks. Leave "
+            f"world_size out, or start torchrun with --nproc-per-node={world_size}."
+        )
+    return world_over(mesh, config, units)
+
+
+def _default_grid(world_size: Any, config: Config) -> tuple[int, int]:
+    """All ranks; a hybrid strategy shards inside a machine and copies over machines, as FSDP1.
+
+    Raises:
+        ConfigError: `world_size` is not that of the process group, or the number of ranks per
+            machine is not known (torchrun sets LOCAL_WORLD_SIZE) or does not divide it.
+    """
+    ranks = dist.get_world_size()
+    if not config.hybrid:
+        return 1, ranks
+    if world_size is not None:
+        if math.prod(world_size) != ranks:
+            raise ConfigError(
+                f"world_size={world_size}, but the process group has {ranks} ranks: the product "
+                f"of the two must be that."
+            )
+        return (world_size[0], world_size[1])
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    if not local or ranks % local:
+        raise ConfigError(
+            f"strategy {config.strategy!r} needs to know how {ranks} ranks are arranged: pass a "
+            f"2-D mesh, init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', "
+            f"'shard')), or start with torchrun, which sets LOCAL_WORLD_SIZE."
+        )
+    return ranks // local, local
+
+
+def _mesh_of_groups(model: nn.Module, config: Config, process_group: Any) -> DeviceMesh:
+    """The mesh of a process group, or of the pair (shard group, replicate group)."""
+    pair = isinstance(process_group, (tuple, list))
+    if pair != config.hybrid:
+        raise ConfigError(
+            f"process_group is {'a pair' if pair else 'one group'}; strategy {config.strategy!r} "
+            f"takes {'a pair (shard, replicate)' if config.hybrid else 'one'}."
+        )
+    if not pair:
+        return DeviceMesh.from_group(process_group, _device_type(model, process_group))
+    shard, replicate = process_group
+    mine = dist.get_rank()
+    rows = [
+        [other + (rank - mine) for rank in dist.get_process_group_ranks(shard)]
+        for other in dist.get_process_group_ranks(replicate)
+    ]
+    return DeviceMesh.from_group(
+        [replicate, shard],
+        _device_type(model, shard),
+        mesh=torch.tensor(rows),
+        mesh_dim_names=("replicate", "shard"),
+    )
+
+
+def mesh_of(model: nn.Module, config: Config, grid: tuple[int, int]) -> DeviceMesh:
+    """A mesh of all ranks, of the shape that the strategy asks for; `grid` is replicas x shards."""
+    device = _device_type(model, None)
+    if config.hybrid:
+        return init_device_mesh(device, grid, mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device, (grid[0] * grid[1],))
+
+
+def _device_type(model: nn.Module, group: dist.ProcessGroup | None) -> str:
+    """That of the parameters; of a meta model, the accelerator if `group` is made for it."""
+    found = next((p.device.type for p in model.parameters() if not p.is_meta), None)
+    if found:
+        return found
+    accelerator = torch.accelerator.current_accelerator()
+    served = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    if accelerator and served.get(accelerator.type) not in (None, "gloo", "fake"):
+        return accelerator.type
+    return "cpu"

@@ -1,0 +1,179 @@
+"""The one node that a call of a ShardedModule is in the user's autograd graph."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from fxshard import compat, meta
+from fxshard.errors import StepError
+from fxshard.program import Program
+from fxshard.sharding import as_gradient
+
+if TYPE_CHECKING:
+    from fxshard.module import ShardedModule, Variant
+
+
+@dataclasses.dataclass
+class Call:
+    """One call on its way through autograd."""
+
+    module: ShardedModule
+    variant: Variant
+    params: int
+
+
+class Step(torch.autograd.Function):
+    """One node in the user's autograd graph: the whole model.
+
+    Saved values are a plain list on the context, handed over (and so dropped) by backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        batch = tensors[call.params :]
+        with call.module.as_traced():
+            outputs, saved = call.variant.executor.forward(
+                call.module.arguments(call.variant, batch)
+            )
+        signature = call.variant.program.signature
+        ctx.set_materialize_grads(False)
+        where = signature.tensor_outputs
+        plain = [k for k, i in enumerate(where) if i not in signature.differentiable]
+        for k in plain:
+            outputs[k] = outputs[k].detach()  # the same tensor may be a differentiable output too
+        ctx.mark_non_differentiable(*(outputs[k] for k in plain))
+        returned = {id(output) for output in outputs}
+        # An output that is saved too must not keep its own autograd node alive.
+        ctx.saved = [[t.detach() if id(t) in returned else t for t in rank] for rank in saved]
+        ctx.call, ctx.batch = call, batch
+        ctx.places = {position: k for k, position in enumerate(where)}
+        ctx.versions = _versions(call, batch)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        call: Call = ctx.call
+        call.module.require_sharded("backward")
+        program = call.variant.program
+        if ctx.saved is None:
+            raise StepError(
+                "backward was called twice on one forward: its saved activations are gone. Run "
+                "forward again, or sum the losses and call backward once."
+            )
+        signature = program.signature
+        for position, k in ctx.places.items():
+            if grads[k] is not None and position not in signature.tangents:
+                names = [signature.output_names[i] for i in signature.tangents]
+                raise StepError(
+                    f"a gradient arrived at output {signature.output_names[position]}, but the "
+                    f"program was traced for a loss at {', '.join(names)} (the model's scalar "
+                    f"outputs). Do not pass labels, so that the model returns no loss of its own, "
+                    f"or call backward on its loss."
+                )
+        for (what, before), (_, now) in zip(ctx.versions, _versions(call, ctx.batch), strict=True):
+            if before != now:
+                raise StepError(
+                    f"{what!r} was changed in place between a forward and its backward, which "
+                    f"reads it. Call backward first (before optimizer.step()), or change a copy."
+                )
+        tangents = {
+            meta.get(node).fqn: _laid_out(grads[ctx.places[int(meta.get(node).fqn or 0)]], node)
+            for node in call.variant.executor.backward_inputs
+            if meta.get(node).role == "tangent"
+        }
+        saved, ctx.saved = ctx.saved, None
+        batch, ctx.batch = ctx.batch, None
+        call.module.require_accumulated(program)
+        args = _backward_arguments(call, batch, saved, tangents)
+        if program.sync:
+            for fqn in program.accumulated:  # reduced by this backward, which frees them
+                call.module.accumulated.pop(fqn, None)
+        with call.module.as_traced():
+            results = call.variant.executor.backward(args)
+        return (None, *_gradients(call, results, len(batch)))
+
+
+def _versions(call: Call, batch: Sequence[Tensor]) -> list[tuple[str, tuple[int, ...]]]:
+    """How often each tensor of the caller's that backward reads has been changed in place."""
+    program, found = call.variant.program, []
+    for node in call.variant.read_again:
+        role, name = meta.get(node).role, meta.get(node).fqn or ""
+        tensors = [call.module.value(node, program, batch, 0)]
+        if role == "shard":  # operators on a DTensor count on it, not on what it is made of
+            tensors.append(call.module.slots[name].tensor)
+        what = program.signature.input_names[int(name)] if role == "input" else name
+        found.append((what, tuple(map(compat.version, tensors))))
+    return found
+
+
+def _laid_out(grad: Tensor | None, node: fx.Node) -> Tensor:
+    """The gradient of an output in the strides that backward was traced for; None is zeros."""
+    like = node.meta["val"]
+    if grad is not None and grad.stride() == like.stride():
+        return grad
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return made.zero_() if grad is None else made.copy_(grad)
+
+
+def _backward_arguments(
+    call: Call,
+    batch: Sequence[Tensor],
+    saved: list[list[Tensor]],
+    tangents: dict[str | None, Tensor],
+) -> list[list[Tensor]]:
+    args: list[list[Tensor]] = []
+    for rank, values in enumerate(saved):
+        rest = iter(values)
+        row: list[Tensor] = []
+        for node in call.variant.executor.backward_inputs:
+            tag = meta.get(node)
+            if tag.role == "tangent":
+                row.append(tangents[tag.fqn])
+            elif tag.role in (*meta.HELD, "accumulated"):
+                row.append(call.module.value(node, call.variant.program, batch, rank))
+            else:
+                row.append(next(rest))
+        values.clear()
+        args.append(row)
+    return args
+
+
+def _gradients(call: Call, results: list[list[Tensor]], inputs: int) -> list[Tensor | None]:
+    """Gradients in the order of `Step.forward`'s tensors."""
+    program = call.variant.program
+    names = [result.name for result in program.results if result.kind != "output"]
+    per_rank = [dict(zip(names, grads, strict=True)) for grads in results]
+    results.clear()
+    for result in program.results:
+        if result.kind == "accumulated":
+            fresh = [grads.pop(result.name) for grads in per_rank]
+            sums = call.module.accumulated.setdefault(result.name, fresh)
+            if sums is not fresh:  # another forward was run in front of this backward
+                for total, grad in zip(sums, fresh, strict=True):
+                    total.add_(grad)
+    out: list[Tensor | None] = []
+    for fqn in differentiated(program):
+        shards = [grads.pop(fqn) for grads in per_rank if fqn in grads]
+        if not shards:
+            out.append(None)  # accumulated, not reduced
+        elif fqn in call.module.wholes:
+            out.append(shards[0])
+        else:
+            slot, world = call.module.slots[fqn], call.module.world
+            out.append(as_gradient(slot, shards[: world.size], world))
+    for k in range(inputs):
+        position = program.signature.tensor_inputs[k]
+        out.append(per_rank[0].pop(f"input[{position}]", None))
+    return out
+
+
+def differentiated(program: Program) -> list[str]:
+    """FQNs of the parameters that the program makes gradients of, reduced or accumulated."""
+    known = program.params.keys() | program.wholes.keys()
+    names = [r.name for r in program.results if r.kind != "output" and r.name in known]
+    return list(dict.fromkeys([*names, *sorted(program.accumulated)]))
