@@ -115,8 +115,9 @@ class Config:
             module classes or FQN globs ("" is the root and the default) to such policies; what a
             key names becomes a unit.
         full_precision_in_eval: in eval mode, `mixed_precision` has no effect.
-        forward_prefetch: how many units ahead an unshard is launched in forward.
-        backward_prefetch: the same in backward; torch's `BackwardPrefetch` is accepted.
+        forward_prefetch: how many units ahead an unshard is launched in forward; FSDP1's True and
+            False are 1 and 0.
+        backward_prefetch: the same in backward; torch's `BackwardPrefetch` is accepted, None is 0.
         offload: None, torch's `CPUOffloadPolicy` or `CPUOffload`: shards, sharded gradients and
             optimizer states live on the CPU.
         reduce_op: how gradients of ranks become one: "avg", "sum", "max" or "min".
@@ -200,9 +201,11 @@ class Config:
         """Replace torch's enums and classes by what they mean here."""
         if isinstance(self.strategy, ShardingStrategy):
             object.__setattr__(self, "strategy", _TORCH_STRATEGIES[self.strategy])
-        if isinstance(self.backward_prefetch, BackwardPrefetch):
+        if self.backward_prefetch is None or isinstance(self.backward_prefetch, BackwardPrefetch):
             ahead = int(self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE)
             object.__setattr__(self, "backward_prefetch", ahead)
+        if isinstance(self.forward_prefetch, bool):
+            object.__setattr__(self, "forward_prefetch", int(self.forward_prefetch))
         offload = self.offload
         if isinstance(offload, CPUOffload):
             offload = CPUOffloadPolicy() if offload.offload_params else None

@@ -138,8 +138,12 @@ class ShardedModule(FsdpMethods):
         self.original.training = mode
         return self
 
+    @torch.compiler.disable(reason="fxshard runs a program of its own")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one forward; the result is what the user's model returns."""
+        """Run one forward; the result is what the user's model returns.
+
+        Inside ``torch.compile`` it runs as it is, in a graph break.
+        """
         self.reshard()  # of an `unshard` that nobody ended
         self.require_sharded("forward")
         for slot in self.slots.values():

@@ -406,7 +406,7 @@ class StrictWorld(InProcessWorld):
     ) -> None:
         if launch.target is ops.comm_hook:
             (flat,) = meta.operands(launch)
-            total = torch.stack([env[flat] for env in inputs]).mean(0)
+            total = _mean([env[flat] for env in inputs])
             for rank, env in enumerate(inputs):
                 env[launch] = [total.chunk(self.size)[rank % self.size]]
         else:

@@ -87,7 +87,7 @@ HYBRID: tuple[Options, Options] = (
 )
 
 
-def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+def seeded(build: Callable[[], nn.Module]) -> Any:
     torch.manual_seed(0)
     return build()
 
@@ -397,6 +397,7 @@ def rounds_once(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
             x = torch.full((1, 1), 1.0 if i == 0 else 1 / 512)
             model(x).sum().backward()
     (param,) = model.parameters()
+    assert param.grad is not None
     return full(param.grad), torch.full((2, 1), 1 + 16 / 512)
 
 
@@ -467,7 +468,8 @@ def two_forwards(rank: int, world_size: int) -> tuple[Any, Any, Any]:
                     second.backward()
                     first.backward()
             (4 * model(x[2]).sum()).backward()
-        found.append({n: g / len(sources) for n, g in grads_of(model).items()})
+        grads: dict[str, Any] = grads_of(model)
+        found.append({n: g / len(sources) for n, g in grads.items()})
     return found[0], found[1], found[2]
 
 
@@ -515,17 +517,18 @@ def test_no_sync_ends_with_its_block(ranks: Any) -> None:
 def ignored_are_local(rank: int, world_size: int) -> dict[str, Any]:
     """Gradients of what is ignored are in .grad from the first micro-batch on."""
     plain = seeded(Net)
-    alone = plain.blocks[1].linear.weight  # type: ignore[union-attr]
+    alone = plain.blocks[1].linear.weight
     model = fxshard.compile(plain, units=["blocks.*"], ignored=["blocks.1.linear.weight"])
     reference = seeded(Net)
-    apart = {reference.blocks[1].linear.weight}  # type: ignore[union-attr]
-    for block in reference.blocks:  # type: ignore[union-attr]
+    apart = {reference.blocks[1].linear.weight}
+    for block in reference.blocks:
         fully_shard(block, ignored_params=apart)
     fully_shard(reference, ignored_params=apart)
     found = [dict(train(each, rank, [False, False, True])) for each in (model, reference)]
     assert isinstance(alone, nn.Parameter)
-    assert_same(*found)
-    return found[0]
+    mine, other = found
+    assert_same(mine, other)
+    return mine
 
 
 def test_ignored_parameters_accumulate_in_place(ranks: Any) -> None:

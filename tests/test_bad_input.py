@@ -103,7 +103,7 @@ VALUES = [
     ({"backend": "aot"}, r"backend='aot' is not supported; legal: eager\."),
     ({"forward_prefetch": -1}, r"forward_prefetch=-1: expected an integer >= 0"),
     ({"backward_prefetch": "1"}, r"backward_prefetch='1': expected an integer >= 0"),
-    ({"forward_prefetch": True}, r"forward_prefetch=True: expected an integer >= 0"),
+    ({"backward_prefetch": True}, r"backward_prefetch=True: expected an integer >= 0"),
     ({"units": "blocks.*"}, r"units='blocks\.\*': expected a list; write units=\['blocks\.\*'\]"),
     ({"optimizer": "adam"}, r"optimizer='adam': expected a callable .*torch\.optim\.AdamW\(params"),
     ({"passes": 3}, r"passes=3: expected a list of passes.*default_passes"),

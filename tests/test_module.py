@@ -459,3 +459,13 @@ def test_checkpoints_go_to_fsdp2_and_back_and_into_one_process(ranks: Any, name:
             optimizer = adamw(model)
             load(model, optimizer, f"{path}/ours")
             assert train(case, model, optimizer, 2, 4) == pytest.approx(want, rel=1e-6)
+
+
+def test_torch_compile_around_it_changes_nothing() -> None:
+    """It has its own graph: dynamo breaks there and calls it as it is."""
+    torch.manual_seed(0)
+    model = fxshard.compile(models.Mlp13(), world_size=2)
+    x = torch.randn(4, 5)
+    plain = model(x)
+    assert torch.equal(torch.compile(model, backend="eager")(x), plain)
+    assert len(model.variants) == 1

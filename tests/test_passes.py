@@ -436,7 +436,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "uneven": {"world_size": 3},
     "bf16": {"precision": bf16, "world_size": 3},
     "fp32_reduce": {"precision": fp32_reduce, "world_size": 3},
-    "fp32_gradients": {"precision": Precision(None, torch.bfloat16)},
     "fp16": {"precision": FP16, "world_size": 4},
     "low_precision_grads": {
         "precision": Precision(torch.bfloat16, keep_low_precision_grads=True),
@@ -506,6 +505,14 @@ def test_padding_ties_and_dropout_under_every_strategy(strategy: str) -> None:
     numbers = graphs.run(program, values)
     full(program)
     graphs.assert_same(graphs.run(program, values), numbers, exact=True)
+
+
+def test_fp32_gradients_are_rounded_to_the_dtype_of_the_reduction() -> None:
+    program = graphs.chain(precision=Precision(None, torch.bfloat16))
+    values = graphs.random_values(program)
+    wanted = graphs.run(program, values)
+    wanted |= {key: v.bfloat16().float() for key, v in wanted.items() if key[0] == "grad"}
+    graphs.assert_same(graphs.run(full(program), values), wanted, exact=True)
 
 
 @pytest.mark.parametrize("settings", [{}, {"replicas": 2}, {"precision": FP16, "world_size": 4}])

@@ -681,7 +681,7 @@ def scaled(model: Any, case: Case, make: Callable[..., Any], rank: int) -> Resul
         losses += [loss.item(), scaler.get_scale()]
         own = {n: full(p.grad) for n, p in model.named_parameters()}
         for grad in own.values():
-            grad[grad.isnan()] = math.nan  # which NaN it is depends on the strides of an operand
+            grad[grad.isnan()] = math.nan  # one of the many that there are
         grads += [own, {}]
         scaler.step(optimizer)
         scaler.update()

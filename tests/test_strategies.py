@@ -68,7 +68,7 @@ def assert_all(
                 fsdp2.assert_bitwise(result, reference)
 
 
-def net() -> nn.Module:
+def net() -> Any:
     """Three blocks and what is around them, the same on every rank."""
     torch.manual_seed(0)
     return Net()
@@ -254,12 +254,17 @@ def hybrid_three_ways(rank: int, world_size: int) -> tuple[Any, list[Any]]:
     pair = (grid(2, 2)["shard"].get_group(), grid(2, 2)["replicate"].get_group())
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     try:
-        options = [{"mesh": grid(2, 2)}, {"process_group": pair}, {}, {"world_size": (2, 2)}]
+        options: list[Options] = [
+            {"mesh": grid(2, 2)},
+            {"process_group": pair},
+            {},
+            {"world_size": (2, 2)},
+        ]
         found = []
         for option in options:
             model = fxshard.compile(net(), units=["blocks.*"], strategy="hybrid_shard", **option)
             loss_of(model(batch(rank))).backward()
-            (param, *_) = model.parameters()
+            param: Any = next(model.parameters())
             where = (param.placements, param.device_mesh.mesh.tolist())
             found.append((where, grads_of(model)))
         return found[0], found[1:]
@@ -383,7 +388,7 @@ def test_resharding_that_cannot_be_is_refused(ranks: Any) -> None:
 def in_two_groups(rank: int, world_size: int) -> list[tuple[Any, Any]]:
     """Ranks 0 1 and 2 3 train for themselves, under a mesh, a slice of one and a process group."""
     mesh = grid(2, 2)["shard"]
-    found = []
+    found: list[Any] = []
     for options in ({"mesh": mesh}, {"process_group": mesh.get_group()}):
         model, reference = fxshard.compile(net(), units=["blocks.*"], **options), net()
         for block in reference.blocks:
@@ -501,7 +506,7 @@ def rows_of_gain(rank: int, world_size: int, strategy: str) -> tuple[int, int]:
     model = fxshard.compile(case.build(), **options)
     (args, kwargs) = case.batch(rank, 0)
     case.loss(model(*args, **kwargs)).backward()
-    gain = model.get_parameter("blocks.0.gain")
+    gain: Any = model.get_parameter("blocks.0.gain")
     return len(gain.to_local()), len(gain.grad.to_local())
 
 
@@ -816,7 +821,8 @@ def test_in_process_equals_eager(world_size: Any, options: Options) -> None:
             optimizer.zero_grad()
         values.append({name: full(p) for name, p in each.named_parameters()})
         seen.append(values)
-    assert_same(*seen, rtol=1e-6, atol=1e-7)
+    mine, eager = seen
+    assert_same(mine, eager, rtol=1e-6, atol=1e-7)
 
 
 def test_hybrid_worlds_are_given_as_pairs() -> None:

@@ -23,6 +23,7 @@ from torch import fx, nn
 from fxshard import meta, ops
 from fxshard.compat import tree_flatten
 from fxshard.memory.category import CATEGORIES, COLUMN, Category, Curve, Matrix, is_reduce_copy
+from fxshard.memory.gradients import accumulated_bytes, gradient_categories
 from fxshard.memory.optimizer import Event, OptimizerStep
 from fxshard.program import Program, nbytes
 from fxshard.schedule import Schedule, last_reads, points
@@ -536,58 +537,6 @@ MADE_BY = {
     ops.comm_hook: Category.SHARDED_GRAD,
     ops.store: Category.SHARDED_GRAD,
 }
-
-
-def gradient_categories(program: Program) -> dict[int, Category]:
-    """Storages of the joint graph that are gradients, or copies of them to be sent."""
-    found: dict[int, Category] = {}
-    first = ops.reduce_scatter if program.world_size > 1 else ops.all_reduce
-    todo: list[fx.Node] = []
-    for launch in program.graph.nodes:
-        if launch.target in (first, ops.comm_hook):
-            todo += meta.operands(launch)
-    while todo:
-        sent = todo.pop()
-        maker = _maker(sent)
-        if maker is not None and is_reduce_copy(maker.target, dict(maker.kwargs)):
-            found |= dict.fromkeys(meta.storage_ids(maker), Category.REDUCE_SCATTER)
-            todo += maker.all_input_nodes
-        else:
-            for storage in meta.storage_ids(sent):
-                found.setdefault(storage, Category.UNSHARDED_GRAD)
-    stored = [n for node in program.graph.nodes if node.target is ops.store for n in node.args[0]]
-    for node in stored:
-        for storage in meta.storage_ids(node):
-            found.setdefault(storage, Category.SHARDED_GRAD)
-    for value, result in zip(program.values, program.results, strict=True):
-        category = Category.UNSHARDED_GRAD
-        if result.kind == "grad" and (
-            result.name in program.params or result.name in program.wholes
-        ):
-            category = Category.SHARDED_GRAD
-        elif result.kind != "accumulated":
-            continue
-        for storage in meta.storage_ids(value):
-            found.setdefault(storage, category)
-    return found
-
-
-def _maker(node: fx.Node) -> fx.Node | None:
-    """The operator that made the storage of `node`, through views and changes in place."""
-    storages = meta.storage_ids(node)
-    while node.op == "call_function":
-        before = [n for n in node.all_input_nodes if meta.storage_ids(n) & storages]
-        if not before:
-            return node
-        node = before[0]
-    return None
-
-
-def accumulated_bytes(program: Program, fqn: str) -> int:
-    """Bytes of the accumulated gradient of a parameter."""
-    param = program.params[fqn]
-    precision = program.units[param.unit].precision
-    return nbytes(param.shape, precision.reduce_dtype or param.compute_dtype)
 
 
 def _returned(output: fx.Node) -> list[fx.Node]:
