@@ -26,7 +26,7 @@ import fxshard
 from fxshard.errors import StepError
 from tests.eager import Net, batch, pair
 from tests.fsdp2 import full, units_of
-from tests.zoo import MODELS, Case
+from tests.zoo import MODELS, Case, models
 
 EVERYWHERE = pytest.mark.parametrize("where", ["in_process", "2 ranks"])
 

@@ -29,6 +29,7 @@ import fxshard
 from fxshard import compat, ops
 from fxshard.config import Config
 from fxshard.errors import ConfigError, UnitError
+from fxshard.memory.category import Category
 from tests import fsdp2
 from tests.fsdp2 import Result, adamw, full, run_steps
 from tests.oracles import Collectives, count_collectives
@@ -74,6 +75,7 @@ class Recipe:
     strategy: str = "full_shard"
     mesh: tuple[int, int] | None = None
     build: Callable[[], nn.Module] | None = None
+
 
 def grid(shape: tuple[int, int] | None) -> DeviceMesh | None:
     return shape and init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
@@ -151,7 +153,8 @@ def failures(items: dict[str, Any], check: Callable[[Any], object]) -> dict[str,
 
 
 def assert_none(each: list[dict[str, str]]) -> None:
-    assert not any(each), "\n".join(f"== {name}\n{text}" for name, text in each[0].items())
+    texts = {name: text for failed in each for name, text in failed.items()}
+    assert not texts, "\n".join(f"== {name}\n{text}" for name, text in texts.items())
 
 
 # -- a policy for the whole model -----------------------------------------------------------------
@@ -214,9 +217,7 @@ def frozen(build: Callable[[], nn.Module]) -> nn.Module:
 
 NOT_CAST = dataclasses.replace(LOW, cast_forward_inputs=False)
 MODES: dict[str, Recipe] = {
-    "inputs as they are": Recipe(
-        OFFSETS, NOT_CAST
-    ),
+    "inputs as they are": Recipe(OFFSETS, NOT_CAST),
     "root's inputs only": Recipe(MODELS["mlp13"], NOT_CAST, {"": LOW}),
     "checkpoint": Recipe(CHECKPOINTED["checkpoint"], LOW),
     "reentrant": Recipe(CHECKPOINTED["reentrant"], POLICIES["fp16"]),
@@ -332,7 +333,7 @@ def test_keys_that_match_nothing_are_refused() -> None:
     for key in ("nothing.*", nn.Conv2d):
         with pytest.raises(UnitError, match="matches no module"):
             fxshard.plan(model, (torch.ones(2, 5),), world_size=2, mixed_precision={key: LOW})
-    with pytest.raises(ConfigError, match="expected torch.distributed.fsdp.MixedPrecisionPolicy"):
+    with pytest.raises(ConfigError, match=r"expected torch.* or MixedPrecision,"):
         Config(mixed_precision={"": "bf16"})
 
 
@@ -434,7 +435,7 @@ def eval_outputs(rank: int, world_size: int, name: str, full_precision: bool) ->
 
 
 @pytest.mark.parametrize("full_precision", [True, False])
-@pytest.mark.parametrize("name", ["transformer", "dropout", "mlp13"])
+@pytest.mark.parametrize("name", ["dropout", "mlp13"])
 def test_eval(ranks: Any, name: str, full_precision: bool) -> None:
     for outputs in ranks(2).run(eval_outputs, name, full_precision):
         for eager, theirs, ours in (outputs[:3], outputs[3:]):
@@ -489,9 +490,7 @@ def test_a_cast_stands_in_front_of_each_gather() -> None:
 
 def test_parameters_in_the_right_dtype_are_not_cast() -> None:
     model = nn.Sequential(nn.Linear(4, 4, dtype=BF16), nn.Linear(4, 4))
-    program = fxshard.plan(
-        model, (torch.ones(2, 4),), world_size=2, mixed_precision=LOW
-    ).program
+    program = fxshard.plan(model, (torch.ones(2, 4),), world_size=2, mixed_precision=LOW).program
     casts = [n for n in program.graph.nodes if n.target is ops.cast]
     gathers = [n for n in program.graph.nodes if n.target is ops.all_gather]
     assert [len(n.args[0]) for n in gathers] == [4, 1]  # 0.weight: the first layer's is not read
@@ -565,13 +564,13 @@ def divided(rank: int, world_size: int, mesh: tuple[int, int] | None) -> dict[st
         fsdp2.assert_bitwise(results[1], results[0])
 
     policies = {name: POLICIES[name] for name in ("nothing", "bf16", "fp16 all through")}
-    items = {f"{n} by {f}": (p, f) for n, p in policies.items() for f in (1.0, 2.0, 3.0, 12.0)}
+    items = {f"{n} by {f}": (p, f) for n, p in policies.items() for f in (1.0, 12.0)}
     return failures(items, check)
 
 
-def test_divide_factor_is_fsdp2s(ranks: Any) -> None:
-    assert_none(ranks(2).run(divided, None))
-    assert_none(ranks(4).run(divided, (2, 2)))
+@pytest.mark.parametrize(("count", "mesh"), [(2, None), (4, (2, 2))])
+def test_divide_factor_is_fsdp2s(ranks: Any, count: int, mesh: tuple[int, int] | None) -> None:
+    assert_none(ranks(count).run(divided, mesh))
 
 
 def local_gradients(case: Case, rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -786,3 +785,43 @@ def test_static_equals_measured(name: str, world_size: int) -> None:
             optimizer=None if key == "gradients stay" else adamw,
         )
         assert validation.max_abs_difference == 0, (key, validation.table(only_different=True))
+
+
+class Product(nn.Module):
+    """Sums x @ w.t(): f32[2, 4] by f32[5, 4]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.mm(x, self.weight.t()).sum()
+
+
+def test_peaks_by_hand() -> None:
+    """Over 2 ranks the shard is f32[3, 4], 48 bytes; the batch is f32[2, 4], 32 bytes."""
+    x = torch.ones(2, 4)
+    options: dict[str, Any] = {"world_size": 2, "mixed_precision": LOW}
+    report = fxshard.plan(Product(), (x,), **options).memory
+    forward = report.snapshot("", "Peak Forward", first_step=True)
+    # While it is gathered: x in bf16 (16), the shard in bf16 (24), the whole bf16[6, 4] (48).
+    assert forward == {c: 0 for c in Category} | {
+        Category.SHARDED_PARAM: 48,
+        Category.INPUTS: 32,
+        Category.ACTIVATION: 16,
+        Category.ALL_GATHER: 24 + 48,
+    }
+    backward = report.snapshot("", "Peak Backward", first_step=True)
+    # The gradient bf16[5, 4] is padded to bf16[6, 4] (48) and cast to f32[6, 4] (96). The loss and
+    # what arrives at it are bf16 (2 each).
+    assert backward == {c: 0 for c in Category} | {
+        Category.SHARDED_PARAM: 48,
+        Category.INPUTS: 32,
+        Category.REDUCE_SCATTER: 48 + 96,
+        Category.ACTIVATION: 2,
+        Category.TEMP: 2,
+    }
+    assert report.peak_bytes == sum(backward.values()) == 228
+    validation = fxshard.validate(Product(), (x,), **options)
+    assert validation.max_abs_difference == 0
+    assert validation.measured_peak_bytes == 228
