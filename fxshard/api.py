@@ -6,6 +6,7 @@ import copy
 import logging
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,6 +25,7 @@ from fxshard.program import Program
 from fxshard.rehearsal import expected, split_steps, tracked_steps
 from fxshard.units import Unit, check_reshard, configured_units
 from fxshard.world.c10d import C10dWorld
+from fxshard.world.in_process import InProcessWorld
 
 log = logging.getLogger("fxshard")
 
@@ -110,7 +112,13 @@ def compile(
     program = None
     if args is not None or kwargs is not None:
         program = make_program(
-            module, *call, units=units, world=world.size, replicas=world.replicas, config=config
+            module,
+            *call,
+            units=units,
+            world=world.size,
+            replicas=world.replicas,
+            config=config,
+            device=_device_of(world),
         )
         if isinstance(world, C10dWorld):
             world.agree(dump.agreement(program), "the model or the batch structure")
@@ -175,6 +183,10 @@ def validate(
         sharded = ShardedModule(module, units, world, config, make_executor)
         tracked_steps(sharded, args, kwargs, tracker, steps, micro_batches, no_sync)
     return compare(reports, split_steps(tracker.measured(), steps, micro_batches))
+
+
+def _device_of(world: C10dWorld | InProcessWorld) -> torch.device | None:
+    return torch.device(world.mesh.device_type) if isinstance(world, C10dWorld) else None
 
 
 def _model_lines(units: tuple[Unit, ...]) -> list[str]:

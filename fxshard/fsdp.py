@@ -235,8 +235,14 @@ class FsdpMethods(nn.Module):
             self.accumulated[fqn] = [fn(grad) for grad in grads]
         if self._kinds() != before:
             self.variants.clear()
-            self._device = next((p.device.type for p in self.parameters()), "cpu")
+            self._device = self.compute_device()
         return self
+
+    def compute_device(self) -> str:
+        """Type of the device that programs run on; shards may be offloaded from it."""
+        if isinstance(self.world, C10dWorld):
+            return self.world.mesh.device_type
+        return next((p.device.type for p in self.parameters()), "cpu")
 
     def _kinds(self) -> list[tuple[torch.dtype, torch.device]]:
         return [(t.dtype, t.device) for t in (*self.parameters(), *self.buffers())]

@@ -110,7 +110,7 @@ class ShardedModule(FsdpMethods):
         self._summoned = False
         self._unshards: contextlib.ExitStack | None = None
         self._agreed: set[tuple[str, ...]] = set()
-        self._device = next((p.device.type for p in model.parameters()), "cpu")
+        self._device = self.compute_device()
         self._tree = list(model.modules())
         self._buffer_slots = {
             name: (module, key)
@@ -228,6 +228,7 @@ class ShardedModule(FsdpMethods):
             sync=self._sync,
             accumulated=self._waiting(),
             comm_hook=self._comm_hook,
+            device=torch.device(self._device) if isinstance(self.world, C10dWorld) else None,
         )
 
     def _waiting(self) -> tuple[str, ...]:
@@ -235,13 +236,19 @@ class ShardedModule(FsdpMethods):
         return tuple(fqn for fqn in self.accumulated if self.slots[fqn].tensor.requires_grad)
 
     def _cast_buffers(self) -> None:
-        """Give buffers the dtype that the policy of their unit asks for, for good (as FSDP1)."""
+        """Give buffers the dtype that the policy of their unit asks for, for good (as FSDP1).
+
+        With offload they also go where the program computes: they are not loaded per unit.
+        """
         buffers = dict(self.original.named_buffers(remove_duplicate=False))
+        dtypes = buffer_dtypes(self.units, buffers)
         cast: dict[int, Tensor] = {}
-        for name, dtype in buffer_dtypes(self.units, buffers).items():
-            module, key = self._owner(name)
-            buffer = buffers[name]
-            module._buffers[key] = cast.setdefault(id(buffer), buffer.to(dtype))
+        for name, buffer in buffers.items():
+            dtype = dtypes.get(name, buffer.dtype)
+            home = self.compute_device() if self.config.offload is not None else buffer.device.type
+            if dtype is not buffer.dtype or home != buffer.device.type:
+                module, key = self._owner(name)
+                module._buffers[key] = cast.setdefault(id(buffer), buffer.to(home, dtype))
 
     def _owner(self, name: str) -> tuple[nn.Module, str]:
         path, _, key = name.rpartition(".")

@@ -56,11 +56,15 @@ def normalize(
 
 
 def fake_like(
-    tensor: torch.Tensor, fake_mode: FakeTensorMode, dtype: torch.dtype | None = None
+    tensor: torch.Tensor,
+    fake_mode: FakeTensorMode,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
 ) -> torch.Tensor:
     """A fake tensor with a storage of its own. Meta tensors become CPU ones; DTensors are whole."""
     dtype = dtype or tensor.dtype
-    device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
+    own = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
+    device = device or own
     with fake_mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
     if not isinstance(tensor, nn.Parameter):

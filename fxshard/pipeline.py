@@ -125,6 +125,7 @@ def make_program(
     sync: bool = True,
     accumulated: Iterable[str] = (),
     comm_hook: bool = False,
+    device: torch.device | None = None,
     observe: Observer | None = None,
 ) -> Program:
     """Capture one call and run the passes over it.
@@ -138,6 +139,7 @@ def make_program(
         sync: False under ``no_sync``.
         accumulated: FQNs of parameters that have an accumulated gradient.
         comm_hook: the user's function reduces gradients.
+        device: where parameters are when they are whole; None: where they are now.
         observe: called with the dump before and after each pass.
     """
     check_reshard(units, world)
@@ -147,7 +149,9 @@ def make_program(
     wanted = [p.requires_grad for unit in units for p in (*unit.params, *unit.ignored)]
     wanted += [leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor)]
     training = torch.is_grad_enabled() and any(wanted)
-    program = trace.capture(model, args, kwargs, units=units, world_size=world, training=training)
+    program = trace.capture(
+        model, args, kwargs, units=units, world_size=world, training=training, device=device
+    )
     program.replicas, program.sync = replicas, sync
     program.accumulated = frozenset(accumulated)
     program.comm_hook = comm_hook

@@ -132,6 +132,7 @@ class Program:
         accumulated: parameters that have an accumulated gradient when backward begins.
         comm_hook: the user's function reduces gradients (`ShardedModule.register_comm_hook`).
         offloaded: shards and sharded gradients live on the CPU.
+        device: where it computes.
         fake_mode: owner of the fake values, for passes that make new ones.
         facts: what has been ensured so far.
         forward_prefetch, backward_prefetch: units ahead, as in `Config`.
@@ -145,6 +146,7 @@ class Program:
     units: tuple[Unit, ...]
     world_size: int
     fake_mode: FakeTensorMode
+    device: torch.device = torch.device("cpu")  # noqa: RUF009, is immutable
     replicas: int = 1
     sync: bool = True
     accumulated: frozenset[str] = frozenset()
@@ -164,15 +166,6 @@ class Program:
     def wholes(self) -> dict[str, Param]:
         """Every ignored parameter by FQN."""
         return {param.fqn: param for unit in self.units for param in unit.ignored}
-
-    @property
-    def device(self) -> torch.device:
-        """Where the program computes: the device of its parameters, or of anything it holds."""
-        for node in self.graph.find_nodes(op="placeholder"):
-            if meta.get(node).role not in ("shard", "accumulated"):
-                for tensor in meta.tensors(node.meta.get("val")):
-                    return tensor.device
-        return torch.device("cpu")
 
     @property
     def output(self) -> fx.Node:

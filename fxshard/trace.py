@@ -62,6 +62,7 @@ def capture(
     units: tuple[Unit, ...],
     world_size: int,
     training: bool,
+    device: torch.device | None = None,
 ) -> Program:
     """Trace one call of `model` into a Program that no pass has touched yet.
 
@@ -75,6 +76,7 @@ def capture(
         units: the units of `model`, for the Program.
         world_size: number of shards, for the Program.
         training: trace backward too.
+        device: where parameters are when they are whole; None: where they are now.
 
     Raises:
         CaptureError: Python control flow depends on data, a trainable parameter lost its
@@ -87,10 +89,12 @@ def capture(
     _refuse_opaque(names, flat, "argument")
     positions = tuple(i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor))
     fakes = tuple(fake_like(flat[i], fake_mode) for i in positions)
-    call = _Call(model, flat, in_spec, positions, training, units)
+    held = (p.device for p in model.parameters() if not p.is_meta)
+    computes_on = device or next(held, torch.device("cpu"))
+    call = _Call(model, flat, in_spec, positions, training, units, computes_on)
     dtypes = precision.traced_dtypes(model, units)
     with (
-        _fake_state(model, fake_mode, dtypes),
+        _fake_state(model, fake_mode, dtypes, device),
         _module_stack(model),
         precision.casting(model, units),
     ):
@@ -114,6 +118,7 @@ def capture(
         constants={},
         units=units,
         world_size=world_size,
+        device=computes_on,
         fake_mode=fake_mode,
     )
     normalize(program, graph_module, sources, targets, call.replaced)
@@ -139,11 +144,12 @@ class _Call(nn.Module):
         positions: tuple[int, ...],
         grad: bool,
         units: tuple[Unit, ...],
+        device: torch.device,
     ) -> None:
         super().__init__()
         self.model, self.units = model, units
         self.flat, self.in_spec, self.positions, self.grad = list(flat), in_spec, positions, grad
-        self.autocast = _autocast(model)
+        self.autocast = _autocast(device.type)
         self.out_spec: Any = None
         self.out_names: tuple[str, ...] = ()
         self.out_constants: tuple[tuple[Any] | None, ...] = ()
@@ -197,9 +203,8 @@ def _interpret(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, A
     return interpreter.run(*args, *rest)
 
 
-def _autocast(model: nn.Module) -> torch.autocast:
+def _autocast(device: str) -> torch.autocast:
     """The autocast that the call runs under. Its cache of casts is off: it would outlive fakes."""
-    device = next((p.device.type for p in model.parameters()), "cpu").replace("meta", "cpu")
     return torch.autocast(
         device,
         dtype=torch.get_autocast_dtype(device),
@@ -327,11 +332,15 @@ def _module_stack(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fake_state(
-    model: nn.Module, fake_mode: FakeTensorMode, dtypes: dict[str, torch.dtype]
+    model: nn.Module,
+    fake_mode: FakeTensorMode,
+    dtypes: dict[str, torch.dtype],
+    device: torch.device | None,
 ) -> Iterator[None]:
     """Replace every parameter and buffer by a whole fake one; put all modules back afterwards.
 
-    `dtypes`: by name, of those that the trace sees in another dtype.
+    `dtypes`: by name, of those that the trace sees in another dtype. `device`: where parameters are
+    whole, wherever they or their shards lie now; None: where they are.
     """
     before = [(module, _snapshot(module)) for module in model.modules()]
     made: dict[int, torch.Tensor] = {}
@@ -344,7 +353,8 @@ def _fake_state(
                         continue
                     if id(tensor) not in made:
                         dtype = dtypes.get(f"{path}.{name}" if path else name)
-                        fake: torch.Tensor = fake_like(tensor, fake_mode, dtype)
+                        home = device if isinstance(tensor, nn.Parameter) else None
+                        fake: torch.Tensor = fake_like(tensor, fake_mode, dtype, home)
                         if isinstance(tensor, nn.Parameter):
                             fake = nn.Parameter(fake, tensor.requires_grad)
                         made[id(tensor)] = fake

@@ -67,6 +67,12 @@ def unshard_paired(program: Program) -> None:
     fact = Fact.UNSHARD_PAIRED
     order = _order(program)
     waits = _by_pair(program, ops.wait)
+    for node in program.graph.nodes:
+        if node.target in (ops.cast, ops.load) and not ops.is_launch(node):
+            for reader in (user for pick in node.users for user in pick.users):
+                if reader.target not in (*ops.ASYNCHRONOUS, ops.free):
+                    what = f"%{reader.name} reads what %{node.name} makes, which nobody waits for."
+                    fail(program, fact, reader, what)
     for launch in _launches(program):
         tag = meta.get(launch)
         mine = waits.get(tag.pair, [])
@@ -90,6 +96,22 @@ def unshard_paired(program: Program) -> None:
                     f"%{reader.name} reads what %{launch.name} is still writing: "
                     f"its wait %{wait.name} comes later.",
                 )
+        _nobody_interferes(program, launch, wait)
+
+
+def _nobody_interferes(program: Program, launch: fx.Node, wait: fx.Node) -> None:
+    """Between the two nobody writes what `launch` sends, nor reads what it writes in place."""
+    sent = set().union(*map(meta.storage_ids, meta.operands(launch)))
+    node = launch.next
+    while node is not wait:
+        if node.target not in (ops.wait, ops.free) and not _is_pick_of(node, launch):
+            touched = _written(node)
+            if ops.is_in_place(launch):
+                touched = set().union(*map(meta.storage_ids, node.all_input_nodes))
+            if touched & sent:
+                what = f"%{node.name} touches what %{launch.name} works on until %{wait.name}."
+                fail(program, Fact.UNSHARD_PAIRED, node, what)
+        node = node.next
 
 
 def params_unsharded(program: Program) -> None:
@@ -100,37 +122,36 @@ def params_unsharded(program: Program) -> None:
         if tag.role != "shard":
             continue
         param = program.params[tag.fqn or ""]
-        if program.world_size == 1 and tuple(node.meta["val"].shape) == param.shape:
+        readers: tuple[Any, ...] = (ops.all_gather, ops.cast)
+        if program.offloaded:
+            readers = (ops.load,)
+        elif program.world_size == 1 and param.compute_dtype is param.dtype:
             continue  # it is whole
         for user in node.users:
-            if user.target not in (ops.all_gather, ops.cast, ops.load):
+            if user.target not in readers:
                 fail(
                     program,
                     Fact.PARAMS_UNSHARDED,
                     user,
-                    f"%{user.name} reads the shard of {tag.fqn!r}; only an unshard may.",
+                    f"%{user.name} reads the shard of {tag.fqn!r}; only "
+                    f"{' or '.join(map(_word, readers))} may.",
                 )
+    _sent_as_named(program)
     for launch in _unshards(program):
         for pick in launch.users:
             if pick.target is ops.wait:
                 continue
-            shard, fqn = meta.operands(launch)[_picked(pick)], meta.get(pick).fqn
-            if meta.get(shard).fqn != fqn:
-                fail(
-                    program,
-                    Fact.PARAMS_UNSHARDED,
-                    pick,
-                    f"%{pick.name} stands for {fqn!r}, but picks {meta.get(shard).fqn!r}.",
-                )
+            fqn = meta.get(pick).fqn
             want = program.params[fqn or ""]
-            shape = tuple(pick.meta["val"].shape)
+            shape, dtype = tuple(pick.meta["val"].shape), pick.meta["val"].dtype
             rows = want.chunk(program.world_size)[0] * program.world_size
-            if shape != (rows, *want.shape[1:]):
+            if shape != (rows, *want.shape[1:]) or dtype is not want.compute_dtype:
                 fail(
                     program,
                     Fact.PARAMS_UNSHARDED,
                     pick,
-                    f"%{pick.name} is {list(shape)}, expected {[rows, *want.shape[1:]]}.",
+                    f"%{pick.name} is {list(shape)} of {dtype}, expected "
+                    f"{[rows, *want.shape[1:]]} of {want.compute_dtype}.",
                 )
             for user in pick.users:
                 if shape != want.shape and meta.get(user).role not in ROLES_WITH_PADDING:
@@ -140,6 +161,30 @@ def params_unsharded(program: Program) -> None:
                         user,
                         f"%{user.name} reads {fqn!r} with its padding; only a cut may.",
                     )
+
+
+def _sent_as_named(program: Program) -> None:
+    """Shards, their copies and what is gathered of them bear one name, and one group's ranks."""
+    fact = Fact.PARAMS_UNSHARDED
+    for node in program.graph.nodes:
+        if node.target not in (ops.all_gather, ops.cast, ops.load, ops.reshard):
+            continue
+        for pick in node.users:
+            if not _is_pick_of(pick, node):
+                continue
+            taken, fqn = meta.operands(node)[_picked(pick)], meta.get(pick).fqn
+            if meta.get(taken).role not in ("shard", "unshard", "reshard"):
+                fail(program, fact, node, f"%{node.name} takes %{taken.name}, which is no shard.")
+            if meta.get(taken).fqn != fqn:
+                what = f"%{pick.name} stands for {fqn!r}, but picks {meta.get(taken).fqn!r}."
+                fail(program, fact, pick, what)
+            if node.target is not ops.all_gather:
+                continue
+            makers = [n for n in map(_maker, ops.sent_copies(node)) if n.target is ops.reshard]
+            has = _group(makers[0]) if makers else "shard"
+            if _group(node) != has:
+                what = f"%{node.name} gathers in {_group(node)!r} what {has!r} shares."
+                fail(program, fact, node, what)
 
 
 ROLES_WITH_PADDING = ("unshard", "reshard", "wait", "free")
@@ -166,37 +211,30 @@ def reduced_once(program: Program) -> None:
     fact = Fact.REDUCED_ONCE
     need = [ops.reduce_scatter] if program.world_size > 1 else []
     need += [ops.all_reduce] if program.replicas > 1 else []
+    need += [ops.store] if program.offloaded else []
     need = [ops.comm_hook] if program.comm_hook else need
     seen: dict[fx.Node, str] = {}
     for value, result in zip(program.values, program.results, strict=True):
         if result.kind == "accumulated" and program.sync:
             fail(program, fact, value, f"the gradient of {result.name!r} is not reduced.")
+        if result.kind == "accumulated" and meta.get(value).fqn != result.name:
+            what = f"the gradient of {result.name!r} is that of {meta.get(value).fqn!r}."
+            fail(program, fact, value, what)
         if result.kind != "grad" or result.name not in program.params:
             continue
-        param = program.params[result.name]
+        if not program.sync:
+            fail(program, fact, value, f"the gradient of {result.name!r} is not accumulated.")
         picks = _reductions_of(value)
         for pick in picks:
             if meta.source(pick).target is ops.comm_hook:
                 seen[pick] = result.name
-                if result.name not in _packed(pick):
+                if _piece(value, pick) != _packed(pick).get(result.name):
                     what = f"the gradient of {result.name!r} is not in what %{pick.name} reduced."
+                    if result.name in _packed(pick):
+                        what = f"%{value.name} is not the part of %{pick.name} of {result.name!r}."
                     fail(program, fact, pick, what)
                 continue
-            if pick in seen:
-                fail(
-                    program,
-                    fact,
-                    pick,
-                    f"the gradient of {result.name!r} is that of {seen[pick]!r}.",
-                )
-            seen[pick] = result.name
-            if meta.get(pick).fqn != result.name:
-                what = f"%{pick.name}, which is that of {meta.get(pick).fqn!r}"
-                fail(program, fact, pick, f"the gradient of {result.name!r} is made of {what}.")
-            sent = meta.operands(meta.source(pick))[_picked(pick)]
-            if meta.get(sent).fqn != result.name:
-                what = f"%{sent.name}, which is that of {meta.get(sent).fqn!r}"
-                fail(program, fact, pick, f"the gradient of {result.name!r} is made of {what}.")
+            _one_reduction(program, pick, result.name, seen)
         done = [meta.source(pick).target for pick in reversed(picks)]
         if done != need:
             ran = ", ".join(_word(target) for target in done) or "nothing"
@@ -209,20 +247,77 @@ def reduced_once(program: Program) -> None:
                 if len(done) < len(need)
                 else f"the gradient of {result.name!r} is reduced twice: by {ran}.",
             )
-        shape = param.chunk(program.world_size)
-        if tuple(value.meta["val"].shape) != shape:
-            fail(
-                program,
-                fact,
-                value,
-                f"%{value.name} is {list(value.meta['val'].shape)}, but a shard of "
-                f"{result.name!r} is {list(shape)}.",
-            )
-    for launch in _launches(program, ops.reduce_scatter, ops.all_reduce, ops.comm_hook):
+        _fits_its_shard(program, value, result.name)
+    for launch in _launches(program, ops.reduce_scatter, ops.all_reduce, ops.comm_hook, ops.store):
         for pick in launch.users:
             if pick.target is operator.getitem and pick not in seen:
                 fqn = meta.get(pick).fqn
                 fail(program, fact, pick, f"the reduced gradient of {fqn!r} is not returned.")
+    _accumulated_once(program)
+
+
+GROUPS = {ops.reduce_scatter: "shard", ops.all_reduce: "replicate"}
+
+
+def _one_reduction(program: Program, pick: fx.Node, fqn: str, seen: dict[fx.Node, str]) -> None:
+    """`pick` is the gradient of `fqn` behind a reduction, as its name, its ranks and `seen` say."""
+    fact, launch = Fact.REDUCED_ONCE, meta.source(pick)
+    if pick in seen:
+        fail(program, fact, pick, f"the gradient of {fqn!r} is that of {seen[pick]!r}.")
+    seen[pick] = fqn
+    for node in (pick, meta.operands(launch)[_picked(pick)]):
+        if meta.get(node).fqn != fqn:
+            what = f"%{node.name}, which is that of {meta.get(node).fqn!r}"
+            fail(program, fact, pick, f"the gradient of {fqn!r} is made of {what}.")
+    if launch.target in GROUPS and _group(launch) != GROUPS[launch.target]:
+        what = f"%{launch.name} reduces in {_group(launch)!r}, not in {GROUPS[launch.target]!r}."
+        fail(program, fact, launch, what)
+
+
+def _fits_its_shard(program: Program, value: fx.Node, fqn: str) -> None:
+    param, val = program.params[fqn], value.meta["val"]
+    shape = param.chunk(program.world_size)
+    if tuple(val.shape) != shape:
+        what = f"%{value.name} is {list(val.shape)}, but a shard of {fqn!r} is {list(shape)}."
+        fail(program, Fact.REDUCED_ONCE, value, what)
+    keeps = program.units[param.unit].precision.keep_low_precision_grads
+    if val.dtype is not param.dtype and not keeps:
+        what = f"%{value.name} is of {val.dtype}, but a shard of {fqn!r} of {param.dtype}."
+        fail(program, Fact.REDUCED_ONCE, value, what)
+
+
+def _accumulated_once(program: Program) -> None:
+    """What steps before have left is read once: added to, or sent; and sent if there is a sync."""
+    fact = Fact.REDUCED_ONCE
+    both = zip(program.values, program.results, strict=True)
+    made = {r.name: _origin(v, r.name) for v, r in both if r.name in program.params}
+    for node in program.graph.find_nodes(op="placeholder"):
+        if meta.get(node).role != "accumulated":
+            continue
+        fqn = meta.get(node).fqn or ""
+        readers = [n for n in node.users if n.target is not ops.free and n.op == "call_function"]
+        if len(readers) > 1:
+            readers.sort(key=_order(program).__getitem__)
+            what = f"%{readers[1].name} is the second to read the accumulated gradient of {fqn!r}."
+            fail(program, fact, readers[1], what)
+        if program.sync and made.get(fqn) is not node:
+            what = f"what was accumulated of the gradient of {fqn!r} is not reduced."
+            fail(program, fact, made.get(fqn, node), what)
+
+
+def _origin(value: fx.Node, fqn: str) -> fx.Node:
+    """The gradient that `value` was made of by reductions, paddings, divisions and casts."""
+    node = value
+    for pick in _reductions_of(value):
+        launch = meta.source(pick)
+        if launch.target is ops.comm_hook:
+            rows = {meta.get(meta.source(row)).fqn: row for row in _rows(launch)}
+            node = rows[fqn]
+        else:
+            node = meta.operands(launch)[_picked(pick)]
+    while node.op == "call_function" and meta.get(node).role in ("pad", "settle"):
+        node = meta.source(node)
+    return node
 
 
 def _reductions_of(value: fx.Node) -> list[fx.Node]:
@@ -230,12 +325,10 @@ def _reductions_of(value: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     node = value
     while node.op == "call_function":
-        if node.target is operator.getitem and meta.source(node).target in ops.COLLECTIVES:
+        if node.target is operator.getitem and ops.is_launch(meta.source(node)):
             found.append(node)
             if meta.source(node).target is ops.comm_hook:
                 break
-            node = meta.operands(meta.source(node))[_picked(node)]
-        elif node.target is operator.getitem and meta.source(node).target is ops.store:
             node = meta.operands(meta.source(node))[_picked(node)]
         elif meta.get(node).role == "settle":
             node = meta.source(node)
@@ -244,12 +337,30 @@ def _reductions_of(value: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _packed(pick: fx.Node) -> set[str | None]:
-    """FQNs of the gradients in the flat tensor that a comm_hook reduced."""
-    node = meta.operands(meta.source(pick))[0]
+def _rows(hook: fx.Node) -> list[fx.Node]:
+    """The gradients in the flat tensor that `hook` takes, rank by rank, as they lie there."""
+    node = meta.operands(hook)[0]
     while len(node.all_input_nodes) == 1 and isinstance(node.args[0], fx.Node):
         node = meta.source(node)
-    return {meta.get(meta.source(row)).fqn for row in node.all_input_nodes}
+    return list(cast("list[fx.Node]", node.args[0]))
+
+
+def _packed(pick: fx.Node) -> dict[str | None, tuple[int, int]]:
+    """Per gradient that a comm_hook reduced: where it begins and ends in `pick`, its result."""
+    found: dict[str | None, tuple[int, int]] = {}
+    start = 0
+    for row in _rows(meta.source(pick)):
+        end = start + row.meta["val"].shape[1]
+        found[meta.get(meta.source(row)).fqn] = (start, end)
+        start = end
+    return found
+
+
+def _piece(value: fx.Node, pick: fx.Node) -> tuple[Any, ...]:
+    """Begin and end of `value` in `pick`: those of the slice between the two."""
+    while meta.source(value) is not pick:
+        value = meta.source(value)
+    return value.args[2:4]
 
 
 def _word(target: Any) -> str:
@@ -258,6 +369,14 @@ def _word(target: Any) -> str:
 
 def equal_chunks(program: Program) -> None:
     """Every collective's buffers are its size times its inputs (or the inverse), row-wise."""
+    ranks = {"shard": program.world_size, "replicate": program.replicas}
+    for node in program.graph.nodes:
+        if node.target in (*ops.COLLECTIVES, ops.reshard):
+            group = _group(node)
+            size = ranks.get(group) or int(group.removeprefix("reshard"))
+            if node.args[1] != size:
+                what = f"%{node.name} is one of {node.args[1]} ranks, but {group!r} has {size}."
+                fail(program, Fact.EQUAL_CHUNKS, node, what)
     for launch in _launches(program, ops.all_gather, ops.reduce_scatter):
         size = cast("int", launch.args[1])
         ins = [t for s in meta.operands(launch) for t in meta.tensors(s.meta["val"])]
@@ -291,6 +410,8 @@ def bounded_inflight(program: Program) -> None:
             alive.pop(tag.pair, None)
             continue
         alive[tag.pair] = node
+        if all(meta.get(reader).role == "unshard" for reader in _alias_readers(program, node)):
+            fail(program, fact, node, f"nothing reads what %{node.name} gathers.")
         ahead = [launch for launch in alive.values() if order[first[launch]] > order[node]]
         limit = prefetch[tag.phase] + 1
         if len({first[launch] for launch in ahead}) > limit:
@@ -614,6 +735,34 @@ def _launch_behind(node: fx.Node) -> fx.Node | None:
             return None
         node = source
     return node if node.target in ops.ASYNCHRONOUS else None
+
+
+def _maker(node: fx.Node) -> fx.Node:
+    """The operator that `node` is a pick of; itself for a placeholder."""
+    return node if node.op == "placeholder" else meta.source(node)
+
+
+def _group(node: fx.Node) -> str:
+    """The ranks that take part in a ``fxshard::`` operator."""
+    at = {"all_reduce": "replicate"}.get(_word(node.target), "shard")
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    place = names.index("group") if "group" in names else len(node.args)
+    return str(node.args[place]) if place < len(node.args) else at
+
+
+def _written(node: fx.Node) -> set[int]:
+    """Storages that `node` writes in place."""
+    schema = getattr(node.target, "_schema", None)
+    both = zip(schema.arguments, node.args, strict=False) if schema is not None else ()
+    return set().union(
+        *(
+            meta.storage_ids(value)
+            for argument, value in both
+            if argument.alias_info is not None
+            and argument.alias_info.is_write
+            and isinstance(value, fx.Node)
+        )
+    )
 
 
 def _picks_region(row: fx.Node) -> bool:

@@ -77,6 +77,8 @@ class InsertReduce:
             grads |= {
                 name: as_own(program, to_reduce_dtype(program, name, grads[name])) for name in fresh
             }
+            for name in fresh:
+                meta.update(grads[name], fqn=name)
             results = {name: Result("accumulated", name) for name in fresh}
             results |= {name: Result("grad", name) for name in grads if name not in sharded}
         outputs = [

@@ -151,8 +151,17 @@ def first_reads(
         first = min((u for users in read.values() for u in users), key=order.__getitem__)
         entry = entries.get((phase, unit.index)) if unit.index else None
         at = min((first, entry or first), key=order.__getitem__)
-        todo.append((at, unit, [p for p in unit.params if p.fqn in read]))
+        params = [p for p in unit.params if p.fqn in read]
+        todo += [(at, unit, together) for together in launched_together(program, params)]
     return sorted(todo, key=lambda item: order[item[0]])
+
+
+def launched_together(program: Program, params: list[Param]) -> list[list[Param]]:
+    """`params` by launch: where nothing is gathered, that is a cast, and a load of the others."""
+    if program.world_size > 1:
+        return [params]
+    cast = [param for param in params if param.compute_dtype is not param.dtype]
+    return [group for group in (cast, [p for p in params if p not in cast]) if group]
 
 
 def readers(whole: fx.Node, phase: meta.Phase) -> list[fx.Node]:
@@ -170,8 +179,6 @@ def unshard(
         args = (nodes, program.device)
         nodes = ops.insert_word(program, ops.load, args, fqns, tag, f"load_{tag.pair}")
     casts = [i for i, n in enumerate(nodes) if n.meta["val"].dtype is not params[i].compute_dtype]
-    if casts and sources[0].size == 1:
-        casts = list(range(len(nodes)))  # the cast is the launch: all results are its own
     if casts:
         cast = ([nodes[i] for i in casts], params[casts[0]].compute_dtype)
         names = [fqns[i] for i in casts]

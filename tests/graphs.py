@@ -193,7 +193,10 @@ def configured(
     for unit in program.units:
         params = unit.params
         if precision.param_dtype is not None:
-            params = tuple(dataclasses.replace(p, dtype=torch.float32) for p in params)
+            params = tuple(
+                dataclasses.replace(p, dtype=torch.float32) if p.dtype.is_floating_point else p
+                for p in params
+            )
         out = tuple(p for p in params if p.fqn in ignored)
         params = tuple(p for p in params if p.fqn not in ignored)
         unit = dataclasses.replace(unit, params=params, ignored=out, reshard=reshard)
@@ -372,8 +375,8 @@ class StrictWorld(InProcessWorld):
 
     What a launch writes is NaN until its wait, its inputs are read at the wait, and what is freed
     is NaN and stays it: a read at a wrong place shows in the result. What a launch reduces in place
-    is read at once, and is NaN until its wait. Random operators draw alike on all ranks. The user's
-    comm hook averages over all ranks.
+    is read at once, and is NaN until its wait. If another writes to what a launch sends, its result
+    is NaN. Random operators draw alike on all ranks. The user's comm hook averages over all ranks.
     """
 
     def __init__(self, size: int, replicas: int = 1) -> None:
@@ -391,7 +394,7 @@ class StrictWorld(InProcessWorld):
             for env in envs:
                 for node in meta.operands(row):
                     storage = env[node].untyped_storage()
-                    env[node].new_empty(0).set_(storage).fill_(torch.nan)
+                    _ruin(env[node].new_empty(0).set_(storage))
                     self._gone[storage.data_ptr()] = storage
         elif meta.is_random(row):
             state = torch.get_rng_state()
@@ -402,8 +405,13 @@ class StrictWorld(InProcessWorld):
             super()._run_row(row, envs)
 
     def _finish(
-        self, launch: fx.Node, inputs: list[dict[fx.Node, Any]], buffers: list[list[Tensor]]
+        self,
+        launch: fx.Node,
+        inputs: list[dict[fx.Node, Any]],
+        before: list[dict[fx.Node, Any]],
+        buffers: list[list[Tensor]],
     ) -> None:
+        written = not all(map(_equal, inputs, before))
         if launch.target is ops.comm_hook:
             (flat,) = meta.operands(launch)
             total = _mean([env[flat] for env in inputs])
@@ -415,10 +423,12 @@ class StrictWorld(InProcessWorld):
             for buffer, result in zip(mine, env[launch], strict=True):
                 if buffer.untyped_storage().data_ptr() not in self._gone:
                     buffer.copy_(result)
+                    if written:
+                        _ruin(buffer)
 
 
-# A launch in flight, and per rank what it reads and what it writes.
-_Launched = tuple[fx.Node, list[dict[fx.Node, Any]], list[list[Tensor]]]
+# A launch in flight, and per rank what it reads, what that was at first, and what it writes.
+_Launched = tuple[fx.Node, list[dict[fx.Node, Any]], list[dict[fx.Node, Any]], list[list[Tensor]]]
 
 
 def _launch(row: fx.Node, envs: list[dict[fx.Node, Any]]) -> _Launched:
@@ -432,8 +442,23 @@ def _launch(row: fx.Node, envs: list[dict[fx.Node, Any]]) -> _Launched:
         inputs = [{node: value.clone() for node, value in mine.items()} for mine in inputs]
     for env in envs:
         for buffer in env[row]:
-            buffer.fill_(torch.nan)
-    return row, inputs, [env[row] for env in envs]
+            _ruin(buffer)
+    pair = meta.get(row).pair
+    before = [{n: v.clone() for n, v in mine.items() if not _is_of(n, pair)} for mine in inputs]
+    return row, inputs, before, [env[row] for env in envs]
+
+
+def _ruin(tensor: Tensor) -> None:
+    tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
+
+
+def _is_of(node: fx.Node, pair: int | None) -> bool:
+    """True if a launch of the same pair makes `node`: it comes before the wait."""
+    return meta.get(node).pair == pair and meta.get(node).role == "unshard"
+
+
+def _equal(now: dict[fx.Node, Tensor], before: dict[fx.Node, Tensor]) -> bool:
+    return all(torch.equal(now[n].nan_to_num(), v.nan_to_num()) for n, v in before.items())
 
 
 Values = dict[tuple[str, str], Tensor]  # (role, FQN or position) -> what goes in

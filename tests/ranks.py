@@ -155,7 +155,9 @@ class Ranks:
             return pickle.loads(self._connections[rank].recv_bytes())
         except (EOFError, OSError):
             self._processes[rank].join(1)
-            return Failure(f"rank {rank} died, exit code {self._processes[rank].exitcode}")
+            code = self._processes[rank].exitcode
+            stack = self._left_behind(rank)  # of a crash; a kill leaves none
+            return Failure(f"rank {rank} died, exit code {code}" + (f"\n{stack}" if stack else ""))
 
     def _stack(self, rank: int) -> str:
         """Where a hung rank's Python threads are."""
@@ -163,6 +165,11 @@ class Ranks:
         assert self._scratch and pid
         os.kill(pid, signal.SIGUSR1)
         time.sleep(0.2)
+        return self._left_behind(rank)
+
+    def _left_behind(self, rank: int) -> str:
+        """The stack that a rank wrote when it was asked for it, or when it crashed."""
+        assert self._scratch
         path = Path(self._scratch.name, f"stack{rank}")
         return path.read_text() if path.exists() else "(not up yet)"
 
@@ -177,6 +184,7 @@ def _serve(
     """
     stack = open(Path(scratch, f"stack{rank}"), "w")  # noqa: SIM115, open for life
     faulthandler.register(signal.SIGUSR1, file=stack)
+    faulthandler.enable(file=stack)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
         import torch

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from fxshard.config import Config
 from fxshard.demo import claims
 from fxshard.demo.corpus import read_corpus
 from fxshard.demo.main import RanksFailedError, conclude, train_on_ranks
 from fxshard.demo.recipe import Settings
+from fxshard.pipeline import default_passes
 
 SMALL = "--steps 6 --compared 3 --layers 2 --hidden 32 --seq 32 --batch 2 --lr 1e-2 --target 7.5"
 KEYS = """world_size parameters static_peak_bytes measured_peak_bytes max_abs_difference_bytes
@@ -60,8 +62,10 @@ def test_what_it_prints(demo: tuple[Path, str, dict[str, Any]]) -> None:
 
 def test_what_it_leaves(demo: tuple[Path, str, dict[str, Any]]) -> None:
     out, _, _ = demo
-    before, after = sorted((out / "passes").glob("*")), "05_annotate-streams.after.txt"
-    assert len(before) == 16 and (out / "passes" / after).read_text().startswith("program ")
+    before, after = sorted((out / "passes").glob("*")), "06_annotate-streams.after.txt"
+    assert len(before) == 2 * len(default_passes(Config())) and (
+        out / "passes" / after
+    ).read_text().startswith("program ")
     assert "unshard" in (out / "schedule.txt").read_text()
     assert "model.layers.1.mlp.up_proj" in (out / "memory.txt").read_text()
     assert "After zero_grad" in (out / "validation.txt").read_text()

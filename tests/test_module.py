@@ -343,9 +343,7 @@ def assigned(rank: int, world_size: int) -> None:
         optimizer.step()  # on the parameters that are there now
         assert (call(case, ours) - want).abs() > 1e-3
     ours.blocks.double()  # a part of the tree alone; of all, see tests/test_state.py
-    with pytest.raises(
-        StepError, match=r"blocks\.0\..*float64.*float32.*before fxshard\.compile"
-    ):
+    with pytest.raises(StepError, match=r"blocks\.0\..*float64.*float32.*before fxshard\.compile"):
         call(case, ours)
 
 

@@ -214,6 +214,20 @@ return %y (0), %dw (w), %db (b)
 """
 
 EACH = frozenset({"layers.0.weight", "head"})
+INDEX = """
+%x : bf16[2,4] = input 0
+%w : bf16[4,4] = param w
+%rows : i64[2] = param rows
+%dy : bf16[2,4] = tangent 0
+forward:
+%e = aten.index_select(%w, 0, %rows)
+%y = aten.mul.Tensor(%x, %e)
+backward:
+%de = aten.mul.Tensor(%dy, %x)
+%dw = aten.index_select_backward(%de, [4, 4], 0, %rows)
+return %y (0), %dw (w)
+"""
+
 FP16 = Precision(torch.float16)
 root = {"": "Model"}
 one = partial(graphs.chain, 1)
@@ -505,6 +519,18 @@ def test_padding_ties_and_dropout_under_every_strategy(strategy: str) -> None:
     numbers = graphs.run(program, values)
     full(program)
     graphs.assert_same(graphs.run(program, values), numbers, exact=True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_integers_are_loaded_and_not_cast(world_size: int, offloaded: bool) -> None:
+    program = graphs.parse(INDEX, root, frozen=["rows"])
+    settings = {"world_size": world_size, "offloaded": offloaded}
+    program = graphs.configured(program, precision=graphs.BF16, **settings)
+    values = graphs.random_values(program)
+    numbers = graphs.run(program, values)
+    same = graphs.run(full(program), values)
+    graphs.assert_same(same, numbers, exact=True, dtypes=False)
 
 
 def test_fp32_gradients_are_rounded_to_the_dtype_of_the_reduction() -> None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -128,12 +127,8 @@ def dtypes(model: nn.Module, recipe: Recipe) -> list[Any]:
     ]
 
 
-def beside(rank: int, world_size: int, recipes: dict[str, Recipe]) -> dict[str, str]:
-    """What differs from FSDP2, by the name of the recipe; nothing does."""
-    return failures(recipes, compare_training)
-
-
-def compare_training(recipe: Recipe) -> None:
+def beside(rank: int, world_size: int, recipe: Recipe) -> None:
+    """Train under both, and see that nothing differs."""
     theirs, ours = reference(recipe), compiled(recipe)
     results = [run_steps(model, recipe.case, STEPS) for model in (theirs, ours)]
     fsdp2.assert_bitwise(results[1], results[0])
@@ -141,20 +136,14 @@ def compare_training(recipe: Recipe) -> None:
     assert dtypes(ours, recipe) == dtypes(theirs, recipe)
 
 
-def failures(items: dict[str, Any], check: Callable[[Any], object]) -> dict[str, str]:
-    """The traceback of each item whose check fails, alike on all ranks."""
-    found = {}
+def for_each(items: dict[str, Any], check: Callable[[Any], object]) -> None:
+    """Check each item; an error says which it is of."""
     for name, item in items.items():
         try:
             check(item)
-        except Exception:
-            found[name] = traceback.format_exc()
-    return found
-
-
-def assert_none(each: list[dict[str, str]]) -> None:
-    texts = {name: text for failed in each for name, text in failed.items()}
-    assert not texts, "\n".join(f"== {name}\n{text}" for name, text in texts.items())
+        except Exception as error:
+            error.add_note(f"in {name!r}")
+            raise
 
 
 # -- a policy for the whole model -----------------------------------------------------------------
@@ -170,7 +159,7 @@ WHOLE = {
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_bitwise_with_fsdp2_on_2_ranks(ranks: Any, name: str) -> None:
-    assert_none(ranks(2).run(beside, {name: WHOLE[name]}))
+    ranks(2).run(beside, WHOLE[name])
 
 
 class Offset(nn.Module):
@@ -243,17 +232,14 @@ MODES: dict[str, Recipe] = {
 
 @pytest.mark.parametrize("name", MODES)
 def test_modes_are_bitwise_with_fsdp2(ranks: Any, name: str) -> None:
-    assert_none(ranks(2).run(beside, {name: MODES[name]}))
+    ranks(2).run(beside, MODES[name])
 
 
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
-def test_hybrid_is_bitwise_with_fsdp2_on_4_ranks(ranks: Any, strategy: str) -> None:
-    policies = {key: POLICIES[key] for key in ("bf16", "fp16 all through")}
-    recipes = {
-        key: Recipe(MODELS["transformer"], policy, strategy=strategy, mesh=(2, 2))
-        for key, policy in policies.items()
-    }
-    assert_none(ranks(4).run(beside, recipes))
+@pytest.mark.parametrize("policy", ["bf16", "fp16 all through"])
+def test_hybrid_is_bitwise_with_fsdp2_on_4_ranks(ranks: Any, policy: str, strategy: str) -> None:
+    recipe = Recipe(MODELS["transformer"], POLICIES[policy], strategy=strategy, mesh=(2, 2))
+    ranks(4).run(beside, recipe)
 
 
 # -- policies of parts of the model ---------------------------------------------------------------
@@ -325,7 +311,7 @@ PARTS: dict[str, Recipe] = {
 
 @pytest.mark.parametrize("name", PARTS)
 def test_parts_are_bitwise_with_fsdp2(ranks: Any, name: str) -> None:
-    assert_none(ranks(2).run(beside, {name: PARTS[name]}))
+    ranks(2).run(beside, PARTS[name])
 
 
 def test_keys_that_match_nothing_are_refused() -> None:
@@ -547,8 +533,8 @@ def test_bytes_halve_and_casts_are_one_per_gather(ranks: Any, name: str) -> None
 # -- how gradients become one ---------------------------------------------------------------------
 
 
-def divided(rank: int, world_size: int, mesh: tuple[int, int] | None) -> dict[str, str]:
-    """Where a division of ours is not FSDP2's."""
+def divided(rank: int, world_size: int, mesh: tuple[int, int] | None) -> None:
+    """Ours and FSDP2's."""
     strategy = "hybrid_shard" if mesh else "full_shard"
 
     def check(item: tuple[MixedPrecisionPolicy, float]) -> None:
@@ -565,12 +551,12 @@ def divided(rank: int, world_size: int, mesh: tuple[int, int] | None) -> dict[st
 
     policies = {name: POLICIES[name] for name in ("nothing", "bf16", "fp16 all through")}
     items = {f"{n} by {f}": (p, f) for n, p in policies.items() for f in (1.0, 12.0)}
-    return failures(items, check)
+    for_each(items, check)
 
 
 @pytest.mark.parametrize(("count", "mesh"), [(2, None), (4, (2, 2))])
 def test_divide_factor_is_fsdp2s(ranks: Any, count: int, mesh: tuple[int, int] | None) -> None:
-    assert_none(ranks(count).run(divided, mesh))
+    ranks(count).run(divided, mesh)
 
 
 def local_gradients(case: Case, rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -626,8 +612,8 @@ REDUCTIONS: dict[str, Reduction] = {
 }
 
 
-def reduced(rank: int, world_size: int) -> dict[str, str]:
-    """Where gradients of the first step are not what a hand computes of both ranks' own."""
+def reduced(rank: int, world_size: int) -> None:
+    """Gradients of the first step are what a hand computes of both ranks' own."""
     case = MODELS["mlp13"]
 
     def check(reduction: Reduction) -> None:
@@ -645,11 +631,11 @@ def reduced(rank: int, world_size: int) -> dict[str, str]:
             expected = (reduction.both(a, b) / reduction.behind).to(FP32)
             assert param.grad is not None and torch.equal(full(param.grad), expected), name
 
-    return failures(REDUCTIONS, check)
+    for_each(REDUCTIONS, check)
 
 
 def test_reductions_by_hand(ranks: Any) -> None:
-    assert_none(ranks(2).run(reduced))
+    ranks(2).run(reduced)
 
 
 def test_contradictory_reductions_are_refused() -> None:
@@ -711,7 +697,7 @@ class Inside(models.Transformer):
 SCALERS: dict[str, Callable[..., Any]] = {"torch": GradScaler, "sharded": ShardedGradScaler}
 
 
-def scaled_beside(rank: int, world_size: int, name: str) -> dict[str, str]:
+def scaled_beside(rank: int, world_size: int, name: str) -> None:
     def check(item: tuple[Recipe, str]) -> None:
         recipe, kind = item
         results = [
@@ -724,15 +710,15 @@ def scaled_beside(rank: int, world_size: int, name: str) -> dict[str, str]:
 
     policies = ("fp16", "fp16 all through")
     items = {p: (Recipe(MODELS[name], POLICIES[p]), kind) for p in policies for kind in SCALERS}
-    return failures(items, check)
+    for_each(items, check)
 
 
 @pytest.mark.parametrize("name", ["transformer", "mlp13"])
 def test_scalers_are_bitwise_with_fsdp2(ranks: Any, name: str) -> None:
-    assert_none(ranks(2).run(scaled_beside, name))
+    ranks(2).run(scaled_beside, name)
 
 
-def autocast_beside(rank: int, world_size: int) -> dict[str, str]:
+def autocast_beside(rank: int, world_size: int) -> None:
     def check(item: tuple[Recipe, bool]) -> None:
         recipe, around = item
         pair = [reference(recipe), compiled(recipe)]
@@ -750,11 +736,11 @@ def autocast_beside(rank: int, world_size: int) -> dict[str, str]:
     items["around, parts"] = (Recipe(MODELS["transformer"], LOW, {nn.LayerNorm: IN_FP32}), True)
     items["inside, nothing"] = (Recipe(inside, POLICIES["nothing"]), False)
     items["inside, bf16"] = (Recipe(inside, LOW), False)
-    return failures(items, check)
+    for_each(items, check)
 
 
 def test_autocast_is_bitwise_with_fsdp2(ranks: Any) -> None:
-    assert_none(ranks(2).run(autocast_beside))
+    ranks(2).run(autocast_beside)
 
 
 # -- memory ---------------------------------------------------------------------------------------
