@@ -288,6 +288,26 @@ class FsdpMethods(nn.Module):
             self.world = world_over(found["world"], self.config, self.units)
         state.lay_out(list(self.slots.values()))
 
+    def set_separate_reduce_scatter_group(self, enable: bool = True) -> None:
+        """Run reduce-scatters in a process group of their own; call it on all ranks alike.
+
+        One communicator of NCCL runs one collective at a time; with two, the reduction of a unit
+        and the all-gather of the next can share the wire (FSDP2's method of this name).
+
+        Raises:
+            ConfigError: nothing is reduce-scattered: no process group, or one rank per shard.
+        """
+        if not isinstance(self.world, C10dWorld) or self.world.size == 1:
+            raise ConfigError(
+                f"set_separate_reduce_scatter_group: strategy {self.config.strategy!r} on "
+                f"{self.world.size} rank(s) per shard group, or without a process group, has no "
+                f"reduce-scatter. Leave the call out."
+            )
+        if enable and self.world.reductions is None:
+            self.world.separate_reductions()
+        elif not enable:
+            self.world.reductions = None
+
     def set_gradient_divide_factor(self, factor: float | None) -> None:
         """Divide gradients by `factor` in the calls from now on, which are traced anew.
 

@@ -58,6 +58,7 @@ class Collective:
     tensors: int  # how many on that side; more than one only in a coalesced or list call
     # The group's ranks, where the op was given a ProcessGroup itself.
     ranks: tuple[int, ...] = field(default=(), compare=False)
+    group: str = field(default="", compare=False)  # its name: two groups may have the same ranks
 
 
 @dataclass
@@ -104,7 +105,7 @@ class _Recorder(TorchDispatchMode):
             larger = max(sides, key=_nbytes)
             if not any(isinstance(t, FakeTensor) or t.is_meta for t in larger):  # traced, not run
                 kind = _KINDS.get(op, op.split("::")[1])
-                call = Collective(kind, op, _nbytes(larger), len(larger), _ranks(args))
+                call = Collective(kind, op, _nbytes(larger), len(larger), *_group(args))
                 self.seen.calls.append(call)
         return result
 
@@ -146,11 +147,13 @@ def profiler_peak_bytes(
     return peak
 
 
-def _ranks(args: Iterable[Any]) -> tuple[int, ...]:
+def _group(args: Iterable[Any]) -> tuple[tuple[int, ...], str]:
+    """Ranks and name of the process group among the arguments of an operator."""
     for arg in args:
         if isinstance(arg, ScriptObject) and "ProcessGroup" in str(arg._type()):
-            return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(arg)))
-    return ()
+            group = dist.ProcessGroup.unbox(arg)
+            return tuple(dist.get_process_group_ranks(group)), group.group_name
+    return (), ""
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

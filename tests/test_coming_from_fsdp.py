@@ -222,6 +222,33 @@ def test_set_gradient_divide_factor(ranks: Any) -> None:
         compiled("mlp13").set_gradient_divide_factor(0)
 
 
+def reduces_elsewhere(rank: int, world_size: int) -> None:
+    """Two groups of the same ranks, and the numbers of one."""
+    case, grads, groups = MODELS["mlp13"], [], []
+    args, kwargs = case.batch(rank, 0)
+    for separate in (False, True, None):
+        model = compiled("mlp13")
+        if separate is not False:
+            model.set_separate_reduce_scatter_group()
+        if separate is None:
+            model.set_separate_reduce_scatter_group(False)
+        with count_collectives() as seen:
+            case.loss(model(*args, **kwargs)).backward()
+        grads.append([full(p.grad) for p in model.parameters() if p.grad is not None])
+        assert {call.ranks for call in seen.calls} == {(0, 1)}
+        kinds = ("all_gather", "reduce_scatter")
+        groups.append([{call.group for call in seen.calls if call.kind == k} for k in kinds])
+    assert [len(gathers | reduces) for gathers, reduces in groups] == [1, 2, 1]
+    for others in grads[1:]:
+        assert all(map(torch.equal, grads[0], others))
+
+
+def test_set_separate_reduce_scatter_group(ranks: Any) -> None:
+    ranks(2).run(reduces_elsewhere)
+    with pytest.raises(ConfigError, match="no reduce-scatter"):
+        compiled("mlp13").set_separate_reduce_scatter_group()
+
+
 # -- optimizer states ------------------------------------------------------------------------------
 
 

@@ -50,6 +50,7 @@ class C10dWorld:
         size: ranks that share a parameter; `rank` is this one's number among them.
         replicas: groups of ranks that hold the same shards.
         groups: by the names that operators use.
+        reductions: the group of reduce-scatters, if it is not that of all-gathers.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class C10dWorld:
                 # Not by all ranks of the process group: some may be in another mesh, or in none.
                 group = dist.new_group(mine, use_local_synchronization=True)
                 self.groups[f"reshard{size}"] = group
+        self.reductions: dist.ProcessGroup | None = None
         self.peers = {name: Peers(group) for name, group in self.groups.items()}
         self._everyone = [peers for name, peers in self.peers.items() if "reshard" not in name]
         if mesh.ndim == 2 and mesh.size() == dist.get_world_size():
@@ -99,13 +101,13 @@ class C10dWorld:
     def reduce_scatter(
         self, grads: list[Tensor], pair: int, group: str = "shard", op: str = "avg"
     ) -> list[Tensor]:
-        size = self.groups[group].size()
+        members = self.reductions or self.groups[group]
+        size = members.size()
         results = [g.new_empty((g.shape[0] // size, *g.shape[1:])) for g in grads]
         options = dist.ReduceScatterOptions()
         options.reduceOp = OPS[op]
         with self._launch("reduce", pair, grads, group) as launch:
-            reduce_scatter = self.groups[group].reduce_scatter_tensor_coalesced
-            launch.work = reduce_scatter(results, grads, options)
+            launch.work = members.reduce_scatter_tensor_coalesced(results, grads, options)
         return results
 
     def all_reduce(
@@ -207,6 +209,11 @@ class C10dWorld:
             yield
         except RuntimeError as error:
             raise self.peers[group].explained(error) from error
+
+    def separate_reductions(self) -> None:
+        """Give reduce-scatters a communicator of their own; collective over the shard group."""
+        ranks = dist.get_process_group_ranks(self.groups["shard"])
+        self.reductions = dist.new_group(ranks, use_local_synchronization=True)
 
     def agree(self, lines: Sequence[str], what: str) -> None:
         """Compare `lines` over all ranks of the mesh; all raise, or none (see `Peers.agree`)."""
