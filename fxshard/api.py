@@ -22,7 +22,7 @@ from fxshard.module import ShardedModule
 from fxshard.pipeline import Observer, make_program
 from fxshard.plans import Plan
 from fxshard.program import Program
-from fxshard.rehearsal import expected, split_steps, tracked_steps
+from fxshard.rehearsal import split_steps, tracked_steps
 from fxshard.units import Unit, check_reshard, configured_units
 from fxshard.world.c10d import C10dWorld
 from fxshard.world.in_process import InProcessWorld
@@ -36,6 +36,8 @@ def plan(
     kwargs: dict[str, Any] | None = None,
     *,
     world_size: int | tuple[int, int],
+    micro_batches: int = 1,
+    no_sync: bool = False,
     observe: Observer | None = None,
     **options: Any,
 ) -> Plan:
@@ -46,6 +48,8 @@ def plan(
             `torch.export.ExportedProgram`. Left as it is.
         args, kwargs: an example call of the model; meta or fake tensors do.
         world_size: number of ranks; for a hybrid strategy a pair, replicas x shards.
+        micro_batches: forward and backward passes per step, each on such a batch.
+        no_sync: all but the last of them run under `ShardedModule.no_sync`.
         observe: called as ``observe(pass name, text before, text after)`` for every pass.
         **options: see `fxshard.config.Config`.
 
@@ -55,17 +59,43 @@ def plan(
     config = Config.from_options(options)
     replicas, shards = grid(world_size, config)
     call = _example(args, kwargs)
-    module = _plain_module(model)
-    program = make_program(
-        module,
-        *call,
-        units=configured_units(module, config),
-        world=shards,
-        replicas=replicas,
-        config=config,
-        observe=observe,
+    return _plan(
+        _plain_module(model), call, (replicas, shards), config, micro_batches, no_sync, observe
     )
-    return Plan(program, config, module, call)
+
+
+def _plan(
+    module: nn.Module,
+    call: tuple[tuple[Any, ...], dict[str, Any]],
+    world: tuple[int, int],
+    config: Config,
+    micro_batches: int,
+    no_sync: bool,
+    observe: Observer | None = None,
+) -> Plan:
+    if micro_batches < 1:
+        raise ConfigError(f"micro_batches={micro_batches}: a step has at least one.")
+    made: dict[tuple[bool, frozenset[str]], Program] = {}
+    programs: list[Program] = []
+    accumulated: frozenset[str] = frozenset()
+    for number in range(micro_batches):
+        sync = not no_sync or number == micro_batches - 1
+        if (sync, accumulated) not in made:
+            made[sync, accumulated] = make_program(
+                module,
+                *call,
+                units=configured_units(module, config),
+                world=world[1],
+                replicas=world[0],
+                config=config,
+                sync=sync,
+                accumulated=sorted(accumulated),
+                observe=observe,
+            )
+        program = made[sync, accumulated]
+        programs.append(program)
+        accumulated |= {r.name for r in program.results if r.kind == "accumulated"}
+    return Plan(programs, config, module, call)
 
 
 def compile(
@@ -171,7 +201,9 @@ def validate(
                 f"parameter {name!r} is on the meta device; validate runs the model. Give it a "
                 f"small model with real parameters of the same structure."
             )
-    reports = expected(module, (args, kwargs), replicas, shards, config, micro_batches, no_sync)
+    report = _plan(
+        module, (args, kwargs), (replicas, shards), config, micro_batches, no_sync
+    ).memory
     with compat.fake_process_group(0, replicas * shards):
         tracker = Tracker(offloaded=config.offload is not None)
         units = configured_units(module, config)
@@ -182,7 +214,7 @@ def validate(
 
         sharded = ShardedModule(module, units, world, config, make_executor)
         tracked_steps(sharded, args, kwargs, tracker, steps, micro_batches, no_sync)
-    return compare(reports, split_steps(tracker.measured(), steps, micro_batches))
+    return compare(report, split_steps(tracker.measured(), steps, micro_batches))
 
 
 def _device_of(world: C10dWorld | InProcessWorld) -> torch.device | None:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch._functorch._aot_autograd.descriptors as _desc
+import torch._subclasses.fake_impls as _fake_impls
 import torch.utils.checkpoint as _checkpoint
 from torch import fx, nn
+from torch._decomp import decomposition_table
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
@@ -116,10 +119,14 @@ def tree_flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], TreeSpec]:
 
 
 def export_joint(
-    module: nn.Module, args: tuple[Any, ...]
+    module: nn.Module, args: tuple[Any, ...], for_cuda: bool = False
 ) -> tuple[fx.GraphModule, list[Any], list[Any]]:
     """Trace forward and backward of `module` into one ATen graph, decomposed only where that is
     what eager runs.
+
+    Args:
+        module, args: the call.
+        for_cuda: the tensors are on the CPU, but what eager runs on CUDA is wanted.
 
     Returns:
         The graph module; the descriptor of each placeholder; the descriptor of each output.
@@ -130,7 +137,7 @@ def export_joint(
             stack,
             module,
             args,
-            decompositions={torch.ops.aten.native_dropout_backward.default: _dropout_backward},
+            decompositions=None if for_cuda else _AS_ON_CPU,
         )
         graph_module = joint.graph_module
     placeholders = [n.meta["desc"] for n in graph_module.graph.find_nodes(op="placeholder")]
@@ -147,6 +154,9 @@ def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> A
     if grad.device.type != "cpu" or grad.element_size() >= 4:
         return NotImplemented
     return grad * (mask.to(grad.dtype) * scale)
+
+
+_AS_ON_CPU = {torch.ops.aten.native_dropout_backward.default: _dropout_backward}
 
 
 def input_source(desc: Any) -> tuple[str, Any]:
@@ -214,6 +224,12 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def current_meta() -> dict[str, Any]:
+    """The metadata that new FX nodes inherit now (torch/fx/traceback.py, ``current_meta``)."""
+    current: dict[str, Any] = torch.fx.traceback.current_meta
+    return current
 
 
 def with_current_meta(key: str, value: Any) -> Callable[[], None]:
@@ -419,3 +435,102 @@ def hook_numbers(modules: list[nn.Module]) -> tuple[int, ...]:
 def version(tensor: torch.Tensor) -> int:
     """How often autograd saw `tensor` changed in place; 0 for inference tensors."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+@contextlib.contextmanager
+def aten_kernels(kernels: dict[tuple[str, str], Callable[..., Any] | None]) -> Iterator[None]:
+    """Give ATen operators other kernels while the block runs, in the whole process.
+
+    Args:
+        kernels: ``(operator, dispatch key)``, such as ``("rms_norm", "AutogradCPU")``, to the
+            kernel; None: the key does nothing for that operator.
+
+    (torch/library.py, ``Library._destroy``; what the Python dispatcher has looked up before is
+    kept in ``OpOverload._dispatch_cache``, torch/_ops.py)
+    """
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for (name, key), kernel in kernels.items():
+            library.impl(name, kernel or torch.library.fallthrough_kernel, key, allow_override=True)
+            aten_operator(name)._dispatch_cache.clear()
+        yield
+    finally:
+        library._destroy()
+        for name, _ in kernels:
+            aten_operator(name)._dispatch_cache.clear()
+
+
+def aten_operator(name: str) -> OpOverload:
+    """``aten::<name>``; a name without a dot is its default overload."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def aten_names(key: str) -> list[str]:
+    """Names, as `aten_operator` takes them, of the operators that have a kernel for a key."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = torch._C._dispatch_get_all_op_names()
+    return [n.removeprefix("aten::") for n in names if n.startswith("aten::") and has(n, key)]
+
+
+@contextlib.contextmanager
+def fake_kernels(rules: dict[OpOverload, Callable[..., Any]]) -> Iterator[None]:
+    """Let fake tensors of the whole process compute operators by other rules inside the block.
+
+    A rule is called as ``rule(compute, *args, **kwargs)`` with the fake mode active; `compute`
+    gives what fake tensors give without it, if the arguments that it gets are on another device.
+    What fake modes have cached is forgotten before and after.
+    (torch/_subclasses/fake_tensor.py, ``_dispatch_impl``: first the table of decompositions, then
+    that of torch/_subclasses/fake_impls.py)
+    """
+    tables: tuple[dict[Any, Any], ...] = (decomposition_table, _fake_impls.op_implementations_dict)
+    before = [{op: table[op] for op in rules if op in table} for table in tables]
+    FakeTensorMode.cache_clear()
+    for op, rule in rules.items():
+        if op in decomposition_table:
+            # wraps: whether a decomposition is torch's own is remembered by its module's name.
+            own = decomposition_table[op]
+            decomposition_table[op] = functools.wraps(own)(functools.partial(rule, own))
+        else:
+            _fake_impls.op_implementations_dict[op] = functools.partial(_fake_by_rule, rule)
+    try:
+        yield
+    finally:
+        for table, entries in zip(tables, before, strict=True):
+            for op in rules:
+                table.pop(op, None)
+            table.update(entries)
+        FakeTensorMode.cache_clear()
+
+
+def _fake_by_rule(
+    rule: Callable[..., Any], mode: FakeTensorMode, op: OpOverload, *args: Any, **kwargs: Any
+) -> Any:
+    leaves, _ = tree_flatten((args, kwargs))
+    if any(isinstance(x, torch.Tensor) and x.device.type == "meta" for x in leaves):
+        return NotImplemented  # the rule asks what it is without it
+    with mode:
+        return rule(op, *args, **kwargs)
+
+
+def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Operators inside the block pass the autocast of "cpu" or "cuda" by."""
+    key = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
+    guard: contextlib.AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(
+        torch._C.DispatchKeySet(key[device])
+    )
+    return guard
+
+
+def inside_autocast() -> bool:
+    """True inside any ``torch.autocast`` block, also one that is off."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting() > 0
+
+
+def attention_order() -> list[int]:
+    """The values of ``torch.nn.attention.SDPBackend`` in the order in which they are tried.
+
+    (``sdpa_kernel(..., set_priority=True)`` in torch/nn/attention/__init__.py sets it)
+    """
+    return [int(backend) for backend in torch._C._get_sdp_priority_order()]

@@ -58,6 +58,9 @@ class Meta:
         checkpoint: number of the model's own activation checkpoint that the node runs in (of the
             outermost, if they are nested); a backward node has that of its forward.
         save: the policy of that checkpoint keeps the value for backward.
+        again: the node makes a value of a checkpoint again, in backward.
+        call: index into `Program.calls`: the call of the module that it runs in.
+        line: the line of user code that it comes from, ``path:line in function``; "" if unknown.
     """
 
     phase: Phase
@@ -71,6 +74,9 @@ class Meta:
     waits: tuple[str, ...] = ()
     checkpoint: int | None = None
     save: bool = False
+    again: bool = False
+    call: int | None = None
+    line: str = ""
 
 
 def get(node: fx.Node) -> Meta:

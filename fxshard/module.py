@@ -182,7 +182,7 @@ class ShardedModule(FsdpMethods):
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program) -> None:
         """Run this kind of call by `program`, which all ranks agree on."""
         self._warn_of_hooks()
-        plan = Plan(program, self.config, self.original, (args, kwargs))
+        plan = Plan([program], self.config, self.original, (args, kwargs))
         executor = self._make_executor(program, self.world)
         self.variants[self.key(args, kwargs)] = Variant(plan, executor)
         self._agreed.add(tuple(dump.agreement(program)))

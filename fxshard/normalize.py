@@ -6,17 +6,20 @@ metadata.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from fxshard import compat, meta
+from fxshard import compat, meta, provenance
 from fxshard.compat import FakeTensorMode
 from fxshard.errors import CaptureError
 from fxshard.program import Program, Result
 
 aten = torch.ops.aten
+
+Place = tuple[str, int | None, str]  # module, call and line of an operator
 
 # Operators whose result does not depend on the values of what they read, or says so.
 CUTS_GRADIENT = (
@@ -136,7 +139,7 @@ def _tag_compute(program: Program) -> None:
     Checkpoints are numbered in the order in which forward runs them.
     """
     numbers: dict[int | None, int | None] = {None: None}
-    modules: dict[str, str] = {"forward": "", "backward": ""}
+    places: dict[str, Place] = {"forward": ("", None, ""), "backward": ("", None, "")}
     phase: meta.Phase = "forward"
     for node in program.graph.nodes:
         if node.op != "call_function":
@@ -145,13 +148,15 @@ def _tag_compute(program: Program) -> None:
             phase = "backward"
         key = "nn_module_stack" if phase == "forward" else "fwd_nn_module_stack"
         stack = node.meta.get(key) or node.meta.get("nn_module_stack")
-        if stack:
-            modules[phase] = list(stack.values())[-1][0]
+        module = provenance.module_in(stack)
+        if module is not None:
+            places[phase] = (module, provenance.call_in(stack), provenance.line_in(stack))
         region = compat.checkpoint_of(node)
         checkpoint = numbers.setdefault(region, len(numbers) - 1)
         save = phase == "forward" and region is not None and compat.is_saved_by_policy(node)
-        tag = meta.Meta(phase, "compute", module=modules[phase], checkpoint=checkpoint, save=save)
-        meta.put(node, tag)
+        module, call, line = places[phase]
+        tag = meta.Meta(phase, "compute", module, checkpoint=checkpoint, save=save)
+        meta.put(node, dataclasses.replace(tag, call=call, line=line))
     meta.put(
         program.output, meta.Meta("backward" if program.signature.training else "forward", "output")
     )

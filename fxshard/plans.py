@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,7 @@ from fxshard import dump
 from fxshard.config import Config
 from fxshard.executor import emit
 from fxshard.memory import liveness
-from fxshard.memory.optimizer import OptimizerStep, trace_step
+from fxshard.memory.optimizer import trace_step
 from fxshard.memory.report import MemoryReport
 from fxshard.program import Program
 from fxshard.units import Unit
@@ -21,14 +22,21 @@ class Plan:
     """What one training step of a model will do on one rank, known before it runs.
 
     Attributes:
-        program: the rewritten program.
-        config: the options it was made with.
+        programs: the rewritten programs, one per micro-batch of a step.
+        config: the options they were made with.
     """
 
-    def __init__(self, program: Program, config: Config, model: nn.Module, inputs: Any) -> None:
+    def __init__(
+        self, programs: Sequence[Program], config: Config, model: nn.Module, inputs: Any
+    ) -> None:
         """Args: `model` and `inputs`, the ``(args, kwargs)`` traced: for the bytes they hold."""
-        self.program, self.config = program, config
-        self._held = liveness.held_bytes(model, inputs, program)
+        self.programs, self.config = tuple(programs), config
+        self._held = liveness.held_ranges(model, inputs, self.program)
+
+    @property
+    def program(self) -> Program:
+        """The program of the last micro-batch: the one that reduces all gradients."""
+        return self.programs[-1]
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -39,22 +47,7 @@ class Plan:
     def memory(self) -> MemoryReport:
         """Bytes at every point of the step, per category and module (computed once, on demand)."""
         step = trace_step(self.program, self.config.optimizer)
-        return MemoryReport(liveness.analyse(self.program, self._held, step))
-
-    def micro_batch(
-        self, step: OptimizerStep | None, *, holds_gradients: bool, last: bool
-    ) -> MemoryReport:
-        """The report of one of several micro-batches of a step.
-
-        Args:
-            step: of the optimizer, as the last micro-batch's program leaves gradients for it.
-            holds_gradients: there are gradients of the ones before, in ``.grad`` or accumulated.
-            last: the optimizer follows.
-        """
-        held, holds = self._held, holds_gradients
-        return MemoryReport(
-            liveness.analyse(self.program, held, step, holds_gradients=holds, last=last)
-        )
+        return MemoryReport(liveness.analyse(self.programs, self._held, step))
 
     @property
     def code(self) -> str:

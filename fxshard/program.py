@@ -48,6 +48,7 @@ from fxshard.compat import FakeTensorMode, TreeSpec
 from fxshard.units import Param, Unit
 
 if TYPE_CHECKING:
+    from fxshard.provenance import Call
     from fxshard.schedule import Schedule
 
 
@@ -136,6 +137,7 @@ class Program:
         fake_mode: owner of the fake values, for passes that make new ones.
         facts: what has been ensured so far.
         forward_prefetch, backward_prefetch: units ahead, as in `Config`.
+        calls: every call of a module in forward, in order; nodes refer to them.
         schedule: the outer schedule and its regions, once outline-regions has run.
     """
 
@@ -155,6 +157,7 @@ class Program:
     facts: set[Fact] = dataclasses.field(default_factory=set)
     forward_prefetch: int = 1
     backward_prefetch: int = 1
+    calls: tuple[Call, ...] = ()
     schedule: Schedule | None = None
 
     @property

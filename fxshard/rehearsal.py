@@ -6,51 +6,12 @@ import contextlib
 from typing import Any
 
 import torch
-from torch import nn
 
 from fxshard import compat
-from fxshard.config import Config
 from fxshard.memory.category import Category
-from fxshard.memory.optimizer import make_optimizer, trace_step
-from fxshard.memory.report import MemoryReport
+from fxshard.memory.optimizer import make_optimizer
 from fxshard.memory.tracker import Measured, Tracker
 from fxshard.module import ShardedModule
-from fxshard.pipeline import make_program
-from fxshard.plans import Plan
-from fxshard.units import configured_units
-
-
-def expected(
-    module: nn.Module,
-    call: tuple[tuple[Any, ...], dict[str, Any]],
-    replicas: int,
-    shards: int,
-    config: Config,
-    micro_batches: int,
-    no_sync: bool,
-) -> list[MemoryReport]:
-    """What is expected of each micro-batch of a step."""
-    plans: list[Plan] = []
-    accumulated: list[str] = []
-    for i in range(micro_batches):
-        last = i == micro_batches - 1
-        program = make_program(
-            module,
-            *call,
-            units=configured_units(module, config),
-            world=shards,
-            replicas=replicas,
-            config=config,
-            sync=last or not no_sync,
-            accumulated=accumulated,
-        )
-        plans.append(Plan(program, config, module, call))
-        accumulated += [r.name for r in program.results if r.kind == "accumulated"]
-    step = trace_step(plans[-1].program, config.optimizer)
-    return [
-        each.micro_batch(step, holds_gradients=i > 0, last=i == micro_batches - 1)
-        for i, each in enumerate(plans)
-    ]
 
 
 def tracked_steps(

@@ -28,7 +28,7 @@ class Region:
     Attributes:
         name: ``region_<k>``, in order of first call.
         graph: placeholders in order of first use; the output is a tuple. Module names are
-            relative to the calling row's module (see `module_of`).
+            relative to the calling row's module (see `_relative`).
         digest: SHA-256 of operators, arguments and metadata; equal runs have equal digests.
     """
 
@@ -65,14 +65,6 @@ class Schedule:
             ("backward", self.backward),
         ]
         return [(phase, graph) for phase, graph in both if graph is not None]
-
-
-def module_of(row: fx.Node, node: fx.Node) -> str:
-    """FQN of the module of `node`, an operator in the region that `row` calls."""
-    base, module = meta.get(row).module, meta.get(node).module
-    if not module.startswith("."):
-        return module
-    return f"{base}{module}".strip(".")
 
 
 def _relative(module: str, base: str) -> str:
@@ -165,6 +157,7 @@ def _call_region(
     call = outer.call_module(region.name, tuple(env[n] for n in inputs))
     tag = meta.Meta(meta.get(run[0]).phase, "compute", module=unit.fqn, unit=unit.index)
     meta.put(call, tag, tuple(n.meta["val"] for n in outputs))
+    call.meta["run"] = tuple(run)  # where the operators of the region come from, in this call
     for i, node in enumerate(outputs):
         pick = outer.create_node("call_function", operator.getitem, (call, i), name=node.name)
         env[node] = meta.put(pick, dataclasses.replace(tag, module=meta.get(node).module))
@@ -238,15 +231,18 @@ class Point:
     Attributes:
         row: the row of the outer schedule.
         node: the operator inside the row's region, or None: the row itself is done.
+        origin: the node of the joint graph that `node` stands for in this call of the region; the
+            row, if there is none.
     """
 
     row: fx.Node
     node: fx.Node | None
+    origin: fx.Node
 
     @property
     def module(self) -> str:
         """FQN of the module that ran last."""
-        return meta.get(self.row).module if self.node is None else module_of(self.row, self.node)
+        return meta.get(self.origin).module
 
 
 def points(schedule: Schedule, graph: fx.Graph) -> list[Point]:
@@ -257,10 +253,11 @@ def points(schedule: Schedule, graph: fx.Graph) -> list[Point]:
     found: list[Point] = []
     for row in graph.nodes:
         if row.op == "call_module":
-            found += [Point(row, node) for node in schedule.regions[str(row.target)].body]
+            body = schedule.regions[str(row.target)].body
+            found += [Point(row, *pair) for pair in zip(body, row.meta["run"], strict=True)]
         elif row.op != "call_function" or row.target is operator.getitem:
             continue
-        found.append(Point(row, None))
+        found.append(Point(row, None, row))
     return found
 
 

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from fxshard import compat, hf, precision
+from fxshard import compat, cuda, hf, precision, provenance
 from fxshard.compat import FakeTensorMode
 from fxshard.errors import CaptureError
 from fxshard.normalize import fake_like, normalize
@@ -63,6 +62,7 @@ def capture(
     world_size: int,
     training: bool,
     device: torch.device | None = None,
+    for_cuda: bool = False,
 ) -> Program:
     """Trace one call of `model` into a Program that no pass has touched yet.
 
@@ -77,6 +77,7 @@ def capture(
         world_size: number of shards, for the Program.
         training: trace backward too.
         device: where parameters are when they are whole; None: where they are now.
+        for_cuda: trace what PyTorch runs on CUDA, also where parameters are on the CPU.
 
     Raises:
         CaptureError: Python control flow depends on data, a trainable parameter lost its
@@ -91,11 +92,13 @@ def capture(
     fakes = tuple(fake_like(flat[i], fake_mode) for i in positions)
     held = (p.device for p in model.parameters() if not p.is_meta)
     computes_on = device or next(held, torch.device("cpu"))
-    call = _Call(model, flat, in_spec, positions, training, units, computes_on)
+    stands_for_cuda = for_cuda and computes_on.type != "cuda"
+    call = _Call(model, flat, in_spec, positions, training, units, computes_on, stands_for_cuda)
     dtypes = precision.traced_dtypes(model, units)
     with (
+        cuda.substituted() if stands_for_cuda else contextlib.nullcontext(),
         _fake_state(model, fake_mode, dtypes, device),
-        _module_stack(model),
+        provenance.calls_noted(model) as calls,
         precision.casting(model, units),
     ):
         graph_module, sources, targets = _export(call, fakes)
@@ -120,6 +123,7 @@ def capture(
         world_size=world_size,
         device=computes_on,
         fake_mode=fake_mode,
+        calls=tuple(calls),
     )
     normalize(program, graph_module, sources, targets, call.replaced)
     hf.refuse_packed(program.graph)
@@ -145,11 +149,13 @@ class _Call(nn.Module):
         grad: bool,
         units: tuple[Unit, ...],
         device: torch.device,
+        stands_for_cuda: bool,
     ) -> None:
         super().__init__()
         self.model, self.units = model, units
         self.flat, self.in_spec, self.positions, self.grad = list(flat), in_spec, positions, grad
-        self.autocast = _autocast(device.type)
+        self.stands_for_cuda = stands_for_cuda
+        self.autocast = _autocast(device.type, stands_for_cuda)
         self.out_spec: Any = None
         self.out_names: tuple[str, ...] = ()
         self.out_constants: tuple[tuple[Any] | None, ...] = ()
@@ -163,7 +169,7 @@ class _Call(nn.Module):
             flat[i] = tensor
         args, kwargs = compat.tree_unflatten(flat, self.in_spec)
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
-        with self.autocast:
+        with self.autocast, provenance.LinesNoted():
             args, kwargs = precision.root_inputs(self.units, (args, kwargs))
             if isinstance(self.model, fx.GraphModule):
                 out = _interpret(self.model, args, kwargs)
@@ -203,12 +209,13 @@ def _interpret(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, A
     return interpreter.run(*args, *rest)
 
 
-def _autocast(device: str) -> torch.autocast:
+def _autocast(device: str, stands_for_cuda: bool) -> torch.autocast:
     """The autocast that the call runs under. Its cache of casts is off: it would outlive fakes."""
+    given = "cuda" if stands_for_cuda and torch.is_autocast_enabled("cuda") else device
     return torch.autocast(
         device,
-        dtype=torch.get_autocast_dtype(device),
-        enabled=torch.is_autocast_enabled(device),
+        dtype=torch.get_autocast_dtype(given),
+        enabled=torch.is_autocast_enabled(given),
         cache_enabled=False,
     )
 
@@ -261,7 +268,7 @@ def _export(
             hf.eager_attention_branch(),
             torch.fx.traceback.preserve_node_meta(),
         ):
-            return compat.export_joint(call, fakes)
+            return compat.export_joint(call, fakes, call.stands_for_cuda)
     except compat.DATA_DEPENDENT_ERRORS as error:
         raise CaptureError(
             f"{type(call.model).__name__} cannot be traced: Python control flow or a shape depends "
@@ -292,42 +299,6 @@ def _user_line(error: BaseException) -> str:
                 where = f'File "{frame.filename}", line {frame.lineno}, in {frame.name}'
                 return f", at\n  {where}\n    {frame.line}"
     return "."
-
-
-@contextlib.contextmanager
-def _module_stack(model: nn.Module) -> Iterator[None]:
-    """Write ``nn_module_stack`` from global forward hooks while the block runs.
-
-    Patching ``Module.__call__`` would be bypassed by modules that call ``forward``'s siblings
-    directly; hooks fire wherever modules are called.
-    """
-    names = {id(module): name for name, module in model.named_modules()}
-    restores: list[Any] = []
-    stack: list[dict[str, Any]] = [{}]
-
-    def enter(module: nn.Module, args: Any) -> None:
-        name = names.get(id(module))
-        if name is None:
-            restores.append(None)
-            return
-        stack.append({**stack[-1], name: (name, type(module))})
-        restores.append(compat.with_current_meta("nn_module_stack", stack[-1]))
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        restore = restores.pop()
-        if restore is not None:
-            stack.pop()
-            restore()
-
-    handles = [
-        register_module_forward_pre_hook(enter),
-        register_module_forward_hook(leave, always_call=True),
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxshard import meta, rng
+from fxshard import fakes, meta, rng
 from fxshard.program import Fact, Program
 
 aten = torch.ops.aten
@@ -85,6 +85,8 @@ def recompute(program: Program, number: int, region: list[fx.Node]) -> None:
     for reader, wanted in readers.items():
         for node in wanted:
             reader.replace_input_with(node, copies[node])
+    for node, copy in copies.items():  # backward reads some of them through views
+        program.refresh_views(copy, meta.storage_ids(node) - meta.storage_ids(copy))
     for node in reversed(region):  # what only backward needed, forward does not make any more
         if not node.users and not meta.is_random(node) and not writes(node):
             program.graph.erase_node(node)
@@ -145,7 +147,9 @@ def copy_in_front_of(
         return copies[node] if node in copies else unwritten(program, node)
 
     for node in chain:
-        tag = dataclasses.replace(meta.get(node), phase="backward", checkpoint=number, save=False)
+        tag = dataclasses.replace(
+            meta.get(node), phase="backward", checkpoint=number, again=True, save=False
+        )
         device = generator_of(node)
         if device is not None:
             with graph.inserting_before(before):
@@ -164,7 +168,7 @@ def copy_in_front_of(
             copy = graph.create_node(
                 "call_function", node.target, args, kwargs, name=f"{node.name}_again"
             )
-        copies[node] = meta.put(copy, tag, program.refake(copy))
+        copies[node] = meta.put(copy, tag, fakes.of_kernel(program, copy, program.refake(copy)))
     with graph.inserting_before(before):
         for device, (state, tag) in ends.items():
             set_state(program, state, device, tag)

@@ -54,7 +54,9 @@ def test_static_equals_measured_everywhere(name: str, world_size: int) -> None:
     )
     assert result.max_abs_difference == 0, result.table(only_different=True)
     assert {cell.step for cell in result.cells} == {1, 2}
-    assert {cell.state for cell in result.cells} >= {state.value for state in State}
+    recomputed = {State.PRE_FORWARD_AC, State.POST_FORWARD_AC}  # of checkpoints; none here
+    states = {cell.state for cell in result.cells}
+    assert states >= {state.value for state in set(State) - recomputed}
     assert result.static_peak_bytes == result.measured_peak_bytes > 0
 
 

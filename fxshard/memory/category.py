@@ -33,13 +33,18 @@ COLUMN = {category: i for i, category in enumerate(CATEGORIES)}
 
 
 class State(enum.Enum):
-    """Moments in the life of a module in a step, and its two peaks."""
+    """Moments in the life of a module in a step, and its two peaks.
+
+    Pre- and Post-Forward AC: around what its activation checkpoint makes again in backward.
+    """
 
     BEFORE_PRE_FORWARD = "Before Pre-Forward"
     AFTER_PRE_FORWARD = "After Pre-Forward"
     BEFORE_POST_FORWARD = "Before Post-Forward"
     AFTER_POST_FORWARD = "After Post-Forward"
     PEAK_FORWARD = "Peak Forward"
+    PRE_FORWARD_AC = "Pre-Forward AC"
+    POST_FORWARD_AC = "Post-Forward AC"
     BEFORE_PRE_BACKWARD = "Before Pre-Backward"
     AFTER_PRE_BACKWARD = "After Pre-Backward"
     BEFORE_POST_BACKWARD = "Before Post-Backward"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from tabulate import tabulate
 
-from fxshard.memory.category import CATEGORIES, Category, State
-from fxshard.memory.liveness import PhaseBytes
-from fxshard.memory.report import MemoryReport, cells_of
-from fxshard.memory.states import spans
+from fxshard.memory.category import CATEGORIES, Category, Matrix, State
+from fxshard.memory.ledger import PhaseBytes
+from fxshard.memory.report import MemoryReport
+from fxshard.memory.states import PEAKS, Span
 from fxshard.memory.tracker import Measured
 
 
@@ -96,11 +97,11 @@ class Validation:
         )
 
 
-def compare(reports: list[MemoryReport], steps: list[list[list[Measured]]]) -> Validation:
-    """Put each measured step beside the reports' first or steady step.
+def compare(report: MemoryReport, steps: list[list[list[Measured]]]) -> Validation:
+    """Put each measured step beside the report's first or steady step.
 
     Args:
-        reports: the static side, one per micro-batch of a step.
+        report: the static side.
         steps: per step and micro-batch, what the tracker measured of its phases: forward and
             backward, and behind the last one optimizer and zero_grad.
     """
@@ -108,43 +109,54 @@ def compare(reports: list[MemoryReport], steps: list[list[list[Measured]]]) -> V
     points: list[tuple[int, str, int]] = []
     static_peaks, measured_peaks = [0], [0]
     for number, batches in enumerate(steps, start=1):
-        for report, phases in zip(reports, batches, strict=True):
-            static = {p.phase: p for p in report.phases(first_step=number == 1)}
-            measured = {m.phase: m for m in phases}
+        phases = {(p.phase, p.micro_batch): p for p in report.phases(first_step=number == 1)}
+        for batch, seen in enumerate(batches):
+            measured = {m.phase: m for m in seen}
             for name in ("forward", "backward"):
-                if name not in static:
+                if (name, batch) not in phases:
                     continue
-                s, m = static[name], measured[name]
+                s, m = phases[name, batch], measured[name]
                 points.append((number, name, _largest_difference(s, m)))
-                static_peaks.append(int(s.during.sum(1).max()))
-                measured_peaks.append(int(m.during.sum(1).max()))
-                curve = PhaseBytes(name, [], m.after, m.during, m.start, m.host)
-                for (module, phase), span in spans(report.program).items():
-                    if phase == name:
-                        pairs = zip(cells_of(s, span), cells_of(curve, span), strict=True)
-                        for (state, row), (_, seen) in pairs:
-                            cells += _cells(number, module, state.value, row, seen)
-            cells += _optimizer_cells(number, static, measured)
+                static_peaks.append(s.peak_bytes)
+                measured_peaks.append(max(sum(m.start), int(m.during.sum(1).max(initial=0))))
+                for (module, call), each in report.spans(batch):
+                    if name in each:
+                        label = module if not call else f"{module} (call {call + 1})"
+                        pairs = zip(
+                            cells_of(s, name, each[name]),
+                            cells_of(m, name, each[name]),
+                            strict=True,
+                        )
+                        for (state, row), (_, found) in pairs:
+                            cells += _cells(number, label, state.value, row, found)
+            for name in ("optimizer", "zero_grad"):
+                if name in measured and (name, -1) in phases:
+                    cells += _optimizer_cells(number, name, phases[name, -1], measured[name])
     return Validation(cells, points, max(static_peaks), max(measured_peaks))
 
 
-def _optimizer_cells(
-    step: int, static: dict[str, PhaseBytes], measured: dict[str, Measured]
-) -> list[Cell]:
+def cells_of(
+    curve: PhaseBytes | Measured, phase: str, span: Span
+) -> Iterator[tuple[State, Matrix]]:
+    """States of one call of a module in one phase, with the row of bytes per category at each."""
+    start = np.array(curve.start, dtype=np.int64)
+    for state, point in span.moments(phase):
+        yield state, curve.after[point] if point >= 0 else start
+    stretch = curve.during[span.before_pre + 1 : span.after_post + 1]
+    yield PEAKS[phase], stretch[int(stretch.sum(1).argmax())]
+
+
+def _optimizer_cells(step: int, phase: str, s: PhaseBytes, m: Measured) -> list[Cell]:
     """Before, at the peak of, and after the optimizer step; after zero_grad.
 
     Only moments are compared: DTensor runs more operators (without bytes) than the recording.
     """
-    found: list[Cell] = []
-    if "optimizer" in static:
-        s, m = static["optimizer"], measured["optimizer"]
-        found += _cells(step, "optimizer", "Before Step", s.start, m.start)
-        top, seen = s.during[s.during.sum(1).argmax()], m.during[m.during.sum(1).argmax()]
-        found += _cells(step, "optimizer", "Peak Step", top, seen)
-        found += _cells(step, "optimizer", "After Step", s.after[-1], m.after[-1])
-    if "zero_grad" in static:
-        s, m = static["zero_grad"], measured["zero_grad"]
-        found += _cells(step, "optimizer", "After zero_grad", s.after[-1], m.after[-1])
+    if phase == "zero_grad":
+        return _cells(step, "optimizer", "After zero_grad", s.after[-1], m.after[-1])
+    found = _cells(step, "optimizer", "Before Step", s.start, m.start)
+    top, seen = s.during[s.during.sum(1).argmax()], m.during[m.during.sum(1).argmax()]
+    found += _cells(step, "optimizer", "Peak Step", top, seen)
+    found += _cells(step, "optimizer", "After Step", s.after[-1], m.after[-1])
     return found
 
 

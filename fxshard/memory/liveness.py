@@ -1,12 +1,13 @@
-"""Static liveness: bytes alive at every point of a step, read off the program alone.
+"""Static liveness: the live ranges of a step, read off the program alone.
 
 The walk follows the schedule as the executor does: a value lives from the operator that makes it
 until its last reader; storages are counted once however many views they have; `free` ends a
 storage at once. What the caller holds lives throughout: batch, shards, buffers; the model's outputs
 and the gradients that arrive at them, until backward has returned.
 
-Assumes one loop body: forward, backward, drop the outputs, ``optimizer.step()``,
-``optimizer.zero_grad(set_to_none=True)``, and the gradients of inputs, if they need any, dropped.
+Assumes one loop body: per micro-batch forward, (loss,) backward, drop the outputs; then
+``optimizer.step()``, ``optimizer.zero_grad(set_to_none=True)``, and the gradients of inputs, if
+they need any, dropped.
 """
 
 from __future__ import annotations
@@ -16,132 +17,52 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import fx, nn
 
 from fxshard import meta, ops
 from fxshard.compat import tree_flatten
-from fxshard.memory.category import CATEGORIES, COLUMN, Category, Curve, Matrix, is_reduce_copy
+from fxshard.memory.category import Category, is_reduce_copy
 from fxshard.memory.gradients import accumulated_bytes, gradient_categories
+from fxshard.memory.ledger import BEFORE, OPTIMIZER, Ledger, LiveRange, Moment
 from fxshard.memory.optimizer import Event, OptimizerStep
 from fxshard.program import Program, nbytes
 from fxshard.schedule import Schedule, last_reads, points
 from fxshard.units import buffer_dtypes
 
-Vector = list[int]  # bytes per category, in the order of CATEGORIES; inside, host behind device
-WIDTH = 2 * len(CATEGORIES)
-
-
-@dataclasses.dataclass(frozen=True)
-class Thing:
-    """A storage that lives: what it is, for explanations.
-
-    Attributes:
-        name: node that made it, or what the caller holds.
-        module: FQN of its module.
-        category: see `Category`.
-        bytes: its size.
-        host: it lies on the CPU while the program computes elsewhere (offload).
-    """
-
-    name: str
-    module: str
-    category: Category
-    bytes: int
-    host: bool = False
-
-
-@dataclasses.dataclass
-class PhaseBytes:
-    """Bytes of one phase.
-
-    Attributes:
-        phase: "forward", "backward", "optimizer" or "zero_grad".
-        labels: per point ``(node name, module FQN)`` of what ran last.
-        after: int64 ``[points, categories]``, alive behind each point.
-        during: int64 ``[points, categories]``, alive while the operator before the point ran:
-            its inputs and its outputs. Never below `after`.
-        start: alive when the phase begins.
-        host: the same for CPU memory, with offload; zeros without.
-    """
-
-    phase: str
-    labels: list[tuple[str, str]]
-    after: Matrix
-    during: Matrix
-    start: Vector
-    host: Curve
-
-    @classmethod
-    def of(
-        cls, phase: str, labels: list[tuple[str, str]], after: Matrix, during: Matrix, start: Vector
-    ) -> PhaseBytes:
-        """From rows that hold the categories twice: of the device, then of the host."""
-        half = len(CATEGORIES)
-        host = Curve(start[half:], after[:, half:], during[:, half:])
-        return cls(phase, labels, after[:, :half], during[:, :half], start[:half], host)
-
-    def shifted(self, extra: Vector) -> PhaseBytes:
-        """With as many more bytes everywhere; `extra` as rows of `of`."""
-        more = np.array(extra, dtype=np.int64)
-        wide = [
-            np.concatenate([a, b], axis=-1) + more
-            for a, b in (
-                (self.after, self.host.after),
-                (self.during, self.host.during),
-                (np.array(self.start), np.array(self.host.start)),
-            )
-        ]
-        return PhaseBytes.of(self.phase, self.labels, wide[0], wide[1], wide[2].tolist())
-
-    @property
-    def end(self) -> Vector:
-        """What is alive at the end, as a row of `of`."""
-        if not len(self.after):
-            return [*self.start, *self.host.start]
-        return [int(v) for v in (*self.after[-1], *self.host.after[-1])]
-
 
 @dataclasses.dataclass
 class StepBytes:
-    """Bytes of a whole step, for the first step and for the steady state.
+    """Live ranges of a whole step, for the first step and for the steady state.
 
     Attributes:
-        program: what was analysed.
-        first, steady: the phases in order.
+        programs: what was analysed, one per micro-batch.
+        first, steady: the ledgers.
         optimizer: class name of the analysed optimizer, or None.
-        held: what the caller holds throughout.
     """
 
-    program: Program
-    first: list[PhaseBytes]
-    steady: list[PhaseBytes]
+    programs: list[Program]
+    first: Ledger
+    steady: Ledger
     optimizer: str | None
-    held: list[Thing]
 
 
-def held_bytes(model: nn.Module, inputs: Any, program: Program) -> list[Thing]:
+def held_ranges(model: nn.Module, inputs: Any, program: Program) -> list[LiveRange]:
     """What the caller holds through the whole step: shards, buffers, batch.
 
-    Shards count as they are stored: padded, all units, trainable or not. Ignored parameters count
-    as *Sharded Param* too: what the rank holds between steps.
+    Shards count as they are stored: padded, trainable or not. Ignored parameters count as *Sharded
+    Param* too: what the rank holds between steps.
     """
-    world = program.world_size
-    things = [
-        Thing(
-            f"shards of {unit.name}",
-            unit.fqn,
-            Category.SHARDED_PARAM,
-            sum(nbytes(param.chunk(world), param.dtype) for param in unit.params),
-            host=program.offloaded,
-        )
-        for unit in program.units
-    ]
-    things += [
-        Thing(fqn, "", Category.SHARDED_PARAM, nbytes(param.shape, param.dtype))
-        for fqn, param in program.wholes.items()
-    ]
+    found: list[LiveRange] = []
+
+    def hold(name: str, module: str, category: Category, size: int, host: bool = False) -> None:
+        found.append(LiveRange(len(found), name, "", module, category, size, host))
+
+    for fqn, param in program.params.items():
+        size = nbytes(param.chunk(program.world_size), param.dtype)
+        hold(fqn, owner_of(fqn), Category.SHARDED_PARAM, size, program.offloaded)
+    for fqn, param in program.wholes.items():
+        hold(fqn, owner_of(fqn), Category.SHARDED_PARAM, nbytes(param.shape, param.dtype))
     dtypes = buffer_dtypes(program.units, dict(model.named_buffers()))
     seen: set[int] = set()
     leaves, _ = tree_flatten(inputs)
@@ -161,178 +82,156 @@ def held_bytes(model: nn.Module, inputs: Any, program: Program) -> list[Thing]:
                 size = storage.nbytes()
                 if category is Category.BUFFER and name in dtypes:
                     size = nbytes(tuple(value.shape), dtypes[name])
-                things.append(Thing(name, "", category, size))
-    return things
-
-
-def analyse(
-    program: Program,
-    held: list[Thing],
-    step: OptimizerStep | None,
-    *,
-    holds_gradients: bool = False,
-    last: bool = True,
-) -> StepBytes:
-    """Bytes at every point of the first and of the steady step.
-
-    Args:
-        program: with a schedule.
-        held: from `held_bytes`.
-        step: from `fxshard.memory.optimizer.trace_step`, or None.
-        holds_gradients: an earlier micro-batch has left gradients, to which this one's are added.
-        last: False for a micro-batch that is followed by another, not by the optimizer.
-    """
-    base = [0] * WIDTH
-    for thing in held:
-        base[_column(thing)] += thing.bytes
-    gradients = gradient_bytes(program, held=True)
-    if holds_gradients:
-        base = [a + b for a, b in zip(base, gradients, strict=True)]
-    compute = Walk(program, base).run()
-    if holds_gradients and program.signature.training:
-        _added_in_place(compute[-1], gradients)
-    results: list[list[PhaseBytes]] = []
-    state_bytes = sum(step.state.values()) if step else 0
-    state_column = COLUMN[Category.OPT_STATE] + (len(CATEGORIES) if program.offloaded else 0)
-    for is_first in (True, False):
-        extra = [0] * WIDTH
-        extra[state_column] = 0 if is_first else state_bytes
-        phases = [phase.shifted(extra) for phase in compute]
-        if program.signature.training and last:
-            if step is not None:
-                events = step.first if is_first else step.second
-                host = program.offloaded
-                phases.append(_optimizer_phase(events, step.state, phases[-1].end, host))
-            cleared = list(base)  # all that is left: what is held, and the optimizer's state
-            if holds_gradients:
-                cleared = [a - b for a, b in zip(base, gradients, strict=True)]
-            cleared[state_column] = state_bytes
-            row = np.array([cleared], dtype=np.int64)
-            start = phases[-1].end
-            phases.append(PhaseBytes.of("zero_grad", [("zero_grad", "")], row, row, start))
-        results.append(phases)
-    return StepBytes(program, results[0], results[1], step.name if step else None, held)
-
-
-def gradient_bytes(program: Program, *, held: bool = False) -> Vector:
-    """Bytes of all ``.grad`` that a backward leaves, as a row of `PhaseBytes.of`.
-
-    `held`: of those that earlier micro-batches have left: not those that are accumulated instead.
-    """
-    found = [0] * WIDTH
-    categories = gradient_categories(program)
-    seen: set[int] = set()
-    for value, result in zip(program.values, program.results, strict=True):
-        if result.kind != "grad" or (
-            held and program.accumulated and result.name in program.params
-        ):
-            continue
-        for storage in meta.storages(value):
-            if id(storage) not in seen:
-                seen.add(id(storage))
-                sharded = result.name in program.params
-                category = categories.get(id(storage), Category.TEMP)
-                category = Category.SHARDED_GRAD if sharded else category
-                thing = Thing("", "", category, storage.nbytes(), sharded and program.offloaded)
-                found[_column(thing)] += thing.bytes
+                hold(name, owner_of(name) if category is Category.BUFFER else "", category, size)
     return found
 
 
-def _added_in_place(backward: PhaseBytes, gradients: Vector) -> None:
-    """When backward returns, its gradients have been added to those before, and are gone."""
-    half = len(CATEGORIES)
-    for curve, gone in ((backward, gradients[:half]), (backward.host, gradients[half:])):
-        curve.after[-1] -= np.array(gone, dtype=np.int64)
+def owner_of(fqn: str) -> str:
+    """FQN of the module that holds a parameter or buffer."""
+    return fqn.rpartition(".")[0]
 
 
-def _column(thing: Thing) -> int:
-    return COLUMN[thing.category] + (len(CATEGORIES) if thing.host else 0)
+def analyse(
+    programs: Sequence[Program], held: list[LiveRange], step: OptimizerStep | None
+) -> StepBytes:
+    """The live ranges of the first and of the steady step.
+
+    Args:
+        programs: one per micro-batch of a step, each with a schedule.
+        held: from `held_ranges`.
+        step: from `fxshard.memory.optimizer.trace_step`, or None.
+    """
+    first, steady = (_ledger(programs, held, step, is_first) for is_first in (True, False))
+    return StepBytes(list(programs), first, steady, step.name if step else None)
 
 
-def _optimizer_phase(
-    events: list[Event], state: dict[int, int], start: Vector, host: bool
-) -> PhaseBytes:
-    live = list(start)
-    after, during, labels = [], [], []
-    sizes: dict[int, tuple[int, int]] = {}
-    shift = len(CATEGORIES) if host else 0
-    for event in events:
-        for number, size in event.allocated:
-            column = COLUMN[Category.OPT_STATE if number in state else Category.TEMP] + shift
-            sizes[number] = (column, size)
-            live[column] += size
-        during.append(list(live))
-        for number in event.freed:
-            if number in sizes:
-                column, size = sizes.pop(number)
-                live[column] -= size
-        after.append(list(live))
-        labels.append((event.op, ""))
-    return PhaseBytes.of("optimizer", labels, _matrix(after), _matrix(during), start)
+def _ledger(
+    programs: Sequence[Program], held: list[LiveRange], step: OptimizerStep | None, is_first: bool
+) -> Ledger:
+    walk = Walk(held)
+    if step is not None and not is_first:
+        walk.hold_state(step, programs[-1].offloaded)
+    for number, program in enumerate(programs):
+        walk.run(program, number)
+    if programs[-1].signature.training:
+        if step is not None:
+            walk.optimizer(step, is_first, programs[-1].offloaded)
+        walk.zero_grad()
+    return walk.ledger
 
 
 class Walk:
-    """One pass over forward and backward with a reference count per storage."""
+    """One pass over a step with a reference count per storage; writes a `Ledger`.
 
-    def __init__(self, program: Program, base: Vector) -> None:
+    Between programs it carries what the caller holds: ``.grad``, and accumulated gradients.
+    """
+
+    def __init__(self, held: Sequence[LiveRange] = ()) -> None:
+        self.ledger = Ledger()
+        self.ledger.ranges += [dataclasses.replace(each) for each in held]
+        self.now = 0  # tick
+        self._open: dict[int, LiveRange] = {}  # storage -> its range, if it is alive and not held
+        self._refs: dict[int, int] = {}  # storage -> values that refer to it
+        self._storages = len(held)
+        self._grads: dict[str, list[int]] = {}  # what `.grad` holds
+        self._sums: dict[str, list[int]] = {}  # accumulated gradients
+        self._optimizers: dict[int, int] = {}  # storage in the recording of a step -> storage
+
+    def hold_state(self, step: OptimizerStep, host: bool) -> None:
+        """The optimizer's state is there from before."""
+        self.now = BEFORE
+        for number in step.held:
+            self._of_optimizer(step, Event("", [], []), number, step.state[number], host)
+
+    def run(self, program: Program, micro_batch: int) -> None:
+        """Walk forward and backward of one micro-batch."""
         assert program.schedule is not None
         self.program = program
         self.schedule: Schedule = program.schedule
-        self.live = list(base)
-        self.things: dict[int, Thing] = {}  # storage token -> what it is
-        self.refs: dict[int, int] = {}  # storage token -> values that refer to it
-        self._tokens = 0
+        self._params = program.params
         self._categories = gradient_categories(program)
-        self._accumulated = {
-            fqn: self._new(Thing(fqn, "", Category.UNSHARDED_GRAD, accumulated_bytes(program, fqn)))
-            for fqn in program.accumulated
-        }
-
-    def run(self, until: tuple[str, int] | None = None) -> list[PhaseBytes]:
-        """Walk both phases.
-
-        Args:
-            until: stop while the operator before this ``(phase, point)`` runs: `things` then
-                holds what is alive at that moment.
-        """
-        found: list[PhaseBytes] = []
         caller: list[int] = []  # outputs and tangents: the caller holds them until backward ends
         saved: list[list[int]] = []
         for phase, graph in self.schedule.phases():
-            start = list(self.live)
+            self.now = self.ledger.begin(phase, micro_batch)
+            if phase == "forward":
+                for fqn in program.accumulated:
+                    if fqn not in self._sums:
+                        self._sums[fqn] = [self._accumulated(fqn)]
             env: dict[fx.Node, list[int]] = {}
             for node in graph.find_nodes(op="placeholder"):
                 env[node] = self._enter(node, saved, caller)
-            if phase == "backward":
-                start = list(self.live)
-            stop = until[1] if until and until[0] == phase else None
-            record = self._phase(phase, graph, env, start, stop)
-            found.append(record)
-            if stop is not None:
-                return found
+            self._phase(phase, graph, env)
             output = graph.find_nodes(op="output")[0]
             if phase == "forward":
+                self.now += 1  # between the phases
                 outputs, kept = cast("tuple[tuple[fx.Node, ...], ...]", output.args[0])
                 caller += [t for node in outputs for t in env.get(node, [])]
                 saved += [env[node] for node in kept]
                 self._hold(caller)
                 self._hold([t for tokens in saved for t in tokens])
                 self._release([t for node in _returned(output) for t in env.get(node, [])])
+                if not program.signature.training:
+                    self._release(caller)
             else:
+                self.now = 2 * self.ledger.add([Moment("backward returned")])
                 self._release(caller)
-                record.labels.append(("backward returned", ""))
-                half = len(CATEGORIES)
-                for curve, live in ((record, self.live[:half]), (record.host, self.live[half:])):
-                    row = np.array([live], dtype=np.int64)
-                    curve.after = np.concatenate([curve.after, row])
-                    curve.during = np.concatenate([curve.during, row])
-        return found
+                self.now += 1
+                self._keep_gradients(cast("tuple[fx.Node, ...]", output.args[0]), env)
+
+    def _keep_gradients(self, values: tuple[fx.Node, ...], env: dict[fx.Node, list[int]]) -> None:
+        """What backward returned is held by the caller, or added in place to what is."""
+        results = [result for result in self.program.results if result.kind != "output"]
+        for node, result in zip(values, results, strict=True):
+            tokens = env.get(node, [])
+            if result.kind == "accumulated":
+                self._sums.setdefault(result.name, tokens)
+            elif result.name in self._grads:
+                self._release(tokens)
+            else:
+                self._grads[result.name] = tokens
+        if self.program.sync:
+            self._sums.clear()
+
+    def optimizer(self, step: OptimizerStep, is_first: bool, host: bool) -> None:
+        """The events of an optimizer's step."""
+        self.ledger.begin("optimizer", -1)
+        events = step.first if is_first else step.second
+        first = self.ledger.add(Moment(event.op, event.op, OPTIMIZER) for event in events)
+        for point, event in enumerate(events, start=first):
+            self.now = 2 * point
+            for number, size in event.allocated:
+                self._of_optimizer(step, event, number, size, host)
+            self.now += 1
+            tokens = self._optimizers
+            self._end([tokens.pop(number) for number in event.freed if number in tokens])
+
+    def _of_optimizer(
+        self, step: OptimizerStep, event: Event, number: int, size: int, host: bool
+    ) -> None:
+        """A storage that the optimizer made: its state, which it holds on, or a temporary."""
+        name, owner = step.names.get(number, (f"temporary of {event.op}", OPTIMIZER))
+        category = Category.OPT_STATE if number in step.state else Category.TEMP
+        made = LiveRange(0, name, event.op, owner, category, size, host)
+        self._optimizers[number] = self._new(made)
+
+    def zero_grad(self) -> None:
+        """Everything goes that the caller does not hold from step to step."""
+        self.ledger.begin("zero_grad", -1)
+        self.now = 2 * self.ledger.add([Moment("zero_grad")])
+        state = set(self._optimizers.values())
+        self._end([token for token in self._open if token not in state])
+
+    def _accumulated(self, fqn: str) -> int:
+        """A gradient that steps under ``no_sync`` before this one have left."""
+        size = accumulated_bytes(self.program, fqn)
+        return self._new(LiveRange(0, fqn, "", owner_of(fqn), Category.UNSHARDED_GRAD, size))
 
     def _enter(self, node: fx.Node, saved: list[list[int]], caller: list[int]) -> list[int]:
         """Tokens of a placeholder. What the caller holds throughout has none: it never dies."""
         role = meta.get(node).role
         if role == "accumulated":  # dies when it is reduced; else the caller holds it on
-            return [self._accumulated[meta.get(node).fqn or ""]] if self.program.sync else []
+            return self._sums[meta.get(node).fqn or ""] if self.program.sync else []
         if role == "tangent":
             caller += self._allocate(node, Category.TEMP)
             return []
@@ -340,17 +239,11 @@ class Walk:
             return []
         return saved.pop(0)
 
-    def _phase(
-        self,
-        phase: meta.Phase,
-        graph: fx.Graph,
-        env: dict[fx.Node, list[int]],
-        start: Vector,
-        stop: int | None,
-    ) -> PhaseBytes:
+    def _phase(self, phase: meta.Phase, graph: fx.Graph, env: dict[fx.Node, list[int]]) -> None:
         places = points(self.schedule, graph)
-        after: list[Vector] = []
-        during: list[Vector] = []
+        self.now = 2 * self.ledger.add(map(moment_of, places))
+        origins = [place.origin for place in places]
+        at = 0
         dead = last_reads(graph)
         for row in graph.nodes:
             if row.op not in ("call_function", "call_module") or row.target is operator.getitem:
@@ -360,24 +253,21 @@ class Walk:
             if row.op == "call_module":
                 tokens = [env.get(n, []) for n in row.all_input_nodes]
                 owned = {n for n in drops if n in env}
-                made = self._region(row, picks, tokens, owned, after, during, stop)
-                if made is None:
-                    break
+                size = len(row.meta["run"])
+                made = self._region(row, picks, tokens, owned, origins[at : at + size])
+                at += size
                 for node in owned:
                     del env[node]
                 env.update(zip(picks, made, strict=True))
                 drops = [n for n in drops if n not in owned]
-                during.append(list(self.live))
             else:
                 self._row(row, picks, env)
-                during.append(list(self.live))
-            if stop is not None and len(during) == stop + 1:
-                break
+            at += 1
+            self.now += 1
             for node in drops:
                 self._release(env.pop(node, []))
-            after.append(list(self.live))
-        labels = [((p.node or p.row).name, p.module) for p in places]
-        return PhaseBytes.of(phase, labels, _matrix(after), _matrix(during), start)
+            self.now += 1
+        self.now -= 1  # behind the last point
 
     def _row(self, row: fx.Node, picks: list[fx.Node], env: dict[fx.Node, list[int]]) -> None:
         if row.target is ops.wait:
@@ -405,17 +295,14 @@ class Walk:
         picks: list[fx.Node],
         inputs: list[list[int]],
         owned: set[fx.Node],
-        after: list[Vector],
-        during: list[Vector],
-        stop: int | None,
-    ) -> list[list[int]] | None:
+        origins: list[fx.Node],
+    ) -> list[list[int]]:
         """Walk the region that `row` calls; returns the tokens of its results.
 
         `owned` are arguments that the caller has dropped: they die inside, at their last reader.
         """
         region = self.schedule.regions[str(row.target)]
-        base = meta.get(row).module
-        phase = meta.get(row).phase
+        default = Category.ACTIVATION if meta.get(row).phase == "forward" else Category.TEMP
         env: dict[fx.Node, list[int]] = {}
         tokens_of: dict[int, int] = {}  # storage of the stored body -> token of this call
         for place, argument, tokens in zip(
@@ -432,32 +319,25 @@ class Walk:
         outputs = meta.operands(region.graph.find_nodes(op="output")[0])
         labels = self._region_categories(region.body, outputs, picks)
         dead = last_reads(region.graph)
-        for node in region.body:
+        for node, origin in zip(region.body, origins, strict=True):
             tokens = []
             for storage in meta.storages(node):
                 if id(storage) not in tokens_of:
-                    default = Category.ACTIVATION if phase == "forward" else Category.TEMP
                     category = labels.get(id(storage), default)
-                    module = meta.get(node).module
-                    fqn = f"{base}{module}".strip(".") if module.startswith(".") else module
-                    thing = Thing(node.name, fqn, category, storage.nbytes())
-                    tokens_of[id(storage)] = self._new(thing)
+                    tokens_of[id(storage)] = self._made(origin, category, storage.nbytes())
                     tokens.append(tokens_of[id(storage)])
                 elif tokens_of[id(storage)] >= 0:
                     tokens.append(tokens_of[id(storage)])
                     self._hold([tokens_of[id(storage)]])
             env[node] = tokens
-            during.append(list(self.live))
-            if stop is not None and len(during) == stop + 1:
-                return None
+            self.now += 1
             for source in dead[node]:
                 self._release(env.pop(source, []))
-            after.append(list(self.live))
+            self.now += 1
         for place in region.graph.find_nodes(op="placeholder"):
             if not place.users:
                 self._release(env.pop(place, []))
-        made = [env[node] for node in outputs]
-        return made
+        return [env[node] for node in outputs]
 
     def _region_categories(
         self, body: list[fx.Node], outputs: list[fx.Node], picks: list[fx.Node]
@@ -487,45 +367,54 @@ class Walk:
     # -- storages --------------------------------------------------------------------------------
 
     def _allocate(self, node: fx.Node, category: Category, host: bool = False) -> list[int]:
-        tag = meta.get(node)
         return [
-            self._new(Thing(tag.fqn or node.name, tag.module, category, storage.nbytes(), host))
-            for storage in meta.storages(node)
+            self._made(node, category, storage.nbytes(), host) for storage in meta.storages(node)
         ]
 
-    def _new(self, thing: Thing) -> int:
-        token = self._tokens
-        self._tokens += 1
-        self.things[token] = thing
-        self.refs[token] = 1
-        self.live[_column(thing)] += thing.bytes
+    def _made(self, node: fx.Node, category: Category, size: int, host: bool = False) -> int:
+        """A storage that `node` makes; what is of a parameter is its module's."""
+        tag = meta.get(node)
+        of_parameter = tag.fqn in self._params
+        name = tag.fqn if tag.fqn and (of_parameter or node.op == "placeholder") else node.name
+        module = owner_of(tag.fqn or "") if of_parameter else tag.module
+        op = operation_of(node)
+        return self._new(LiveRange(0, name, op, module, category, size, host, tag.stream, tag.line))
+
+    def _new(self, made: LiveRange) -> int:
+        token = self._storages
+        self._storages += 1
+        made.storage, made.born = token, self.now
+        self.ledger.ranges.append(made)
+        self._open[token] = made
+        self._refs[token] = 1
         return token
 
     def _hold(self, tokens: Sequence[int]) -> None:
         for token in tokens:
-            if token in self.refs:
-                self.refs[token] += 1
+            if token in self._refs:
+                self._refs[token] += 1
 
     def _release(self, tokens: Sequence[int]) -> None:
         for token in tokens:
-            if token in self.refs:
-                self.refs[token] -= 1
-                if not self.refs[token]:
+            if token in self._refs:
+                self._refs[token] -= 1
+                if not self._refs[token]:
                     self._end([token])
 
     def _end(self, tokens: Sequence[int]) -> None:
         for token in tokens:
-            thing = self.things.pop(token, None)
-            self.refs.pop(token, None)
-            if thing is not None:
-                self.live[_column(thing)] -= thing.bytes
+            self._refs.pop(token, None)
+            ended = self._open.pop(token, None)
+            if ended is not None:
+                ended.died = self.now
 
     def _relabel(self, tokens: Sequence[int], category: Category) -> None:
         for token in tokens:
-            thing = self.things[token]
-            self.live[_column(thing)] -= thing.bytes
-            self.things[token] = dataclasses.replace(thing, category=category)
-            self.live[_column(self.things[token])] += thing.bytes
+            before = self._open[token]
+            before.died = self.now
+            after = dataclasses.replace(before, category=category, born=self.now, died=None)
+            self._open[token] = after
+            self.ledger.ranges.append(after)
 
 
 MADE_BY = {
@@ -539,18 +428,21 @@ MADE_BY = {
 }
 
 
+def moment_of(place: Any) -> Moment:
+    """A point of the schedule for people."""
+    tag = meta.get(place.origin)
+    op = "" if place.origin.op == "call_module" else operation_of(place.origin)
+    return Moment(place.origin.name, op, tag.module, tag.stream, tag.line, tag.call)
+
+
+def operation_of(node: fx.Node) -> str:
+    """``aten.mm`` of a node that calls ``aten.mm.default``; of a pick, what it picks from."""
+    while node.op == "call_function" and node.target is operator.getitem:
+        node = meta.source(node)
+    return str(node.target).removesuffix(".default")
+
+
 def _returned(output: fx.Node) -> list[fx.Node]:
     nodes: list[fx.Node] = []
     fx.node.map_arg(output.args[0], lambda n: nodes.append(n))
     return list(dict.fromkeys(nodes))
-
-
-def _matrix(rows: list[Vector]) -> Matrix:
-    return np.array(rows, dtype=np.int64).reshape(len(rows), WIDTH)
-
-
-def alive_at(program: Program, held: list[Thing], phase: str, point: int) -> list[Thing]:
-    """Everything alive while the operator before ``(phase, point)`` runs, largest first."""
-    walk = Walk(program, [0] * WIDTH)
-    walk.run(until=(phase, point))
-    return sorted([*held, *walk.things.values()], key=lambda t: t.bytes, reverse=True)

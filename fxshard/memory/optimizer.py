@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fxshard import meta
-from fxshard.compat import FakeTensorMode, TorchDispatchMode, tree_flatten
+from fxshard.compat import FakeTensorMode, TorchDispatchMode, tree_flatten_with_path
 from fxshard.errors import ConfigError
 from fxshard.program import Program
 
@@ -39,13 +39,18 @@ class OptimizerStep:
     Attributes:
         name: class of the optimizer.
         first, second: events in order; the second step is the steady state.
-        state: storages that are optimizer state, with their bytes.
+        state: storages that are optimizer state after the first or the second step, with their
+            bytes.
+        held: those that are state between the two.
+        names: per state ``(its name, FQN of the module whose parameter it belongs to)``.
     """
 
     name: str
     first: list[Event]
     second: list[Event]
     state: dict[int, int]
+    held: list[int]
+    names: dict[int, tuple[str, str]]
 
 
 class _Recorder(TorchDispatchMode):
@@ -121,6 +126,7 @@ def _record(
     trained = {result.name for result in program.results if result.kind == "grad"}
     world = program.world_size
     params: list[nn.Parameter] = []
+    fqns: list[str] = []
     recorder = _Recorder()
     steps: list[list[Event]] = []
     with mode:
@@ -136,19 +142,46 @@ def _record(
                 shard.grad = torch.empty_like(shard)
                 recorder.know(shard.grad.untyped_storage())
             params.append(shard)
+            fqns.append(fqn)
         made = make_optimizer(optimizer, params)
+        theirs = set(recorder.numbers.values())  # parameters and gradients
+        states: list[dict[int, tuple[int, str, str]]] = []
         for _ in range(2):
             recorder.events = [Event("start", [], [])]
             with recorder:
                 made.step()
             steps.append(recorder.events)
-    leaves, _ = tree_flatten(list(made.state.values()))
-    state = {
-        recorder.numbers[id(leaf.untyped_storage())]: leaf.untyped_storage().nbytes()
-        for leaf in leaves
-        if isinstance(leaf, torch.Tensor) and id(leaf.untyped_storage()) in recorder.numbers
-    }
-    return OptimizerStep(type(made).__name__, steps[0], steps[1], state)
+            recorder.events = [Event("end", [], [])]  # what dies with the recording is no step's
+            found = _state(
+                made, recorder, {id(p): fqn for p, fqn in zip(params, fqns, strict=True)}
+            )
+            states.append({n: entry for n, entry in found.items() if n not in theirs})
+    both = states[0] | states[1]
+    return OptimizerStep(
+        type(made).__name__,
+        steps[0],
+        steps[1],
+        state={number: size for number, (size, _, _) in both.items()},
+        held=list(states[0]),
+        names={number: (name, owner) for number, (_, name, owner) in both.items()},
+    )
+
+
+def _state(
+    optimizer: torch.optim.Optimizer, recorder: _Recorder, fqns: dict[int, str]
+) -> dict[int, tuple[int, str, str]]:
+    """Per storage of the state: bytes, name, and FQN of the module of its parameter."""
+    found: dict[int, tuple[int, str, str]] = {}
+    for param, state in optimizer.state.items():
+        fqn = fqns.get(id(param), "")
+        leaves, _ = tree_flatten_with_path(state)
+        for path, leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and id(leaf.untyped_storage()) in recorder.numbers:
+                storage = leaf.untyped_storage()
+                key = "".join(str(part).strip("[]'") for part in path[:1])
+                entry = (storage.nbytes(), f"{key} of {fqn}", fqn.rpartition(".")[0])
+                found[recorder.numbers[id(storage)]] = entry
+    return found
 
 
 def make_optimizer(optimizer: Any, params: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tabulate import tabulate
@@ -14,8 +15,9 @@ from tabulate import tabulate
 from fxshard.errors import ConfigError, FxshardError
 from fxshard.memory.category import CATEGORIES, Category, State
 from fxshard.memory.kernels import KernelTemporary, kernel_temporaries
-from fxshard.memory.liveness import PhaseBytes, StepBytes, Thing, alive_at
-from fxshard.memory.states import MOMENTS, PEAKS, spans
+from fxshard.memory.ledger import Ledger, LiveRange, PhaseBytes
+from fxshard.memory.liveness import StepBytes
+from fxshard.memory.states import PEAKS, Span, spans
 from fxshard.program import Program
 
 Snapshot = dict[Category, int]
@@ -32,16 +34,36 @@ class PeakAt:
     """Where the peak is.
 
     Attributes:
-        phase: "forward", "backward", "optimizer" or "zero_grad".
-        point: number of the point in the phase, from 0.
+        phase: "forward", "loss", "loss backward", "backward", "optimizer" or "zero_grad".
+        point: number of the point in the phase, from 0; -1 is the start of the phase.
         node: the operator that runs there.
         module: FQN of its module ("" is the root).
+        line: the line of user code that it comes from, ``path:line in function``, or "".
+        micro_batch: which of the step's, from 0; -1 behind the last.
     """
 
     phase: str
     point: int
     node: str
     module: str
+    line: str = ""
+    micro_batch: int = 0
+
+
+class Where(NamedTuple):
+    """A row of the table: a module in a state.
+
+    Attributes:
+        module: FQN ("" is the root).
+        state: see `State`.
+        call: which of the module's calls in a forward, from 0.
+        micro_batch: which of the step's, from 0.
+    """
+
+    module: str
+    state: State
+    call: int = 0
+    micro_batch: int = 0
 
 
 class MemoryReport:
@@ -59,43 +81,52 @@ class MemoryReport:
 
     @property
     def program(self) -> Program:
-        """What was analysed."""
-        return self._step.program
+        """What was analysed: of the last micro-batch."""
+        return self._step.programs[-1]
+
+    def ledger(self, *, first_step: bool = False) -> Ledger:
+        """Every live range of the step; all other figures are read from it."""
+        return self._step.first if first_step else self._step.steady
 
     @functools.cached_property
     def peak_at(self) -> PeakAt:
         """Where in the steady step the peak is (its first occurrence)."""
-        _, phase, point = _highest(self._step.steady)
-        node, module = phase.labels[point]
-        return PeakAt(phase.phase, point, node, module)
+        return self._place(self._peak_tick())
 
     @property
     def peak_bytes(self) -> int:
         """Largest number of bytes alive at once in the steady state (from the second step on)."""
-        return _highest(self._step.steady)[0]
+        return int(self.ledger().totals.max())
 
     @property
     def first_step_peak_bytes(self) -> int:
         """The same in the first step, in which the optimizer makes its state."""
-        return _highest(self._step.first)[0]
+        return int(self.ledger(first_step=True).totals.max())
 
     @property
     def peak_by_category(self) -> Snapshot:
         """What the peak is made of; sums to `peak_bytes`."""
-        _, phase, point = _highest(self._step.steady)
-        return _snapshot(phase.during[point])
+        return _snapshot(self.ledger().bytes[self._peak_tick()])
+
+    @property
+    def peak_by_stream(self) -> dict[str, int]:
+        """What the peak is made of, by the stream that it was allocated on."""
+        found: dict[str, int] = defaultdict(int)
+        for each in self.ledger().alive(self._peak_tick()):
+            found[each.stream] += 0 if each.host else each.bytes
+        return dict(found)
 
     @property
     def host_peak_bytes(self) -> int:
         """Largest number of bytes on the CPU in the steady state, with offload; else 0."""
-        totals = [phase.host.after.sum(1) for phase in self._step.steady]
-        return max((int(total.max()) for total in totals if len(total)), default=0)
+        return int(self.ledger().bytes[:, len(CATEGORIES) :].sum(1).max())
 
     @functools.cached_property
     def kernel_temporaries(self) -> list[KernelTemporary]:
         """Memory that kernels are known to take and give back inside one operator, per operator.
 
-        Not in any other figure; see `fxshard.memory.kernels` for each formula and its source.
+        Of the last micro-batch. Not in any other figure; see `fxshard.memory.kernels` for each
+        formula and its source.
         """
         return kernel_temporaries(self.program)
 
@@ -106,34 +137,54 @@ class MemoryReport:
         None if the program has kernels of which that is not known. gloo's own buffers, taken by
         its threads at times of their choice, are not in it.
         """
-        rows = [k for k in self.kernel_temporaries if k.backend == "cpu"]
+        rows = [k for k in self.kernel_temporaries if k.backend != "gloo"]
         inside = {(k.phase, k.point): k.bytes for k in rows}
         if None in inside.values():
             return None
         return max(
             int(total) + (inside.get((phase.phase, i)) or 0)
-            for phase in self._step.steady
-            for i, total in enumerate(phase.during.sum(1))
+            for phase in self.phases()
+            for i, total in enumerate((sum(phase.start), *phase.during.sum(1)), start=-1)
         )
 
     def phases(self, *, first_step: bool = False) -> list[PhaseBytes]:
-        """The raw curves, phase by phase."""
-        return self._step.first if first_step else self._step.steady
+        """The curves, phase by phase; those of each micro-batch in turn."""
+        return self._phases(first_step)
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019 - a report lives as long as its plan
+    def _phases(self, first_step: bool) -> list[PhaseBytes]:
+        return self.ledger(first_step=first_step).phase_bytes()
 
     def modules(self) -> list[str]:
         """FQNs of all modules that compute, in order of their first operator."""
-        return list(dict.fromkeys(module for module, _ in self._spans))
+        return list(dict.fromkeys(module for (module, _), _ in self._spans[-1]))
 
     def snapshot(
-        self, module: str, state: State | str, *, first_step: bool = False
+        self,
+        module: str,
+        state: State | str,
+        *,
+        first_step: bool = False,
+        call: int = 0,
+        micro_batch: int = -1,
+        owned: bool = False,
     ) -> Snapshot | None:
-        """Bytes per category, of the whole rank, when `module` is in `state`.
+        """Bytes per category when `module` is in `state`.
+
+        Args:
+            module: FQN.
+            state: a `State`, or its name.
+            first_step: of the first step, not of the steady state.
+            call: which of the module's calls in a forward, from 0.
+            micro_batch: which of the step's, from 0; negative: from the last.
+            owned: only what that module owns itself (see `LiveRange.module`), not what the whole
+                rank holds. The owned bytes of all modules, `LOSS` and `OPTIMIZER` add up to it.
 
         Returns:
             None if the module has no such state (no operator in that phase).
 
         Raises:
-            ConfigError: no such module or state.
+            ConfigError: no such module, state or micro-batch.
         """
         wanted = State(state) if state in {s.value for s in State} else state
         if module not in self.modules() or not isinstance(wanted, State):
@@ -142,67 +193,131 @@ class MemoryReport:
                 f"{', '.join(s.value for s in State)}, modules for example "
                 f"{', '.join(map(repr, self.modules()[:4]))}."
             )
-        row = self._cells(first_step).get((module, wanted))
-        return None if row is None else _snapshot(row)
+        number = self._micro_batch(micro_batch)
+        tick = self._ticks(first_step).get(Where(module, wanted, call, number))
+        if tick is None:
+            return None
+        if owned:
+            return self.owned_at(tick, first_step=first_step).get(module, _nothing())
+        return _snapshot(self.ledger(first_step=first_step).bytes[tick])
 
-    def cells(self, *, first_step: bool = False) -> dict[tuple[str, State], Snapshot]:
-        """Every (module, state) with its bytes per category."""
-        return {key: _snapshot(row) for key, row in self._cells(first_step).items()}
+    def _micro_batch(self, number: int) -> int:
+        count = len(self._step.programs)
+        if not -count <= number < count:
+            raise ConfigError(f"micro_batch={number}: the step has {count}, numbered from 0.")
+        return number % count
 
-    def host_cells(self, *, first_step: bool = False) -> dict[tuple[str, State], Snapshot]:
+    def owned_at(self, tick: int, *, first_step: bool = False) -> dict[str, Snapshot]:
+        """Bytes on the device by owner, at one tick of the ledger."""
+        found: dict[str, Snapshot] = defaultdict(_nothing)
+        for each in self.ledger(first_step=first_step).alive(tick):
+            if not each.host:
+                found[each.module][each.category] += each.bytes
+        return dict(found)
+
+    def owned(self, *, first_step: bool = False) -> dict[Where, int]:
+        """Per row of the table, the bytes on the device that its module owns itself."""
+        ledger = self.ledger(first_step=first_step)
+        size = len(ledger.totals) + 1
+        change: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for each in ledger.ranges:
+            if not each.host:
+                change[each.module].append((max(each.born, 0), each.bytes))
+                change[each.module].append((size if each.died is None else each.died, -each.bytes))
+        curves = {}
+        for module, events in change.items():
+            ticks, sizes = np.array(sorted(events)).T
+            curves[module] = (ticks, sizes.cumsum())
+        found = {}
+        for where, tick in self._ticks(first_step).items():
+            ticks, sums = curves.get(where.module, (np.array([size]), np.array([0])))
+            index = int(np.searchsorted(ticks, tick, side="right")) - 1
+            found[where] = int(sums[index]) if index >= 0 else 0
+        return found
+
+    def cells(
+        self, *, first_step: bool = False, call: int = 0, micro_batch: int = -1
+    ) -> dict[tuple[str, State], Snapshot]:
+        """Every (module, state) with its bytes per category, of one call and micro-batch."""
+        return self._cells(first_step, call, micro_batch, 0)
+
+    def host_cells(
+        self, *, first_step: bool = False, call: int = 0, micro_batch: int = -1
+    ) -> dict[tuple[str, State], Snapshot]:
         """As `cells`, of CPU memory, with offload."""
-        curves = {
-            phase.phase: PhaseBytes(
-                phase.phase,
-                phase.labels,
-                phase.host.after,
-                phase.host.during,
-                phase.host.start,
-                phase.host,
-            )
-            for phase in self.phases(first_step=first_step)
-        }
+        return self._cells(first_step, call, micro_batch, len(CATEGORIES))
+
+    def _cells(
+        self, first_step: bool, call: int, micro_batch: int, column: int
+    ) -> dict[tuple[str, State], Snapshot]:
+        number = self._micro_batch(micro_batch)
+        rows = self.ledger(first_step=first_step).bytes[:, column:]
         return {
-            (module, state): _snapshot(row)
-            for (module, phase), span in self._spans.items()
-            for state, row in cells_of(curves[phase], span)
+            (where.module, where.state): _snapshot(rows[tick])
+            for where, tick in self._ticks(first_step).items()
+            if where.call == call and where.micro_batch == number
         }
+
+    def rows(self, *, first_step: bool = False) -> dict[Where, Snapshot]:
+        """Every row of the table: each state of each call of each module in each micro-batch."""
+        ledger = self.ledger(first_step=first_step)
+        return {
+            where: _snapshot(ledger.bytes[tick]) for where, tick in self._ticks(first_step).items()
+        }
+
+    def spans(self, micro_batch: int) -> list[tuple[tuple[str, int], dict[str, Span]]]:
+        """Each call of each module of a micro-batch, with its span in each phase."""
+        return self._spans[micro_batch]
 
     @functools.cached_property
-    def _spans(self) -> Any:
-        return spans(self.program)
+    def _spans(self) -> list[list[tuple[tuple[str, int], dict[str, Span]]]]:
+        """Per micro-batch: each call of each module, and its span in each phase."""
+        made: dict[int, list[tuple[tuple[str, int], dict[str, Span]]]] = {}
+        for program in self._step.programs:
+            if id(program) not in made:
+                found: dict[tuple[str, int], dict[str, Span]] = defaultdict(dict)
+                for (called, phase), span in spans(program).items():
+                    found[called][phase] = span
+                made[id(program)] = list(found.items())
+        return [made[id(program)] for program in self._step.programs]
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - a report lives as long as its plan
-    def _cells(self, first_step: bool) -> dict[tuple[str, State], Any]:
-        curves = {phase.phase: phase for phase in self.phases(first_step=first_step)}
-        return {
-            (module, state): row
-            for (module, phase), span in self._spans.items()
-            for state, row in cells_of(curves[phase], span)
-        }
+    def _ticks(self, first_step: bool) -> dict[Where, int]:
+        """The tick of every row of the table."""
+        ledger = self.ledger(first_step=first_step)
+        found: dict[Where, int] = {}
+        starts = {(p.name, p.micro_batch): p.start for p in ledger.phases}
+        for number, calls in enumerate(self._spans):
+            for (module, call), each in calls:
+                for phase, span in each.items():
+                    first = starts[phase, number] + 1
+                    for state, point in span.moments(phase):
+                        found[Where(module, state, call, number)] = 2 * (first + point) + 1
+                    begin, end = first + span.before_pre + 1, first + span.after_post + 1
+                    stretch = ledger.totals[2 * begin : 2 * end : 2]
+                    tick = 2 * (begin + int(stretch.argmax()))
+                    found[Where(module, PEAKS[phase], call, number)] = tick
+        return found
 
-    def timeline(self) -> Iterator[tuple[str, str, str, int]]:
-        """``(phase, node, module, bytes alive behind it)`` for every point of the steady step."""
-        for phase in self._step.steady:
+    def timeline(self, *, first_step: bool = False) -> Iterator[tuple[str, str, str, int]]:
+        """``(phase, node, module, bytes alive behind it)`` for every point of a step."""
+        for phase in self.phases(first_step=first_step):
             for (node, module), total in zip(phase.labels, phase.after.sum(1), strict=True):
                 yield phase.phase, node, module, int(total)
 
-    def alive_at_peak(self) -> list[Thing]:
-        """The storages alive at the peak, largest first."""
-        _, phase, point = _highest(self._step.steady)
-        at_compute = phase.phase in ("forward", "backward")
-        if at_compute:
-            things = alive_at(self.program, self._step.held, phase.phase, point)
-        else:
-            things = [t for t in self._step.held]
-        known = {category: 0 for category in CATEGORIES}
-        for thing in things:
-            known[thing.category] += thing.bytes
-        for category, total in _snapshot(phase.during[point]).items():
-            if total > known[category]:
-                left = total - known[category]
-                things.append(Thing(f"all {category.value}", "", category, left))
-        return sorted(things, key=lambda t: t.bytes, reverse=True)
+    def _peak_tick(self, first_step: bool = False) -> int:
+        return int(self.ledger(first_step=first_step).totals.argmax())
+
+    def _place(self, tick: int, first_step: bool = False) -> PeakAt:
+        ledger = self.ledger(first_step=first_step)
+        phase, point = ledger.at(tick)
+        moment = ledger.moments[tick // 2]
+        return PeakAt(phase.name, point, moment.node, moment.module, moment.line, phase.micro_batch)
+
+    def alive_at_peak(self) -> list[LiveRange]:
+        """The storages alive on the device at the peak, largest first; they sum to it."""
+        alive = [r for r in self.ledger().alive(self._peak_tick()) if not r.host and r.bytes]
+        return sorted(alive, key=lambda each: each.bytes, reverse=True)
 
     def explain_peak(self, top: int = 20) -> str:
         """One sentence that names the peak, and the `top` largest things alive at it."""
@@ -309,17 +424,6 @@ class MemoryReport:
         }
 
 
-def cells_of(curve: PhaseBytes, span: Any) -> Iterator[tuple[State, Any]]:
-    """States of one module in one phase, with the row of bytes per category at each."""
-    phase = "forward" if curve.phase == "forward" else "backward"
-    start = np.array(curve.start, dtype=np.int64)
-    for state, name in MOMENTS[phase]:
-        point = getattr(span, name)
-        yield state, curve.after[point] if point >= 0 else start
-    stretch = curve.during[span.before_pre + 1 : span.after_post + 1]
-    yield PEAKS[phase], stretch[int(stretch.sum(1).argmax())]
-
-
 def parse_bytes(budget: int | str) -> int:
     """Bytes of 123, "123", "80GiB", "512 MiB".
 
@@ -343,17 +447,8 @@ def size_text(size: int) -> str:
     return "0 B"
 
 
-def _highest(phases: list[PhaseBytes]) -> tuple[int, PhaseBytes, int]:
-    best: tuple[int, PhaseBytes, int] | None = None
-    for phase in phases:
-        if not len(phase.during):
-            continue
-        totals = phase.during.sum(1)
-        point = int(totals.argmax())
-        if best is None or totals[point] > best[0]:
-            best = (int(totals[point]), phase, point)
-    assert best is not None
-    return best
+def _nothing() -> Snapshot:
+    return dict.fromkeys(CATEGORIES, 0)
 
 
 def _snapshot(row: Any) -> Snapshot:

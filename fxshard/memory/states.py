@@ -1,27 +1,45 @@
-"""Where in a step each state of each module lies, as points of the schedule."""
+"""Where in a step each state of each call of each module lies, as points of the schedule."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Collection, Iterator, Sequence
 
 from fxshard import meta, ops
 from fxshard.memory.category import State
 from fxshard.program import Program
+from fxshard.provenance import Call
 from fxshard.schedule import points
+
+Called = tuple[str, int]  # FQN of a module, and which of its calls in a forward
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """The stretch of one phase that belongs to one module; numbers of points.
+    """The stretch of one phase that belongs to one call of one module; numbers of points.
 
     Point -1 is the start of the phase. A unit's pre-forward begins with the wait for its
     unshard, and its post-forward ends with its free (in backward: the free of its gradients).
+
+    Attributes:
+        before_again, after_again: of what an activation checkpoint makes again in backward; None if
+            nothing of this call is.
     """
 
     before_pre: int
     after_pre: int
     before_post: int
     after_post: int
+    before_again: int | None = None
+    after_again: int | None = None
+
+    def moments(self, phase: str) -> Iterator[tuple[State, int]]:
+        """Each state but the peaks, and the point that it lies at."""
+        for state, name in MOMENTS[phase]:
+            point = getattr(self, name)
+            if point is not None:
+                yield state, point
 
 
 MOMENTS = {
@@ -32,6 +50,8 @@ MOMENTS = {
         (State.AFTER_POST_FORWARD, "after_post"),
     ),
     "backward": (
+        (State.PRE_FORWARD_AC, "before_again"),
+        (State.POST_FORWARD_AC, "after_again"),
         (State.BEFORE_PRE_BACKWARD, "before_pre"),
         (State.AFTER_PRE_BACKWARD, "after_pre"),
         (State.BEFORE_POST_BACKWARD, "before_post"),
@@ -41,39 +61,95 @@ MOMENTS = {
 PEAKS = {"forward": State.PEAK_FORWARD, "backward": State.PEAK_BACKWARD}
 
 
-def spans(program: Program) -> dict[tuple[str, meta.Phase], Span]:
-    """Per (module FQN, phase) in which the module computes, its span.
+def spans(program: Program) -> dict[tuple[Called, meta.Phase], Span]:
+    """Per call of a module, and phase in which it computes, its span.
 
-    A module's computation runs from the first to the last operator of it or of its submodules.
+    A call's computation runs from the first to the last operator of it or of what it calls. A
+    module that is never called itself, such as a `ModuleList`, computes where those under its FQN
+    do. What a checkpoint makes again does not belong to the backward of the modules inside of it.
     """
     assert program.schedule is not None
-    found: dict[tuple[str, meta.Phase], Span] = {}
+    found: dict[tuple[Called, meta.Phase], Span] = {}
+    ever = {call.module for call in program.calls}
+    outside: set[Called] = set()  # calls that no checkpoint repeats as a whole
+    chains: dict[tuple[int | None, str], list[Called]] = {}
     for phase, graph in program.schedule.phases():
-        first: dict[str, int] = {}
-        last: dict[str, int] = {}
-        waits: dict[str, int] = {}
-        frees: dict[str, int] = {}
+        first: dict[Called, int] = {}
+        last: dict[Called, int] = {}
+        again: dict[Called, tuple[int, int]] = {}
+        waits: dict[str, list[int]] = {}
+        frees: dict[str, list[int]] = {}
         places = points(program.schedule, graph)
-        for i, point in enumerate(places):
-            tag = meta.get(point.row)
-            if point.node is not None:
-                for module in _with_ancestors(point.module):
-                    first.setdefault(module, i)
-                    last[module] = i
-            elif point.row.target is ops.wait and tag.module not in waits:
-                waits[tag.module] = i
-            elif point.row.target is ops.free:
-                frees[tag.module] = i
-        for module in first:
-            after_pre = first[module] - 1
-            before_pre = min(waits.get(module, first[module]) - 1, after_pre)
-            after_post = max(frees.get(module, last[module]), last[module])
+        for i, place in enumerate(places):
+            tag = meta.get(place.origin)
+            if place.node is None:
+                if place.row.target is ops.wait:
+                    waits.setdefault(tag.module, []).append(i)
+                elif place.row.target is ops.free:
+                    frees.setdefault(tag.module, []).append(i)
+                continue
+            key = (tag.call, tag.module)
+            if key not in chains:
+                chains[key] = list(_around(program.calls, ever, *key))
+            for called in chains[key]:
+                if phase == "forward" and tag.checkpoint is None:
+                    outside.add(called)
+                if tag.again:
+                    again[called] = (again[called][0] if called in again else i, i)
+                else:
+                    first.setdefault(called, i)
+                    last[called] = i
+        for called, start, end in _stretches(first, last):
+            module = called[0]
+            wait = [w for w in waits.get(module, []) if start < w <= first[called]]
+            free = [f for f in frees.get(module, []) if last[called] <= f < end]
+            after_pre = first[called] - 1
+            before_pre = wait[0] - 1 if wait else after_pre
+            after_post = free[-1] if free else last[called]
             if module == "":
                 before_pre, after_post = -1, len(places) - 1
-            found[module, phase] = Span(before_pre, after_pre, last[module], after_post)
+            made = (0, None) if called in outside else again.get(called, (0, None))
+            found[called, phase] = Span(
+                before_pre,
+                after_pre,
+                last[called],
+                after_post,
+                None if made[1] is None else made[0] - 1,
+                made[1],
+            )
     return found
 
 
-def _with_ancestors(fqn: str) -> list[str]:
-    names = fqn.split(".") if fqn else []
-    return [".".join(names[:i]) for i in range(len(names) + 1)]
+def _stretches(
+    first: dict[Called, int], last: dict[Called, int]
+) -> Iterator[tuple[Called, int, float]]:
+    """Each call, with the points between which no other call of its module computes."""
+    calls: dict[str, list[Called]] = {}
+    for called in sorted(first, key=first.__getitem__):
+        calls.setdefault(called[0], []).append(called)
+    for called in first:
+        same = calls[called[0]]
+        at = same.index(called)
+        end = first[same[at + 1]] if at + 1 < len(same) else math.inf
+        yield called, last[same[at - 1]] if at else -1, end
+
+
+def _around(
+    calls: Sequence[Call], ever: Collection[str], call: int | None, module: str
+) -> Iterator[Called]:
+    """The calls that an operator runs in, and the modules around it that are never called.
+
+    An operator that a pass has made is in no call: it counts for the first of each module.
+    """
+    found: dict[str, int] = {}
+    known = call
+    while call is not None:
+        found.setdefault(calls[call].module, calls[call].number)
+        call = calls[call].parent
+    for name in list(found) or [module]:
+        found.setdefault(name, 0)
+        while name:
+            name = name.rpartition(".")[0]
+            if name not in ever or known is None or not name:
+                found.setdefault(name, 0)
+    yield from found.items()

@@ -1,0 +1,147 @@
+"""Where each operator comes from: the call of a module that it runs in, and the line of user code.
+
+Written while the model is traced, into the ``nn_module_stack`` of what the trace makes; the
+operators of backward inherit it from the forward operator that they differentiate
+(torch/_functorch/_aot_autograd/utils.py, ``copy_fwd_metadata_to_bw_nodes``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import linecache
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from fxshard import compat
+from fxshard.compat import TorchDispatchMode
+
+STACK = "nn_module_stack"
+LINE = "fxshard_line"  # keys in that stack, beside the FQNs
+CALL = "fxshard_call"
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of one module in a forward.
+
+    Attributes:
+        module: its FQN.
+        number: 0 for its first call in this forward.
+        parent: index of the call that it ran inside of; None for the root's.
+    """
+
+    module: str
+    number: int
+    parent: int | None
+
+
+@contextlib.contextmanager
+def calls_noted(model: nn.Module) -> Iterator[list[Call]]:
+    """Note every call of a submodule of `model` while the block runs; yields the growing list.
+
+    Patching ``Module.__call__`` would be bypassed by modules that call ``forward``'s siblings
+    directly; hooks fire wherever modules are called.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    calls: list[Call] = []
+    counts: dict[str, int] = {}
+    restores: list[Any] = []
+    stack: list[dict[str, Any]] = [{}]
+
+    def enter(module: nn.Module, args: Any) -> None:
+        name = names.get(id(module))
+        if name is None:
+            restores.append(None)
+            return
+        if len(stack) == 1:  # the trace runs the model twice: its last run counts
+            calls.clear()
+            counts.clear()
+        parent = stack[-1].get(CALL)
+        number = counts.get(name, 0)
+        counts[name] = number + 1
+        calls.append(Call(name, number, parent[0] if parent else None))
+        here = {key: value for key, value in stack[-1].items() if key != CALL}
+        stack.append({**here, name: (name, type(module)), CALL: (len(calls) - 1, Call)})
+        restores.append(compat.with_current_meta(STACK, stack[-1]))
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        restore = restores.pop()
+        if restore is not None:
+            stack.pop()
+            restore()
+
+    handles = [
+        register_module_forward_pre_hook(enter),
+        register_module_forward_hook(leave, always_call=True),
+    ]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class LinesNoted(TorchDispatchMode):
+    """Notes the line of user code for every operator that runs inside."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        stack = compat.current_meta().get(STACK, {})
+        compat.with_current_meta(STACK, {**stack, LINE: (user_line(), LinesNoted)})
+        return func(*args, **(kwargs or {}))
+
+
+def module_in(stack: dict[str, Any] | None) -> str | None:
+    """FQN of the innermost module of a stack; None if it names none."""
+    names = [entry[0] for key, entry in (stack or {}).items() if key not in (LINE, CALL)]
+    return names[-1] if names else None
+
+
+def call_in(stack: dict[str, Any] | None) -> int | None:
+    """Index of the innermost call of a stack."""
+    entry = (stack or {}).get(CALL)
+    return None if entry is None else int(entry[0])
+
+
+def line_in(stack: dict[str, Any] | None) -> str:
+    """The line of a stack, as `user_line` gave it; "" if there is none."""
+    entry = (stack or {}).get(LINE)
+    return "" if entry is None else str(entry[0])
+
+
+def user_line() -> str:
+    """``path:line in function`` of the innermost frame outside of torch and fxshard; or ""."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if _is_users(frame.f_code):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def line_text(line: str) -> str:
+    """A line for people: ``dir/model.py:42 in forward: h = self.fc(x)``."""
+    place, _, function = line.partition(" in ")
+    path, _, number = place.rpartition(":")
+    if not path:
+        return line
+    source = linecache.getline(path, int(number)).strip()
+    short = "/".join(Path(path).parts[-2:])
+    return f"{short}:{number} in {function}" + (f": {source}" if source else "")
+
+
+@functools.cache
+def _is_users(code: CodeType) -> bool:
+    path = Path(code.co_filename)
+    own = (Path(__file__).resolve().parent, Path(torch.__file__).resolve().parent)
+    return not path.name.startswith("<") and not any(path.is_relative_to(each) for each in own)
