@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from fxshard.memory.tracker import Tracker, WatchedWorld
 from fxshard.mesh import grid, mesh_of, world_for, world_over
 from fxshard.module import ShardedModule
 from fxshard.pipeline import Observer, make_program
-from fxshard.plans import Plan
+from fxshard.plans import Plan, Workload, make_plan
 from fxshard.program import Program
 from fxshard.rehearsal import split_steps, tracked_steps
 from fxshard.units import Unit, check_reshard, configured_units
@@ -38,6 +39,8 @@ def plan(
     world_size: int | tuple[int, int],
     micro_batches: int = 1,
     no_sync: bool = False,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    optimizer_in_backward: bool = False,
     observe: Observer | None = None,
     **options: Any,
 ) -> Plan:
@@ -50,52 +53,27 @@ def plan(
         world_size: number of ranks; for a hybrid strategy a pair, replicas x shards.
         micro_batches: forward and backward passes per step, each on such a batch.
         no_sync: all but the last of them run under `ShardedModule.no_sync`.
+        loss: what the training loop computes from the model's output, outside of the model, such
+            as ``lambda logits: F.cross_entropy(logits.flatten(0, 1), labels)``.
+        optimizer_in_backward: the loop steps each parameter's optimizer as soon as its gradient is
+            there (``register_post_accumulate_grad_hook``), and drops the gradient.
         observe: called as ``observe(pass name, text before, text after)`` for every pass.
         **options: see `fxshard.config.Config`.
 
     Raises:
         ConfigError, UnitError, CaptureError, VerifyError: see `fxshard.errors`.
     """
-    config = Config.from_options(options)
-    replicas, shards = grid(world_size, config)
-    call = _example(args, kwargs)
-    return _plan(
-        _plain_module(model), call, (replicas, shards), config, micro_batches, no_sync, observe
+    workload = Workload(
+        _plain_module(model),
+        _example(args, kwargs),
+        world_size,
+        Config.from_options(options),
+        micro_batches,
+        no_sync,
+        loss,
+        optimizer_in_backward,
     )
-
-
-def _plan(
-    module: nn.Module,
-    call: tuple[tuple[Any, ...], dict[str, Any]],
-    world: tuple[int, int],
-    config: Config,
-    micro_batches: int,
-    no_sync: bool,
-    observe: Observer | None = None,
-) -> Plan:
-    if micro_batches < 1:
-        raise ConfigError(f"micro_batches={micro_batches}: a step has at least one.")
-    made: dict[tuple[bool, frozenset[str]], Program] = {}
-    programs: list[Program] = []
-    accumulated: frozenset[str] = frozenset()
-    for number in range(micro_batches):
-        sync = not no_sync or number == micro_batches - 1
-        if (sync, accumulated) not in made:
-            made[sync, accumulated] = make_program(
-                module,
-                *call,
-                units=configured_units(module, config),
-                world=world[1],
-                replicas=world[0],
-                config=config,
-                sync=sync,
-                accumulated=sorted(accumulated),
-                observe=observe,
-            )
-        program = made[sync, accumulated]
-        programs.append(program)
-        accumulated |= {r.name for r in program.results if r.kind == "accumulated"}
-    return Plan(programs, config, module, call)
+    return make_plan(workload, observe=observe)
 
 
 def compile(
@@ -167,6 +145,8 @@ def validate(
     steps: int = 2,
     micro_batches: int = 1,
     no_sync: bool = False,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    optimizer_in_backward: bool = False,
     **options: Any,
 ) -> Validation:
     """Run rank 0 of the compiled program under a tracker, and compare with the static report.
@@ -181,6 +161,7 @@ def validate(
         steps: how many steps to run; the first is compared with the report's first step.
         micro_batches: forward and backward passes per step, each compared with a report of its own.
         no_sync: all but the last of them run under `ShardedModule.no_sync`.
+        loss, optimizer_in_backward: as for `plan`.
         **options: see `fxshard.config.Config`.
 
     Raises:
@@ -201,9 +182,11 @@ def validate(
                 f"parameter {name!r} is on the meta device; validate runs the model. Give it a "
                 f"small model with real parameters of the same structure."
             )
-    report = _plan(
-        module, (args, kwargs), (replicas, shards), config, micro_batches, no_sync
-    ).memory
+    workload = Workload(
+        *(module, (args, kwargs), world_size, config, micro_batches, no_sync),
+        *(loss, optimizer_in_backward),
+    )
+    report = make_plan(workload).memory
     with compat.fake_process_group(0, replicas * shards):
         tracker = Tracker(offloaded=config.offload is not None)
         units = configured_units(module, config)
@@ -213,7 +196,7 @@ def validate(
             return TracedExecutor(program, WatchedWorld(world, tracker), tracker)
 
         sharded = ShardedModule(module, units, world, config, make_executor)
-        tracked_steps(sharded, args, kwargs, tracker, steps, micro_batches, no_sync)
+        tracked_steps(sharded, workload, tracker, steps)
     return compare(report, split_steps(tracker.measured(), steps, micro_batches))
 
 

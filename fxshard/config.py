@@ -32,8 +32,10 @@ _TORCH_STRATEGIES = {
     ShardingStrategy._HYBRID_SHARD_ZERO2: "hybrid_shard_zero2",
 }
 STRATEGIES = tuple(_TORCH_STRATEGIES.values())
+CHECKPOINTS = ("full", "selective")
 BACKENDS = ("eager",)
 REDUCE_OPS = ("avg", "sum", "max", "min")
+DEVICES = (None, "cuda")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +120,12 @@ class Config:
         forward_prefetch: how many units ahead an unshard is launched in forward; FSDP1's True and
             False are 1 and 0.
         backward_prefetch: the same in backward; torch's `BackwardPrefetch` is accepted, None is 0.
+        checkpoint: activation checkpointing, besides the model's own. ``"full"``: of each unit's
+            forward only its inputs are saved, the rest is made again in backward;
+            ``"selective"``: what matrix multiplications, convolutions and attention return is saved
+            too; or a policy as ``torch.utils.checkpoint.create_selective_checkpoint_contexts``
+            takes it, ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``. Or a dict from module
+            classes or FQN globs to such values: what its keys name is checkpointed.
         offload: None, torch's `CPUOffloadPolicy` or `CPUOffload`: shards, sharded gradients and
             optimizer states live on the CPU.
         reduce_op: how gradients of ranks become one: "avg", "sum", "max" or "min".
@@ -129,6 +137,8 @@ class Config:
         backend: ``"eager"``: compute regions run op by op, bitwise with eager PyTorch.
         optimizer: a callable ``params -> torch.optim.Optimizer``, or an optimizer instance whose
             class and parameter-group options are taken; its real ``step`` is analysed.
+        device: None: plan for the device that the model is on. ``"cuda"`` (or torch's device of
+            that type): `plan` for one on a machine without it (see docs/cuda.md).
         passes: a pipeline in place of the default one (see `fxshard.pipeline`).
     """
 
@@ -140,6 +150,7 @@ class Config:
     full_precision_in_eval: bool = False
     forward_prefetch: int = 1
     backward_prefetch: Any = 1
+    checkpoint: Any = None
     offload: Any = None
     reduce_op: str = "avg"
     gradient_divide_factor: float | None = None
@@ -148,6 +159,7 @@ class Config:
     sync_module_states: bool = False
     backend: str = "eager"
     optimizer: Any = None
+    device: Any = None
     passes: Sequence[Any] | None = None
 
     def __post_init__(self) -> None:
@@ -188,6 +200,7 @@ class Config:
                     f"{name}=[{getattr(self, name)!r}]."
                 )
         self._check_reshard()
+        self._check_checkpoint()
         for policy in self.precisions.values():
             if Precision.of(policy).buffer_dtype is not None and self.full_precision_in_eval:
                 raise ConfigError(
@@ -217,6 +230,38 @@ class Config:
                 f"CPUOffload(offload_params=True)."
             )
         object.__setattr__(self, "offload", offload)
+        device = self.device
+        if isinstance(device, torch.device):
+            device = device.type
+        if device not in DEVICES:
+            raise ConfigError(
+                f"device={self.device!r} is not supported; legal: {', '.join(map(repr, DEVICES))}. "
+                f"Without it, a plan is for the device that the model is on."
+            )
+        object.__setattr__(self, "device", device)
+
+    def check_runs_on(self, device: torch.device) -> None:
+        """Refuse to run what is planned for another device.
+
+        Raises:
+            ConfigError: `device` of the options is another than the one that computes.
+        """
+        if self.device not in (None, device.type):
+            raise ConfigError(
+                f"device={self.device!r} with a model that computes on {device.type!r}: the option "
+                f"is for fxshard.plan, which runs nothing. Leave it out, or move the model to "
+                f"{self.device!r}."
+            )
+
+    def _check_checkpoint(self) -> None:
+        value = self.checkpoint
+        for policy in value.values() if isinstance(value, Mapping) else [value]:
+            if not (policy is None or policy in CHECKPOINTS or callable(policy)):
+                raise ConfigError(
+                    f"checkpoint={policy!r}: expected {', '.join(map(repr, CHECKPOINTS))}, a "
+                    f"policy (ctx, op, *args, **kwargs) -> torch.utils.checkpoint.CheckpointPolicy, or a "
+                    f"dict from module classes or FQN globs to these."
+                )
 
     def _check_reshard(self) -> None:
         value = self.reshard_after_forward

@@ -18,7 +18,7 @@ from fxshard.errors import StepError
 from fxshard.executor import Executor
 from fxshard.fsdp import FsdpMethods
 from fxshard.memory.report import MemoryReport
-from fxshard.plans import Plan
+from fxshard.plans import Plan, Workload, without_data
 from fxshard.program import Program
 from fxshard.sharding import shard_parameters
 from fxshard.step import Call, Step, differentiated
@@ -182,7 +182,11 @@ class ShardedModule(FsdpMethods):
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program) -> None:
         """Run this kind of call by `program`, which all ranks agree on."""
         self._warn_of_hooks()
-        plan = Plan([program], self.config, self.original, (args, kwargs))
+        hybrid, world = self.config.hybrid, self.world
+        ranks = (world.replicas, world.size) if hybrid else world.replicas * world.size
+        plan = Plan(
+            [program], Workload(self.original, without_data((args, kwargs)), ranks, self.config)
+        )
         executor = self._make_executor(program, self.world)
         self.variants[self.key(args, kwargs)] = Variant(plan, executor)
         self._agreed.add(tuple(dump.agreement(program)))

@@ -7,6 +7,7 @@ times it, lints the graph, dumps and compares by FXSHARD_DEBUG, and verifies wha
 from __future__ import annotations
 
 import collections
+import dataclasses
 import difflib
 import sys
 import time
@@ -20,6 +21,7 @@ from fxshard import compat, dump, trace, verify
 from fxshard.config import Config, Precision, environment
 from fxshard.errors import ConfigError, VerifyError
 from fxshard.passes.annotate_streams import AnnotateStreams
+from fxshard.passes.assign_checkpoints import AssignCheckpoints
 from fxshard.passes.assign_units import AssignUnits
 from fxshard.passes.canonicalize import Canonicalize
 from fxshard.passes.checkpoint import Checkpoint
@@ -29,7 +31,7 @@ from fxshard.passes.insert_unshard import InsertUnshard
 from fxshard.passes.outline_regions import OutlineRegions
 from fxshard.passes.prefetch import Prefetch
 from fxshard.program import Fact, Program
-from fxshard.units import Unit, check_reshard, with_precision
+from fxshard.units import Unit, check_reshard, checkpointed_modules, with_precision
 
 
 class Pass(Protocol):
@@ -56,6 +58,7 @@ def default_passes(config: Config) -> list[Pass]:
     return [
         Canonicalize(),
         AssignUnits(),
+        AssignCheckpoints(),
         Checkpoint(),
         InsertUnshard(),
         InsertReduce(
@@ -127,6 +130,7 @@ def make_program(
     comm_hook: bool = False,
     device: torch.device | None = None,
     observe: Observer | None = None,
+    captures: dict[Any, Program] | None = None,
 ) -> Program:
     """Capture one call and run the passes over it.
 
@@ -141,6 +145,7 @@ def make_program(
         comm_hook: the user's function reduces gradients.
         device: where parameters are when they are whole; None: where they are now.
         observe: called with the dump before and after each pass.
+        captures: earlier captures of this very call: one that serves is not made again.
     """
     check_reshard(units, world)
     if config.full_precision_in_eval and not model.training:
@@ -149,16 +154,40 @@ def make_program(
     wanted = [p.requires_grad for unit in units for p in (*unit.params, *unit.ignored)]
     wanted += [leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor)]
     training = torch.is_grad_enabled() and any(wanted)
-    program = trace.capture(
-        model, args, kwargs, units=units, world_size=world, training=training, device=device
-    )
+    captures = {} if captures is None else captures
+    key = _capture_key(units, training, config)
+    if key not in captures:
+        captures[key] = trace.capture(
+            *(model, args, kwargs),
+            units=units,
+            world_size=world,
+            training=training,
+            device=device,
+            for_cuda=config.device is not None,
+        )
+    program = captures[key].copied(units, world)
     program.replicas, program.sync = replicas, sync
     program.accumulated = frozenset(accumulated)
     program.comm_hook = comm_hook
     program.offloaded = config.offload is not None
+    program.checkpoints = checkpointed_modules(model, config, units)
     passes = config.passes if config.passes is not None else default_passes(config)
     run(program, passes, observe=observe)
     return program
+
+
+def _capture_key(units: tuple[Unit, ...], training: bool, config: Config) -> Any:
+    """Equal for options under which the trace of a call is the same: it sees dtypes, no ranks."""
+    traced = [
+        dataclasses.replace(u.precision, reduce_dtype=None, keep_low_precision_grads=False)
+        for u in units
+    ]
+    cast = tuple((u.fqn, p) for u, p in zip(units, traced, strict=True) if p != Precision())
+    dtypes = tuple(
+        sorted((p.fqn, str(p.compute_dtype), p.requires_grad) for u in units for p in u.params)
+    )
+    ignored = tuple(sorted(p.fqn for u in units for p in u.ignored))
+    return cast, dtypes, ignored, training, config.device
 
 
 def _verify(program: Program, pass_name: str | None) -> None:

@@ -2,20 +2,116 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
-from fxshard import dump
+from fxshard import compat, dump, levers
 from fxshard.config import Config
+from fxshard.errors import ConfigError
 from fxshard.executor import emit
 from fxshard.memory import liveness
+from fxshard.memory.in_backward import trace_in_backward
+from fxshard.memory.loss import trace_loss
 from fxshard.memory.optimizer import trace_step
 from fxshard.memory.report import MemoryReport
+from fxshard.mesh import grid
+from fxshard.pipeline import Observer, make_program
 from fxshard.program import Program
-from fxshard.units import Unit
+from fxshard.units import Unit, configured_units
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of a call of the model
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What a plan is made for: everything that decides what a step does.
+
+    Attributes:
+        module: the plain model.
+        call: the ``(args, kwargs)`` of one micro-batch.
+        world_size: number of ranks; for a hybrid strategy a pair, replicas x shards.
+        config: the options.
+        micro_batches: forward and backward passes per step.
+        no_sync: all but the last of them run under `ShardedModule.no_sync`.
+        loss: what the user computes from the model's output, outside of it; None: nothing.
+        optimizer_in_backward: each parameter's optimizer steps as soon as its gradient is there
+            (``register_post_accumulate_grad_hook``), and drops it.
+    """
+
+    module: nn.Module
+    call: Call
+    world_size: int | tuple[int, int]
+    config: Config
+    micro_batches: int = 1
+    no_sync: bool = False
+    loss: Callable[[Any], torch.Tensor] | None = None
+    optimizer_in_backward: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
+            raise ConfigError(f"micro_batches={self.micro_batches!r}: a step has at least one.")
+        if self.optimizer_in_backward and self.config.optimizer is None:
+            raise ConfigError("optimizer_in_backward=True needs an optimizer=... to run.")
+        if self.optimizer_in_backward and self.micro_batches > 1:
+            raise ConfigError(
+                "optimizer_in_backward=True with micro_batches > 1: the first micro-batch would "
+                "step already. Leave one of the two out."
+            )
+
+    def changed(self, changes: dict[str, Any]) -> Workload:
+        """With some of its fields, of the call's ``args`` and ``kwargs``, or options replaced."""
+        own = {f.name for f in dataclasses.fields(self)} - {"config", "call"}
+        mine = {name: value for name, value in changes.items() if name in own}
+        args, kwargs = self.call
+        mine["call"] = changes.get("args", args), changes.get("kwargs", kwargs)
+        options = {f.name: getattr(self.config, f.name) for f in dataclasses.fields(Config)} | {
+            n: v for n, v in changes.items() if n not in (*own, "args", "kwargs")
+        }
+        return dataclasses.replace(self, config=Config.from_options(options), **mine)
+
+
+def make_plan(
+    workload: Workload,
+    *,
+    observe: Observer | None = None,
+    captures: dict[Any, Program] | None = None,
+) -> Plan:
+    """Capture the call and run the passes, once per kind of micro-batch.
+
+    Args:
+        workload: what is asked.
+        observe: called with the dump before and after each pass.
+        captures: of the same model and call, from before.
+    """
+    replicas, shards = grid(workload.world_size, workload.config)
+    captures = {} if captures is None else captures
+    made: dict[tuple[bool, frozenset[str]], Program] = {}
+    programs: list[Program] = []
+    accumulated: frozenset[str] = frozenset()
+    for number in range(workload.micro_batches):
+        sync = not workload.no_sync or number == workload.micro_batches - 1
+        if (sync, accumulated) not in made:
+            made[sync, accumulated] = make_program(
+                workload.module,
+                *workload.call,
+                units=configured_units(workload.module, workload.config),
+                world=shards,
+                replicas=replicas,
+                config=workload.config,
+                sync=sync,
+                accumulated=sorted(accumulated),
+                observe=observe,
+                captures=captures,
+            )
+        program = made[sync, accumulated]
+        programs.append(program)
+        accumulated |= {r.name for r in program.results if r.kind == "accumulated"}
+    return Plan(programs, workload, captures)
 
 
 class Plan:
@@ -23,15 +119,22 @@ class Plan:
 
     Attributes:
         programs: the rewritten programs, one per micro-batch of a step.
-        config: the options they were made with.
+        workload: what it was made for.
     """
 
     def __init__(
-        self, programs: Sequence[Program], config: Config, model: nn.Module, inputs: Any
+        self,
+        programs: Sequence[Program],
+        workload: Workload,
+        captures: dict[Any, Program] | None = None,
     ) -> None:
-        """Args: `model` and `inputs`, the ``(args, kwargs)`` traced: for the bytes they hold."""
-        self.programs, self.config = tuple(programs), config
-        self._held = liveness.held_ranges(model, inputs, self.program)
+        self.programs, self.workload = tuple(programs), workload
+        self._captures = {} if captures is None else captures
+
+    @property
+    def config(self) -> Config:
+        """The options it was made with."""
+        return self.workload.config
 
     @property
     def program(self) -> Program:
@@ -46,8 +149,34 @@ class Plan:
     @functools.cached_property
     def memory(self) -> MemoryReport:
         """Bytes at every point of the step, per category and module (computed once, on demand)."""
-        step = trace_step(self.program, self.config.optimizer)
-        return MemoryReport(liveness.analyse(self.programs, self._held, step))
+        for_cuda = self.config.device == "cuda"
+        if self.workload.optimizer_in_backward:
+            step = trace_in_backward(self.program, self.config.optimizer)
+        else:
+            step = trace_step(self.program, self.config.optimizer, for_cuda=for_cuda)
+        loss = trace_loss(self.program, self.workload.loss)
+        work = self.workload
+        held = liveness.held_ranges(work.module, work.call, self.program, loss)
+        step_bytes = liveness.analyse(self.programs, held, step, loss)
+        return MemoryReport(step_bytes, lambda: levers.pulled(self))
+
+    def replan(self, **changes: Any) -> Plan:
+        """The plan of the same step with something changed.
+
+        The model is traced again only if the trace itself would differ (other inputs, dtypes,
+        ignored parameters or device): ranks, units, strategy, resharding, prefetch, checkpointing,
+        offload, reduction, micro-batches and optimizer are free.
+
+        Args:
+            **changes: options of `fxshard.plan`, ``world_size``, ``args``, ``kwargs``,
+                ``micro_batches``, ``no_sync``, ``loss``, ``optimizer_in_backward``.
+
+        Raises:
+            ConfigError, UnitError, CaptureError, VerifyError: as `fxshard.plan`.
+        """
+        same_call = "args" not in changes and "kwargs" not in changes
+        workload = self.workload.changed(changes)
+        return make_plan(workload, captures=self._captures if same_call else None)
 
     @property
     def code(self) -> str:
@@ -67,3 +196,28 @@ class Plan:
             fold: identical layers as one block, "x N".
         """
         return dump.schedule(self.program, folded=fold, phase=phase)
+
+
+def without_data(call: Call) -> Call:
+    """The same call on meta tensors that share storages as its tensors do."""
+    leaves, spec = compat.tree_flatten(call)
+    bases: dict[int, torch.Tensor] = {}
+    held = [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    seen: dict[int, torch.Tensor] = {}
+    flat: list[Any] = []
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            flat.append(leaf)
+            continue
+        if id(leaf) not in seen:
+            storage = leaf.untyped_storage()
+            size = storage.nbytes() // leaf.element_size()
+            base = bases.setdefault(id(storage), torch.empty(size, dtype=leaf.dtype, device="meta"))
+            if base.dtype is not leaf.dtype:  # two dtypes in one storage: they count as two
+                base = torch.empty(size, dtype=leaf.dtype, device="meta")
+            view = base.as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
+            seen[id(leaf)] = view.detach().requires_grad_(leaf.requires_grad)
+        flat.append(seen[id(leaf)])
+    del held
+    args, kwargs = compat.tree_unflatten(flat, spec)
+    return args, kwargs

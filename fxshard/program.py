@@ -138,6 +138,8 @@ class Program:
         facts: what has been ensured so far.
         forward_prefetch, backward_prefetch: units ahead, as in `Config`.
         calls: every call of a module in forward, in order; nodes refer to them.
+        checkpoints: FQN of each module whose calls are checkpointed -> "full", "selective" or a
+            policy function, as in `Config`.
         schedule: the outer schedule and its regions, once outline-regions has run.
     """
 
@@ -158,6 +160,7 @@ class Program:
     forward_prefetch: int = 1
     backward_prefetch: int = 1
     calls: tuple[Call, ...] = ()
+    checkpoints: dict[str, Any] = dataclasses.field(default_factory=dict)
     schedule: Schedule | None = None
 
     @property
@@ -208,6 +211,25 @@ class Program:
             args = fx.node.map_arg(node.args, val)
             kwargs = fx.node.map_arg(node.kwargs, val)
             return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def copied(self, units: tuple[Unit, ...], world_size: int) -> Program:
+        """A copy that passes may rewrite, for other units and ranks; fake values are shared.
+
+        Only of a program that no pass has touched.
+        """
+        graph = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        for node in self.graph.nodes:
+            env[node] = graph.node_copy(node, env.__getitem__)
+        return dataclasses.replace(
+            self,
+            graph=graph,
+            results=list(self.results),
+            units=units,
+            world_size=world_size,
+            facts=set(),
+            schedule=None,
+        )
 
     def refresh_views(self, node: fx.Node, stale: set[int]) -> None:
         """Make fake values again along the views of `node`, so that they alias its storage.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,62 +15,118 @@ from fxshard.memory.category import Category
 from fxshard.memory.optimizer import make_optimizer
 from fxshard.memory.tracker import Measured, Tracker
 from fxshard.module import ShardedModule
+from fxshard.plans import Workload
+from fxshard.program import Program
 
 
-def tracked_steps(
-    model: ShardedModule,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tracker: Tracker,
-    steps: int,
-    micro_batches: int = 1,
-    no_sync: bool = False,
-) -> None:
+def tracked_steps(model: ShardedModule, work: Workload, tracker: Tracker, steps: int) -> None:
     """Train `model` for some steps on one batch, marking phases for the tracker.
 
-    The gradients that arrive at the outputs are ones.
+    Without a loss of the user's, the gradients that arrive at the outputs are ones.
     """
     optimizer = None
-    if model.config.optimizer is not None:
+    if work.optimizer_in_backward:
+        _step_in_backward(model, tracker)
+    elif model.config.optimizer is not None:
         optimizer = make_optimizer(model.config.optimizer, list(model.parameters()))
-    leaves, _ = compat.tree_flatten((args, kwargs))
+    args, kwargs = work.call
+    leaves, _ = compat.tree_flatten(work.call)
     program = model.variant(args, kwargs).program
     shards = (s for slot in model.slots.values() for s in slot.shards)
     tracker.know(shards, Category.SHARDED_PARAM, host=program.offloaded)
     tracker.know(model.whole_parameters(), Category.SHARDED_PARAM)
     tracker.know([*model.buffers(), *program.constants.values()], Category.BUFFER)
     inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    tracker.know(inputs, Category.INPUTS)
+    tracker.know([*inputs, *_tensors_of(work.loss)], Category.INPUTS)
     del shards
     trained = [param for param in model.parameters() if param.requires_grad]
     hooks = [param.register_hook(tracker.gradient) for param in trained]
     with tracker:
         for _ in range(steps):
-            for i in range(micro_batches):
-                waits = no_sync and i < micro_batches - 1
+            for i in range(work.micro_batches):
+                waits = work.no_sync and i < work.micro_batches - 1
                 with model.no_sync() if waits else contextlib.nullcontext():
-                    outputs, _ = compat.tree_flatten(model(*args, **kwargs))
-                    tracker.begin("loss")
-                    roots = [outputs[i] for i in program.signature.tangents]
-                    tangents = [torch.ones_like(root) for root in roots]
-                    torch.autograd.backward(roots, tangents)
-                    del outputs, roots, tangents
-                tracker.at()
+                    _forward_backward(model, work, program, tracker)
+                if not work.optimizer_in_backward:
+                    tracker.at()
                 tracker.gradients(model.parameters())
                 sums = (t for each in model.accumulated.values() for t in each)
                 tracker.mark(sums, Category.UNSHARDED_GRAD)
                 del sums
-            tracker.begin("optimizer")
-            if optimizer is not None:
-                optimizer.step()
-                tracker.optimizer_state(optimizer)
-            tracker.at()
+            if not work.optimizer_in_backward:
+                tracker.begin("optimizer")
+                if optimizer is not None:
+                    optimizer.step()
+                    tracker.optimizer_state(optimizer)
+                tracker.at()
             tracker.begin("zero_grad")
             for tensor in (*model.parameters(), *inputs):
                 tensor.grad = None
             tracker.at()
     for hook in hooks:
         hook.remove()
+
+
+def _forward_backward(
+    model: ShardedModule, work: Workload, program: Program, tracker: Tracker
+) -> None:
+    """One micro-batch; nothing of it but gradients is left."""
+    args, kwargs = work.call
+    out = model(*args, **kwargs)
+    leaves, _ = compat.tree_flatten(out)
+    roots = [leaves[i] for i in program.signature.tangents]
+    if work.loss is None:
+        tracker.begin("loss backward")
+        tangents = [torch.ones_like(root) for root in roots]
+        torch.autograd.backward(roots, tangents)
+        if work.optimizer_in_backward:
+            tracker.at()
+        return
+    tracker.begin("loss")
+    for root in roots:
+        root.register_hook(lambda grad: tracker.at())
+    value = work.loss(out)
+    tracker.at()
+    tracker.begin("loss backward")
+    value.backward()
+    if work.optimizer_in_backward:
+        tracker.at()
+
+
+def _step_in_backward(model: ShardedModule, tracker: Tracker) -> None:
+    """Give each parameter an optimizer of its own, which steps when its gradient has arrived."""
+    for param in model.parameters():
+        if param.requires_grad:
+            own = make_optimizer(model.config.optimizer, [param])
+            param.register_post_accumulate_grad_hook(_stepping(own, tracker))
+
+
+def _tensors_of(loss: Any) -> Iterator[torch.Tensor]:
+    """Tensors that a function closes over, or a module or a partial call holds."""
+    if isinstance(loss, torch.Tensor):
+        yield loss
+    elif isinstance(loss, torch.nn.Module):
+        yield from (*loss.parameters(), *loss.buffers())
+    elif isinstance(loss, functools.partial):
+        for value in (loss.func, *loss.args, *loss.keywords.values()):
+            yield from _tensors_of(value)
+    elif inspect.isfunction(loss):
+        names = inspect.getclosurevars(loss)
+        for value in (*names.nonlocals.values(), *names.globals.values()):
+            if isinstance(value, (torch.Tensor, torch.nn.Module)):
+                yield from _tensors_of(value)
+
+
+def _stepping(optimizer: torch.optim.Optimizer, tracker: Tracker) -> Callable[[torch.Tensor], None]:
+    def step(param: torch.Tensor) -> None:
+        if tracker.phase != "optimizer":  # the first of them: the model's backward is over
+            tracker.at()
+            tracker.begin("optimizer")
+        optimizer.step()
+        tracker.optimizer_state(optimizer)
+        param.grad = None
+
+    return step
 
 
 def split_steps(

@@ -206,6 +206,33 @@ def check_reshard(units: tuple[Unit, ...], world: int) -> None:
             )
 
 
+def checkpointed_modules(
+    model: nn.Module, config: Config, units: tuple[Unit, ...]
+) -> dict[str, Any]:
+    """FQN of each module that ``checkpoint`` names -> its policy; without names, of each unit.
+
+    Raises:
+        ConfigError: there is no unit but the root, whose checkpoint would save nothing.
+        UnitError: a pattern matches no module.
+    """
+    wanted = config.checkpoint
+    if wanted is None:
+        return {}
+    if isinstance(wanted, Mapping):
+        return {
+            fqn: policy
+            for key, policy in wanted.items()
+            if policy is not None
+            for fqn in sorted(_matches(model, key))
+        }
+    if len(units) == 1:
+        raise ConfigError(
+            f"checkpoint={wanted!r} checkpoints each unit, and {type(model).__name__} has the root "
+            f"unit only. Name modules: checkpoint={{'blocks.*': {wanted!r}}}, or give units=[...]."
+        )
+    return {unit.fqn: wanted for unit in units[1:]}
+
+
 def _reshard_by_unit(
     model: nn.Module, config: Config, units: tuple[Unit, ...]
 ) -> dict[str, bool | int]:

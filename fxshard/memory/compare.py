@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -129,6 +129,9 @@ def compare(report: MemoryReport, steps: list[list[list[Measured]]]) -> Validati
                         )
                         for (state, row), (_, found) in pairs:
                             cells += _cells(number, label, state.value, row, found)
+            for name in ("loss", "loss backward"):
+                if (name, batch) in phases:
+                    cells += _loss_cells(number, name, phases[name, batch], measured[name])
             for name in ("optimizer", "zero_grad"):
                 if name in measured and (name, -1) in phases:
                     cells += _optimizer_cells(number, name, phases[name, -1], measured[name])
@@ -146,6 +149,16 @@ def cells_of(
     yield PEAKS[phase], stretch[int(stretch.sum(1).argmax())]
 
 
+def _loss_cells(step: int, phase: str, s: PhaseBytes, m: Measured) -> list[Cell]:
+    """Before and after the user's loss or its backward, and at the peak of it."""
+    label = phase.capitalize()
+    found = _cells(step, "loss", f"Before {label}", s.start, m.start)
+    top, seen = _highest(s), _highest(m)
+    found += _cells(step, "loss", f"Peak {label}", top, seen)
+    found += _cells(step, "loss", f"After {label}", s.after[-1], m.after[-1])
+    return found
+
+
 def _optimizer_cells(step: int, phase: str, s: PhaseBytes, m: Measured) -> list[Cell]:
     """Before, at the peak of, and after the optimizer step; after zero_grad.
 
@@ -154,10 +167,16 @@ def _optimizer_cells(step: int, phase: str, s: PhaseBytes, m: Measured) -> list[
     if phase == "zero_grad":
         return _cells(step, "optimizer", "After zero_grad", s.after[-1], m.after[-1])
     found = _cells(step, "optimizer", "Before Step", s.start, m.start)
-    top, seen = s.during[s.during.sum(1).argmax()], m.during[m.during.sum(1).argmax()]
+    top, seen = _highest(s), _highest(m)
     found += _cells(step, "optimizer", "Peak Step", top, seen)
     found += _cells(step, "optimizer", "After Step", s.after[-1], m.after[-1])
     return found
+
+
+def _highest(curve: PhaseBytes | Measured) -> Sequence[int]:
+    """The last of the moments with most bytes."""
+    moments: list[Sequence[int]] = [*curve.during.tolist()[::-1], curve.start]
+    return max(moments, key=sum)
 
 
 def _cells(step: int, module: str, state: State | str, row: Any, seen: Any) -> list[Cell]:

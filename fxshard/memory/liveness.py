@@ -24,8 +24,10 @@ from fxshard import meta, ops
 from fxshard.compat import tree_flatten
 from fxshard.memory.category import Category, is_reduce_copy
 from fxshard.memory.gradients import accumulated_bytes, gradient_categories
-from fxshard.memory.ledger import BEFORE, OPTIMIZER, Ledger, LiveRange, Moment
-from fxshard.memory.optimizer import Event, OptimizerStep
+from fxshard.memory.ledger import BEFORE, LOSS, OPTIMIZER, Ledger, LiveRange, Moment
+from fxshard.memory.loss import LossStep
+from fxshard.memory.optimizer import OptimizerStep
+from fxshard.memory.recording import Event
 from fxshard.program import Program, nbytes
 from fxshard.schedule import Schedule, last_reads, points
 from fxshard.units import buffer_dtypes
@@ -47,7 +49,9 @@ class StepBytes:
     optimizer: str | None
 
 
-def held_ranges(model: nn.Module, inputs: Any, program: Program) -> list[LiveRange]:
+def held_ranges(
+    model: nn.Module, inputs: Any, program: Program, loss: LossStep | None = None
+) -> list[LiveRange]:
     """What the caller holds through the whole step: shards, buffers, batch.
 
     Shards count as they are stored: padded, trainable or not. Ignored parameters count as *Sharded
@@ -83,6 +87,10 @@ def held_ranges(model: nn.Module, inputs: Any, program: Program) -> list[LiveRan
                 if category is Category.BUFFER and name in dtypes:
                     size = nbytes(tuple(value.shape), dtypes[name])
                 hold(name, owner_of(name) if category is Category.BUFFER else "", category, size)
+    for storage in loss.held if loss else ():
+        if id(storage) not in seen:
+            seen.add(id(storage))
+            hold("held by the loss", LOSS, Category.INPUTS, storage.nbytes())
     return found
 
 
@@ -92,7 +100,10 @@ def owner_of(fqn: str) -> str:
 
 
 def analyse(
-    programs: Sequence[Program], held: list[LiveRange], step: OptimizerStep | None
+    programs: Sequence[Program],
+    held: list[LiveRange],
+    step: OptimizerStep | None,
+    loss: LossStep | None = None,
 ) -> StepBytes:
     """The live ranges of the first and of the steady step.
 
@@ -100,19 +111,24 @@ def analyse(
         programs: one per micro-batch of a step, each with a schedule.
         held: from `held_ranges`.
         step: from `fxshard.memory.optimizer.trace_step`, or None.
+        loss: from `fxshard.memory.loss.trace_loss`, or None.
     """
-    first, steady = (_ledger(programs, held, step, is_first) for is_first in (True, False))
+    first, steady = (_ledger(programs, held, step, loss, is_first) for is_first in (True, False))
     return StepBytes(list(programs), first, steady, step.name if step else None)
 
 
 def _ledger(
-    programs: Sequence[Program], held: list[LiveRange], step: OptimizerStep | None, is_first: bool
+    programs: Sequence[Program],
+    held: list[LiveRange],
+    step: OptimizerStep | None,
+    loss: LossStep | None,
+    is_first: bool,
 ) -> Ledger:
     walk = Walk(held)
     if step is not None and not is_first:
         walk.hold_state(step, programs[-1].offloaded)
     for number, program in enumerate(programs):
-        walk.run(program, number)
+        walk.run(program, number, loss, in_backward=bool(step and step.gradients))
     if programs[-1].signature.training:
         if step is not None:
             walk.optimizer(step, is_first, programs[-1].offloaded)
@@ -135,6 +151,7 @@ class Walk:
         self._storages = len(held)
         self._grads: dict[str, list[int]] = {}  # what `.grad` holds
         self._sums: dict[str, list[int]] = {}  # accumulated gradients
+        self._at_return: list[int] = []  # what autograd drops when backward returns
         self._optimizers: dict[int, int] = {}  # storage in the recording of a step -> storage
 
     def hold_state(self, step: OptimizerStep, host: bool) -> None:
@@ -143,8 +160,17 @@ class Walk:
         for number in step.held:
             self._of_optimizer(step, Event("", [], []), number, step.state[number], host)
 
-    def run(self, program: Program, micro_batch: int) -> None:
-        """Walk forward and backward of one micro-batch."""
+    def run(
+        self,
+        program: Program,
+        micro_batch: int,
+        loss: LossStep | None = None,
+        in_backward: bool = False,
+    ) -> None:
+        """Walk forward and backward of one micro-batch.
+
+        `in_backward`: the optimizer steps before backward returns to the caller.
+        """
         assert program.schedule is not None
         self.program = program
         self.schedule: Schedule = program.schedule
@@ -152,7 +178,13 @@ class Walk:
         self._categories = gradient_categories(program)
         caller: list[int] = []  # outputs and tangents: the caller holds them until backward ends
         saved: list[list[int]] = []
+        taken: list[int] = []  # gradients of outputs that nobody but the engine holds
         for phase, graph in self.schedule.phases():
+            if phase == "backward" and loss is not None:
+                made = self._loss(loss, micro_batch)
+                caller += made.values()
+                self._at_return = [made[number] for number in loss.returned if number in made]
+                taken = [made[number] for number in loss.taken if number in made]
             self.now = self.ledger.begin(phase, micro_batch)
             if phase == "forward":
                 for fqn in program.accumulated:
@@ -160,7 +192,14 @@ class Walk:
                         self._sums[fqn] = [self._accumulated(fqn)]
             env: dict[fx.Node, list[int]] = {}
             for node in graph.find_nodes(op="placeholder"):
-                env[node] = self._enter(node, saved, caller)
+                if meta.get(node).role == "tangent":
+                    env[node] = []
+                    # The loss's gradient of an output is there already, if it lies as the output.
+                    if loss is None or meta.get(node).fqn not in loss.tangents:
+                        held = caller if loss is None else taken
+                        held += self._allocate(node, Category.TEMP)
+                else:
+                    env[node] = self._enter(node, saved)
             self._phase(phase, graph, env)
             output = graph.find_nodes(op="output")[0]
             if phase == "forward":
@@ -175,7 +214,7 @@ class Walk:
                     self._release(caller)
             else:
                 self.now = 2 * self.ledger.add([Moment("backward returned")])
-                self._release(caller)
+                self._release(taken if in_backward else [*caller, *taken])
                 self.now += 1
                 self._keep_gradients(cast("tuple[fx.Node, ...]", output.args[0]), env)
 
@@ -205,6 +244,11 @@ class Walk:
             self.now += 1
             tokens = self._optimizers
             self._end([tokens.pop(number) for number in event.freed if number in tokens])
+            for fqn in (step.gradients[n] for n in event.freed if n in step.gradients):
+                self._end(self._grads.pop(fqn, []))
+        if step.gradients:
+            self.now = 2 * self.ledger.add([Moment("backward returned")])
+            self._end(self._at_return)
 
     def _of_optimizer(
         self, step: OptimizerStep, event: Event, number: int, size: int, host: bool
@@ -222,19 +266,34 @@ class Walk:
         state = set(self._optimizers.values())
         self._end([token for token in self._open if token not in state])
 
+    def _loss(self, loss: LossStep, micro_batch: int) -> dict[int, int]:
+        """The user's loss and its own backward; returns storages by number in the recording."""
+        made: dict[int, int] = {}
+        parts = (("loss", loss.forward), ("loss backward", loss.backward))
+        for (name, events), category in zip(
+            parts, (Category.ACTIVATION, Category.TEMP), strict=True
+        ):
+            self.ledger.begin(name, micro_batch)
+            first = self.ledger.add(Moment(event.op, event.op, LOSS) for event in events)
+            for point, event in enumerate(events, start=first):
+                self.now = 2 * point
+                for number, size in event.allocated:
+                    new = LiveRange(0, event.op, event.op, LOSS, category, size)
+                    made[number] = self._new(new)
+                self.now += 1
+                self._end([made.pop(number) for number in event.freed if number in made])
+        return made
+
     def _accumulated(self, fqn: str) -> int:
         """A gradient that steps under ``no_sync`` before this one have left."""
         size = accumulated_bytes(self.program, fqn)
         return self._new(LiveRange(0, fqn, "", owner_of(fqn), Category.UNSHARDED_GRAD, size))
 
-    def _enter(self, node: fx.Node, saved: list[list[int]], caller: list[int]) -> list[int]:
+    def _enter(self, node: fx.Node, saved: list[list[int]]) -> list[int]:
         """Tokens of a placeholder. What the caller holds throughout has none: it never dies."""
         role = meta.get(node).role
         if role == "accumulated":  # dies when it is reduced; else the caller holds it on
             return self._sums[meta.get(node).fqn or ""] if self.program.sync else []
-        if role == "tangent":
-            caller += self._allocate(node, Category.TEMP)
-            return []
         if role in meta.HELD:
             return []
         return saved.pop(0)

@@ -5,31 +5,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fxshard import meta
-from fxshard.compat import FakeTensorMode, TorchDispatchMode, tree_flatten_with_path
+from fxshard.compat import FakeTensorMode, tree_flatten_with_path
 from fxshard.errors import ConfigError
+from fxshard.memory.recording import Event, Recorder
 from fxshard.program import Program
 
 
-@dataclasses.dataclass
-class Event:
-    """One operator of the step: what was allocated by it, and what died before the next one.
-
-    Attributes:
-        op: name of the operator.
-        allocated: ``(storage number, bytes)``.
-        freed: storage numbers.
-    """
-
-    op: str
-    allocated: list[tuple[int, int]]
-    freed: list[int]
+class State(NamedTuple):
+    bytes: int
+    name: str
+    owner: str  # FQN of the module of its parameter
+    shape: tuple[int, ...]
 
 
 @dataclasses.dataclass
@@ -43,6 +34,9 @@ class OptimizerStep:
             bytes.
         held: those that are state between the two.
         names: per state ``(its name, FQN of the module whose parameter it belongs to)``.
+        gradients: with the optimizer in backward, storages that are gradients -> parameter FQN.
+        shapes: per state, of this rank's tensor.
+        has_state: the optimizer's ``state`` is not empty behind the first step.
     """
 
     name: str
@@ -51,55 +45,22 @@ class OptimizerStep:
     state: dict[int, int]
     held: list[int]
     names: dict[int, tuple[str, str]]
+    shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    has_state: bool = True
+    gradients: dict[int, str] = dataclasses.field(default_factory=dict)
 
 
-class _Recorder(TorchDispatchMode):
-    """Notes when storages appear in the results of operators, and when they die."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[Event] = [Event("start", [], [])]
-        self.numbers: dict[int, int] = {}
-        self._references: list[Any] = []
-        self._count = 0
-
-    def know(self, storage: torch.UntypedStorage) -> int | None:
-        """Number a storage; None if it is known already."""
-        if id(storage) in self.numbers:
-            return None
-        number = self._count
-        self._count += 1
-        key = id(storage)
-        self.numbers[key] = number
-
-        def died(_: Any) -> None:
-            self.numbers.pop(key, None)
-            self.events[-1].freed.append(number)
-
-        self._references.append(weakref.ref(storage, died))
-        return number
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        event = Event(str(func), [], [])
-        self.events.append(event)
-        for tensor in meta.tensors(result):
-            storage = tensor.untyped_storage()
-            number = self.know(storage)
-            if number is not None:
-                event.allocated.append((number, storage.nbytes()))
-        return result
-
-
-def trace_step(program: Program, optimizer: Any) -> OptimizerStep | None:
+def trace_step(
+    program: Program, optimizer: Any, *, for_cuda: bool = False, unused: bool = False
+) -> OptimizerStep | None:
     """Run the real ``step`` of an optimizer twice on meta tensors of rank 0's shard shapes.
 
     Args:
         program: says which parameters have gradients.
         optimizer: a callable ``params -> torch.optim.Optimizer``, or an instance whose class and
             default options are taken; None for no optimizer phase.
+        for_cuda: record the implementation that is the default on CUDA.
+        unused: parameters that no gradient arrives at have one too, if they require it.
 
     Raises:
         ConfigError: it is neither, or its step reads values and so cannot run without data.
@@ -108,11 +69,11 @@ def trace_step(program: Program, optimizer: Any) -> OptimizerStep | None:
         return None
     try:
         # Scalars such as Adam's step stay real beside meta shards: a step may read them.
-        return _record(program, optimizer, "meta", contextlib.nullcontext())
+        return _record(program, optimizer, "meta", contextlib.nullcontext(), for_cuda, unused)
     except RuntimeError as on_meta:
         try:
             # fused kernels refuse meta tensors; fake CPU ones pass, if no scalar is read.
-            return _record(program, optimizer, "cpu", FakeTensorMode())
+            return _record(program, optimizer, "cpu", FakeTensorMode(), for_cuda, unused)
         except Exception as error:
             raise ConfigError(
                 f"optimizer {optimizer!r}: its step cannot be analysed without data "
@@ -121,13 +82,18 @@ def trace_step(program: Program, optimizer: Any) -> OptimizerStep | None:
 
 
 def _record(
-    program: Program, optimizer: Any, device: str, mode: contextlib.AbstractContextManager[Any]
+    program: Program,
+    optimizer: Any,
+    device: str,
+    mode: contextlib.AbstractContextManager[Any],
+    for_cuda: bool,
+    unused: bool,
 ) -> OptimizerStep:
     trained = {result.name for result in program.results if result.kind == "grad"}
     world = program.world_size
     params: list[nn.Parameter] = []
     fqns: list[str] = []
-    recorder = _Recorder()
+    recorder = Recorder()
     steps: list[list[Event]] = []
     with mode:
         everything = [*program.params.items(), *program.wholes.items()]
@@ -138,40 +104,56 @@ def _record(
             shard = nn.Parameter(torch.empty(shape, dtype=param.dtype, device=device))
             shard.requires_grad_(param.requires_grad)
             recorder.know(shard.untyped_storage())
-            if fqn in trained:
+            if fqn in trained or (unused and param.requires_grad):
                 shard.grad = torch.empty_like(shard)
                 recorder.know(shard.grad.untyped_storage())
             params.append(shard)
             fqns.append(fqn)
         made = make_optimizer(optimizer, params)
+        if for_cuda:
+            choose_foreach(made)
         theirs = set(recorder.numbers.values())  # parameters and gradients
-        states: list[dict[int, tuple[int, str, str]]] = []
+        states: list[dict[int, State]] = []
+        has_state = False
         for _ in range(2):
             recorder.events = [Event("start", [], [])]
             with recorder:
                 made.step()
             steps.append(recorder.events)
+            has_state = has_state or bool(made.state)
             recorder.events = [Event("end", [], [])]  # what dies with the recording is no step's
-            found = _state(
+            found = state_of(
                 made, recorder, {id(p): fqn for p, fqn in zip(params, fqns, strict=True)}
             )
             states.append({n: entry for n, entry in found.items() if n not in theirs})
+    return step_of(made, steps, states, has_state)
+
+
+def step_of(
+    optimizer: torch.optim.Optimizer,
+    steps: list[list[Event]],
+    states: list[dict[int, State]],
+    has_state: bool,
+) -> OptimizerStep:
+    """From the events of two steps, and what was state behind each."""
     both = states[0] | states[1]
     return OptimizerStep(
-        type(made).__name__,
+        type(optimizer).__name__,
         steps[0],
         steps[1],
-        state={number: size for number, (size, _, _) in both.items()},
+        state={number: found.bytes for number, found in both.items()},
         held=list(states[0]),
-        names={number: (name, owner) for number, (_, name, owner) in both.items()},
+        names={number: (found.name, found.owner) for number, found in both.items()},
+        shapes={number: found.shape for number, found in both.items()},
+        has_state=has_state,
     )
 
 
-def _state(
-    optimizer: torch.optim.Optimizer, recorder: _Recorder, fqns: dict[int, str]
-) -> dict[int, tuple[int, str, str]]:
-    """Per storage of the state: bytes, name, and FQN of the module of its parameter."""
-    found: dict[int, tuple[int, str, str]] = {}
+def state_of(
+    optimizer: torch.optim.Optimizer, recorder: Recorder, fqns: dict[int, str]
+) -> dict[int, State]:
+    """What the state holds, by storage."""
+    found: dict[int, State] = {}
     for param, state in optimizer.state.items():
         fqn = fqns.get(id(param), "")
         leaves, _ = tree_flatten_with_path(state)
@@ -179,9 +161,24 @@ def _state(
             if isinstance(leaf, torch.Tensor) and id(leaf.untyped_storage()) in recorder.numbers:
                 storage = leaf.untyped_storage()
                 key = "".join(str(part).strip("[]'") for part in path[:1])
-                entry = (storage.nbytes(), f"{key} of {fqn}", fqn.rpartition(".")[0])
-                found[recorder.numbers[id(storage)]] = entry
+                found[recorder.numbers[id(storage)]] = State(
+                    storage.nbytes(), f"{key} of {fqn}", fqn.rpartition(".")[0], tuple(leaf.shape)
+                )
     return found
+
+
+def choose_foreach(optimizer: torch.optim.Optimizer) -> None:
+    """What is the default for parameters on CUDA, wherever the user chose nothing.
+
+    Source: torch/optim/optimizer.py, ``_default_to_fused_or_foreach``: foreach where parameters are
+    on CUDA (DTensors too), never fused, not for a differentiable step; adam.py: not for a learning
+    rate that is a tensor, unless the step is capturable.
+    """
+    for group in optimizer.param_groups:
+        chosen = group.get("fused") or group.get("differentiable")
+        chosen = chosen or (isinstance(group.get("lr"), Tensor) and not group.get("capturable"))
+        if "foreach" in group and group["foreach"] is None and not chosen:
+            group["foreach"] = True
 
 
 def make_optimizer(optimizer: Any, params: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -6,23 +6,28 @@ import dataclasses
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from tabulate import tabulate
 
 from fxshard.errors import ConfigError, FxshardError
 from fxshard.memory.category import CATEGORIES, Category, State
+from fxshard.memory.explain import SIZES, Explanation, Lever, alive_things, size_text
 from fxshard.memory.kernels import KernelTemporary, kernel_temporaries
 from fxshard.memory.ledger import Ledger, LiveRange, PhaseBytes
 from fxshard.memory.liveness import StepBytes
 from fxshard.memory.states import PEAKS, Span, spans
 from fxshard.program import Program
+from fxshard.provenance import line_text
+
+if TYPE_CHECKING:
+    from fxshard.memory.diff import Diff
 
 Snapshot = dict[Category, int]
 
-UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+UNITS = SIZES
 
 
 class DoesNotFitError(FxshardError):
@@ -76,8 +81,8 @@ class MemoryReport:
     `kernel_temporaries` and in no other figure.
     """
 
-    def __init__(self, step: StepBytes) -> None:
-        self._step = step
+    def __init__(self, step: StepBytes, levers: Callable[[], list[Lever]] | None = None) -> None:
+        self._step, self._levers = step, levers
 
     @property
     def program(self) -> Program:
@@ -319,72 +324,69 @@ class MemoryReport:
         alive = [r for r in self.ledger().alive(self._peak_tick()) if not r.host and r.bytes]
         return sorted(alive, key=lambda each: each.bytes, reverse=True)
 
-    def explain_peak(self, top: int = 20) -> str:
-        """One sentence that names the peak, and the `top` largest things alive at it."""
-        at = self.peak_at
-        where = f"{at.phase}, at {at.node}" + (f" of {at.module}" if at.module else "")
-        lines = [
-            f"Peak {size_text(self.peak_bytes)} ({self.peak_bytes:,} bytes) in {where}; alive:"
-        ]
-        for thing in self.alive_at_peak()[:top]:
-            module = (
-                f" of {thing.module}" if thing.module and thing.module not in thing.name else ""
-            )
-            lines.append(
-                f"  {size_text(thing.bytes):>12}  {thing.category.value}: {thing.name}{module}"
-            )
-        return "\n".join(lines)
+    def explain_peak(self, top: int = 20, *, levers: bool = True) -> Explanation:
+        """Everything alive at the peak of the steady step, and what each lever would save.
 
-    def table(self, depth: int | None = None, units: str = "MiB", *, fold: bool = True) -> str:
-        """Bytes per module and state, by category, as text.
+        Args:
+            top: how many things the text shows one by one; `Explanation.alive` has all.
+            levers: try them, each by a plan of its own: takes as many times as long as planning.
+        """
+        at, ledger = self.peak_at, self.ledger()
+        where = f"{at.phase}, at {at.node}" + (f" of {at.module}" if at.module else "")
+        if len(self._step.programs) > 1 and at.micro_batch >= 0:
+            where = f"micro-batch {at.micro_batch + 1}, {where}"
+        if at.line:
+            where += f" ({line_text(at.line)})"
+
+        def place_of(tick: int) -> tuple[str, str]:
+            moment = ledger.moments[min(tick // 2, len(ledger.moments) - 1)]
+            return ledger.at(tick)[0].name, moment.node
+
+        tried = tuple(self._levers()) if levers and self._levers is not None else ()
+        return Explanation(
+            where, self.peak_bytes, alive_things(self.alive_at_peak(), place_of), tried, top
+        )
+
+    @property
+    def micro_batches(self) -> int:
+        """Forward and backward passes per step."""
+        return len(self._step.programs)
+
+    @property
+    def optimizer(self) -> str | None:
+        """Class name of the analysed optimizer, or None."""
+        return self._step.optimizer
+
+    def ticks(self, *, first_step: bool = False) -> dict[Where, int]:
+        """The tick of the ledger that each row of the table lies at."""
+        return self._ticks(first_step)
+
+    def table(
+        self,
+        depth: int | None = None,
+        units: str = "MiB",
+        *,
+        fold: bool = True,
+        micro_batch: int = -1,
+        width: int = 100,
+    ) -> str:
+        """Phases, then modules by state and category, as text.
 
         Args:
             depth: show modules with at most this many names in their FQN (None: all).
             units: "B", "KiB", "MiB" or "GiB".
-            fold: of modules that differ in a layer number only, show the first and the last.
-        """
-        if units not in UNITS:
-            raise ConfigError(f"units={units!r}; legal: {', '.join(UNITS)}.")
-        cells = self.cells()
-        used = [c for c in CATEGORIES if any(cell[c] for cell in cells.values())]
-        host = self.host_cells() if self.program.offloaded else {}
-        on_host = [c for c in CATEGORIES if any(cell[c] for cell in host.values())]
-        rows: list[tuple[str, ...]] = []
-        for module, note in self._shown(depth, fold):
-            label = f"{module or '(root)'}{note}"
-            for state in State:
-                if (module, state) in cells:
-                    cell = cells[module, state]
-                    figures = [*(cell[c] for c in used), sum(cell.values())]
-                    figures += [host[module, state][c] for c in on_host]
-                    rows.append((label, state.value, *(_scaled(v, units) for v in figures)))
-                    label = ""
-        headers = [
-            "module",
-            "state",
-            *(c.value.replace(" ", "\n") for c in used),
-            f"total\n{units}",
-            *(f"CPU\n{c.value.replace(' ', chr(10))}" for c in on_host),
-        ]
-        align = ["left", "left", *["right"] * (len(used) + 1 + len(on_host))]
-        return tabulate(rows, headers, "simple", colalign=align, disable_numparse=True)
+            fold: of modules that differ in a layer number only, show one if all their rows are
+                equal, else the first, the last, and the range of the others.
+            micro_batch: whose modules, from 0; negative: from the last.
+            width: no line is longer; categories are added up where there is no room for each.
 
-    def _shown(self, depth: int | None, fold: bool) -> list[tuple[str, str]]:
-        """Modules of the table, each with a note if it stands for a list of layers."""
-        chosen = [m for m in self.modules() if depth is None or m.count(".") < depth]
-        alike: dict[str, list[str]] = {}
-        for module in chosen:
-            alike.setdefault(re.sub(r"\b\d+\b", "*", module), []).append(module)
-        shown: list[tuple[str, str]] = []
-        for module in chosen:
-            layers = alike[re.sub(r"\b\d+\b", "*", module)]
-            if not fold or len(layers) < 3:
-                shown.append((module, ""))
-            elif module == layers[0]:
-                shown.append((module, f" (first of {len(layers)})"))
-            elif module == layers[-1]:
-                shown.append((module, f" (last of {len(layers)})"))
-        return shown
+        Raises:
+            ConfigError: no such units or micro-batch.
+        """
+        from fxshard.memory import tables
+
+        number = self._micro_batch(micro_batch)
+        return tables.text(self, depth, units, fold=fold, micro_batch=number, width=width)
 
     def assert_fits(self, budget: int | str) -> None:
         """Raise DoesNotFitError if the peak of the first or of a later step is above `budget`.
@@ -397,31 +399,48 @@ class MemoryReport:
         if worst > limit:
             raise DoesNotFitError(
                 f"{size_text(worst)} needed, {size_text(limit)} given: "
-                f"{size_text(worst - limit)} too much.\n{self.explain_peak(5)}"
+                f"{size_text(worst - limit)} too much.\n{self.explain_peak(5, levers=False)}"
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON-ready values; ``schema`` names the form."""
-        at = self.peak_at
-        return {
-            "schema": "fxshard.memory/1",
-            "world_size": self.program.world_size,
-            "optimizer": self._step.optimizer,
-            "peak_bytes": self.peak_bytes,
-            "first_step_peak_bytes": self.first_step_peak_bytes,
-            "host_peak_bytes": self.host_peak_bytes,
-            "peak_by_category": {c.value: v for c, v in self.peak_by_category.items()},
-            "peak_at": dataclasses.asdict(at),
-            "kernel_temporaries": [dataclasses.asdict(k) for k in self.kernel_temporaries],
-            "modules": {
-                module: {
-                    state.value: {c.value: v for c, v in cell.items()}
-                    for (name, state), cell in self.cells().items()
-                    if name == module
-                }
-                for module in self.modules()
-            },
-        }
+        """Everything as JSON-ready values, in bytes; docs/report-json.md describes the schema."""
+        from fxshard.memory import serialize
+
+        return serialize.to_dict(self)
+
+    def to_csv(self) -> str:
+        """Every phase and every row, of the first and of the steady step, as CSV, in bytes."""
+        from fxshard.memory import tables
+
+        return tables.csv_text(self)
+
+    def to_html(self, path: str | Path, *, first_step: bool = False) -> None:
+        """Write one page that needs no network: timeline, schedule, what is alive, all rows.
+
+        Raises:
+            ConfigError: plotly is not installed.
+        """
+        from fxshard.memory import html
+
+        Path(path).write_text(html.page(self, first_step=first_step), "utf-8")
+
+    def to_perfetto(self, path: str | Path, *, first_step: bool = False) -> None:
+        """Write a trace for ui.perfetto.dev: counters per category, a track per stream."""
+        from fxshard.memory import perfetto
+
+        Path(path).write_text(perfetto.text(self, first_step=first_step), "utf-8")
+
+    def to_memory_viz(self, path: str | Path, *, first_step: bool = False) -> None:
+        """Write a snapshot for pytorch.org/memory_viz."""
+        from fxshard.memory import memory_viz
+
+        Path(path).write_bytes(memory_viz.pickled(self, first_step=first_step))
+
+    def diff(self, other: MemoryReport) -> Diff:
+        """This report (before) and another (after) side by side; see `fxshard.memory.diff`."""
+        from fxshard.memory import diff
+
+        return diff.diff(self.to_dict(), other.to_dict())
 
 
 def parse_bytes(budget: int | str) -> int:
@@ -439,23 +458,9 @@ def parse_bytes(budget: int | str) -> int:
     return int(float(match[1]) * scale)
 
 
-def size_text(size: int) -> str:
-    """Bytes in the largest unit that leaves at least 1."""
-    for unit, scale in reversed(UNITS.items()):
-        if size >= scale:
-            return f"{size / scale:.2f} {unit}" if scale > 1 else f"{size} B"
-    return "0 B"
-
-
 def _nothing() -> Snapshot:
     return dict.fromkeys(CATEGORIES, 0)
 
 
 def _snapshot(row: Any) -> Snapshot:
     return {category: int(row[i]) for i, category in enumerate(CATEGORIES)}
-
-
-def _scaled(size: int, units: str) -> str:
-    if not size:
-        return "."
-    return f"{size:,}" if units == "B" else f"{size / UNITS[units]:,.2f}"

@@ -71,13 +71,13 @@ class Tracker(TorchDispatchMode):
         self._events: list[_Event] = []
         self._numbers: dict[int, int] = {}  # id of a live storage -> its number
         self._references: dict[int, Any] = {}
-        self._phase = "start"
+        self.phase = "start"
 
     # -- marks ------------------------------------------------------------------------------------
 
     def begin(self, phase: str) -> None:
         """A phase begins."""
-        self._phase = phase
+        self.phase = phase
         self._events.append(_Event("begin", phase=phase))
 
     def at(self) -> None:
@@ -133,8 +133,8 @@ class Tracker(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         leaves, _ = tree_flatten(result)
-        default = Category.ACTIVATION if self._phase == "forward" else Category.TEMP
-        host = self._offloaded and self._phase == "optimizer"
+        default = Category.ACTIVATION if self.phase in ("forward", "loss") else Category.TEMP
+        host = self._offloaded and self.phase == "optimizer"
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 self._see(leaf, default, host)

@@ -1,0 +1,142 @@
+"""What is alive at the peak, and what each lever would save."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from fxshard.memory.category import Category
+from fxshard.memory.ledger import LiveRange
+from fxshard.provenance import line_text
+
+SIZES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+@dataclasses.dataclass(frozen=True)
+class Alive:
+    """One storage that is alive at the peak.
+
+    Attributes:
+        name: parameter or buffer FQN, input, or the node that made it.
+        op: operator that made it; "" for what was there before the step.
+        module: FQN of the module that owns it ("" is the root).
+        category: see `Category`.
+        bytes: its size.
+        line: line of user code that made it, ``path:line in function``, or "".
+        born, died: ``(phase, node)`` that made it and behind which it is gone; None for what is
+            there before the step, or outlives it.
+        stream: where it was allocated.
+    """
+
+    name: str
+    op: str
+    module: str
+    category: Category
+    bytes: int
+    line: str
+    born: tuple[str, str] | None
+    died: tuple[str, str] | None
+    stream: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Lever:
+    """One change of the step, and what it would save.
+
+    Attributes:
+        name: what it is.
+        changes: arguments of `Plan.replan` that pull it.
+        peak_bytes: of the plan that has it pulled; None if it cannot be pulled.
+        saves_bytes: the peak now less `peak_bytes`; negative if it costs memory.
+        why_not: why it cannot be pulled.
+    """
+
+    name: str
+    changes: dict[str, Any]
+    peak_bytes: int | None
+    saves_bytes: int | None
+    why_not: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The peak of the steady step, explained; ``str()`` of it is the text.
+
+    Attributes:
+        where: phase, node, module and line of the peak, as a clause.
+        peak_bytes: the peak.
+        alive: everything alive there, largest first; the bytes add up to `peak_bytes`.
+        levers: what could be changed, best first; empty if they were not asked for.
+        top: how many of `alive` the text shows one by one.
+    """
+
+    where: str
+    peak_bytes: int
+    alive: tuple[Alive, ...]
+    levers: tuple[Lever, ...] = ()
+    top: int = 20
+
+    def __str__(self) -> str:
+        peak = f"{size_text(self.peak_bytes)} ({self.peak_bytes:,} bytes)"
+        lines = [f"Peak {peak} in {self.where}; alive:"]
+        for each in self.alive[: self.top]:
+            lines += _lines(each)
+        rest = self.alive[self.top :]
+        if rest:
+            left = sum(each.bytes for each in rest)
+            lines.append(f"  {size_text(left):>12}  {len(rest):,} more, each smaller")
+        if self.levers:
+            lines += ["", "What would change it (each figure is that of a plan made so):"]
+            lines += [f"  {_lever(each)}" for each in self.levers]
+        return "\n".join(lines)
+
+
+def alive_things(alive: list[LiveRange], place_of: Any) -> tuple[Alive, ...]:
+    """`alive` for people.
+
+    Args:
+        place_of: from a tick to ``(phase, node)``.
+    """
+    return tuple(
+        Alive(
+            each.name,
+            each.op,
+            each.module,
+            each.category,
+            each.bytes,
+            each.line,
+            None if each.born < 0 else place_of(each.born),
+            None if each.died is None else place_of(each.died),
+            each.stream,
+        )
+        for each in alive
+    )
+
+
+def size_text(size: int) -> str:
+    """Bytes in the largest unit that leaves at least 1."""
+    for unit, scale in reversed(SIZES.items()):
+        if abs(size) >= scale:
+            return f"{size / scale:.2f} {unit}" if scale > 1 else f"{size} B"
+    return "0 B"
+
+
+def _lines(each: Alive) -> list[str]:
+    of = f" of {each.module}" if each.module and each.module not in each.name else ""
+    op = f", by {each.op}" if each.op and each.op not in each.name else ""
+    first = f"  {size_text(each.bytes):>12}  {each.category.value}: {each.name}{of}{op}"
+    if each.born is None and each.died is None:
+        return [f"{first}, throughout"]
+    since = "before the step" if each.born is None else " ".join(each.born)
+    until = "after the step" if each.died is None else " ".join(each.died)
+    stream = f", on stream {each.stream}" if each.stream != "compute" else ""
+    code = [f"{'':16}{line_text(each.line)}"] if each.line else []
+    return [first, f"{'':16}from {since} until {until}{stream}", *code]
+
+
+def _lever(each: Lever) -> str:
+    if each.saves_bytes is None or each.peak_bytes is None:
+        return f"{'-':>12}  {each.name}: {each.why_not}"
+    word = "saves" if each.saves_bytes >= 0 else "costs"
+    size = size_text(abs(each.saves_bytes))
+    return f"{size:>12}  {word}: {each.name} (peak {size_text(each.peak_bytes)})"

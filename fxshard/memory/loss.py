@@ -1,0 +1,123 @@
+"""The user's loss outside of the model: what it allocates and frees, recorded on fake outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fxshard import compat
+from fxshard.errors import ConfigError
+from fxshard.memory.recording import Event, Recorder
+from fxshard.program import Program
+
+
+@dataclasses.dataclass
+class LossStep:
+    """A recording of ``loss(outputs)`` and of its backward, up to where the model's begins.
+
+    Attributes:
+        forward, backward: events in order. What they leave alive lives until backward returns.
+        held: storages of tensors that the loss holds itself, such as labels.
+        taken: storages that are gone when the model's backward is over: gradients of its outputs.
+        returned: those that are gone when the whole backward returns, in front of the caller's
+            dropping what it holds.
+        tangents: outputs (flat index, as text) whose gradient arrives in the strides that the
+            model's backward reads; of others it makes copies.
+    """
+
+    forward: list[Event]
+    backward: list[Event]
+    held: list[torch.UntypedStorage]
+    taken: list[int]
+    returned: list[int]
+    tangents: set[str]
+
+
+class _Model(torch.autograd.Function):
+    """Stands for the model: hands out its outputs, and notes what comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, arrived: Any, trigger: torch.Tensor, *outputs: torch.Tensor) -> Any:
+        ctx.arrived = arrived
+        ctx.set_materialize_grads(False)
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        made: torch.Tensor = ctx.arrived(grads)
+        return (None, made, *(None for _ in grads))
+
+
+def trace_loss(program: Program, loss: Callable[[Any], torch.Tensor] | None) -> LossStep | None:
+    """Run the user's loss and its backward on fake outputs.
+
+    Args:
+        program: says what the outputs are, and which of them get a gradient.
+        loss: from the model's return value to a scalar tensor.
+
+    Raises:
+        ConfigError: it fails, returns no scalar, or reaches none of the outputs that the model's
+            backward starts from.
+    """
+    if loss is None or not program.signature.training:
+        return None
+    signature = program.signature
+    values = [v for v, r in zip(program.values, program.results, strict=True) if r.kind == "output"]
+    recorder = Recorder(program.fake_mode)
+    parts: list[list[Event]] = []
+    tangents: set[str] = set()
+
+    taken: list[int] = []
+
+    def arrived(grads: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
+        for position, value, grad in zip(signature.tensor_outputs, values, grads, strict=True):
+            if grad is not None and grad.stride() == value.meta["val"].stride():
+                tangents.add(str(position))
+        if all(grad is None for grad in grads):
+            raise ConfigError("loss=... sends no gradient back to the model's output.")
+        parts.append(recorder.events)
+        recorder.events = [Event("model's backward", [], [])]
+        return torch.empty_like(trigger)
+
+    def is_over(_: torch.Tensor) -> None:
+        taken.extend(number for event in recorder.events for number in event.freed)
+        recorder.events = [Event("rest of backward", [], [])]
+
+    with program.fake_mode:
+        trigger = torch.empty((), requires_grad=True)
+    with program.fake_mode, torch.enable_grad():
+        outputs = [_like(value.meta["val"]) for value in values]
+        trigger.register_post_accumulate_grad_hook(is_over)
+        made = list(_Model.apply(arrived, trigger, *outputs))
+        for tensor in (*outputs, trigger):
+            recorder.know(tensor.untyped_storage())
+        flat: list[Any] = [constant[0] if constant else None for constant in signature.outputs]
+        for position, tensor in zip(signature.tensor_outputs, made, strict=True):
+            keeps = position in signature.differentiable
+            flat[position] = tensor if keeps else tensor.detach()
+        del made, tensor
+        out = compat.tree_unflatten(flat, signature.out_spec)
+        try:
+            with recorder:
+                value = loss(out)
+                if not isinstance(value, torch.Tensor) or value.numel() != 1:
+                    raise ConfigError("loss=...: expected a scalar tensor to come back.")
+                parts.append(recorder.events)
+                recorder.events = [Event("start", [], [])]
+                value.backward()
+            returned = [number for event in recorder.events for number in event.freed]
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"loss={loss!r} cannot be analysed ({type(error).__name__}: {error}). It is called "
+                f"with what the model returns, with tensors that hold no data."
+            ) from error
+    return LossStep(parts[0], parts[1], list(recorder.outside.values()), taken, returned, tangents)
+
+
+def _like(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

@@ -1,0 +1,89 @@
+"""assign-checkpoints: mark the calls of modules whose activations the user wants to make again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+from fxshard import meta
+from fxshard.program import Fact, Program
+
+aten = torch.ops.aten
+
+# What "selective" saves: operators whose work grows faster than their result.
+HEAVY = (
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+    *(aten.convolution.default, aten._grouped_mm.default),
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+
+
+@dataclasses.dataclass(frozen=True)
+class AssignCheckpoints:
+    """Each call of a module that ``checkpoint`` names is one checkpoint; the model's own stay.
+
+    Before::
+
+        %h = aten.addmm(%b, %x, %w)            # forward, in blocks.0
+        %y = aten.tanh(%h)
+        %dh = aten.tanh_backward(%dy, %y)      # backward of blocks.0
+
+    After::
+
+        %h = aten.addmm(%b, %x, %w)            | checkpoint=0  save   # save: if "selective"
+        %y = aten.tanh(%h)                     | checkpoint=0
+        %dh = aten.tanh_backward(%dy, %y)      | checkpoint=0
+    """
+
+    name: ClassVar[str] = "assign-checkpoints"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.UNITS_ASSIGNED})
+    ensures: ClassVar[frozenset[Fact]] = frozenset()
+
+    def apply(self, program: Program) -> None:
+        if not program.checkpoints:
+            return
+        numbers: dict[Any, int] = {}  # in the order in which forward runs them
+        for node in (*program.phase("forward"), *program.phase("backward")):
+            tag = meta.get(node)
+            call = checkpointed_call(program, tag.call)
+            own = tag.checkpoint is not None
+            key = ("own", tag.checkpoint) if own else ("call", call)
+            if not own and call is None:
+                continue
+            number = numbers.setdefault(key, len(numbers))
+            save = tag.save
+            if not own and call is not None and tag.phase == "forward":
+                save = is_saved(node, program.checkpoints[program.calls[call].module])
+            meta.update(node, checkpoint=number, save=save)
+
+
+def checkpointed_call(program: Program, call: int | None) -> int | None:
+    """The outermost call around `call`, or itself, whose module is checkpointed."""
+    found = None
+    while call is not None:
+        if program.calls[call].module in program.checkpoints:
+            found = call
+        call = program.calls[call].parent
+    return found
+
+
+def is_saved(node: fx.Node, policy: str | Callable[..., CheckpointPolicy]) -> bool:
+    """True if a policy keeps what `node` makes for backward."""
+    if isinstance(policy, str):
+        return policy == "selective" and node.target in HEAVY
+
+    def val(value: fx.Node) -> Any:
+        return value.meta["val"]
+
+    context = SelectiveCheckpointContext(is_recompute=False)
+    args, kwargs = fx.node.map_arg(node.args, val), fx.node.map_arg(node.kwargs, val)
+    return policy(context, node.target, *args, **kwargs) in SAVES
