@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch._functorch._aot_autograd.descriptors as _desc
-import torch._subclasses.fake_impls as _fake_impls
 import torch.utils.checkpoint as _checkpoint
 from torch import fx, nn
-from torch._decomp import decomposition_table
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
@@ -450,9 +448,12 @@ def aten_kernels(kernels: dict[tuple[str, str], Callable[..., Any] | None]) -> I
     """
     library = torch.library.Library("aten", "IMPL")
     try:
-        for (name, key), kernel in kernels.items():
-            library.impl(name, kernel or torch.library.fallthrough_kernel, key, allow_override=True)
-            aten_operator(name)._dispatch_cache.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a kernel is overridden: so it is meant
+            for (name, key), kernel in kernels.items():
+                there = kernel or torch.library.fallthrough_kernel
+                library.impl(name, there, key, allow_override=True)
+                aten_operator(name)._dispatch_cache.clear()
         yield
     finally:
         library._destroy()
@@ -471,46 +472,6 @@ def aten_names(key: str) -> list[str]:
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     names = torch._C._dispatch_get_all_op_names()
     return [n.removeprefix("aten::") for n in names if n.startswith("aten::") and has(n, key)]
-
-
-@contextlib.contextmanager
-def fake_kernels(rules: dict[OpOverload, Callable[..., Any]]) -> Iterator[None]:
-    """Let fake tensors of the whole process compute operators by other rules inside the block.
-
-    A rule is called as ``rule(compute, *args, **kwargs)`` with the fake mode active; `compute`
-    gives what fake tensors give without it, if the arguments that it gets are on another device.
-    What fake modes have cached is forgotten before and after.
-    (torch/_subclasses/fake_tensor.py, ``_dispatch_impl``: first the table of decompositions, then
-    that of torch/_subclasses/fake_impls.py)
-    """
-    tables: tuple[dict[Any, Any], ...] = (decomposition_table, _fake_impls.op_implementations_dict)
-    before = [{op: table[op] for op in rules if op in table} for table in tables]
-    FakeTensorMode.cache_clear()
-    for op, rule in rules.items():
-        if op in decomposition_table:
-            # wraps: whether a decomposition is torch's own is remembered by its module's name.
-            own = decomposition_table[op]
-            decomposition_table[op] = functools.wraps(own)(functools.partial(rule, own))
-        else:
-            _fake_impls.op_implementations_dict[op] = functools.partial(_fake_by_rule, rule)
-    try:
-        yield
-    finally:
-        for table, entries in zip(tables, before, strict=True):
-            for op in rules:
-                table.pop(op, None)
-            table.update(entries)
-        FakeTensorMode.cache_clear()
-
-
-def _fake_by_rule(
-    rule: Callable[..., Any], mode: FakeTensorMode, op: OpOverload, *args: Any, **kwargs: Any
-) -> Any:
-    leaves, _ = tree_flatten((args, kwargs))
-    if any(isinstance(x, torch.Tensor) and x.device.type == "meta" for x in leaves):
-        return NotImplemented  # the rule asks what it is without it
-    with mode:
-        return rule(op, *args, **kwargs)
 
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:

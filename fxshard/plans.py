@@ -157,7 +157,9 @@ class Plan:
         loss = trace_loss(self.program, self.workload.loss)
         work = self.workload
         held = liveness.held_ranges(work.module, work.call, self.program, loss)
-        step_bytes = liveness.analyse(self.programs, held, step, loss)
+        step_bytes = liveness.analyse(
+            self.programs, held, step, loss, self.config.device or self.program.device.type
+        )
         return MemoryReport(step_bytes, lambda: levers.pulled(self))
 
     def replan(self, **changes: Any) -> Plan:

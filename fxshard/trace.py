@@ -53,6 +53,12 @@ def as_module(model: Any) -> nn.Module:
     )
 
 
+def where_it_computes(model: nn.Module, device: torch.device | None = None) -> torch.device:
+    """`device`, or that of the first parameter that is somewhere, or the CPU."""
+    held = (p.device for p in model.parameters() if not p.is_meta)
+    return device or next(held, torch.device("cpu"))
+
+
 def capture(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -83,16 +89,17 @@ def capture(
         CaptureError: Python control flow depends on data, a trainable parameter lost its
             gradient, or torch refused the graph; names the line of the user's code.
     """
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    computes_on = where_it_computes(model, device)
+    stands_for_cuda = for_cuda and computes_on.type != "cuda"
+    fake_mode = (cuda.CudaFakeMode if stands_for_cuda else FakeTensorMode)(
+        allow_non_fake_inputs=True
+    )
     leaves, in_spec = compat.tree_flatten_with_path((args, kwargs))
     flat = [leaf for _, leaf in leaves]
     names = tuple(_input_name(path) for path, _ in leaves)
     _refuse_opaque(names, flat, "argument")
     positions = tuple(i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor))
     fakes = tuple(fake_like(flat[i], fake_mode) for i in positions)
-    held = (p.device for p in model.parameters() if not p.is_meta)
-    computes_on = device or next(held, torch.device("cpu"))
-    stands_for_cuda = for_cuda and computes_on.type != "cuda"
     call = _Call(model, flat, in_spec, positions, training, units, computes_on, stands_for_cuda)
     dtypes = precision.traced_dtypes(model, units)
     with (

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxshard import meta
+from fxshard import fakes, meta
 from fxshard.program import Fact, Program
 from fxshard.units import is_under
 
@@ -23,6 +23,7 @@ ASSERTS = (aten._assert_async.msg, aten._assert_tensor_metadata.default)
 class Canonicalize:
     """Strip no-ops, share what does not depend on parameters, and let backward re-derive views.
 
+    Before that, fake values that do not say what CPU kernels give are set right (`fxshard.fakes`).
     Four steps: (1) ``detach``, ``alias``, views to the same shape, double transposes and asserts
     go. (2) Equal operators that depend on no parameter (masks, rotary tables) are merged. (3) Those
     of them that several units read move to the front, so that identical layers stay identical.
@@ -49,6 +50,7 @@ class Canonicalize:
     ensures: ClassVar[frozenset[Fact]] = frozenset({Fact.TAGGED})
 
     def apply(self, program: Program) -> None:
+        fakes.correct(program)
         strip_no_ops(program)
         shared = merge_parameter_free(program)
         hoist(program, shared)

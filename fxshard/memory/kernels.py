@@ -36,7 +36,7 @@ class KernelTemporary:
         module: FQN of its module.
         bytes: taken at once; None if it depends on more than the graph.
         why: what it is.
-        backend: "cpu", or "gloo" (taken from launch until wait, at most, by gloo's threads).
+        backend: "cpu" or "cuda", or "gloo" (taken from launch until wait, at most, by gloo's threads).
     """
 
     phase: str
@@ -130,25 +130,176 @@ def attention_backward(node: fx.Node, threads: int) -> tuple[int | None, str]:
     return copy + (threads * 2 * rows * columns + rows) * FLOAT_ACCUMULATOR, why
 
 
+def layer_norm(node: fx.Node, threads: int) -> tuple[int, str]:
+    """The input, contiguous (native/layer_norm.cpp, ``layer_norm_cpu``)."""
+    return _copied(node.args[0]), "contiguous input"
+
+
 def layer_norm_backward(node: fx.Node, threads: int) -> tuple[int, str]:
-    """Partial weight and bias gradients (native/cpu/layer_norm_kernel.cpp)."""
+    """Partial weight and bias gradients in the input's dtype, contiguous copies of what is not.
+
+    Source: native/layer_norm.cpp, ``layer_norm_backward_cpu``, and
+    native/cpu/layer_norm_kernel.cpp, ``LayerNormBackwardKernelImplInternal``.
+    """
     normalized = math.prod(node.args[2])  # type: ignore[arg-type]
-    return 2 * threads * normalized * FLOAT_ACCUMULATOR, "partial gradients per thread"
+    partial = 2 * threads * normalized * _val(node.args[1]).element_size()
+    if not any(node.args[7][1:]):  # type: ignore[index]
+        partial = 0
+    copies = _copied(node.args[0]) + _copied(node.args[1])
+    return partial + copies, "partial gradients per thread"
 
 
-def number_operand(node: fx.Node, threads: int) -> tuple[int, str]:
-    """A Python number becomes a 0-d double or int64 tensor, then one of the result's dtype."""
-    if len(node.args) < 2 or isinstance(node.args[1], fx.Node):
-        return 0, ""
+def group_norm(node: fx.Node, threads: int) -> tuple[int | None, str]:
+    """Sums per channel, if channels come last (native/cpu/group_norm_kernel.cpp)."""
+    return 0 if _val(node.args[0]).is_contiguous() else None, "sums per channel"
+
+
+def group_norm_backward(node: fx.Node, threads: int) -> tuple[int | None, str]:
+    """Two sums per channel (native/cpu/group_norm_kernel.cpp, ``ds`` and ``db``)."""
+    val = _val(node.args[1])
+    size = 2 * val.shape[0] * val.shape[1] * FLOAT_ACCUMULATOR
+    return size if val.is_contiguous() else None, "sums per channel"
+
+
+def batch_norm(node: fx.Node, threads: int) -> tuple[int | None, str]:
+    """Scale and offset per channel (native/cpu/batch_norm_kernel.cpp, ``alpha`` and ``beta``).
+
+    That is of the path for contiguous inputs.
+    """
+    val = _val(node.args[0])
+    known = val.is_contiguous() and val.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return 2 * val.shape[1] * FLOAT_ACCUMULATOR if known else None, "scale and offset per channel"
+
+
+def batch_norm_backward(node: fx.Node, threads: int) -> tuple[int | None, str]:
+    """A tensor like the input, if all is contiguous (native/Normalization.cpp).
+
+    Source: ``batch_norm_backward_cpu_template``. Its other path copies what it reduces.
+    """
+    vals = [_val(argument) for argument in node.args[:2]]
+    known = all(val.is_contiguous() for val in vals)
+    needed = node.args[9][0]  # type: ignore[index]
+    return _nbytes(vals[1]) * bool(needed) if known else None, "a tensor like the input"
+
+
+def softmax(node: fx.Node, threads: int) -> tuple[int, str]:
+    """The input, contiguous (native/SoftMax.cpp, ``softmax_cpu_out``)."""
+    return _copied(node.args[0]), "contiguous input"
+
+
+def softmax_backward(node: fx.Node, threads: int) -> tuple[int, str]:
+    """Gradient and output, contiguous (native/SoftMax.cpp, ``softmax_backward_cpu_out``)."""
+    return _copied(node.args[0]) + _copied(node.args[1]), "contiguous gradient and output"
+
+
+def safe_softmax(node: fx.Node, threads: int) -> tuple[int, str]:
+    """Which values are -inf, in which rows all are, and a zero (native/transformers/attention.cpp).
+
+    They come behind the softmax itself, which copies an input that is not contiguous.
+    """
+    val = _val(node.args[0])
+    rows = val.numel() // val.shape[node.args[1]]  # type: ignore[index]
+    return max(_copied(node.args[0]), val.numel() + rows + _val(node).element_size()), "masked rows"
+
+
+def embedding(node: fx.Node, threads: int) -> tuple[int, str]:
+    """The indices, contiguous (native/Embedding.cpp)."""
+    return _copied(node.args[1]), "contiguous indices"
+
+
+def embedding_backward(node: fx.Node, threads: int) -> tuple[int, str]:
+    """Gradient and indices, contiguous (native/Embedding.cpp, ``embedding_dense_backward_cpu``)."""
+    return _copied(node.args[0]) + _copied(node.args[1]), "contiguous gradient and indices"
+
+
+def sort(node: fx.Node, threads: int) -> tuple[int, str]:
+    """The positions 0, 1, ... of one row (native/Sorting.cpp, ``sort_stable``)."""
+    (dim,) = _arguments(node, "dim")
+    shape = _val(node.args[0]).shape
+    return shape[dim] * torch.int64.itemsize if shape else 0, "positions of one row"
+
+
+def repeat(node: fx.Node, threads: int) -> tuple[int, str]:
+    """Numbers of dimensions, four of them per dimension (native/TensorShape.cpp, ``repeat``)."""
+    (repeats,) = _arguments(node, "repeats")
+    return 4 * len(repeats) * torch.int64.itemsize, "numbers of dimensions"
+
+
+def histogram(node: fx.Node, threads: int) -> tuple[int, str]:
+    """Edges of the bins and a histogram per thread (native/cpu/HistogramKernel.cpp)."""
+    (bins,) = _arguments(node, "bins")
+    size = (bins + 1 + threads * bins) * _val(node).element_size()
+    return size + _copied(node.args[0]), "edges, histograms per thread"
+
+
+def cumulative_sum(node: fx.Node, threads: int) -> tuple[int, str]:
+    """The input in the dtype of the result (native/ReduceOps.cpp, ``cumsum``)."""
     val = _val(node)
-    wrapped = torch.float64 if isinstance(node.args[1], float) else torch.int64
-    cast = 0 if val.dtype == wrapped else val.element_size()
-    return WRAPPED_NUMBER + cast, "the number as a tensor"
+    return 0 if _val(node.args[0]).dtype is val.dtype else _nbytes(val), "input in another dtype"
+
+
+def elementwise(node: fx.Node, threads: int) -> tuple[int, str]:
+    """Numbers as 0-d tensors, and operands in the dtype in which all of them are computed.
+
+    A Python number becomes a double or int64 tensor. Source: native/BinaryOps.cpp,
+    ``wrapped_scalar_tensor``, and TensorIterator.cpp, ``compute_types``.
+    """
+    operands: list[Any] = [_val(a) if isinstance(a, fx.Node) else a for a in node.args[:2]]
+    common = torch.result_type(*operands)
+    if node.target in TRUE_DIVISIONS and not (common.is_floating_point or common.is_complex):
+        common = torch.get_default_dtype()
+    size = 0
+    for operand in operands:
+        is_tensor = isinstance(operand, Tensor)
+        dtype = operand.dtype if is_tensor else WRAPPED[type(operand)]
+        count = operand.numel() if is_tensor else 1
+        size += 0 if is_tensor else dtype.itemsize
+        size += 0 if dtype is common else count * common.itemsize
+    return size, "numbers as tensors, operands in another dtype"
+
+
+def where(node: fx.Node, threads: int) -> tuple[int, str]:
+    """Operands in the dtype of the result (native/TensorCompare.cpp, ``where``)."""
+    vals = [_val(argument) for argument in node.args[1:3]]
+    dtype = _val(node).dtype
+    size = sum(v.numel() * dtype.itemsize for v in vals if v.dtype is not dtype)
+    return size, "operands in another dtype"
+
+
+def total(node: fx.Node, threads: int) -> tuple[int, str]:
+    """The input in the dtype of the result (native/ReduceOps.cpp, ``sum``)."""
+    val, result = _val(node.args[0]), _val(node)
+    size = 0 if val.dtype is result.dtype else val.numel() * result.element_size()
+    return size, "input in another dtype"
 
 
 def mean(node: fx.Node, threads: int) -> tuple[int, str]:
-    """CPU means are a sum and a division by a number (native/ReduceOps.cpp)."""
-    return WRAPPED_NUMBER + _val(node).element_size(), "the count as a tensor"
+    """CPU means are a sum and a division by a number (native/ReduceOps.cpp, ``mean``).
+
+    Below fp32 both are done in fp32, on a copy of the input.
+    """
+    val, result = _val(node.args[0]), _val(node)
+    low = result.element_size() < FLOAT_ACCUMULATOR
+    size = FLOAT_ACCUMULATOR if low else result.element_size()
+    cast = val.numel() * size if low or val.dtype is not result.dtype else 0
+    return (result.numel() * size if low else 0) + max(cast, WRAPPED_NUMBER + size), "sum and count"
+
+
+def scatter(node: fx.Node, threads: int) -> tuple[int, str]:
+    """Below fp32 the result in fp32 (native/cpu/ScatterGatherKernel.cpp, ``create_acc_buffer``)."""
+    val = _val(node)
+    low = val.is_floating_point() and val.element_size() < FLOAT_ACCUMULATOR
+    return val.numel() * FLOAT_ACCUMULATOR if low else 0, "result in fp32"
+
+
+def matmul(node: fx.Node, threads: int) -> tuple[int | None, str]:
+    """Below fp32 oneDNN multiplies all but the smallest matrices (native/mkldnn/Matmul.cpp).
+
+    Its scratchpads depend on the processor. The smallest are those of ``checksize``.
+    """
+    one, two = [_val(n) for n in node.args if isinstance(n, fx.Node) and _val(n).dim() > 1][-2:]
+    low = one.element_size() < FLOAT_ACCUMULATOR
+    return None if low and one.numel() * two.shape[-1] > 16**3 else 0, "oneDNN's scratchpad"
 
 
 def dropout(node: fx.Node, threads: int) -> tuple[int, str]:
@@ -162,26 +313,81 @@ def dropout_backward(node: fx.Node, threads: int) -> tuple[int, str]:
     return _nbytes(val) + WRAPPED_NUMBER + val.element_size(), "masked gradient before scaling"
 
 
+WRAPPED: dict[type, torch.dtype] = {
+    bool: torch.bool,
+    int: torch.int64,
+    float: torch.float64,
+    complex: torch.complex128,
+}
+TRUE_DIVISIONS = (aten.div.Tensor, aten.div.Scalar)
+ELEMENTWISE = (
+    *(overload for op in (aten.add, aten.sub, aten.mul) for overload in (op.Tensor, op.Scalar)),
+    *TRUE_DIVISIONS,
+    aten.div.Tensor_mode,
+    aten.floor_divide.default,
+    aten.remainder.Scalar,
+    aten.rsub.Scalar,
+    aten.bitwise_and.Scalar,
+    aten.bitwise_or.Scalar,
+    aten.minimum.default,
+    aten.maximum.default,
+    *(
+        overload
+        for op in (aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge)
+        for overload in (op.Tensor, op.Scalar)
+    ),
+)
+
 FORMULAS: dict[Any, Formula] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
+    aten._safe_softmax.default: safe_softmax,
+    aten._softmax.default: softmax,
+    aten._log_softmax.default: softmax,
+    aten._softmax_backward_data.default: softmax_backward,
+    aten._log_softmax_backward_data.default: softmax_backward,
+    aten.native_layer_norm.default: layer_norm,
     aten.native_layer_norm_backward.default: layer_norm_backward,
-    aten.add.Tensor: number_operand,
-    aten.sub.Tensor: number_operand,
-    aten.mul.Tensor: number_operand,
-    aten.div.Tensor: number_operand,
-    aten.mul.Scalar: number_operand,
-    aten.div.Scalar: number_operand,
+    aten.native_group_norm.default: group_norm,
+    aten.native_group_norm_backward.default: group_norm_backward,
+    aten._native_batch_norm_legit_functional.default: batch_norm,
+    aten._native_batch_norm_legit_no_training.default: batch_norm,
+    aten.native_batch_norm_backward.default: batch_norm_backward,
+    aten.embedding.default: embedding,
+    aten.embedding_dense_backward.default: embedding_backward,
+    aten.sort.default: sort,
+    aten.sort.stable: sort,
+    aten.histc.default: histogram,
+    aten.repeat.default: repeat,
+    aten.cumsum.default: cumulative_sum,
+    aten.sum.default: total,
+    aten.sum.dim_IntList: total,
+    aten.mean.default: mean,
     aten.mean.dim: mean,
+    aten.where.self: where,
+    aten.gather.default: scatter,
+    aten.scatter.src: scatter,
+    aten.scatter.value: scatter,
+    aten.scatter_add.default: scatter,
+    aten.mm.default: matmul,
+    aten.addmm.default: matmul,
+    aten.bmm.default: matmul,
+    aten.baddbmm.default: matmul,
+    aten._grouped_mm.default: matmul,
     aten.native_dropout.default: dropout,
     aten.native_dropout_backward.default: dropout_backward,
+    **dict.fromkeys(ELEMENTWISE, elementwise),
 }
 
 UNKNOWN: dict[Any, str] = {
+    aten.logsumexp.default: "made of several operators",
+    aten.binary_cross_entropy_with_logits.default: "made of several operators",
+    aten._fused_rms_norm.default: "made of several operators",
+    aten.mse_loss.default: "made of several operators",
+    aten.upsample_nearest2d.default: "channels last",
+    aten.upsample_bilinear2d.default: "channels last",
     aten.convolution.default: "oneDNN's reordered inputs and scratchpad",
     aten.convolution_backward.default: "oneDNN's reordered inputs and scratchpad",
-    aten.native_batch_norm_backward.default: "contiguous copies, if the layouts differ",
-    aten._native_batch_norm_legit_functional.default: "statistics per channel",
 }
 
 
@@ -192,3 +398,16 @@ def _val(value: Any) -> Tensor:
 
 def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _copied(value: Any) -> int:
+    """Bytes of a contiguous copy; 0 if there is no need for one."""
+    return 0 if _val(value).is_contiguous() else _nbytes(_val(value))
+
+
+def _arguments(node: fx.Node, *names: str) -> list[Any]:
+    """What `node` passes to these arguments of its operator, or their defaults."""
+    schema: Any = node.target._schema  # type: ignore[union-attr]
+    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
+    defaults = {a.name: a.default_value for a in schema.arguments}
+    return [given.get(name, defaults[name]) for name in names]

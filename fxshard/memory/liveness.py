@@ -41,12 +41,14 @@ class StepBytes:
         programs: what was analysed, one per micro-batch.
         first, steady: the ledgers.
         optimizer: class name of the analysed optimizer, or None.
+        device: type of the device that it is planned for.
     """
 
     programs: list[Program]
     first: Ledger
     steady: Ledger
     optimizer: str | None
+    device: str
 
 
 def held_ranges(
@@ -62,9 +64,12 @@ def held_ranges(
     def hold(name: str, module: str, category: Category, size: int, host: bool = False) -> None:
         found.append(LiveRange(len(found), name, "", module, category, size, host))
 
+    flats: dict[Any, int] = {}  # the shards of a unit lie in one storage per dtype
     for fqn, param in program.params.items():
         size = nbytes(param.chunk(program.world_size), param.dtype)
         hold(fqn, owner_of(fqn), Category.SHARDED_PARAM, size, program.offloaded)
+        number = found[-1].storage
+        found[-1].storage = flats.setdefault((param.unit, param.dtype), number)
     for fqn, param in program.wholes.items():
         hold(fqn, owner_of(fqn), Category.SHARDED_PARAM, nbytes(param.shape, param.dtype))
     dtypes = buffer_dtypes(program.units, dict(model.named_buffers()))
@@ -104,6 +109,7 @@ def analyse(
     held: list[LiveRange],
     step: OptimizerStep | None,
     loss: LossStep | None = None,
+    device: str = "cpu",
 ) -> StepBytes:
     """The live ranges of the first and of the steady step.
 
@@ -112,9 +118,10 @@ def analyse(
         held: from `held_ranges`.
         step: from `fxshard.memory.optimizer.trace_step`, or None.
         loss: from `fxshard.memory.loss.trace_loss`, or None.
+        device: type of the device that it is planned for.
     """
     first, steady = (_ledger(programs, held, step, loss, is_first) for is_first in (True, False))
-    return StepBytes(list(programs), first, steady, step.name if step else None)
+    return StepBytes(list(programs), first, steady, step.name if step else None, device)
 
 
 def _ledger(

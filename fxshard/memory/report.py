@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fxshard.errors import ConfigError, FxshardError
+from fxshard.memory.allocator import AllocatorSettings
 from fxshard.memory.category import CATEGORIES, Category, State
 from fxshard.memory.explain import SIZES, Explanation, Lever, alive_things, size_text
 from fxshard.memory.kernels import KernelTemporary, kernel_temporaries
+from fxshard.memory.kernels_cuda import kernel_temporaries_cuda
 from fxshard.memory.ledger import Ledger, LiveRange, PhaseBytes
 from fxshard.memory.liveness import StepBytes
+from fxshard.memory.reserved import HOPPER, DeviceMemory, device_memory
 from fxshard.memory.states import PEAKS, Span, spans
 from fxshard.program import Program
 from fxshard.provenance import line_text
@@ -130,10 +133,14 @@ class MemoryReport:
     def kernel_temporaries(self) -> list[KernelTemporary]:
         """Memory that kernels are known to take and give back inside one operator, per operator.
 
-        Of the last micro-batch. Not in any other figure; see `fxshard.memory.kernels` for each
-        formula and its source.
+        Of the last micro-batch. Not in any other figure; see `fxshard.memory.kernels` and
+        `fxshard.memory.kernels_cuda` for each formula and its source.
         """
-        return kernel_temporaries(self.program)
+        return self._kernels(self.program)
+
+    def _kernels(self, program: Program) -> list[KernelTemporary]:
+        on_cuda = self._step.device == "cuda"
+        return kernel_temporaries_cuda(program) if on_cuda else kernel_temporaries(program)
 
     @property
     def peak_with_kernels_bytes(self) -> int | None:
@@ -150,6 +157,35 @@ class MemoryReport:
             int(total) + (inside.get((phase.phase, i)) or 0)
             for phase in self.phases()
             for i, total in enumerate((sum(phase.start), *phase.during.sum(1)), start=-1)
+        )
+
+    def device_memory(
+        self,
+        *,
+        capability: tuple[int, int] = HOPPER,
+        settings: AllocatorSettings | None = None,
+        capacity: int | None = None,
+    ) -> DeviceMemory:
+        """Allocated and reserved bytes of CUDA's caching allocator, of a plan for CUDA.
+
+        Args:
+            capability: of the GPU, as ``torch.cuda.get_device_capability``.
+            settings: ``PYTORCH_CUDA_ALLOC_CONF``, see `AllocatorSettings.from_text`.
+            capacity: bytes of the device without CUDA's context and NCCL's buffers.
+
+        Raises:
+            ConfigError: the plan is for the CPU, which has no such allocator.
+        """
+        if self._step.device != "cuda":
+            raise ConfigError(
+                f"device_memory: this plan is for {self._step.device!r}, where nothing is cached. "
+                f"Plan with device='cuda', or a model on CUDA."
+            )
+        return device_memory(
+            *(self._step.first, self._step.steady, self._step.programs, self._kernels),
+            capability=capability,
+            settings=settings,
+            capacity=capacity,
         )
 
     def phases(self, *, first_step: bool = False) -> list[PhaseBytes]:

@@ -1,0 +1,367 @@
+"""A report as one page that needs no network: plotly.js, the figures and a little script inside.
+
+Note: thinning
+==============
+Of a step of more than `DRAWN` ticks, the page draws one tick per run of equal length, that with the
+most bytes, and every tick within `NEAR` of the peak and at the ends of phases. What it says about a
+tick that it draws is exact; the page says that there are others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import importlib.util
+import json
+import re
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from typing import Any
+
+import numpy as np
+
+from fxshard.errors import ConfigError
+from fxshard.memory.category import CATEGORIES, COLUMN, Category, Matrix, State
+from fxshard.memory.ledger import Ledger, LiveRange
+from fxshard.memory.owners import owned_rows
+from fxshard.memory.report import UNITS, MemoryReport, size_text
+from fxshard.memory.serialize import stream_of
+from fxshard.memory.tables import peak_place, phase_name
+from fxshard.provenance import line_text
+
+DRAWN = 6000  # ticks that a page draws
+NEAR = 300  # on either side of the peak, all are drawn
+LANES = 8  # bars at once, per category and stream; more overlap in the last lane
+
+COLORS = {
+    Category.SHARDED_PARAM: "#2b4c7e",
+    Category.UNSHARDED_PARAM: "#4f8fd6",
+    Category.BUFFER: "#9aa5b4",
+    Category.SHARDED_GRAD: "#b4581a",
+    Category.UNSHARDED_GRAD: "#ef9a4d",
+    Category.ACTIVATION: "#3aa57e",
+    Category.TEMP: "#e0607e",
+    Category.ALL_GATHER: "#a9cdf5",
+    Category.REDUCE_SCATTER: "#f6d08b",
+    Category.OPT_STATE: "#7b61b8",
+    Category.INPUTS: "#c9d0da",
+}
+# From what lies still, at the bottom, to what comes and goes.
+STACK = (
+    Category.SHARDED_PARAM,
+    Category.OPT_STATE,
+    Category.BUFFER,
+    Category.INPUTS,
+    Category.SHARDED_GRAD,
+    Category.ACTIVATION,
+    Category.UNSHARDED_PARAM,
+    Category.ALL_GATHER,
+    Category.UNSHARDED_GRAD,
+    Category.REDUCE_SCATTER,
+    Category.TEMP,
+)
+SENT = (Category.ALL_GATHER, Category.UNSHARDED_PARAM, Category.REDUCE_SCATTER)
+
+
+class Strings:
+    """A table of strings, each once; "" is number 0."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {"": 0}
+
+    def __call__(self, text: str) -> int:
+        return self.numbers.setdefault(text, len(self.numbers))
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """A stretch of the schedule: ranges that are born and die together.
+
+    Attributes:
+        lane: its row of the chart, from 0.
+        begin, end: ticks.
+        bytes: of all of them.
+        name: what they are.
+    """
+
+    lane: int
+    begin: int
+    end: int
+    bytes: int
+    name: str
+
+
+def page(report: MemoryReport, *, first_step: bool = False) -> str:
+    """The page as text.
+
+    Raises:
+        ConfigError: plotly is not installed.
+    """
+    if importlib.util.find_spec("plotly") is None:
+        raise ConfigError("the HTML page needs plotly: pip install 'fxshard[html]'.")
+    from plotly.offline import get_plotlyjs
+
+    data = contents(report, first_step=first_step)
+    height = 12 + 17 * max(data["lane_count"], 2)
+    optimizer = f", {report.optimizer}" if report.optimizer else ""
+    filled = {
+        "TITLE": html.escape(f"Memory of one rank of {report.program.world_size}{optimizer}"),
+        "HEIGHT": str(height),
+        # A script ends at the first "</script", whatever it stands in.
+        "DATA": json.dumps(data, separators=(",", ":")).replace("</", "<\\/"),
+        "PLOTLY": get_plotlyjs(),
+    }
+    text = resources.files("fxshard.memory").joinpath("page.html").read_text("utf-8")
+    return re.sub(rf"\$({'|'.join(filled)})", lambda match: filled[match[1]], text)
+
+
+def contents(report: MemoryReport, *, first_step: bool = False) -> dict[str, Any]:
+    """The figures of the page, JSON-ready; sizes in bytes, times in ticks."""
+    ledger = report.ledger(first_step=first_step)
+    half = len(CATEGORIES)
+    ticks = drawn(ledger)
+    chosen = np.array(ticks)
+    peak = int(ledger.totals.argmax())
+    texts = Strings()
+    offloaded = report.program.offloaded
+    used = [c for c in STACK if ledger.bytes[chosen, COLUMN[c]].any()]
+    unit = next((u for u in ("GiB", "MiB", "KiB") if ledger.totals[peak] >= UNITS[u]), "B")
+    moments = [ledger.moments[tick // 2] for tick in ticks]
+    columns = [
+        [texts(moment.node) for moment in moments],
+        [texts(moment.op) for moment in moments],
+        [texts(moment.module) for moment in moments],
+        [texts(line_text(moment.line)) for moment in moments],
+    ]
+    bars, lanes, lane_count = _bars(ledger, texts)
+    rows = list(_rows(report, first_step, texts))
+    present = {category for row in rows for category in row[6][::2]}
+    peaks = ("Peak Backward", "Peak Forward")
+    states = [state.value for state in State]
+    shown = [states[row[1]] for row in rows]
+    return {
+        "subtitle": _subtitle(report, first_step),
+        "cards": list(_cards(report)),
+        "note": _note(ledger, ticks, unit),
+        "kinds": [{"name": c.value, "color": COLORS[c]} for c in CATEGORIES],
+        "categories": [{"name": c.value, "color": COLORS[c]} for c in used],
+        "unit": unit,
+        "scale": UNITS[unit],
+        "ticks": ticks,
+        "end": 2 * len(ledger.moments),
+        "peak": peak,
+        "points": columns,
+        "bytes": [ledger.bytes[chosen, COLUMN[c]].tolist() for c in used],
+        "host": ledger.bytes[chosen, half:].sum(1).tolist() if offloaded else [],
+        "phases": [
+            {"label": label, "begin": 2 * phase.start, "end": 2 * (phase.start + phase.points + 1)}
+            for phase, label in zip(ledger.phases, _phase_labels(report, first_step), strict=True)
+        ],
+        "bars": bars,
+        "lanes": lanes,
+        "lane_count": lane_count,
+        "ranges": list(_ranges(ledger, chosen, texts)),
+        "micro_batches": report.micro_batches,
+        "states": [state for state in states if state in shown],
+        "rows": [[row[0], _index(states, shown, row[1]), *row[2:]] for row in rows],
+        "row_categories": [i for i in range(half) if i in present],
+        "first_state": next((state for state in peaks if state in shown), ""),
+        "phase_heads": _phase_heads(offloaded),
+        "phase_rows": list(_phase_rows(report)),
+        "strings": list(texts.numbers),  # the last: all others have added theirs
+    }
+
+
+def drawn(ledger: Ledger) -> list[int]:
+    """The ticks that are drawn, ascending; see the note above."""
+    count = len(ledger.totals)
+    if count <= DRAWN:
+        return list(range(count))
+    run = -(-count // (DRAWN - 2 * NEAR))
+    peak = int(ledger.totals.argmax())
+    found = {i + int(ledger.totals[i : i + run].argmax()) for i in range(0, count, run)}
+    found |= set(range(max(0, peak - NEAR), min(count, peak + NEAR)))
+    for phase in ledger.phases:
+        found |= {2 * phase.start, 2 * (phase.start + phase.points) + 1}
+    return sorted(found)
+
+
+def _subtitle(report: MemoryReport, first_step: bool) -> str:
+    at = report.peak_at
+    place = f"{at.phase}, at {at.node}" + (f" of {at.module}" if at.module else "")
+    step = "The first step" if first_step else "A step in the steady state"
+    return f"{step}. The peak of the steady state is in {place}."
+
+
+def _cards(report: MemoryReport) -> Iterator[tuple[str, str, str, str]]:
+    """``(name, figure, remark, class)``."""
+    yield "peak", size_text(report.peak_bytes), f"{report.peak_bytes:,} bytes", "peak"
+    first = report.first_step_peak_bytes
+    yield "peak of the first step", size_text(first), f"{first:,} bytes", ""
+    if report.program.offloaded:
+        host = report.host_peak_bytes
+        yield "peak on the CPU", size_text(host), f"{host:,} bytes", ""
+    largest = sorted(report.peak_by_category.items(), key=lambda item: -item[1])
+    for category, size in largest[:3]:
+        share = 100 * size / max(report.peak_bytes, 1)
+        yield f"{category.value} at the peak", size_text(size), f"{share:.0f}%", ""
+
+
+def _note(ledger: Ledger, ticks: Sequence[int], unit: str) -> str:
+    said = (
+        "From left to right in the order of the program: every operator takes the same room, "
+        f"whatever time it takes. The area is what is alive on the device, in {unit}. Bars: All "
+        "Gather from launch to wait, Unsharded Param from wait to free, Reduce Scatter from the "
+        "copy that is sent to its free; behind each the stream that it is allocated on."
+    )
+    if len(ticks) < len(ledger.totals):
+        said += (
+            f" Drawn are {len(ticks):,} of {len(ledger.totals):,} moments: of each run of them "
+            f"the one with the most bytes, and all within {NEAR} of the peak."
+        )
+    return said
+
+
+def _phase_labels(report: MemoryReport, first_step: bool) -> list[str]:
+    phases = report.phases(first_step=first_step)
+    return [phase_name(phase, report.micro_batches) for phase in phases]
+
+
+def _index(states: Sequence[str], shown: Sequence[str], number: int) -> int:
+    """The number of a state among those that occur."""
+    return [state for state in states if state in shown].index(states[number])
+
+
+def _ranges(ledger: Ledger, ticks: Matrix, texts: Strings) -> Iterator[list[int]]:
+    """What is alive on the device at a tick that is drawn."""
+
+    def node(tick: int | None) -> int:
+        return 0 if tick is None or tick < 0 else texts(ledger.moments[tick // 2].node)
+
+    for each in ledger.ranges:
+        first = int(np.searchsorted(ticks, each.born))
+        died = len(ledger.totals) if each.died is None else each.died
+        if each.host or not each.bytes or first == len(ticks) or ticks[first] >= died:
+            continue
+        yield [
+            texts(each.name),
+            texts(each.op),
+            texts(each.module),
+            COLUMN[each.category],
+            each.bytes,
+            each.born,
+            -1 if each.died is None else each.died,
+            texts(stream_of(ledger, each)),
+            texts(line_text(each.line)),
+            node(each.born),
+            node(each.died),
+        ]
+
+
+# -- the schedule -------------------------------------------------------------------------------
+
+
+def _bars(ledger: Ledger, texts: Strings) -> tuple[list[Any], list[Any], int]:
+    """Bars per category, labels of lanes ``(lane, text)``, and how many lanes there are."""
+    groups = _together(ledger)
+    found: list[Any] = []
+    labels = []
+    lane_count = 0
+
+    def node(tick: int) -> int:
+        return texts(ledger.moments[min(tick // 2, len(ledger.moments) - 1)].node)
+
+    for category in SENT:
+        drawn_bars = []
+        for kind, stream in groups:
+            if kind is not category:
+                continue
+            bars = list(lanes(groups[kind, stream], ledger))
+            labels.append((lane_count, f"{category.value}<br>({stream})"))
+            for bar in bars:
+                lane = lane_count + bar.lane
+                ends = [node(bar.begin), node(bar.end)]
+                drawn_bars.append([lane, bar.begin, bar.end, bar.bytes, texts(bar.name), *ends])
+            lane_count += max(2, 1 + max(bar.lane for bar in bars))
+        if drawn_bars:
+            found.append({"name": category.value, "color": COLORS[category], "bars": drawn_bars})
+    return found, labels, lane_count
+
+
+def _together(ledger: Ledger) -> dict[tuple[Category, str], list[list[LiveRange]]]:
+    """Ranges of what is sent, by category and stream; what dies at once is one group.
+
+    Parameters of a unit are gathered and freed at once, but copied one by one.
+    """
+    streams: dict[int, str] = {}
+    found: dict[tuple[Category, str], dict[int, list[LiveRange]]] = {}
+    for each in ledger.ranges:
+        stream = streams.setdefault(each.storage, stream_of(ledger, each))
+        if each.category in SENT and not each.host and each.born >= 0 and each.bytes:
+            groups = found.setdefault((each.category, stream), {})
+            groups.setdefault(_death(ledger, each), []).append(each)
+    return {key: list(groups.values()) for key, groups in found.items()}
+
+
+def _death(ledger: Ledger, each: LiveRange) -> int:
+    return len(ledger.totals) if each.died is None else each.died
+
+
+def lanes(groups: Sequence[Sequence[LiveRange]], ledger: Ledger) -> Iterator[Bar]:
+    """A bar per group, from its first birth to its death, in the first lane that is free."""
+    busy: list[int] = []
+    for ranges in sorted(groups, key=lambda group: group[0].born):
+        born, died = min(each.born for each in ranges), _death(ledger, ranges[0])
+        free = (lane for lane, until in enumerate(busy) if until <= born)
+        lane = min(next(free, len(busy)), LANES - 1)
+        if lane == len(busy):
+            busy.append(died)
+        busy[lane] = max(busy[lane], died)
+        yield Bar(lane, born, died, sum(each.bytes for each in ranges), _together_named(ranges))
+
+
+def _together_named(ranges: Sequence[LiveRange]) -> str:
+    """The only name, or what all modules have in common and how many there are."""
+    if len(ranges) == 1:
+        return ranges[0].name
+    parts = [each.module.split(".") for each in ranges]
+    common = []
+    for names in zip(*parts, strict=False):
+        if len(set(names)) > 1:
+            break
+        common.append(names[0])
+    return f"{'.'.join(common) or '(root)'}: {len(ranges)} parameters"
+
+
+# -- tables -------------------------------------------------------------------------------------
+
+
+def _rows(report: MemoryReport, first_step: bool, texts: Strings) -> Iterator[list[Any]]:
+    """Module, state, call, micro-batch, total, owned, ``[category, bytes, ...]``, on the CPU."""
+    half = len(CATEGORIES)
+    ledger = report.ledger(first_step=first_step)
+    ticks = report.ticks(first_step=first_step)
+    owned = owned_rows(ledger, ticks)
+    numbers = {state: i for i, state in enumerate(State)}
+    for where, tick in ticks.items():
+        row = ledger.bytes[tick]
+        sizes = [v for i in range(half) if row[i] for v in (i, int(row[i]))]
+        total, own = int(row[:half].sum()), int(owned[where][:half].sum())
+        place = [texts(where.module), numbers[where.state], where.call, where.micro_batch]
+        yield [*place, total, own, sizes, int(row[half:].sum())]
+
+
+def _phase_heads(offloaded: bool) -> list[str]:
+    heads = ["step", "phase", "start", "peak", "end"]
+    return [*heads, *["CPU start", "CPU end"] * offloaded, "peak in"]
+
+
+def _phase_rows(report: MemoryReport) -> Iterator[list[str | int]]:
+    for step, first in (("first", True), ("steady", False)):
+        for phase in report.phases(first_step=first):
+            figures = [sum(phase.start), phase.peak_bytes, phase.end_bytes]
+            if report.program.offloaded:
+                end = int(phase.host.after[-1].sum()) if len(phase.host.after) else 0
+                figures += [sum(phase.host.start), end]
+            name = phase_name(phase, report.micro_batches)
+            yield [step, name, *figures, peak_place(phase)]

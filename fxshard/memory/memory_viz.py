@@ -1,0 +1,196 @@
+"""A step as a snapshot that PyTorch's memory_viz opens (torch/cuda/_memory_viz.py, MemoryViz.js).
+
+The fields are those of ``torch.cuda.memory._snapshot()`` (torch/csrc/cuda/memory_snapshot.cpp).
+What is on the device is device 0; with offload, what is on the CPU is device 1.
+
+Addresses are made up: a freed block is used again for a request of its size, else the segment
+grows. What a caching allocator reserves is in `fxshard.memory.allocator`, and not here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from fxshard.memory.ledger import Ledger, LiveRange
+from fxshard.memory.report import MemoryReport
+from fxshard.memory.serialize import stream_of, streams
+
+BASE = 1 << 40  # address of the first byte of device 0; of device n: n + 1 times that
+PROTOCOL = 4  # MemoryViz.js reads pickles up to this
+
+Frames = list[dict[str, Any]]
+
+
+@dataclasses.dataclass
+class _Allocation:
+    """A storage from its first range to the end of its last."""
+
+    size: int
+    device: int
+    stream: int
+    category: str
+    frames: Frames
+    born: int
+    died: int | None
+    address: int = 0
+
+
+def pickled(report: MemoryReport, *, first_step: bool = False) -> bytes:
+    """The snapshot, as the file that memory_viz opens."""
+    return pickle.dumps(snapshot(report, first_step=first_step), protocol=PROTOCOL)
+
+
+def snapshot(report: MemoryReport, *, first_step: bool = False) -> dict[str, Any]:
+    """``{"segments", "device_traces"}``.
+
+    What is held from before the step is allocated by the first events, so that it has a name.
+    """
+    ledger = report.ledger(first_step=first_step)
+    found = list(_allocations(ledger))
+    count = 1 + report.program.offloaded
+    traces: list[list[dict[str, Any]]] = []
+    segments = []
+    for device in range(count):
+        mine = [each for each in found if each.device == device]
+        used = _place(mine, BASE * (device + 1))
+        traces.append(list(_events(mine)))
+        segments.append(_segment(mine, device, BASE * (device + 1), used))
+    return {"segments": segments, "device_traces": traces}
+
+
+def _allocations(ledger: Ledger) -> Iterator[_Allocation]:
+    """One per storage: a change of category is none of memory."""
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(_streams(ledger)))}
+    by_storage: dict[int, list[LiveRange]] = defaultdict(list)
+    for each in ledger.ranges:
+        if each.bytes:
+            by_storage[each.storage].append(each)
+    for ranges in by_storage.values():
+        first, last = ranges[0], ranges[-1]
+        if last.died is not None and last.died <= max(first.born, 0):
+            continue  # alive at no tick
+        yield _Allocation(
+            first.bytes,
+            int(first.host),
+            numbers[stream_of(ledger, first)],
+            first.category.value,
+            _frames(ranges),
+            first.born,
+            last.died,
+        )
+
+
+def _streams(ledger: Ledger) -> list[str]:
+    """The compute stream first: it is stream 0."""
+    return ["compute", *streams(ledger), *(each.stream for each in ledger.ranges)]
+
+
+def _frames(ranges: list[LiveRange]) -> Frames:
+    """What it is, then where it comes from, innermost first."""
+    first = ranges[0]
+    what = " -> ".join(dict.fromkeys(each.category.value for each in ranges))
+    made = f"{first.name} ({first.op})" if first.op else first.name
+    frames = [
+        {"filename": what, "line": 0, "name": made},
+        {"filename": "module", "line": 0, "name": first.module or "(root)"},
+    ]
+    place, _, function = first.line.partition(" in ")
+    path, _, number = place.rpartition(":")
+    if path:
+        frames.insert(1, {"filename": path, "line": int(number), "name": function})
+    return frames
+
+
+def _place(allocations: Iterable[_Allocation], base: int) -> int:
+    """Give each an address; returns how many bytes of addresses are used."""
+    free: dict[int, list[int]] = defaultdict(list)
+    used = 0
+    for _, begins, each in _in_time(allocations):
+        if not begins:
+            free[each.size].append(each.address)
+        elif free[each.size]:
+            each.address = free[each.size].pop()
+        else:
+            each.address = base + used
+            used += each.size
+    return used
+
+
+def _in_time(allocations: Iterable[_Allocation]) -> Iterator[tuple[int, bool, _Allocation]]:
+    """``(tick, begins, allocation)`` in order of time; at one tick what ends is first."""
+    moments = []
+    for number, each in enumerate(allocations):
+        moments.append((max(each.born, 0), True, number, each))
+        if each.died is not None:
+            moments.append((each.died, False, number, each))
+    for tick, begins, _, each in sorted(moments, key=lambda moment: moment[:3]):
+        yield tick, begins, each
+
+
+def _events(allocations: Iterable[_Allocation]) -> Iterator[dict[str, Any]]:
+    # MemoryViz.js fails on categories among which there is no "unknown" (annotate_snapshot).
+    nothing = {"addr": 0, "size": 0, "stream": 0, "time_us": 0, "frames": []}
+    yield {"action": "snapshot", **nothing, "category": "unknown"}
+    for tick, begins, each in _in_time(allocations):
+        event = {
+            "addr": each.address,
+            "size": each.size,
+            "stream": each.stream,
+            "time_us": tick,
+            "frames": each.frames,
+            "category": each.category,
+        }
+        for action in ("alloc",) if begins else ("free_requested", "free_completed"):
+            yield {"action": action, **event}
+
+
+def _segment(allocations: Iterable[_Allocation], device: int, base: int, used: int) -> Any:
+    """One segment, as it is when the step is over."""
+    blocks: list[dict[str, Any]] = []
+    at = base
+    kept = [each for each in allocations if each.died is None]
+    for each in sorted(kept, key=lambda each: each.address):
+        if at < each.address:
+            blocks.append(_gap(at, each.address))
+        blocks.append(
+            {
+                "address": each.address,
+                "size": each.size,
+                "requested_size": each.size,
+                "state": "active_allocated",
+                "frames": each.frames,
+            }
+        )
+        at = each.address + each.size
+    if at < base + used:
+        blocks.append(_gap(at, base + used))
+    held = sum(each.size for each in kept)
+    return {
+        "device": device,
+        "address": base,
+        "total_size": used,
+        "stream": 0,
+        "segment_type": "large",
+        "segment_pool_id": (0, 0),
+        "is_expandable": False,
+        "allocated_size": held,
+        "active_size": held,
+        "requested_size": held,
+        "frames": [],
+        "blocks": blocks,
+    }
+
+
+def _gap(begin: int, end: int) -> dict[str, Any]:
+    size = end - begin
+    return {
+        "address": begin,
+        "size": size,
+        "requested_size": 0,
+        "state": "inactive",
+        "frames": [],
+    }

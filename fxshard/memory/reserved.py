@@ -1,0 +1,193 @@
+"""What the CUDA caching allocator makes of a step: allocated and reserved bytes, phase by phase.
+
+All memory of a step is asked for on the compute stream, and is freed only after the compute stream
+has waited for the work that reads it (`fxshard.world.c10d`): no block waits for another stream.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from fxshard.memory.allocator import Allocation, AllocatorSettings, Replay, replay
+from fxshard.memory.fixed_costs import FixedCost, fixed_costs
+from fxshard.memory.kernels import KernelTemporary
+from fxshard.memory.ledger import BEFORE, Ledger, LiveRange
+from fxshard.program import Program
+
+aten = torch.ops.aten
+
+HOPPER = (9, 0)  # compute capability
+STEADY_STEPS = 2  # until the cache serves every request as it did the step before
+MATRIX_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseReserved:
+    """The highest figures of one phase, in bytes.
+
+    Attributes:
+        phase, micro_batch: see `fxshard.memory.ledger.Phase`.
+        step: 1 for the first step; the last one is the steady state.
+        requested: of tensors, as `MemoryReport` counts them, with kernel temporaries.
+        allocated: ``torch.cuda.max_memory_allocated`` over the phase.
+        reserved: ``torch.cuda.max_memory_reserved`` over the phase.
+    """
+
+    phase: str
+    micro_batch: int
+    step: int
+    requested: int
+    allocated: int
+    reserved: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceMemory:
+    """The caching allocator over a first and some steady steps, and what it does not hold.
+
+    Attributes:
+        phases: of all steps, in order.
+        allocated, reserved: peaks over all of them, in bytes.
+        fragmentation: share of the reserved peak that no block uses, from 0 to 1.
+        retries: times that everything cached had to be given back (only with a `capacity`).
+        out_of_memory: ``(step, phase, node)`` of the request that could not be met, or None.
+        fixed: workspaces (in the figures above), and bounds of what is outside of the allocator.
+        unknown: kernels whose temporaries are not known; they are in no figure.
+        replay: the whole record.
+    """
+
+    phases: tuple[PhaseReserved, ...]
+    allocated: int
+    reserved: int
+    fragmentation: float
+    retries: int
+    out_of_memory: tuple[int, str, str] | None
+    fixed: tuple[FixedCost, ...]
+    unknown: tuple[KernelTemporary, ...]
+    replay: Replay
+
+    @property
+    def outside(self) -> int:
+        """Bytes that may be taken outside of the allocator, at most: context and NCCL."""
+        return sum(cost.bytes for cost in self.fixed if cost.bound)
+
+
+def device_memory(
+    first: Ledger,
+    steady: Ledger,
+    programs: Sequence[Program],
+    kernels: Callable[[Program], list[KernelTemporary]],
+    *,
+    capability: tuple[int, int] = HOPPER,
+    settings: AllocatorSettings | None = None,
+    capacity: int | None = None,
+) -> DeviceMemory:
+    """Replay a first step and `STEADY_STEPS` more.
+
+    Args:
+        first, steady: ledgers of a step.
+        programs: one per micro-batch.
+        kernels: from a program to the temporaries of its kernels.
+        capability: of the GPU, as ``torch.cuda.get_device_capability``: decides the workspaces.
+        settings: of the allocator; torch's defaults if None.
+        capacity: bytes of the device without what is outside of the allocator; None: no limit.
+    """
+    inside = {id(program): kernels(program) for program in programs}
+    groups = max(1, len({"shard", "replicate"} if programs[-1].replicas > 1 else {"shard"}))
+    fixed = tuple(fixed_costs(capability, communicators=groups))
+    lives = list(_held(first))
+    starts: list[tuple[int, Ledger]] = []
+    offset = 0
+    for step in range(1 + STEADY_STEPS):
+        ledger = steady if step else first
+        starts.append((offset, ledger))
+        lives += _of_step(ledger, offset)
+        lives += _temporaries(ledger, offset, [inside[id(program)] for program in programs])
+        offset += len(ledger.totals)
+    lives += _workspaces(first, programs, fixed)
+    lives.sort(key=lambda each: each.born)  # as they are asked for; the sort keeps equal ticks
+    done = replay(lives, settings, capacity=capacity)
+    phases = [
+        PhaseReserved(p.name, p.micro_batch, step, w.requested, w.allocated, w.reserved)
+        for step, (begin, ledger) in enumerate(starts, start=1)
+        for p in ledger.phases
+        for w in [done.between(begin + 2 * p.start, begin + 2 * (p.start + p.points + 1))]
+    ]
+    peaks = done.peaks
+    return DeviceMemory(
+        tuple(phases),
+        peaks.allocated,
+        peaks.reserved,
+        peaks.fragmentation,
+        peaks.retries,
+        None if peaks.out_of_memory is None else _where(starts, peaks.out_of_memory),
+        fixed,
+        tuple(row for rows in inside.values() for row in rows if row.bytes is None),
+        done,
+    )
+
+
+def _held(ledger: Ledger) -> Iterator[Allocation]:
+    """What is there before the first step, each storage once."""
+    for parts in _storages(ledger, lambda each: each.born == BEFORE):
+        yield Allocation(sum(each.bytes for each in parts), 0, None)
+
+
+def _of_step(ledger: Ledger, offset: int) -> Iterator[Allocation]:
+    """What one step asks for; it holds nothing from before."""
+    end = len(ledger.totals)
+    for parts in _storages(ledger, lambda each: each.born != BEFORE):
+        born = min(each.born for each in parts)
+        size = sum(each.bytes for each in parts if each.born == born)
+        ends = [each.died for each in parts]
+        died = None if None in ends else offset + max(d for d in ends if d is not None)
+        if died is None or born < min(died - offset, end):
+            yield Allocation(size, offset + born, died)
+
+
+def _storages(
+    ledger: Ledger, wanted: Callable[[LiveRange], bool]
+) -> Iterator[tuple[LiveRange, ...]]:
+    """The ranges of each storage on the device, in the order in which storages are made."""
+    found: dict[int, list[LiveRange]] = {}
+    for each in ledger.ranges:
+        if not each.host and each.bytes and wanted(each):
+            found.setdefault(each.storage, []).append(each)
+    yield from map(tuple, found.values())
+
+
+def _temporaries(
+    ledger: Ledger, offset: int, rows: Sequence[Sequence[KernelTemporary]]
+) -> Iterator[Allocation]:
+    for phase in ledger.phases:
+        for row in rows[phase.micro_batch] if phase.micro_batch >= 0 else ():
+            if row.phase == phase.name and row.bytes and row.backend == "cuda":
+                tick = offset + 2 * (phase.start + 1 + row.point)
+                yield Allocation(row.bytes, tick, tick + 1)
+
+
+def _workspaces(
+    first: Ledger, programs: Sequence[Program], fixed: Sequence[FixedCost]
+) -> Iterator[Allocation]:
+    """Workspaces stay from the first matrix product of their thread on."""
+    nodes = (node for program in programs for node in program.graph.nodes)
+    if not any(node.target in MATRIX_PRODUCTS for node in nodes):
+        return
+    threads = ("forward", "backward")
+    for cost, thread in zip([c for c in fixed if not c.bound], threads, strict=True):
+        begin = next((p.start for p in first.phases if p.name == thread), None)
+        if begin is not None:
+            yield Allocation(cost.bytes, 2 * begin, None)
+
+
+def _where(starts: list[tuple[int, Ledger]], tick: int) -> tuple[int, str, str]:
+    step, begin, ledger = next(
+        (number, begin, ledger)
+        for number, (begin, ledger) in reversed(list(enumerate(starts, start=1)))
+        if begin <= tick
+    )
+    phase, _ = ledger.at(tick - begin)
+    return step, phase.name, ledger.moments[(tick - begin) // 2].node

@@ -1,0 +1,150 @@
+"""A report as JSON-ready values: schema "fxshard.memory/2", described in docs/report-json.md."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from fxshard.memory.category import CATEGORIES
+from fxshard.memory.ledger import Ledger, LiveRange
+from fxshard.memory.owners import owned_rows
+from fxshard.memory.report import MemoryReport, Where
+
+SCHEMA = "fxshard.memory/2"
+
+
+def to_dict(report: MemoryReport) -> dict[str, Any]:
+    """Everything that a report knows. All sizes are bytes; a category that is absent has none."""
+    program = report.program
+    return {
+        "schema": SCHEMA,
+        "world_size": program.world_size,
+        "micro_batches": report.micro_batches,
+        "optimizer": report.optimizer,
+        "offloaded": program.offloaded,
+        "units": [
+            {"name": unit.name, "kind": unit.kind, "parameters": [p.fqn for p in unit.params]}
+            for unit in program.units
+        ],
+        "streams": streams(report.ledger()),
+        "peak_bytes": report.peak_bytes,
+        "first_step_peak_bytes": report.first_step_peak_bytes,
+        "host_peak_bytes": report.host_peak_bytes,
+        "peak_with_kernels_bytes": report.peak_with_kernels_bytes,
+        "peak_by_category": {c.value: v for c, v in report.peak_by_category.items() if v},
+        "peak_at": dataclasses.asdict(report.peak_at),
+        "alive_at_peak": [_thing(report.ledger(), each) for each in report.alive_at_peak()],
+        "kernel_temporaries": [dataclasses.asdict(k) for k in report.kernel_temporaries],
+        "steady_step": _step(report, first=False),
+        "first_step": _step(report, first=True),
+    }
+
+
+def streams(ledger: Ledger) -> list[str]:
+    """Names of the streams that anything runs on, in order of their first operator."""
+    return list(dict.fromkeys(moment.stream for moment in ledger.moments))
+
+
+def stream_of(ledger: Ledger, each: LiveRange) -> str:
+    """The stream of the operator that made a range."""
+    return each.stream if each.born < 0 else ledger.moments[each.born // 2].stream
+
+
+def by_category(sizes: Iterable[int]) -> dict[str, int]:
+    """Category -> bytes, without zeros."""
+    return {c.value: int(v) for c, v in zip(CATEGORIES, sizes, strict=True) if v}
+
+
+def _thing(ledger: Ledger, each: LiveRange) -> dict[str, Any]:
+    return {
+        "name": each.name,
+        "op": each.op,
+        "module": each.module,
+        "category": each.category.value,
+        "bytes": each.bytes,
+        "line": each.line,
+        "stream": each.stream,
+        "storage": each.storage,
+        "born": moment(ledger, each.born),
+        "died": moment(ledger, each.died),
+    }
+
+
+def moment(ledger: Ledger, tick: int | None) -> dict[str, Any] | None:
+    """Where a range begins or ends; None in front of the step and behind it."""
+    if tick is None or tick < 0:
+        return None
+    phase, point = ledger.at(tick)
+    return {
+        "phase": phase.name,
+        "micro_batch": phase.micro_batch,
+        "point": point,
+        "node": ledger.moments[tick // 2].node,
+    }
+
+
+def _step(report: MemoryReport, *, first: bool) -> dict[str, Any]:
+    return {
+        "peak_bytes": report.first_step_peak_bytes if first else report.peak_bytes,
+        "phases": list(_phases(report, first)),
+        "rows": list(_rows(report, first)),
+    }
+
+
+def _phases(report: MemoryReport, first: bool) -> Iterator[dict[str, Any]]:
+    half = len(CATEGORIES)
+    ledger = report.ledger(first_step=first)
+    for phase in ledger.phases:
+        begin, end = 2 * phase.start, 2 * (phase.start + phase.points) + 1
+        peak = begin + int(ledger.totals[begin : end + 1].argmax())
+        place = ledger.moments[peak // 2]
+        found: dict[str, Any] = {
+            "phase": phase.name,
+            "micro_batch": phase.micro_batch,
+            "points": phase.points,
+            "start_bytes": int(ledger.totals[begin]),
+            "peak_bytes": int(ledger.totals[peak]),
+            "end_bytes": int(ledger.totals[end]),
+            "peak_at": {"node": place.node, "module": place.module, "line": place.line},
+            "start": by_category(ledger.bytes[begin, :half]),
+            "peak": by_category(ledger.bytes[peak, :half]),
+            "end": by_category(ledger.bytes[end, :half]),
+        }
+        if report.program.offloaded:
+            host = ledger.bytes[begin : end + 1, half:]
+            top = int(host.sum(1).argmax())
+            found["host_start"] = by_category(host[0])
+            found["host_peak"] = by_category(host[top])
+            found["host_end"] = by_category(host[-1])
+        yield found
+
+
+def _rows(report: MemoryReport, first: bool) -> Iterator[dict[str, Any]]:
+    half = len(CATEGORIES)
+    ledger = report.ledger(first_step=first)
+    ticks = report.ticks(first_step=first)
+    owned = owned_rows(ledger, ticks)
+    for where, tick in ticks.items():
+        row = ledger.bytes[tick]
+        found = {
+            **name_of(where),
+            "bytes": int(row[:half].sum()),
+            "by_category": by_category(row[:half]),
+            "owned_bytes": int(owned[where][:half].sum()),
+            "owned": by_category(owned[where][:half]),
+        }
+        if report.program.offloaded:
+            found["host"] = by_category(row[half:])
+            found["host_owned"] = by_category(owned[where][half:])
+        yield found
+
+
+def name_of(where: Where) -> dict[str, Any]:
+    """What a row is about."""
+    return {
+        "module": where.module,
+        "state": where.state.value,
+        "call": where.call,
+        "micro_batch": where.micro_batch,
+    }

@@ -1,0 +1,477 @@
+"""A report as text that fits a terminal, and as CSV.
+
+Note: columns
+=============
+A category that is zero everywhere has no column, and one that is the same in every row is named
+once, under the table. Where the others do not fit the width, neighbours are added up, step by step
+(`GROUPS`), and then decimals go. Nothing is left out: the categories of a row add up to its total.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+from tabulate import tabulate
+
+from fxshard.errors import ConfigError
+from fxshard.memory.category import CATEGORIES, Category, Matrix, State
+from fxshard.memory.ledger import LOSS, OPTIMIZER, PhaseBytes
+from fxshard.memory.owners import nearest, owned_rows, owners_at
+from fxshard.memory.report import UNITS, MemoryReport, Where, size_text
+
+HALF = len(CATEGORIES)
+INDENT = "  "  # of what stands under the name of a module
+Called = tuple[str, int]  # module, and which of its calls
+
+# Headers of at most seven letters per line.
+TITLES = {
+    Category.SHARDED_PARAM: "Shar-\nded\nParam",
+    Category.UNSHARDED_PARAM: "Un-\nshard.\nParam",
+    Category.BUFFER: "Buffer",
+    Category.SHARDED_GRAD: "Shar-\nded\nGrad",
+    Category.UNSHARDED_GRAD: "Un-\nshard.\nGrad",
+    Category.ACTIVATION: "Acti-\nvation",
+    Category.TEMP: "Temp",
+    Category.ALL_GATHER: "All\nGather",
+    Category.REDUCE_SCATTER: "Reduce\nScat-\nter",
+    Category.OPT_STATE: "Opt\nState",
+    Category.INPUTS: "Inputs",
+}
+
+# What is added up where the width does not do, one after the other.
+GROUPS: tuple[tuple[str, frozenset[Category]], ...] = (
+    ("rest", frozenset({Category.BUFFER, Category.INPUTS, Category.OPT_STATE})),
+    ("Params\n+ All\nGather", frozenset({Category.UNSHARDED_PARAM, Category.ALL_GATHER})),
+    ("Grads\n+ Red.\nScat.", frozenset({Category.UNSHARDED_GRAD, Category.REDUCE_SCATTER})),
+    ("Shards", frozenset({Category.SHARDED_PARAM, Category.SHARDED_GRAD})),
+    ("Act.\n+ Temp", frozenset({Category.ACTIVATION, Category.TEMP})),
+    ("other", frozenset(Category)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Column:
+    title: str
+    sources: tuple[int, ...]  # columns of `Ledger.bytes` that it adds up
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """The rows of a call of a module.
+
+    Attributes:
+        title, tail: its name, of which the end is kept, and what is said about it.
+        called: whose rows they are.
+        states: label and row of each line; a row is int64 ``[1 + WIDTH]``: what is owned on the
+            device, then the columns of `Ledger.bytes`.
+    """
+
+    title: str
+    tail: str
+    called: Called
+    states: tuple[tuple[str, Matrix], ...]
+
+
+def text(
+    report: MemoryReport,
+    depth: int | None = None,
+    units: str = "MiB",
+    *,
+    fold: bool = True,
+    micro_batch: int = 0,
+    width: int = 100,
+) -> str:
+    """The table; see `MemoryReport.table`."""
+    if units not in UNITS:
+        raise ConfigError(f"units={units!r}; legal: {', '.join(UNITS)}.")
+    at = report.peak_at
+    where = f"{at.phase}, at {at.node}" + (f" of {at.module}" if at.module else "")
+    head = [
+        f"Bytes of one rank of {report.program.world_size}, in {units}. "
+        f"Peak {size_text(report.peak_bytes)}, in {where}."
+    ]
+    if report.micro_batches > 1:
+        head.append(
+            f"{report.micro_batches} micro-batches; modules are shown in number {micro_batch + 1}."
+        )
+    parts = [
+        "\n".join(line for said in head for line in _wrapped(said, width)),
+        _phase_table(report, units, width),
+        *_module_table(report, depth, units, fold, micro_batch, width),
+    ]
+    return "\n\n".join(parts)
+
+
+# -- phases -------------------------------------------------------------------------------------
+
+
+def _phase_table(report: MemoryReport, units: str, width: int) -> str:
+    host = report.program.offloaded
+    headers = ["step", "phase", "start", "peak", "end", *(["CPU\npeak", "CPU\nend"] * host)]
+    for decimals in (2, 1, 0):
+        rows = []
+        for step, first in (("first", True), ("steady", False)):
+            for phase in report.phases(first_step=first):
+                figures = [sum(phase.start), phase.peak_bytes, phase.end_bytes]
+                if host:
+                    figures += _on_host(phase)
+                cells = (_figure(v, units, decimals) for v in figures)
+                rows.append([step, phase_name(phase, report.micro_batches), *cells])
+                step = ""
+        align = ("left", "left", *["right"] * (len(headers) - 2))
+        room = width - max(map(len, grid(rows, headers, align))) - 2
+        if room >= 16:
+            break
+    places = [peak_place(p) for first in (True, False) for p in report.phases(first_step=first)]
+    for row, place in zip(rows, places, strict=True):
+        row.append(shortened(place, max(room, 16)))
+    return "\n".join(grid(rows, [*headers, "peak in"], (*align, "left")))
+
+
+def phase_name(phase: PhaseBytes, micro_batches: int) -> str:
+    """Name of a phase; of a step of several micro-batches ``backward (2 of 3)``."""
+    if micro_batches == 1 or phase.micro_batch < 0:
+        return phase.phase
+    return f"{phase.phase} ({phase.micro_batch + 1} of {micro_batches})"
+
+
+def _on_host(phase: PhaseBytes) -> list[int]:
+    host = phase.host
+    peak = max(sum(host.start), int(host.during.sum(1).max(initial=0)))
+    return [peak, int(host.after[-1].sum()) if len(host.after) else sum(host.start)]
+
+
+def peak_place(phase: PhaseBytes) -> str:
+    """The module in which a phase is at its peak."""
+    if not len(phase.during) or phase.peak_bytes == sum(phase.start):
+        return "(start)"
+    node, module = phase.labels[int(phase.during.sum(1).argmax())]
+    return module or node
+
+
+# -- modules ------------------------------------------------------------------------------------
+
+
+def _module_table(
+    report: MemoryReport, depth: int | None, units: str, fold: bool, micro_batch: int, width: int
+) -> Iterator[str]:
+    ledger = report.ledger()
+    ticks = {w: t for w, t in report.ticks().items() if w.micro_batch == micro_batch}
+    chosen = [w.module for w in ticks if depth is None or w.module.count(".") < depth]
+    plain = _rows(report, ticks, str, set(chosen))
+    groups = _groups(plain, fold)
+    shown = {called for group in groups.values() for called in group.shown}
+    owner = nearest({module for module, _ in shown}, (LOSS, OPTIMIZER))
+    rows = _rows(report, ticks, owner, set(chosen))
+    peak = int(ledger.totals.argmax())
+    at_peak = owners_at(ledger, peak, owner)
+    blocks = []
+    for called in _tree_order(plain):
+        group = groups[called]
+        if called not in group.shown:
+            continue
+        owns = at_peak.pop(called[0], 0) if called[1] == 0 else 0
+        tail = _notes(called, group, _figure(owns, units, 2) if owns else "")
+        states = _merged(rows[called], fold)
+        blocks.append(_Block(called[0] or "(root)", tail, called, states))
+        if called == group.between_after:
+            blocks.append(_Block(*group.between(plain, units), called, ()))
+    yield _fitted(blocks, units, width)
+    others = [f"{name} owns {_figure(v, units, 2)}" for name, v in at_peak.items() if v]
+    notes = [
+        "owned: what the module holds itself, and what modules under it hold that have no rows "
+        "here. total: all that the rank holds in that state. A state without Before and After: "
+        "both are equal."
+    ]
+    if others:
+        notes.append(f"At the peak {', '.join(others)}.")
+    yield "\n".join(line for note in notes for line in _wrapped(note, width))
+
+
+def _rows(
+    report: MemoryReport, ticks: dict[Where, int], owner: object, chosen: set[str]
+) -> dict[Called, dict[State, Matrix]]:
+    """Per call of a module, per state, a row as in `_Block`."""
+    ledger = report.ledger()
+    assert callable(owner)
+    owned = owned_rows(ledger, {w: t for w, t in ticks.items() if w.module in chosen}, owner)
+    found: dict[Called, dict[State, Matrix]] = {}
+    for where, own in owned.items():
+        row = np.concatenate([[own[:HALF].sum()], ledger.bytes[ticks[where]]])
+        found.setdefault((where.module, where.call), {})[where.state] = row
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """Calls of modules that differ in a layer number only.
+
+    Attributes:
+        members: all of them.
+        shown: those with rows.
+        equal: all have the same rows; then only the first is shown.
+    """
+
+    members: tuple[Called, ...]
+    shown: tuple[Called, ...]
+    equal: bool
+
+    @property
+    def between_after(self) -> Called | None:
+        """The call behind which a line stands for those that have no rows."""
+        return self.shown[0] if len(self.members) > len(self.shown) and not self.equal else None
+
+    def between(self, rows: dict[Called, dict[State, Matrix]], units: str) -> tuple[str, str]:
+        """That line: their names, and the range of their figures."""
+        hidden = [called for called in self.members if called not in self.shown]
+        said = []
+        for name in (State.PEAK_FORWARD, State.PEAK_BACKWARD):
+            totals = [int(rows[c][name][1 : 1 + HALF].sum()) for c in hidden if name in rows[c]]
+            if totals:
+                low, high = (_figure(v, units, 2) for v in (min(totals), max(totals)))
+                said.append(f"{name.value} {low if low == high else f'{low} to {high}'}")
+        return names_of([module for module, _ in hidden]), f": total at {', '.join(said)}"
+
+
+def names_of(modules: Sequence[str]) -> str:
+    """Modules that differ in numbers only: ``layers.[1…30].mlp (30)``."""
+    if len(modules) == 1:
+        return modules[0]
+    parts = [re.split(r"\b(\d+)\b", module) for module in (modules[0], modules[-1])]
+    ends = (a if a == b else f"[{a}…{b}]" for a, b in zip(*parts, strict=True))
+    return f"{''.join(ends)} ({len(modules)})"
+
+
+def pattern(module: str) -> str:
+    """What modules that differ in numbers only have in common."""
+    return re.sub(r"\b\d+\b", "*", module)
+
+
+def _groups(rows: dict[Called, dict[State, Matrix]], fold: bool) -> dict[Called, _Group]:
+    """The group of each call."""
+    alike: dict[Called, list[Called]] = {}
+    for module, call in rows:
+        key = (pattern(module), call) if fold else (module, call)
+        alike.setdefault(key, []).append((module, call))
+    groups = {}
+    for members in alike.values():
+        equal = len(members) > 1 and all(_equal(rows[members[0]], rows[m]) for m in members[1:])
+        shown = members[:1] if equal else members if len(members) < 3 else [members[0], members[-1]]
+        group = _Group(tuple(members), tuple(shown), equal)
+        groups |= dict.fromkeys(members, group)
+    return groups
+
+
+def _tree_order(calls: Iterable[Called]) -> list[Called]:
+    """Calls in their order, but none in front of those around it."""
+    by_module: dict[str, list[Called]] = {"": []}
+    for module, call in calls:
+        by_module.setdefault(module, []).append((module, call))
+    names: dict[str, None] = {"": None}
+    for module in by_module:
+        parts = module.split(".")
+        for length in range(1, len(parts) + 1):
+            names[".".join(parts[:length])] = None
+    return [called for name in names for called in by_module.get(name, [])]
+
+
+def _equal(one: dict[State, Matrix], other: dict[State, Matrix]) -> bool:
+    return one.keys() == other.keys() and all((one[s] == other[s]).all() for s in one)
+
+
+def _notes(called: Called, group: _Group, owns: str) -> str:
+    """What is said behind the name of a call."""
+    notes = [f"call {called[1] + 1}"] if called[1] else []
+    if group.equal:
+        notes.append(f"one of {len(group.members)} with equal rows, to {group.members[-1][0]}")
+    elif len(group.members) > 2:
+        end = "first" if called == group.members[0] else "last"
+        notes.append(f"{end} of {len(group.members)}")
+    if owns:
+        notes.append(f"owns {owns} at the peak")
+    return f" ({'; '.join(notes)})" if notes else ""
+
+
+def _merged(states: dict[State, Matrix], fold: bool) -> tuple[tuple[str, Matrix], ...]:
+    """Lines in the order of `State`; where Before and After are equal, one."""
+    found = []
+    for state in State:
+        if state not in states:
+            continue
+        row, name = states[state], state.value.removeprefix("After ")
+        last = found[-1] if found else ("", row)
+        if fold and last[0] == f"Before {name}" and (last[1] == row).all():
+            found[-1] = (name, row)
+        else:
+            found.append((state.value, row))
+    return tuple(found)
+
+
+# -- layout -------------------------------------------------------------------------------------
+
+
+def _fitted(blocks: Sequence[_Block], units: str, width: int) -> str:
+    """The first layout that is not too wide."""
+    lines = [row for block in blocks for _, row in block.states]
+    every = np.array(lines) if lines else np.zeros((1, 1 + 2 * HALF), dtype=np.int64)
+    constant = (every == every[0]).all(0)[1:]
+    varying = [i for i in range(HALF) if not constant[i]]
+    on_host = _Column("CPU", tuple(range(HALF, 2 * HALF)))
+    host = [] if constant[HALF:].all() else [on_host]
+    for decimals in (2, 1, 0):
+        for level in range(len(GROUPS) + 1):
+            columns = [*_columns(varying, level), *host]
+            made = _table(blocks, columns, units, decimals)
+            if max(map(len, made)) <= width:
+                return _with_titles(made, blocks, _same(every[0][1:], constant, units), width)
+    raise ConfigError(f"width={width} has no room for the figures in {units}; take larger units.")
+
+
+def _columns(varying: Sequence[int], level: int) -> list[_Column]:
+    """A column per category, or per group of them up to that level."""
+    left = list(varying)
+    found: dict[tuple[int, ...], str] = {}
+    for title, members in reversed(GROUPS[:level]):
+        inside = tuple(i for i in left if CATEGORIES[i] in members)
+        if len(inside) > 1:
+            found[inside] = title
+            left = [i for i in left if i not in inside]
+    found |= {(i,): TITLES[CATEGORIES[i]] for i in left}
+    return [_Column(found[sources], sources) for sources in sorted(found)]
+
+
+def _table(
+    blocks: Sequence[_Block], columns: Sequence[_Column], units: str, decimals: int
+) -> list[str]:
+    rows = []
+    for block in blocks:
+        for label, row in block.states:
+            figures = [row[0], row[1 : 1 + HALF].sum()]
+            figures += [row[[1 + i for i in column.sources]].sum() for column in columns]
+            rows.append([label, *(_figure(int(v), units, decimals) for v in figures)])
+    headers = ["state", "owned", "total", *(c.title for c in columns)]
+    align = ("left", *["right"] * (2 + len(columns)))
+    return [f"{INDENT}{line}" for line in grid(rows, headers, align)]
+
+
+def grid(rows: list[list[str]], headers: Sequence[str], align: Sequence[str]) -> list[str]:
+    """Lines of a table; the first of the rows is behind the line of dashes.
+
+    As rows, headers cost no padding, and those of several lines are level at the bottom.
+    """
+    tall = 1 + max(header.count("\n") for header in headers)
+    split = [("\n" * (tall - 1 - header.count("\n")) + header).split("\n") for header in headers]
+    above = [list(line) for line in zip(*split, strict=True)]
+    lines = tabulate(
+        above + rows, tablefmt="plain", colalign=align, disable_numparse=True
+    ).splitlines()
+    widths = [max(map(len, column)) for column in zip(*above, *rows, strict=True)]
+    return [*lines[:tall], "  ".join("-" * width for width in widths), *lines[tall:]]
+
+
+def _with_titles(lines: list[str], blocks: Sequence[_Block], same: str, width: int) -> str:
+    """The lines of the table, with the title of each block in front of its own."""
+    at = next(i for i, line in enumerate(lines) if line.startswith(f"{INDENT}--")) + 1
+    found = lines[:at]
+    for block in blocks:
+        found.append(shortened(block.title, width - len(block.tail)) + block.tail)
+        found += lines[at : at + len(block.states)]
+        at += len(block.states)
+    return "\n".join([*found, *_wrapped(same, width)])
+
+
+def _same(row: Matrix, constant: Matrix, units: str) -> str:
+    """What is the same in every row, as a sentence."""
+
+    def said(first: int) -> str:
+        return ", ".join(
+            f"{category.value} {_figure(int(row[first + i]), units, 2)}"
+            for i, category in enumerate(CATEGORIES)
+            if constant[first + i] and row[first + i]
+        )
+
+    parts = [
+        f"{said(0)} (in total)" if said(0) else "",
+        f"on the CPU {said(HALF)}" * bool(said(HALF)),
+    ]
+    kept = [part for part in parts if part]
+    return f"In every row: {'; '.join(kept)}." if kept else ""
+
+
+def _wrapped(said: str, width: int) -> list[str]:
+    lines: list[str] = []
+    for word in said.split():
+        if lines and len(lines[-1]) + 1 + len(word) <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(shortened(word, width))
+    return lines
+
+
+def shortened(name: str, room: int) -> str:
+    """A name that is too long loses its beginning: its end tells modules apart."""
+    return name if len(name) <= room else f"…{name[len(name) - room + 1 :]}"
+
+
+def _figure(size: int, units: str, decimals: int) -> str:
+    if not size:
+        return "."
+    return f"{size:,}" if units == "B" else f"{size / UNITS[units]:,.{decimals}f}"
+
+
+# -- CSV ----------------------------------------------------------------------------------------
+
+
+def csv_text(report: MemoryReport) -> str:
+    """Every phase and every row of both steps, in bytes.
+
+    Columns: step ("first", "steady"), micro_batch, phase, module, call, state, total, a column per
+    category, then the same of what the module itself owns, and with offload of the CPU. A phase
+    has three rows, with the states "Start", "Peak" and "End".
+    """
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    names = [category.value for category in CATEGORIES]
+    kinds = ["", "owned ", *(["CPU "] * report.program.offloaded)]
+    head = ["step", "micro_batch", "phase", "module", "call", "state"]
+    writer.writerow(head + [f"{kind}{name}" for kind in kinds for name in ("total", *names)])
+    for step, first in (("first", True), ("steady", False)):
+        ledger = report.ledger(first_step=first)
+        for phase in ledger.phases:
+            begin, end = 2 * phase.start, 2 * (phase.start + phase.points) + 1
+            peak = begin + int(ledger.totals[begin : end + 1].argmax())
+            for state, tick in (("Start", begin), ("Peak", peak), ("End", end)):
+                row, nothing = ledger.bytes[tick], [""] * (1 + HALF)
+                figures = [*_sum_and_parts(row[:HALF]), *nothing]
+                if report.program.offloaded:
+                    figures += _sum_and_parts(row[HALF:])
+                writer.writerow([step, phase.micro_batch, phase.name, "", "", state, *figures])
+        ticks = report.ticks(first_step=first)
+        owned = owned_rows(ledger, ticks)
+        for where, tick in ticks.items():
+            row = ledger.bytes[tick]
+            figures = [*_sum_and_parts(row[:HALF]), *_sum_and_parts(owned[where][:HALF])]
+            if report.program.offloaded:
+                figures += _sum_and_parts(row[HALF:])
+            name = ledger.at(tick)[0].name
+            writer.writerow(
+                [
+                    step,
+                    where.micro_batch,
+                    name,
+                    where.module,
+                    where.call,
+                    where.state.value,
+                    *figures,
+                ]
+            )
+    return out.getvalue()
+
+
+def _sum_and_parts(row: Matrix) -> list[int]:
+    return [int(row.sum()), *map(int, row)]
