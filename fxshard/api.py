@@ -115,6 +115,7 @@ def compile(
     units = configured_units(module, config)
     world = world_for(module, config, units, world_size, mesh, process_group)
     check_reshard(units, world.size)
+    config.check_runs_on(trace.where_it_computes(module, _device_of(world)))
     if isinstance(world, C10dWorld):
         world.agree(_model_lines(units), "the model")
     program = None
@@ -182,6 +183,7 @@ def validate(
                 f"parameter {name!r} is on the meta device; validate runs the model. Give it a "
                 f"small model with real parameters of the same structure."
             )
+    config.check_runs_on(trace.where_it_computes(module))
     workload = Workload(
         *(module, (args, kwargs), world_size, config, micro_batches, no_sync),
         *(loss, optimizer_in_backward),

@@ -1,4 +1,4 @@
-"""The command line: ``fxshard report | dump | validate | train``.
+"""The command line: ``fxshard report | explain | fits | diff | dump | validate | train``.
 
 Exit codes: 0; 1, something does not hold (it does not fit, a difference is not 0); 2, usage.
 """
@@ -6,69 +6,29 @@ Exit codes: 0; 1, something does not hold (it does not fit, a difference is not 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-import functools
-import importlib
 import json
 import os
-import re
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from rich.console import Console
 
 import fxshard
 from fxshard import Plan, dump
-from fxshard.config import STRATEGIES
 from fxshard.demo.recipe import Settings
 from fxshard.errors import CaptureError, ConfigError, FxshardError, UnitError
 from fxshard.memory.compare import Validation
-from fxshard.memory.report import UNITS, parse_bytes
+from fxshard.memory.diff import diff
+from fxshard.memory.explain import size_text
+from fxshard.memory.report import UNITS, MemoryReport, parse_bytes
+from fxshard.model_source import add_arguments, load, options, whole_number
 
-OPTIMIZERS: dict[str, Any] = {
-    "adamw": functools.partial(torch.optim.AdamW, lr=1e-3),
-    "sgd": functools.partial(torch.optim.SGD, lr=1e-3),
-    "none": None,
-}
-
-# What transformers' LlamaConfig takes, for --hf-config by name.
-PRESETS: dict[str, dict[str, Any]] = {
-    "tiny-llama": {
-        "model_type": "llama",
-        "vocab_size": 256,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-    "llama3-8b": {
-        "model_type": "llama",
-        "vocab_size": 128_256,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-    },
-    "llama3-70b": {
-        "model_type": "llama",
-        "vocab_size": 128_256,
-        "hidden_size": 8192,
-        "intermediate_size": 28_672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-    },
-}
-
-Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]  # a model, and the call of it to trace
+PATIENCE = 2.0  # seconds until a command says that it is at work
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,19 +52,104 @@ def main(argv: Sequence[str] | None = None) -> int:
 def report(args: argparse.Namespace) -> int:
     """``fxshard report``."""
     budget = None if args.budget is None else parse_bytes(args.budget)
-    memory = _plan(args).memory
-    if args.json:
+    with progress("planning") as say:
+        memory = _plan(args).memory
+        say("writing")
+        written = [
+            write(memory, path)
+            for name, write in OUTPUTS.items()
+            if (path := getattr(args, name)) not in (None, "-")
+        ]
+    if args.json == "-":
         print(json.dumps(memory.to_dict(), indent=2))
     else:
-        print(memory.explain_peak(5), memory.table(args.depth, args.memory_units), sep="\n\n")
+        table = memory.table(args.depth, args.memory_units)
+        print(memory.explain_peak(5, levers=False), table, *written, sep="\n\n")
     if budget is not None:
         memory.assert_fits(budget)
     return 0
 
 
+def _to_json(memory: MemoryReport, path: str) -> None:
+    Path(path).write_text(json.dumps(memory.to_dict(), indent=2), "utf-8")
+
+
+def _to_csv(memory: MemoryReport, path: str) -> None:
+    Path(path).write_text(memory.to_csv(), "utf-8")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Output:
+    """A file that ``report`` can write."""
+
+    write: Any
+    what: str
+
+    def __call__(self, memory: MemoryReport, path: str) -> str:
+        try:
+            self.write(memory, path)
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}.") from error
+        return f"{self.what}: {path}"
+
+
+OUTPUTS = {
+    "json": _Output(_to_json, "Everything as JSON"),
+    "csv": _Output(_to_csv, "All rows as CSV"),
+    "html": _Output(MemoryReport.to_html, "Timeline, schedule and tables, for a browser"),
+    "perfetto": _Output(MemoryReport.to_perfetto, "Trace for ui.perfetto.dev"),
+    "memory_viz": _Output(MemoryReport.to_memory_viz, "Snapshot for pytorch.org/memory_viz"),
+}
+
+
+def explain(args: argparse.Namespace) -> int:
+    """``fxshard explain``."""
+    with progress("planning") as say:
+        memory = _plan(args).memory
+        say("planning again with each lever pulled" if args.levers else "explaining")
+        said = memory.explain_peak(args.top, levers=args.levers)
+    print(said)
+    return 0
+
+
+def fits(args: argparse.Namespace) -> int:
+    """``fxshard fits``."""
+    budget = parse_bytes(args.budget)
+    with progress("planning"):
+        memory = _plan(args).memory
+    memory.assert_fits(budget)
+    needed = max(memory.peak_bytes, memory.first_step_peak_bytes)
+    free = size_text(budget - needed)
+    print(f"It fits: {size_text(needed)} needed of {size_text(budget)}, {free} left.")
+    return 0
+
+
+def diff_(args: argparse.Namespace) -> int:
+    """``fxshard diff``."""
+    found = diff(_saved(args.before), _saved(args.after))
+    if args.json:
+        rows = [dataclasses.asdict(row) for row in found.only_different().rows]
+        print(json.dumps({"schema": "fxshard.memory-diff/1", "rows": rows}, indent=2))
+    else:
+        print(found.table(args.depth, args.memory_units, only_different=not args.all))
+    return 0
+
+
+def _saved(path: str) -> dict[str, Any]:
+    """A report that ``fxshard report --json FILE`` has written."""
+    try:
+        told = json.loads(Path(path).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: no report that can be read: {error}.") from error
+    if not isinstance(told, dict):
+        raise ConfigError(f"{path}: no report; write one with fxshard report --json {path}.")
+    return told
+
+
 def dump_(args: argparse.Namespace) -> int:
     """``fxshard dump``."""
-    plan = _plan(args)
+    with progress("planning"):
+        plan = _plan(args)
     if args.graph:
         print(dump.text(plan.program))
     elif args.code:
@@ -118,17 +163,18 @@ def dump_(args: argparse.Namespace) -> int:
 
 def validate(args: argparse.Namespace) -> int:
     """``fxshard validate``."""
-    model, inputs, keywords = _load(args, "cpu")
-    result = fxshard.validate(
-        model,
-        inputs,
-        keywords,
-        world_size=args.world_size,
-        steps=args.steps,
-        micro_batches=args.micro_batches,
-        no_sync=args.no_sync,
-        **_options(args),
-    )
+    model, inputs, keywords = load(args, "cpu")
+    with progress("validating"):
+        result = fxshard.validate(
+            model,
+            inputs,
+            keywords,
+            world_size=args.world_size,
+            steps=args.steps,
+            micro_batches=args.micro_batches,
+            no_sync=args.no_sync,
+            **options(args),
+        )
     if args.json:
         print(json.dumps(_comparison(result), indent=2))
     else:
@@ -194,98 +240,36 @@ def _comparison(result: Validation) -> dict[str, Any]:
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    model, inputs, keywords = _load(args, "meta")
-    return fxshard.plan(model, inputs, keywords, world_size=args.world_size, **_options(args))
-
-
-def _options(args: argparse.Namespace) -> dict[str, Any]:
-    known = OPTIMIZERS.get(args.optimizer)
-    if args.optimizer not in OPTIMIZERS:
-        known = _imported(args.optimizer, "--optimizer")
-    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return {
-        "units": args.units,
-        "optimizer": known,
-        "strategy": args.strategy,
-        "reshard_after_forward": args.reshard_after_forward,
-        "mixed_precision": bf16 if args.bf16 else None,
-        "offload": CPUOffloadPolicy() if args.offload else None,
-    }
-
-
-# -- the model ----------------------------------------------------------------------------------
-
-
-def _load(args: argparse.Namespace, device: str) -> Call:
-    """The model of --model or --hf-config; `device` is where the latter is built."""
-    torch.manual_seed(0)
-    if args.hf_config is not None:
-        model = _from_config(args.hf_config, device)
-        if args.gradient_checkpointing:
-            name = "activation_checkpointing_enable"  # transformers before 5.x calls it otherwise
-            getattr(model.train(), name, model.gradient_checkpointing_enable)()
-        return _with_tokens(model, args.batch, args.seq)
-    made = _imported(args.model, "--model")()
-    if isinstance(made, nn.Module):
-        return _with_tokens(made, args.batch, args.seq)
-    if isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module):
-        return made
-    raise ConfigError(
-        f"--model {args.model} returned {type(made).__name__}: expected an nn.Module, or a tuple "
-        f"(module, args, kwargs)."
+    model, inputs, keywords = load(args, "meta")
+    more = {name: getattr(args, name, None) for name in ("micro_batches", "no_sync", "device")}
+    given = {name: value for name, value in more.items() if value}
+    return fxshard.plan(
+        model, inputs, keywords, world_size=args.world_size, **given, **options(args)
     )
 
 
-def _with_tokens(model: nn.Module, batch: int, seq: int) -> Call:
-    """A call with token ids, int64 [batch, seq]; a transformers model gets them as labels too."""
-    device = next((p.device for p in model.parameters()), None)
-    tokens = torch.zeros(batch, seq, dtype=torch.int64, device=device)
-    if type(model).__module__.startswith("transformers."):
-        return model, (), {"input_ids": tokens, "labels": tokens.clone()}
-    return model, (tokens,), {}
+@contextlib.contextmanager
+def progress(
+    what: str, console: Console | None = None, patience: float = PATIENCE
+) -> Iterator[Any]:
+    """Say what is going on, if it goes on for longer than `patience` seconds.
 
-
-def _from_config(source: str, device: str) -> Any:
-    values = PRESETS[source] if source in PRESETS else _read_config(source)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read at import: a config needs no network
+    Only on a terminal, and on standard error. Yields a function that takes the next thing to say.
+    """
+    shown = console or Console(stderr=True)
+    if not shown.is_terminal:
+        yield lambda text: None
+        return
+    status = shown.status(f"{what} …")
+    timer = threading.Timer(patience, status.start)
+    timer.daemon = True
+    timer.start()
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise ConfigError("--hf-config needs transformers: pip install 'fxshard[hf]'.") from error
-    try:
-        config = AutoConfig.for_model(**values)
-        config.use_cache = False  # a cache is an output that training does not need
-        with torch.device(device):
-            return AutoModelForCausalLM.from_config(config)
-    except (TypeError, ValueError) as error:
-        reason = re.split(r"\.\s", str(error))[0]  # behind it: a list of all that there is
-        raise ConfigError(f"--hf-config {source}: no causal language model: {reason}.") from error
-
-
-def _read_config(source: str) -> dict[str, Any]:
-    try:
-        return dict(json.loads(Path(source).read_text("utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"--hf-config {source}: neither a preset ({', '.join(PRESETS)}) nor a config.json "
-            f"that can be read: {error}"
-        ) from error
-
-
-def _imported(spec: str, option: str) -> Any:
-    """The callable that ``pkg.mod:fn`` names; modules in the working directory are found too."""
-    module, colon, name = spec.partition(":")
-    if not (module and colon and name):
-        raise ConfigError(f"{option} {spec}: expected pkg.mod:fn, the name of a callable.")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{option} {spec}: {error}.") from error
-    if not callable(found):
-        raise ConfigError(f"{option} {spec}: {type(found).__name__} is not callable.")
-    return found
+        yield lambda text: status.update(f"{text} …")
+    finally:
+        timer.cancel()
+        timer.join()  # it may be starting the display just now
+        status.stop()
 
 
 # -- the arguments ------------------------------------------------------------------------------
@@ -295,6 +279,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("fxshard", description=fxshard.__doc__, epilog=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_report(commands)
+    _add_explain(commands)
+    _add_fits(commands)
+    _add_diff(commands)
     _add_dump(commands)
     _add_validate(commands)
     _add_train(commands)
@@ -303,17 +290,52 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_report(commands: Any) -> None:
     parser = commands.add_parser("report", help="memory of one rank, from the program alone")
-    _add_model(parser)
-    parser.add_argument("--depth", type=_count, help="modules with at most this many names")
-    parser.add_argument("--memory-units", choices=UNITS, default="MiB")
+    add_arguments(parser)
+    _add_step(parser)
+    _add_table(parser)
     parser.add_argument("--budget", metavar="80GiB", help="exit with 1 if the peak is above it")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="everything as JSON (to the terminal)"
+    )
+    parser.add_argument("--csv", metavar="FILE", help="every phase and row")
+    parser.add_argument("--html", metavar="FILE", help="a page for a browser")
+    parser.add_argument("--perfetto", metavar="FILE", help="a trace for ui.perfetto.dev")
+    parser.add_argument("--memory-viz", metavar="FILE", help="for pytorch.org/memory_viz")
     parser.set_defaults(command=report)
+
+
+def _add_explain(commands: Any) -> None:
+    parser = commands.add_parser("explain", help="where the peak is, and what is alive there")
+    add_arguments(parser)
+    _add_step(parser)
+    parser.add_argument("--top", type=whole_number, default=20, help="how many of them (20)")
+    parser.add_argument(
+        "--no-levers", dest="levers", action="store_false", help="do not try what would save"
+    )
+    parser.set_defaults(command=explain)
+
+
+def _add_fits(commands: Any) -> None:
+    parser = commands.add_parser("fits", help="exit with 0 if a rank's peak is within a budget")
+    add_arguments(parser)
+    _add_step(parser)
+    parser.add_argument("--budget", metavar="80GiB", required=True, help="memory of one rank")
+    parser.set_defaults(command=fits)
+
+
+def _add_diff(commands: Any) -> None:
+    parser = commands.add_parser("diff", help="two reports side by side")
+    parser.add_argument("before", metavar="A", help="written by fxshard report --json A")
+    parser.add_argument("after", metavar="B", help="likewise")
+    _add_table(parser)
+    parser.add_argument("--all", action="store_true", help="what does not differ, too")
+    parser.add_argument("--json", action="store_true", help="every figure that differs")
+    parser.set_defaults(command=diff_)
 
 
 def _add_dump(commands: Any) -> None:
     parser = commands.add_parser("dump", help="the schedule, the graph or the code")
-    _add_model(parser)
+    add_arguments(parser)
     parser.add_argument("--phase", choices=("forward", "backward"))
     parser.add_argument(
         "--no-fold", dest="fold", action="store_false", help="identical layers one by one"
@@ -329,12 +351,9 @@ def _add_validate(commands: Any) -> None:
     parser = commands.add_parser(
         "validate", help="run one rank under a tracker and compare it with the report"
     )
-    _add_model(parser)
-    parser.add_argument("--steps", type=_count, default=2)
-    parser.add_argument("--micro-batches", type=_count, default=1, metavar="K", help="per step (1)")
-    parser.add_argument(
-        "--no-sync", action="store_true", help="all micro-batches but the last reduce nothing"
-    )
+    add_arguments(parser)
+    parser.add_argument("--steps", type=whole_number, default=2)
+    _add_micro_batches(parser)
     parser.add_argument("--all", action="store_true", help="every module, state and category")
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(command=validate)
@@ -356,57 +375,20 @@ def _add_train(commands: Any) -> None:
     parser.set_defaults(command=train)
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--model", metavar="pkg.mod:fn", help="fn() returns a module, or (module, args, kwargs)"
-    )
-    source.add_argument(
-        "--hf-config",
-        metavar="FILE",
-        help=f"config.json of a transformers causal language model, or {', '.join(PRESETS)}",
-    )
-    parser.add_argument("--batch", type=_count, default=1, help="sequences per rank (1)")
-    parser.add_argument("--seq", type=_count, default=128, help="tokens per sequence (128)")
+def _add_table(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--depth", type=whole_number, help="modules with at most this many names")
+    parser.add_argument("--memory-units", choices=UNITS, default="MiB")
+
+
+def _add_step(parser: argparse.ArgumentParser) -> None:
+    _add_micro_batches(parser)
+    parser.add_argument("--device", metavar="cuda", help="plan for this type of device")
+
+
+def _add_micro_batches(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--world-size", type=_ranks, default=8, metavar="N", help="ranks (8); hybrid: 2x8"
-    )
-    parser.add_argument("--strategy", choices=STRATEGIES, default="full_shard")
-    parser.add_argument(
-        "--reshard-after-forward", type=_reshard, metavar="yes|no|N", help="N: over N neighbours"
-    )
-    parser.add_argument("--bf16", action="store_true", help="bf16 parameters, fp32 reduction")
-    parser.add_argument("--offload", action="store_true", help="shards live on the CPU")
-    parser.add_argument(
-        "--gradient-checkpointing", action="store_true", help="of the transformers model"
+        "--micro-batches", type=whole_number, default=1, metavar="K", help="per step (1)"
     )
     parser.add_argument(
-        "--units", action="append", metavar="GLOB", help="FQNs of units; may be repeated"
+        "--no-sync", action="store_true", help="all micro-batches but the last reduce nothing"
     )
-    parser.add_argument(
-        "--optimizer",
-        default="adamw",
-        metavar="NAME",
-        help=f"{', '.join(OPTIMIZERS)} or pkg.mod:fn (adamw); fn(params) returns an optimizer",
-    )
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return value
-
-
-def _ranks(text: str) -> int | tuple[int, int]:
-    replicas, by, shards = text.partition("x")
-    return (_count(replicas), _count(shards)) if by else _count(text)
-
-
-def _reshard(text: str) -> bool | int:
-    return {"yes": True, "no": False}[text] if text in ("yes", "no") else _count(text)
-
-
-_ranks.__name__ = "number of ranks"
-_reshard.__name__ = "yes, no or whole number"
-_count.__name__ = "whole number"  # argparse puts it into "invalid ... value"

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -316,7 +317,8 @@ def _attention(
         dim = query.shape[-1]
         padded = [F.pad(t, (0, -t.shape[-1] % 8)) if dim % 8 else t for t in (query, key, value)]
         out = aten._scaled_dot_product_flash_attention(
-            *(*padded, dropout_p, is_causal, False), scale=scale or 1 / math.sqrt(dim)
+            *(*padded, dropout_p, is_causal, False),
+            scale=1 / math.sqrt(dim) if scale is None else scale,
         )[0]
         return out[..., :dim] if dim % 8 else out
     if backend == SDPBackend.EFFICIENT_ATTENTION:
@@ -393,11 +395,13 @@ def attention_backend(call: _AttentionCall, target: Target) -> SDPBackend:
 def _order(target: Target) -> list[SDPBackend]:
     """CuDNN is first where it is new and the GPU is Hopper or Blackwell; the user may set another.
 
-    (``check_prefer_cudnn_attention`` in sdp_utils.cpp)
+    (``check_prefer_cudnn_attention`` in sdp_utils.cpp; it reads the environment too)
     """
     given = [SDPBackend(backend) for backend in compat.attention_order()]
     default = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    if given[:3] == default and target.cudnn > 91500 and target.capability[0] in (9, 10):
+    last = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
+    prefers = not last and target.cudnn > 91500 and target.capability[0] in (9, 10)
+    if given[:3] == default and prefers:
         return [SDPBackend.CUDNN_ATTENTION, *default]
     return given
 

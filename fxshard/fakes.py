@@ -45,7 +45,9 @@ def of_kernel(program: Program, node: fx.Node, val: Any) -> Any:
     rule = RULES.get(node.target)
     if rule is None or cuda.decides(program, node.target):
         return val
-    values = tuple(a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args)
+    values: tuple[Any, ...] = tuple(
+        a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args
+    )
     if rule in OF_THE_CPU and values[0].device.type != "cpu":
         return val  # the others hold on every device
     with program.fake_mode:

@@ -168,14 +168,9 @@ def node(graph: fx.Graph, target: Any, args: tuple[Any, ...], name: str) -> fx.N
     return graph.create_node("call_function", target, args, name=name)
 
 
-def dying_results(program: Program, launch: fx.Node) -> list[fx.Node]:
-    """Results of `launch` that are freed: unsharded parameters, and gradients that are cast or
-    copied to the CPU later on. What is in place of an operand, or sent on, is freed there.
-    """
-    picks = list(launch.users)
-    if is_unshard(launch):
-        return picks
-    taken = set().union(
+def kept_storages(program: Program) -> set[int]:
+    """Storages that are returned, or sent on by a later launch and freed as such."""
+    return set().union(
         *(meta.storage_ids(value) for value in program.values),
         *(
             meta.storage_ids(operand)
@@ -184,11 +179,23 @@ def dying_results(program: Program, launch: fx.Node) -> list[fx.Node]:
             for operand in sent_copies(other)
         ),
     )
+
+
+def dying_results(launch: fx.Node, kept: set[int]) -> list[fx.Node]:
+    """Results of `launch` that are freed: unsharded parameters, and gradients that are cast or
+    copied to the CPU later on. What is in place of an operand, or sent on, is freed there.
+
+    `kept`: from `kept_storages`.
+    """
+    picks = list(launch.users)
+    if is_unshard(launch):
+        return picks
+    taken = kept
     if is_in_place(launch):
         for operand in meta.operands(launch):
             maker = meta.source(operand) if operand.op == "call_function" else operand
             if maker.target is reduce_scatter:  # its result, which is freed as such
-                taken |= meta.storage_ids(operand)
+                taken = taken | meta.storage_ids(operand)
     return [pick for pick in picks if not meta.storage_ids(pick) & taken]
 
 

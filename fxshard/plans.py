@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxshard import compat, dump, levers
+from fxshard import compat, dump, levers, limits
 from fxshard.config import Config
 from fxshard.errors import ConfigError
 from fxshard.executor import emit
+from fxshard.limits import Limit
 from fxshard.memory import liveness
 from fxshard.memory.in_backward import trace_in_backward
 from fxshard.memory.loss import trace_loss
@@ -179,6 +180,35 @@ class Plan:
         same_call = "args" not in changes and "kwargs" not in changes
         workload = self.workload.changed(changes)
         return make_plan(workload, captures=self._captures if same_call else None)
+
+    def largest_batch(self, budget: int | str, *, multiple_of: int = 1) -> Limit:
+        """The largest batch per rank with which the first and every later step fit.
+
+        Exact: the answer was planned and fits, the next batch was planned and does not.
+
+        Args:
+            budget: bytes, or text such as "80GiB".
+            multiple_of: only such batches.
+
+        Raises:
+            DoesNotFitError, ConfigError, CaptureError: see `fxshard.limits.largest`.
+        """
+        return limits.largest(self, budget, "batch", 0, multiple_of)
+
+    def longest_sequence(self, budget: int | str, dim: int = 1, *, multiple_of: int = 1) -> Limit:
+        """The longest sequence, of the same batch, with which the first and every later step fit.
+
+        As `largest_batch`.
+
+        Args:
+            budget: bytes, or text such as "80GiB".
+            dim: dimension of the inputs in which the sequence lies.
+            multiple_of: only such lengths.
+
+        Raises:
+            DoesNotFitError, ConfigError, CaptureError: see `fxshard.limits.largest`.
+        """
+        return limits.largest(self, budget, "sequence", dim, multiple_of)
 
     @property
     def code(self) -> str:

@@ -162,11 +162,17 @@ class Program:
     calls: tuple[Call, ...] = ()
     checkpoints: dict[str, Any] = dataclasses.field(default_factory=dict)
     schedule: Schedule | None = None
+    _params: tuple[Any, dict[str, Param]] | None = dataclasses.field(
+        default=None, init=False, repr=False, compare=False
+    )
 
     @property
     def params(self) -> dict[str, Param]:
         """Every parameter by FQN, in unit order."""
-        return {param.fqn: param for unit in self.units for param in unit.params}
+        if self._params is None or self._params[0] is not self.units:
+            params = {param.fqn: param for unit in self.units for param in unit.params}
+            self._params = self.units, params
+        return self._params[1]
 
     @property
     def wholes(self) -> dict[str, Param]:

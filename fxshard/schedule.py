@@ -7,6 +7,7 @@ of regions. A region is a run of compute operators between two of them, of one u
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import operator
@@ -263,14 +264,17 @@ def points(schedule: Schedule, graph: fx.Graph) -> list[Point]:
 
 def last_reads(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Per node, the values that nobody reads after it (itself, if nobody reads it at all)."""
-    dead: dict[fx.Node, list[fx.Node]] = {node: [] for node in graph.nodes}
+    dead: dict[fx.Node, list[fx.Node]] = collections.defaultdict(list)
     seen: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.op == "output":
             seen.update(node.all_input_nodes)
             continue
-        dead[node] += [s for s in node.all_input_nodes if s not in seen]
-        seen.update(node.all_input_nodes)
+        inputs = node.all_input_nodes
+        last = [source for source in inputs if source not in seen]
+        if last:
+            dead[node] += last
+            seen.update(last)
         if node.op != "placeholder" and not node.users:
             dead[node].append(node)
     return dead

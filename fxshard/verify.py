@@ -471,10 +471,11 @@ def freed(program: Program) -> None:
     fact = Fact.FREED
     frees = _by_pair(program, ops.free)
     order = _order(program)
+    kept = ops.kept_storages(program)
     for launch in _launches(program):
         mine = frees.get(meta.get(launch).pair, [])
         have = [node for free in mine for node in meta.operands(free)]
-        want = [*ops.sent_copies(launch), *ops.dying_results(program, launch)]
+        want = [*ops.sent_copies(launch), *ops.dying_results(launch, kept)]
         if want and not mine:
             fail(program, fact, launch, f"%{launch.name} has 0 frees, expected 1.")
         if len(have) != len(set(have)):

@@ -132,7 +132,7 @@ def hoist(program: Program, parameter_free: list[fx.Node]) -> None:
     for node in parameter_free:
         if node in wanted and anchor is not None:
             anchor.prepend(node)
-            meta.update(node, module="")
+            meta.update(node, module="", call=None)
 
 
 def _reading_units(program: Program, node: fx.Node) -> set[str]:
@@ -166,7 +166,8 @@ def _copy_chain(program: Program, node: fx.Node, before: fx.Node) -> fx.Node:
     source = _copy_chain(program, node.all_input_nodes[0], before)
     with program.graph.inserting_before(before):
         copy = program.graph.node_copy(node, lambda n: source)
-    meta.update(copy, phase="backward", module=meta.get(before).module)
+    tag = meta.get(before)
+    meta.update(copy, phase="backward", module=tag.module, call=tag.call)
     return copy
 
 

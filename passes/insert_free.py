@@ -52,8 +52,9 @@ class InsertFree:
         waits = {
             meta.get(node).pair: node for node in program.graph.nodes if node.target is ops.wait
         }
+        kept = ops.kept_storages(program)
         for launch in [n for n in program.graph.nodes if ops.is_launch(n)]:
-            sent, results = ops.sent_copies(launch), ops.dying_results(program, launch)
+            sent, results = ops.sent_copies(launch), ops.dying_results(launch, kept)
             pair = meta.get(launch).pair
             gathers = ops.is_unshard(launch)
             groups = [(sent, f"free_sent_{pair}" if gathers else f"free_{pair}")]

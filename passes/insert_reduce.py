@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from typing import Any, ClassVar
@@ -93,6 +94,7 @@ class InsertReduce:
     def _reduce_all(self, program: Program, grads: dict[str, fx.Node]) -> None:
         """Replace the gradients of parameters by sharded ones."""
         order = {node: i for i, node in enumerate(program.graph.nodes)}
+        returned = returned_storages(program)
         pair = 1 + max((meta.get(n).pair or 0 for n in program.graph.nodes), default=-1)
         groups: list[tuple[fx.Node, list[Param]]] = []
         for unit in program.units:
@@ -106,7 +108,7 @@ class InsertReduce:
                 groups.append((last, params))
         for last, params in sorted(groups, key=lambda group: order[group[0]]):
             sent = [grads[param.fqn] for param in params]
-            alone = [owns_storage(program, grad, last, order) for grad in sent]
+            alone = [owns_storage(grad, last, order, returned) for grad in sent]
             reduced = self._reduce(program, params, sent, alone, last, pair)
             grads |= {param.fqn: node for param, node in zip(params, reduced, strict=True)}
             pair += len(self._launches(program)) or 1
@@ -272,7 +274,9 @@ def to_reduce_dtype(program: Program, fqn: str, grad: fx.Node) -> fx.Node:
 def as_own(program: Program, grad: fx.Node) -> fx.Node:
     """`grad`, or a copy of it if others see its storage: what is returned is the caller's."""
     order = {node: i for i, node in enumerate(program.graph.nodes)}
-    if grad.meta["val"].is_contiguous() and owns_storage(program, grad, program.output, order):
+    if grad.meta["val"].is_contiguous() and owns_storage(
+        grad, program.output, order, returned_storages(program)
+    ):
         return grad
     tag = meta.get(grad)
     with program.graph.inserting_before(following(program, grad)):
@@ -346,13 +350,20 @@ def contiguous(program: Program, grad: fx.Node, tag: meta.Meta) -> fx.Node:
     return meta.put(node, dataclasses.replace(tag, role="pad"), fake)
 
 
-def owns_storage(program: Program, grad: fx.Node, last: fx.Node, order: dict[fx.Node, int]) -> bool:
+def returned_storages(program: Program) -> collections.Counter[int]:
+    """How often each storage is among what the program returns."""
+    return collections.Counter(s for value in program.values for s in meta.storage_ids(value))
+
+
+def owns_storage(
+    grad: fx.Node, last: fx.Node, order: dict[fx.Node, int], returned: collections.Counter[int]
+) -> bool:
     """True if `grad` fills its storage, is returned once, and nothing behind `last` sees it."""
     val = grad.meta["val"]
     if val.untyped_storage().nbytes() != val.numel() * val.element_size():
         return False
     (storage,) = meta.storage_ids(grad)
-    if sum(storage in meta.storage_ids(value) for value in program.values) > 1:
+    if returned[storage] > 1:
         return False
     maker: fx.Node | None = grad
     aliases: list[fx.Node] = []

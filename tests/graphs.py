@@ -93,15 +93,16 @@ def parse(
 
 
 def _tag(phase: meta.Phase, words: Sequence[str]) -> meta.Meta:
-    """Of an operator: its module's FQN, ``checkpoint=0``, ``save``, each if it is there."""
-    numbers = [int(word.partition("=")[2]) for word in words if word.startswith("checkpoint=")]
+    """Of an operator: its module's FQN, ``checkpoint=0``, ``call=0``, ``save``, if it is there."""
+    numbers = {k: int(v) for k, eq, v in (word.partition("=") for word in words) if eq}
     fqns = [word for word in words if word != "save" and "=" not in word]
     return meta.Meta(
         phase,
         "compute",
         module=next(iter(fqns), ""),
-        checkpoint=next(iter(numbers), None),
+        checkpoint=numbers.get("checkpoint"),
         save="save" in words,
+        call=numbers.get("call"),
     )
 
 

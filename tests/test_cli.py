@@ -1,18 +1,23 @@
 """The command line, in process: what it prints, and how it ends."""
 
 import dataclasses
+import io
 import json
+import pickle
+import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 import fxshard
-from fxshard import cli
+from fxshard import cli, model_source
 from fxshard.memory.category import CATEGORIES
 
 LLAMA = ("--hf-config", "tiny-llama", "--seq", "8", "--world-size", "2")
@@ -74,14 +79,15 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
 def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "report", *LLAMA, "--depth", "1", "--memory-units", "KiB")
     assert (code, err) == (0, "")
-    assert out.startswith("Peak ") and "total\n" in out and "KiB" in out
-    assert "lm_head" in out and "model.layers" not in out.split("\n\n")[1]
+    assert out.startswith("Peak ") and "owned  total" in out and "in KiB" in out
+    assert "\nlm_head" in out and "\nmodel.layers" not in out
+    assert max(map(len, out[out.index("Bytes of one rank") :].splitlines())) <= 100
 
 
 def test_report_as_json_is_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "report", *BLOCKS, "--optimizer", "sgd", "--json")
     model, args, kwargs = blocks()
-    plan = fxshard.plan(model, args, kwargs, world_size=2, optimizer=cli.OPTIMIZERS["sgd"])
+    plan = fxshard.plan(model, args, kwargs, world_size=2, optimizer=model_source.OPTIMIZERS["sgd"])
     assert code == 0
     assert json.loads(out) == json.loads(json.dumps(plan.memory.to_dict()))
 
@@ -89,7 +95,7 @@ def test_report_as_json_is_the_report(capsys: pytest.CaptureFixture[str]) -> Non
 def test_optimizer_and_units_matter(capsys: pytest.CaptureFixture[str]) -> None:
     def opt_state(*more: str) -> int:
         _, out, _ = run(capsys, "report", *BLOCKS, "--json", *more)
-        return json.loads(out)["peak_by_category"]["OptState"]
+        return json.loads(out)["peak_by_category"].get("OptState", 0)
 
     own = opt_state("--optimizer", "tests.test_cli:momentum")
     assert opt_state("--optimizer", "none") == 0 < own < opt_state()
@@ -103,6 +109,96 @@ def test_budget(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 1
     assert json.loads(out)["peak_bytes"] > 1024
     assert "1.00 KiB given" in err and "Peak" in err
+
+
+def test_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "fits", *BLOCKS, "--budget", "1GiB")
+    assert (code, err) == (0, "")
+    assert re.fullmatch(r"It fits: .* KiB needed of 1.00 GiB, .* left\.\n", out)
+    code, out, err = run(capsys, "fits", *BLOCKS, "--budget", "1KiB")
+    assert (code, out) == (1, "")
+    assert "needed, 1.00 KiB given" in err and "alive:" in err
+    # The step that needs most decides: with three micro-batches the sums of gradients lie beside.
+    more = ("--micro-batches", "3", "--no-sync", "--optimizer", "none")
+    assert peak_of(capsys, *more) > peak_of(capsys, "--optimizer", "none")
+    budget = str(peak_of(capsys, *more))
+    assert run(capsys, "fits", *BLOCKS, *more, "--budget", budget)[0] == 0
+    assert run(capsys, "fits", *BLOCKS, *more, "--budget", str(int(budget) - 1))[0] == 1
+
+
+def peak_of(capsys: pytest.CaptureFixture[str], *more: str) -> int:
+    told = json.loads(run(capsys, "report", *BLOCKS, "--json", *more)[1])
+    return max(told["peak_bytes"], told["first_step_peak_bytes"])
+
+
+def test_report_writes_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    files = {
+        name: str(tmp_path / name) for name in ("json", "csv", "html", "perfetto", "memory-viz")
+    }
+    options = [part for name, path in files.items() for part in (f"--{name}", path)]
+    code, out, err = run(capsys, "report", *BLOCKS, *options)
+    assert (code, err) == (0, "") and "Bytes of one rank of 2" in out
+    assert all(path in out for path in files.values())
+    told = json.loads(Path(files["json"]).read_text())
+    assert told["schema"] == "fxshard.memory/2" and told["peak_bytes"] > 0
+    lines = Path(files["csv"]).read_text().splitlines()
+    assert len(lines) == 1 + sum(
+        3 * len(told[step]["phases"]) + len(told[step]["rows"])
+        for step in ("first_step", "steady_step")
+    )
+    assert "<!doctype html>" in Path(files["html"]).read_text()
+    assert json.loads(Path(files["perfetto"]).read_text())["traceEvents"]
+    assert "device_traces" in pickle.loads(Path(files["memory-viz"]).read_bytes())
+    code, _, err = run(capsys, "report", *BLOCKS, "--csv", str(tmp_path / "no" / "where"))
+    assert code == 2 and "No such file or directory" in err and err.count("\n") == 1
+
+
+def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "explain", *BLOCKS, "--top", "3", "--no-levers")
+    assert (code, err) == (0, "")
+    model, args, kwargs = blocks()
+    plan = fxshard.plan(
+        model, args, kwargs, world_size=2, optimizer=model_source.OPTIMIZERS["adamw"]
+    )
+    assert out == f"{plan.memory.explain_peak(3, levers=False)}\n"
+    assert f"{plan.memory.peak_bytes:,} bytes" in out
+    _, pulled, _ = run(capsys, "explain", *BLOCKS, "--top", "3")
+    assert pulled.startswith(out.rstrip("\n")) and len(pulled) > len(out)
+
+
+def test_diff(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    one, other = str(tmp_path / "one.json"), str(tmp_path / "other.json")
+    run(capsys, "report", *BLOCKS, "--json", one)
+    run(capsys, "report", *BLOCKS, "--json", other, "--optimizer", "none")
+    code, out, err = run(capsys, "diff", one, other, "--memory-units", "B")
+    assert (code, err) == (0, "")
+    peaks = [json.loads(Path(path).read_text())["peak_bytes"] for path in (one, other)]
+    figures = (*(f"{peak:,}" for peak in peaks), f"{peaks[1] - peaks[0]:+,}")
+    assert re.search(r"device +total +" + " +".join(map(re.escape, figures)), out)
+    assert "OptState" in out
+    _, out, _ = run(capsys, "diff", one, other, "--json")
+    rows = json.loads(out)["rows"]
+    assert rows and all(row["before"] != row["after"] for row in rows)
+    _, out, _ = run(capsys, "diff", one, one)
+    assert "No module has another peak." in out
+
+
+def test_progress_is_shown_on_a_terminal_only() -> None:
+    """With no patience at all it is shown at once; with much, never."""
+
+    def said(patience: float, *, terminal: bool) -> str:
+        out = io.StringIO()
+        console = Console(file=out, force_terminal=terminal, width=80)
+        with cli.progress("planning", console, patience) as say:
+            if terminal and not patience:
+                for thread in [t for t in threading.enumerate() if isinstance(t, threading.Timer)]:
+                    thread.join()
+            say("writing")
+        return out.getvalue()
+
+    assert "writing …" in said(0.0, terminal=True)
+    assert said(3600.0, terminal=True) == ""
+    assert said(0.0, terminal=False) == ""
 
 
 def test_dump_folds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,6 +274,9 @@ def test_validate_fails_on_a_difference(
         (("report", *BLOCKS, "--optimizer", "adam"), "--optimizer adam"),
         (("report", *BLOCKS, "--budget", "lots"), "'lots' is no size"),
         (("train", "--hidden", "30"), "multiple of 16"),
+        (("diff", "nosuch.json", "nosuch.json"), "nosuch.json: no report that can be read"),
+        (("diff", "pyproject.toml", "pyproject.toml"), "pyproject.toml: no report"),
+        (("fits", *BLOCKS, "--budget", "lots"), "'lots' is no size"),
     ],
 )
 def test_usage_errors_are_one_line(
@@ -190,7 +289,14 @@ def test_usage_errors_are_one_line(
 
 @pytest.mark.parametrize(
     "argv",
-    [(), ("report",), ("report", *LLAMA, *BLOCKS), ("report", *BLOCKS, "--world-size", "0")],
+    [
+        (),
+        ("report",),
+        ("report", *LLAMA, *BLOCKS),
+        ("report", *BLOCKS, "--world-size", "0"),
+        ("fits", *BLOCKS),
+        ("diff", "one.json"),
+    ],
 )
 def test_argparse_refuses(capsys: pytest.CaptureFixture[str], argv: tuple[str, ...]) -> None:
     with pytest.raises(SystemExit) as exit_:
@@ -201,7 +307,7 @@ def test_argparse_refuses(capsys: pytest.CaptureFixture[str], argv: tuple[str, .
 
 def test_config_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({**cli.PRESETS["tiny-llama"], "num_hidden_layers": 3}))
+    file.write_text(json.dumps({**model_source.PRESETS["tiny-llama"], "num_hidden_layers": 3}))
     _, out, _ = run(capsys, "dump", "--hf-config", str(file), "--seq", "8", "--json")
     assert len(json.loads(out)["units"]) == 4
     file.write_text('{"model_type": "nosuch"}')
@@ -213,7 +319,8 @@ def test_python_m_fxshard() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "fxshard", "--help"], capture_output=True, text=True, check=True
     )
-    assert all(command in done.stdout for command in ("report", "dump", "validate", "train"))
+    commands = ("report", "explain", "fits", "diff", "dump", "validate", "train")
+    assert all(command in done.stdout for command in commands)
 
 
 def test_strategies_and_policies_matter(capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,17 +330,21 @@ def test_strategies_and_policies_matter(capsys: pytest.CaptureFixture[str]) -> N
         told: dict[str, Any] = json.loads(out)
         return told
 
-    plain = report()
-    half = report("--bf16")["modules"][""]["Peak Forward"]
-    gathered = plain["modules"][""]["Peak Forward"]["Unsharded Param"]
+    def root(told: dict[str, Any], state: str) -> dict[str, int]:
+        rows = told["steady_step"]["rows"]
+        (row,) = [r for r in rows if (r["module"], r["state"]) == ("", state)]
+        return dict(row["by_category"])
+
+    plain, after = report(), "After Post-Forward"
+    half = root(report("--bf16"), "Peak Forward")
+    gathered = root(plain, "Peak Forward")["Unsharded Param"]
     assert 0 < half["Unsharded Param"] <= gathered / 2
-    kept = report("--strategy", "shard_grad_op")["modules"][""]["After Post-Forward"]
+    kept = root(report("--strategy", "shard_grad_op"), after)
     assert kept["Unsharded Param"] > 0
-    same = report("--reshard-after-forward", "no")["modules"][""]["After Post-Forward"]
-    assert same == kept
+    assert root(report("--reshard-after-forward", "no"), after) == kept
     assert report("--offload")["host_peak_bytes"] > 0 == plain["host_peak_bytes"]
-    saved = report("--gradient-checkpointing")["modules"][""]["After Post-Forward"]["Activation"]
-    assert saved < plain["modules"][""]["After Post-Forward"]["Activation"] / 2
+    saved = root(report("--gradient-checkpointing"), after)["Activation"]
+    assert saved < root(plain, after)["Activation"] / 2
 
 
 def test_validate_of_micro_batches_on_a_grid(capsys: pytest.CaptureFixture[str]) -> None:

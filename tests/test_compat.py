@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from fxshard import compat
@@ -116,6 +117,13 @@ def test_with_current_meta_puts_back_what_was_there() -> None:
     assert current["fxshard_test"] == 1
     outer()
     assert "fxshard_test" not in current
+
+
+def test_current_meta_is_what_new_nodes_inherit() -> None:
+    restore = compat.with_current_meta("fxshard_test", 1)
+    assert compat.current_meta()["fxshard_test"] == 1
+    restore()
+    assert "fxshard_test" not in compat.current_meta()
 
 
 def test_checkpoints_inline_marks_forward_and_backward() -> None:
@@ -446,3 +454,56 @@ def test_hooks_of_a_module_are_seen_and_have_numbers_of_their_own(register: str,
     assert compat.hook_numbers([module, other]) == first[1:]
     getattr(module, register)(hook)
     assert compat.hook_numbers([module])[0] not in first
+
+
+def test_aten_kernels_come_and_go() -> None:
+    x = torch.randn(3)
+    table = torch._C._dispatch_dump_table("aten::rms_norm")
+    want = torch.rms_norm(x, (3,))
+    with compat.aten_kernels({("rms_norm", "AutogradCPU"): lambda x, *_: x}):
+        assert torch.equal(torch.rms_norm(x, (3,)), x)
+    assert torch.equal(torch.rms_norm(x, (3,)), want)
+    assert torch._C._dispatch_dump_table("aten::rms_norm") == table
+
+
+def test_an_operator_with_a_kernel_and_a_formula_is_not_decomposed() -> None:
+    """What keeps ``_fused_rms_norm`` whole in a trace (torch/utils/_python_dispatch.py)."""
+
+    class Rms(nn.Module):
+        def forward(self, x: Tensor) -> list[Tensor]:
+            return [torch.rms_norm(x, (3,)).sum()]
+
+    def operators() -> set[Any]:
+        with compat.FakeTensorMode():
+            x = torch.ones(2, 3, requires_grad=True)
+        return {node.target for node in compat.export_joint(Rms(), (x,))[0].graph.nodes}
+
+    assert aten._fused_rms_norm.default not in operators()
+    with compat.aten_kernels({("_fused_rms_norm", "CPU"): lambda *_: None}):
+        assert {aten._fused_rms_norm.default, aten._fused_rms_norm_backward.default} <= operators()
+
+
+def test_aten_names_are_those_with_a_kernel_for_the_key() -> None:
+    names = compat.aten_names("AutocastCPU")
+    assert {"mm", "conv2d.padding"} <= set(names) and "relu" not in names
+    assert compat.aten_operator("conv2d.padding") is aten.conv2d.padding
+    assert compat.aten_operator("mm") is aten.mm.default
+
+
+def test_autocast_can_be_passed_by_and_seen() -> None:
+    x = torch.ones(2, 2)
+    assert not compat.inside_autocast()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert compat.inside_autocast() and (x @ x).dtype == torch.bfloat16
+        with compat.without_autocast("cpu"):
+            assert (x @ x).dtype == torch.float32
+    with torch.autocast("cpu", enabled=False):
+        assert compat.inside_autocast()
+    assert not compat.inside_autocast()
+
+
+def test_attention_order_is_that_of_sdpa_kernel() -> None:
+    flash, efficient = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
+    assert compat.attention_order()[:2] == [int(flash), int(efficient)]
+    with sdpa_kernel([efficient, flash], set_priority=True):
+        assert compat.attention_order()[:2] == [int(efficient), int(flash)]

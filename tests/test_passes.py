@@ -23,6 +23,7 @@ from fxshard.config import Config, Precision
 from fxshard.passes.insert_reduce import InsertReduce
 from fxshard.passes.prefetch import Prefetch
 from fxshard.program import Program
+from fxshard.provenance import Call
 from fxshard.units import find_units
 from tests import graphs
 from tests.zoo import MODELS, models
@@ -252,6 +253,7 @@ CASES: dict[str, tuple[pipeline.Pass, Build]] = {
             None,
             partial(graphs.parse, NESTED, root | {"layers.0": "L", "layers.0.mlp": "M"}),
         ),
+        ("assign_checkpoints", "two", None, lambda: marked()),
         (
             "checkpoint",
             "two",
@@ -355,6 +357,18 @@ CASES: dict[str, tuple[pipeline.Pass, Build]] = {
         ("outline_regions", "layered", None, graphs.layered),
     ]
 }
+
+
+def marked() -> Program:
+    """Three calls, of which the first layer is checkpointed selectively and the second fully."""
+    text = re.sub(r" checkpoint=\d( save)?", "", CHECKPOINTED)
+    text = re.sub(
+        r"layers\.(\d)$", lambda m: f"layers.{m[1]} call={int(m[1]) + 1}", text, flags=re.M
+    )
+    program = graphs.parse(text, root | {"layers.0": "L", "layers.1": "L"})
+    program.calls = (Call("", 0, None), Call("layers.0", 0, 0), Call("layers.1", 0, 0))
+    program.checkpoints = {"layers.0": "selective", "layers.1": "full"}
+    return program
 
 
 def before(name: str, program: Program) -> None:

@@ -148,9 +148,9 @@ def _phases(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Dif
         for name, micro_batch in dict.fromkeys([*sides[0], *sides[1]]):
             found = [side.get((name, micro_batch)) for side in sides]
             for state in ("start", "peak", "end"):
-                totals = [None if p is None else p[f"{state}_bytes"] for p in found]
+                before_, after_ = (None if p is None else p[f"{state}_bytes"] for p in found)
                 parts = [None if p is None else p[state] for p in found]
-                row = DiffRow("phase", step, name, state.title(), TOTAL, *totals)
+                row = DiffRow("phase", step, name, state.title(), TOTAL, before_, after_)
                 yield from _by_category(parts, dataclasses.replace(row, micro_batch=micro_batch))
 
 
@@ -165,12 +165,16 @@ def _rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[DiffR
         ]
         for key in dict.fromkeys([*sides[0], *sides[1]]):
             found = [side.get(key) for side in sides]
-            totals = [None if r is None else r["bytes"] for r in found]
+            sizes = (None if r is None else r["bytes"] for r in found)
             parts = [None if r is None else r["by_category"] for r in found]
-            module, state, *where = key
-            yield from _by_category(
-                parts, DiffRow("module", step, module, state, TOTAL, *totals, *where)
-            )
+            yield from _by_category(parts, _of_module(step, key, *sizes))
+
+
+def _of_module(
+    step: str, key: tuple[str, str, int, int], before: int | None, after: int | None
+) -> DiffRow:
+    module, state, call, micro_batch = key
+    return DiffRow("module", step, module, state, TOTAL, before, after, call, micro_batch)
 
 
 def _by_category(sides: Sequence[Mapping[str, int] | None], total: DiffRow) -> Iterator[DiffRow]:
@@ -226,8 +230,7 @@ def _modules(rows: Sequence[DiffRow], units: str, fold: bool, width: int) -> str
         most = max(members, key=lambda key: _most(blocks[key]))
         title = _title(most, members)
         for state, found in blocks[most].items():
-            total = found[0] if found[0].category == TOTAL else None
-            figures = ["", "", ""] if total is None else _figures(total, units)
+            figures = _figures(found[0], units) if found[0].category == TOTAL else ["", "", ""]
             parts = [row for row in found if row.category != TOTAL and row.before != row.after]
             lines.append([title, state.removeprefix("Peak "), *figures, parts])
             title = ""

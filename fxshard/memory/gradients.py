@@ -12,6 +12,7 @@ from fxshard.program import Program, nbytes
 def gradient_categories(program: Program) -> dict[int, Category]:
     """Storages of the joint graph that are gradients, or copies of them to be sent."""
     found: dict[int, Category] = {}
+    params, wholes = program.params, program.wholes
     first = ops.reduce_scatter if program.world_size > 1 else ops.all_reduce
     todo: list[fx.Node] = []
     for launch in program.graph.nodes:
@@ -32,9 +33,7 @@ def gradient_categories(program: Program) -> dict[int, Category]:
             found.setdefault(storage, Category.SHARDED_GRAD)
     for value, result in zip(program.values, program.results, strict=True):
         category = Category.UNSHARDED_GRAD
-        if result.kind == "grad" and (
-            result.name in program.params or result.name in program.wholes
-        ):
+        if result.kind == "grad" and (result.name in params or result.name in wholes):
             category = Category.SHARDED_GRAD
         elif result.kind != "accumulated":
             continue

@@ -22,10 +22,11 @@ import numpy as np
 
 from fxshard.errors import ConfigError
 from fxshard.memory.category import CATEGORIES, COLUMN, Category, Matrix, State
+from fxshard.memory.explain import size_text
 from fxshard.memory.ledger import Ledger, LiveRange
 from fxshard.memory.owners import owned_rows
-from fxshard.memory.report import UNITS, MemoryReport, size_text
-from fxshard.memory.serialize import stream_of
+from fxshard.memory.report import UNITS, MemoryReport
+from fxshard.memory.serialize import streams_of
 from fxshard.memory.tables import peak_place, phase_name
 from fxshard.provenance import line_text
 
@@ -177,7 +178,7 @@ def drawn(ledger: Ledger) -> list[int]:
     count = len(ledger.totals)
     if count <= DRAWN:
         return list(range(count))
-    run = -(-count // (DRAWN - 2 * NEAR))
+    run = -(-count // (DRAWN - 2 * NEAR - 2 * len(ledger.phases)))
     peak = int(ledger.totals.argmax())
     found = {i + int(ledger.totals[i : i + run].argmax()) for i in range(0, count, run)}
     found |= set(range(max(0, peak - NEAR), min(count, peak + NEAR)))
@@ -212,7 +213,7 @@ def _note(ledger: Ledger, ticks: Sequence[int], unit: str) -> str:
         "From left to right in the order of the program: every operator takes the same room, "
         f"whatever time it takes. The area is what is alive on the device, in {unit}. Bars: All "
         "Gather from launch to wait, Unsharded Param from wait to free, Reduce Scatter from the "
-        "copy that is sent to its free; behind each the stream that it is allocated on."
+        "copy that is sent to its free; in brackets the stream that makes it."
     )
     if len(ticks) < len(ledger.totals):
         said += (
@@ -251,7 +252,7 @@ def _ranges(ledger: Ledger, ticks: Matrix, texts: Strings) -> Iterator[list[int]
             each.bytes,
             each.born,
             -1 if each.died is None else each.died,
-            texts(stream_of(ledger, each)),
+            texts(each.stream),
             texts(line_text(each.line)),
             node(each.born),
             node(each.died),
@@ -293,12 +294,11 @@ def _together(ledger: Ledger) -> dict[tuple[Category, str], list[list[LiveRange]
 
     Parameters of a unit are gathered and freed at once, but copied one by one.
     """
-    streams: dict[int, str] = {}
+    made_on = streams_of(ledger)
     found: dict[tuple[Category, str], dict[int, list[LiveRange]]] = {}
     for each in ledger.ranges:
-        stream = streams.setdefault(each.storage, stream_of(ledger, each))
         if each.category in SENT and not each.host and each.born >= 0 and each.bytes:
-            groups = found.setdefault((each.category, stream), {})
+            groups = found.setdefault((each.category, made_on[each.storage]), {})
             groups.setdefault(_death(ledger, each), []).append(each)
     return {key: list(groups.values()) for key, groups in found.items()}
 

@@ -36,7 +36,8 @@ class KernelTemporary:
         module: FQN of its module.
         bytes: taken at once; None if it depends on more than the graph.
         why: what it is.
-        backend: "cpu" or "cuda", or "gloo" (taken from launch until wait, at most, by gloo's threads).
+        backend: "cpu" or "cuda", or "gloo" (taken from launch until wait, at most, by gloo's
+            threads).
     """
 
     phase: str
@@ -143,7 +144,8 @@ def layer_norm_backward(node: fx.Node, threads: int) -> tuple[int, str]:
     """
     normalized = math.prod(node.args[2])  # type: ignore[arg-type]
     partial = 2 * threads * normalized * _val(node.args[1]).element_size()
-    if not any(node.args[7][1:]):  # type: ignore[index]
+    mask: Any = node.args[7]
+    if not any(mask[1:]):
         partial = 0
     copies = _copied(node.args[0]) + _copied(node.args[1])
     return partial + copies, "partial gradients per thread"
@@ -178,8 +180,8 @@ def batch_norm_backward(node: fx.Node, threads: int) -> tuple[int | None, str]:
     """
     vals = [_val(argument) for argument in node.args[:2]]
     known = all(val.is_contiguous() for val in vals)
-    needed = node.args[9][0]  # type: ignore[index]
-    return _nbytes(vals[1]) * bool(needed) if known else None, "a tensor like the input"
+    mask: Any = node.args[9]
+    return _nbytes(vals[1]) * bool(mask[0]) if known else None, "a tensor like the input"
 
 
 def softmax(node: fx.Node, threads: int) -> tuple[int, str]:
@@ -202,9 +204,20 @@ def safe_softmax(node: fx.Node, threads: int) -> tuple[int, str]:
     return max(_copied(node.args[0]), val.numel() + rows + _val(node).element_size()), "masked rows"
 
 
+def gelu_backward(node: fx.Node, threads: int) -> tuple[int | None, str]:
+    """oneDNN's, which reorders inputs of different layouts (native/Activation.cpp)."""
+    one, two = (_val(argument) for argument in node.args[:2])
+    return 0 if one.stride() == two.stride() else None, "oneDNN's reordered inputs"
+
+
 def embedding(node: fx.Node, threads: int) -> tuple[int, str]:
     """The indices, contiguous (native/Embedding.cpp)."""
     return _copied(node.args[1]), "contiguous indices"
+
+
+def index_select(node: fx.Node, threads: int) -> tuple[int, str]:
+    """The index, contiguous (native/TensorAdvancedIndexing.cpp, ``index_select_out_cpu_``)."""
+    return _copied(node.args[2]), "contiguous index"
 
 
 def embedding_backward(node: fx.Node, threads: int) -> tuple[int, str]:
@@ -353,7 +366,9 @@ FORMULAS: dict[Any, Formula] = {
     aten._native_batch_norm_legit_functional.default: batch_norm,
     aten._native_batch_norm_legit_no_training.default: batch_norm,
     aten.native_batch_norm_backward.default: batch_norm_backward,
+    aten.gelu_backward.default: gelu_backward,
     aten.embedding.default: embedding,
+    aten.index_select.default: index_select,
     aten.embedding_dense_backward.default: embedding_backward,
     aten.sort.default: sort,
     aten.sort.stable: sort,

@@ -90,6 +90,23 @@ class LifecyclePhase:
         alive = self.ledger.alive(self.peak_tick)
         return sorted(alive, key=lambda each: (-each.bytes, each.storage))
 
+    def to_dict(self) -> dict[str, Any]:
+        """Figures as plain values; bytes."""
+        row = self.ledger.bytes[self.peak_tick, :HALF]
+        return {
+            "name": self.name,
+            "start_bytes": self.start_bytes,
+            "peak_bytes": self.peak_bytes,
+            "end_bytes": self.end_bytes,
+            "host_peak_bytes": self.host_peak_bytes,
+            "host_end_bytes": self.host_end_bytes,
+            "peak_node": self.peak_node,
+            "peak_by_category": {
+                c.value: int(v) for c, v in zip(CATEGORIES, row, strict=True) if v
+            },
+            "unknown": [{"what": what, "bytes": None, "why": why} for what, why in self.unknown],
+        }
+
     @functools.cached_property
     def _host(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         return self.ledger.bytes[:, HALF:].sum(1)
@@ -662,7 +679,11 @@ def _load_checkpoint(tree: _Tree, new: OptimizerStep | None) -> LifecyclePhase:
         _detached(tree, script, item)
     unknown = [*_MESSAGES]
     if new is not None:
-        _new_state(script, tree, new)
+        if new.initial:
+            for each in _state_held(tree, new):
+                script.hold(each)
+        else:
+            _new_state(script, tree, new)
         state, why = _optimizer_items(tree, new)
         items += state
         unknown += why

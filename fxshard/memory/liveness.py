@@ -12,9 +12,12 @@ they need any, dropped.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
+import gc
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -29,7 +32,7 @@ from fxshard.memory.loss import LossStep
 from fxshard.memory.optimizer import OptimizerStep
 from fxshard.memory.recording import Event
 from fxshard.program import Program, nbytes
-from fxshard.schedule import Schedule, last_reads, points
+from fxshard.schedule import Region, Schedule, last_reads, points
 from fxshard.units import buffer_dtypes
 
 
@@ -120,27 +123,44 @@ def analyse(
         loss: from `fxshard.memory.loss.trace_loss`, or None.
         device: type of the device that it is planned for.
     """
-    first, steady = (_ledger(programs, held, step, loss, is_first) for is_first in (True, False))
-    return StepBytes(list(programs), first, steady, step.name if step else None, device)
+    with _no_collection():
+        first, steady = _walks(programs, held, step, loss)
+    name = step.name if step else None
+    return StepBytes(list(programs), first, steady, name, device)
 
 
-def _ledger(
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """A walk makes many objects and no cycles; looking for some in a large graph takes long."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _walks(
     programs: Sequence[Program],
     held: list[LiveRange],
     step: OptimizerStep | None,
     loss: LossStep | None,
-    is_first: bool,
-) -> Ledger:
-    walk = Walk(held)
-    if step is not None and not is_first:
-        walk.hold_state(step, programs[-1].offloaded)
+) -> tuple[Ledger, Ledger]:
+    steady = Walk(held)
     for number, program in enumerate(programs):
-        walk.run(program, number, loss, in_backward=bool(step and step.gradients))
-    if programs[-1].signature.training:
-        if step is not None:
-            walk.optimizer(step, is_first, programs[-1].offloaded)
-        walk.zero_grad()
-    return walk.ledger
+        steady.run(program, number, loss, in_backward=bool(step and step.gradients))
+    last = programs[-1]
+    first = steady
+    if step is not None and last.signature.training:
+        first = steady.forked()  # the two differ in what the optimizer holds and makes alone
+        steady.hold_state(step, last.offloaded)
+        for walk in (first, steady):
+            walk.optimizer(step, walk is first, last.offloaded)
+    for walk in dict.fromkeys((first, steady)):
+        if last.signature.training:
+            walk.zero_grad()
+    return first.ledger, steady.ledger
 
 
 class Walk:
@@ -160,6 +180,19 @@ class Walk:
         self._sums: dict[str, list[int]] = {}  # accumulated gradients
         self._at_return: list[int] = []  # what autograd drops when backward returns
         self._optimizers: dict[int, int] = {}  # storage in the recording of a step -> storage
+
+    def forked(self) -> Walk:
+        """A walk that goes on from here on its own."""
+        other = copy.copy(self)
+        other.ledger = Ledger()
+        other.ledger.moments = list(self.ledger.moments)
+        other.ledger.phases = list(self.ledger.phases)
+        copies = {id(each): dataclasses.replace(each) for each in self.ledger.ranges}
+        other.ledger.ranges = list(copies.values())
+        other._open = {token: copies[id(each)] for token, each in self._open.items()}
+        other._refs, other._grads = dict(self._refs), dict(self._grads)
+        other._optimizers = dict(self._optimizers)
+        return other
 
     def hold_state(self, step: OptimizerStep, host: bool) -> None:
         """The optimizer's state is there from before."""
@@ -182,6 +215,7 @@ class Walk:
         self.program = program
         self.schedule: Schedule = program.schedule
         self._params = program.params
+        self._dead_in: dict[int, dict[fx.Node, list[fx.Node]]] = {}  # by region
         self._categories = gradient_categories(program)
         caller: list[int] = []  # outputs and tangents: the caller holds them until backward ends
         saved: list[list[int]] = []
@@ -384,7 +418,7 @@ class Walk:
                 self._hold(tokens)
         outputs = meta.operands(region.graph.find_nodes(op="output")[0])
         labels = self._region_categories(region.body, outputs, picks)
-        dead = last_reads(region.graph)
+        dead = self._dead(region)
         for node, origin in zip(region.body, origins, strict=True):
             tokens = []
             for storage in meta.storages(node):
@@ -429,6 +463,11 @@ class Walk:
                 category = Category.REDUCE_SCATTER if again else Category.UNSHARDED_GRAD
                 found.setdefault(storage, category)
         return found
+
+    def _dead(self, region: Region) -> dict[fx.Node, list[fx.Node]]:
+        if id(region) not in self._dead_in:
+            self._dead_in[id(region)] = last_reads(region.graph)
+        return self._dead_in[id(region)]
 
     # -- storages --------------------------------------------------------------------------------
 

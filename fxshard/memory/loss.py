@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from fxshard import compat
+from fxshard import compat, cuda
 from fxshard.errors import ConfigError
 from fxshard.memory.recording import Event, Recorder
 from fxshard.program import Program
@@ -67,6 +68,7 @@ def trace_loss(program: Program, loss: Callable[[Any], torch.Tensor] | None) -> 
     signature = program.signature
     values = [v for v, r in zip(program.values, program.results, strict=True) if r.kind == "output"]
     recorder = Recorder(program.fake_mode)
+    on_cuda = isinstance(program.fake_mode, cuda.CudaFakeMode)
     parts: list[list[Event]] = []
     tangents: set[str] = set()
 
@@ -101,7 +103,7 @@ def trace_loss(program: Program, loss: Callable[[Any], torch.Tensor] | None) -> 
         del made, tensor
         out = compat.tree_unflatten(flat, signature.out_spec)
         try:
-            with recorder:
+            with cuda.substituted() if on_cuda else contextlib.nullcontext(), recorder:
                 value = loss(out)
                 if not isinstance(value, torch.Tensor) or value.numel() != 1:
                     raise ConfigError("loss=...: expected a scalar tensor to come back.")

@@ -17,7 +17,6 @@ from typing import Any
 
 from fxshard.memory.ledger import Ledger, LiveRange
 from fxshard.memory.report import MemoryReport
-from fxshard.memory.serialize import stream_of, streams
 
 BASE = 1 << 40  # address of the first byte of device 0; of device n: n + 1 times that
 PROTOCOL = 4  # MemoryViz.js reads pickles up to this
@@ -63,37 +62,40 @@ def snapshot(report: MemoryReport, *, first_step: bool = False) -> dict[str, Any
 
 
 def _allocations(ledger: Ledger) -> Iterator[_Allocation]:
-    """One per storage: a change of category is none of memory."""
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(_streams(ledger)))}
-    by_storage: dict[int, list[LiveRange]] = defaultdict(list)
+    """One per storage: a change of category is none of memory, nor are the parts of a storage."""
+    numbers = {name: number for number, name in enumerate(_streams(ledger))}
+    by_storage: dict[tuple[int, bool], list[LiveRange]] = defaultdict(list)
     for each in ledger.ranges:
         if each.bytes:
-            by_storage[each.storage].append(each)
+            by_storage[each.storage, each.born < 0].append(each)
     for ranges in by_storage.values():
-        first, last = ranges[0], ranges[-1]
-        if last.died is not None and last.died <= max(first.born, 0):
+        parts = [each for each in ranges if each.born == ranges[0].born]
+        ends = [each.died for each in ranges]
+        died = None if None in ends else max(end for end in ends if end is not None)
+        if died is not None and died <= max(parts[0].born, 0):
             continue  # alive at no tick
         yield _Allocation(
-            first.bytes,
-            int(first.host),
-            numbers[stream_of(ledger, first)],
-            first.category.value,
-            _frames(ranges),
-            first.born,
-            last.died,
+            sum(each.bytes for each in parts),
+            int(parts[0].host),
+            numbers[parts[0].stream],
+            parts[0].category.value,
+            _frames(ranges, parts),
+            parts[0].born,
+            died,
         )
 
 
 def _streams(ledger: Ledger) -> list[str]:
     """The compute stream first: it is stream 0."""
-    return ["compute", *streams(ledger), *(each.stream for each in ledger.ranges)]
+    return list(dict.fromkeys(["compute", *(each.stream for each in ledger.ranges)]))
 
 
-def _frames(ranges: list[LiveRange]) -> Frames:
+def _frames(ranges: list[LiveRange], parts: list[LiveRange]) -> Frames:
     """What it is, then where it comes from, innermost first."""
-    first = ranges[0]
+    first = parts[0]
     what = " -> ".join(dict.fromkeys(each.category.value for each in ranges))
-    made = f"{first.name} ({first.op})" if first.op else first.name
+    name = first.name + (f" and {len(parts) - 1} more" if len(parts) > 1 else "")
+    made = f"{name} ({first.op})" if first.op else name
     frames = [
         {"filename": what, "line": 0, "name": made},
         {"filename": "module", "line": 0, "name": first.module or "(root)"},

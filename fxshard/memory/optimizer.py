@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
+import re
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from fxshard.compat import FakeTensorMode, tree_flatten_with_path
+from fxshard import meta
+from fxshard.compat import FakeTensorMode, TorchDispatchMode, tree_flatten_with_path
 from fxshard.errors import ConfigError
 from fxshard.memory.recording import Event, Recorder
 from fxshard.program import Program
@@ -36,6 +40,7 @@ class OptimizerStep:
         names: per state ``(its name, FQN of the module whose parameter it belongs to)``.
         gradients: with the optimizer in backward, storages that are gradients -> parameter FQN.
         shapes: per state, of this rank's tensor.
+        initial: those that the optimizer makes when it is made (Adagrad), before the first step.
         has_state: the optimizer's ``state`` is not empty behind the first step.
     """
 
@@ -46,6 +51,7 @@ class OptimizerStep:
     held: list[int]
     names: dict[int, tuple[str, str]]
     shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    initial: list[int] = dataclasses.field(default_factory=list)
     has_state: bool = True
     gradients: dict[int, str] = dataclasses.field(default_factory=dict)
 
@@ -63,22 +69,111 @@ def trace_step(
         unused: parameters that no gradient arrives at have one too, if they require it.
 
     Raises:
-        ConfigError: it is neither, or its step reads values and so cannot run without data.
+        ConfigError: it is neither; its step needs what a plan does not have (data, a closure,
+            sparse gradients); or torch cannot run it on sharded parameters.
     """
     if optimizer is None:
         return None
+    record = functools.partial(_record, program, optimizer, for_cuda=for_cuda, unused=unused)
     try:
-        # Scalars such as Adam's step stay real beside meta shards: a step may read them.
-        return _record(program, optimizer, "meta", contextlib.nullcontext(), for_cuda, unused)
-    except RuntimeError as on_meta:
+        # Scalars such as Adam's step are real beside meta shards: a step may read them.
+        recorded = record("meta", contextlib.nullcontext(), mixing := _Mixing())
+    except Exception as on_meta:
+        if isinstance(on_meta, ConfigError):
+            raise
         try:
             # fused kernels refuse meta tensors; fake CPU ones pass, if no scalar is read.
-            return _record(program, optimizer, "cpu", FakeTensorMode(), for_cuda, unused)
+            recorded = record("cpu", FakeTensorMode(), mixing := _Mixing())
         except Exception as error:
-            raise ConfigError(
-                f"optimizer {optimizer!r}: its step cannot be analysed without data "
-                f"(on meta tensors: {on_meta}; on fake tensors: {error})."
-            ) from error
+            raise _refusal(optimizer, on_meta) from error
+    if not mixing.found or (program.world_size == 1 and mixing.found not in _NOWHERE):
+        return recorded
+    raise ConfigError(
+        f"optimizer {recorded.name}: its step calls {mixing.found} on sharded parameters. There "
+        f"DTensor communicates between ranks, or refuses; a plan knows this rank's rows alone. "
+        f"Choose other options (fused, foreach) or another optimizer, or strategy='no_shard'."
+    )
+
+
+def _refusal(optimizer: Any, error: Exception) -> ConfigError:
+    """Why a step cannot be recorded, in words."""
+    named = getattr(optimizer, "func", optimizer)
+    name = getattr(named, "__name__", type(named).__name__)
+    said = _first_line(error)
+    if "closure" in said:
+        return ConfigError(
+            f"optimizer {name}: its step needs a closure that runs the model again (as LBFGS "
+            f"does). A step of fxshard is forward, backward, optimizer.step(): choose an "
+            f"optimizer whose step() takes no argument."
+        )
+    if "dense gradients" in said:
+        return ConfigError(
+            f"optimizer {name}: it takes sparse gradients only, and those of sharded parameters "
+            f"are dense. Choose its dense form, for example Adam."
+        )
+    if "item()" in said or "_local_scalar_dense" in said or "cannot be called on meta" in said:
+        return ConfigError(
+            f"optimizer {name}: its step reads the value of a tensor that depends on parameters or "
+            f"gradients ({said}), and a plan has no values. Keep it a tensor in the step, or plan "
+            f"with another optimizer."
+        )
+    if "leaf Variable" in said:
+        return ConfigError(
+            f"optimizer {name}: differentiable=True lets autograd record the step, which cannot "
+            f"be done on the parameters themselves ({said}). Leave it False."
+        )
+    return ConfigError(f"optimizer {name}: its step cannot be analysed without data: {said}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+# What DTensor has no rule for (torch/distributed/tensor/_ops), not even for whole parameters.
+_NOWHERE = ("aten._fused_sgd_", "aten._fused_adagrad_", "aten._foreach_copy_")
+# What it runs on each rank's rows alone, besides operators tagged pointwise.
+_ALONE = re.compile(
+    r"aten\.(empty|zeros|ones|full|new_|rand|arange|scalar_tensor|normal_|uniform_|bernoulli"
+    r"|clone|_to_copy|copy_|detach|alias|fill|zero_|view|unsqueeze|squeeze|expand|permute|transpose"
+    r"|t\.|is_same_size|_local_scalar_dense|lift_fresh|_fused_adamw?_|_foreach_(?!norm|max\.|copy_))"
+)
+
+
+class _Mixing(TorchDispatchMode):
+    """Notes the first operator that mixes rows: DTensor communicates for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = str(func)
+        rows = any(t.dim() for t in meta.tensors((args, kwargs)))
+        alone = torch.Tag.pointwise in func.tags or _ALONE.match(name)
+        if rows and not alone and not name.startswith("prim."):
+            self.found = self.found or name.removesuffix(".default")
+        return func(*args, **(kwargs or {}))
+
+
+class _RealScalars(TorchFunctionMode):
+    """Scalars that a step makes of numbers have values, beside meta shards: it may count with them.
+
+    ASGD keeps its learning rate so, on the device of its parameter.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        if kwargs.get("device") != torch.device("meta") or not isinstance(made, Tensor):
+            return made
+        if made.dim() or any(t.is_meta for t in meta.tensors(args)):
+            return made
+        del made
+        return func(*args, **kwargs | {"device": torch.device("cpu")})
 
 
 def _record(
@@ -86,6 +181,8 @@ def _record(
     optimizer: Any,
     device: str,
     mode: contextlib.AbstractContextManager[Any],
+    mixing: _Mixing,
+    *,
     for_cuda: bool,
     unused: bool,
 ) -> OptimizerStep:
@@ -109,24 +206,25 @@ def _record(
                 recorder.know(shard.grad.untyped_storage())
             params.append(shard)
             fqns.append(fqn)
-        made = make_optimizer(optimizer, params)
+        theirs = set(recorder.numbers.values())  # parameters and gradients
+        with _RealScalars(), mixing:
+            made = make_optimizer(optimizer, params)
         if for_cuda:
             choose_foreach(made)
-        theirs = set(recorder.numbers.values())  # parameters and gradients
+        names = {id(p): fqn for p, fqn in zip(params, fqns, strict=True)}
+        initial = [n for n in state_of(made, recorder, names) if n not in theirs]
         states: list[dict[int, State]] = []
         has_state = False
         for _ in range(2):
             recorder.events = [Event("start", [], [])]
-            with recorder:
+            with _RealScalars(), mixing, recorder:
                 made.step()
             steps.append(recorder.events)
             has_state = has_state or bool(made.state)
             recorder.events = [Event("end", [], [])]  # what dies with the recording is no step's
-            found = state_of(
-                made, recorder, {id(p): fqn for p, fqn in zip(params, fqns, strict=True)}
-            )
+            found = state_of(made, recorder, names)
             states.append({n: entry for n, entry in found.items() if n not in theirs})
-    return step_of(made, steps, states, has_state)
+    return dataclasses.replace(step_of(made, steps, states, has_state), initial=initial)
 
 
 def step_of(
@@ -188,7 +286,13 @@ def make_optimizer(optimizer: Any, params: list[nn.Parameter]) -> torch.optim.Op
         accepted = inspect.signature(type(optimizer)).parameters
         options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
         return type(optimizer)(params, **options)
-    made = optimizer(params) if callable(optimizer) else None
+    try:
+        made = optimizer(params) if callable(optimizer) else None
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"optimizer={optimizer!r}: it could not be made over the parameters of the model: "
+            f"{error}"
+        ) from error
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(
             f"optimizer={optimizer!r}: expected a callable params -> torch.optim.Optimizer, such "

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fxshard.errors import ConfigError, FxshardError
+from fxshard.memory import queries
 from fxshard.memory.allocator import AllocatorSettings
 from fxshard.memory.category import CATEGORIES, Category, State
 from fxshard.memory.explain import SIZES, Explanation, Lever, alive_things, size_text
@@ -20,6 +21,7 @@ from fxshard.memory.kernels import KernelTemporary, kernel_temporaries
 from fxshard.memory.kernels_cuda import kernel_temporaries_cuda
 from fxshard.memory.ledger import Ledger, LiveRange, PhaseBytes
 from fxshard.memory.liveness import StepBytes
+from fxshard.memory.queries import Kept, Unsharded
 from fxshard.memory.reserved import HOPPER, DeviceMemory, device_memory
 from fxshard.memory.states import PEAKS, Span, spans
 from fxshard.program import Program
@@ -91,6 +93,11 @@ class MemoryReport:
     def program(self) -> Program:
         """What was analysed: of the last micro-batch."""
         return self._step.programs[-1]
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """What was analysed: one per micro-batch."""
+        return tuple(self._step.programs)
 
     def ledger(self, *, first_step: bool = False) -> Ledger:
         """Every live range of the step; all other figures are read from it."""
@@ -359,6 +366,55 @@ class MemoryReport:
         """The storages alive on the device at the peak, largest first; they sum to it."""
         alive = [r for r in self.ledger().alive(self._peak_tick()) if not r.host and r.bytes]
         return sorted(alive, key=lambda each: each.bytes, reverse=True)
+
+    def peak_by_module(
+        self, category: Category | str | None = None, *, depth: int | None = None
+    ) -> dict[str, int]:
+        """What the peak is made of, by the module that owns it (see `LiveRange.module`).
+
+        Args:
+            category: only these bytes: a `Category`, or its name such as "Activation".
+            depth: modules with more names in their FQN count for those around them.
+
+        Returns:
+            Bytes by FQN ("" is the root), largest first. They sum to `peak_bytes`, or to that
+            category's part of it.
+
+        Raises:
+            ConfigError: no such category.
+        """
+        if category is not None and category not in (*CATEGORIES, *(c.value for c in CATEGORIES)):
+            raise ConfigError(
+                f"no category {category!r}; legal: {', '.join(c.value for c in CATEGORIES)}."
+            )
+        wanted = None if category is None else Category(category)
+        return queries.peak_by_module(self, wanted, depth)
+
+    def unsharded(self) -> list[Unsharded]:
+        """When each unit holds unsharded parameters and gradients, and how many bytes."""
+        return queries.unsharded(self)
+
+    def kept_for_backward(self, micro_batch: int = -1) -> list[Kept]:
+        """Every activation that is alive between forward and backward, and why, largest first.
+
+        Args:
+            micro_batch: of which, from 0; negative: from the last.
+
+        Raises:
+            ConfigError: no such micro-batch.
+        """
+        return queries.kept_for_backward(self, self._micro_batch(micro_batch))
+
+    def recomputed(self, micro_batch: int = -1) -> dict[str, int]:
+        """Operator -> how often backward runs it to make again what checkpoints have let go.
+
+        Args:
+            micro_batch: of which, from 0; negative: from the last.
+
+        Raises:
+            ConfigError: no such micro-batch.
+        """
+        return queries.recomputed(self.programs[self._micro_batch(micro_batch)])
 
     def explain_peak(self, top: int = 20, *, levers: bool = True) -> Explanation:
         """Everything alive at the peak of the steady step, and what each lever would save.

@@ -34,7 +34,7 @@ def to_dict(report: MemoryReport) -> dict[str, Any]:
         "peak_with_kernels_bytes": report.peak_with_kernels_bytes,
         "peak_by_category": {c.value: v for c, v in report.peak_by_category.items() if v},
         "peak_at": dataclasses.asdict(report.peak_at),
-        "alive_at_peak": [_thing(report.ledger(), each) for each in report.alive_at_peak()],
+        "alive_at_peak": list(_alive(report)),
         "kernel_temporaries": [dataclasses.asdict(k) for k in report.kernel_temporaries],
         "steady_step": _step(report, first=False),
         "first_step": _step(report, first=True),
@@ -46,14 +46,29 @@ def streams(ledger: Ledger) -> list[str]:
     return list(dict.fromkeys(moment.stream for moment in ledger.moments))
 
 
-def stream_of(ledger: Ledger, each: LiveRange) -> str:
-    """The stream of the operator that made a range."""
-    return each.stream if each.born < 0 else ledger.moments[each.born // 2].stream
+def streams_of(ledger: Ledger) -> dict[int, str]:
+    """Storage -> the stream that the operator that made it runs on.
+
+    That may be another than the one that it is allocated on, `LiveRange.stream`.
+    """
+    found: dict[int, str] = {}
+    for each in ledger.ranges:  # the first range of a storage is in front of its others
+        held = each.born < 0
+        found.setdefault(
+            each.storage, each.stream if held else ledger.moments[each.born // 2].stream
+        )
+    return found
 
 
 def by_category(sizes: Iterable[int]) -> dict[str, int]:
     """Category -> bytes, without zeros."""
     return {c.value: int(v) for c, v in zip(CATEGORIES, sizes, strict=True) if v}
+
+
+def _alive(report: MemoryReport) -> Iterator[dict[str, Any]]:
+    ledger = report.ledger()
+    for each in report.alive_at_peak():
+        yield _thing(ledger, each)
 
 
 def _thing(ledger: Ledger, each: LiveRange) -> dict[str, Any]:

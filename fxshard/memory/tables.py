@@ -20,9 +20,10 @@ from tabulate import tabulate
 
 from fxshard.errors import ConfigError
 from fxshard.memory.category import CATEGORIES, Category, Matrix, State
+from fxshard.memory.explain import size_text
 from fxshard.memory.ledger import LOSS, OPTIMIZER, PhaseBytes
 from fxshard.memory.owners import nearest, owned_rows, owners_at
-from fxshard.memory.report import UNITS, MemoryReport, Where, size_text
+from fxshard.memory.report import UNITS, MemoryReport, Where
 
 HALF = len(CATEGORIES)
 INDENT = "  "  # of what stands under the name of a module
@@ -258,7 +259,7 @@ def _groups(rows: dict[Called, dict[State, Matrix]], fold: bool) -> dict[Called,
     for module, call in rows:
         key = (pattern(module), call) if fold else (module, call)
         alike.setdefault(key, []).append((module, call))
-    groups = {}
+    groups: dict[Called, _Group] = {}
     for members in alike.values():
         equal = len(members) > 1 and all(_equal(rows[members[0]], rows[m]) for m in members[1:])
         shown = members[:1] if equal else members if len(members) < 3 else [members[0], members[-1]]
@@ -299,7 +300,7 @@ def _notes(called: Called, group: _Group, owns: str) -> str:
 
 def _merged(states: dict[State, Matrix], fold: bool) -> tuple[tuple[str, Matrix], ...]:
     """Lines in the order of `State`; where Before and After are equal, one."""
-    found = []
+    found: list[tuple[str, Matrix]] = []
     for state in State:
         if state not in states:
             continue
@@ -326,10 +327,29 @@ def _fitted(blocks: Sequence[_Block], units: str, width: int) -> str:
     for decimals in (2, 1, 0):
         for level in range(len(GROUPS) + 1):
             columns = [*_columns(varying, level), *host]
-            made = _table(blocks, columns, units, decimals)
-            if max(map(len, made)) <= width:
+            if _width(blocks, every, columns, units, decimals) <= width:
+                made = _table(blocks, columns, units, decimals)
                 return _with_titles(made, blocks, _same(every[0][1:], constant, units), width)
     raise ConfigError(f"width={width} has no room for the figures in {units}; take larger units.")
+
+
+def _width(
+    blocks: Sequence[_Block],
+    every: Matrix,
+    columns: Sequence[_Column],
+    units: str,
+    decimals: int,
+) -> int:
+    """Of the lines that `_table` makes of the rows `every`: the largest figure is the longest."""
+    labels = [label for block in blocks for label, _ in block.states]
+    parts = [every[:, 0], every[:, 1 : 1 + HALF].sum(1)]
+    parts += [every[:, [1 + i for i in column.sources]].sum(1) for column in columns]
+    headers = ["owned", "total", *(column.title for column in columns)]
+    widths = [
+        max(len(_figure(int(part.max()), units, decimals)), *map(len, header.split("\n")))
+        for part, header in zip(parts, headers, strict=True)
+    ]
+    return len(INDENT) + max(map(len, ["state", *labels])) + sum(2 + width for width in widths)
 
 
 def _columns(varying: Sequence[int], level: int) -> list[_Column]:

@@ -1,0 +1,1 @@
+"""Scripts that measure; each writes what it found to results/."""

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Plans against a GPU's own figures, in less than 8 minutes and without a network; see memory.py.
+#
+#   bash benchmarks/gpu/run.sh                     # one GPU; writes benchmarks/results/<date>-<gpu>.*
+#   bash benchmarks/gpu/run.sh --cpu --out FOLDER  # no GPU: small models, to the byte
+#
+# Python: $PYTHON, else .venv/bin/python of this checkout, else python3. It needs torch 2.11 to 2.15
+# and what fxshard imports; fxshard itself need not be installed.
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+python="${PYTHON:-}"
+if [[ -z "$python" ]]; then
+  python=python3
+  if [[ -x "$root/.venv/bin/python" ]]; then python="$root/.venv/bin/python"; fi
+fi
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+"$python" - <<'PY'
+import importlib.util
+import sys
+
+needed = ("torch", "numpy", "rich", "sympy", "tabulate")
+missing = [name for name in needed if importlib.util.find_spec(name) is None]
+if missing:
+    sys.exit(f"{sys.executable} has no {', '.join(missing)}: install it, or set PYTHON.")
+PY
+exec "$python" -m benchmarks.gpu.memory "$@"

@@ -1,0 +1,1 @@
+"""The parts of `benchmarks/memory_vs_fsdp2.py`."""

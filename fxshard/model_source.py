@@ -1,0 +1,207 @@
+"""The model, the batch and the options that a command line names."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+from fxshard.config import STRATEGIES
+from fxshard.errors import ConfigError
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": functools.partial(torch.optim.AdamW, lr=1e-3),
+    "sgd": functools.partial(torch.optim.SGD, lr=1e-3),
+    "none": None,
+}
+
+# What transformers' LlamaConfig takes, for --hf-config by name.
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny-llama": {
+        "model_type": "llama",
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "llama3-8b": {
+        "model_type": "llama",
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+    },
+    "llama3-70b": {
+        "model_type": "llama",
+        "vocab_size": 128_256,
+        "hidden_size": 8192,
+        "intermediate_size": 28_672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+    },
+}
+
+Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]  # a model, and the call of it to trace
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What names a model, a batch and the options of a plan."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--model", metavar="pkg.mod:fn", help="fn() returns a module, or (module, args, kwargs)"
+    )
+    source.add_argument(
+        "--hf-config",
+        metavar="FILE",
+        help=f"config.json of a transformers causal language model, or {', '.join(PRESETS)}",
+    )
+    parser.add_argument("--batch", type=whole_number, default=1, help="sequences per rank (1)")
+    parser.add_argument("--seq", type=whole_number, default=128, help="tokens per sequence (128)")
+    parser.add_argument(
+        "--world-size", type=_ranks, default=8, metavar="N", help="ranks (8); hybrid: 2x8"
+    )
+    parser.add_argument("--strategy", choices=STRATEGIES, default="full_shard")
+    parser.add_argument(
+        "--reshard-after-forward", type=_reshard, metavar="yes|no|N", help="N: over N neighbours"
+    )
+    parser.add_argument("--bf16", action="store_true", help="bf16 parameters, fp32 reduction")
+    parser.add_argument("--offload", action="store_true", help="shards live on the CPU")
+    parser.add_argument(
+        "--gradient-checkpointing", action="store_true", help="of the transformers model"
+    )
+    parser.add_argument(
+        "--units", action="append", metavar="GLOB", help="FQNs of units; may be repeated"
+    )
+    parser.add_argument(
+        "--optimizer",
+        default="adamw",
+        metavar="NAME",
+        help=f"{', '.join(OPTIMIZERS)} or pkg.mod:fn (adamw); fn(params) returns an optimizer",
+    )
+
+
+def options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of `fxshard.plan`."""
+    known = OPTIMIZERS.get(args.optimizer)
+    if args.optimizer not in OPTIMIZERS:
+        known = _imported(args.optimizer, "--optimizer")
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return {
+        "units": args.units,
+        "optimizer": known,
+        "strategy": args.strategy,
+        "reshard_after_forward": args.reshard_after_forward,
+        "mixed_precision": bf16 if args.bf16 else None,
+        "offload": CPUOffloadPolicy() if args.offload else None,
+    }
+
+
+def load(args: argparse.Namespace, device: str) -> Call:
+    """The model of --model or --hf-config; `device` is where the latter is built."""
+    torch.manual_seed(0)
+    if args.hf_config is not None:
+        model = _from_config(args.hf_config, device)
+        if args.gradient_checkpointing:
+            name = "activation_checkpointing_enable"  # transformers before 5.x calls it otherwise
+            getattr(model.train(), name, model.gradient_checkpointing_enable)()
+        return _with_tokens(model, args.batch, args.seq)
+    made = _imported(args.model, "--model")()
+    if isinstance(made, nn.Module):
+        return _with_tokens(made, args.batch, args.seq)
+    if isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module):
+        return made
+    raise ConfigError(
+        f"--model {args.model} returned {type(made).__name__}: expected an nn.Module, or a tuple "
+        f"(module, args, kwargs)."
+    )
+
+
+def _with_tokens(model: nn.Module, batch: int, seq: int) -> Call:
+    """A call with token ids, int64 [batch, seq]; a transformers model gets them as labels too."""
+    device = next((p.device for p in model.parameters()), None)
+    tokens = torch.zeros(batch, seq, dtype=torch.int64, device=device)
+    if type(model).__module__.startswith("transformers."):
+        return model, (), {"input_ids": tokens, "labels": tokens.clone()}
+    return model, (tokens,), {}
+
+
+def _from_config(source: str, device: str) -> Any:
+    values = PRESETS[source] if source in PRESETS else _read_config(source)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read at import: a config needs no network
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise ConfigError("--hf-config needs transformers: pip install 'fxshard[hf]'.") from error
+    try:
+        config = AutoConfig.for_model(**values)
+        config.use_cache = False  # a cache is an output that training does not need
+        with torch.device(device):
+            return AutoModelForCausalLM.from_config(config)
+    except (TypeError, ValueError) as error:
+        reason = re.split(r"\.\s", str(error))[0]  # behind it: a list of all that there is
+        raise ConfigError(f"--hf-config {source}: no causal language model: {reason}.") from error
+
+
+def _read_config(source: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(Path(source).read_text("utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"--hf-config {source}: neither a preset ({', '.join(PRESETS)}) nor a config.json "
+            f"that can be read: {error}"
+        ) from error
+
+
+def _imported(spec: str, option: str) -> Any:
+    """The callable that ``pkg.mod:fn`` names; modules in the working directory are found too."""
+    module, colon, name = spec.partition(":")
+    if not (module and colon and name):
+        raise ConfigError(f"{option} {spec}: expected pkg.mod:fn, the name of a callable.")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{option} {spec}: {error}.") from error
+    if not callable(found):
+        raise ConfigError(f"{option} {spec}: {type(found).__name__} is not callable.")
+    return found
+
+
+def whole_number(text: str) -> int:
+    """A number of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
+
+
+def _ranks(text: str) -> int | tuple[int, int]:
+    replicas, by, shards = text.partition("x")
+    return (whole_number(replicas), whole_number(shards)) if by else whole_number(text)
+
+
+def _reshard(text: str) -> bool | int:
+    return {"yes": True, "no": False}[text] if text in ("yes", "no") else whole_number(text)
+
+
+_ranks.__name__ = "number of ranks"
+_reshard.__name__ = "yes, no or whole number"
+whole_number.__name__ = "whole number"  # argparse puts it into "invalid ... value"

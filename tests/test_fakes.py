@@ -1,0 +1,137 @@
+"""Fake values against the kernels themselves: dtypes, strides and the bytes of storages."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxshard
+from fxshard import fakes
+from fxshard.compat import FakeTensorMode
+
+aten = torch.ops.aten
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def described(result: Any) -> list[Any]:
+    """dtype, sizes, strides, offset and bytes of each tensor."""
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    return [
+        (t.dtype, tuple(t.shape), t.stride(), t.storage_offset(), t.untyped_storage().nbytes())
+        for t in results
+    ]
+
+
+def assert_as_the_kernel(target: Any, *args: Any) -> None:
+    """What the rule makes of torch's fake value of ``target(*args)`` is what the kernel gives."""
+    mode = FakeTensorMode()
+    fake = tuple(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args)
+    with mode:
+        value = fakes.RULES[target](fake, target(*fake))
+    assert described(value) == described(target(*args))
+
+
+@pytest.mark.parametrize(
+    ("input", "params"), [(FP32, FP32), (BF16, FP32), (BF16, BF16), (BF16, None)]
+)
+def test_statistics_of_norms(input: Any, params: Any) -> None:
+    x, rows = torch.randn(4, 8, 5, 5, dtype=input), torch.randn(4, 3, 8, dtype=input)
+    weight, bias = (None if params is None else torch.ones(8, dtype=params) for _ in range(2))
+    assert_as_the_kernel(aten._native_batch_norm_legit.no_stats, x, weight, bias, True, 0.1, 1e-5)
+    assert_as_the_kernel(aten.native_group_norm.default, x, weight, bias, 4, 8, 25, 2, 1e-5)
+    assert_as_the_kernel(aten.native_layer_norm.default, rows, [8], weight, bias, 1e-5)
+
+
+@pytest.mark.parametrize(("input", "params"), [(FP32, FP32), (BF16, FP32), (BF16, BF16)])
+def test_norms_that_hold_statistics(input: Any, params: Any) -> None:
+    x = torch.randn(4, 8, 5, 5, dtype=input)
+    weight, bias, mean, var = (torch.ones(8, dtype=params) for _ in range(4))
+    held = (x, weight, bias, mean, var)
+    assert_as_the_kernel(aten._native_batch_norm_legit_functional.default, *held, True, 0.1, 1e-5)
+    assert_as_the_kernel(aten._native_batch_norm_legit_no_training.default, *held, 0.1, 1e-5)
+    _, *stats = aten.native_group_norm.default(x, weight, bias, 4, 8, 25, 2, 1e-5)
+    sizes = (weight, 4, 8, 25, 2, [True, True, True])
+    assert_as_the_kernel(aten.native_group_norm_backward.default, x, x, *stats, *sizes)
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "all": lambda x: x,
+    "row": lambda x: x[1],
+    "rows": lambda x: x[1:],
+    "columns": lambda x: x[:, 1:],
+    "every second": lambda x: x[:, ::2],
+    "transposed": lambda x: x.t()[1:],
+    "expanded": lambda x: x[:1].expand(4, 6),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_changed_copies_of_views_have_all_of_the_storage(view: str) -> None:
+    x = VIEWS[view](torch.zeros(4, 6))
+    assert_as_the_kernel(aten.copy.default, x, torch.ones(x.shape))
+    assert_as_the_kernel(aten.select_scatter.default, x, torch.ones(x.select(0, 0).shape), 0, 0)
+    assert_as_the_kernel(aten.slice_scatter.default, x, torch.ones(x[:2].shape), 0, 0, 2)
+    assert_as_the_kernel(aten.as_strided_scatter.default, x, torch.ones(2), [2], [1])
+    if x.dim() > 1:
+        diagonal = torch.ones(x.diagonal().shape)
+        assert_as_the_kernel(aten.diagonal_scatter.default, x, diagonal)
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_losses_lie_in_the_storage_of_what_they_sum_up(reduction: int, dtype: Any) -> None:
+    x, y = torch.rand(3, 5, dtype=dtype), torch.rand(1, 5, dtype=dtype)
+    assert_as_the_kernel(aten.mse_loss.default, x, y, reduction)
+    assert_as_the_kernel(aten.smooth_l1_loss.default, x, y, reduction, 1.0)
+    assert_as_the_kernel(aten.soft_margin_loss.default, x, y, reduction)
+    assert_as_the_kernel(aten.binary_cross_entropy.default, x, x, None, reduction)
+
+
+class Assigns(nn.Module):
+    """Writes into parts of tensors, and ends in a mean squared error; f32[4, 6] -> a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        z = torch.zeros(4, 6)
+        z[1:] = y[0]  # broadcast
+        z[:, 2:] = torch.arange(4)  # in another dtype
+        z[0, 1:3] = y[1, :2]
+        w = torch.tanh(z).clone()
+        w[:, 0].copy_(y[:, 0])
+        w.diagonal().copy_(y[0, :4])
+        return F.mse_loss(w, z)
+
+
+class Mixed(nn.Module):
+    """Norms with fp32 parameters of bf16 inputs; f32[2, 8, 4, 4] -> a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 1)
+        self.batch, self.group, self.layer = (
+            nn.BatchNorm2d(8),
+            nn.GroupNorm(2, 8),
+            nn.LayerNorm(4),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x).bfloat16()
+        for norm in (self.batch, self.group, self.layer):
+            x = x + F.silu(norm(x))
+        return F.smooth_l1_loss(x.float(), torch.ones(x.shape))
+
+
+@pytest.mark.parametrize(
+    ("build", "shape"), [(Assigns, (4, 6)), (Mixed, (2, 8, 4, 4))], ids=["assigns", "mixed"]
+)
+def test_static_equals_measured(build: type[nn.Module], shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    result = fxshard.validate(build(), (torch.randn(shape),), world_size=2)
+    assert result.max_abs_difference == 0, result.table(only_different=True)
