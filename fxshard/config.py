@@ -259,7 +259,7 @@ class Config:
             if not (policy is None or policy in CHECKPOINTS or callable(policy)):
                 raise ConfigError(
                     f"checkpoint={policy!r}: expected {', '.join(map(repr, CHECKPOINTS))}, a "
-                    f"policy (ctx, op, *args, **kwargs) -> torch.utils.checkpoint.CheckpointPolicy, or a "
+                    f"policy (ctx, op, *args, **kwargs) -> CheckpointPolicy, or a "
                     f"dict from module classes or FQN globs to these."
                 )
 

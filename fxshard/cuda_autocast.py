@@ -32,7 +32,7 @@ LOWER_PRECISION = _names(
     cudnn_convolution_transpose prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear
     addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell
     lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
-    scaled_dot_product_attention
+    scaled_dot_product_attention _cudnn_rnn
     """
 )
 FP32 = _names(
@@ -53,11 +53,14 @@ FP32_RESULT = _names(  # by their argument ``dtype``, unless the caller gives on
     """
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
     linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
+    prod.dim_Dimname softmax.Dimname log_softmax.Dimname cumprod.dimname cumsum.dimname
+    sum.dim_DimnameList
     """
 )
 FP32_OVERLOAD = {  # by an overload that has such an argument
     "norm.Scalar": "norm.ScalarOpt_dtype",
     "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
+    "norm.names_ScalarOpt_dim": "norm.names_ScalarOpt_dim_dtype",
 }
 WIDEST = _names(
     """
@@ -137,9 +140,10 @@ def _kernels() -> dict[tuple[str, str], Callable[..., Any] | None]:
 
 
 def _kernel(name: str) -> Callable[..., Any]:
-    what, op = policy(name), compat.aten_operator(name)
+    op = compat.aten_operator(name)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        what = policy(name)  # asked here: an operator that is not known matters where it is called
         with compat.without_autocast("cpu"):
             if what == "lower precision":
                 args, kwargs = _cast((args, kwargs), torch.get_autocast_dtype("cpu"))

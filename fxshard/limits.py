@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxshard import compat, levers
-from fxshard.errors import ConfigError, FxshardError
+from fxshard.errors import CaptureError, ConfigError
 from fxshard.memory.explain import size_text
 from fxshard.memory.report import DoesNotFitError, parse_bytes
 
@@ -41,12 +41,12 @@ class Limit:
         size: fits; `size` + `multiple_of` does not.
         tensors: names of the inputs whose dimension `dim` was changed.
         before: its size in the plan that was asked.
-        budget_bytes: what the peak of the first and of each later step may be.
+        budget_bytes: what it must fit, as `MemoryReport.assert_fits` says.
         plan: the plan of `size`.
         tried: per size that was planned the larger of its two peaks in bytes; None if it cannot
             be planned.
         multiple_of: only multiples of this were asked for.
-        why_not: why `size` + `multiple_of` cannot be planned, if that is why it does not fit.
+        why_not: why `size` + `multiple_of` cannot be planned, or does not fit.
     """
 
     what: str
@@ -67,13 +67,15 @@ class Limit:
 
     @property
     def next_peak_bytes(self) -> int | None:
-        """The same with `size` + `multiple_of`: above the budget; None if it cannot be planned."""
+        """The same with `size` + `multiple_of`; None if that cannot be planned."""
         return self.tried[self.size + self.multiple_of]
 
     def __str__(self) -> str:
         following, peak = self.size + self.multiple_of, self.next_peak_bytes
         beyond = f"cannot be planned: {self.why_not}"
         if peak is not None:
+            beyond = f"does not fit: {self.why_not}"
+        if peak is not None and peak > self.budget_bytes:
             beyond = f"needs {size_text(peak)}"
         return (
             f"{self.what} of {self.size}: needs {size_text(self.peak_bytes)} of "
@@ -88,7 +90,7 @@ def largest(plan: Plan, budget: int | str, what: str, dim: int, multiple_of: int
     Args:
         plan: what is changed; all but the batch stays. Its own tensors are left alone: the others
             are meta tensors.
-        budget: bytes, or text such as "80GiB", for the peak of the first and of each later step.
+        budget: bytes, or text such as "80GiB", which `MemoryReport.assert_fits` is asked.
         what: how messages call the dimension.
         dim: of every input whose size in `dim` is that of the first input that has such a
             dimension.
@@ -96,7 +98,8 @@ def largest(plan: Plan, budget: int | str, what: str, dim: int, multiple_of: int
 
     Raises:
         DoesNotFitError: not even `multiple_of` fits; tells what is alive at its peak.
-        ConfigError: the call has no tensor with such a dimension, or that dimension has no bytes.
+        ConfigError: the call has no tensor with such a dimension, or that dimension has no bytes;
+            or ``loss`` cannot take another size.
         CaptureError: the model refuses a size of `multiple_of`.
     """
     if not isinstance(multiple_of, int) or multiple_of < 1:
@@ -123,8 +126,10 @@ class _Search:
     Attributes:
         before: size of the dimension in the plan.
         tensors: names of the inputs that have it.
-        tried, refused: per size its peak (None: refused), and why it cannot be planned.
+        tried: per size its peak; None if it cannot be planned.
+        refused: per size that does not fit, or cannot be planned, why.
         best: the plan of the largest size that fits.
+        least: why the smallest does not.
     """
 
     def __init__(self, plan: Plan, budget: int, what: str, dim: int, multiple_of: int) -> None:
@@ -157,7 +162,9 @@ class _Search:
         if not self.fits(low):
             low, high = 1, low
             if high == 1 or not self.fits(1):
-                self._refuse()
+                raise DoesNotFitError(
+                    f"not even a {self.what} of {self.multiple_of} fits: {self.least}"
+                )
         for turn in itertools.count():
             guess = high  # of a size behind the last one, only by how much it is too large
             if high - low > 1:
@@ -179,23 +186,36 @@ class _Search:
                 args, kwargs = levers.resized(plan, self.dim, self.before, size)
                 plan = plan.replan(args=args, kwargs=kwargs)
             memory = plan.memory
-        except FxshardError as error:
+        except ConfigError as error:
+            if plan.workload.loss is None:
+                raise
+            raise ConfigError(
+                f"a {self.what} of {size} instead of {self.before}: {error} If it holds tensors of "
+                f"the batch, they keep their size: pass them to the model, and let it compute the "
+                f"loss."
+            ) from error
+        except CaptureError as error:
             if count == 1:
                 raise
-            self.tried[size], self.refused[size] = None, " ".join(str(error).split())
+            self.tried[size], self.refused[size] = None, " ".join(str(error).split()).rstrip(".")
             return False
-        peak = max(memory.peak_bytes, memory.first_step_peak_bytes)
-        self.tried[size] = peak
-        if peak <= self.budget:
-            self.best = plan
-        elif count == 1:
-            self._too_large = plan
-        return peak <= self.budget
+        self.tried[size] = max(memory.peak_bytes, memory.first_step_peak_bytes)
+        try:
+            memory.assert_fits(self.budget)
+        except DoesNotFitError as error:
+            self.refused[size] = str(error).partition("\n")[0].rstrip(".")
+            if count == 1:
+                self.least = error
+            return False
+        self.best = plan
+        return True
 
     def _guess(self, low: int, high: int, turn: int) -> int:
         """A number of multiples between two, of which one fits and the other does not."""
         closed = high * self.multiple_of in self.tried
-        if high * self.multiple_of in self.refused or (closed and turn % 4 == 3):
+        above = self.tried.get(high * self.multiple_of)
+        other_reason = closed and (above is None or above <= self.budget)
+        if other_reason or (closed and turn % 4 == 3):
             return (low + high) // 2
         known = {n // self.multiple_of: p for n, p in self.tried.items() if p is not None}
         nearest = sorted(known, key=lambda count: abs(known[count] - self.budget))[:3]
@@ -206,13 +226,6 @@ class _Search:
         inside = range(low + 1, end)
         fitting = bisect.bisect_right(inside, self.budget, key=lambda n: _through(points, n))
         return low + max(fitting, 1)
-
-    def _refuse(self) -> None:
-        text = f"not even a {self.what} of {self.multiple_of} fits: "
-        try:
-            self._too_large.memory.assert_fits(self.budget)
-        except DoesNotFitError as error:
-            raise DoesNotFitError(text + str(error)) from None
 
 
 def _through(points: list[tuple[int, int]], at: int) -> int:

@@ -17,6 +17,7 @@ from fxshard.executor import emit
 from fxshard.limits import Limit
 from fxshard.memory import liveness
 from fxshard.memory.in_backward import trace_in_backward
+from fxshard.memory.lifecycle import LifecyclePhase, lifecycle
 from fxshard.memory.loss import trace_loss
 from fxshard.memory.optimizer import trace_step
 from fxshard.memory.report import MemoryReport
@@ -161,7 +162,13 @@ class Plan:
         step_bytes = liveness.analyse(
             self.programs, held, step, loss, self.config.device or self.program.device.type
         )
-        return MemoryReport(step_bytes, lambda: levers.pulled(self))
+        return MemoryReport(step_bytes, lambda: levers.pulled(self), self._lifecycle)
+
+    def _lifecycle(self) -> list[LifecyclePhase]:
+        work, config = self.workload, self.config
+        step = trace_step(self.program, config.optimizer, for_cuda=config.device == "cuda")
+        held = liveness.held_ranges(work.module, work.call, self.program)
+        return lifecycle(self.program, config, work.module, held, step)
 
     def replan(self, **changes: Any) -> Plan:
         """The plan of the same step with something changed.

@@ -29,6 +29,7 @@ def tracked_steps(model: ShardedModule, work: Workload, tracker: Tracker, steps:
         _step_in_backward(model, tracker)
     elif model.config.optimizer is not None:
         optimizer = make_optimizer(model.config.optimizer, list(model.parameters()))
+        tracker.optimizer_state(optimizer)  # Adagrad has it from the start
     args, kwargs = work.call
     leaves, _ = compat.tree_flatten(work.call)
     program = model.variant(args, kwargs).program

@@ -409,7 +409,7 @@ def test_autocast_lists_are_those_of_the_header() -> None:
         return {f"{op}.{overload}" if overload else op for op, overload in entries}
 
     have = set(compat.aten_names("AutocastCUDA"))
-    by_cudnn = {"cudnn_convolution", "cudnn_convolution_transpose"}
+    by_cudnn = {"cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn"}
     assert cuda_autocast.LOWER_PRECISION & have == macro("LOWER_PRECISION_FP") | by_cudnn & have
     assert cuda_autocast.FP32 & have == macro("FP32")
     assert cuda_autocast.FP32_RESULT & have == macro("FP32_SET_OPT_DTYPE")

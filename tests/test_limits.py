@@ -102,3 +102,26 @@ def test_questions_without_an_answer() -> None:
         plan.largest_batch("80 gigs")
     with pytest.raises(ConfigError, match="no bytes"):
         made(seq=0).largest_batch("1MiB")
+
+
+def test_a_loss_that_holds_labels() -> None:
+    labels = torch.zeros(3, dtype=torch.int64)
+    loss = functools.partial(nn.functional.cross_entropy, target=labels)
+    plan = fxshard.plan(nn.Linear(6, 6), (torch.zeros(3, 6),), world_size=2, loss=loss)
+    with pytest.raises(ConfigError, match="let it compute the loss"):
+        plan.largest_batch("1MiB")
+
+
+def test_cuda_must_find_room_in_its_allocator() -> None:
+    def call(batch: int) -> tuple[Tensor, Tensor]:
+        return torch.zeros(batch, 5, 6), torch.zeros(())
+
+    plan = fxshard.plan(Pairs(), call(1000), world_size=2, device="cuda")
+    memory = plan.memory.device_memory()
+    budget = memory.outside + 2 * memory.reserved
+    limit = plan.largest_batch(budget, multiple_of=500)
+    limit.plan.memory.assert_fits(budget)
+    assert limit.next_peak_bytes < budget  # of tensors alone
+    assert "caching allocator finds no room" in limit.why_not
+    with pytest.raises(DoesNotFitError):
+        plan.replan(args=call(limit.size + 500)).memory.assert_fits(budget)

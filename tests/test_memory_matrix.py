@@ -81,7 +81,7 @@ def assert_exact(name: str, setting: Setting) -> None:
             model, args, kwargs, world_size=setting.world_size, units=case.units, **options
         )
     assert result.max_abs_difference == 0, result.table(only_different=True)
-    again = setting.build is not plain and not case.batch_norm  # which counts its calls outside
+    again = setting.build is not plain  # which counts its calls outside
     states = STATES if again else STATES - AGAIN
     assert {cell.step for cell in result.cells} == {1, 2}
     assert {cell.state for cell in result.cells} >= (states if setting.trains else FORWARD)

@@ -66,6 +66,7 @@ def run_case(recipe: Recipe, world: int, *, cpu: bool, lock: Path | None) -> Row
         "parameters": sum(p.numel() for p in plan.workload.module.parameters()),
         "attention": recipe.attention,
         "checkpoint": recipe.checkpoint,
+        "backend": "eager",
         "precision": "fp32" if recipe.precision is None else "bf16, reduced in fp32",
     }
     with _alone(lock):  # no CUDA before: plans of other cases are made meanwhile

@@ -237,7 +237,8 @@ def _ranges(ledger: Ledger, ticks: Matrix, texts: Strings) -> Iterator[list[int]
     """What is alive on the device at a tick that is drawn."""
 
     def node(tick: int | None) -> int:
-        return 0 if tick is None or tick < 0 else texts(ledger.moments[tick // 2].node)
+        inside = tick is not None and 0 <= tick < len(ledger.totals)
+        return texts(ledger.moments[(tick or 0) // 2].node) if inside else 0
 
     for each in ledger.ranges:
         first = int(np.searchsorted(ticks, each.born))

@@ -141,7 +141,7 @@ def lifecycle(
         ConfigError: the optimizer's step needs data.
     """
     tree = _Tree(program, config, model, [h for h in held if h.category is not Category.INPUTS])
-    on_cuda = tree.device.type == "cuda"
+    on_cuda = config.device == "cuda" or tree.device.type == "cuda"
     new = trace_step(program, config.optimizer, for_cuda=on_cuda, unused=True) if step else None
     phases = [_init(tree)]
     if config.sync_module_states and program.world_size * program.replicas > 1:
@@ -246,7 +246,7 @@ class _Tree:
 
     @functools.cached_property
     def flats(self) -> dict[str, int]:
-        """Bytes of the flat storage that each sharded parameter lies in, and its place, by FQN."""
+        """Bytes of the flat storage that each sharded parameter lies in, by FQN."""
         sizes: dict[tuple[int, torch.dtype], int] = {}
         for fqn, param in self.program.params.items():
             key = (param.unit, param.dtype)
@@ -289,13 +289,13 @@ def _dense(tensor: Tensor) -> int:
 # -- init ------------------------------------------------------------------------------------------
 
 
-def _given(tree: _Tree) -> tuple[_Script, dict[int, list[LiveRange]], set[int]]:
-    """The script of init with what the given model holds.
+def _given(tree: _Tree, phase: str) -> tuple[_Script, dict[int, list[LiveRange]], set[int]]:
+    """The script of a phase with what the given model holds.
 
     Returns:
         the script; by id of a tensor, its ranges if it will be dropped; ids of ignored parameters.
     """
-    script = _Script("init", [h for h in tree.held if h.name in tree.program.constants])
+    script = _Script(phase, [h for h in tree.held if h.name in tree.program.constants])
     model, params, seen = tree.model, tree.params, set[int]()
     given: dict[int, list[LiveRange]] = {}
     ignored: set[int] = set()
@@ -378,7 +378,7 @@ def _cast_buffers(tree: _Tree, script: _Script, given: dict[int, list[LiveRange]
 
 def _init(tree: _Tree) -> LifecyclePhase:
     """`fxshard.compile` on rank 0 (fxshard/sharding.py, fxshard/materialise.py)."""
-    script, given, ignored = _given(tree)
+    script, given, ignored = _given(tree, "init")
     _make_shards(tree, script)
     seen = set(ignored)
     unknown: list[tuple[str, str]] = []
@@ -420,9 +420,7 @@ _AGREEMENT = (
 
 def _init_receiving(tree: _Tree) -> LifecyclePhase:
     """The same on a rank that gets rank 0's data: room for one parameter, and new buffers."""
-    script, given, ignored = _given(tree)
-    script.name = "init (receives)"
-    script.ledger.phases[0] = script.ledger.phases[0]._replace(name=script.name)
+    script, given, ignored = _given(tree, "init (receives)")
     _make_shards(tree, script)
     sizes = [_dense(p) for p in tree.model.parameters() if id(p) not in ignored]
     room = LiveRange(0, "room for a parameter", "", "", Category.TEMP, max(sizes, default=0))
@@ -694,7 +692,7 @@ def _load_checkpoint(tree: _Tree, new: OptimizerStep | None) -> LifecyclePhase:
     before: LiveRange | None = None
     for item in (item for each in by_file.values() for item in each if item.storage):
         size = item.local if item.sharded else item.whole
-        read = LiveRange(0, f"{item.name} of the file", "", "", Category.TEMP, size, _on_host(tree))
+        read = LiveRange(0, f"{item.name} of the file", "", "", Category.TEMP, size, tree.elsewhere)
         script.run(f"read {item.name}", read)
         if before is not None:
             script.drop(before)
@@ -703,10 +701,6 @@ def _load_checkpoint(tree: _Tree, new: OptimizerStep | None) -> LifecyclePhase:
     if before is not None:
         script.drop(before)
     return script.done(*unknown)
-
-
-def _on_host(tree: _Tree) -> bool:
-    return tree.elsewhere
 
 
 _MESSAGES = (

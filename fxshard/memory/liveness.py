@@ -154,7 +154,8 @@ def _walks(
     first = steady
     if step is not None and last.signature.training:
         first = steady.forked()  # the two differ in what the optimizer holds and makes alone
-        steady.hold_state(step, last.offloaded)
+        first.hold_state(step, step.initial, last.offloaded)
+        steady.hold_state(step, step.held, last.offloaded)
         for walk in (first, steady):
             walk.optimizer(step, walk is first, last.offloaded)
     for walk in dict.fromkeys((first, steady)):
@@ -194,10 +195,10 @@ class Walk:
         other._optimizers = dict(self._optimizers)
         return other
 
-    def hold_state(self, step: OptimizerStep, host: bool) -> None:
-        """The optimizer's state is there from before."""
+    def hold_state(self, step: OptimizerStep, numbers: Sequence[int], host: bool) -> None:
+        """Those storages of the optimizer's state are there from before."""
         self.now = BEFORE
-        for number in step.held:
+        for number in numbers:
             self._of_optimizer(step, Event("", [], []), number, step.state[number], host)
 
     def run(

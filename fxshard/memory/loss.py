@@ -78,8 +78,6 @@ def trace_loss(program: Program, loss: Callable[[Any], torch.Tensor] | None) -> 
         for position, value, grad in zip(signature.tensor_outputs, values, grads, strict=True):
             if grad is not None and grad.stride() == value.meta["val"].stride():
                 tangents.add(str(position))
-        if all(grad is None for grad in grads):
-            raise ConfigError("loss=... sends no gradient back to the model's output.")
         parts.append(recorder.events)
         recorder.events = [Event("model's backward", [], [])]
         return torch.empty_like(trigger)
@@ -111,6 +109,8 @@ def trace_loss(program: Program, loss: Callable[[Any], torch.Tensor] | None) -> 
                 recorder.events = [Event("start", [], [])]
                 value.backward()
             returned = [number for event in recorder.events for number in event.freed]
+            if len(parts) < 2:
+                raise ConfigError("loss=... sends no gradient back to what the model returned.")
         except ConfigError:
             raise
         except Exception as error:

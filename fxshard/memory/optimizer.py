@@ -207,7 +207,7 @@ def _record(
             params.append(shard)
             fqns.append(fqn)
         theirs = set(recorder.numbers.values())  # parameters and gradients
-        with _RealScalars(), mixing:
+        with _RealScalars(), mixing, recorder:
             made = make_optimizer(optimizer, params)
         if for_cuda:
             choose_foreach(made)

@@ -20,6 +20,7 @@ from fxshard.memory.explain import SIZES, Explanation, Lever, alive_things, size
 from fxshard.memory.kernels import KernelTemporary, kernel_temporaries
 from fxshard.memory.kernels_cuda import kernel_temporaries_cuda
 from fxshard.memory.ledger import Ledger, LiveRange, PhaseBytes
+from fxshard.memory.lifecycle import LifecyclePhase
 from fxshard.memory.liveness import StepBytes
 from fxshard.memory.queries import Kept, Unsharded
 from fxshard.memory.reserved import HOPPER, DeviceMemory, device_memory
@@ -86,8 +87,14 @@ class MemoryReport:
     `kernel_temporaries` and in no other figure.
     """
 
-    def __init__(self, step: StepBytes, levers: Callable[[], list[Lever]] | None = None) -> None:
-        self._step, self._levers = step, levers
+    def __init__(
+        self,
+        step: StepBytes,
+        levers: Callable[[], list[Lever]] | None = None,
+        lifecycle: Callable[[], list[LifecyclePhase]] | None = None,
+    ) -> None:
+        """Args: `levers`, `lifecycle`: how those are found, if they are asked for."""
+        self._step, self._levers, self._lifecycle = step, levers, lifecycle
 
     @property
     def program(self) -> Program:
@@ -481,7 +488,10 @@ class MemoryReport:
         return tables.text(self, depth, units, fold=fold, micro_batch=number, width=width)
 
     def assert_fits(self, budget: int | str) -> None:
-        """Raise DoesNotFitError if the peak of the first or of a later step is above `budget`.
+        """Raise DoesNotFitError if `budget` is too little to make the sharded model or for a step.
+
+        Of a plan for CUDA, what the caching allocator makes of the step must fit into `budget` less
+        what is outside of it (`DeviceMemory.outside`).
 
         Args:
             budget: bytes, or text such as "80GiB".
@@ -493,6 +503,34 @@ class MemoryReport:
                 f"{size_text(worst)} needed, {size_text(limit)} given: "
                 f"{size_text(worst - limit)} too much.\n{self.explain_peak(5, levers=False)}"
             )
+        for phase in self.lifecycle:
+            if phase.name.startswith("init") and phase.peak_bytes > limit:
+                raise DoesNotFitError(
+                    f"{size_text(phase.peak_bytes)} needed to make the sharded model (at "
+                    f"{phase.peak_node}), {size_text(limit)} given. Build it under "
+                    f"torch.device('meta'): it is then filled module by module."
+                )
+        if self._step.device == "cuda":
+            self._assert_allocator_fits(limit)
+
+    def _assert_allocator_fits(self, limit: int) -> None:
+        outside = self.device_memory().outside
+        memory = self.device_memory(capacity=limit - outside)
+        if memory.out_of_memory is not None:
+            step, phase, node = memory.out_of_memory
+            raise DoesNotFitError(
+                f"CUDA's caching allocator finds no room in step {step}, {phase}, at {node}: "
+                f"{size_text(limit)} given, of which {size_text(outside)} are left to CUDA's "
+                f"context and NCCL. Without a limit it would reserve "
+                f"{size_text(self.device_memory().reserved)}; "
+                f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True needs less.\n"
+                f"{self.explain_peak(5, levers=False)}"
+            )
+
+    @functools.cached_property
+    def lifecycle(self) -> list[LifecyclePhase]:
+        """Bytes outside of the step: making the sharded model, loading and saving."""
+        return self._lifecycle() if self._lifecycle is not None else []
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-ready values, in bytes; docs/report-json.md describes the schema."""

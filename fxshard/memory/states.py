@@ -6,11 +6,15 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterator, Sequence
 
+import torch
+
 from fxshard import meta, ops
 from fxshard.memory.category import State
 from fxshard.program import Program
 from fxshard.provenance import Call
 from fxshard.schedule import points
+
+aten = torch.ops.aten
 
 Called = tuple[str, int]  # FQN of a module, and which of its calls in a forward
 
@@ -92,7 +96,9 @@ def spans(program: Program) -> dict[tuple[Called, meta.Phase], Span]:
             if key not in chains:
                 chains[key] = list(_around(program.calls, ever, *key))
             for called in chains[key]:
-                if phase == "forward" and tag.checkpoint is None:
+                # Buffers are written at the end of forward, behind every checkpoint.
+                written = place.node.target is aten.copy_.default
+                if phase == "forward" and tag.checkpoint is None and not written:
                     outside.add(called)
                 if tag.again:
                     again[called] = (again[called][0] if called in again else i, i)

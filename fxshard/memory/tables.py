@@ -27,6 +27,7 @@ from fxshard.memory.report import UNITS, MemoryReport, Where
 
 HALF = len(CATEGORIES)
 INDENT = "  "  # of what stands under the name of a module
+LEAST_OF_NAME = 24  # letters of a module's name that its notes leave
 Called = tuple[str, int]  # module, and which of its calls
 
 # Headers of at most seven letters per line.
@@ -399,10 +400,20 @@ def _with_titles(lines: list[str], blocks: Sequence[_Block], same: str, width: i
     at = next(i for i, line in enumerate(lines) if line.startswith(f"{INDENT}--")) + 1
     found = lines[:at]
     for block in blocks:
-        found.append(shortened(block.title, width - len(block.tail)) + block.tail)
+        found += _heading(block.title, block.tail, width)
         found += lines[at : at + len(block.states)]
         at += len(block.states)
     return "\n".join([*found, *_wrapped(same, width)])
+
+
+def _heading(title: str, tail: str, width: int) -> list[str]:
+    """Name and notes on one line, if that leaves enough of the name."""
+    room = width - len(tail)
+    if room >= min(len(title), LEAST_OF_NAME):
+        return [shortened(title, room) + tail]
+    inside = 2 * INDENT
+    notes = _wrapped(tail.removeprefix(":"), width - len(inside))
+    return [shortened(title, width), *(inside + line for line in notes)]
 
 
 def _same(row: Matrix, constant: Matrix, units: str) -> str:

@@ -119,9 +119,8 @@ class Tracker(TorchDispatchMode):
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
-                number = self._numbers.get(id(local.untyped_storage()))
-                if number is not None:
-                    self.mark([local], Category.OPT_STATE, self._offloaded)
+                self._see(local, Category.OPT_STATE, self._offloaded)
+                self.mark([local], Category.OPT_STATE, self._offloaded)
 
     # -- watching ---------------------------------------------------------------------------------
 

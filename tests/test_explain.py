@@ -1,0 +1,206 @@
+"""The peak explained, and asked again with something changed.
+
+Each figure of a lever is held against a plan made from scratch with the lever pulled, and against
+bytes measured by `fxshard.validate`.
+"""
+
+import functools
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+import fxshard
+from fxshard import trace
+from fxshard.errors import ConfigError
+from fxshard.memory.category import Category
+from fxshard.memory.explain import Lever
+from tests.zoo import MODELS
+
+adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def planned(name: str, **options: Any) -> fxshard.Plan:
+    case = MODELS[name]
+    torch.manual_seed(0)
+    args, kwargs = case.batch(0, 0)
+    options = {"world_size": 4, "units": case.units, "optimizer": adamw} | options
+    return fxshard.plan(case.build(), args, kwargs, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {}),
+        ("dropout", {"strategy": "shard_grad_op", "checkpoint": "selective"}),
+        ("mlp13", {"offload": CPUOffloadPolicy()}),
+        ("tied", {"micro_batches": 2, "no_sync": True}),
+    ],
+)
+def test_everything_alive_at_the_peak_adds_up(name: str, options: dict[str, Any]) -> None:
+    plan = planned(name, **options)
+    explained = plan.memory.explain_peak(3, levers=False)
+    assert sum(each.bytes for each in explained.alive) == explained.peak_bytes
+    assert explained.peak_bytes == plan.memory.peak_bytes
+    sums = dict.fromkeys(Category, 0)
+    for each in explained.alive:
+        sums[each.category] += each.bytes
+    assert sums == plan.memory.peak_by_category
+    sizes = [each.bytes for each in explained.alive]
+    assert sizes == sorted(sizes, reverse=True)
+    text = str(explained)
+    assert f"{explained.peak_bytes:,} bytes" in text and f"{len(sizes) - 3:,} more" in text
+
+
+class Doubled(nn.Module):
+    """One large activation, whose line and life are known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 512, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = self.lin(x)
+        large = torch.exp(wide)
+        return large.sum()
+
+
+def test_each_thing_has_its_line_and_its_life() -> None:
+    plan = fxshard.plan(Doubled(), (torch.ones(256, 4),), world_size=2)
+    explained = plan.memory.explain_peak(levers=False)
+    largest = {each.op: each for each in explained.alive if each.bytes == 4 * 256 * 512}
+    exp = largest["aten.exp"]
+    source, first = inspect.getsourcelines(Doubled.forward)
+    number = first + next(i for i, line in enumerate(source) if "torch.exp" in line)
+    assert exp.line == f"{__file__}:{number} in forward"
+    # exp saves its result, which the multiplication of backward reads; then it is gone.
+    assert exp.category is Category.ACTIVATION and exp.stream == "compute"
+    assert exp.born == ("forward", "exp") and exp.died is not None
+    assert exp.died[0] == "backward"
+    assert "large = torch.exp(wide)" in str(explained)
+    held = next(each for each in explained.alive if each.name == "lin.weight" and not each.op)
+    assert held.born is None and held.died is None and held.module == "lin"
+
+
+def pulled(name: str, **options: Any) -> tuple[fxshard.Plan, dict[str, Lever]]:
+    plan = planned(name, **options)
+    return plan, {lever.name: lever for lever in plan.memory.explain_peak().levers}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("llama", {}), ("dropout", {"mixed_precision": BF16, "strategy": "shard_grad_op"})],
+)
+def test_each_lever_saves_what_a_plan_with_it_says(name: str, options: dict[str, Any]) -> None:
+    plan, levers = pulled(name, **options)
+    case = MODELS[name]
+    assert all(lever.peak_bytes is not None for lever in levers.values())
+    for lever in levers.values():
+        args, kwargs = case.batch(0, 0)
+        call = {"args": args, "kwargs": kwargs, "world_size": 4, "units": case.units}
+        torch.manual_seed(0)
+        again = fxshard.plan(
+            case.build(), **{**call, "optimizer": adamw, **options, **lever.changes}
+        )
+        assert again.memory.peak_bytes == lever.peak_bytes, lever.name
+        assert plan.memory.peak_bytes - again.memory.peak_bytes == lever.saves_bytes, lever.name
+    order = [lever.saves_bytes for lever in levers.values() if lever.saves_bytes is not None]
+    assert order == sorted(order, reverse=True)
+
+
+def test_the_levers_of_the_issue_are_there() -> None:
+    _, levers = pulled("llama", strategy="shard_grad_op")
+    words = ("reshard", "checkpoint", "offload", "prefetch", "optimizer in backward", "bf16")
+    for word in (*words, "accumulation", "batch of"):
+        assert any(word in name for name in levers), word
+    _, reduced = pulled("mlp13", mixed_precision=BF16)
+    assert "bf16 reduction" in reduced
+    assert "reshard after forward" not in reduced  # pulled already
+
+
+@pytest.mark.parametrize("lever", ["checkpoint each unit", "no prefetch", "optimizer in backward"])
+def test_a_lever_is_measured_too(lever: str) -> None:
+    """The plan with the lever pulled is what a rank really does."""
+    case = MODELS["transformer"]
+    _, levers = pulled("transformer")
+    torch.manual_seed(0)
+    args, kwargs = case.batch(0, 0)
+    result = fxshard.validate(
+        *(case.build(), args, kwargs),
+        **{"world_size": 4, "units": case.units, "optimizer": adamw, **levers[lever].changes},
+    )
+    assert result.max_abs_difference == 0, result.table(only_different=True)
+    if lever != "optimizer in backward":  # whose peak may lie in the optimizer's phase
+        assert result.measured_peak_bytes == levers[lever].peak_bytes
+
+
+def test_a_lever_that_cannot_be_pulled_says_why() -> None:
+    labels = torch.zeros(4, dtype=torch.int64)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    plan = fxshard.plan(
+        *(model, (torch.ones(4, 6),)),
+        world_size=2,
+        loss=lambda out: nn.functional.cross_entropy(out, labels),  # of a batch of 4, and no other
+    )
+    levers = {lever.name: lever for lever in plan.memory.explain_peak().levers}
+    lever = levers["batch of 2 instead of 4"]
+    assert lever.peak_bytes is None and "loss" in lever.why_not
+    assert lever.why_not in str(plan.memory.explain_peak())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"world_size": 7},
+        {"world_size": (2, 4), "strategy": "hybrid_shard"},
+        {"strategy": "no_shard"},
+        {"reshard_after_forward": False},
+        {"forward_prefetch": 0},
+        {"offload": CPUOffloadPolicy()},
+        {"checkpoint": "full"},
+        {"mixed_precision": BF16},
+        {"units": None},
+        {"optimizer": torch.optim.SGD},
+        {"micro_batches": 3, "no_sync": True},
+    ],
+    ids=str,
+)
+def test_replan_is_plan(changes: dict[str, Any]) -> None:
+    again = planned("llama").replan(**changes)
+    fresh = planned("llama", **changes)
+    assert again.dump() == fresh.dump() and again.certificate == fresh.certificate
+    assert (again.memory.ledger().bytes == fresh.memory.ledger().bytes).all()
+
+
+def test_replan_traces_again_only_if_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = []
+    capture = trace.capture
+    monkeypatch.setattr(trace, "capture", lambda *a, **k: traced.append(1) or capture(*a, **k))
+    plan = planned("mlp13")
+    assert len(traced) == 1
+    for changes in ({"world_size": 2}, {"strategy": "shard_grad_op"}, {"forward_prefetch": 2}):
+        plan.replan(**changes)
+    assert len(traced) == 1
+    plan.replan(mixed_precision=BF16)
+    assert len(traced) == 2
+    args, kwargs = MODELS["mlp13"].batch(0, 0)
+    plan.replan(args=args, kwargs=kwargs)
+    assert len(traced) == 3
+
+
+def test_replan_refuses_what_plan_refuses() -> None:
+    plan = planned("mlp13")
+    with pytest.raises(ConfigError, match="unknown option 'strategie'"):
+        plan.replan(strategie="full_shard")
+    with pytest.raises(ConfigError, match="replicas x shards"):
+        plan.replan(strategy="hybrid_shard")
+    with pytest.raises(ConfigError, match="at least one"):
+        plan.replan(micro_batches=0)
+    with pytest.raises(ConfigError, match="needs an optimizer"):
+        plan.replan(optimizer=None, optimizer_in_backward=True)
+    with pytest.raises(ConfigError, match="first micro-batch would step already"):
+        plan.replan(micro_batches=2, optimizer_in_backward=True)
