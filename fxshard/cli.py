@@ -23,9 +23,9 @@ from fxshard import Plan, dump
 from fxshard.demo.recipe import Settings
 from fxshard.errors import CaptureError, ConfigError, FxshardError, UnitError
 from fxshard.memory.compare import Validation
-from fxshard.memory.diff import diff
 from fxshard.memory.explain import size_text
 from fxshard.memory.report import UNITS, MemoryReport, parse_bytes
+from fxshard.memory.views.diff import diff
 from fxshard.model_source import add_arguments, load, options, whole_number
 
 PATIENCE = 2.0  # seconds until a command says that it is at work
@@ -118,7 +118,8 @@ def fits(args: argparse.Namespace) -> int:
     with progress("planning"):
         memory = _plan(args).memory
     memory.assert_fits(budget)
-    needed = max(memory.peak_bytes, memory.first_step_peak_bytes)
+    made = [phase.peak_bytes for phase in memory.lifecycle if phase.name.startswith("init")]
+    needed = max(memory.peak_bytes, memory.first_step_peak_bytes, *made)
     free = size_text(budget - needed)
     print(f"It fits: {size_text(needed)} needed of {size_text(budget)}, {free} left.")
     return 0

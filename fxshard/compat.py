@@ -257,8 +257,8 @@ def checkpoints_inline() -> Iterator[None]:
     """Let torch.utils.checkpoint call the function it is given, inside a marked region.
 
     The nodes of the region say so (`checkpoint_of`, `is_saved_by_policy`), and so do the backward
-    nodes of these. What is patched are the two names that ``checkpoint`` looks up when it is
-    called, for models hold the function itself (transformers keeps a partial of it).
+    nodes of these. What is patched are the names that ``checkpoint`` looks up when it is called:
+    models hold the function itself (transformers keeps a partial of it).
     (torch/utils/checkpoint.py, ``checkpoint``)
     """
     numbers = itertools.count()
@@ -282,6 +282,16 @@ def checkpoints_inline() -> Iterator[None]:
         with _checkpoint_region(numbers), forward:
             yield
 
+    def from_2_15(
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        *,
+        context_fn: Any = _checkpoint.noop_context_fn,
+        **_: Any,
+    ) -> Iterator[None]:
+        return without_reentrant(function, True, context_fn)
+
     class Reentrant:
         @staticmethod
         def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
@@ -295,10 +305,12 @@ def checkpoints_inline() -> Iterator[None]:
                 outputs = function(*args)
             return _pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
 
-    patches = {
+    patches: dict[str, Any] = {
         "_checkpoint_without_reentrant_generator": without_reentrant,
         "CheckpointFunction": Reentrant,
     }
+    if hasattr(_checkpoint, "_checkpoint_without_reentrant_generator_impl"):
+        patches["_checkpoint_without_reentrant_generator_impl"] = from_2_15
     before = {name: getattr(_checkpoint, name) for name in patches}
     try:
         for name, value in patches.items():

@@ -17,7 +17,8 @@ from fxshard.executor import emit
 from fxshard.limits import Limit
 from fxshard.memory import liveness
 from fxshard.memory.in_backward import trace_in_backward
-from fxshard.memory.lifecycle import LifecyclePhase, lifecycle
+from fxshard.memory.lifecycle.phases import lifecycle
+from fxshard.memory.lifecycle.script import LifecyclePhase
 from fxshard.memory.loss import trace_loss
 from fxshard.memory.optimizer import trace_step
 from fxshard.memory.report import MemoryReport

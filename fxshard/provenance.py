@@ -28,6 +28,8 @@ STACK = "nn_module_stack"
 LINE = "fxshard_line"  # keys in that stack, beside the FQNs
 CALL = "fxshard_call"
 
+SOURCE_WIDTH = 48  # of a line of code that people are shown
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -136,6 +138,8 @@ def line_text(line: str) -> str:
     if not path:
         return line
     source = linecache.getline(path, int(number)).strip()
+    if len(source) > SOURCE_WIDTH:
+        source = source[: SOURCE_WIDTH - 1] + "…"
     short = "/".join(Path(path).parts[-2:])
     return f"{short}:{number} in {function}" + (f": {source}" if source else "")
 

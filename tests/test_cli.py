@@ -145,7 +145,7 @@ def test_report_writes_files(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert len(lines) == 1 + sum(
         3 * len(told[step]["phases"]) + len(told[step]["rows"])
         for step in ("first_step", "steady_step")
-    )
+    ) + 3 * len(told["lifecycle"])
     assert "<!doctype html>" in Path(files["html"]).read_text()
     assert json.loads(Path(files["perfetto"]).read_text())["traceEvents"]
     assert "device_traces" in pickle.loads(Path(files["memory-viz"]).read_bytes())

@@ -467,6 +467,18 @@ def test_autocast_around_plan() -> None:
     assert first.meta["val"].dtype == HALF
 
 
+def test_an_operator_that_no_list_has_is_refused_where_it_is_called_and_only_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A newer torch casts more, which must not matter to models that call none of it."""
+    monkeypatch.setattr(cuda_autocast, "FP32", cuda_autocast.FP32 - {"layer_norm"})
+    x = torch.randn(4, 32)
+    with torch.autocast("cpu", dtype=HALF):
+        program(Norm(nn.Softmax(-1)), x)
+        with pytest.raises(CaptureError, match="casts aten::layer_norm"):
+            program(Norm(nn.LayerNorm(32)), x)
+
+
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_autocast_that_turned_itself_off_is_refused() -> None:
     model, x = Norm(nn.Identity()), torch.randn(4, 32)

@@ -23,7 +23,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import fxshard
 from fxshard import compat, sharding
 from fxshard.memory.category import Category
-from fxshard.memory.lifecycle import LifecyclePhase, lifecycle
+from fxshard.memory.lifecycle.phases import lifecycle
+from fxshard.memory.lifecycle.script import LifecyclePhase
 from fxshard.memory.liveness import held_ranges
 from fxshard.memory.optimizer import trace_step
 from fxshard.memory.tracker import Tracker

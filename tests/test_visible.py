@@ -29,16 +29,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import fxshard
 from fxshard.errors import ConfigError
-from fxshard.memory import diff as differences
-from fxshard.memory import html, memory_viz
 from fxshard.memory.category import CATEGORIES
 from fxshard.memory.report import MemoryReport
+from fxshard.memory.views import diff as differences
+from fxshard.memory.views import html, memory_viz
 from tests.zoo import MODELS
 
 adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 SCHEMA = json.loads(
-    (Path(fxshard.__file__).parent / "memory" / "report.schema.json").read_text("utf-8")
+    (Path(fxshard.__file__).parent / "memory" / "views" / "report.schema.json").read_text("utf-8")
 )
 
 
@@ -177,6 +177,8 @@ def test_phases_are_rows_of_both_steps_and_each_micro_batch() -> None:
             sum(re.match(rf"(first|steady|) +{re.escape(phase)} ", x) is not None for x in lines)
             == 2
         )
+    (init,) = [line for line in lines if line.startswith("init ")]
+    assert f"{report('shared').lifecycle[0].peak_bytes:,}" in init.split()
     peaks = [
         int(line[26:].split()[1].replace(",", "")) for line in lines if line.startswith("steady")
     ]
@@ -313,7 +315,9 @@ def test_alive_at_the_peak_says_where_from() -> None:
     assert {each["died"] for each in alive if each["category"] == "OptState"} == {None}
     lines = [each["line"] for each in born if each["category"] == "Activation"]
     assert any("modeling_llama.py:" in line and " in forward" in line for line in lines)
-    assert {each["stream"] for each in alive} == {"compute"}  # where all is allocated
+    streams = {(each["category"], each["stream"]) for each in alive}
+    assert ("Unsharded Param", "unshard") in streams and ("Activation", "compute") in streams
+    assert {stream for category, stream in streams if category == "Activation"} == {"compute"}
 
 
 @pytest.mark.parametrize("name", ["shared", "offload"])
@@ -335,6 +339,8 @@ def test_csv_has_the_rows_of_the_json(name: str) -> None:
                 assert int(line[f"owned {category.value}"]) == row["owned"].get(category.value, 0)
             if name == "offload":
                 assert int(line["CPU total"]) == sum(row["host"].values())
+        outside = [r for r in read if r["step"] == "outside" and r["state"] == "Peak"]
+        assert [int(r["total"]) for r in outside] == [p["peak_bytes"] for p in told["lifecycle"]]
         peaks = [int(line["total"]) for line in lines if line["state"] == "Peak"]
         assert peaks == [phase["peak_bytes"] for phase in told[f"{step}_step"]["phases"]]
 
@@ -668,7 +674,9 @@ def test_page_of_calls_and_micro_batches(browse: Any, tmp_path: Path) -> None:
     assert sum(things) == report("shared").first_step_peak_bytes
     assert "block (call 2) (micro-batch 2)" in column(page, 1)
     phases = page.locator("#phases tbody tr").all_text_contents()
-    assert len(phases) == 2 * len(report("shared").phases())
+    outside = report("shared").lifecycle
+    assert len(phases) == 2 * len(report("shared").phases()) + len(outside)
+    assert outside[0].name == "init" and phases[-len(outside)].startswith("outsideinit")
     assert any("forward (2 of 2)" in phase for phase in phases)
 
 

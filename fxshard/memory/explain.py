@@ -25,7 +25,7 @@ class Alive:
         line: line of user code that made it, ``path:line in function``, or "".
         born, died: ``(phase, node)`` that made it and behind which it is gone; None for what is
             there before the step, or outlives it.
-        stream: where it was allocated.
+        stream: where the operator runs that made it.
     """
 
     name: str

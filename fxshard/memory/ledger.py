@@ -36,7 +36,8 @@ class LiveRange:
         category: see `Category`.
         bytes: its size.
         host: it lies on the CPU while the program computes elsewhere (offload).
-        stream: where it was allocated.
+        stream: where the operator runs that made it. (The memory itself is always asked for on the
+            compute stream.)
         line: line of user code, ``path:line in function``; "" if there is none.
         born, died: ticks; died is None for what outlives the step.
     """

@@ -484,12 +484,14 @@ class Walk:
         name = tag.fqn if tag.fqn and (of_parameter or node.op == "placeholder") else node.name
         module = owner_of(tag.fqn or "") if of_parameter else tag.module
         op = operation_of(node)
-        return self._new(LiveRange(0, name, op, module, category, size, host, tag.stream, tag.line))
+        return self._new(LiveRange(0, name, op, module, category, size, host, line=tag.line))
 
     def _new(self, made: LiveRange) -> int:
         token = self._storages
         self._storages += 1
         made.storage, made.born = token, self.now
+        if self.now != BEFORE:
+            made.stream = self.ledger.moments[self.now // 2].stream
         self.ledger.ranges.append(made)
         self._open[token] = made
         self._refs[token] = 1

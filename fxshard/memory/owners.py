@@ -9,7 +9,7 @@ import numpy as np
 
 from fxshard.memory.category import Matrix
 from fxshard.memory.ledger import WIDTH, Ledger
-from fxshard.memory.report import Where
+from fxshard.memory.states import Where
 
 Owners = Mapping[str, str]  # owner in the ledger -> the one that its bytes are shown with
 

@@ -8,9 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from fxshard.errors import ConfigError, FxshardError
 from fxshard.memory import queries
@@ -20,16 +18,17 @@ from fxshard.memory.explain import SIZES, Explanation, Lever, alive_things, size
 from fxshard.memory.kernels import KernelTemporary, kernel_temporaries
 from fxshard.memory.kernels_cuda import kernel_temporaries_cuda
 from fxshard.memory.ledger import Ledger, LiveRange, PhaseBytes
-from fxshard.memory.lifecycle import LifecyclePhase
+from fxshard.memory.lifecycle.script import LifecyclePhase
 from fxshard.memory.liveness import StepBytes
+from fxshard.memory.owners import owned_rows
 from fxshard.memory.queries import Kept, Unsharded
 from fxshard.memory.reserved import HOPPER, DeviceMemory, device_memory
-from fxshard.memory.states import PEAKS, Span, spans
+from fxshard.memory.states import PEAKS, Span, Where, spans
 from fxshard.program import Program
 from fxshard.provenance import line_text
 
 if TYPE_CHECKING:
-    from fxshard.memory.diff import Diff
+    from fxshard.memory.views.diff import Diff
 
 Snapshot = dict[Category, int]
 
@@ -58,22 +57,6 @@ class PeakAt:
     node: str
     module: str
     line: str = ""
-    micro_batch: int = 0
-
-
-class Where(NamedTuple):
-    """A row of the table: a module in a state.
-
-    Attributes:
-        module: FQN ("" is the root).
-        state: see `State`.
-        call: which of the module's calls in a forward, from 0.
-        micro_batch: which of the step's, from 0.
-    """
-
-    module: str
-    state: State
-    call: int = 0
     micro_batch: int = 0
 
 
@@ -272,23 +255,8 @@ class MemoryReport:
 
     def owned(self, *, first_step: bool = False) -> dict[Where, int]:
         """Per row of the table, the bytes on the device that its module owns itself."""
-        ledger = self.ledger(first_step=first_step)
-        size = len(ledger.totals) + 1
-        change: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        for each in ledger.ranges:
-            if not each.host:
-                change[each.module].append((max(each.born, 0), each.bytes))
-                change[each.module].append((size if each.died is None else each.died, -each.bytes))
-        curves = {}
-        for module, events in change.items():
-            ticks, sizes = np.array(sorted(events)).T
-            curves[module] = (ticks, sizes.cumsum())
-        found = {}
-        for where, tick in self._ticks(first_step).items():
-            ticks, sums = curves.get(where.module, (np.array([size]), np.array([0])))
-            index = int(np.searchsorted(ticks, tick, side="right")) - 1
-            found[where] = int(sums[index]) if index >= 0 else 0
-        return found
+        rows = owned_rows(self.ledger(first_step=first_step), self._ticks(first_step))
+        return {where: int(row[: len(CATEGORIES)].sum()) for where, row in rows.items()}
 
     def cells(
         self, *, first_step: bool = False, call: int = 0, micro_batch: int = -1
@@ -482,7 +450,7 @@ class MemoryReport:
         Raises:
             ConfigError: no such units or micro-batch.
         """
-        from fxshard.memory import tables
+        from fxshard.memory.views import tables
 
         number = self._micro_batch(micro_batch)
         return tables.text(self, depth, units, fold=fold, micro_batch=number, width=width)
@@ -534,13 +502,13 @@ class MemoryReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-ready values, in bytes; docs/report-json.md describes the schema."""
-        from fxshard.memory import serialize
+        from fxshard.memory.views import serialize
 
         return serialize.to_dict(self)
 
     def to_csv(self) -> str:
         """Every phase and every row, of the first and of the steady step, as CSV, in bytes."""
-        from fxshard.memory import tables
+        from fxshard.memory.views import tables
 
         return tables.csv_text(self)
 
@@ -550,25 +518,25 @@ class MemoryReport:
         Raises:
             ConfigError: plotly is not installed.
         """
-        from fxshard.memory import html
+        from fxshard.memory.views import html
 
         Path(path).write_text(html.page(self, first_step=first_step), "utf-8")
 
     def to_perfetto(self, path: str | Path, *, first_step: bool = False) -> None:
         """Write a trace for ui.perfetto.dev: counters per category, a track per stream."""
-        from fxshard.memory import perfetto
+        from fxshard.memory.views import perfetto
 
         Path(path).write_text(perfetto.text(self, first_step=first_step), "utf-8")
 
     def to_memory_viz(self, path: str | Path, *, first_step: bool = False) -> None:
         """Write a snapshot for pytorch.org/memory_viz."""
-        from fxshard.memory import memory_viz
+        from fxshard.memory.views import memory_viz
 
         Path(path).write_bytes(memory_viz.pickled(self, first_step=first_step))
 
     def diff(self, other: MemoryReport) -> Diff:
-        """This report (before) and another (after) side by side; see `fxshard.memory.diff`."""
-        from fxshard.memory import diff
+        """This report (before) and another (after) side by side, see `views.diff`."""
+        from fxshard.memory.views import diff
 
         return diff.diff(self.to_dict(), other.to_dict())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,23 @@ from fxshard.provenance import Call
 from fxshard.schedule import points
 
 aten = torch.ops.aten
+
+
+class Where(NamedTuple):
+    """A row of the table: a module in a state.
+
+    Attributes:
+        module: FQN ("" is the root).
+        state: see `State`.
+        call: which of the module's calls in a forward, from 0.
+        micro_batch: which of the step's, from 0.
+    """
+
+    module: str
+    state: State
+    call: int = 0
+    micro_batch: int = 0
+
 
 Called = tuple[str, int]  # FQN of a module, and which of its calls in a forward
 

@@ -23,7 +23,8 @@ from fxshard.memory.category import CATEGORIES, Category, Matrix, State
 from fxshard.memory.explain import size_text
 from fxshard.memory.ledger import LOSS, OPTIMIZER, PhaseBytes
 from fxshard.memory.owners import nearest, owned_rows, owners_at
-from fxshard.memory.report import UNITS, MemoryReport, Where
+from fxshard.memory.report import UNITS, MemoryReport
+from fxshard.memory.states import Where
 
 HALF = len(CATEGORIES)
 INDENT = "  "  # of what stands under the name of a module
@@ -103,7 +104,7 @@ def text(
         )
     parts = [
         "\n".join(line for said in head for line in _wrapped(said, width)),
-        _phase_table(report, units, width),
+        *_phase_tables(report, units, width),
         *_module_table(report, depth, units, fold, micro_batch, width),
     ]
     return "\n\n".join(parts)
@@ -112,27 +113,50 @@ def text(
 # -- phases -------------------------------------------------------------------------------------
 
 
-def _phase_table(report: MemoryReport, units: str, width: int) -> str:
+def _phase_tables(report: MemoryReport, units: str, width: int) -> Iterator[str]:
+    """The phases of both steps, and those outside of them."""
     host = report.program.offloaded
-    headers = ["step", "phase", "start", "peak", "end", *(["CPU\npeak", "CPU\nend"] * host)]
+    figures: list[tuple[list[str], list[int], str]] = []
+    for step, first in (("first", True), ("steady", False)):
+        for phase in report.phases(first_step=first):
+            sizes = [sum(phase.start), phase.peak_bytes, phase.end_bytes]
+            name = phase_name(phase, report.micro_batches)
+            on_host = _on_host(phase) if host else []
+            figures.append(([step, name], sizes + on_host, peak_place(phase)))
+            step = ""
+    yield _phase_table(["step", "phase"], figures, units, width)
+    outside = [
+        (
+            [each.name],
+            [each.start_bytes, each.peak_bytes, each.end_bytes]
+            + ([each.host_peak_bytes, each.host_end_bytes] if host else []),
+            each.peak_node,
+        )
+        for each in report.lifecycle
+    ]
+    if outside:
+        yield _phase_table(["outside of the step"], outside, units, width)
+
+
+def _phase_table(
+    names: Sequence[str], lines: Sequence[tuple[list[str], list[int], str]], units: str, width: int
+) -> str:
+    """Lines ``(names, bytes, where the peak is)``; what has no room is left out from the right."""
+    headers = [*names, "start", "peak", "end", "CPU\npeak", "CPU\nend"]
+    headers = headers[: len(names) + len(lines[0][1])]
     for decimals in (2, 1, 0):
-        rows = []
-        for step, first in (("first", True), ("steady", False)):
-            for phase in report.phases(first_step=first):
-                figures = [sum(phase.start), phase.peak_bytes, phase.end_bytes]
-                if host:
-                    figures += _on_host(phase)
-                cells = (_figure(v, units, decimals) for v in figures)
-                rows.append([step, phase_name(phase, report.micro_batches), *cells])
-                step = ""
-        align = ("left", "left", *["right"] * (len(headers) - 2))
+        rows = [[*name, *(_figure(v, units, decimals) for v in sizes)] for name, sizes, _ in lines]
+        align = [*["left"] * len(names), *["right"] * (len(headers) - len(names))]
         room = width - max(map(len, grid(rows, headers, align))) - 2
-        if room >= 16:
+        if room >= LEAST_OF_NAME:
             break
-    places = [peak_place(p) for first in (True, False) for p in report.phases(first_step=first)]
-    for row, place in zip(rows, places, strict=True):
-        row.append(shortened(place, max(room, 16)))
-    return "\n".join(grid(rows, [*headers, "peak in"], (*align, "left")))
+    while room < -2:
+        rows, headers, align = [row[:-1] for row in rows], headers[:-1], align[:-1]
+        room = width - max(map(len, grid(rows, headers, align))) - 2
+    if room >= 8:
+        rows = [[*row, shortened(at, room)] for row, (*_, at) in zip(rows, lines, strict=True)]
+        headers, align = [*headers, "peak in"], [*align, "left"]
+    return "\n".join(grid(rows, headers, align))
 
 
 def phase_name(phase: PhaseBytes, micro_batches: int) -> str:
@@ -461,9 +485,10 @@ def _figure(size: int, units: str, decimals: int) -> str:
 def csv_text(report: MemoryReport) -> str:
     """Every phase and every row of both steps, in bytes.
 
-    Columns: step ("first", "steady"), micro_batch, phase, module, call, state, total, a column per
-    category, then the same of what the module itself owns, and with offload of the CPU. A phase
-    has three rows, with the states "Start", "Peak" and "End".
+    Columns: step ("first", "steady", or "outside": see `MemoryReport.lifecycle`), micro_batch,
+    phase, module, call, state, total, a column per category, then the same of what the module
+    itself owns, and with offload of the CPU. A phase has three rows, with the states "Start",
+    "Peak" and "End".
     """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -501,6 +526,14 @@ def csv_text(report: MemoryReport) -> str:
                     *figures,
                 ]
             )
+    for each in report.lifecycle:
+        last = len(each.ledger.totals) - 1
+        for state, tick in (("Start", 0), ("Peak", each.peak_tick), ("End", last)):
+            row = each.ledger.bytes[tick]
+            figures = [*_sum_and_parts(row[:HALF]), *[""] * (1 + HALF)]
+            if report.program.offloaded:
+                figures += _sum_and_parts(row[HALF:])
+            writer.writerow(["outside", -1, each.name, "", "", state, *figures])
     return out.getvalue()
 
 

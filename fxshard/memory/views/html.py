@@ -26,8 +26,7 @@ from fxshard.memory.explain import size_text
 from fxshard.memory.ledger import Ledger, LiveRange
 from fxshard.memory.owners import owned_rows
 from fxshard.memory.report import UNITS, MemoryReport
-from fxshard.memory.serialize import streams_of
-from fxshard.memory.tables import peak_place, phase_name
+from fxshard.memory.views.tables import peak_place, phase_name
 from fxshard.provenance import line_text
 
 DRAWN = 6000  # ticks that a page draws
@@ -112,7 +111,7 @@ def page(report: MemoryReport, *, first_step: bool = False) -> str:
         "DATA": json.dumps(data, separators=(",", ":")).replace("</", "<\\/"),
         "PLOTLY": get_plotlyjs(),
     }
-    text = resources.files("fxshard.memory").joinpath("page.html").read_text("utf-8")
+    text = resources.files("fxshard.memory.views").joinpath("page.html").read_text("utf-8")
     return re.sub(rf"\$({'|'.join(filled)})", lambda match: filled[match[1]], text)
 
 
@@ -295,11 +294,10 @@ def _together(ledger: Ledger) -> dict[tuple[Category, str], list[list[LiveRange]
 
     Parameters of a unit are gathered and freed at once, but copied one by one.
     """
-    made_on = streams_of(ledger)
     found: dict[tuple[Category, str], dict[int, list[LiveRange]]] = {}
     for each in ledger.ranges:
         if each.category in SENT and not each.host and each.born >= 0 and each.bytes:
-            groups = found.setdefault((each.category, made_on[each.storage]), {})
+            groups = found.setdefault((each.category, each.stream), {})
             groups.setdefault(_death(ledger, each), []).append(each)
     return {key: list(groups.values()) for key, groups in found.items()}
 
@@ -366,3 +364,8 @@ def _phase_rows(report: MemoryReport) -> Iterator[list[str | int]]:
                 figures += [sum(phase.host.start), end]
             name = phase_name(phase, report.micro_batches)
             yield [step, name, *figures, peak_place(phase)]
+    for each in report.lifecycle:
+        figures = [each.start_bytes, each.peak_bytes, each.end_bytes]
+        if report.program.offloaded:
+            figures += [int(each.ledger.bytes[0, len(CATEGORIES) :].sum()), each.host_end_bytes]
+        yield ["outside", each.name, *figures, each.peak_node]

@@ -18,7 +18,7 @@ from typing import Any
 from fxshard.memory.category import CATEGORIES, Category
 from fxshard.memory.ledger import Ledger
 from fxshard.memory.report import MemoryReport
-from fxshard.memory.serialize import streams, streams_of
+from fxshard.memory.views.serialize import streams
 
 MEMORY, STREAMS, BUFFERS = 1, 2, 3  # processes of the trace
 PHASES = 0  # thread of the phases; those of the streams follow
@@ -113,7 +113,6 @@ def _operators(ledger: Ledger, names: list[str]) -> Iterator[Event]:
 def _buffers(ledger: Ledger) -> Iterator[Event]:
     """What is gathered and what is reduced, from its birth to its free."""
     end = 2 * len(ledger.moments)
-    made_on = streams_of(ledger)
     for number, each in enumerate(ledger.ranges):
         if each.category not in SENT or each.host or each.born < 0:
             continue
@@ -127,7 +126,7 @@ def _buffers(ledger: Ledger) -> Iterator[Event]:
         said = {
             "bytes": each.bytes,
             "module": each.module,
-            "stream": made_on[each.storage],
+            "stream": each.stream,
         }
         yield {**shared, "ph": "b", "ts": each.born, "args": said}
         yield {**shared, "ph": "e", "ts": end if each.died is None else each.died}

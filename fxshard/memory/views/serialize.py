@@ -9,7 +9,8 @@ from typing import Any
 from fxshard.memory.category import CATEGORIES
 from fxshard.memory.ledger import Ledger, LiveRange
 from fxshard.memory.owners import owned_rows
-from fxshard.memory.report import MemoryReport, Where
+from fxshard.memory.report import MemoryReport
+from fxshard.memory.states import Where
 
 SCHEMA = "fxshard.memory/2"
 
@@ -36,6 +37,7 @@ def to_dict(report: MemoryReport) -> dict[str, Any]:
         "peak_at": dataclasses.asdict(report.peak_at),
         "alive_at_peak": list(_alive(report)),
         "kernel_temporaries": [dataclasses.asdict(k) for k in report.kernel_temporaries],
+        "lifecycle": [phase.to_dict() for phase in report.lifecycle],
         "steady_step": _step(report, first=False),
         "first_step": _step(report, first=True),
     }
@@ -44,20 +46,6 @@ def to_dict(report: MemoryReport) -> dict[str, Any]:
 def streams(ledger: Ledger) -> list[str]:
     """Names of the streams that anything runs on, in order of their first operator."""
     return list(dict.fromkeys(moment.stream for moment in ledger.moments))
-
-
-def streams_of(ledger: Ledger) -> dict[int, str]:
-    """Storage -> the stream that the operator that made it runs on.
-
-    That may be another than the one that it is allocated on, `LiveRange.stream`.
-    """
-    found: dict[int, str] = {}
-    for each in ledger.ranges:  # the first range of a storage is in front of its others
-        held = each.born < 0
-        found.setdefault(
-            each.storage, each.stream if held else ledger.moments[each.born // 2].stream
-        )
-    return found
 
 
 def by_category(sizes: Iterable[int]) -> dict[str, int]:

@@ -9,10 +9,10 @@ from typing import Any
 from tabulate import tabulate
 
 from fxshard.errors import ConfigError
-from fxshard.memory import serialize
 from fxshard.memory.category import CATEGORIES, State
 from fxshard.memory.report import UNITS
-from fxshard.memory.tables import grid, pattern, shortened
+from fxshard.memory.views import serialize
+from fxshard.memory.views.tables import grid, pattern, shortened
 
 TOTAL = "total"
 PEAKS = (State.PEAK_FORWARD.value, State.PEAK_BACKWARD.value)

@@ -30,7 +30,6 @@ class _Allocation:
 
     size: int
     device: int
-    stream: int
     category: str
     frames: Frames
     born: int
@@ -63,7 +62,6 @@ def snapshot(report: MemoryReport, *, first_step: bool = False) -> dict[str, Any
 
 def _allocations(ledger: Ledger) -> Iterator[_Allocation]:
     """One per storage: a change of category is none of memory, nor are the parts of a storage."""
-    numbers = {name: number for number, name in enumerate(_streams(ledger))}
     by_storage: dict[tuple[int, bool], list[LiveRange]] = defaultdict(list)
     for each in ledger.ranges:
         if each.bytes:
@@ -77,17 +75,11 @@ def _allocations(ledger: Ledger) -> Iterator[_Allocation]:
         yield _Allocation(
             sum(each.bytes for each in parts),
             int(parts[0].host),
-            numbers[parts[0].stream],
             parts[0].category.value,
             _frames(ranges, parts),
             parts[0].born,
             died,
         )
-
-
-def _streams(ledger: Ledger) -> list[str]:
-    """The compute stream first: it is stream 0."""
-    return list(dict.fromkeys(["compute", *(each.stream for each in ledger.ranges)]))
 
 
 def _frames(ranges: list[LiveRange], parts: list[LiveRange]) -> Frames:
@@ -141,7 +133,7 @@ def _events(allocations: Iterable[_Allocation]) -> Iterator[dict[str, Any]]:
         event = {
             "addr": each.address,
             "size": each.size,
-            "stream": each.stream,
+            "stream": 0,  # all memory is asked for on the compute stream
             "time_us": tick,
             "frames": each.frames,
             "category": each.category,

@@ -1,0 +1,304 @@
+"""`fxshard.compile`: what the sharded model is made from, and what is dropped on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fxshard.compat import FakeTensorMode
+from fxshard.memory.category import Category
+from fxshard.memory.ledger import LiveRange
+from fxshard.memory.lifecycle.script import LifecyclePhase, Script
+from fxshard.memory.lifecycle.tree import Tree, dense, join, own_tensors
+from fxshard.memory.recording import Event, Recorder
+from fxshard.program import nbytes
+from fxshard.units import Param, buffer_dtypes
+
+
+def _given(tree: Tree, phase: str) -> tuple[Script, dict[int, list[LiveRange]], set[int]]:
+    """The script of a phase with what the given model holds.
+
+    Returns:
+        the script; by id of a tensor, its ranges if it will be dropped; ids of ignored parameters.
+    """
+    script = Script(phase, [h for h in tree.held if h.name in tree.program.constants])
+    model, params, seen = tree.model, tree.params, set[int]()
+    given: dict[int, list[LiveRange]] = {}
+    ignored: set[int] = set()
+    for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):
+        is_buffer = not isinstance(tensor, nn.Parameter)
+        if not is_buffer and fqn not in params:
+            ignored.add(id(tensor))
+        if tensor.is_meta:
+            continue
+        size = dense(tensor)
+        if not isinstance(tensor, DTensor):
+            storage = tensor.untyped_storage()
+            if storage._cdata in seen:
+                continue
+            seen.add(storage._cdata)
+            size = storage.nbytes()
+        category = Category.BUFFER if is_buffer else Category.UNSHARDED_PARAM
+        if id(tensor) in ignored:
+            category = Category.SHARDED_PARAM
+        host = tree.lies_on_host(tensor)
+        range_ = LiveRange(0, fqn, "", fqn.rpartition(".")[0], category, size, host)
+        given[id(tensor)] = [script.hold(range_)]
+    return script, given, ignored
+
+
+def _make_shards(tree: Tree, script: Script) -> None:
+    """All flat storages come first (fxshard/sharding.py, ``_flat_shards``)."""
+    for unit in tree.program.units:
+        for dtype in dict.fromkeys(param.dtype for param in unit.params):
+            made = [
+                dataclasses.replace(tree.shards[p.fqn], op="aten.zeros")
+                for p in unit.params
+                if p.dtype is dtype
+            ]
+            script.run(f"shards of {unit.name}", *made, op="aten.zeros", module=unit.fqn)
+
+
+def _expose(
+    tree: Tree, script: Script, given: dict[int, list[LiveRange]], ignored: set[int]
+) -> None:
+    """The module tree gets its shards, the whole parameters go; buffers get their dtype."""
+    for fqn, param in tree.program.params.items():
+        stand_in(tree, script, fqn, param)
+    script.run("the model is sharded")
+    for tensor in tree.model.parameters():
+        if id(tensor) in given and id(tensor) not in ignored:
+            script.drop(*given[id(tensor)])
+    _cast_buffers(tree, script, given)
+
+
+def stand_in(tree: Tree, script: Script, fqn: str, param: Param) -> None:
+    """One element that a DTensor is made of, before it gets its rows (`compat.stand_in`)."""
+    shard = tree.shards[fqn]
+    one = LiveRange(
+        0, f"stand-in for {fqn}", "", shard.module, Category.TEMP, param.dtype.itemsize, shard.host
+    )
+    script.transient(one.name, one)
+
+
+def _cast_buffers(tree: Tree, script: Script, given: dict[int, list[LiveRange]]) -> None:
+    """To the dtype of their unit's policy, and with offload to where the program computes.
+
+    The old ones go when all are cast (fxshard/module.py, ``_cast_buffers``).
+    """
+    buffers = dict(tree.model.named_buffers())
+    dtypes = buffer_dtypes(tree.program.units, buffers)
+    old: list[LiveRange] = []
+    for name, buffer in buffers.items():
+        before = given.get(id(buffer), [])
+        moved = any(each.host for each in before)
+        if name not in dtypes and not moved:
+            continue
+        size = nbytes(tuple(buffer.shape), dtypes.get(name, buffer.dtype))
+        owner = name.rpartition(".")[0]
+        cast = LiveRange(0, name, "aten._to_copy", owner, Category.BUFFER, size)
+        script.run(f"cast {name}", cast, op=cast.op, module=owner)
+        old += before
+    script.drop(*old)
+
+
+def init(tree: Tree) -> LifecyclePhase:
+    """`fxshard.compile` on rank 0 (fxshard/sharding.py, fxshard/materialise.py)."""
+    script, given, ignored = _given(tree, "init")
+    _make_shards(tree, script)
+    seen = set(ignored)
+    unknown: list[tuple[str, str]] = []
+    sync = tree.config.sync_module_states and tree.program.world_size * tree.program.replicas > 1
+    for path, module in tree.model.named_modules():
+        own = {n: t for n, t in own_tensors(module).items() if id(t) not in seen}
+        seen |= set(map(id, own.values()))
+        made: dict[str, LiveRange] = {}
+        if any(tensor.is_meta for tensor in own.values()):
+            made, failed = _fill(tree, script, path, module, own)
+            unknown += failed
+        before: LiveRange | None = None
+        for name, tensor in own.items():
+            if sync and not tensor.is_contiguous() and not isinstance(tensor, DTensor):
+                sent = LiveRange(
+                    0, f"{join(path, name)} to send", "", path, Category.TEMP, dense(tensor)
+                )
+                script.transient("broadcast", sent)
+            if before is not None:
+                script.drop(before)
+            before = made.get(name)
+            if name in module._buffers and before is not None:
+                given[id(tensor)] = [before]
+                before = None
+        if before is not None:
+            script.drop(before)
+    _expose(tree, script, given, ignored)
+    return script.done(*unknown, *(_AGREEMENT if sync else ()))
+
+
+_AGREEMENT = (
+    (
+        "messages between ranks",
+        "pickled descriptions of the model, in buffers of torch.distributed: their size is that of "
+        "names and shapes",
+    ),
+)
+
+
+def init_receiving(tree: Tree) -> LifecyclePhase:
+    """The same on a rank that gets rank 0's data: room for one parameter, and new buffers."""
+    script, given, ignored = _given(tree, "init (receives)")
+    _make_shards(tree, script)
+    sizes = [dense(p) for p in tree.model.parameters() if id(p) not in ignored]
+    room = LiveRange(0, "room for a parameter", "", "", Category.TEMP, max(sizes, default=0))
+    script.run("room", room, op="aten.empty")
+    copies: list[LiveRange] = []
+    for fqn, buffer in tree.model.named_buffers():
+        owner = fqn.rpartition(".")[0]
+        made = LiveRange(0, fqn, "aten.empty", owner, Category.BUFFER, dense(buffer))
+        script.run(f"receive {fqn}", made, op="aten.empty", module=owner)
+        if buffer.is_meta or not buffer.is_contiguous():
+            copies += given.get(id(buffer), [])
+            given[id(buffer)] = [made]
+        else:
+            copies.append(made)
+    script.drop(room)
+    _expose(tree, script, given, ignored)
+    script.drop(*copies)
+    return script.done(*_AGREEMENT)
+
+
+def _fill(
+    tree: Tree, script: Script, path: str, module: nn.Module, own: dict[str, Tensor]
+) -> tuple[dict[str, LiveRange], list[tuple[str, str]]]:
+    """Fill the meta tensors of one module: what of it stays, by name, and what is unknown.
+
+    All its own tensors are there for its initialisation, those with data as copies. What that
+    allocates is recorded, on fake tensors.
+    """
+    copies: dict[int, LiveRange] = {}
+    for name, tensor in own_tensors(module).items():
+        if id(tensor) not in copies:
+            category = Category.BUFFER if name in module._buffers else Category.UNSHARDED_PARAM
+            op = "aten.empty_like" if tensor.is_meta else "aten.clone"
+            made = LiveRange(0, join(path, name), op, path, category, dense(tensor))
+            script.run(f"{op} {made.name}", made, op=op, module=path)
+            copies[id(tensor)] = made
+    empty = [name for name, tensor in own.items() if tensor.is_meta]
+    init = tree.config.param_init_fn
+    said = "param_init_fn" if init else "reset_parameters"
+    call: Callable[[], Any] = functools.partial(init, module) if init else _reset(module)
+    alive: list[LiveRange] = list(copies.values())
+    found = {name: copies[id(own[name])] for name in empty}
+    unknown: list[tuple[str, str]] = []
+    try:
+        found = _record_fill(tree, script, path, module, empty, copies, call, alive)
+    except Exception as error:  # whatever the user's function raises without data
+        where = f"{said} of module {path or '(root)'!r}"
+        unknown = [(f"temporaries of {where}", f"it fails without data: {error}")]
+    script.drop(*(each for each in alive if not any(each is kept for kept in found.values())))
+    return found, unknown
+
+
+def _reset(module: nn.Module) -> Callable[[], Any]:
+    return getattr(module, "reset_parameters", lambda: None)
+
+
+def _record_fill(
+    tree: Tree,
+    script: Script,
+    path: str,
+    module: nn.Module,
+    empty: Sequence[str],
+    copies: dict[int, LiveRange],
+    call: Callable[[], Any],
+    alive: list[LiveRange],
+) -> dict[str, LiveRange]:
+    """Run an initialisation on fake tensors; what it makes is added to the script and `alive`."""
+    device = tree.device if torch.accelerator.is_available() else torch.device("cpu")
+    recorder = Recorder()
+    ranges: dict[int, LiveRange] = {}
+    with _put_back(module), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        fakes: dict[int, Tensor] = {}
+        both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for slots in both:
+            for name, tensor in slots.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in fakes:
+                    fake = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=device)
+                    number = recorder.know(fake.untyped_storage())
+                    if number is not None:
+                        ranges[number] = copies[id(tensor)]
+                    if isinstance(tensor, nn.Parameter):
+                        fake = nn.Parameter(fake, tensor.requires_grad)
+                    fakes[id(tensor)] = fake
+                slots[name] = fakes[id(tensor)]
+        with recorder, _swapped_as_set():
+            call()
+        events = recorder.events
+        recorder.events = [Event("end", [], [])]
+        left = {name: own_tensors(module).get(name) for name in empty}
+        numbers = {
+            name: recorder.numbers.get(id(tensor.untyped_storage()))
+            for name, tensor in left.items()
+            if tensor is not None
+        }
+        del left
+    for event in events:
+        made = {
+            number: LiveRange(
+                0, f"temporary of {event.op}", event.op, path, Category.TEMP, size, False
+            )
+            for number, size in event.allocated
+        }
+        ranges |= made
+        alive += made.values()
+        script.run(event.op, *made.values(), op=event.op, module=path)
+        gone = [ranges[number] for number in event.freed if number in ranges]
+        script.drop(*gone)
+        for each in gone:
+            alive[:] = [other for other in alive if other is not each]
+    return {name: ranges[number] for name, number in numbers.items() if number in ranges}
+
+
+@contextlib.contextmanager
+def _swapped_as_set() -> Iterator[None]:
+    """Conversions of modules let the old data of a parameter go at once, as they do of real ones.
+
+    Of a fake parameter they swap old and new, and hold the old one until the next is converted
+    (torch/nn/modules/module.py, ``_apply``).
+    """
+    plain = torch.utils.swap_tensors
+
+    def swap(kept: Tensor, other: Tensor) -> None:
+        plain(kept, other)
+        other.data = other.new_empty(0)
+
+    torch.utils.swap_tensors = swap
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = plain
+
+
+@contextlib.contextmanager
+def _put_back(module: nn.Module) -> Iterator[None]:
+    """Give `module` and all below it their tensors again."""
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (slots, dict(slots))
+        for below in module.modules()
+        for slots in (below._parameters, below._buffers)
+    ]
+    try:
+        yield
+    finally:
+        for slots, tensors in before:
+            slots.clear()
+            slots.update(tensors)

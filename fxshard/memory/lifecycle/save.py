@@ -1,0 +1,252 @@
+"""Saving: checkpoints by torch.distributed.checkpoint, and whole state dicts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from fxshard.memory.category import Category
+from fxshard.memory.ledger import OPTIMIZER, LiveRange
+from fxshard.memory.lifecycle.init import stand_in
+from fxshard.memory.lifecycle.script import LifecyclePhase, Script
+from fxshard.memory.lifecycle.tree import MESSAGES, Item, Tree, join
+from fxshard.memory.optimizer import OptimizerStep
+from fxshard.program import nbytes
+from fxshard.units import Param, buffer_dtypes
+
+
+def state_held(tree: Tree, step: OptimizerStep | None) -> list[LiveRange]:
+    """The optimizer's state between two steps."""
+    if step is None:
+        return []
+    return [
+        LiveRange(
+            0, *_named(step, number), Category.OPT_STATE, step.state[number], tree.program.offloaded
+        )
+        for number in step.held
+    ]
+
+
+def _named(step: OptimizerStep, number: int) -> tuple[str, str, str]:
+    name, owner = step.names[number]
+    return name, "", owner
+
+
+def save_checkpoint(
+    tree: Tree, step: OptimizerStep | None, new: OptimizerStep | None
+) -> LifecyclePhase:
+    """`fxshard.save_checkpoint`: what this rank writes is copied, and held until all is written.
+
+    On the CPU only what does not have a storage of its own is copied; parameters lie in that of
+    their unit. The tensors of a file are collected while it is written, for another format than
+    the one that is used (torch/distributed/checkpoint/filesystem.py, ``_write_files_from_queue``,
+    ``tensor_dict``).
+    """
+    script = Script("save_checkpoint", [*tree.held, *state_held(tree, step)])
+    items = model_items(tree)
+    for item in items:
+        detached(tree, script, item)
+    unknown = [*MESSAGES]
+    if step is not None:
+        if new is not None and not step.has_state:
+            new_state(script, tree, new)  # each time: it finds no state and no gradients
+        state, why = optimizer_items(tree, step)
+        items += state
+        unknown += why
+    copies: list[LiveRange] = []
+    for item, rank in zip(items, written_by(tree, items), strict=True):
+        moves = tree.elsewhere and not item.host
+        if rank or not item.storage or (item.storage == item.local and not moves):
+            continue
+        copy = LiveRange(
+            0,
+            f"copy of {item.name}",
+            "aten._to_copy" if moves else "aten.clone",
+            item.name.rpartition(".")[0],
+            Category.TEMP,
+            item.local,
+            tree.elsewhere,
+        )
+        script.run(f"write {item.name}", copy, op=copy.op, module=copy.module)
+        copies.append(copy)
+    script.run("all written")
+    script.drop(*copies)
+    return script.done(*unknown)
+
+
+def full_state_dict(tree: Tree, step: OptimizerStep | None, *, alone: bool) -> LifecyclePhase:
+    """`ShardedModule.full_state_dict`: each parameter is gathered into a padded tensor.
+
+    `alone`: on the CPU, and on rank 0 only, the default. Its result is held by the caller at the
+    end. (torch/distributed/_state_dict_utils.py, ``_gather_state_dict``)
+    """
+    name = "full_state_dict" if alone else "full_state_dict (every rank)"
+    script = Script(name, [*tree.held, *state_held(tree, step)])
+    items = model_items(tree)
+    for item in items:
+        detached(tree, script, item)
+    world = tree.program.world_size
+    gathered: dict[str, LiveRange] = {}
+    for item in items:
+        owner = item.name.rpartition(".")[0]
+        whole: list[LiveRange] = []
+        if item.sharded:
+            param = tree.params[item.name]
+            if tree.elsewhere and item.host:
+                moved = LiveRange(
+                    0, f"rows of {item.name}", "aten._to_copy", owner, Category.TEMP, item.local
+                )
+                whole.append(moved)
+                script.run(f"move {item.name}", moved, op=moved.op, module=owner)
+            if world > 1:
+                size = world * nbytes(param.chunk(world), param.dtype)
+                full = LiveRange(0, item.name, "all_gather", owner, Category.UNSHARDED_PARAM, size)
+                script.run(f"gather {item.name}", full, op=full.op, module=owner)
+                script.drop(*whole)
+                whole = [full]
+        if alone and tree.elsewhere and not (item.host and not item.sharded):
+            copy = LiveRange(
+                0,
+                f"{item.name} on the CPU",
+                "aten._to_copy",
+                owner,
+                Category.UNSHARDED_PARAM,
+                item.whole,
+                True,
+            )
+            script.run(f"offload {item.name}", copy, op=copy.op, module=owner)
+            script.drop(*whole)
+        for each in whole:
+            gathered[item.name] = each
+    return script.done()
+
+
+def detached(tree: Tree, script: Script, item: Item) -> None:
+    """An entry of ``state_dict``: a view, but see `fxshard.state`, ``_make_savable``."""
+    if item.sharded and _offset(tree, tree.params[item.name]):
+        stand_in(tree, script, tree.params[item.name].fqn, tree.params[item.name])
+
+
+def _offset(tree: Tree, param: Param) -> bool:
+    """True if others come before it in its flat storage."""
+    first = next(
+        p
+        for p in tree.program.params.values()
+        if (p.unit, p.dtype) == (param.unit, param.dtype) and tree.shards[p.fqn].bytes
+    )
+    return first.fqn != param.fqn
+
+
+def model_items(tree: Tree) -> list[Item]:
+    """The entries of the model's state dict, in its order (tied parameters under each name)."""
+    items: list[Item] = []
+
+    def walk(module: nn.Module, path: str) -> None:
+        for name, tensor in module._parameters.items():
+            if tensor is None:
+                continue
+            fqn = join(path, name)
+            if fqn in tree.params:
+                param = tree.params[fqn]
+                host = tree.program.offloaded and tree.elsewhere
+                local = tree.local(param)
+                whole = nbytes(param.shape, param.dtype)
+                items.append(Item(fqn, whole, local, tree.flats[param.fqn], True, host))
+            else:
+                items.append(_plain(tree, fqn, tensor))
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                items.append(_plain(tree, join(path, name), buffer))
+        for name, child in module._modules.items():
+            if child is not None:
+                walk(child, join(path, name))
+
+    walk(tree.model, "")
+    return items
+
+
+def _plain(tree: Tree, fqn: str, tensor: Tensor) -> Item:
+    """A buffer, or an ignored parameter."""
+    units = tree.program.units
+    dtype = buffer_dtypes(units, {fqn: tensor}).get(fqn, tensor.dtype)
+    size = nbytes(tuple(tensor.shape), dtype)
+    same = dtype is tensor.dtype and not tensor.is_meta
+    return Item(fqn, size, size, tensor.untyped_storage().nbytes() if same else size, False)
+
+
+def optimizer_items(tree: Tree, step: OptimizerStep) -> tuple[list[Item], list[tuple[str, str]]]:
+    """The tensors of the optimizer's state, parameter by parameter; and what is unknown."""
+    items: list[Item] = []
+    unknown: list[tuple[str, str]] = []
+    host = tree.program.offloaded and tree.elsewhere
+    for number in step.held:
+        name, _ = step.names[number]
+        key, _, fqn = name.partition(" of ")
+        size, shape = step.state[number], step.shapes[number]
+        param = tree.program.params.get(fqn)
+        rows = len(param.rows(0, tree.program.world_size)) if param else 0
+        if param is not None and shape == (rows, *param.shape[1:]) and shape:
+            whole = size // max(1, math.prod(shape)) * math.prod(param.shape)
+            items.append(Item(f"{fqn}.{key}", whole, size, size, True, host))
+        else:
+            items.append(Item(f"{fqn}.{key}", size, size, size, False, host or not shape))
+            if shape and param is not None:
+                why = (
+                    "its shape is not its parameter's: how it is sharded is the optimizer's choice"
+                )
+                unknown.append((f"state {name}", why))
+    return items, unknown
+
+
+def written_by(tree: Tree, items: Sequence[Item]) -> list[int]:
+    """The rank that writes each item, of those that hold the same.
+
+    The one with the least to write so far; rank 0's items are dealt out first, so that only they
+    matter (torch/distributed/checkpoint/_dedup_save_plans.py).
+    """
+    shards, replicas = tree.program.world_size, tree.program.replicas
+    planned = [0] * (shards * replicas)
+    found: list[int] = []
+    for item in items:
+        step = shards if item.sharded else 1
+        rank = min(range(0, len(planned), step), key=planned.__getitem__)
+        planned[rank] += item.whole or 1
+        found.append(rank)
+    return found
+
+
+def new_state(script: Script, tree: Tree, new: OptimizerStep) -> list[LiveRange]:
+    """A step of a new optimizer on gradients of zeros, which makes its state.
+
+    (torch/distributed/checkpoint/state_dict.py, ``_init_optim_state``)
+    """
+    host = tree.program.offloaded
+    everything = [*tree.program.params.items(), *tree.program.wholes.items()]
+    grads: list[LiveRange] = []
+    for fqn, param in sorted(everything, key=lambda item: item[1].position):
+        if param.requires_grad:
+            size = tree.local(param)
+            if fqn in tree.program.wholes:
+                size = nbytes(param.shape, param.dtype)
+            owner = fqn.rpartition(".")[0]
+            grad = LiveRange(
+                0, f"gradient of {fqn}", "aten.zeros_like", owner, Category.SHARDED_GRAD, size, host
+            )
+            script.run(f"zeros for {fqn}", grad, op=grad.op, module=owner)
+            grads.append(grad)
+    ranges: dict[int, LiveRange] = {}
+    for event in new.first:
+        made = []
+        for number, size in event.allocated:
+            name, owner = new.names.get(number, (f"temporary of {event.op}", OPTIMIZER))
+            category = Category.OPT_STATE if number in new.state else Category.TEMP
+            ranges[number] = LiveRange(0, name, event.op, owner, category, size, host)
+            made.append(ranges[number])
+        script.run(event.op, *made, op=event.op, module=OPTIMIZER)
+        script.drop(*(ranges.pop(number) for number in event.freed if number in ranges))
+    script.run("zero_grad", module=OPTIMIZER)
+    script.drop(*grads)
+    script.drop(*(each for number, each in ranges.items() if number not in new.held))
+    return [each for number, each in ranges.items() if number in new.held]

@@ -1,0 +1,132 @@
+"""A phase outside of the step, and how its ledger is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from fxshard.memory.category import CATEGORIES
+from fxshard.memory.ledger import BEFORE, Ledger, LiveRange, Moment
+
+HALF = len(CATEGORIES)
+
+
+@dataclasses.dataclass(frozen=True)
+class LifecyclePhase:
+    """One phase outside of the step, on rank 0.
+
+    Attributes:
+        name: what runs, for example "init" or "save_checkpoint".
+        ledger: what is alive in it, and when.
+        unknown: what else takes memory that cannot be known ahead, as ``(what, why)``; in no
+            figure.
+    """
+
+    name: str
+    ledger: Ledger
+    unknown: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def start_bytes(self) -> int:
+        """Alive on the device when it begins."""
+        return int(self.ledger.totals[0])
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most alive at once on the device."""
+        return int(self.ledger.totals.max())
+
+    @property
+    def end_bytes(self) -> int:
+        """Alive on the device when it is over."""
+        return int(self.ledger.totals[-1])
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """The most alive at once on the CPU while the program computes elsewhere."""
+        return int(self._host.max())
+
+    @property
+    def host_end_bytes(self) -> int:
+        """Alive there when it is over."""
+        return int(self._host[-1])
+
+    @property
+    def peak_tick(self) -> int:
+        """Where the device's peak is, or the host's if the device holds nothing."""
+        totals = self.ledger.totals if self.peak_bytes else self._host
+        return int(totals.argmax())
+
+    @property
+    def peak_node(self) -> str:
+        """What runs there."""
+        return self.ledger.moments[self.peak_tick // 2].node
+
+    def alive_at_peak(self) -> list[LiveRange]:
+        """Largest first; those on the device add up to `peak_bytes`."""
+        alive = self.ledger.alive(self.peak_tick)
+        return sorted(alive, key=lambda each: (-each.bytes, each.storage))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Figures as plain values; bytes."""
+        row = self.ledger.bytes[self.peak_tick, :HALF]
+        return {
+            "name": self.name,
+            "start_bytes": self.start_bytes,
+            "peak_bytes": self.peak_bytes,
+            "end_bytes": self.end_bytes,
+            "host_peak_bytes": self.host_peak_bytes,
+            "host_end_bytes": self.host_end_bytes,
+            "peak_node": self.peak_node,
+            "peak_by_category": {
+                c.value: int(v) for c, v in zip(CATEGORIES, row, strict=True) if v
+            },
+            "unknown": [{"what": what, "bytes": None, "why": why} for what, why in self.unknown],
+        }
+
+    @functools.cached_property
+    def _host(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        return self.ledger.bytes[:, HALF:].sum(1)
+
+
+class Script:
+    """Writes the ledger of a phase: one point per operator that allocates."""
+
+    def __init__(self, name: str, held: Iterable[LiveRange] = ()) -> None:
+        self.name = name
+        self.ledger = Ledger()
+        self.ledger.begin(name, -1)
+        for each in held:
+            self.hold(each)
+
+    def hold(self, made: LiveRange) -> LiveRange:
+        """What is there from before."""
+        made = dataclasses.replace(made, storage=len(self.ledger.ranges), born=BEFORE)
+        self.ledger.ranges.append(made)
+        return made
+
+    def run(self, node: str, *made: LiveRange, op: str = "", module: str = "") -> None:
+        """A point: an operator has made those."""
+        tick = 2 * self.ledger.add([Moment(node, op, module)])
+        for each in made:
+            each.storage, each.born = len(self.ledger.ranges), tick
+            self.ledger.ranges.append(each)
+
+    def drop(self, *ranges: LiveRange) -> None:
+        """They are gone behind the last operator."""
+        for each in ranges:
+            each.died = 2 * len(self.ledger.moments) - 1
+
+    def transient(self, node: str, made: LiveRange) -> None:
+        """What an operator makes is dropped at once."""
+        self.run(node, made)
+        self.drop(made)
+
+    def done(self, *unknown: tuple[str, str]) -> LifecyclePhase:
+        """The phase."""
+        self.run(f"{self.name} returned")
+        return LifecyclePhase(self.name, self.ledger, unknown)

@@ -1,0 +1,117 @@
+"""The module tree beside the program: what a rank holds between phases."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+from torch import Tensor, nn
+
+from fxshard.config import Config
+from fxshard.memory.category import Category
+from fxshard.memory.ledger import LiveRange
+from fxshard.program import Program, nbytes
+from fxshard.units import Param
+
+
+@dataclasses.dataclass
+class Item:
+    """An entry of a state dict, as torch.distributed.checkpoint writes it from this rank.
+
+    Attributes:
+        name: its key.
+        whole: bytes of the whole tensor; 1 of what is no tensor.
+        local: bytes that this rank has of it; 0 of what is no tensor.
+        storage: bytes of the storage that it is a view of.
+        sharded: other ranks have other rows.
+        host: it lies on the CPU while the program computes elsewhere.
+    """
+
+    name: str
+    whole: int
+    local: int
+    storage: int
+    sharded: bool
+    host: bool = False
+
+
+@dataclasses.dataclass
+class Tree:
+    """The module tree beside the program.
+
+    Attributes:
+        program, config, model: see `lifecycle`.
+        held: what the rank holds between phases, but the optimizer's state.
+    """
+
+    program: Program
+    config: Config
+    model: nn.Module
+    held: list[LiveRange]
+
+    @functools.cached_property
+    def params(self) -> dict[str, Param]:
+        """Every sharded parameter by each of its names."""
+        return {name: p for p in self.program.params.values() for name in p.aliases}
+
+    @functools.cached_property
+    def shards(self) -> dict[str, LiveRange]:
+        """What is held of each sharded parameter, by FQN."""
+        named = {h.name: h for h in self.held if h.category is Category.SHARDED_PARAM}
+        return {fqn: named[fqn] for fqn in self.program.params}
+
+    @functools.cached_property
+    def flats(self) -> dict[str, int]:
+        """Bytes of the flat storage that each sharded parameter lies in, by FQN."""
+        sizes: dict[tuple[int, torch.dtype], int] = {}
+        for fqn, param in self.program.params.items():
+            key = (param.unit, param.dtype)
+            sizes[key] = sizes.get(key, 0) + self.shards[fqn].bytes
+        return {fqn: sizes[p.unit, p.dtype] for fqn, p in self.program.params.items()}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the program computes, and sharded parameters get their data."""
+        return torch.device(self.config.device or self.program.device)
+
+    @property
+    def elsewhere(self) -> bool:
+        """The CPU is not where the program computes."""
+        return self.device.type != "cpu"
+
+    def local(self, param: Param) -> int:
+        """Bytes of rank 0's rows, without padding."""
+        shape = (len(param.rows(0, self.program.world_size)), *param.shape[1:])
+        return nbytes(shape, param.dtype)
+
+    def lies_on_host(self, tensor: Tensor) -> bool:
+        """A tensor of the given model stays on the CPU while the program computes elsewhere."""
+        return self.program.offloaded and self.elsewhere and tensor.device.type == "cpu"
+
+
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    both: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in both.items() if tensor is not None}
+
+
+def join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def dense(tensor: Tensor) -> int:
+    return nbytes(tuple(tensor.shape), tensor.dtype)
+
+
+# What torch.distributed.checkpoint takes beside tensors, as rows without bytes.
+MESSAGES = (
+    (
+        "plans of torch.distributed.checkpoint",
+        "pickled, in buffers of torch.distributed, before the data and behind it: their size is "
+        "that of names and shapes",
+    ),
+    (
+        "buffers of Python's and of the operating system's files",
+        "they are not allocated by torch",
+    ),
+)
