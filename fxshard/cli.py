@@ -122,6 +122,13 @@ def fits(args: argparse.Namespace) -> int:
     needed = max(memory.peak_bytes, memory.first_step_peak_bytes, *made)
     free = size_text(budget - needed)
     print(f"It fits: {size_text(needed)} needed of {size_text(budget)}, {free} left.")
+    if memory.device == "cuda":
+        outside = memory.device_memory().outside
+        reserved = memory.device_memory(capacity=budget - outside).reserved
+        print(
+            f"CUDA's allocator reserves {size_text(reserved)} for it; its context and NCCL take "
+            f"{size_text(outside)} at most."
+        )
     return 0
 
 

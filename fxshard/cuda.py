@@ -2,7 +2,7 @@
 
 Tensors stay fake CPU ones; the operators that PyTorch runs on CUDA are put in place of the CPU's
 while the model is traced, so nothing has to be corrected afterwards. `DIFFERENCES` is the whole
-list (docs/cuda.md is written from it); what lies inside kernels is in memory/kernels_cuda.py.
+list (docs/cuda.md is written from it); what lies inside kernels is in memory/cuda/kernels.py.
 """
 
 from __future__ import annotations

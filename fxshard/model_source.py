@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from fxshard.config import STRATEGIES
+from fxshard.config import CHECKPOINTS, STRATEGIES
 from fxshard.errors import ConfigError
 
 OPTIMIZERS: dict[str, Any] = {
@@ -84,6 +84,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bf16", action="store_true", help="bf16 parameters, fp32 reduction")
     parser.add_argument("--offload", action="store_true", help="shards live on the CPU")
     parser.add_argument(
+        "--checkpoint", choices=CHECKPOINTS, help="activation checkpointing of each unit"
+    )
+    parser.add_argument(
         "--gradient-checkpointing", action="store_true", help="of the transformers model"
     )
     parser.add_argument(
@@ -110,6 +113,7 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
         "reshard_after_forward": args.reshard_after_forward,
         "mixed_precision": bf16 if args.bf16 else None,
         "offload": CPUOffloadPolicy() if args.offload else None,
+        "checkpoint": args.checkpoint,
     }
 
 

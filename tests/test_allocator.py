@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxshard.errors import ConfigError
-from fxshard.memory import allocator
-from fxshard.memory.allocator import Allocation, AllocatorSettings, Replay, Watermarks, replay
-from fxshard.memory.fixed_costs import cublas_workspace, fixed_costs
+from fxshard.memory.cuda import allocator
+from fxshard.memory.cuda.allocator import Allocation, AllocatorSettings, Replay, Watermarks, replay
+from fxshard.memory.cuda.fixed_costs import cublas_workspace, fixed_costs
 
 KIB = 1024
 MIB = 1024 * KIB

@@ -111,6 +111,21 @@ def test_budget(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1.00 KiB given" in err and "Peak" in err
 
 
+def test_fits_on_cuda(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a GPU: what CUDA's allocator reserves counts, and what is outside of it."""
+    spec = ("fits", *BLOCKS, "--device", "cuda")
+    code, out, err = run(capsys, *spec, "--budget", "80GiB")
+    assert (code, err) == (0, "") and "CUDA's allocator reserves" in out
+    code, out, err = run(capsys, *spec, "--budget", "1.76GiB")  # 1.75 GiB are outside
+    assert code == 1 and "finds no room" in err
+
+
+def test_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    for more, has in (((), False), (("--checkpoint", "full"), True)):
+        code, out, _ = run(capsys, "report", *BLOCKS, "--json", *more)
+        assert code == 0 and ("Pre-Forward AC" in out) is has
+
+
 def test_fits(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "fits", *BLOCKS, "--budget", "1GiB")
     assert (code, err) == (0, "")

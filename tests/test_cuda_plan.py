@@ -18,7 +18,7 @@ import fxshard
 from fxshard import compat, cuda, cuda_autocast, dump, meta
 from fxshard.config import Config
 from fxshard.errors import CaptureError, ConfigError
-from fxshard.memory import kernels_cuda
+from fxshard.memory.cuda import kernels as kernels_cuda
 from fxshard.memory.optimizer import trace_step
 from fxshard.program import Program
 from tests.zoo import models

@@ -35,9 +35,9 @@ import fxshard
 from benchmarks.gpu.models import ON_CPU, ON_GPU, Batch, Recipe
 from fxshard import compat
 from fxshard.cuda import capture_signature
-from fxshard.memory.allocator import AllocatorSettings
+from fxshard.memory.cuda.allocator import AllocatorSettings
+from fxshard.memory.cuda.reserved import STEADY_STEPS, DeviceMemory
 from fxshard.memory.report import MemoryReport
-from fxshard.memory.reserved import STEADY_STEPS, DeviceMemory
 
 STEPS = 1 + STEADY_STEPS  # what a replay of the allocator follows
 ALLOCATED_TARGET, RESERVED_TARGET = 0.01, 0.03  # of what is measured, either way

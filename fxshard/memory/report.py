@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from fxshard.errors import ConfigError, FxshardError
 from fxshard.memory import queries
-from fxshard.memory.allocator import AllocatorSettings
 from fxshard.memory.category import CATEGORIES, Category, State
+from fxshard.memory.cuda.allocator import AllocatorSettings
+from fxshard.memory.cuda.kernels import kernel_temporaries_cuda
+from fxshard.memory.cuda.reserved import HOPPER, DeviceMemory, device_memory
 from fxshard.memory.explain import SIZES, Explanation, Lever, alive_things, size_text
 from fxshard.memory.kernels import KernelTemporary, kernel_temporaries
-from fxshard.memory.kernels_cuda import kernel_temporaries_cuda
 from fxshard.memory.ledger import Ledger, LiveRange, PhaseBytes
 from fxshard.memory.lifecycle.script import LifecyclePhase
 from fxshard.memory.liveness import StepBytes
 from fxshard.memory.owners import owned_rows
 from fxshard.memory.queries import Kept, Unsharded
-from fxshard.memory.reserved import HOPPER, DeviceMemory, device_memory
 from fxshard.memory.states import PEAKS, Span, Where, spans
 from fxshard.program import Program
 from fxshard.provenance import line_text
@@ -89,6 +89,11 @@ class MemoryReport:
         """What was analysed: one per micro-batch."""
         return tuple(self._step.programs)
 
+    @property
+    def device(self) -> str:
+        """Type of the device that is planned for."""
+        return self._step.device
+
     def ledger(self, *, first_step: bool = False) -> Ledger:
         """Every live range of the step; all other figures are read from it."""
         return self._step.first if first_step else self._step.steady
@@ -131,7 +136,7 @@ class MemoryReport:
         """Memory that kernels are known to take and give back inside one operator, per operator.
 
         Of the last micro-batch. Not in any other figure; see `fxshard.memory.kernels` and
-        `fxshard.memory.kernels_cuda` for each formula and its source.
+        `fxshard.memory.cuda.kernels` for each formula and its source.
         """
         return self._kernels(self.program)
 

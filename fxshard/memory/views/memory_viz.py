@@ -4,7 +4,7 @@ The fields are those of ``torch.cuda.memory._snapshot()`` (torch/csrc/cuda/memor
 What is on the device is device 0; with offload, what is on the CPU is device 1.
 
 Addresses are made up: a freed block is used again for a request of its size, else the segment
-grows. What a caching allocator reserves is in `fxshard.memory.allocator`, and not here.
+grows. What a caching allocator reserves is in `fxshard.memory.cuda.allocator`, and not here.
 """
 
 from __future__ import annotations

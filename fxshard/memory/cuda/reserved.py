@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from fxshard.memory.allocator import Allocation, AllocatorSettings, Replay, replay
-from fxshard.memory.fixed_costs import FixedCost, fixed_costs
+from fxshard.memory.cuda.allocator import Allocation, AllocatorSettings, Replay, replay
+from fxshard.memory.cuda.fixed_costs import FixedCost, fixed_costs
 from fxshard.memory.kernels import KernelTemporary
 from fxshard.memory.ledger import BEFORE, Ledger, LiveRange
 from fxshard.program import Program

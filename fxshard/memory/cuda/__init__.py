@@ -1,0 +1,1 @@
+"""What differs on CUDA: memory inside its kernels, its caching allocator, and what is outside."""
