@@ -18,6 +18,7 @@ from fxshard.memory.compare import compare
 from fxshard.memory.tracker import Tracker, WatchedWorld
 from fxshard.mesh import world_over
 from fxshard.module import ShardedModule
+from fxshard.plans import Workload
 from fxshard.rehearsal import split_steps, tracked_steps
 from fxshard.units import configured_units
 from tests import fsdp2
@@ -147,8 +148,9 @@ def test_bytes(strategy: str) -> None:
 
         sharded = ShardedModule(model, units, world_over(mesh, config, units), config, make)
         sharded.register_comm_hook(3, copying_hook)
-        tracked_steps(sharded, args, kwargs, tracker, 2)
-        result = compare([sharded.memory], split_steps(tracker.measured(), 2))
+        work = Workload(model, (args, kwargs), 3, config)
+        tracked_steps(sharded, work, tracker, 2)
+        result = compare(sharded.memory, split_steps(tracker.measured(), 2))
     assert result.max_abs_difference == 0, result.table(only_different=True)
 
 

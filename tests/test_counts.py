@@ -14,6 +14,7 @@ from fxshard.config import Config
 from fxshard.executor import Executor, TracedExecutor
 from fxshard.memory.tracker import Tracker, WatchedWorld
 from fxshard.module import ShardedModule
+from fxshard.plans import Workload
 from fxshard.rehearsal import tracked_steps
 from fxshard.units import find_units
 from fxshard.world.c10d import C10dWorld
@@ -130,7 +131,8 @@ def plain_and_watched(rank: int, world_size: int, name: str) -> tuple[list[Colle
         sharded = ShardedModule(model, units, world, config, make_executor)
         with count_collectives() as seen:
             if watched:
-                tracked_steps(sharded, args, kwargs, tracker, 2)
+                work = Workload(model, (args, kwargs), world_size, config)
+                tracked_steps(sharded, work, tracker, 2)
                 assert sharded.memory.peak_bytes > 0
             else:
                 optimizer = torch.optim.SGD(sharded.parameters())

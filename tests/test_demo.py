@@ -62,7 +62,7 @@ def test_what_it_prints(demo: tuple[Path, str, dict[str, Any]]) -> None:
 
 def test_what_it_leaves(demo: tuple[Path, str, dict[str, Any]]) -> None:
     out, _, _ = demo
-    before, after = sorted((out / "passes").glob("*")), "06_annotate-streams.after.txt"
+    before, after = sorted((out / "passes").glob("*")), "07_annotate-streams.after.txt"
     assert len(before) == 2 * len(default_passes(Config())) and (
         out / "passes" / after
     ).read_text().startswith("program ")

@@ -28,6 +28,7 @@ aten = torch.ops.aten
 NAMES = [
     "canonicalize",
     "assign-units",
+    "assign-checkpoints",
     "checkpoint",
     "insert-unshard",
     "insert-reduce",
@@ -213,7 +214,7 @@ def test_plan_passes_observe_on() -> None:
 
 # -- a pass that does harm ------------------------------------------------------------------------
 
-HARM = [*default()[:4], DropWaits(), *default()[4:5]]
+HARM = [*default()[:5], DropWaits(), *default()[5:6]]
 
 
 def test_a_fact_that_a_pass_breaks_is_found_at_the_end() -> None:
@@ -293,8 +294,8 @@ def test_debug_1_lists_passes_with_time(printed: Any) -> None:
 
 def test_debug_2_counts_operators(printed: Any) -> None:
     lines = printed(2).splitlines()
-    at = lines.index(next(line for line in lines if " 3 insert-unshard: " in line))
-    counts = lines[at + 1 : lines.index(next(li for li in lines if " 4 insert-reduce: " in li))]
+    at = lines.index(next(line for line in lines if " 4 insert-unshard: " in line))
+    counts = lines[at + 1 : lines.index(next(li for li in lines if " 5 insert-reduce: " in li))]
     assert "[fxshard]   +5 fxshard.all_gather.default" in counts
     assert "[fxshard]   +5 fxshard.wait.default" in counts
     assert "[fxshard]   -1 head" in counts and "[fxshard]   +1 shard_head" in counts
