@@ -491,12 +491,15 @@ class MemoryReport:
         memory = self.device_memory(capacity=limit - outside)
         if memory.out_of_memory is not None:
             step, phase, node = memory.out_of_memory
+            expandable = AllocatorSettings(expandable_segments=True)
+            other = self.device_memory(settings=expandable, capacity=limit - outside)
+            helps = "does not help" if other.out_of_memory else "makes it fit"
             raise DoesNotFitError(
                 f"CUDA's caching allocator finds no room in step {step}, {phase}, at {node}: "
                 f"{size_text(limit)} given, of which {size_text(outside)} are left to CUDA's "
                 f"context and NCCL. Without a limit it would reserve "
                 f"{size_text(self.device_memory().reserved)}; "
-                f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True needs less.\n"
+                f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True {helps}.\n"
                 f"{self.explain_peak(5, levers=False)}"
             )
 
