@@ -50,7 +50,7 @@ def main() -> None:
     print()
     print(plan.memory.table(depth=3, units="GiB"))
     print()
-    print(plan.memory.explain_peak(5))
+    print(plan.memory.explain_peak(5, levers=False))
     figures = {
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",

@@ -80,12 +80,12 @@ def check_fillable(
         params = [name for name in empty if name in module._parameters]
         if params:
             raise UnitError(
-                f"parameter {_join(path, params[0])!r} is on the meta device, and {where} has no "
+                f"parameter {join(path, params[0])!r} is on the meta device, and {where} has no "
                 f"reset_parameters to fill it. Pass param_init_fn to fxshard.compile: it is called "
                 f"with each module that has something on the meta device."
             )
         raise UnitError(
-            f"buffer {_join(path, next(iter(empty)))!r} is on the meta device, and {where} has no "
+            f"buffer {join(path, next(iter(empty)))!r} is on the meta device, and {where} has no "
             f"reset_parameters to fill it. Pass param_init_fn to fxshard.compile, or register the "
             f"buffer on a real device."
         )
@@ -95,7 +95,7 @@ def owners_of(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     """By id of each parameter and buffer: every (module, name) that holds it."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
-        for name, tensor in _own_tensors(module).items():
+        for name, tensor in own_tensors(module).items():
             owners.setdefault(id(tensor), []).append((module, name))
     return owners
 
@@ -171,7 +171,7 @@ def _filled(
     """
     said = "param_init_fn" if param_init_fn else f"{type(module).__name__}.reset_parameters"
     copies: dict[int, Tensor] = {}
-    with _put_back(module), torch.no_grad():
+    with put_back(module), torch.no_grad():
         both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for slots in both:
             for name, tensor in slots.items():
@@ -190,12 +190,12 @@ def _filled(
         made: dict[str, Tensor] = {}
         for name, tensor in own.items():
             if tensor.is_meta:
-                found = _own_tensors(module).get(name)
-                whole = _checked(_join(path, name), said, tensor, found, device)
+                found = own_tensors(module).get(name)
+                whole = _checked(join(path, name), said, tensor, found, device)
                 unwritten = whole is copies[id(tensor)] and compat.version(whole) == 0
                 if unwritten and not param_init_fn and name in module._buffers and whole.numel():
                     raise UnitError(
-                        f"buffer {_join(path, name)!r} is on the meta device, and {said} does not "
+                        f"buffer {join(path, name)!r} is on the meta device, and {said} does not "
                         f"fill it. Pass param_init_fn to fxshard.compile, or register the buffer "
                         f"on a real device."
                     )
@@ -231,7 +231,7 @@ def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 @contextlib.contextmanager
-def _put_back(module: nn.Module) -> Iterator[None]:
+def put_back(module: nn.Module) -> Iterator[None]:
     """Give `module` and all below it their tensors again: an initialisation may reach down."""
     before: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (slots, dict(slots))
@@ -249,17 +249,17 @@ def _put_back(module: nn.Module) -> Iterator[None]:
 def _new_tensors(module: nn.Module, seen: set[int]) -> dict[str, Tensor]:
     """The module's own tensors that are not in `seen`, and now are."""
     new: dict[str, Tensor] = {}
-    for name, tensor in _own_tensors(module).items():
+    for name, tensor in own_tensors(module).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
             new[name] = tensor
     return new
 
 
-def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     both: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in both.items() if tensor is not None}
 
 
-def _join(path: str, name: str) -> str:
+def join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name

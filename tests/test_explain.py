@@ -93,7 +93,11 @@ def pulled(name: str, **options: Any) -> tuple[fxshard.Plan, dict[str, Lever]]:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("llama", {}), ("dropout", {"mixed_precision": BF16, "strategy": "shard_grad_op"})],
+    [
+        pytest.param("llama", {}, marks=pytest.mark.slow),
+        ("tied", {}),
+        ("mlp13", {"mixed_precision": BF16, "strategy": "shard_grad_op"}),
+    ],
 )
 def test_each_lever_saves_what_a_plan_with_it_says(name: str, options: dict[str, Any]) -> None:
     plan, levers = pulled(name, **options)

@@ -34,7 +34,7 @@ def built(case: Case) -> tuple[nn.Module, Any, Any]:
     return case.build(), *case.batch(0, 0)
 
 
-@pytest.mark.parametrize("world_size", [2, 7, 8])
+@pytest.mark.parametrize("world_size", [2, 7, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
 def test_static_equals_measured_everywhere(name: str, world_size: int) -> None:
     case = MODELS[name]

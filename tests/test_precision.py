@@ -754,7 +754,10 @@ MEASURED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 8])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=SLOW) for n in (3, 8))])
 @pytest.mark.parametrize("name", ["transformer", "mlp13"])
 def test_static_equals_measured(name: str, world_size: int) -> None:
     case = MODELS[name]

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxshard.compat import FakeTensorMode
+from fxshard.materialise import join, own_tensors, put_back
 from fxshard.memory.category import Category
 from fxshard.memory.ledger import LiveRange
 from fxshard.memory.lifecycle.script import LifecyclePhase, Script
-from fxshard.memory.lifecycle.tree import Tree, dense, join, own_tensors
+from fxshard.memory.lifecycle.tree import Tree, dense
 from fxshard.memory.recording import Event, Recorder
 from fxshard.program import nbytes
 from fxshard.units import Param, buffer_dtypes
@@ -224,7 +225,7 @@ def _record_fill(
     device = tree.device if torch.accelerator.is_available() else torch.device("cpu")
     recorder = Recorder()
     ranges: dict[int, LiveRange] = {}
-    with _put_back(module), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+    with put_back(module), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         fakes: dict[int, Tensor] = {}
         both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for slots in both:
@@ -286,19 +287,3 @@ def _swapped_as_set() -> Iterator[None]:
         yield
     finally:
         torch.utils.swap_tensors = plain
-
-
-@contextlib.contextmanager
-def _put_back(module: nn.Module) -> Iterator[None]:
-    """Give `module` and all below it their tensors again."""
-    before: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (slots, dict(slots))
-        for below in module.modules()
-        for slots in (below._parameters, below._buffers)
-    ]
-    try:
-        yield
-    finally:
-        for slots, tensors in before:
-            slots.clear()
-            slots.update(tensors)

@@ -6,6 +6,7 @@ import dataclasses
 
 from torch import nn
 
+from fxshard.materialise import join
 from fxshard.memory.category import Category
 from fxshard.memory.ledger import LiveRange
 from fxshard.memory.lifecycle.save import (
@@ -17,7 +18,7 @@ from fxshard.memory.lifecycle.save import (
     written_by,
 )
 from fxshard.memory.lifecycle.script import LifecyclePhase, Script
-from fxshard.memory.lifecycle.tree import MESSAGES, Item, Tree, join
+from fxshard.memory.lifecycle.tree import MESSAGES, Item, Tree
 from fxshard.memory.optimizer import OptimizerStep
 
 

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from fxshard.materialise import join
 from fxshard.memory.category import Category
 from fxshard.memory.ledger import OPTIMIZER, LiveRange
 from fxshard.memory.lifecycle.init import stand_in
 from fxshard.memory.lifecycle.script import LifecyclePhase, Script
-from fxshard.memory.lifecycle.tree import MESSAGES, Item, Tree, join
+from fxshard.memory.lifecycle.tree import MESSAGES, Item, Tree
 from fxshard.memory.optimizer import OptimizerStep
 from fxshard.program import nbytes
 from fxshard.units import Param, buffer_dtypes

@@ -90,15 +90,6 @@ class Tree:
         return self.program.offloaded and self.elsewhere and tensor.device.type == "cpu"
 
 
-def own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    both: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
-    return {name: tensor for name, tensor in both.items() if tensor is not None}
-
-
-def join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
 def dense(tensor: Tensor) -> int:
     return nbytes(tuple(tensor.shape), tensor.dtype)
 
