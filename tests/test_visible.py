@@ -266,12 +266,24 @@ def closed(schema: Any) -> Any:
     return [closed(each) for each in schema] if isinstance(schema, list) else schema
 
 
+def test_json_of_a_plan_for_cuda() -> None:
+    """The phases of the caching allocator: never less than the tensors, never more than reserved."""
+    plan = fxshard.plan(nn.Linear(4, 4), (torch.ones(2, 4),), world_size=2, device="cuda")
+    told = json.loads(json.dumps(plan.memory.to_dict()))
+    jsonschema.validate(told, closed(SCHEMA), jsonschema.Draft202012Validator)
+    assert told["device"] == "cuda" and told["device_memory"]["phases"]
+    for phase in told["device_memory"]["phases"]:
+        assert phase["requested"] <= phase["allocated"] <= phase["reserved"]
+    assert report("llama").to_dict()["device_memory"] is None
+
+
 @pytest.mark.parametrize("name", REPORTS)
 def test_json_keeps_its_schema_and_its_sums(name: str) -> None:
     told = json.loads(json.dumps(report(name).to_dict()))
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     jsonschema.validate(told, closed(SCHEMA), jsonschema.Draft202012Validator)
     assert sum(told["peak_by_category"].values()) == told["peak_bytes"]
+    assert sum(told["peak_by_stream"].values()) == told["peak_bytes"]
     assert sum(each["bytes"] for each in told["alive_at_peak"]) == told["peak_bytes"]
     for step in (told["first_step"], told["steady_step"]):
         assert max(phase["peak_bytes"] for phase in step["phases"]) == step["peak_bytes"]

@@ -82,7 +82,7 @@ def fxshard_rows(plan: Plan, policy: MixedPrecisionPolicy | None) -> Rows:
         )
 
     rows: Rows = {}
-    ticks = {(w.module, w.state): tick for w, tick in report._ticks(False).items()}
+    ticks = {(w.module, w.state): tick for w, tick in report.ticks().items()}
     cells = report.cells()
     for (module, state), tick in ticks.items():
         if module not in units:

@@ -120,7 +120,7 @@ class MemoryReport:
 
     @property
     def peak_by_stream(self) -> dict[str, int]:
-        """What the peak is made of, by the stream that it was allocated on."""
+        """What the peak is made of, by the stream of the operator that made it."""
         found: dict[str, int] = defaultdict(int)
         for each in self.ledger().alive(self._peak_tick()):
             found[each.stream] += 0 if each.host else each.bytes

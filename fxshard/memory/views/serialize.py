@@ -34,12 +34,29 @@ def to_dict(report: MemoryReport) -> dict[str, Any]:
         "host_peak_bytes": report.host_peak_bytes,
         "peak_with_kernels_bytes": report.peak_with_kernels_bytes,
         "peak_by_category": {c.value: v for c, v in report.peak_by_category.items() if v},
+        "peak_by_stream": report.peak_by_stream,
+        "device": report.device,
+        "device_memory": _device_memory(report),
         "peak_at": dataclasses.asdict(report.peak_at),
         "alive_at_peak": list(_alive(report)),
         "kernel_temporaries": [dataclasses.asdict(k) for k in report.kernel_temporaries],
         "lifecycle": [phase.to_dict() for phase in report.lifecycle],
         "steady_step": _step(report, first=False),
         "first_step": _step(report, first=True),
+    }
+
+
+def _device_memory(report: MemoryReport) -> dict[str, Any] | None:
+    if report.device != "cuda":
+        return None
+    found = report.device_memory()
+    return {
+        "allocated_bytes": found.allocated,
+        "reserved_bytes": found.reserved,
+        "fragmentation": found.fragmentation,
+        "phases": [dataclasses.asdict(phase) for phase in found.phases],
+        "fixed": [dataclasses.asdict(cost) for cost in found.fixed],
+        "unknown": [dataclasses.asdict(kernel) for kernel in found.unknown],
     }
 
 
