@@ -1,6 +1,7 @@
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from tests.ranks import Ranks
 
@@ -16,3 +17,12 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     yield pool
     for each in pools.values():
         each.close()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Kernels run in one thread: what some take for themselves grows with the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from fxshard.errors import ConfigError
 from fxshard.memory.cuda import allocator
-from fxshard.memory.cuda.allocator import Allocation, AllocatorSettings, Replay, Watermarks, replay
+from fxshard.memory.cuda import settings as constants
+from fxshard.memory.cuda.allocator import Allocation, Replay, Watermarks, replay
 from fxshard.memory.cuda.fixed_costs import cublas_workspace, fixed_costs
+from fxshard.memory.cuda.settings import AllocatorSettings
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -44,14 +46,14 @@ def test_constants_are_those_of_the_installed_torch() -> None:
     header = Path(torch.__file__).parent / "include/c10/core/AllocatorConfig.h"
     text = header.read_text()
     named = dict(re.findall(r"constexpr size_t (k\w+) = (\d+);", text))
-    assert int(named["kMinBlockSize"]) == allocator.MIN_BLOCK
-    assert int(named["kSmallSize"]) == allocator.SMALL_SIZE
-    assert int(named["kSmallBuffer"]) == allocator.SMALL_SEGMENT
-    assert int(named["kMinLargeAlloc"]) == allocator.MIN_LARGE
-    assert int(named["kRoundLarge"]) == allocator.ROUND_LARGE
+    assert int(named["kMinBlockSize"]) == constants.MIN_BLOCK
+    assert int(named["kSmallSize"]) == constants.SMALL_SIZE
+    assert int(named["kSmallBuffer"]) == constants.SMALL_SEGMENT
+    assert int(named["kMinLargeAlloc"]) == constants.MIN_LARGE
+    assert int(named["kRoundLarge"]) == constants.ROUND_LARGE
     large = re.search(r"large_segment_size_\{(\d+)\}|kLargeBuffer = (\d+);", text)
     assert large is not None
-    assert int(large[1] or large[2]) == allocator.LARGE_SEGMENT
+    assert int(large[1] or large[2]) == constants.LARGE_SEGMENT
 
 
 def test_settings_are_those_that_the_installed_torch_knows() -> None:

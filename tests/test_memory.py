@@ -16,22 +16,11 @@ from fxshard.errors import ConfigError
 from fxshard.memory.category import Category, State
 from fxshard.memory.report import DoesNotFitError
 from tests import oracles
-from tests.zoo import MODELS, Case
+from tests.zoo import MODELS, built
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def built(case: Case) -> tuple[nn.Module, Any, Any]:
-    torch.manual_seed(0)
-    return case.build(), *case.batch(0, 0)
 
 
 @pytest.mark.parametrize("world_size", [2, 7, pytest.param(8, marks=pytest.mark.slow)])

@@ -22,8 +22,10 @@ from fxshard.mesh import grid, mesh_of, world_over
 from fxshard.module import ShardedModule
 from fxshard.units import configured_units
 from tests import oracles
-from tests.zoo import MODELS, Case
+from tests.zoo import MODELS, built
 from tests.zoo.more import MATRIX, checkpointed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 aten = torch.ops.aten
 # oneDNN's convolutions take memory that only oneDNN knows.
@@ -34,19 +36,6 @@ KNOWN = [
     for name in MATRIX
     if name not in OPEN
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def built(case: Case) -> tuple[nn.Module, Any, Any]:
-    torch.manual_seed(0)
-    return case.build(), *case.batch(0, 0)
 
 
 def step_of(

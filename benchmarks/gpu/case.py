@@ -35,8 +35,8 @@ import fxshard
 from benchmarks.gpu.models import ON_CPU, ON_GPU, Batch, Recipe
 from fxshard import compat
 from fxshard.cuda import capture_signature
-from fxshard.memory.cuda.allocator import AllocatorSettings
 from fxshard.memory.cuda.reserved import STEADY_STEPS, DeviceMemory
+from fxshard.memory.cuda.settings import AllocatorSettings
 from fxshard.memory.report import MemoryReport
 
 STEPS = 1 + STEADY_STEPS  # what a replay of the allocator follows

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from fxshard.errors import ConfigError, FxshardError
 from fxshard.memory import queries
 from fxshard.memory.category import CATEGORIES, Category, State
-from fxshard.memory.cuda.allocator import AllocatorSettings
 from fxshard.memory.cuda.kernels import kernel_temporaries_cuda
 from fxshard.memory.cuda.reserved import HOPPER, DeviceMemory, device_memory
+from fxshard.memory.cuda.settings import AllocatorSettings
 from fxshard.memory.explain import SIZES, Explanation, Lever, alive_things, size_text
 from fxshard.memory.kernels import KernelTemporary, kernel_temporaries
 from fxshard.memory.ledger import Ledger, LiveRange, PhaseBytes

@@ -27,6 +27,12 @@ class Case:
     batch_norm: bool = False  # a step depends on how the global batch is split over ranks
 
 
+def built(case: Case) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """The model of a case from seed 0, and the first batch of rank 0."""
+    torch.manual_seed(0)
+    return case.build(), *case.batch(0, 0)
+
+
 def _generator(rank: int, step: int) -> torch.Generator:
     return torch.Generator().manual_seed(1000 * step + rank)
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from fxshard.memory.cuda.allocator import Allocation, AllocatorSettings, Replay, replay
+from fxshard.memory.cuda.allocator import Allocation, Replay, replay
 from fxshard.memory.cuda.fixed_costs import FixedCost, fixed_costs
+from fxshard.memory.cuda.settings import AllocatorSettings
 from fxshard.memory.kernels import KernelTemporary
 from fxshard.memory.ledger import BEFORE, Ledger, LiveRange
 from fxshard.program import Program
