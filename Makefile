@@ -3,7 +3,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint types clean
+.PHONY: help demo test test-slow bench lint types clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ test: .venv/.installed ## the fast tests
 
 test-slow: .venv/.installed ## the tests marked slow
 	$(BIN)/python -m pytest -q -m slow
+
+bench: .venv/.installed ## measure everything; writes benchmarks/results and docs/benchmarks.md
+	$(BIN)/python -m benchmarks
 
 lint: .venv/.installed ## style, format, import layers, private imports
 	$(BIN)/ruff check

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxshard import compat, dump, trace
+from fxshard import budget, compat, trace
+from fxshard.certificate import agreement
 from fxshard.config import Config
 from fxshard.errors import ConfigError
 from fxshard.executor import Executor, TracedExecutor
@@ -40,7 +41,6 @@ def plan(
     micro_batches: int = 1,
     no_sync: bool = False,
     loss: Callable[[Any], torch.Tensor] | None = None,
-    optimizer_in_backward: bool = False,
     observe: Observer | None = None,
     **options: Any,
 ) -> Plan:
@@ -55,8 +55,6 @@ def plan(
         no_sync: all but the last of them run under `ShardedModule.no_sync`.
         loss: what the training loop computes from the model's output, outside of the model, such
             as ``lambda logits: F.cross_entropy(logits.flatten(0, 1), labels)``.
-        optimizer_in_backward: the loop steps each parameter's optimizer as soon as its gradient is
-            there (``register_post_accumulate_grad_hook``), and drops the gradient.
         observe: called as ``observe(pass name, text before, text after)`` for every pass.
         **options: see `fxshard.config.Config`.
 
@@ -71,9 +69,8 @@ def plan(
         micro_batches,
         no_sync,
         loss,
-        optimizer_in_backward,
     )
-    return make_plan(workload, observe=observe)
+    return _planned(workload, observe)
 
 
 def compile(
@@ -118,6 +115,14 @@ def compile(
     config.check_runs_on(trace.where_it_computes(module, _device_of(world)))
     if isinstance(world, C10dWorld):
         world.agree(_model_lines(units), "the model")
+    if config.memory_budget is not None:
+        if args is None and kwargs is None:
+            raise ConfigError(
+                "memory_budget needs an example call to plan: fxshard.compile(model, args=(x,), "
+                "memory_budget=...)."
+            )
+        config = _within_budget(module, call, world, config)
+        units = configured_units(module, config)
     program = None
     if args is not None or kwargs is not None:
         program = make_program(
@@ -130,7 +135,7 @@ def compile(
             device=_device_of(world),
         )
         if isinstance(world, C10dWorld):
-            world.agree(dump.agreement(program), "the model or the batch structure")
+            world.agree(agreement(program), "the model or the batch structure")
     sharded = ShardedModule(module, units, world, config)
     if program is not None:
         sharded.add(*call, program)
@@ -147,7 +152,6 @@ def validate(
     micro_batches: int = 1,
     no_sync: bool = False,
     loss: Callable[[Any], torch.Tensor] | None = None,
-    optimizer_in_backward: bool = False,
     **options: Any,
 ) -> Validation:
     """Run rank 0 of the compiled program under a tracker, and compare with the static report.
@@ -162,7 +166,7 @@ def validate(
         steps: how many steps to run; the first is compared with the report's first step.
         micro_batches: forward and backward passes per step, each compared with a report of its own.
         no_sync: all but the last of them run under `ShardedModule.no_sync`.
-        loss, optimizer_in_backward: as for `plan`.
+        loss: as for `plan`.
         **options: see `fxshard.config.Config`.
 
     Raises:
@@ -184,11 +188,9 @@ def validate(
                 f"small model with real parameters of the same structure."
             )
     config.check_runs_on(trace.where_it_computes(module))
-    workload = Workload(
-        *(module, (args, kwargs), world_size, config, micro_batches, no_sync),
-        *(loss, optimizer_in_backward),
-    )
-    report = make_plan(workload).memory
+    workload = Workload(*(module, (args, kwargs), world_size, config, micro_batches, no_sync, loss))
+    planned = _planned(workload)
+    config, report = planned.config, planned.memory
     with compat.fake_process_group(0, replicas * shards):
         tracker = Tracker(offloaded=config.offload is not None)
         units = configured_units(module, config)
@@ -200,6 +202,22 @@ def validate(
         sharded = ShardedModule(module, units, world, config, make_executor)
         tracked_steps(sharded, workload, tracker, steps)
     return compare(report, split_steps(tracker.measured(), steps, micro_batches))
+
+
+def _planned(workload: Workload, observe: Observer | None = None) -> Plan:
+    plan = make_plan(workload, observe=observe)
+    return plan if workload.config.memory_budget is None else budget.fitting(plan)
+
+
+def _within_budget(
+    module: nn.Module, call: Any, world: C10dWorld | InProcessWorld, config: Config
+) -> Config:
+    """`config` with what ``memory_budget`` picks; the same on all ranks."""
+    ranks = world.size if config.strategy != "no_shard" else world.replicas
+    size = (world.replicas, world.size) if config.hybrid else ranks
+    plan = _planned(Workload(module, call, size, config))
+    log.info("fxshard: %s", plan.picked)
+    return plan.config
 
 
 def _device_of(world: C10dWorld | InProcessWorld) -> torch.device | None:

@@ -1,4 +1,4 @@
-"""The command line: ``fxshard report | explain | fits | diff | dump | validate | train``.
+"""The command line: ``report``, ``explain``, ``fits``, ``diff``, ``dump``, ``estimate`` and more.
 
 Exit codes: 0; 1, something does not hold (it does not fit, a difference is not 0); 2, usage.
 """
@@ -20,12 +20,14 @@ from rich.console import Console
 
 import fxshard
 from fxshard import Plan, dump
+from fxshard.cost.hardware import PRESETS, Hardware, hardware_of
 from fxshard.demo.recipe import Settings
 from fxshard.errors import CaptureError, ConfigError, FxshardError, UnitError
 from fxshard.memory.compare import Validation
 from fxshard.memory.explain import size_text
 from fxshard.memory.report import UNITS, MemoryReport, parse_bytes
 from fxshard.memory.views.diff import diff
+from fxshard.memory.views.live import live_after
 from fxshard.model_source import add_arguments, load, options, whole_number
 
 PATIENCE = 2.0  # seconds until a command says that it is at work
@@ -93,11 +95,12 @@ class _Output:
         return f"{self.what}: {path}"
 
 
+_PERFETTO = "Trace for ui.perfetto.dev"
 OUTPUTS = {
     "json": _Output(_to_json, "Everything as JSON"),
     "csv": _Output(_to_csv, "All rows as CSV"),
     "html": _Output(MemoryReport.to_html, "Timeline, schedule and tables, for a browser"),
-    "perfetto": _Output(MemoryReport.to_perfetto, "Trace for ui.perfetto.dev"),
+    "perfetto": _Output(MemoryReport.to_perfetto, _PERFETTO),
     "memory_viz": _Output(MemoryReport.to_memory_viz, "Snapshot for pytorch.org/memory_viz"),
 }
 
@@ -156,16 +159,45 @@ def _saved(path: str) -> dict[str, Any]:
 
 def dump_(args: argparse.Namespace) -> int:
     """``fxshard dump``."""
+    texts: dict[str, tuple[str, str]] = {}
+
+    def note(name: str, before: str, after: str) -> None:
+        texts[name] = before, after
+
+    hardware = None if args.hardware is None else hardware_of(args.hardware)
     with progress("planning"):
-        plan = _plan(args)
-    if args.graph:
+        plan = _plan(args, **({"observe": note} if args.diff is not None else {}))
+    if args.diff is not None:
+        print(_changes(texts, args.diff))
+    elif args.graph:
         print(dump.text(plan.program))
     elif args.code:
         print(plan.code)
     elif args.json:
-        print(json.dumps(_schedule(plan, args.phase, args.fold), indent=2))
+        print(json.dumps(_schedule(plan, args.phase, args.fold, hardware), indent=2))
     else:
-        print(plan.dump(phase=args.phase, fold=args.fold))
+        print(plan.dump(phase=args.phase, fold=args.fold, hardware=hardware))
+    return 0
+
+
+def _changes(texts: dict[str, tuple[str, str]], name: str) -> str:
+    """What the pass `name` changed in the graph of the last micro-batch."""
+    if name not in texts:
+        raise ConfigError(f"--diff {name}: no such pass; there are {', '.join(texts)}.")
+    return dump.changes(*texts[name]) or f"{name} changes nothing in the graph of this model."
+
+
+def estimate(args: argparse.Namespace) -> int:
+    """``fxshard estimate``."""
+    hardware = hardware_of(args.hardware, args.ranks_per_node)
+    with progress("planning"):
+        plan = _plan(args)
+        found = plan.estimate(hardware)
+    written = []
+    if args.perfetto is not None:
+        write = _Output(lambda _, path: found.to_perfetto(path, plan.memory), _PERFETTO)
+        written.append(write(plan.memory, args.perfetto))
+    print(found.table(), found.summary(), *written, sep="\n\n")
     return 0
 
 
@@ -213,8 +245,14 @@ def excerpt(result: Validation) -> Validation:
     return dataclasses.replace(result, cells=cells)
 
 
-def _schedule(plan: Plan, phase: str | None, fold: bool) -> dict[str, Any]:
-    rows = [row for row in dump.rows(plan.program) if phase in (None, row.phase)]
+def _schedule(
+    plan: Plan, phase: str | None, fold: bool, hardware: Hardware | None
+) -> dict[str, Any]:
+    exposed = None
+    if hardware is not None:
+        exposed = plan.estimate(hardware).exposed(len(plan.programs) - 1)
+    everything = dump.rows(plan.program, live_after(plan.memory), exposed)
+    rows = [row for row in everything if phase in (None, row.phase)]
     blocks = dump.fold(rows) if fold else [(1, rows)]
     return {
         "schema": "fxshard.schedule/1",
@@ -247,13 +285,16 @@ def _comparison(result: Validation) -> dict[str, Any]:
     }
 
 
-def _plan(args: argparse.Namespace) -> Plan:
+def _plan(args: argparse.Namespace, **others: Any) -> Plan:
     model, inputs, keywords = load(args, "meta")
     more = {name: getattr(args, name, None) for name in ("micro_batches", "no_sync", "device")}
     given = {name: value for name, value in more.items() if value}
-    return fxshard.plan(
-        model, inputs, keywords, world_size=args.world_size, **given, **options(args)
+    plan = fxshard.plan(
+        model, inputs, keywords, world_size=args.world_size, **others, **given, **options(args)
     )
+    if plan.picked is not None:
+        print("fxshard:", plan.picked, file=sys.stderr)
+    return plan
 
 
 @contextlib.contextmanager
@@ -291,6 +332,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_fits(commands)
     _add_diff(commands)
     _add_dump(commands)
+    _add_estimate(commands)
     _add_validate(commands)
     _add_train(commands)
     return parser
@@ -352,7 +394,23 @@ def _add_dump(commands: Any) -> None:
     form.add_argument("--graph", action="store_true", help="the joint graph, every operator")
     form.add_argument("--code", action="store_true", help="the Python source that runs")
     form.add_argument("--json", action="store_true")
+    form.add_argument("--diff", metavar="PASS", help="what a pass changed in the joint graph")
+    parser.add_argument(
+        "--hardware", metavar="NAME", help=f"adds exposed milliseconds: {', '.join(PRESETS)}"
+    )
     parser.set_defaults(command=dump_)
+
+
+def _add_estimate(commands: Any) -> None:
+    parser = commands.add_parser("estimate", help="seconds of a step on a GPU, from constants")
+    add_arguments(parser)
+    _add_step(parser)
+    parser.add_argument("--hardware", required=True, metavar="NAME", help=", ".join(PRESETS))
+    parser.add_argument(
+        "--ranks-per-node", type=whole_number, metavar="N", help="other than the hardware's"
+    )
+    parser.add_argument("--perfetto", metavar="FILE", help="a trace for ui.perfetto.dev")
+    parser.set_defaults(command=estimate)
 
 
 def _add_validate(commands: Any) -> None:

@@ -387,6 +387,15 @@ def foreach_copy(into: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
     torch._foreach_copy_(into, tensors)
 
 
+def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
+    """`local` as the local part of a DTensor with the mesh, placements and shape of `like`.
+
+    What FSDP2 makes its gradients with: `DTensor.from_local` costs ten times as much.
+    (torch/distributed/fsdp/_fully_shard/_fsdp_common.py, ``_from_local_no_grad``)
+    """
+    return DTensor(local, like._spec, requires_grad=False)
+
+
 def set_local_tensor(tensor: DTensor | nn.Parameter, local: torch.Tensor) -> None:
     """Let a DTensor stand on other storage of the same shape and dtype."""
     assert isinstance(tensor, DTensor)
@@ -507,3 +516,124 @@ def attention_order() -> list[int]:
     (``sdpa_kernel(..., set_priority=True)`` in torch/nn/attention/__init__.py sets it)
     """
     return [int(backend) for backend in torch._C._get_sdp_priority_order()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Generated:
+    """What Inductor makes of a graph.
+
+    Attributes:
+        source: a Python module; its ``call(args)`` takes (and clears) a list of tensors.
+        constants: tensors that it refers to by name.
+        aligned: positions of inputs whose address must be a multiple of 16 bytes.
+    """
+
+    source: str
+    constants: dict[str, torch.Tensor]
+    aligned: tuple[int, ...]
+
+
+# Random operators keep eager's kernels; nothing is measured or run while code is generated; what is
+# kept on disk is kept by the caller, who gets the strides that it has traced, or an assertion.
+_GENERATE = {
+    "fallback_random": True,
+    "fx_graph_cache": False,
+    "fx_graph_remote_cache": False,
+    "cpp_wrapper": False,
+    "size_asserts": True,
+    "triton.cudagraphs": False,
+}
+
+
+def inductor_source(graph: fx.Graph, values: list[torch.Tensor], mode: FakeTensorMode) -> Generated:
+    """Let Inductor generate code for `graph`; no kernel is built and nothing runs.
+
+    Args:
+        graph: functional ATen operators; returns a tuple.
+        values: fake tensors of `mode` for its placeholders.
+
+    Raises:
+        Exception: whatever Inductor raises for what it cannot do.
+
+    (torch/_inductor/compile_fx.py, ``compile_fx_inner``, and graph.py, ``_compile_to_module``,
+    which writes the module and then loads it: the load is left out)
+    """
+    from unittest import mock
+
+    import torch._inductor.config as config
+    from torch._inductor import codecache, compile_fx, decomposition, output_code
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    class Unloaded:
+        """Where the loaded module would be."""
+
+        call = runner = None
+
+        def __init__(self, path: str) -> None:
+            self.__file__ = path
+
+    def load(key: str, path: str, *args: Any, **kwargs: Any) -> Unloaded:
+        return Unloaded(path)
+
+    interpreter = fx.Interpreter(fx.GraphModule({}, graph))
+    with config.patch(_GENERATE), torch.no_grad(), outside_autocast():
+        table = decomposition.select_decomp_table()
+        with mode:
+            traced = make_fx(interpreter.run, decomposition_table=table)(*values)
+        (output,) = traced.graph.find_nodes(op="output")
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+        with mock.patch.object(codecache.PyCodeCache, "load_by_key_path", load):
+            made = compile_fx.compile_fx_inner(traced, values)
+    if not isinstance(made, output_code.CompiledFxGraph):
+        raise NotImplementedError("no operator is left of it")
+    if made.torchbind_constants or made.frozen_param_names:
+        raise NotImplementedError("it refers to objects that cannot be kept on disk")
+    constants, aligned = dict(made.constants or {}), tuple(made.inputs_to_check)
+    return Generated(made.source_code, constants, aligned)
+
+
+@contextlib.contextmanager
+def outside_autocast() -> Iterator[None]:
+    """Outside of the user's autocast: the casts that it asks for are in the graph already."""
+    with (
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else _NOTHING,
+    ):
+        yield
+
+
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def inductor_key() -> str:
+    """What Inductor's code depends on besides the graph: torch, its options, device, threads.
+
+    (torch/_inductor/codecache.py, ``FxGraphHashDetails``)
+    """
+    import torch._inductor.config as config
+    from torch._inductor import codecache
+
+    parts = (
+        torch.__version__,
+        codecache.torch_key().hex(),
+        config.get_hash().hex(),
+        codecache.CacheBase.get_system()["hash"],
+        torch.backends.cpu.get_cpu_capability(),
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    return repr(parts)
+
+
+def inductor_cache_dir() -> str:
+    """Where Inductor keeps the kernels that it builds (TORCHINDUCTOR_CACHE_DIR)."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
+def extern_kernels() -> Any:
+    """The kernels that Inductor calls by name, as generated code imports them."""
+    from torch._inductor.select_algorithm import extern_kernels
+
+    return extern_kernels

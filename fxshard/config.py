@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
 from torch.optim import Optimizer
 
 from fxshard.errors import ConfigError
+from fxshard.sizes import is_size, parse_bytes
 
 # torch's name of each strategy (torch/distributed/fsdp/api.py) -> ours.
 _TORCH_STRATEGIES = {
@@ -33,7 +34,8 @@ _TORCH_STRATEGIES = {
 }
 STRATEGIES = tuple(_TORCH_STRATEGIES.values())
 CHECKPOINTS = ("full", "selective")
-BACKENDS = ("eager",)
+BACKENDS = ("eager", "inductor")
+PREFETCHES = ("pre", "post")
 REDUCE_OPS = ("avg", "sum", "max", "min")
 DEVICES = (None, "cuda")
 
@@ -117,15 +119,26 @@ class Config:
             module classes or FQN globs ("" is the root and the default) to such policies; what a
             key names becomes a unit.
         full_precision_in_eval: in eval mode, `mixed_precision` has no effect.
-        forward_prefetch: how many units ahead an unshard is launched in forward; FSDP1's True and
-            False are 1 and 0.
-        backward_prefetch: the same in backward; torch's `BackwardPrefetch` is accepted, None is 0.
+        forward_prefetch: how many units ahead an unshard is launched in forward; "pre" and FSDP1's
+            True are 1, None, False and "post" are 0.
+        backward_prefetch: the same in backward; "pre" is 1; "post" launches behind the compute of
+            the unit before, in front of its reduction, which it overlaps; torch's
+            `BackwardPrefetch` is accepted.
+        max_inflight: how many units at most are unsharded at any point of the step, those that
+            compute, such as the root, included; launches move back to hold it. None: no limit.
+        max_bucket_bytes: a unit with more is gathered and reduced in several parts, in the order of
+            first use (bytes, or text such as "25MiB"; see `fxshard.passes.bucket`).
+        min_bucket_bytes: neighbouring units with less are gathered and reduced together.
+        pack_bytes: parameters with less share one buffer in a collective.
         checkpoint: activation checkpointing, besides the model's own. ``"full"``: of each unit's
             forward only its inputs are saved, the rest is made again in backward;
             ``"selective"``: what matrix multiplications, convolutions and attention return is saved
-            too; or a policy as ``torch.utils.checkpoint.create_selective_checkpoint_contexts``
-            takes it, ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``. Or a dict from module
-            classes or FQN globs to such values: what its keys name is checkpointed.
+            too; bytes, or text such as "2GiB": what each unit saves is chosen so that activations
+            which live from forward to backward are at most that on a rank, and the least is made
+            again (see `fxshard.recompute`); or a policy as
+            ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it,
+            ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``. Or a dict from module classes or
+            FQN globs to such values, without bytes: what its keys name is checkpointed.
         offload: None, torch's `CPUOffloadPolicy` or `CPUOffload`: shards, sharded gradients and
             optimizer states live on the CPU.
         reduce_op: how gradients of ranks become one: "avg", "sum", "max" or "min".
@@ -135,10 +148,18 @@ class Config:
             them; None calls its ``reset_parameters``.
         sync_module_states: rank 0's parameters and buffers are given to all ranks.
         backend: ``"eager"``: compute regions run op by op, bitwise with eager PyTorch.
+            ``"inductor"``: each distinct region is compiled once (see `fxshard.regions`).
         optimizer: a callable ``params -> torch.optim.Optimizer``, or an optimizer instance whose
-            class and parameter-group options are taken; its real ``step`` is analysed.
+            class and parameter-group options are taken; its real ``step`` is analysed. A callable
+            whose argument is named ``named_parameters`` gets ``(FQN, parameter)`` pairs.
+        optimizer_in_backward: the program steps the parameters of a unit as soon as their gradients
+            are reduced, and frees the gradients; see `ShardedModule.optimizer`.
         device: None: plan for the device that the model is on. ``"cuda"`` (or torch's device of
             that type): `plan` for one on a machine without it (see docs/cuda.md).
+        memory_budget: bytes of one rank, or text such as "80GiB": what is left at its default of
+            `reshard_after_forward`, `forward_prefetch`, `backward_prefetch`, `checkpoint` and
+            `offload` is picked so that the step fits at the least estimated time (see
+            `fxshard.budget`), or the model is refused with the table of what was tried.
         passes: a pipeline in place of the default one (see `fxshard.pipeline`).
     """
 
@@ -148,8 +169,12 @@ class Config:
     reshard_after_forward: bool | int | Mapping[Any, bool | int] | None = None
     mixed_precision: Any = None
     full_precision_in_eval: bool = False
-    forward_prefetch: int = 1
+    forward_prefetch: Any = 1
     backward_prefetch: Any = 1
+    max_inflight: int | None = None
+    max_bucket_bytes: int | str | None = None
+    min_bucket_bytes: int | str | None = None
+    pack_bytes: int | str = 0
     checkpoint: Any = None
     offload: Any = None
     reduce_op: str = "avg"
@@ -159,7 +184,9 @@ class Config:
     sync_module_states: bool = False
     backend: str = "eager"
     optimizer: Any = None
+    optimizer_in_backward: bool = False
     device: Any = None
+    memory_budget: int | str | None = None
     passes: Sequence[Any] | None = None
 
     def __post_init__(self) -> None:
@@ -169,8 +196,18 @@ class Config:
         _one_of("reduce_op", self.reduce_op, REDUCE_OPS)
         for name in ("forward_prefetch", "backward_prefetch"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ConfigError(f"{name}={value!r}: expected an integer >= 0 (units ahead).")
+            known = value in PREFETCHES if isinstance(value, str) else _is_count(value, least=0)
+            if not known:
+                raise ConfigError(
+                    f"{name}={value!r}: expected an integer >= 0 (units ahead), "
+                    f"{' or '.join(map(repr, PREFETCHES))}."
+                )
+        if self.max_inflight is not None and not _is_count(self.max_inflight, least=1):
+            raise ConfigError(
+                f"max_inflight={self.max_inflight!r}: expected None or an integer >= 1 (units that "
+                f"may be unsharded at once)."
+            )
+        self._check_buckets()
         for name in ("gradient_divide_factor", "gradient_predivide_factor"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, (int, float)) and value > 0):
@@ -186,6 +223,8 @@ class Config:
                 f"optimizer={optimizer!r}: expected a callable params -> torch.optim.Optimizer, "
                 f"such as lambda params: torch.optim.AdamW(params, lr=1e-3)."
             )
+        if self.optimizer_in_backward and optimizer is None:
+            raise ConfigError("optimizer_in_backward=True needs an optimizer=... to run.")
         if self.passes is not None and not (
             isinstance(self.passes, Sequence) and all(hasattr(p, "apply") for p in self.passes)
         ):
@@ -201,6 +240,8 @@ class Config:
                 )
         self._check_reshard()
         self._check_checkpoint()
+        if self.memory_budget is not None:
+            object.__setattr__(self, "memory_budget", parse_bytes(self.memory_budget))
         for policy in self.precisions.values():
             if Precision.of(policy).buffer_dtype is not None and self.full_precision_in_eval:
                 raise ConfigError(
@@ -214,11 +255,13 @@ class Config:
         """Replace torch's enums and classes by what they mean here."""
         if isinstance(self.strategy, ShardingStrategy):
             object.__setattr__(self, "strategy", _TORCH_STRATEGIES[self.strategy])
-        if self.backward_prefetch is None or isinstance(self.backward_prefetch, BackwardPrefetch):
-            ahead = int(self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE)
-            object.__setattr__(self, "backward_prefetch", ahead)
-        if isinstance(self.forward_prefetch, bool):
-            object.__setattr__(self, "forward_prefetch", int(self.forward_prefetch))
+        if self.backward_prefetch is None:
+            object.__setattr__(self, "backward_prefetch", 0)
+        elif isinstance(self.backward_prefetch, BackwardPrefetch):
+            before = self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+            object.__setattr__(self, "backward_prefetch", "pre" if before else "post")
+        if self.forward_prefetch is None or isinstance(self.forward_prefetch, bool):
+            object.__setattr__(self, "forward_prefetch", int(self.forward_prefetch or 0))
         offload = self.offload
         if isinstance(offload, CPUOffload):
             offload = CPUOffloadPolicy() if offload.offload_params else None
@@ -255,13 +298,37 @@ class Config:
 
     def _check_checkpoint(self) -> None:
         value = self.checkpoint
+        if is_size(value):
+            object.__setattr__(self, "checkpoint", parse_bytes(value))
+            if self.checkpoint < 0:
+                raise ConfigError(f"checkpoint={value!r}: bytes are >= 0.")
+            return
         for policy in value.values() if isinstance(value, Mapping) else [value]:
             if not (policy is None or policy in CHECKPOINTS or callable(policy)):
+                whole = " Bytes are a budget of all units together." if is_size(policy) else ""
                 raise ConfigError(
                     f"checkpoint={policy!r}: expected {', '.join(map(repr, CHECKPOINTS))}, a "
                     f"policy (ctx, op, *args, **kwargs) -> CheckpointPolicy, or a "
-                    f"dict from module classes or FQN globs to these."
+                    f"dict from module classes or FQN globs to these; or bytes such as '2GiB'."
+                    f"{whole}"
                 )
+
+    def _check_buckets(self) -> None:
+        for name in ("max_bucket_bytes", "min_bucket_bytes", "pack_bytes"):
+            value = getattr(self, name)
+            if value is None and name != "pack_bytes":
+                continue
+            if not is_size(value) or parse_bytes(value) < (name != "pack_bytes"):
+                raise ConfigError(
+                    f"{name}={value!r}: expected bytes > 0, or text such as '25MiB'"
+                    f"{'; 0 packs nothing' if name == 'pack_bytes' else '; None is no limit'}."
+                )
+            object.__setattr__(self, name, parse_bytes(value))
+        least, most = self.min_bucket_bytes, self.max_bucket_bytes
+        if isinstance(least, int) and isinstance(most, int) and least > most:
+            raise ConfigError(
+                f"min_bucket_bytes={least} is more than max_bucket_bytes={most}: no bucket is both."
+            )
 
     def _check_reshard(self) -> None:
         value = self.reshard_after_forward
@@ -311,7 +378,21 @@ class Config:
                 raise ConfigError(
                     f"unknown option {name!r}.{hint} Options are: {', '.join(legal)}."
                 )
-        return cls(**options)
+        config = cls(**options)
+        config.__dict__["_given"] = frozenset(options)
+        return config
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Names of the options that the user has set, be it to their default."""
+        fields = dataclasses.fields(self)
+        changed = {f.name for f in fields if getattr(self, f.name) is not f.default}
+        found: frozenset[str] = self.__dict__.get("_given", frozenset(changed))
+        return found
+
+    def changed(self, changes: dict[str, Any]) -> Config:
+        """With some options set otherwise; what was left at its default stays so."""
+        return Config.from_options({n: getattr(self, n) for n in self.given} | changes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,8 +422,8 @@ def environment() -> Environment:
     return Environment(debug=int(raw), dump_dir=Path(dump_dir) if dump_dir else None)
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and value >= 2
+def _is_count(value: object, least: int = 2) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _one_of(name: str, value: object, legal: Sequence[str]) -> None:

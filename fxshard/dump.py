@@ -7,13 +7,12 @@ docs/ir.md has its grammar.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
+import difflib
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import fx
 
 from fxshard import meta, ops
@@ -35,6 +34,7 @@ _DTYPES = {
 def text(program: Program) -> str:
     """The joint graph, one line per node, under a line per phase."""
     lines = [f"program world_size={program.world_size} units={len(program.units)}"]
+    lines += _buckets(program)
     phase = None
     for node in program.graph.nodes:
         tag = node.meta.get("fxshard")  # verify names a node without one, in this text
@@ -43,6 +43,18 @@ def text(program: Program) -> str:
             lines.append(f"{phase}:")
         lines.append("  " + line(node, program))
     return "\n".join(lines)
+
+
+def _buckets(program: Program) -> list[str]:
+    """A line per bucket, unless each is a unit and packs nothing."""
+    units = [{param.fqn for param in unit.params} for unit in program.units if unit.params]
+    if all(set(b.fqns) in units and not b.packed for b in program.buckets):
+        return []
+    packed = {fqn: " packed" for bucket in program.buckets for fqn in bucket.packed}
+    return [
+        f"  bucket {i}: {', '.join(fqn + packed.get(fqn, '') for fqn in bucket.fqns)}"
+        for i, bucket in enumerate(program.buckets)
+    ]
 
 
 def line(node: fx.Node, program: Program | None = None) -> str:
@@ -107,6 +119,14 @@ def _tag(tag: meta.Meta) -> str:
     return " ".join(parts)
 
 
+def changes(before: str, after: str) -> str:
+    """What is different in two texts: a unified diff, with three lines around each change."""
+    lines = difflib.unified_diff(
+        before.splitlines(), after.splitlines(), "before", "after", lineterm=""
+    )
+    return "\n".join(lines)
+
+
 def excerpt(program: Program, node: fx.Node, around: int = 5) -> str:
     """Ten lines of dump around `node`, with a caret under it."""
     nodes = list(program.graph.nodes)
@@ -132,6 +152,9 @@ class Row:
         stream: where it runs.
         waits: what the stream waits for first.
         bytes: bytes of the buffers that are gathered, reduced or freed, per unit.
+        freed: bytes that are freed right behind it, if a row of its own is joined to it.
+        live: bytes alive behind it, per unit; empty if not asked for.
+        exposed: seconds that its stream stands still in front of it, per unit; likewise.
     """
 
     phase: str
@@ -142,15 +165,32 @@ class Row:
     stream: str
     waits: str
     bytes: int
+    freed: int = 0
+    live: tuple[int, ...] = ()
+    exposed: tuple[float, ...] = ()
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What must be equal for two rows to be the same row for different units."""
-        return (self.phase, self.operation, self.kind, self.what, self.stream, self.bytes)
+        sizes = (self.bytes, self.freed)
+        return (self.phase, self.operation, self.kind, self.what, self.stream, self.waits, *sizes)
 
 
-def rows(program: Program) -> list[Row]:
-    """The outer schedule: every row but the picks of results."""
+Where = tuple[str, str]  # a row of the schedule: its phase and its name
+
+
+def rows(
+    program: Program,
+    live: Mapping[Where, int] | None = None,
+    exposed: Mapping[Where, float] | None = None,
+) -> list[Row]:
+    """The outer schedule: every row but the picks of results.
+
+    Args:
+        program: with a schedule.
+        live: bytes alive behind each row (`fxshard.memory.views.live.live_after`).
+        exposed: seconds (`fxshard.cost.timeline.Estimate.exposed`).
+    """
     assert program.schedule is not None, "outline-regions has not run"
     found: list[Row] = []
     for phase, graph in program.schedule.phases():
@@ -160,8 +200,55 @@ def rows(program: Program) -> list[Row]:
             is_cut = meta.get(node).role == "unshard" and node.target not in ops.WORDS
             if node.target is operator.getitem or is_cut:
                 continue
-            found.append(_row(program, phase, node))
+            row, where = _row(program, phase, node), (phase, node.name)
+            found.append(
+                dataclasses.replace(
+                    row,
+                    live=(live[where],) if live else (),
+                    exposed=(exposed[where],) if exposed else (),
+                )
+            )
     return found
+
+
+def joined(rows: Sequence[Row]) -> list[Row]:
+    """Fewer rows that say the same, where rows of one unit and stream follow each other.
+
+    What is only sent joins the unshard that sends it, a wait the compute row behind it, a free the
+    row in front of it, and compute rows each other.
+    """
+    found: list[Row] = []
+    for row in rows:
+        both = _both(found[-1], row) if found else None
+        if both is None:
+            found.append(row)
+        else:
+            found[-1] = both
+    return found
+
+
+def _both(first: Row, row: Row) -> Row | None:
+    """One row for two that follow each other, or None."""
+    if (first.phase, first.units, first.stream) != (row.phase, row.units, row.stream):
+        return None
+    stood = tuple(map(sum, zip(first.exposed, row.exposed, strict=True)))
+    change: dict[str, Any] = {"exposed": stood}
+    match first.operation.rpartition(" ")[2], row.operation:
+        case "compute" | "wait" | "step", "free":
+            change |= {"freed": first.freed + row.bytes, "live": row.live}
+            return dataclasses.replace(first, **change)
+        case "compute", "compute" if not row.waits:
+            what = f"{first.what},{row.what.removeprefix('region_')}"
+            return dataclasses.replace(first, what=what, live=row.live, **change)
+        case "wait", "compute":
+            change |= {"waits": ",".join(filter(None, (first.waits, row.waits)))}
+            change |= {"freed": first.freed + row.freed}
+            return dataclasses.replace(row, **change)
+        case "cast" | "pack", "cast" | "pack" | "unshard":
+            waits = dict.fromkeys(filter(None, (*first.waits.split(","), *row.waits.split(","))))
+            change |= {"operation": f"{first.operation}, {row.operation}", "what": ""}
+            return dataclasses.replace(row, waits=",".join(waits), **change)
+    return None
 
 
 def _row(program: Program, phase: str, node: fx.Node) -> Row:
@@ -180,16 +267,25 @@ def _row(program: Program, phase: str, node: fx.Node) -> Row:
             unshards = all(meta.get(s).role in ("unshard", "reshard") for s in sources)
             what = "unshard" if unshards else "reduce"
     waits = {"c": "compute", "u": "unshard", "k": "unshard", "l": "load"}
-    waits |= {"r": "reduce", "a": "reduce", "h": "reduce", "s": "store"}
+    waits |= {"r": "reduce", "a": "all-reduce", "h": "reduce", "s": "store", "p": "unshard"}
     waited = ",".join(waits[event[0]] for event in tag.waits)
     return Row(phase, operation, unit.kind, (unit.name,), what, tag.stream, waited, size)
 
 
-MAKERS = (ops.all_gather, ops.cast, ops.load, ops.reshard)  # their results are what counts
+MAKERS = (
+    ops.all_gather,
+    ops.cast,
+    ops.load,
+    ops.pack,
+    ops.unpack,
+    ops.reshard,
+)  # their results are what counts
 OPERATIONS: dict[Any, str] = {
     ops.all_gather: "unshard",
     ops.cast: "cast",
     ops.load: "load",
+    ops.pack: "pack",
+    ops.unpack: "unpack",
     ops.reshard: "reshard",
     ops.reduce_scatter: "reduce",
     ops.all_reduce: "all-reduce",
@@ -197,6 +293,7 @@ OPERATIONS: dict[Any, str] = {
     ops.store: "store",
     ops.wait: "wait",
     ops.free: "free",
+    ops.step: "step",
 }
 
 
@@ -221,6 +318,8 @@ def fold(rows: Sequence[Row]) -> list[tuple[int, list[Row]]]:
             dataclasses.replace(
                 rows[at + i],
                 units=tuple(rows[at + k * period + i].units[0] for k in range(count)),
+                live=tuple(b for k in range(count) for b in rows[at + k * period + i].live),
+                exposed=tuple(t for k in range(count) for t in rows[at + k * period + i].exposed),
             )
             for i in range(period)
         ]
@@ -232,29 +331,59 @@ def fold(rows: Sequence[Row]) -> list[tuple[int, list[Row]]]:
     return folded
 
 
-def schedule(program: Program, *, folded: bool = True, phase: str | None = None) -> str:
-    """The outer schedule as a table; identical layers are one block, "x N"."""
+def schedule(
+    program: Program,
+    *,
+    folded: bool = True,
+    phase: str | None = None,
+    live: Mapping[Where, int] | None = None,
+    exposed: Mapping[Where, float] | None = None,
+) -> str:
+    """The outer schedule as a table, in MiB and milliseconds.
+
+    Args:
+        program: with a schedule.
+        folded: identical layers as one block, "x N", and rows joined as `joined` does;
+            else each row as it is.
+        phase: "forward" or "backward"; None for both.
+        live: adds what is alive behind each row; of a block, behind its first and its last unit.
+        exposed: adds for how long the compute stream stands still; of a block, all units together.
+    """
+    everything = [row for row in rows(program, live, exposed) if phase in (None, row.phase)]
+    blocks = fold(joined(everything)) if folded else [(1, everything)]
     table = []
-    everything = [row for row in rows(program) if phase in (None, row.phase)]
-    blocks = fold(everything) if folded else [(1, everything)]
     for count, block in blocks:
         for i, row in enumerate(block):
             times = "" if count == 1 else (f"x {count}" if i == 0 else '  "')
-            table.append(
-                (
-                    times,
-                    row.phase,
-                    row.operation,
-                    span(row.units),
-                    row.what,
-                    row.stream,
-                    row.waits,
-                    mebibytes(row.bytes) if row.bytes else "",
-                )
-            )
-    headers = ("", "phase", "operation", "unit", "what", "stream", "waits for", "MiB")
-    aligned = ("left",) * 7 + ("right",)
-    return tabulate(table, headers, tablefmt="simple", colalign=aligned, disable_numparse=True)
+            is_free = row.operation == "free"
+            said = f"{row.operation} {row.what}".rstrip()
+            line = [times, row.phase, said, span(row.units), row.stream]
+            line += [row.waits, "" if is_free or row.operation == "wait" else _size(row.bytes)]
+            line.append(_size(row.bytes if is_free else row.freed))
+            if live is not None:
+                line.append(" .. ".join(dict.fromkeys(map(_size, (row.live[0], row.live[-1])))))
+            if exposed is not None:
+                line.append(f"{1e3 * sum(row.exposed):.3f}" if sum(row.exposed) else "")
+            table.append(line)
+    headers = ["", "phase", "operation", "unit", "stream", "waits for", "moved", "freed"]
+    headers += ["live after"] * (live is not None) + ["exposed"] * (exposed is not None)
+    units = [
+        {"exposed": "ms"}.get(header, "MiB") if i > 5 else "" for i, header in enumerate(headers)
+    ]
+    return _aligned([headers, units], table, left=6)
+
+
+def _aligned(heads: list[list[str]], table: list[list[str]], left: int) -> str:
+    """Lines of a table; the first `left` columns are aligned to the left."""
+    widths = [max(map(len, column)) for column in zip(*heads, *table, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in [*heads, ["-" * width for width in widths], *table]
+    ]
+    return "\n".join(lines)
 
 
 def span(names: Sequence[str]) -> str:
@@ -270,46 +399,7 @@ def span(names: Sequence[str]) -> str:
     return f"{first} .. {'.'.join(last.split('.')[shared:])}"
 
 
-def mebibytes(size: int) -> str:
-    """Bytes as MiB with three decimals."""
-    return f"{size / 2**20:,.3f}"
-
-
-def collectives(program: Program) -> list[str]:
-    """One line per collective in launch order: what every rank must do alike."""
-    lines = []
-    for node in program.graph.nodes:
-        if node.target in ops.COLLECTIVES:
-            tag = meta.get(node)
-            sent = [types(t) for t in meta.tensors([s.meta["val"] for s in node.args[0]])]
-            fqns = [meta.get(user).fqn or "" for user in node.users]
-            what = ", ".join(f"{fqn} {type_}" for fqn, type_ in zip(fqns, sent, strict=True))
-            lines.append(f"{tag.phase} {operation(node)} unit={tag.unit} [{what}]")
-    return lines
-
-
-def certificate(program: Program) -> str:
-    """SHA-256 of the collective sequence (hex)."""
-    return hashlib.sha256("\n".join(collectives(program)).encode()).hexdigest()
-
-
-def agreement(program: Program) -> list[str]:
-    """What all ranks must have alike: parameters, structure of the call, collectives."""
-    signature = program.signature
-    lines = [
-        f"parameter {p.fqn} {list(p.shape)} {p.dtype} unit={p.unit} requires_grad={p.requires_grad}"
-        for p in program.params.values()
-    ]
-    inputs = {
-        int(meta.get(n).fqn or -1): n
-        for n in program.graph.find_nodes(op="placeholder")
-        if meta.get(n).role == "input"
-    }
-    for i, name in enumerate(signature.input_names):
-        if i in inputs:
-            val = inputs[i].meta["val"]
-            lines.append(f"input {name}: {val.dim()}-D {val.dtype}")
-        else:
-            lines.append(f"input {name}: {signature.inputs[i]!r}")
-    lines.append(f"mode {'training' if signature.training else 'inference'}")
-    return lines + collectives(program)
+def _size(size: int) -> str:
+    """Bytes as MiB, of small ones with decimals; nothing for none."""
+    scaled = size / 2**20
+    return f"{scaled:,.0f}" if scaled >= 100 else f"{scaled:.3f}" if size else ""

@@ -11,6 +11,18 @@ class ConfigError(FxshardError, ValueError):
     """An option that does not exist, a value that is not legal, or options that contradict."""
 
 
+class TooLittleError(ConfigError):
+    """A budget of saved activations that no checkpointing meets.
+
+    Attributes:
+        least_bytes: the least that would do.
+    """
+
+    def __init__(self, message: str, least_bytes: int) -> None:
+        self.least_bytes = least_bytes
+        super().__init__(message)
+
+
 class UnitError(FxshardError, ValueError):
     """A unit pattern that matches nothing, or a parameter that cannot be sharded."""
 

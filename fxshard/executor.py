@@ -6,7 +6,9 @@ value is dropped by ``x = None`` behind its last reader, collectives are calls o
 
 from __future__ import annotations
 
+import dataclasses
 import linecache
+import logging
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -14,13 +16,21 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
+from torch.optim import Optimizer
 
-from fxshard import dump, meta, ops
+from fxshard import dump, meta, ops, spelling
 from fxshard.compat import OpOverload
 from fxshard.program import Program
+from fxshard.regions import load as load_regions
 from fxshard.schedule import Region, Schedule, last_reads
+from fxshard.verify.orders import ENTRY
 from fxshard.world import World
 from fxshard.world.in_process import InProcessWorld
+
+# Steps parameters, by FQN, with their sharded gradients: per rank of this process, per parameter.
+StepParameters = Callable[[list[str], list[list[Tensor]]], Optimizer]
+
+log = logging.getLogger("fxshard")
 
 
 class Executor:
@@ -37,6 +47,7 @@ class Executor:
         self.world = world
         self.code = emit(program)
         self._functions = load(self.code, program)
+        self._functions.update(compiled_functions(program))
         self._random = {
             region.name
             for region in self.schedule.regions.values()
@@ -61,6 +72,10 @@ class Executor:
         assert self.schedule.backward is not None
         return [list(grads) for grads in self._run("backward", self.schedule.backward, args)]
 
+    def bind_step(self, step: StepParameters) -> None:
+        """Let ``fxshard.step`` call `step`."""
+        self._functions["step"] = step
+
     @property
     def forward_inputs(self) -> list[fx.Node]:
         """Placeholders of forward."""
@@ -74,7 +89,8 @@ class Executor:
 
     def _run(self, phase: str, graph: fx.Graph, args: list[list[Tensor]]) -> list[Any]:
         if isinstance(self.world, InProcessWorld):
-            regions = {name: self._functions[name] for name in self.schedule.regions}
+            names = [*self.schedule.regions, "step"]
+            regions = {n: self._functions[n] for n in names if n in self._functions}
             return self.world.run(graph, regions, self._random, args)
         return [self._functions[phase](self.world, args[0])]
 
@@ -88,6 +104,9 @@ class Probe(Protocol):
     def at(self) -> None:
         """One operator or row is done, and what it read last is dropped."""
 
+    def stepping(self, grads: list[list[Tensor]], step: Callable[[], Optimizer]) -> Optimizer:
+        """Call `step`, which steps an optimizer with `grads` and returns it."""
+
 
 class TracedExecutor(Executor):
     """An Executor whose code calls ``at()`` behind every operator and row. Nothing else differs."""
@@ -96,7 +115,14 @@ class TracedExecutor(Executor):
         super().__init__(program, world)
         self.code = emit(program, points=True)
         self._functions = load(self.code, program, probe.at)
+        self._functions.update(compiled_functions(program, probe.at))
         self._probe = probe
+
+    def bind_step(self, step: StepParameters) -> None:
+        def watched(params: list[str], grads: list[list[Tensor]]) -> Optimizer:
+            return self._probe.stepping(grads, lambda: step(params, grads))
+
+        super().bind_step(watched)
 
     def _run(self, phase: str, graph: fx.Graph, args: list[list[Tensor]]) -> list[Any]:
         self._probe.begin(phase)
@@ -121,6 +147,20 @@ def load(source: str, program: Program, at: Callable[[], None] | None = None) ->
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     exec(compile(source, filename, "exec"), namespace)
     return namespace
+
+
+def compiled_functions(
+    program: Program, at: Callable[[], None] | None = None
+) -> dict[str, Callable[[list[Any]], Any]]:
+    """What runs in place of the emitted functions of compiled regions, by name."""
+    assert program.schedule is not None
+    found = program.schedule.regions
+    compiled = {r.name: r.compiled for r in found.values() if r.compiled is not None}
+    functions, failed = load_regions(compiled, at) if compiled else ({}, {})
+    for name, error in failed.items():
+        found[name] = dataclasses.replace(found[name], compiled=None)
+        log.warning("fxshard: %s stays eager, its kernels cannot be built: %s", name, error)
+    return functions
 
 
 def function_name(target: OpOverload) -> str:
@@ -157,7 +197,7 @@ def _region(program: Program, region: Region, points: bool) -> str:
 
 
 def _phase(program: Program, name: str, graph: fx.Graph, points: bool) -> str:
-    lines = [f"def {name}(world, args):", *_unpack(graph)]
+    lines = [f"def {name}(world, args):", *_unpack(graph), *_entry(graph)]
     dead = last_reads(graph)
     for row in graph.nodes:
         if row.op not in ("call_function", "call_module") or row.target is operator.getitem:
@@ -166,6 +206,8 @@ def _phase(program: Program, name: str, graph: fx.Graph, points: bool) -> str:
         picks = [user for user in row.users if user.target is operator.getitem]
         targets = f"{_tuple([pick.name for pick in picks])} = " if picks else ""
         drops = [n for reader in (row, *picks) for n in dead[reader] if n is not row]
+        tag = meta.get(row)
+        lines += [f"    world.wait_event({tag.stream!r}, {event!r})" for event in tag.waits]
         if row.op == "call_module":
             lines.append(f"    args = [{', '.join(n.name for n in row.all_input_nodes)}]")
             lines += _drop(drops)
@@ -175,6 +217,8 @@ def _phase(program: Program, name: str, graph: fx.Graph, points: bool) -> str:
             lines.append(f"    {targets}{_word(row)}  # {unit}")
         else:
             lines.append(f"    {row.name} = {_call(row)}  # {unit}")
+        ran = [meta.get(node) for node in row.meta.get("run", (row,))]
+        lines += [f"    world.record_event({t.stream!r}, {t.records!r})" for t in ran if t.records]
         lines += _drop(drops)
         if points:
             lines.append("    at()")
@@ -182,14 +226,23 @@ def _phase(program: Program, name: str, graph: fx.Graph, points: bool) -> str:
     return "\n".join(lines)
 
 
+def _entry(graph: fx.Graph) -> list[str]:
+    """Records the event of all that the caller ran before, if a launch waits for it."""
+    waited = {event for row in graph.nodes for event in meta.get(row).waits}
+    entries = [event for event in ENTRY.values() if event in waited]
+    return [f"    world.record_event('compute', {event!r})" for event in entries]
+
+
 def _word(row: fx.Node) -> str:
-    """The call of a World's method: ``world.all_gather([a, b], pair=3)``."""
+    """The call of a World's method: ``world.all_gather([a, b], pair=3)``; or of `bind_step`'s."""
+    if row.target is ops.step:
+        return f"step({list(row.args[2])!r}, [{_names(row.args[0])}])"  # type: ignore[arg-type]
     name = dump.operation(row).removeprefix("fxshard.")
     options = {key: row.kwargs.get(key) for key in row.kwargs}
     schema = row.target._schema.arguments  # type: ignore[union-attr]
     options |= {a.name: v for a, v in zip(schema[1:], row.args[1:], strict=False)}
     options.pop("size", None)  # the world knows its groups
-    if row.target not in (ops.free, ops.reshard):
+    if row.target not in (ops.free, ops.reshard, ops.unpack):
         options["pair"] = meta.get(row).pair
     said = "".join(f", {key}={_value(value)}" for key, value in options.items())
     return f"world.{name}({_names(row.args[0])}{said})"
@@ -226,6 +279,9 @@ def _call(node: fx.Node) -> str:
     if node.target is operator.getitem:
         return f"{node.args[0]}[{node.args[1]}]"
     assert isinstance(node.target, OpOverload), f"cannot emit {dump.line(node)}"
+    expression = spelling.spelled(node, _value)
+    if expression is not None:
+        return expression
     args = [_value(a) for a in node.args]
     args += [f"{key}={_value(value)}" for key, value in node.kwargs.items()]
     return f"{function_name(node.target)}({', '.join(args)})"

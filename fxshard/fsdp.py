@@ -119,6 +119,12 @@ class FsdpMethods(nn.Module):
             The norm before, a plain scalar, the same on all ranks. Parameters that are not sharded
             (`Config.ignored`) count with the gradient that this rank has.
         """
+        if self.config.optimizer_in_backward:
+            raise StepError(
+                "clip_grad_norm_ with optimizer_in_backward=True: parameters are stepped before "
+                "all gradients are there, and the norm of all is never known. Leave "
+                "optimizer_in_backward out, and step behind backward."
+            )
         return state.clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type))
 
     @contextlib.contextmanager
@@ -255,7 +261,8 @@ class FsdpMethods(nn.Module):
         for kept in (self.world, self.config, self.units):
             memo[id(kept)] = kept
         slots = state.copied(self.slots, memo)
-        fresh: dict[str, Any] = {"variants": {}, "accumulated": {}}  # torch copies no .grad either
+        # torch copies no .grad either, and no optimizer with a model
+        fresh: dict[str, Any] = {"variants": {}, "accumulated": {}, "_optimizer": None}
         rest = {k: v for k, v in self.__dict__.items() if k not in ("slots", *fresh)}
         made.__dict__.update(copy.deepcopy(rest, memo), slots=slots, **fresh)
         return made
@@ -272,6 +279,7 @@ class FsdpMethods(nn.Module):
         slots = {fqn: state.without_data(slot) for fqn, slot in self.slots.items()}
         world = self.world.mesh if isinstance(self.world, C10dWorld) else self.world
         fresh: dict[str, Any] = {"variants": {}, "accumulated": {}, "_agreed": set()}
+        fresh["_optimizer"] = None
         return self.__dict__ | {"slots": slots, "world": world, **fresh}
 
     def __setstate__(self, found: dict[str, Any]) -> None:

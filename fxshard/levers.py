@@ -55,7 +55,7 @@ def candidates(plan: Plan) -> list[tuple[str, dict[str, Any]]]:
         found.append(("offload shards, gradients and optimizer states", changes))
     if config.forward_prefetch or config.backward_prefetch:
         found.append(("no prefetch", {"forward_prefetch": 0, "backward_prefetch": 0}))
-    if config.optimizer is not None and not work.optimizer_in_backward:
+    if config.optimizer is not None and not config.optimizer_in_backward:
         found.append(("optimizer in backward", {"optimizer_in_backward": True}))
     found += _precisions(config)
     return found + _batches(plan)
@@ -86,7 +86,7 @@ def _batches(plan: Plan) -> list[tuple[str, dict[str, Any]]]:
     args, kwargs = with_batch(plan, size // 2)
     half: dict[str, Any] = {"args": args, "kwargs": kwargs}
     found = [(f"batch of {size // 2} instead of {size}", half)]
-    if size % 2 == 0 and not plan.workload.optimizer_in_backward:
+    if size % 2 == 0 and not plan.config.optimizer_in_backward:
         twice = 2 * plan.workload.micro_batches
         changes = {**half, "micro_batches": twice}
         found.append((f"accumulation: {twice} micro-batches of {size // 2}", changes))

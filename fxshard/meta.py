@@ -25,16 +25,18 @@ Role = Literal[
     "tangent",  # placeholder: gradient arriving at an output
     "accumulated",  # placeholder: accumulated gradient of a parameter
     "compute",
-    "unshard",  # all-gather, load or cast of what it sends, picks of them, the cut of its padding
+    "unshard",  # all-gather, load, cast, pack of what it sends, picks of them, cut of the padding
+    "unpack",  # what copies small parameters out of the buffer that they were gathered in
     "reshard",  # what a smaller group keeps of an unsharded parameter, and the picks of it
     "reduce",  # launch of a reduction or of a copy to the CPU behind it, the picks of its results
     "pad",  # what brings a gradient into the form in which it is sent
     "settle",  # what is done to a sharded gradient behind its reduction: division, cast
     "wait",
     "free",
+    "step",  # the optimizer's, of a unit
     "output",
 ]
-Stream = Literal["compute", "unshard", "reduce", "load", "store"]
+Stream = Literal["compute", "unshard", "reduce", "all-reduce", "load", "store"]
 
 # Roles of placeholders that are the caller's: they live as long as the model or the batch.
 HELD: tuple[Role, ...] = ("shard", "whole", "buffer", "input")

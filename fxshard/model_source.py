@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from fxshard.config import CHECKPOINTS, STRATEGIES
+from fxshard.config import BACKENDS, CHECKPOINTS, STRATEGIES
 from fxshard.errors import ConfigError
 
 OPTIMIZERS: dict[str, Any] = {
@@ -77,15 +77,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world-size", type=_ranks, default=8, metavar="N", help="ranks (8); hybrid: 2x8"
     )
-    parser.add_argument("--strategy", choices=STRATEGIES, default="full_shard")
+    parser.add_argument("--strategy", choices=STRATEGIES, help="full_shard is the default")
     parser.add_argument(
         "--reshard-after-forward", type=_reshard, metavar="yes|no|N", help="N: over N neighbours"
     )
     parser.add_argument("--bf16", action="store_true", help="bf16 parameters, fp32 reduction")
     parser.add_argument("--offload", action="store_true", help="shards live on the CPU")
     parser.add_argument(
-        "--checkpoint", choices=CHECKPOINTS, help="activation checkpointing of each unit"
+        "--checkpoint",
+        metavar="|".join((*CHECKPOINTS, "2GiB")),
+        help="activation checkpointing of each unit; a size: what may be saved in all",
     )
+    parser.add_argument(
+        "--memory-budget", metavar="80GiB", help="pick a schedule and checkpoints that fit"
+    )
+    parser.add_argument("--backend", choices=BACKENDS, default="eager", help="of compute regions")
     parser.add_argument(
         "--gradient-checkpointing", action="store_true", help="of the transformers model"
     )
@@ -106,7 +112,7 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
     if args.optimizer not in OPTIMIZERS:
         known = _imported(args.optimizer, "--optimizer")
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return {
+    given = {
         "units": args.units,
         "optimizer": known,
         "strategy": args.strategy,
@@ -114,7 +120,10 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
         "mixed_precision": bf16 if args.bf16 else None,
         "offload": CPUOffloadPolicy() if args.offload else None,
         "checkpoint": args.checkpoint,
+        "backend": args.backend,
+        "memory_budget": args.memory_budget,
     }
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def load(args: argparse.Namespace, device: str) -> Call:

@@ -12,12 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxshard import compat, dump, meta, pipeline, state
+from fxshard import compat, meta, ops, pipeline, state
+from fxshard.certificate import agreement
 from fxshard.config import Config
 from fxshard.errors import StepError
 from fxshard.executor import Executor
 from fxshard.fsdp import FsdpMethods
+from fxshard.memory.optimizer import make_optimizer
 from fxshard.memory.report import MemoryReport
+from fxshard.optimizer import OnShards, on_shards
 from fxshard.plans import Plan, Workload, without_data
 from fxshard.program import Program
 from fxshard.sharding import shard_parameters
@@ -105,6 +108,7 @@ class ShardedModule(FsdpMethods):
         self.accumulated: dict[str, list[Tensor]] = {}  # per rank that this process runs
         self._sync = True
         self._comm_hook = False
+        self._optimizer: OnShards | None = None
         self._cast_buffers()
         self._warned: set[int] = set()
         self._summoned = False
@@ -118,6 +122,53 @@ class ShardedModule(FsdpMethods):
             for key in module._buffers
             for name in [f"{path}.{key}" if path else key]
         }
+        if config.optimizer_in_backward:
+            self._made_optimizer()  # refuses what cannot step shards before anything is traced
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer of the option ``optimizer``, over the parameters of this module.
+
+        Of its class, with torch's ``param_groups``, ``state_dict`` and ``load_state_dict``, for
+        learning rate schedulers and torch.distributed.checkpoint; its step runs on local shards
+        without DTensor (`fxshard.optimizer`). With ``optimizer_in_backward`` backward has stepped
+        already, with the learning rates of the moment: ``.grad`` stays None, and ``step()`` and
+        ``zero_grad()`` find nothing left to do. Copies of the module make one of their own.
+
+        Raises:
+            ConfigError: the class of the optimizer needs whole parameters.
+            AttributeError: there is no option ``optimizer``, nor such an attribute of the model.
+        """
+        if self.config.optimizer is None:
+            return getattr(self.original, "optimizer")  # noqa: B009, the user's own attribute
+        return self._made_optimizer()
+
+    def _made_optimizer(self) -> OnShards:
+        if self._optimizer is None:
+            named = dict(self.named_parameters())
+            made = make_optimizer(self.config.optimizer, list(named.values()), list(named))
+            in_backward = self.config.optimizer_in_backward
+            self._optimizer = on_shards(made, in_backward=in_backward)
+        return self._optimizer
+
+    def step_parameters(self, fqns: list[str], grads: list[list[Tensor]]) -> OnShards:
+        """What ``fxshard.step`` does: step parameters with their sharded gradients.
+
+        Args:
+            fqns: of the parameters.
+            grads: per rank of this process and parameter, the reduced gradient of a padded shard.
+        """
+        optimizer, world = self._made_optimizer(), self.world
+        slots = [self.slots[fqn] for fqn in fqns]
+        mine = []
+        for slot, *shards in zip(slots, *grads, strict=True):
+            rows = slot.local.shape[0]
+            grad = shards[0]
+            if isinstance(world, InProcessWorld):
+                grad = torch.cat(shards[: world.size])
+            mine.append(grad if grad.shape[0] == rows else grad[:rows])
+        optimizer.step_parameters([slot.tensor for slot in slots], mine)
+        return optimizer
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -154,6 +205,7 @@ class ShardedModule(FsdpMethods):
         batch = [flat[i] for i in signature.tensor_inputs]
         if signature.training:
             params = [self._param(fqn) for fqn in differentiated(variant.program)]
+            self._require_no_hooks(variant.program)
             outputs = list(Step.apply(Call(self, variant, len(params)), *params, *batch))
         else:
             with torch.no_grad(), self.as_traced():
@@ -173,7 +225,7 @@ class ShardedModule(FsdpMethods):
             if self.variants:
                 log.info("fxshard: new kind of call (%d so far), tracing again", len(self.variants))
             program = self.rewritten(args, kwargs)
-            lines = dump.agreement(program)
+            lines = agreement(program)
             if isinstance(self.world, C10dWorld) and tuple(lines) not in self._agreed:
                 self.world.agree(lines, "the model or the batch structure")
             self.add(args, kwargs, program)
@@ -188,8 +240,9 @@ class ShardedModule(FsdpMethods):
             [program], Workload(self.original, without_data((args, kwargs)), ranks, self.config)
         )
         executor = self._make_executor(program, self.world)
+        executor.bind_step(self.step_parameters)
         self.variants[self.key(args, kwargs)] = Variant(plan, executor)
-        self._agreed.add(tuple(dump.agreement(program)))
+        self._agreed.add(tuple(agreement(program)))
 
     @property
     def plan(self) -> Plan:
@@ -350,6 +403,15 @@ class ShardedModule(FsdpMethods):
                 "backward, which would not reduce them. Call backward behind each forward, "
                 "micro-batch by micro-batch."
             )
+
+    def _require_no_hooks(self, program: Program) -> None:
+        """Raise StepError if a hook waits for a gradient that is stepped and never arrives."""
+        for fqn in ops.stepped(program):
+            if compat.has_gradient_hooks(self.slots[fqn].tensor):
+                raise StepError(
+                    f"parameter {fqn!r} has a hook on its gradient, which optimizer_in_backward "
+                    f"steps without it. Remove the hook, or leave optimizer_in_backward out."
+                )
 
     def _warn_of_hooks(self) -> None:
         """Say once of each hook on the module tree that it runs while tracing only."""

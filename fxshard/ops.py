@@ -16,9 +16,15 @@ comm_hook         launch: the user's function reduces one flat tensor, all gradi
 cast, load        launch, or what an all-gather sends: fresh copies in another dtype, or on the
                   device of compute.
 store             launch: fresh copies on the CPU.
+pack              what an all-gather sends: one fresh flat tensor ``[n]``, in a dtype, the shards of
+                  small parameters one behind the other.
+unpack            of a gathered packed buffer ``[size * n]``: one fresh ``[size * chunk, ...]`` per
+                  parameter, on the compute stream behind the wait. They are the unsharded
+                  parameters then.
 reshard           this rank's ``1/size`` of the rows of each buffer, in fresh tensors.
 wait              the compute stream waits for the launch that these tensors belong to.
 free              give the storage of these tensors back now, whoever still refers to them.
+step              the optimizer steps shards in place, with the sharded gradients of `params`.
 ================  =============================================================================
 
 ``group`` names the ranks that take part: "shard" (those that share a parameter), "replicate" (those
@@ -48,9 +54,12 @@ for _schema in (
     "cast(Tensor[] tensors, ScalarType dtype) -> Tensor[]",
     "load(Tensor[] tensors, Device device) -> Tensor[]",
     "store(Tensor[] tensors) -> Tensor[]",
+    "pack(Tensor[] shards, ScalarType dtype) -> Tensor[]",
+    "unpack(Tensor[] packed, int size, int[][] chunks) -> Tensor[]",
     "reshard(Tensor[] buffers, int size, str group) -> Tensor[]",
     "wait(Tensor[] tensors) -> ()",
     "free(Tensor[] tensors) -> ()",
+    "step(Tensor[] grads, Tensor(a!)[] shards, str[] params) -> ()",
 ):
     _LIBRARY.define(_schema)
 
@@ -90,6 +99,16 @@ def _(tensors: list[Tensor]) -> list[Tensor]:
     return [t.new_empty(t.shape, device="cpu") for t in tensors]
 
 
+@torch.library.register_fake("fxshard::pack", lib=_LIBRARY)
+def _(shards: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [shards[0].new_empty(sum(s.numel() for s in shards), dtype=dtype)]
+
+
+@torch.library.register_fake("fxshard::unpack", lib=_LIBRARY)
+def _(packed: list[Tensor], size: int, chunks: list[list[int]]) -> list[Tensor]:
+    return [packed[0].new_empty((size * rows, *rest)) for rows, *rest in chunks]
+
+
 @torch.library.register_fake("fxshard::reshard", lib=_LIBRARY)
 def _(buffers: list[Tensor], size: int, group: str) -> list[Tensor]:
     return [b.new_empty((b.shape[0] // size, *b.shape[1:])) for b in buffers]
@@ -105,6 +124,11 @@ def _(tensors: list[Tensor]) -> None:
     return None
 
 
+@torch.library.register_fake("fxshard::step", lib=_LIBRARY)
+def _(grads: list[Tensor], shards: list[Tensor], params: list[str]) -> None:
+    return None
+
+
 all_gather = torch.ops.fxshard.all_gather.default
 reduce_scatter = torch.ops.fxshard.reduce_scatter.default
 all_reduce = torch.ops.fxshard.all_reduce.default
@@ -112,13 +136,16 @@ comm_hook = torch.ops.fxshard.comm_hook.default
 cast = torch.ops.fxshard.cast.default
 load = torch.ops.fxshard.load.default
 store = torch.ops.fxshard.store.default
+pack = torch.ops.fxshard.pack.default
+unpack = torch.ops.fxshard.unpack.default
 reshard = torch.ops.fxshard.reshard.default
 wait = torch.ops.fxshard.wait.default
 free = torch.ops.fxshard.free.default
+step = torch.ops.fxshard.step.default
 
 COLLECTIVES = (all_gather, reduce_scatter, all_reduce, comm_hook)
-ASYNCHRONOUS = (*COLLECTIVES, cast, load, store)  # run on streams of their own
-WORDS = (*COLLECTIVES, cast, load, store, reshard, wait, free)
+ASYNCHRONOUS = (*COLLECTIVES, cast, load, store, pack)  # run on streams of their own
+WORDS = (*COLLECTIVES, cast, load, store, pack, unpack, reshard, wait, free, step)
 
 
 def is_launch(candidate: fx.Node) -> bool:
@@ -126,6 +153,14 @@ def is_launch(candidate: fx.Node) -> bool:
     if candidate.target in (cast, load):
         return any(user.target is wait for pick in candidate.users for user in pick.users)
     return candidate.target in (*COLLECTIVES, store)
+
+
+def stepped(program: Program) -> dict[str, fx.Node]:
+    """Per parameter that the program steps, its sharded gradient."""
+    found: dict[str, fx.Node] = {}
+    for node in program.graph.find_nodes(op="call_function", target=step):
+        found |= zip(node.args[2], meta.operands(node), strict=True)
+    return found
 
 
 def is_unshard(candidate: fx.Node) -> bool:
@@ -145,21 +180,39 @@ def is_in_place(candidate: fx.Node) -> bool:
 def sent_copies(launch: fx.Node) -> list[fx.Node]:
     """What was made only to be sent: behind the wait for `launch` nobody needs it.
 
-    For an unshard: casts, loads and reshards in front of it. For a reduction or a copy to the CPU:
-    its operands, unless its results are the operands.
+    For an unshard: packs, casts, loads and reshards in front of it. For a reduction or a copy to
+    the CPU: its operands, unless its results are the operands.
     """
     if is_in_place(launch):
         return []
     if not is_unshard(launch):
         return meta.operands(launch)
     found: list[fx.Node] = []
-    for operand in meta.operands(launch):
-        while operand.op == "call_function":
-            found.append(operand)
-            maker = meta.source(operand)  # the pick's operator
-            if maker.target is reshard:
-                break
-            operand = meta.operands(maker)[int(operand.args[1])]  # type: ignore[arg-type]
+    todo = meta.operands(launch)[::-1]
+    while todo:
+        operand = todo.pop()
+        if operand.op != "call_function":
+            continue
+        found.append(operand)
+        maker = meta.source(operand)  # the pick's operator
+        if maker.target is pack:
+            todo += meta.operands(maker)[::-1]
+        elif maker.target is not reshard:
+            todo.append(meta.operands(maker)[int(operand.args[1])])  # type: ignore[arg-type]
+    return found
+
+
+def packed_results(launch: fx.Node) -> list[fx.Node]:
+    """Results of an unshard that `unpack` takes apart: behind it nobody needs them."""
+    return [pick for pick in launch.users if any(user.target is unpack for user in pick.users)]
+
+
+def unsharded(launch: fx.Node) -> list[fx.Node]:
+    """The unsharded parameters, padded, that an unshard leaves: its results, or the unpacked."""
+    found: list[fx.Node] = []
+    for pick in launch.users:
+        parts = [user for user in pick.users if user.target is unpack]
+        found += [part for word in parts for part in word.users] or [pick]
     return found
 
 
@@ -187,9 +240,9 @@ def dying_results(launch: fx.Node, kept: set[int]) -> list[fx.Node]:
 
     `kept`: from `kept_storages`.
     """
-    picks = list(launch.users)
     if is_unshard(launch):
-        return picks
+        return unsharded(launch)
+    picks = list(launch.users)
     taken = kept
     if is_in_place(launch):
         for operand in meta.operands(launch):

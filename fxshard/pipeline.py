@@ -23,14 +23,19 @@ from fxshard.errors import ConfigError, VerifyError
 from fxshard.passes.annotate_streams import AnnotateStreams
 from fxshard.passes.assign_checkpoints import AssignCheckpoints
 from fxshard.passes.assign_units import AssignUnits
+from fxshard.passes.bucket import Bucket
 from fxshard.passes.canonicalize import Canonicalize
 from fxshard.passes.checkpoint import Checkpoint
+from fxshard.passes.compile_regions import CompileRegions
 from fxshard.passes.insert_free import InsertFree
 from fxshard.passes.insert_reduce import InsertReduce
+from fxshard.passes.insert_step import InsertStep
 from fxshard.passes.insert_unshard import InsertUnshard
 from fxshard.passes.outline_regions import OutlineRegions
 from fxshard.passes.prefetch import Prefetch
+from fxshard.passes.reinplace import Reinplace
 from fxshard.program import Fact, Program
+from fxshard.sizes import parse_bytes
 from fxshard.units import Unit, check_reshard, checkpointed_modules, with_precision
 
 
@@ -60,14 +65,22 @@ def default_passes(config: Config) -> list[Pass]:
         AssignUnits(),
         AssignCheckpoints(),
         Checkpoint(),
+        Bucket(
+            parse_bytes(config.max_bucket_bytes) if config.max_bucket_bytes is not None else None,
+            parse_bytes(config.min_bucket_bytes) if config.min_bucket_bytes is not None else None,
+            parse_bytes(config.pack_bytes),
+        ),
         InsertUnshard(),
         InsertReduce(
             config.reduce_op, config.gradient_divide_factor, config.gradient_predivide_factor
         ),
-        Prefetch(forward=config.forward_prefetch, backward=config.backward_prefetch),
-        AnnotateStreams(),
+        Prefetch(config.forward_prefetch, config.backward_prefetch, config.max_inflight),
+        *([InsertStep()] if config.optimizer_in_backward else []),
+        *([] if config.backend == "inductor" else [Reinplace()]),  # Inductor reuses by itself
         InsertFree(),
+        AnnotateStreams(),
         OutlineRegions(),
+        *([CompileRegions()] if config.backend == "inductor" and config.device is None else []),
     ]
 
 
@@ -91,6 +104,8 @@ def run(
         VerifyError: a Fact does not hold; names the pass, if checked after each.
     """
     env = environment()
+    if program.gradients is None:
+        program.gradients = frozenset(r.name for r in program.results if r.kind == "grad")
     texts = observe is not None or env.debug >= 3 or env.dump_dir is not None
     for position, step in enumerate(passes):
         missing = step.requires - program.facts
@@ -170,6 +185,7 @@ def make_program(
     program.accumulated = frozenset(accumulated)
     program.comm_hook = comm_hook
     program.offloaded = config.offload is not None
+    program.compiled = config.backend == "inductor"
     program.checkpoints = checkpointed_modules(model, config, units)
     passes = config.passes if config.passes is not None else default_passes(config)
     run(program, passes, observe=observe)

@@ -10,8 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxshard import compat, dump, levers, limits
+from fxshard import budget, certificate, compat, dump, levers, limits
+from fxshard.budget import Picked
 from fxshard.config import Config
+from fxshard.cost import timeline
+from fxshard.cost.hardware import Hardware, hardware_of
+from fxshard.cost.timeline import Estimate
 from fxshard.errors import ConfigError
 from fxshard.executor import emit
 from fxshard.limits import Limit
@@ -20,8 +24,9 @@ from fxshard.memory.in_backward import trace_in_backward
 from fxshard.memory.lifecycle.phases import lifecycle
 from fxshard.memory.lifecycle.script import LifecyclePhase
 from fxshard.memory.loss import trace_loss
-from fxshard.memory.optimizer import trace_step
+from fxshard.memory.optimizer import OptimizerStep, trace_step
 from fxshard.memory.report import MemoryReport
+from fxshard.memory.views.live import live_after
 from fxshard.mesh import grid
 from fxshard.pipeline import Observer, make_program
 from fxshard.program import Program
@@ -42,8 +47,6 @@ class Workload:
         micro_batches: forward and backward passes per step.
         no_sync: all but the last of them run under `ShardedModule.no_sync`.
         loss: what the user computes from the model's output, outside of it; None: nothing.
-        optimizer_in_backward: each parameter's optimizer steps as soon as its gradient is there
-            (``register_post_accumulate_grad_hook``), and drops it.
     """
 
     module: nn.Module
@@ -53,17 +56,14 @@ class Workload:
     micro_batches: int = 1
     no_sync: bool = False
     loss: Callable[[Any], torch.Tensor] | None = None
-    optimizer_in_backward: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
             raise ConfigError(f"micro_batches={self.micro_batches!r}: a step has at least one.")
-        if self.optimizer_in_backward and self.config.optimizer is None:
-            raise ConfigError("optimizer_in_backward=True needs an optimizer=... to run.")
-        if self.optimizer_in_backward and self.micro_batches > 1:
+        if self.config.optimizer_in_backward and self.micro_batches > 1 and not self.no_sync:
             raise ConfigError(
                 "optimizer_in_backward=True with micro_batches > 1: the first micro-batch would "
-                "step already. Leave one of the two out."
+                "step already. Accumulate under no_sync (no_sync=True), or leave one of them out."
             )
 
     def changed(self, changes: dict[str, Any]) -> Workload:
@@ -72,10 +72,8 @@ class Workload:
         mine = {name: value for name, value in changes.items() if name in own}
         args, kwargs = self.call
         mine["call"] = changes.get("args", args), changes.get("kwargs", kwargs)
-        options = {f.name: getattr(self.config, f.name) for f in dataclasses.fields(Config)} | {
-            n: v for n, v in changes.items() if n not in (*own, "args", "kwargs")
-        }
-        return dataclasses.replace(self, config=Config.from_options(options), **mine)
+        options = {n: v for n, v in changes.items() if n not in (*own, "args", "kwargs")}
+        return dataclasses.replace(self, config=self.config.changed(options), **mine)
 
 
 def make_plan(
@@ -123,7 +121,10 @@ class Plan:
     Attributes:
         programs: the rewritten programs, one per micro-batch of a step.
         workload: what it was made for.
+        picked: what ``memory_budget`` has picked; None without it.
     """
+
+    picked: Picked | None = None
 
     def __init__(
         self,
@@ -150,13 +151,16 @@ class Plan:
         return self.program.units
 
     @functools.cached_property
+    def _optimizer_step(self) -> OptimizerStep | None:
+        for_cuda = self.config.device == "cuda"
+        if self.config.optimizer_in_backward:
+            return trace_in_backward(self.program, self.config.optimizer, for_cuda=for_cuda)
+        return trace_step(self.program, self.config.optimizer, for_cuda=for_cuda)
+
+    @functools.cached_property
     def memory(self) -> MemoryReport:
         """Bytes at every point of the step, per category and module (computed once, on demand)."""
-        for_cuda = self.config.device == "cuda"
-        if self.workload.optimizer_in_backward:
-            step = trace_in_backward(self.program, self.config.optimizer)
-        else:
-            step = trace_step(self.program, self.config.optimizer, for_cuda=for_cuda)
+        step = self._optimizer_step
         loss = trace_loss(self.program, self.workload.loss)
         work = self.workload
         held = liveness.held_ranges(work.module, work.call, self.program, loss)
@@ -180,14 +184,17 @@ class Plan:
 
         Args:
             **changes: options of `fxshard.plan`, ``world_size``, ``args``, ``kwargs``,
-                ``micro_batches``, ``no_sync``, ``loss``, ``optimizer_in_backward``.
+                ``micro_batches``, ``no_sync``, ``loss``.
 
         Raises:
-            ConfigError, UnitError, CaptureError, VerifyError: as `fxshard.plan`.
+            ConfigError, UnitError, CaptureError, VerifyError, DoesNotFitError: as `fxshard.plan`.
         """
         same_call = "args" not in changes and "kwargs" not in changes
-        workload = self.workload.changed(changes)
-        return make_plan(workload, captures=self._captures if same_call else None)
+        captures = self._captures if same_call else None
+        if changes.get("memory_budget") is None:
+            return make_plan(self.workload.changed(changes), captures=captures)
+        asked = self.workload if self.picked is None else self.picked.asked
+        return budget.fitting(make_plan(asked.changed(changes), captures=captures))
 
     def largest_batch(self, budget: int | str, *, multiple_of: int = 1) -> Limit:
         """The largest batch per rank with which the first and every later step fit.
@@ -226,16 +233,38 @@ class Plan:
     @property
     def certificate(self) -> str:
         """SHA-256 of the collective sequence; equal on all ranks."""
-        return dump.certificate(self.program)
+        return certificate.certificate(self.program)
 
-    def dump(self, phase: str | None = None, fold: bool = True) -> str:
-        """The outer schedule as text.
+    def estimate(self, hardware: str | Hardware, *, ranks_per_node: int | None = None) -> Estimate:
+        """What a step takes: a timeline of every stream, estimated without running anything.
+
+        Args:
+            hardware: "h100", "h200", "b200", or figures of your own.
+            ranks_per_node: other than the hardware's.
+
+        Raises:
+            ConfigError: there is no such preset.
+        """
+        chosen = hardware_of(hardware, ranks_per_node)
+        return timeline.estimate(self.programs, chosen, self._optimizer_step)
+
+    def dump(
+        self, phase: str | None = None, fold: bool = True, hardware: str | Hardware | None = None
+    ) -> str:
+        """The outer schedule as text, with what is alive behind each row; in MiB.
 
         Args:
             phase: "forward" or "backward"; None for both.
-            fold: identical layers as one block, "x N".
+            fold: identical layers as one block, "x N", and waits and frees beside what they are
+                for; else every row as it is.
+            hardware: adds for how many milliseconds the compute stream stands still, as
+                `estimate`.
         """
-        return dump.schedule(self.program, folded=fold, phase=phase)
+        exposed = None
+        if hardware is not None:
+            exposed = self.estimate(hardware).exposed(len(self.programs) - 1)
+        live = live_after(self.memory)
+        return dump.schedule(self.program, folded=fold, phase=phase, live=live, exposed=exposed)
 
 
 def without_data(call: Call) -> Call:

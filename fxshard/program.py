@@ -7,9 +7,10 @@ sharded parameter     this rank's rows of a parameter, padded to ``ceil(rows / w
                       storage. Lives as long as the model; on the CPU if it is offloaded.
 unsharded parameter   the whole parameter, for as long as its unit computes. It is the buffer that
                       the all-gather wrote (from launch to wait: category *All Gather*; from wait
-                      to free: category *Unsharded Param*).
+                      to free: category *Unsharded Param*), or a copy of its part of one.
 sent copy             what an all-gather sends if not the shard itself: the shard cast to the
-                      unit's dtype, or loaded from the CPU (category *All Gather*).
+                      unit's dtype, loaded from the CPU, or packed with others (category *All
+                      Gather*, as what is gathered of packed ones until it is unpacked).
 resharded parameter   rows of an unsharded parameter that a rank of a smaller group keeps from
                       forward to backward (category *Sharded Param*).
 whole parameter       an ignored parameter: as it is on the model, never communicated.
@@ -62,11 +63,29 @@ class Fact(enum.Enum):
     NO_PARAM_SAVED = "nothing of a parameter is saved for backward, unless its unit stays unsharded"
     REDUCED_ONCE = "each unsharded gradient is reduced exactly once"
     EQUAL_CHUNKS = "every collective moves the same number of bytes on every rank"
+    BUCKETED = "every parameter is in one bucket, and each collective moves those of one"
+    STEPPED_ONCE = "each reduced gradient is stepped once, behind every read of it and its shard"
     FREED = "every unsharded parameter and reduced gradient has one free"
     NO_USE_AFTER_FREE = "nothing reads a storage after its free, through any alias"
-    BOUNDED_INFLIGHT = "at most prefetch + 1 units wait for their first use, none outlasts its last"
+    BOUNDED_INFLIGHT = (
+        "at most prefetch + 1 units wait for their first use, none outlasts its last, "
+        "at most max_inflight are unsharded"
+    )
     STREAMS_ORDERED = "every read across streams is ordered by an event"
     OUTLINED = "the schedule runs the nodes of the graph, each once, in an order that keeps data"
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamBucket:
+    """What one all-gather, and one reduction, moves: by default the parameters of one unit.
+
+    Attributes:
+        fqns: its parameters.
+        packed: those of them that are sent in one buffer, if at least two of a dtype are.
+    """
+
+    fqns: tuple[str, ...]
+    packed: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +155,12 @@ class Program:
         device: where it computes.
         fake_mode: owner of the fake values, for passes that make new ones.
         facts: what has been ensured so far.
-        forward_prefetch, backward_prefetch: units ahead, as in `Config`.
+        gradients: names of the gradients that capture found, once the pipeline has begun.
+        buckets: what moves together; none before bucket has run (see `moving`).
+        forward_prefetch, backward_prefetch: how many buckets may wait unsharded for their first
+            use, besides the one that is launched where it is needed.
+        max_inflight: how many buckets may be unsharded at any point; None: no limit of its own.
+    compiled: regions are compiled: what must run in eager's order stands apart from the rest.
         calls: every call of a module in forward, in order; nodes refer to them.
         checkpoints: FQN of each module whose calls are checkpointed -> "full", "selective" or a
             policy function, as in `Config`.
@@ -157,8 +181,12 @@ class Program:
     comm_hook: bool = False
     offloaded: bool = False
     facts: set[Fact] = dataclasses.field(default_factory=set)
+    gradients: frozenset[str] | None = None
+    buckets: tuple[ParamBucket, ...] = ()
     forward_prefetch: int = 1
     backward_prefetch: int = 1
+    max_inflight: int | None = None
+    compiled: bool = False
     calls: tuple[Call, ...] = ()
     checkpoints: dict[str, Any] = dataclasses.field(default_factory=dict)
     schedule: Schedule | None = None
@@ -173,6 +201,12 @@ class Program:
             params = {param.fqn: param for unit in self.units for param in unit.params}
             self._params = self.units, params
         return self._params[1]
+
+    @property
+    def moving(self) -> tuple[ParamBucket, ...]:
+        """`buckets`, or one per unit where no pass has made any."""
+        units = (ParamBucket(tuple(p.fqn for p in unit.params)) for unit in self.units)
+        return self.buckets or tuple(bucket for bucket in units if bucket.fqns)
 
     @property
     def wholes(self) -> dict[str, Param]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,8 +25,9 @@ def tracked_steps(model: ShardedModule, work: Workload, tracker: Tracker, steps:
     Without a loss of the user's, the gradients that arrive at the outputs are ones.
     """
     optimizer = None
-    if work.optimizer_in_backward:
-        _step_in_backward(model, tracker)
+    in_backward = model.config.optimizer_in_backward
+    if in_backward:
+        tracker.optimizer_state(model.optimizer)
     elif model.config.optimizer is not None:
         optimizer = make_optimizer(model.config.optimizer, list(model.parameters()))
         tracker.optimizer_state(optimizer)  # Adagrad has it from the start
@@ -41,20 +42,19 @@ def tracked_steps(model: ShardedModule, work: Workload, tracker: Tracker, steps:
     tracker.know([*inputs, *_tensors_of(work.loss)], Category.INPUTS)
     del shards
     trained = [param for param in model.parameters() if param.requires_grad]
-    hooks = [param.register_hook(tracker.gradient) for param in trained]
+    hooks = [param.register_hook(tracker.gradient) for param in trained if not in_backward]
     with tracker:
         for _ in range(steps):
             for i in range(work.micro_batches):
                 waits = work.no_sync and i < work.micro_batches - 1
                 with model.no_sync() if waits else contextlib.nullcontext():
                     _forward_backward(model, work, program, tracker)
-                if not work.optimizer_in_backward:
-                    tracker.at()
+                tracker.at()
                 tracker.gradients(model.parameters())
                 sums = (t for each in model.accumulated.values() for t in each)
                 tracker.mark(sums, Category.UNSHARDED_GRAD)
                 del sums
-            if not work.optimizer_in_backward:
+            if not in_backward:
                 tracker.begin("optimizer")
                 if optimizer is not None:
                     optimizer.step()
@@ -80,8 +80,6 @@ def _forward_backward(
         tracker.begin("loss backward")
         tangents = [torch.ones_like(root) for root in roots]
         torch.autograd.backward(roots, tangents)
-        if work.optimizer_in_backward:
-            tracker.at()
         return
     tracker.begin("loss")
     for root in roots:
@@ -90,16 +88,6 @@ def _forward_backward(
     tracker.at()
     tracker.begin("loss backward")
     value.backward()
-    if work.optimizer_in_backward:
-        tracker.at()
-
-
-def _step_in_backward(model: ShardedModule, tracker: Tracker) -> None:
-    """Give each parameter an optimizer of its own, which steps when its gradient has arrived."""
-    for param in model.parameters():
-        if param.requires_grad:
-            own = make_optimizer(model.config.optimizer, [param])
-            param.register_post_accumulate_grad_hook(_stepping(own, tracker))
 
 
 def _tensors_of(loss: Any) -> Iterator[torch.Tensor]:
@@ -116,18 +104,6 @@ def _tensors_of(loss: Any) -> Iterator[torch.Tensor]:
         for value in (*names.nonlocals.values(), *names.globals.values()):
             if isinstance(value, (torch.Tensor, torch.nn.Module)):
                 yield from _tensors_of(value)
-
-
-def _stepping(optimizer: torch.optim.Optimizer, tracker: Tracker) -> Callable[[torch.Tensor], None]:
-    def step(param: torch.Tensor) -> None:
-        if tracker.phase != "optimizer":  # the first of them: the model's backward is over
-            tracker.at()
-            tracker.begin("optimizer")
-        optimizer.step()
-        tracker.optimizer_state(optimizer)
-        param.grad = None
-
-    return step
 
 
 def split_steps(

@@ -17,6 +17,7 @@ from torch import fx
 
 from fxshard import meta
 from fxshard.program import Program
+from fxshard.regions import Compiled, stays_apart
 from fxshard.units import is_under
 
 COMPUTE: tuple[meta.Role, ...] = ("compute", "pad", "settle")
@@ -31,11 +32,13 @@ class Region:
         graph: placeholders in order of first use; the output is a tuple. Module names are
             relative to the calling row's module (see `_relative`).
         digest: SHA-256 of operators, arguments and metadata; equal runs have equal digests.
+        compiled: the code that runs in place of the operators, if there is some.
     """
 
     name: str
     graph: fx.Graph
     digest: str
+    compiled: Compiled | None = None
 
     @property
     def body(self) -> list[fx.Node]:
@@ -118,7 +121,11 @@ def _outer(
     run: list[fx.Node] = []
     for node in nodes:
         tag = meta.get(node)
-        if run and (tag.role not in COMPUTE or tag.unit != meta.get(run[-1]).unit):
+        if run and (
+            tag.role not in COMPUTE
+            or tag.unit != meta.get(run[-1]).unit
+            or (program.compiled and stays_apart(node) != stays_apart(run[-1]))
+        ):
             _call_region(program, outer, env, run, regions)
             run = []
         if tag.role in COMPUTE:
@@ -231,7 +238,8 @@ class Point:
 
     Attributes:
         row: the row of the outer schedule.
-        node: the operator inside the row's region, or None: the row itself is done.
+        node: the operator inside the row's region, or None: the row itself is done. In a compiled
+            region, a step of its code: the row.
         origin: the node of the joint graph that `node` stands for in this call of the region; the
             row, if there is none.
     """
@@ -254,12 +262,18 @@ def points(schedule: Schedule, graph: fx.Graph) -> list[Point]:
     found: list[Point] = []
     for row in graph.nodes:
         if row.op == "call_module":
-            body = schedule.regions[str(row.target)].body
-            found += [Point(row, *pair) for pair in zip(body, row.meta["run"], strict=True)]
+            found += _inner_points(schedule.regions[str(row.target)], row)
         elif row.op != "call_function" or row.target is operator.getitem:
             continue
         found.append(Point(row, None, row))
     return found
+
+
+def _inner_points(region: Region, row: fx.Node) -> list[Point]:
+    """Behind each operator, or each step of the code in place of them but the last, its return."""
+    if region.compiled is not None:
+        return [Point(row, row, row) for _ in region.compiled.steps[:-1]]
+    return [Point(row, *pair) for pair in zip(region.body, row.meta["run"], strict=True)]
 
 
 def last_reads(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

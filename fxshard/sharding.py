@@ -289,5 +289,9 @@ def as_gradient(slot: Slot, shards: list[Tensor], world: C10dWorld | InProcessWo
     """The averaged shards of a gradient in the form of the parameter."""
     if isinstance(world, InProcessWorld):
         return torch.cat(shards)[: slot.param.shape[0]]
-    local = shards[0][: len(slot.param.rows(world.rank, world.size))]
+    local, rows, exposed = shards[0], slot.local.shape[0], slot.tensor
+    if local.shape[0] != rows:
+        local = local[:rows]
+    if isinstance(exposed, DTensor) and local.dtype is exposed.dtype:
+        return compat.dtensor_like(local, exposed)
     return as_dtensor(slot.param, local, world)

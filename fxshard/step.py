@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from fxshard import compat, meta
+from fxshard import compat, meta, ops
 from fxshard.errors import StepError
 from fxshard.program import Program
 from fxshard.sharding import as_gradient
@@ -160,7 +160,7 @@ def _gradients(call: Call, results: list[list[Tensor]], inputs: int) -> list[Ten
     for fqn in differentiated(program):
         shards = [grads.pop(fqn) for grads in per_rank if fqn in grads]
         if not shards:
-            out.append(None)  # accumulated, not reduced
+            out.append(None)  # accumulated, not reduced; or stepped already
         elif fqn in call.module.wholes:
             out.append(shards[0])
         else:
@@ -176,4 +176,5 @@ def differentiated(program: Program) -> list[str]:
     """FQNs of the parameters that the program makes gradients of, reduced or accumulated."""
     known = program.params.keys() | program.wholes.keys()
     names = [r.name for r in program.results if r.kind != "output" and r.name in known]
+    names += ops.stepped(program)
     return list(dict.fromkeys([*names, *sorted(program.accumulated)]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from typing import ClassVar
 
@@ -9,63 +10,55 @@ from torch import fx
 
 from fxshard import meta, ops
 from fxshard.program import Fact, Program
+from fxshard.schedule import COMPUTE
+from fxshard.verify import orders
+from fxshard.verify.orders import ENTRY, STREAMS, Need, Step
+
+Clock = dict[str, int]  # per stream: how many of its operators are over
 
 
 @dataclasses.dataclass(frozen=True)
 class AnnotateStreams:
-    """Launches run on streams of their own; events order them against the compute stream.
+    """Launches run on streams of their own; events order them where an order is needed.
 
-    A launch waits for what the compute stream has enqueued so far: the writers of its inputs, and
-    the last readers of the memory that its buffers may reuse. The event is recorded by the last
-    node in front of it on the compute stream. A wait node makes the compute stream wait for the
-    launch. On CPU this orders nothing at run time; on CUDA the executor obeys it.
+    `fxshard.verify.orders` says which orders those are, and why: who reads what another writes, and
+    memory that the caching allocator gives out again. A launch waits for the last operator of each
+    other stream that it needs, if no other chain of events leads there; so an event is recorded as
+    early as may be. The compute stream waits for a launch at its wait node, unless a later wait is
+    early enough and says it too. Nothing else waits, and nothing is recorded that nobody waits for:
+    take away one event, and some order is missing.
+
+    Events of the compute stream are recorded behind the compute region of the operator in question
+    (no event can be recorded inside of one), or where the phase begins: ``c_forward`` and
+    ``c_backward`` stand for all that the caller ran before. On CPU this orders nothing at run time;
+    on CUDA `fxshard.world.c10d.C10dWorld` obeys it.
 
     Before::
 
         %mm = aten.mm(%x, %t)
-        %unshard_0 = fxshard.all_gather([%w_shard], 2)
-        %wait_0 = fxshard.wait([%getitem])
+        %unshard_1 = fxshard.all_gather([%w_shard], 2)
+        %wait_1 = fxshard.wait([%getitem])
 
     After::
 
-        %mm = aten.mm(%x, %t)                            | records=c0
-        %unshard_0 = fxshard.all_gather([%w_shard], 2)   | stream=unshard waits=c0 records=u0
-        %wait_0 = fxshard.wait([%getitem])               | waits=u0
+        %mm = aten.mm(%x, %t)                            | records=c1
+        %unshard_1 = fxshard.all_gather([%w_shard], 2)   | stream=unshard waits=c1 records=u1
+        %wait_1 = fxshard.wait([%getitem])               | waits=u1
     """
 
     name: ClassVar[str] = "annotate-streams"
-    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.UNSHARD_PAIRED})
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.UNSHARD_PAIRED, Fact.FREED})
     ensures: ClassVar[frozenset[Fact]] = frozenset({Fact.STREAMS_ORDERED})
 
     def apply(self, program: Program) -> None:
-        before: fx.Node | None = None  # the last node on the compute stream
         for node in program.graph.nodes:
-            tag = meta.get(node)
-            if node.op != "call_function":
-                continue
-            if node.target in STREAMS:
-                stream = STREAMS[node.target]
-                waits = [_event(before, tag.pair)] if before is not None else []
-                waits += _made_elsewhere(node, stream)
-                done = f"{EVENTS[node.target]}{tag.pair}"
-                meta.update(node, stream=stream, waits=tuple(waits), records=done)
-            elif node.target is ops.wait:
-                launch = meta.source(meta.operands(node)[0])
-                meta.update(node, waits=(meta.get(launch).records,))
-            if meta.get(node).stream == "compute" and tag.role not in ("unshard", "reduce", "free"):
-                before = node
+            if node.op == "call_function":
+                stream = STREAMS.get(node.target, "compute")
+                meta.update(node, stream=stream, waits=(), records=None)
+        steps = list(orders.steps(program))
+        order_launches(steps, order_compute(steps))
 
 
-# A cast runs where the gather that sends it does, and needs no event.
-STREAMS: dict[object, meta.Stream] = {
-    ops.all_gather: "unshard",
-    ops.cast: "unshard",
-    ops.load: "load",
-    ops.reduce_scatter: "reduce",
-    ops.all_reduce: "reduce",
-    ops.comm_hook: "reduce",
-    ops.store: "store",
-}
 EVENTS: dict[object, str] = {
     ops.all_gather: "u",
     ops.cast: "k",
@@ -74,21 +67,173 @@ EVENTS: dict[object, str] = {
     ops.all_reduce: "a",
     ops.comm_hook: "h",
     ops.store: "s",
+    ops.pack: "p",
 }
 
 
-def _made_elsewhere(node: fx.Node, stream: meta.Stream) -> list[str]:
-    """Events of launches on other streams whose results `node` reads without a wait."""
-    events: dict[str, None] = {}
-    for operand in meta.operands(node):
-        maker = meta.source(operand) if operand.op == "call_function" else operand
-        if maker.target in (ops.load, ops.cast) and meta.get(maker).stream != stream:
-            events[str(meta.get(maker).records)] = None
-    return list(events)
+@dataclasses.dataclass
+class Wait:
+    """A wait node that may make the compute stream wait for its launch.
+
+    Attributes:
+        at: number of its step.
+        knows: what is over when its launch is, of the streams that are not the compute stream.
+        needed_at: number of the first step that needs it.
+    """
+
+    at: int
+    node: fx.Node
+    launch: fx.Node
+    knows: Clock
+    needed_at: int = 0
 
 
-def _event(node: fx.Node, pair: int | None) -> str:
-    """The event that `node` records when it is done; a new one if it has none yet."""
+def order_compute(steps: list[Step]) -> dict[fx.Node, fx.Node]:
+    """The wait nodes that the compute stream needs, with their launches.
+
+    A wait is taken when something behind it needs it. If a later wait, in front of that, is taken
+    afterwards and covers it, it is dropped again.
+    """
+    known: Clock = {}
+    knows: dict[tuple[str, int], Clock] = {}  # of launches, by stream and position
+    of_stream: dict[str, Clock] = {}
+    launches: dict[
+        int | None, tuple[fx.Node, Clock]
+    ] = {}  # by pair; the last is what is waited for
+    pending: list[Wait] = []
+    taken: list[Wait] = []
+    for at, step in enumerate(steps):
+        if step.stream != "compute":
+            clock = dict(of_stream.get(step.stream, {}))
+            for stream, need in step.needs.items():
+                join(clock, knows.get((stream, need.position), {}))
+            clock[step.stream] = step.position
+            knows[step.stream, step.position] = of_stream[step.stream] = clock
+            launches[meta.get(step.node).pair] = step.node, clock
+            continue
+        if step.kind == "run" and step.node.target is ops.wait:
+            launch = launches.get(meta.get(step.node).pair)
+            if launch is not None:
+                pending.append(Wait(at, step.node, *launch))
+        for stream, need in step.needs.items():
+            if known.get(stream, 0) >= need.position:
+                continue
+            wait = next((w for w in pending if w.knows.get(stream, 0) >= need.position), None)
+            if wait is None:
+                continue  # verify says so
+            wait.needed_at = at
+            join(known, wait.knows)
+            late = len(taken)
+            while late and taken[late - 1].needed_at > wait.at:
+                late -= 1
+            taken[late:] = [w for w in taken[late:] if not covers(wait.knows, w.knows)] + [wait]
+            pending = [w for w in pending if not covers(known, w.knows)]
+    return {wait.node: wait.launch for wait in taken}
+
+
+def order_launches(steps: list[Step], waits: dict[fx.Node, fx.Node]) -> None:
+    """Tag every node with the events that it waits for and records."""
+    ends = ends_of_runs(steps)
+    entered: dict[int, meta.Phase] = {}  # position on the compute stream -> phase that begins
+    nodes: dict[int, fx.Node] = {}  # position on the compute stream -> operator
+    clocks: dict[str, Clock] = {"compute": {}}
+    after: dict[fx.Node, Clock] = {}  # per launch, the clock of its stream behind it
+    launches: dict[tuple[str, int], fx.Node] = {}
+    changes: list[tuple[int, Clock]] = []  # of the clock of the compute stream
+    entry, before_entry = 0, Clock()  # of the phase; what was over then
+    for step in steps:
+        if step.kind == "entry":
+            entry, before_entry = step.position, dict(clocks["compute"])
+            entered[step.position] = meta.get(step.node).phase
+            changes.append((step.position, dict(clocks["compute"])))
+        elif step.kind == "run" and step.stream == "compute":
+            nodes[step.position] = step.node
+            if step.node in waits:
+                launch = waits[step.node]
+                meta.update(step.node, waits=(event_of(launch),))
+                join(clocks["compute"], after[launch])
+                changes.append((step.position, dict(clocks["compute"])))
+        elif step.kind == "run":
+            mine = clocks.setdefault(step.stream, {})
+            found: dict[tuple[str, int], Clock] = {}
+            for stream, need in step.needs.items():
+                where, position = place(stream, need, ends, entry, before_entry)
+                if mine.get(where, 0) >= position:
+                    continue
+                if where == "compute":
+                    last = bisect.bisect_right(changes, position, key=lambda change: change[0])
+                    found[where, position] = changes[last - 1][1] | {"compute": position}
+                else:
+                    found[where, position] = after[launches[where, position]]
+            waited: list[str] = []
+            for (where, position), _ in sorted(found.items()):
+                others = (clock for key, clock in found.items() if key != (where, position))
+                if any(clock.get(where, 0) >= position for clock in others):
+                    continue
+                if where != "compute":
+                    waited.append(event_of(launches[where, position]))
+                elif position in entered:
+                    waited.append(ENTRY[entered[position]])
+                else:
+                    waited.append(event_behind(nodes[position], step.node))
+            for clock in found.values():
+                join(mine, clock)
+            mine[step.stream] = step.position
+            after[step.node], launches[step.stream, step.position] = dict(mine), step.node
+            meta.update(step.node, waits=tuple(waited))
+
+
+def ends_of_runs(steps: list[Step]) -> dict[int, int]:
+    """Per position on the compute stream, that of the last operator of its compute region."""
+    run: list[int] = []
+    unit: int | None = None
+    found: dict[int, int] = {}
+    for step in steps:
+        tag = meta.get(step.node)
+        ends = step.kind == "entry" or tag.role not in COMPUTE or tag.unit != unit
+        if run and ends:
+            found |= dict.fromkeys(run, run[-1])
+            run = []
+        if step.kind == "run" and tag.role in COMPUTE:
+            run.append(step.position)
+            unit = tag.unit
+    return found | dict.fromkeys(run, run[-1] if run else 0)
+
+
+def place(
+    stream: str, need: Need, ends: dict[int, int], entry: int, before_entry: Clock
+) -> tuple[str, int]:
+    """Behind what to wait: what ran in an earlier phase is over where this one begins."""
+    if stream == "compute":
+        return stream, max(ends.get(need.position, need.position), entry)
+    if before_entry.get(stream, 0) >= need.position:
+        return "compute", entry
+    return stream, need.position
+
+
+def event_of(launch: fx.Node) -> str:
+    """The event that `launch` records when it is done."""
+    tag = meta.get(launch)
+    meta.update(launch, records=f"{EVENTS[launch.target]}{tag.pair}")
+    return str(meta.get(launch).records)
+
+
+def event_behind(node: fx.Node, launch: fx.Node) -> str:
+    """The event that `node` of the compute stream records; named after the first that waits."""
     if meta.get(node).records is None:
-        meta.update(node, records=f"c{pair}")
+        kind = EVENTS[launch.target]
+        name = f"c{meta.get(launch).pair}"
+        meta.update(node, records=name if kind in "urah" else name + kind)
     return str(meta.get(node).records)
+
+
+def covers(clock: Clock, other: Clock) -> bool:
+    """True if `clock` knows all that `other` knows."""
+    return all(clock.get(stream, 0) >= position for stream, position in other.items())
+
+
+def join(clock: Clock, other: Clock) -> None:
+    """Make `clock` know what `other` knows."""
+    for stream, position in other.items():
+        if clock.get(stream, 0) < position:
+            clock[stream] = position

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -11,7 +12,10 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from fxshard import meta
+from fxshard.cost.hardware import PRESETS
+from fxshard.cost.operators import node_seconds
 from fxshard.program import Fact, Program
+from fxshard.recompute import Seconds, choose
 
 aten = torch.ops.aten
 
@@ -27,9 +31,16 @@ HEAVY = (
 SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
+def on_h100(node: fx.Node) -> float:
+    """Seconds of an operator on an H100: with other hardware the order is much the same."""
+    return node_seconds(node, PRESETS["h100"])
+
+
 @dataclasses.dataclass(frozen=True)
 class AssignCheckpoints:
     """Each call of a module that ``checkpoint`` names is one checkpoint; the model's own stay.
+
+    With a number of bytes in place of policies, `fxshard.recompute` chooses what they save.
 
     Before::
 
@@ -43,6 +54,8 @@ class AssignCheckpoints:
         %y = aten.tanh(%h)                     | checkpoint=0
         %dh = aten.tanh_backward(%dy, %y)      | checkpoint=0
     """
+
+    seconds: Seconds = on_h100  # of one operator, for a number of bytes
 
     name: ClassVar[str] = "assign-checkpoints"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.UNITS_ASSIGNED})
@@ -63,7 +76,12 @@ class AssignCheckpoints:
             save = tag.save
             if not own and call is not None and tag.phase == "forward":
                 save = is_saved(node, program.checkpoints[program.calls[call].module])
+            save = save and node.target is not operator.getitem  # that of its operator counts
             meta.update(node, checkpoint=number, save=save)
+        budget = next((p for p in program.checkpoints.values() if isinstance(p, int)), None)
+        if budget is not None and program.signature.training:
+            for node in choose(program, budget, self.seconds).save:
+                meta.update(node, save=True)
 
 
 def checkpointed_call(program: Program, call: int | None) -> int | None:
@@ -76,8 +94,10 @@ def checkpointed_call(program: Program, call: int | None) -> int | None:
     return found
 
 
-def is_saved(node: fx.Node, policy: str | Callable[..., CheckpointPolicy]) -> bool:
+def is_saved(node: fx.Node, policy: str | int | Callable[..., CheckpointPolicy]) -> bool:
     """True if a policy keeps what `node` makes for backward."""
+    if isinstance(policy, int):
+        return False
     if isinstance(policy, str):
         return policy == "selective" and node.target in HEAVY
 

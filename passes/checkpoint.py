@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
 
 from fxshard import fakes, meta, rng
 from fxshard.program import Fact, Program
+from fxshard.recompute import from_parameter, generator_of, random_before, writes
 
 aten = torch.ops.aten
 
@@ -97,18 +98,11 @@ def is_kept(node: fx.Node, number: int) -> bool:
     if from_parameter(node):
         return False
     made = meta.source(node) if node.target is operator.getitem else node
-    return meta.get(made).save or any(
-        meta.get(user).checkpoint != number for user in backward_users(node)
+    return (
+        meta.get(node).save
+        or meta.get(made).save
+        or any(meta.get(user).checkpoint != number for user in backward_users(node))
     )
-
-
-def from_parameter(node: fx.Node) -> bool:
-    """True for a parameter and what views and casts alone make of it: that is never saved."""
-    if node.op == "placeholder":
-        return meta.get(node).role == "param"
-    alone = len(node.all_input_nodes) == 1
-    views = node.target is aten._to_copy.default or meta.aliases_input(node)
-    return alone and views and from_parameter(node.all_input_nodes[0])
 
 
 def backward_users(node: fx.Node) -> list[fx.Node]:
@@ -175,39 +169,6 @@ def copy_in_front_of(
     return copies
 
 
-def generator_of(node: fx.Node) -> torch.device | None:
-    """The device whose random numbers `node` draws. Attention without dropout draws none."""
-    if not meta.is_random(node) or argument(node, "dropout_p") == 0.0:
-        return None
-    device: torch.device = next(meta.tensors(node.meta["val"])).device
-    return device
-
-
-def argument(node: fx.Node, name: str) -> Any:
-    """What `node` passes to its operator's argument `name`; None if that has no such argument."""
-    schema: Any = getattr(node.target, "_schema", None)
-    for i, parameter in enumerate(schema.arguments if schema else ()):
-        if parameter.name == name:
-            given = node.args[i] if i < len(node.args) else parameter.default_value
-            return node.kwargs.get(name, given)
-    return None
-
-
-def random_before(program: Program) -> dict[fx.Node, fx.Node | None]:
-    """Per random operator of forward, the one in front of it on the same device."""
-    found: dict[fx.Node, fx.Node | None] = {}
-    last: dict[torch.device, fx.Node] = {}
-    for node in program.phase("forward"):
-        device = generator_of(node) if node.target not in STATES else None
-        if device is not None:
-            found[node] = last.get(device)
-            last[device] = node
-    return found
-
-
-STATES = (rng.get_rng_state, rng.set_rng_state)
-
-
 def get_state(program: Program, device: torch.device, tag: meta.Meta, name: str) -> fx.Node:
     """Append ``get_rng_state`` at the insertion point."""
     node = program.graph.create_node("call_function", rng.get_rng_state, (device,), name=name)
@@ -234,9 +195,3 @@ def unwritten(program: Program, node: fx.Node) -> fx.Node:
         copy = program.graph.create_node("call_function", aten.clone.default, (node,), name=name)
     tag = dataclasses.replace(meta.get(first), checkpoint=None, save=False)
     return meta.put(copy, tag, program.refake(copy))
-
-
-def writes(node: fx.Node) -> bool:
-    """True if `node` changes what it reads."""
-    schema: Any = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable

@@ -58,6 +58,7 @@ class InsertFree:
             pair = meta.get(launch).pair
             gathers = ops.is_unshard(launch)
             groups = [(sent, f"free_sent_{pair}" if gathers else f"free_{pair}")]
+            groups += [(ops.packed_results(launch), f"free_packed_{pair}")]
             if gathers:  # of a unit that stays, backward need not read everything
                 early = [p for p in results if phase_of_last_reader(p) != "backward"]
                 late = [p for p in results if p not in early]

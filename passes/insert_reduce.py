@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -19,12 +20,13 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class InsertReduce:
-    """One reduction per unit (and dtype), behind the last of its gradients.
+    """One reduction per bucket (and dtype), behind the last of its gradients.
 
     A gradient is sent as it lies if it is contiguous, divides evenly, has the dtype of the
     reduction, and nobody else sees its storage; otherwise a copy (padded with zero rows, cast) is
-    sent. Replicas all-reduce what the reduce-scatter leaves. Then the sharded gradient gets the
-    dtype of its parameter, and goes to the CPU if parameters are there.
+    sent. Packed gradients are sent in one flat copy, rank by rank; parts of what is left of it are
+    their sharded gradients. Replicas all-reduce what the reduce-scatter leaves. Then the sharded
+    gradient gets the dtype of its parameter, and goes to the CPU if parameters are there.
 
     Under ``no_sync`` nothing is reduced: gradients are returned, or added to those of the steps
     before, which the first step with a reduction takes in.
@@ -96,20 +98,25 @@ class InsertReduce:
         order = {node: i for i, node in enumerate(program.graph.nodes)}
         returned = returned_storages(program)
         pair = 1 + max((meta.get(n).pair or 0 for n in program.graph.nodes), default=-1)
-        groups: list[tuple[fx.Node, list[Param]]] = []
-        for unit in program.units:
+        groups: list[tuple[fx.Node, list[Param], frozenset[str]]] = []
+        for bucket in program.moving:
             by_dtype: dict[torch.dtype, list[Param]] = {}
-            for param in unit.params:
-                if param.fqn in grads:
-                    dtype = reduce_dtype(program, param, grads[param.fqn])
-                    by_dtype.setdefault(dtype, []).append(param)
+            for param in (program.params[fqn] for fqn in bucket.fqns if fqn in grads):
+                dtype = reduce_dtype(program, param, grads[param.fqn])
+                by_dtype.setdefault(dtype, []).append(param)
             for params in by_dtype.values():
                 last = max((grads[p.fqn] for p in params), key=order.__getitem__)
-                groups.append((last, params))
-        for last, params in sorted(groups, key=lambda group: order[group[0]]):
-            sent = [grads[param.fqn] for param in params]
-            alone = [owns_storage(grad, last, order, returned) for grad in sent]
-            reduced = self._reduce(program, params, sent, alone, last, pair)
+                groups.append((last, params, bucket.packed))
+        for last, params, packed in sorted(groups, key=lambda group: order[group[0]]):
+            sent = {param.fqn: grads[param.fqn] for param in params}
+            packs = packed_together(program, params, sent, packed)
+            small = {param.fqn for pack in packs for param in pack}
+            own = {
+                fqn: owns_storage(grad, last, order, returned)
+                for fqn, grad in sent.items()
+                if fqn not in small
+            }
+            reduced = self._reduce(program, params, sent, own, packs, last, pair)
             grads |= {param.fqn: node for param, node in zip(params, reduced, strict=True)}
             pair += len(self._launches(program)) or 1
 
@@ -125,27 +132,37 @@ class InsertReduce:
         self,
         program: Program,
         params: list[Param],
-        grads: list[fx.Node],
-        alone: list[bool],
+        grads: dict[str, fx.Node],
+        own: dict[str, bool],
+        packs: list[list[Param]],
         last: fx.Node,
         pair: int,
     ) -> list[fx.Node]:
         """Insert launches and waits behind `last`; returns the sharded gradients.
 
-        `alone[i]`: nobody else sees the storage of `grads[i]`, so that it can be sent and freed.
+        Args:
+            own: of each gradient that is sent alone: nobody else sees its storage, so that it can
+                be sent as it lies, and freed.
+            packs: parameters whose gradients are sent in one copy.
         """
         unit = program.units[params[0].unit]
         tag = meta.Meta("backward", "reduce", module=unit.fqn, unit=unit.index, pair=pair)
-        fqns = [param.fqn for param in params]
+        alone = [param for param in params if param.fqn in own]
+        fqns = [*(param.fqn for param in alone), *("" for _ in packs)]
         ranks = program.world_size * program.replicas
-        before, op, behind = self.division(reduce_dtype(program, params[0], grads[0]), ranks)
+        dtype = reduce_dtype(program, params[0], grads[params[0].fqn])
+        before, op, behind = self.division(dtype, ranks)
         if program.comm_hook:
             before = None  # the hook averages
         with program.graph.inserting_before(following(program, last)):
             nodes = [
-                divided(program, as_sendable(program, param, grad, own, tag), before, "pad")
-                for param, grad, own in zip(params, grads, alone, strict=True)
+                divided(program, as_sendable(program, param, grads[param.fqn], mine, tag), before)
+                for param, mine in ((param, own[param.fqn]) for param in alone)
             ]
+            for pack in packs:
+                rows = [as_rows(program, param, grads[param.fqn], tag) for param in pack]
+                flat = cast(program, flat_copy(program, rows, tag), dtype, "pad", tag)
+                nodes.append(divided(program, flat, before))
             if program.comm_hook:
                 return through_hook(program, params, nodes, tag)
             if program.world_size > 1:
@@ -163,14 +180,19 @@ class InsertReduce:
                 ops.insert_wait(program, nodes, tag)
             nodes = [divided(program, node, behind, "settle", tag) for node in nodes]
             if not unit.precision.keep_low_precision_grads:
-                both = zip(nodes, params, strict=True)
-                nodes = [cast(program, node, param.dtype, "settle", tag) for node, param in both]
+                dtypes = [param.dtype for param in [*alone, *(pack[0] for pack in packs)]]
+                both = zip(nodes, dtypes, strict=True)
+                nodes = [cast(program, node, dtype, "settle", tag) for node, dtype in both]
             if program.offloaded:
                 tag = dataclasses.replace(tag, pair=pair + self._launches(program).index("store"))
                 name = f"store_{tag.pair}"
                 nodes = ops.insert_word(program, ops.store, (nodes,), fqns, tag, name)
                 ops.insert_wait(program, nodes, tag)
-        return nodes
+            found = {param.fqn: node for param, node in zip(alone, nodes, strict=False)}
+            for pack, flat in zip(packs, nodes[len(alone) :], strict=True):
+                parts = parts_of(program, pack, flat, tag)
+                found |= {param.fqn: part for param, part in zip(pack, parts, strict=True)}
+        return [found[param.fqn] for param in params]
 
     def division(self, dtype: torch.dtype, ranks: int) -> tuple[float | None, str, float | None]:
         """Divisor before the reduction, its operation, and divisor behind it.
@@ -192,6 +214,62 @@ class InsertReduce:
         return before, "sum", factor / (before or 1.0)
 
 
+def packed_together(
+    program: Program, params: list[Param], grads: dict[str, fx.Node], packed: frozenset[str]
+) -> list[list[Param]]:
+    """The parameters whose gradients are sent in one copy: two or more, of the same dtypes."""
+    if program.comm_hook or program.world_size * program.replicas == 1:
+        return []
+    found: dict[tuple[torch.dtype, torch.dtype], list[Param]] = {}
+    for param in params:
+        if param.fqn in packed:
+            dtypes = (grads[param.fqn].meta["val"].dtype, param.dtype)
+            found.setdefault(dtypes, []).append(param)
+    return [group for group in found.values() if len(group) > 1]
+
+
+def as_rows(program: Program, param: Param, grad: fx.Node, tag: meta.Meta) -> fx.Node:
+    """A view of `grad`, padded, of shape ``[world_size, n]``: what each rank gets of it."""
+    tag = dataclasses.replace(tag, role="pad", fqn=param.fqn)
+    pad = program.world_size * param.chunk(program.world_size)[0] - param.shape[0]
+    node = grad
+    if pad:
+        node = padded(program, grad, pad, tag)
+    elif not grad.meta["val"].is_contiguous():
+        node = contiguous(program, grad, tag)
+    return operation(program, aten.view.default, (node, [program.world_size, -1]), tag)
+
+
+def flat_copy(program: Program, rows: list[fx.Node], tag: meta.Meta) -> fx.Node:
+    """Append a flat copy of all of `rows`, rank by rank."""
+    tag = dataclasses.replace(tag, role="pad", fqn="")
+    whole = operation(program, aten.cat.default, (rows, 1), tag)
+    return operation(program, aten.view.default, (whole, [-1]), tag)
+
+
+def parts_of(
+    program: Program, params: list[Param], flat: fx.Node, tag: meta.Meta
+) -> Iterator[fx.Node]:
+    """Append views of `flat`, which holds the sharded gradients of `params` one behind the other.
+
+    Each is appended when it is asked for.
+    """
+    start = 0
+    for param in params:
+        settle = dataclasses.replace(tag, role="settle", fqn=param.fqn)
+        shape = param.chunk(program.world_size)
+        end = start + math.prod(shape)
+        piece = operation(program, aten.slice.Tensor, (flat, 0, start, end), settle)
+        yield operation(program, aten.view.default, (piece, list(shape)), settle)
+        start = end
+
+
+def operation(program: Program, target: Any, args: tuple[Any, ...], tag: meta.Meta) -> fx.Node:
+    """Append an operator of the compute stream."""
+    node = program.graph.call_function(target, args)
+    return meta.put(node, tag, program.refake(node))
+
+
 def through_hook(
     program: Program, params: list[Param], sent: list[fx.Node], tag: meta.Meta
 ) -> list[fx.Node]:
@@ -199,30 +277,18 @@ def through_hook(
 
     Returns views of its result, in the dtype of each parameter.
     """
-    graph, world = program.graph, program.world_size
-    pad = dataclasses.replace(tag, role="pad")
-
-    def call(target: Any, args: tuple[Any, ...], like: meta.Meta) -> fx.Node:
-        node = graph.call_function(target, args)
-        return meta.put(node, like, program.refake(node))
-
-    rows = [call(aten.view.default, (node, [world, -1]), pad) for node in sent]
-    flat = call(aten.view.default, (call(aten.cat.default, (rows, 1), pad), [-1]), pad)
+    world = program.world_size
+    both = zip(params, sent, strict=True)
+    pads = [(node, dataclasses.replace(tag, role="pad", fqn=p.fqn)) for p, node in both]
+    rows = [operation(program, aten.view.default, (node, [world, -1]), pad) for node, pad in pads]
+    flat = flat_copy(program, rows, tag)
     name = f"hook_{tag.pair}"
     picks = ops.insert_word(program, ops.comm_hook, ([flat], world), [""], tag, name)
     ops.insert_wait(program, picks, tag)
     found: list[fx.Node] = []
-    start = 0
-    for param in params:
-        settle = dataclasses.replace(tag, role="settle", fqn=param.fqn)
-        shape = param.chunk(world)
-        end = start + math.prod(shape)
-        piece = call(aten.slice.Tensor, (picks[0], 0, start, end), settle)
-        piece = call(aten.view.default, (piece, list(shape)), settle)
-        if not program.units[param.unit].precision.keep_low_precision_grads:
-            piece = cast(program, piece, param.dtype, "settle", tag)
-        found.append(piece)
-        start = end
+    for param, part in zip(params, parts_of(program, params, picks[0], tag), strict=True):
+        keeps = program.units[param.unit].precision.keep_low_precision_grads
+        found.append(part if keeps else cast(program, part, param.dtype, "settle", tag))
     return found
 
 
@@ -287,7 +353,7 @@ def divided(
     program: Program,
     node: fx.Node,
     factor: float | None,
-    role: meta.Role,
+    role: meta.Role = "pad",
     tag: meta.Meta | None = None,
 ) -> fx.Node:
     """`node` divided by `factor` in place."""
@@ -327,11 +393,7 @@ def as_sendable(
             meta.update(grad, fqn=param.fqn)
         node = grad
     elif pad:
-        padding = [0, 0] * (val.dim() - 1) + [0, pad]
-        source = grad if val.is_contiguous() else contiguous(program, grad, tag)
-        node = program.graph.call_function(aten.constant_pad_nd.default, (source, padding))
-        fake = program.fake((rows, *param.shape[1:]), val.dtype, val.device)
-        meta.put(node, dataclasses.replace(tag, role="pad"), fake)
+        node = padded(program, grad, pad, tag)
     else:
         node = contiguous(program, grad, tag)
     if val.dtype is dtype:
@@ -339,6 +401,16 @@ def as_sendable(
     node = cast(program, node, dtype, "pad", tag)
     meta.update(node, fqn=param.fqn)
     return node
+
+
+def padded(program: Program, grad: fx.Node, pad: int, tag: meta.Meta) -> fx.Node:
+    """A contiguous copy of `grad` with `pad` more rows, of zeros."""
+    val = grad.meta["val"]
+    padding = [0, 0] * (val.dim() - 1) + [0, pad]
+    source = grad if val.is_contiguous() else contiguous(program, grad, tag)
+    node = program.graph.call_function(aten.constant_pad_nd.default, (source, padding))
+    fake = program.fake((val.shape[0] + pad, *val.shape[1:]), val.dtype, val.device)
+    return meta.put(node, dataclasses.replace(tag, role="pad"), fake)
 
 
 def contiguous(program: Program, grad: fx.Node, tag: meta.Meta) -> fx.Node:

@@ -17,11 +17,12 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class InsertUnshard:
-    """One all-gather per unit and phase, of the parameters that the phase reads.
+    """One all-gather per bucket and phase, of the parameters that the phase reads.
 
     The placeholders of whole parameters become placeholders of this rank's padded shards. What is
     sent is the shard, loaded from the CPU if it is offloaded, and cast to the unit's dtype, once
-    per unit. A launch and its wait stand together here; `prefetch` pulls them apart.
+    per bucket. Each parameter is gathered into a buffer of its own; packed ones into one, out of
+    which they are copied. A launch and its wait stand together here; `prefetch` pulls them apart.
 
     Between forward and backward a unit is sharded (``unit.reshard`` is True: backward gathers
     again), unsharded (False: backward reads what forward gathered), or sharded over n neighbours
@@ -64,12 +65,13 @@ class InsertUnshard:
         entries = first_nodes(program)
         pair = 0
         for phase in PHASES:
-            for at, unit, params in first_reads(program, phase, wholes, order, entries):
+            for at, params, packed in first_reads(program, phase, wholes, order, entries):
+                unit = program.units[params[0].unit]
                 tag = meta.Meta(phase, "unshard", module=unit.fqn, unit=unit.index, pair=pair)
                 served: tuple[meta.Phase, ...] = PHASES if unit.reshard is False else (phase,)
                 parts = [sources[param.fqn] for param in params]
                 with program.graph.inserting_before(at):
-                    picks = unshard(program, unit, params, parts, tag)
+                    picks = unshard(program, params, parts, packed, tag)
                     full = cut_padding(program, params, picks, tag)
                 again = [i for i, p in enumerate(params) if readers(wholes[p.fqn], "backward")]
                 for param, node in zip(params, full, strict=True):
@@ -137,29 +139,39 @@ def first_reads(
     wholes: dict[str, fx.Node],
     order: dict[fx.Node, int],
     entries: dict[tuple[meta.Phase, int | None], fx.Node],
-) -> list[tuple[fx.Node, Unit, list[Param]]]:
-    """Per unit that `phase` reads: where it is needed first, and the parameters that are read."""
-    todo: list[tuple[fx.Node, Unit, list[Param]]] = []
-    for unit in program.units:
-        read = {
-            param.fqn: users
-            for param in unit.params
-            if param.fqn in wholes and (users := readers(wholes[param.fqn], phase))
-        }
-        if not read:
-            continue
-        first = min((u for users in read.values() for u in users), key=order.__getitem__)
-        entry = entries.get((phase, unit.index)) if unit.index else None
-        at = min((first, entry or first), key=order.__getitem__)
-        params = [p for p in unit.params if p.fqn in read]
-        todo += [(at, unit, together) for together in launched_together(program, params)]
-    return sorted(todo, key=lambda item: order[item[0]])
+) -> list[tuple[fx.Node, list[Param], frozenset[str]]]:
+    """Per bucket that `phase` reads: where it is needed first, what is read, what of it is packed.
+
+    Where it holds what a unit reads first, it is there when the unit begins: so that layers in
+    which other operators come first are cut alike.
+    """
+    firsts: dict[str, int] = {}
+    for fqn, whole in wholes.items():
+        if fqn in program.params and (users := readers(whole, phase)):
+            firsts[fqn] = min(order[user] for user in users)
+    begins: dict[int, int] = {}  # unit -> where it reads a parameter first
+    for fqn, first in firsts.items():
+        unit = program.params[fqn].unit
+        begins[unit] = min(first, begins.get(unit, first))
+    nodes = list(order)
+    todo: list[tuple[int, list[Param], frozenset[str]]] = []
+    for bucket in program.moving:
+        params = [program.params[fqn] for fqn in bucket.fqns if fqn in firsts]
+        places = [firsts[param.fqn] for param in params]
+        for param, first in zip(params, list(places), strict=True):
+            entry = entries.get((phase, param.unit)) if param.unit else None
+            if entry is not None and first == begins[param.unit]:
+                places.append(order[entry])
+        for together in launched_together(program, params):
+            todo.append((min(places), together, bucket.packed))
+    todo.sort(key=lambda item: item[0])
+    return [(nodes[place], params, packed) for place, params, packed in todo]
 
 
 def launched_together(program: Program, params: list[Param]) -> list[list[Param]]:
     """`params` by launch: where nothing is gathered, that is a cast, and a load of the others."""
-    if program.world_size > 1:
-        return [params]
+    if program.world_size > 1 or not params:
+        return [params] if params else []
     cast = [param for param in params if param.compute_dtype is not param.dtype]
     return [group for group in (cast, [p for p in params if p not in cast]) if group]
 
@@ -170,27 +182,70 @@ def readers(whole: fx.Node, phase: meta.Phase) -> list[fx.Node]:
 
 
 def unshard(
-    program: Program, unit: Unit, params: list[Param], sources: list[Source], tag: meta.Meta
+    program: Program,
+    params: list[Param],
+    sources: list[Source],
+    packed: frozenset[str],
+    tag: meta.Meta,
 ) -> list[fx.Node]:
     """Append what makes whole parameters, padded, of `sources`, and the wait for it."""
     nodes = [source.node for source in sources]
     fqns = [param.fqn for param in params]
+    size, group = sources[0].size, sources[0].group
     if program.offloaded and meta.get(nodes[0]).role == "shard":
         args = (nodes, program.device)
         nodes = ops.insert_word(program, ops.load, args, fqns, tag, f"load_{tag.pair}")
-    casts = [i for i, n in enumerate(nodes) if n.meta["val"].dtype is not params[i].compute_dtype]
+    packs = packed_together(params, packed) if size > 1 else []
+    alone = [i for i in range(len(params)) if not any(i in pack for pack in packs)]
+    casts = [i for i in alone if nodes[i].meta["val"].dtype is not params[i].compute_dtype]
     if casts:
         cast = ([nodes[i] for i in casts], params[casts[0]].compute_dtype)
         names = [fqns[i] for i in casts]
         made = ops.insert_word(program, ops.cast, cast, names, tag, f"cast_{tag.pair}")
         for i, node in zip(casts, made, strict=True):
             nodes[i] = node
-    size, group = sources[0].size, sources[0].group
+    flats: list[fx.Node] = []
+    for pack in packs:
+        small = ([nodes[i] for i in pack], params[pack[0]].compute_dtype)
+        flats += ops.insert_word(program, ops.pack, small, [""], tag, f"pack_{tag.pair}")
+    made = [*(nodes[i] for i in alone), *flats]
     if size > 1:
-        gather = (nodes, size) if group == "shard" else (nodes, size, group)
-        nodes = ops.insert_word(program, ops.all_gather, gather, fqns, tag, f"unshard_{tag.pair}")
-    ops.insert_wait(program, nodes, tag)
-    return nodes
+        gather = (made, size) if group == "shard" else (made, size, group)
+        names = [*(fqns[i] for i in alone), *("" for _ in packs)]
+        made = ops.insert_word(program, ops.all_gather, gather, names, tag, f"unshard_{tag.pair}")
+    ops.insert_wait(program, made, tag)
+    for pack, flat in zip(packs, made[len(alone) :], strict=True):
+        made += unpack(program, [params[i] for i in pack], flat, size, tag)
+    del made[len(alone) : len(alone) + len(packs)]
+    places = [*alone, *(i for pack in packs for i in pack)]
+    return [node for _, node in sorted(zip(places, made, strict=True), key=lambda pair: pair[0])]
+
+
+def packed_together(params: list[Param], packed: frozenset[str]) -> list[list[int]]:
+    """Places of the parameters that share a buffer: two or more of one dtype."""
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for i, param in enumerate(params):
+        if param.fqn in packed:
+            by_dtype.setdefault(param.compute_dtype, []).append(i)
+    return [places for places in by_dtype.values() if len(places) > 1]
+
+
+def unpack(
+    program: Program, params: list[Param], flat: fx.Node, size: int, tag: meta.Meta
+) -> list[fx.Node]:
+    """Append the copies of `params` out of the buffer that they were gathered in."""
+    # A group of `size` ranks holds as many padded rows as all ranks do.
+    chunks = []
+    for param in params:
+        rows, *rest = param.chunk(program.world_size)
+        chunks.append([rows * program.world_size // size, *rest])
+    copies = dataclasses.replace(tag, role="unpack")
+    fqns = [param.fqn for param in params]
+    args = ([flat], size, chunks)
+    made = ops.insert_word(program, ops.unpack, args, fqns, copies, f"unpack_{tag.pair}")
+    for pick in made:
+        meta.update(pick, role="unshard")
+    return made
 
 
 def cut_padding(

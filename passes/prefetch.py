@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from typing import ClassVar
+import itertools
+from typing import ClassVar, Literal
 
 from torch import fx
 
 from fxshard import meta, ops
+from fxshard.errors import ConfigError
 from fxshard.program import Fact, Program
+
+Ahead = int | Literal["pre", "post"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Prefetch:
-    """Launch a unit's all-gather while an earlier unit computes; wait for a reduction late.
+    """Launch a bucket's all-gather while an earlier one computes; wait for a reduction late.
 
     The launch of the k-th unshard of a phase moves behind the wait of the (k-d)-th, so that it is
-    in flight while unit k-d computes, together with the casts and loads that it sends. The wait of
+    in flight while that computes, together with the casts and loads that it sends. The wait of
     a reduction moves in front of the next reduction, or to the end of backward, and what follows it
     (an all-reduce, a copy to the CPU) with it: at most one of each is in flight.
 
+    "pre" and "post" are FSDP1's modes (torch/distributed/fsdp/_runtime_utils.py,
+    ``_pre_backward_hook`` and ``_post_backward_reshard``): "pre" is a depth of 1; with "post" the
+    launch stands behind the compute of the bucket before, in front of its reduction: it overlaps
+    that, and two buckets are never unsharded for it. Forward reduces nothing: "post" is 0 there.
+
+    With `max_inflight`, a launch stays behind the last readers of as many earlier buckets as it
+    takes for no more than that to be unsharded at any point, whatever the depth.
+
     Attributes:
-        forward: units ahead in forward (0: launch and wait stay together).
+        forward: buckets ahead in forward (0: launch and wait stay together), "pre" or "post".
         backward: the same in backward.
+        max_inflight: how many buckets may be unsharded, from launch to last reader; None: any.
 
     Before::
 
@@ -37,52 +51,167 @@ class Prefetch:
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.UNSHARD_PAIRED})
     ensures: ClassVar[frozenset[Fact]] = frozenset({Fact.UNSHARD_PAIRED})
 
-    forward: int = 1
-    backward: int = 1
+    forward: Ahead = 1
+    backward: Ahead = 1
+    max_inflight: int | None = None
 
     def apply(self, program: Program) -> None:
-        program.forward_prefetch, program.backward_prefetch = self.forward, self.backward
-        advance_launches(program, "forward", self.forward)
-        advance_launches(program, "backward", self.backward)
+        """Raises ConfigError if more than `max_inflight` buckets compute at the same time."""
+        program.forward_prefetch, program.backward_prefetch = map(depth, self._modes())
+        program.max_inflight = self.max_inflight
+        for phase, ahead in zip(PHASES, self._modes(), strict=True):
+            if ahead == "post":
+                pass_reductions(program, phase)
+            else:
+                advance_launches(program, phase, depth(ahead))
+        if self.max_inflight is not None:
+            hold_back(program, self.max_inflight)
         defer_reduce_waits(program)
+
+    def _modes(self) -> tuple[Ahead, Ahead]:
+        return self.forward, self.backward
+
+
+PHASES: tuple[meta.Phase, ...] = ("forward", "backward")
+
+
+def depth(ahead: Ahead) -> int:
+    """Buckets that may be unsharded ahead of their use, besides the one that is needed next."""
+    return {"pre": 1, "post": 0}[ahead] if isinstance(ahead, str) else ahead
 
 
 def advance_launches(program: Program, phase: meta.Phase, depth: int) -> None:
     """Move each launch, and what it sends, behind the wait `depth` unshards before it."""
     nodes = program.phase(phase)
     launches = [n for n in nodes if ops.is_unshard(n)]
-    chains = {launch: chain(nodes, launch) for launch in launches}
+    chains = chains_of(nodes, launches)
     waits = {meta.get(n).pair: n for n in nodes if n.target is ops.wait}
     for k, launch in enumerate(launches):
         if depth == 0 or k == 0:
             continue
-        anchor = waits[meta.get(launches[max(0, k - depth)]).pair]
-        for earlier in launches[:k]:  # several units ahead: keep them in order of first use
+        before = launches[max(0, k - depth)]
+        words = [user for pick in ops.packed_results(before) for user in pick.users]
+        unpacked = [pick for word in words if word.target is ops.unpack for pick in word.users]
+        anchor = unpacked[-1] if unpacked else waits[meta.get(before).pair]
+        for earlier in launches[:k][-depth:]:  # several ahead: keep them in order of first use
             if _stands_behind(chains[earlier][0], anchor):
                 anchor = chains[earlier][-1]
-        for node in reversed(chains[launch]):
-            anchor.append(node)
+        move_behind(anchor, chains[launch])
 
 
-def chain(nodes: list[fx.Node], launch: fx.Node) -> list[fx.Node]:
-    """`launch` with its picks, and the loads and casts of the same pair in front of it."""
-    found: list[fx.Node] = []
-    pair = meta.get(launch).pair
+def pass_reductions(program: Program, phase: meta.Phase) -> None:
+    """Move each launch, and what it sends, in front of the reduction of the bucket before it.
+
+    That is the first reduction, with its copies, behind the last reader of what that gathered.
+    """
+    everything = [node for node in program.graph.nodes if node.op == "call_function"]
+    nodes = program.phase(phase)
+    launches = [n for n in nodes if ops.is_unshard(n)]
+    chains, ends = chains_of(nodes, launches), last_readers(everything, launches)
+    order = {node: i for i, node in enumerate(everything)}
+    reductions = [n for n in nodes if n.target in REDUCTIONS]
+    places = [order[node] for node in reductions]
+    for before, launch in itertools.pairwise(launches):
+        at = bisect.bisect(places, order[ends[before]])
+        if at < len(places) and places[at] < order[chains[launch][0]]:
+            first = reductions[at]  # a CPU stands still at the wait in front of its copies
+            while meta.get(first.prev).role == "pad" and first.prev.op == "call_function":
+                first = first.prev
+            move_behind(first.prev, chains[launch])
+
+
+REDUCTIONS = (ops.reduce_scatter, ops.all_reduce, ops.comm_hook, ops.store)
+
+
+def chains_of(nodes: list[fx.Node], launches: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """Each launch with its picks, and the loads, casts and packs of its pair in front of it."""
+    by_pair: dict[int | None, list[fx.Node]] = {meta.get(n).pair: [] for n in launches}
+    waited: set[int | None] = set()
     for node in nodes:
-        if node.target is ops.wait and meta.get(node).pair == pair:
-            break
-        if meta.get(node).pair == pair and meta.get(node).role == "unshard":
-            found.append(node)
-    return found
+        tag = meta.get(node)
+        if tag.pair not in by_pair or tag.pair in waited:
+            continue
+        if node.target is ops.wait:
+            waited.add(tag.pair)
+        elif tag.role == "unshard":
+            by_pair[tag.pair].append(node)
+    return {launch: by_pair[meta.get(launch).pair] for launch in launches}
+
+
+def move_behind(anchor: fx.Node, nodes: list[fx.Node]) -> None:
+    """Move `nodes`, in their order, to where `anchor` is done."""
+    for node in reversed(nodes):
+        anchor.append(node)
 
 
 def _stands_behind(first: fx.Node, wait: fx.Node) -> bool:
     node = wait.next
-    while node.op == "call_function" and meta.get(node).role == "unshard":
+    while node.op == "call_function" and meta.get(node).role in ("unshard", "unpack"):
         if node is first:
             return True
         node = node.next
     return False
+
+
+def hold_back(program: Program, limit: int) -> None:
+    """Move launches back until at most `limit` buckets are unsharded at any point.
+
+    A bucket is unsharded from its launch to its last reader. Where it is waited for does not move:
+    so no order of the launches holds less than what is in use there.
+
+    Raises:
+        ConfigError: more than `limit` are in use at once.
+    """
+    nodes = [node for node in program.graph.nodes if node.op == "call_function"]
+    order = {node: i for i, node in enumerate(nodes)}
+    waits = {meta.get(n).pair: n for n in nodes if n.target is ops.wait}
+    launches = [node for node in nodes if ops.is_unshard(node)]
+    launches.sort(key=lambda launch: order[waits[meta.get(launch).pair]])
+    chains = chains_of(nodes, launches)
+    ends = last_readers(nodes, launches)
+    held: list[tuple[int, fx.Node]] = []  # place of the last reader, launch: of those before
+    start, behind = -1, None  # where the one before is launched now, and its chain's last node
+    for launch in launches:
+        chain, wait = chains[launch], waits[meta.get(launch).pair]
+        mine = max(order[chain[0]], start)
+        later = sorted((place for place, _ in held if place > order[chain[0]]), reverse=True)
+        if len(later) >= limit:
+            mine = max(mine, later[limit - 1])
+        if mine >= order[wait]:
+            using = [other for place, other in held if place > order[wait]]
+            raise_in_use(program, [*using, launch], wait, limit)
+        if mine > order[chain[0]]:
+            anchor = behind if mine == start and behind is not None else nodes[mine]
+            move_behind(anchor, chain)
+        start, behind = mine, chain[-1]
+        held.append((max(order[ends[launch]], order[wait]), launch))
+
+
+def last_readers(nodes: list[fx.Node], launches: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Per unshard the last operator that reads, through any alias, what it leaves."""
+    last: dict[int, int] = {}
+    for i, node in enumerate(nodes):
+        for source in (node, *node.all_input_nodes):
+            last |= dict.fromkeys(meta.storage_ids(source), i)
+    found: dict[fx.Node, fx.Node] = {}
+    for launch in launches:
+        storages = set().union(*map(meta.storage_ids, ops.unsharded(launch)))
+        found[launch] = nodes[max(last[storage] for storage in storages)]
+    return found
+
+
+def raise_in_use(program: Program, launches: list[fx.Node], wait: fx.Node, limit: int) -> None:
+    """Say which buckets compute at the same time."""
+    names = [program.units[meta.get(launch).unit or 0].name for launch in launches]
+    kept = [
+        unit.name for unit in program.units if unit.reshard is False and unit.name in set(names)
+    ]
+    hint = " Those with reshard_after_forward=False stay from forward to backward." if kept else ""
+    raise ConfigError(
+        f"max_inflight={limit} cannot be held: at %{wait.name} in {meta.get(wait).phase}, "
+        f"{len(launches)} units are unsharded because they compute: {', '.join(names)}.{hint} Give "
+        f"at least {len(launches)}, or split the largest with max_bucket_bytes."
+    )
 
 
 def defer_reduce_waits(program: Program) -> None:

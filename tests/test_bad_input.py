@@ -100,7 +100,7 @@ VALUES = [
     ({"ignored": "head"}, r"ignored='head': expected a list; write ignored=\['head'\]"),
     ({"param_init_fn": 3}, r"param_init_fn=3 cannot be called"),
     ({"strategy": ["full_shard"]}, r"strategy=\['full_shard'\] is not supported"),
-    ({"backend": "aot"}, r"backend='aot' is not supported; legal: eager\."),
+    ({"backend": "aot"}, r"backend='aot' is not supported; legal: eager, inductor\."),
     ({"forward_prefetch": -1}, r"forward_prefetch=-1: expected an integer >= 0"),
     ({"backward_prefetch": "1"}, r"backward_prefetch='1': expected an integer >= 0"),
     ({"backward_prefetch": True}, r"backward_prefetch=True: expected an integer >= 0"),

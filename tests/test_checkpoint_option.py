@@ -13,7 +13,7 @@ from torch.utils.checkpoint import (
 )
 
 import fxshard
-from fxshard import meta
+from fxshard import dump, meta
 from fxshard.errors import ConfigError, UnitError
 from fxshard.program import Program
 from tests.zoo import MODELS
@@ -134,8 +134,8 @@ def test_collectives_are_those_without() -> None:
     x = torch.randn(4, 8)
 
     def gathers(**options: Any) -> list[str]:
-        dump = fxshard.plan(Stack(), (x,), world_size=4, **options).dump(fold=False)
-        return [line.split()[2] for line in dump.splitlines() if "unshard" in line.split()]
+        rows = dump.rows(fxshard.plan(Stack(), (x,), world_size=4, **options).program)
+        return [row.units[0] for row in rows if row.operation == "unshard"]
 
     assert gathers(checkpoint="full") == gathers()
 

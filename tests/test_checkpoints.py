@@ -44,6 +44,11 @@ def made(kind: str, name: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Op
         model = reference(case)
     else:
         model = case.build()
+        if kind in ("in_backward", "on_shards"):  # see tests/test_optimizer_in_program.py
+            own: dict[str, Any] = {} if dist.is_initialized() else {"world_size": 2}
+            own |= {"optimizer": adamw, "optimizer_in_backward": kind == "in_backward"}
+            model = fxshard.compile(model, units=case.units, **own)
+            return model, model.optimizer
         if kind != "plain":
             options: dict[str, Any] = {} if dist.is_initialized() else {"world_size": 2}
             if kind != "fxshard":
@@ -73,10 +78,12 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 # -- state dicts of torch.distributed.checkpoint ---------------------------------------------------
 
 
-def exchanged(rank: int, world_size: int, name: str, options: StateDictOptions) -> None:
+def exchanged(
+    rank: int, world_size: int, name: str, options: StateDictOptions, kind: str = "fxshard"
+) -> None:
     """State of a trained model goes into a fresh one, of the plain model too if it is full."""
     case = MODELS[name]
-    source, optimizer = made("fxshard", name)
+    source, optimizer = made(kind, name)
     train(case, source, optimizer, 0, 2)
     model_state, optimizer_state = copy.deepcopy(  # not to share tensors with what is loaded
         (
@@ -91,7 +98,7 @@ def exchanged(rank: int, world_size: int, name: str, options: StateDictOptions) 
         assert all(type(v) is Tensor for v in tensors)
     elif name == "mlp13":
         assert all(isinstance(v, DTensor) for v in tensors)
-    target, other = made("fxshard", name, seed=1)
+    target, other = made(kind, name, seed=1)
     given = copy.deepcopy((model_state, optimizer_state))  # torch changes what it is given
     set_model_state_dict(target, given[0], options=options)
     set_optimizer_state_dict(target, other, given[1], options=options)
@@ -102,7 +109,7 @@ def exchanged(rank: int, world_size: int, name: str, options: StateDictOptions) 
         set_optimizer_state_dict(plain, plain_optimizer, copy.deepcopy(optimizer_state))
         assert_same(values(plain, plain_optimizer), values(source, optimizer))
         # ... and back from the plain model into the sharded one
-        target, other = made("fxshard", name, seed=1)
+        target, other = made(kind, name, seed=1)
         set_model_state_dict(target, plain.state_dict(), options=options)
         state = copy.deepcopy(get_optimizer_state_dict(plain, plain_optimizer))
         set_optimizer_state_dict(target, other, state, options=options)

@@ -243,6 +243,57 @@ def test_dump_of_graph_and_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert "def forward(world, args):" in code
 
 
+def test_dump_says_what_a_pass_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "dump", *BLOCKS, "--diff", "insert-unshard")
+    assert (code, err) == (0, "")
+    gathers = [line for line in out.splitlines() if "fxshard.all_gather" in line]
+    assert gathers and all(line.startswith("+") for line in gathers)
+    _, graph, _ = run(capsys, "dump", *BLOCKS, "--graph")
+    assert len(gathers) == graph.count("fxshard.all_gather")
+    code, out, err = run(capsys, "dump", *BLOCKS, "--diff", "outline-regions")
+    assert out == "outline-regions changes nothing in the graph of this model.\n"
+    code, out, err = run(capsys, "dump", *BLOCKS, "--diff", "nosuch")
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert "--diff nosuch: no such pass; there are canonicalize, assign-units, " in err
+
+
+def test_dump_with_hardware(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "dump", *BLOCKS, "--hardware", "h100")
+    assert code == 0 and out.splitlines()[0].split()[-1] == "exposed"
+    _, told, _ = run(capsys, "dump", *BLOCKS, "--hardware", "h100", "--json", "--no-fold")
+    ((_, rows),) = (block.values() for block in json.loads(told)["blocks"])
+    exposed = [seconds for row in rows for seconds in row["exposed"]]
+    assert len(exposed) == len(rows) and sum(exposed) > 0
+    model, args, kwargs = blocks()
+    plan = fxshard.plan(
+        model, args, kwargs, world_size=2, optimizer=model_source.OPTIMIZERS["adamw"]
+    )
+    assert sum(exposed) == pytest.approx(plan.estimate("h100").exposed_communication_seconds)
+    assert out == plan.dump(hardware="h100") + "\n"
+    code, _, err = run(capsys, "dump", *BLOCKS, "--hardware", "a100")
+    assert code == 2 and "expected one of h100, h200, b200" in err
+
+
+def test_estimate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = str(tmp_path / "trace.json")
+    options = ("--hardware", "h100", "--ranks-per-node", "1", "--perfetto", trace)
+    code, out, err = run(capsys, "estimate", *BLOCKS, *options)
+    assert (code, err) == (0, "")
+    model, args, kwargs = blocks()
+    plan = fxshard.plan(
+        model, args, kwargs, world_size=2, optimizer=model_source.OPTIMIZERS["adamw"]
+    )
+    found = plan.estimate("h100", ranks_per_node=1)
+    assert out == f"{found.table()}\n\n{found.summary()}\n\nTrace for ui.perfetto.dev: {trace}\n"
+    events = json.loads(Path(trace).read_text())["traceEvents"]
+    assert {event["ph"] for event in events} >= {"M", "X", "C"}
+    code, _, err = run(capsys, "estimate", *BLOCKS, "--hardware", "nosuch")
+    assert code == 2 and "hardware='nosuch'" in err
+    nowhere = str(tmp_path / "no" / "where")
+    code, _, err = run(capsys, "estimate", *BLOCKS, "--hardware", "b200", "--perfetto", nowhere)
+    assert code == 2 and "No such file or directory" in err and err.count("\n") == 1
+
+
 def test_validate(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "validate", *LLAMA)
     assert code == 0
@@ -335,7 +386,7 @@ def test_python_m_fxshard() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "fxshard", "--help"], capture_output=True, text=True, check=True
     )
-    commands = ("report", "explain", "fits", "diff", "dump", "validate", "train")
+    commands = ("report", "explain", "fits", "diff", "dump", "estimate", "validate", "train")
     assert all(command in done.stdout for command in commands)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import io
+import operator
 from collections import namedtuple
 from functools import partial
 from pathlib import Path
@@ -384,6 +385,17 @@ def test_dtensors_stand_on_their_local_tensor() -> None:
         assert torch.equal(sharded.to_local(), other) and sharded.shape == (4, 3)
 
 
+def test_a_dtensor_is_made_like_another() -> None:
+    with compat.fake_process_group(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        like = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)], run_check=False)
+        local = torch.zeros(2, 3)
+        made = compat.dtensor_like(local, like)
+        assert compat.local_tensor(made) is local and not made.requires_grad
+        assert (made.shape, made.placements) == (like.shape, like.placements)
+        assert made.device_mesh == mesh
+
+
 def test_foreach_copy_casts_in_one_operator() -> None:
     tensors = [torch.randn(2, 3), torch.randn(5)]
     into = [torch.empty_like(t, dtype=torch.bfloat16) for t in tensors]
@@ -507,3 +519,55 @@ def test_attention_order_is_that_of_sdpa_kernel() -> None:
     assert compat.attention_order()[:2] == [int(flash), int(efficient)]
     with sdpa_kernel([efficient, flash], set_priority=True):
         assert compat.attention_order()[:2] == [int(efficient), int(flash)]
+
+
+def test_inductor_source_is_a_module_with_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel is built; autocast around it changes nothing; the call is boxed and drops."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    def build(*args: Any) -> None:
+        raise AssertionError("a kernel was built")
+
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", build)
+    mode = compat.FakeTensorMode()
+    with mode:
+        values = [torch.ones(4, 8), torch.ones(8, 8)]
+    graph = fx.symbolic_trace(lambda x, y: (torch.sigmoid(x @ y) * 2.0,)).graph
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        made = compat.inductor_source(graph, values, mode)
+    assert "args.clear()" in made.source and "del arg0_1" in made.source
+    assert "bfloat16" not in made.source
+    assert "async_compile.wait(globals())" in made.source, "loading waits elsewhere"
+    assert "def call(" in made.source and "empty_strided_cpu(" in made.source
+    assert made.constants == {} and made.aligned == ()
+
+
+def test_inductor_source_keeps_eagers_random_kernels() -> None:
+    mode = compat.FakeTensorMode()
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    drawn = graph.call_function(aten.native_dropout.default, (x, 0.5, True))
+    graph.output(tuple(graph.call_function(operator.getitem, (drawn, i)) for i in range(2)))
+    with mode:
+        values = [torch.ones(4, 8)]
+    assert "aten.native_dropout" in compat.inductor_source(graph, values, mode).source
+
+
+def test_inductor_cache_dir_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/of/mine")
+    assert compat.inductor_cache_dir() == "/tmp/of/mine"
+
+
+def test_inductor_key_is_of_options_and_threads() -> None:
+    import torch._inductor.config as config
+
+    key = compat.inductor_key()
+    assert compat.inductor_key() == key and torch.__version__ in key
+    with config.patch(epilogue_fusion=not config.epilogue_fusion):
+        assert compat.inductor_key() != key
+
+
+def test_extern_kernels_have_matrix_products() -> None:
+    out = torch.empty(2, 2)
+    compat.extern_kernels().mm(torch.ones(2, 3), torch.ones(3, 2), out=out)
+    assert torch.equal(out, torch.full((2, 2), 3.0))

@@ -192,12 +192,14 @@ class Watched(C10dWorld):
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
 
 
-def live_peak(depth: int, prefetch: int, world_size: int = 8) -> tuple[int, int, int]:
+def live_peak(
+    depth: int, prefetch: Any, world_size: int = 8, **options: Any
+) -> tuple[int, int, int]:
     """Most bytes of gathered buffers alive in two steps; bytes of a layer and of the root."""
     model = models.Mlp13(depth)
     layer = sum(padded_bytes(p, world_size) for p in model.blocks[0].parameters())
     root = sum(padded_bytes(p, world_size) for p in model.parameters()) - depth * layer
-    options = {"forward_prefetch": prefetch, "backward_prefetch": prefetch}
+    options |= {"forward_prefetch": prefetch, "backward_prefetch": prefetch}
     with compat.fake_process_group(0, world_size):
         world = Watched(torch.distributed.device_mesh.init_device_mesh("cpu", (world_size,)))
         sharded = ShardedModule(model, find_units(model), world, Config(**options))

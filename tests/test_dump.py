@@ -1,19 +1,22 @@
 """The text form: the same on all ranks and in every run, folded where layers repeat."""
 
 import dataclasses
+import re
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 
 import fxshard
-from fxshard import dump, meta, ops, pipeline
+from fxshard import certificate, dump, ops, pipeline
 from fxshard.config import Config
 from fxshard.dump import Row
+from fxshard.memory.views.live import live_after
 from fxshard.passes.canonicalize import Canonicalize
 from fxshard.program import Program
 from tests import graphs
-from tests.zoo import MODELS, models
+from tests.zoo import MODELS
 
 
 def rewritten(program: Program, **options: Any) -> Program:
@@ -33,8 +36,7 @@ def everything(name: str, batch: int = 0) -> list[str]:
     return [
         dump.text(program),
         dump.schedule(program),
-        *dump.collectives(program),
-        *dump.agreement(program),
+        *certificate.agreement(program),
         made.certificate,
         made.code,
     ]
@@ -72,9 +74,9 @@ def test_text_says_what_the_graph_holds() -> None:
     assert (
         "  %unshard_1 : (f32[4,4], f32[4], f32[4,4]) = fxshard.all_gather("
         "[%shard_layers_0_weight, %shard_layers_0_bias, %shard_layers_0_shift], 2)"
-        "  | layers.0 unit=1 pair=1 stream=unshard waits=c1 records=u1"
+        "  | layers.0 unit=1 pair=1 stream=unshard records=u1"
     ) in lines
-    assert "  %x_1 : f32[4,4] = aten.masked_fill.Scalar(%mul_0, %mask_0, 0.5)" in [
+    assert "  %large_0 : b8[4] = aten.gt.Scalar(%tokens, 1)" in [
         line.partition("  |")[0] for line in lines
     ]
     assert lines[-1].startswith("  return %y (0), ") and "(layers.1.shift)" in lines[-1]
@@ -164,17 +166,136 @@ def test_span(names: list[str], expected: str) -> None:
 def test_schedule_folds_layers_and_unfolds_to_every_row() -> None:
     program = rewritten(graphs.layered(8))
     whole, short = dump.schedule(program, folded=False), dump.schedule(program)
-    assert len(whole.splitlines()) == 2 + len(dump.rows(program))
+    assert len(whole.splitlines()) == 3 + len(dump.rows(program))
     assert len(short.splitlines()) < 0.5 * len(whole.splitlines())
-    header, _, *lines = short.splitlines()
-    assert header.split() == ["phase", "operation", "unit", "what", "stream", "waits", "for", "MiB"]
-    (first,) = (i for i, line in enumerate(lines) if line.startswith("x 7"))
-    block = [lines[first]]
-    while lines[first + len(block)].startswith('"'):
-        block.append(lines[first + len(block)])
-    assert all("layers." in line and " .. " in line for line in block)
+    header, units, _, *lines = short.splitlines()
+    assert header.split() == ["phase", "operation", "unit", "stream", "waits", "for", *MOVED]
+    assert units.split() == ["MiB", "MiB"]
+    for phase in ("forward", "backward"):
+        (first,) = (i for i, line in enumerate(lines) if re.match(rf"x [567]  {phase}", line))
+        block = [lines[first]]
+        while lines[first + len(block)].startswith('  "'):
+            block.append(lines[first + len(block)])
+        assert len(block) > 2
+        assert all("layers." in line and " .. " in line for line in block)
     both = [dump.schedule(program, phase=phase, folded=False) for phase in ("forward", "backward")]
-    assert sum(len(text.splitlines()) - 2 for text in both) == len(dump.rows(program))
+    assert sum(len(text.splitlines()) - 3 for text in both) == len(dump.rows(program))
+
+
+MOVED = ["moved", "freed"]
+
+
+def test_rows_of_one_unit_join() -> None:
+    """Bytes and times add up, and what is alive is so behind the last."""
+
+    def of(operation: str, what: str = "", **changes: Any) -> Row:
+        stands = {"live": (7,), "exposed": (1.0,)}
+        return row(operation, **{"what": what, "bytes": 0, **stands, **changes})
+
+    wait = of("wait", "unshard", waits="unshard", bytes=5)
+    free = of("free", "unshard", bytes=5, live=(2,), exposed=(0.0,))
+    compute, more = of("compute", "region_1"), of("compute", "region_2", live=(3,))
+    (both,) = dump.joined([wait, compute, free, more])
+    assert (both.operation, both.what, both.waits) == ("compute", "region_1,2", "unshard")
+    assert (both.bytes, both.freed, both.live, both.exposed) == (0, 5, (3,), (3.0,))
+    (last,) = dump.joined(
+        [of("wait", "reduce", waits="reduce"), dataclasses.replace(free, bytes=9)]
+    )
+    assert (last.operation, last.what, last.freed, last.live) == ("wait", "reduce", 9, (2,))
+    cast = of("cast", "2 tensors", stream="unshard", waits="compute", bytes=4)
+    sent = of("unshard", "2 tensors", stream="unshard", bytes=8, live=(15,))
+    (launch,) = dump.joined([cast, sent])
+    assert (launch.operation, launch.what) == ("cast, unshard", "")
+    assert (launch.waits, launch.bytes, launch.live) == ("compute", 8, (15,))
+
+
+@pytest.mark.parametrize(
+    "change", [{"units": ("v",)}, {"phase": "backward"}, {"stream": "unshard"}]
+)
+def test_other_rows_do_not_join(change: dict[str, Any]) -> None:
+    free = dataclasses.replace(row("free"), **change)
+    assert len(dump.joined([row("compute"), free])) == 2
+    assert len(dump.joined([row("reduce"), row("free")])) == 2
+    assert len(dump.joined([row("free"), row("compute")])) == 2
+    assert len(dump.joined([row("compute"), row("compute", waits="unshard")])) == 2
+
+
+@pytest.mark.parametrize("folded", [True, False])
+def test_live_bytes_are_those_of_the_report(folded: bool) -> None:
+    """Of each row, by the names of the ledger's points; of a block, the first and the last."""
+    made = plan("transformer")
+    ledger = made.memory.ledger()
+    assert made.program.schedule is not None
+    expected = []
+    for phase, graph in made.program.schedule.phases():
+        start = next(p.start for p in ledger.phases if p.name == phase)
+        names = [moment.node for moment in ledger.moments]
+        for node in graph.nodes:
+            if node.op == "call_module" or node.target in ops.WORDS:
+                tick = 2 * names.index(node.name, start + 1) + 1
+                expected.append(int(ledger.totals[tick]))
+    found = live_after(made.memory)
+    rows = dump.rows(made.program, found)
+    assert [bytes_ for r in rows for bytes_ in r.live] == expected
+    text = dump.schedule(made.program, live=found, folded=folded)
+    shown = [line.split()[-1] for line in text.splitlines()[3:]]
+    everything = {f"{size / 2**20:.3f}" for size in expected}
+    assert set(shown) <= everything
+    if not folded:
+        assert shown == [f"{size / 2**20:.3f}" for size in expected]
+
+
+def test_exposed_time_is_that_of_the_estimate() -> None:
+    made = plan("transformer")
+    estimate = made.estimate("h100")
+    lines = made.dump(fold=False, hardware="h100").splitlines()
+    assert lines[0].split()[-1] == "exposed" and lines[1].split()[-1] == "ms"
+    width = len(lines[2])
+    shown = [line[width - 7 :].strip() for line in lines[3:]]
+    own = [f"{1e3 * row.exposed:.3f}" if row.exposed else "" for row in estimate.rows]
+    assert shown == own and any(shown)
+    folded = made.dump(hardware="h100").splitlines()
+    width = len(folded[2])
+    total = sum(float(line[width - 7 :].strip() or 0) for line in folded[3:])
+    assert total == pytest.approx(1e3 * estimate.exposed_communication_seconds, abs=0.01)
+
+
+# -- what a pass changed --------------------------------------------------------------------------
+
+
+def test_changes_of_every_pass() -> None:
+    """The lines with + and - are all that one text has and the other has not."""
+    texts: dict[str, tuple[str, str]] = {}
+    args, kwargs = MODELS["mlp13"].batch(0, 0)
+    made = fxshard.plan(
+        MODELS["mlp13"].build(),
+        args,
+        kwargs,
+        world_size=2,
+        checkpoint="full",
+        observe=lambda name, before, after: texts.update({name: (before, after)}),
+    )
+    assert list(texts) == [step.name for step in pipeline.default_passes(made.config)]
+    changed = set()
+    for name, (before, after) in texts.items():
+        lines = dump.changes(before, after).splitlines()[2:]
+        less, more = Counter(before.splitlines()), Counter(after.splitlines())
+        gone = Counter(line[1:] for line in lines if line.startswith("-"))
+        come = Counter(line[1:] for line in lines if line.startswith("+"))
+        assert less - gone == more - come  # what stays is the same
+        assert gone <= less and come <= more
+        assert (less - more) <= gone and (more - less) <= come
+        kept = [line[1:] for line in lines if line.startswith((" ", "+"))]
+        assert is_part(kept, after.splitlines())
+        assert (before == after) == (lines == [])
+        changed |= {name} if lines else set()
+    assert {"assign-units", "insert-unshard", "insert-reduce", "prefetch", "insert-free"} <= changed
+
+
+def is_part(some: list[str], lines: list[str]) -> bool:
+    """True if `some` are among `lines`, in this order."""
+    rest = iter(lines)
+    return all(any(line == other for other in rest) for line in some)
 
 
 def test_schedule_counts_bytes_of_one_unit() -> None:
@@ -188,71 +309,6 @@ def test_schedule_counts_bytes_of_one_unit() -> None:
     assert seen["backward", "reduce", "3 tensors", "layers.0"] == layer
     assert seen["backward", "free", "reduce", "layers.0"] == layer
     assert seen["backward", "unshard", "1 tensor", "(root)"] == 4 * 6 * 4  # 5 rows, padded
-
-
-# -- collectives ----------------------------------------------------------------------------------
-
-
-def test_collectives_in_order() -> None:
-    lines = dump.collectives(rewritten(graphs.chain()))
-    assert lines == [
-        "forward fxshard.all_gather unit=1 [layers.0.weight f32[2,4]]",
-        "forward fxshard.all_gather unit=2 [layers.1.weight f32[2,4]]",
-        "forward fxshard.all_gather unit=0 [head f32[2,3]]",
-        "backward fxshard.reduce_scatter unit=0 [head f32[4,3]]",
-        "backward fxshard.all_gather unit=0 [head f32[2,3]]",
-        "backward fxshard.all_gather unit=2 [layers.1.weight f32[2,4]]",
-        "backward fxshard.reduce_scatter unit=2 [layers.1.weight f32[4,4]]",
-        "backward fxshard.reduce_scatter unit=1 [layers.0.weight f32[4,4]]",
-    ]
-
-
-def test_collectives_are_those_of_the_graph() -> None:
-    program = plan("mlp13", world_size=3).program
-    launches = [node for node in program.graph.nodes if node.target in ops.COLLECTIVES]
-    lines = dump.collectives(program)
-    assert len(lines) == len(launches)
-    for line, node in zip(lines, launches, strict=True):
-        fqns = [meta.get(pick).fqn or "" for pick in node.users]
-        assert all(f"{fqn} " in line for fqn in fqns)
-
-
-def test_certificate_tells_programs_apart() -> None:
-    certificates = [
-        dump.certificate(rewritten(graphs.chain(4))),
-        dump.certificate(rewritten(graphs.chain(3))),
-        dump.certificate(rewritten(graphs.layered())),
-        dump.certificate(rewritten(graphs.chain(4), backward_prefetch=2)),
-    ]
-    assert len(set(certificates)) == len(certificates)
-    assert dump.certificate(rewritten(graphs.chain(4))) == certificates[0]
-    assert len(certificates[0]) == 64
-
-
-def test_certificate_depends_on_the_world_size() -> None:
-    assert plan("tied", 2).certificate != plan("tied", 4).certificate
-
-
-def test_certificate_does_not_see_what_moves_no_data() -> None:
-    """Two programs that issue the same collectives may go together, whatever they compute."""
-    one, two = graphs.chain(), graphs.chain()
-    node = one.phase("forward")[2]
-    node.target = torch.ops.aten.sigmoid.default
-    assert dump.certificate(rewritten(one)) == dump.certificate(rewritten(two))
-
-
-def test_agreement_tells_batches_and_modes_apart() -> None:
-    model = models.Transformer(depth=1)
-
-    def agreed(*shape: int) -> list[str]:
-        tokens = torch.zeros(shape, dtype=torch.int64)
-        return dump.agreement(fxshard.plan(model, (tokens,), world_size=2).program)
-
-    training = agreed(2, 8)
-    assert training == agreed(2, 8)
-    with torch.no_grad():
-        inference = agreed(2, 8)
-    assert "mode training" in training and "mode inference" in inference
 
 
 def test_a_dump_before_any_unit_is_assigned() -> None:

@@ -65,23 +65,23 @@ class Doubled(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = self.lin(x)
-        large = torch.exp(wide)
-        return large.sum()
+        large = torch.softmax(wide, -1)
+        return (large * large).sum()
 
 
 def test_each_thing_has_its_line_and_its_life() -> None:
     plan = fxshard.plan(Doubled(), (torch.ones(256, 4),), world_size=2)
     explained = plan.memory.explain_peak(levers=False)
     largest = {each.op: each for each in explained.alive if each.bytes == 4 * 256 * 512}
-    exp = largest["aten.exp"]
+    made = largest["aten._softmax"]
     source, first = inspect.getsourcelines(Doubled.forward)
-    number = first + next(i for i, line in enumerate(source) if "torch.exp" in line)
-    assert exp.line == f"{__file__}:{number} in forward"
-    # exp saves its result, which the multiplication of backward reads; then it is gone.
-    assert exp.category is Category.ACTIVATION and exp.stream == "compute"
-    assert exp.born == ("forward", "exp") and exp.died is not None
-    assert exp.died[0] == "backward"
-    assert "large = torch.exp(wide)" in str(explained)
+    number = first + next(i for i, line in enumerate(source) if "torch.softmax" in line)
+    assert made.line == f"{__file__}:{number} in forward"
+    # softmax saves its result, which backward reads; then it is gone.
+    assert made.category is Category.ACTIVATION and made.stream == "compute"
+    assert made.born == ("forward", "_softmax") and made.died is not None
+    assert made.died[0] == "backward"
+    assert "large = torch.softmax(wide, -1)" in str(explained)
     held = next(each for each in explained.alive if each.name == "lin.weight" and not each.op)
     assert held.born is None and held.died is None and held.module == "lin"
 

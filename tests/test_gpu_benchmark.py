@@ -1,5 +1,7 @@
-"""benchmarks/gpu/run.sh: its CPU mode to the end, and what only a GPU runs on stand-ins for it."""
+"""benchmarks/gpu/: run.sh's CPU mode to the end, what only a GPU runs on stand-ins for it, and the
+emulated network by its own accounts."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -10,9 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from benchmarks.gpu import case, memory
+from benchmarks.gpu import case, emulated_network, memory, streams
+from benchmarks.gpu.emulated import EmulatedGroup, Link, emulated_world
 from benchmarks.gpu.models import ON_CPU
+from fxshard import compat
 
 ROOT = Path(__file__).parents[1]
 RUN = ROOT / "benchmarks" / "gpu" / "run.sh"
@@ -30,7 +36,8 @@ def run(python: str, *arguments: str) -> Any:
 
 
 def test_cpu_mode_runs_to_the_end_and_is_exact_to_the_byte(tmp_path: Path) -> None:
-    done = run(sys.executable, "--cpu", "--out", str(tmp_path))
+    # --worlds: memory.py alone, though with all its cases.
+    done = run(sys.executable, "--cpu", "--out", str(tmp_path), "--worlds", "8", "64")
     assert done.returncode == 0, done.stdout + done.stderr
     (written,) = tmp_path.glob("*-cpu.json")
     found = json.loads(written.read_text())
@@ -194,3 +201,149 @@ def test_what_does_not_fit_is_said_and_not_run(monkeypatch: pytest.MonkeyPatch) 
     found = case.on_gpu(ON_CPU["gpt-tiny"], 8, None, replay, torch.device("cpu"))
     assert found["status"] == "does not fit"
     assert found["why"] == "1001 bytes would be reserved, 1000 are free"
+
+
+# -- the emulated network --------------------------------------------------------------------------
+
+
+def test_seconds_of_a_ring_by_hand() -> None:
+    link = Link(alpha=0.5, beta=100.0)
+    # 3 steps of half a second and 200 bytes at 100 bytes per second.
+    assert link.seconds("all_gather", 800, 4) == 3 * (0.5 + 2.0)
+    assert link.seconds("reduce_scatter", 800, 4) == 7.5
+    assert link.seconds("all_reduce", 800, 4) == 15.0
+    assert link.seconds("all_gather", 800, 1) == 0.0
+    assert emulated_network.FREE.seconds("all_gather", 1 << 40, 64) == 0.0
+
+
+def collectives() -> list[Tensor]:
+    """What one of each collective leaves behind on rank 0 of 4."""
+    given = torch.arange(8.0).view(4, 2)
+    gathered, other = torch.empty(16, 2), torch.empty(4, 3)
+    scattered, second = torch.empty(1, 2), torch.empty(2)
+    reduced, told = given.clone(), given.clone()
+    group: Any = dist.group.WORLD
+    dist.all_gather_into_tensor(gathered, given)
+    group.allgather_into_tensor_coalesced([other], [torch.ones(1, 3)]).wait()
+    dist.reduce_scatter_tensor(scattered, given, op=dist.ReduceOp.AVG)
+    options = dist.ReduceScatterOptions()
+    group.reduce_scatter_tensor_coalesced([second], [given.view(-1)], options).wait()
+    dist.all_reduce(reduced)
+    dist.broadcast(told, 0)
+    each = [torch.empty(4, 2) for _ in range(4)]
+    dist.all_gather(each, given)
+    dist.barrier()
+    return [gathered, other, scattered, second, reduced, told, *each]
+
+
+def test_emulated_collectives_give_what_the_fake_group_gives() -> None:
+    with compat.fake_process_group(0, 4):
+        fake = collectives()
+    with emulated_world(4, Link(1e-6, 1e9)) as groups:
+        assert dist.get_backend() == "fake"  # so that nobody asks ranks that are not there
+        found = collectives()
+    assert len(found) == len(fake)
+    for ours, theirs in zip(found, fake, strict=True):
+        assert torch.equal(ours, theirs)
+    (group,) = groups
+    kinds = [each.kind for each in group.sent]
+    assert kinds == [
+        "all_gather", "all_gather", "reduce_scatter", "reduce_scatter", "all_reduce", "broadcast",
+        "all_gather", "broadcast",
+    ]  # fmt: skip
+    assert [each.bytes for each in group.sent] == [128, 48, 32, 32, 32, 32, 128, 0]
+    with compat.fake_process_group(0, 2):  # torch's own is back
+        assert not isinstance(dist.group.WORLD, EmulatedGroup)
+
+
+def test_the_emulation_never_gives_a_result_early_and_its_link_does_one_thing_at_a_time() -> None:
+    with emulated_world(4, Link(0.002, 1e9)) as groups:
+        group: Any = dist.group.WORLD
+        works = [
+            group.allgather_into_tensor_coalesced([torch.empty(4, 2)], [torch.ones(1, 2)])
+            for _ in range(3)
+        ]
+        for work in works:
+            work.wait()
+        sent = groups[0].sent
+    for each in sent:
+        assert each.modelled == Link(0.002, 1e9).seconds("all_gather", 32, 4) > 0.006
+        assert each.done - each.began >= each.modelled
+    for one, following in itertools.pairwise(sent):
+        assert following.began >= one.began + one.modelled
+
+
+@pytest.mark.parametrize("checkpoint", [None, pytest.param("full", marks=pytest.mark.slow)])
+def test_both_sides_send_the_same_bytes_on_the_emulated_network(checkpoint: str | None) -> None:
+    case = ("llama-tiny", 8, checkpoint)
+    found = {side: emulated_network.measure(case, side, "cpu", 2) for side in ("fsdp2", "fxshard")}
+    with torch.device("meta"):
+        model = ON_CPU["llama-tiny"].model()
+    everything = 4 * _size(model)
+    root = everything - sum(4 * _size(layer) for layer in model.get_submodule("layers").children())
+    assert len(list(model.get_submodule("layers").children())) == 3
+    for each in found.values():
+        assert each["parameters"] == _size(model)
+        assert len(each["seconds"]) == len(each["seconds_on_a_free_link"]) == 2
+        assert each["link_seconds"] > 0
+    # FSDP2 gathers layers twice and the root, which it keeps, once; all is reduced once.
+    assert found["fsdp2"]["collective_bytes"] == 3 * everything - root
+    assert found["fsdp2"]["collectives"] == 2 * 3 + 1 + 4
+    # In backward fxshard gathers what backward reads: no embedding, no norm's weight but as factor.
+    assert 2 * everything < found["fxshard"]["collective_bytes"] <= 3 * everything
+    assert found["fxshard"]["collectives"] <= 3 * 4
+
+
+def test_overlap_of_spans_by_hand() -> None:
+    assert streams.union([(5, 7), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 7)]
+    assert streams.overlap([(0, 4), (5, 7)], [(3, 6), (6, 10)]) == 1 + 2
+    assert streams.overlap([(0, 4)], [(4, 8)]) == 0
+    found = streams.figures({"7": [(0, 4), (2, 6)], "20": [(5, 9)], "24": [(8, 10)]}, "7")
+    assert found["busy_ms"] == {"7": 6e-6, "20": 4e-6, "24": 2e-6}
+    assert found["others_busy_ms"] == 5e-6 and found["overlapped_ms"] == 1e-6
+    assert found["share_overlapped"] == 0.2
+
+
+def test_streams_of_a_gpu_are_told_apart_by_the_profilers_events() -> None:
+    class Kernel(SimpleNamespace):
+        def device_type(self) -> Any:
+            return self.device
+
+        def device_resource_id(self) -> int:
+            return int(self.stream)
+
+        def start_ns(self) -> int:
+            return int(self.start)
+
+        def end_ns(self) -> int:
+            return int(self.end)
+
+        def duration_ns(self) -> int:
+            return int(self.end - self.start)
+
+    cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    events = [
+        Kernel(device=cuda, stream=7, start=0, end=5),
+        Kernel(device=cuda, stream=20, start=3, end=9),
+        Kernel(device=cuda, stream=7, start=6, end=6),
+        Kernel(device=cpu, stream=1, start=0, end=9),
+    ]
+    assert streams.by_stream(events) == {7: [(0, 5)], 20: [(3, 9)]}
+
+
+def test_gathers_overlap_compute_in_the_trace(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    found = streams.measure("llama-tiny", 8, None, "cpu", str(trace))
+    assert found["overlapped_ms"] > 0
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+@pytest.mark.slow
+def test_run_sh_runs_all_three_scripts_on_a_cpu(tmp_path: Path) -> None:
+    done = run(sys.executable, "--cpu", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list(tmp_path.glob("*-cpu.json"))) == 1
+    network = json.loads((tmp_path / "emulated_network_cpu.json").read_text())
+    assert network["label"].startswith("emulated") and len(network["cases"]) == 2
+    assert all(row["emulated"] for row in network["cases"])
+    assert json.loads((tmp_path / "streams_cpu.json").read_text())["overlapped_ms"] > 0

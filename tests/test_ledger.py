@@ -205,28 +205,6 @@ def test_a_loss_that_cannot_be_analysed_is_refused(loss: Any, message: str) -> N
         plan.memory.peak_bytes  # noqa: B018
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_optimizer_in_backward_is_exact(name: str) -> None:
-    case = MODELS[name]
-    torch.manual_seed(0)
-    args, kwargs = case.batch(0, 0)
-    result = fxshard.validate(
-        *(case.build(), args, kwargs),
-        **{"world_size": 2, "units": case.units, "optimizer": adamw},
-        optimizer_in_backward=True,
-    )
-    assert result.max_abs_difference == 0, result.table(only_different=True)
-
-
-def test_the_optimizer_in_backward_drops_gradients_one_by_one() -> None:
-    report = report_of("mlp13", optimizer_in_backward=True)
-    step = next(p for p in report.phases() if p.phase == "optimizer")
-    grads = step.after[:, list(Category).index(Category.SHARDED_GRAD)]
-    params = len(list(MODELS["mlp13"].build().parameters()))
-    assert len(set(grads.tolist())) == params + 1 and grads[-1] == 0
-    assert (grads[1:] <= grads[:-1]).all()
-
-
 # -- cost ------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,10 @@ from torch import nn
 
 from fxshard import dump, meta, ops, pipeline, trace
 from fxshard.config import Config, Precision
+from fxshard.passes.bucket import Bucket
+from fxshard.passes.compile_regions import CompileRegions
 from fxshard.passes.insert_reduce import InsertReduce
+from fxshard.passes.insert_step import InsertStep
 from fxshard.passes.prefetch import Prefetch
 from fxshard.program import Program
 from fxshard.provenance import Call
@@ -30,6 +33,8 @@ from tests.zoo import MODELS, models
 
 GOLDENS = Path(__file__).parent / "goldens"
 PASSES = {step.name.replace("-", "_"): step for step in pipeline.default_passes(Config())}
+EXACT = list(PASSES.values())  # what Inductor makes is close: tests/test_inductor.py
+PASSES["compile_regions"] = CompileRegions()
 aten = torch.ops.aten
 
 CAST = """
@@ -67,6 +72,32 @@ forward:
 %scaled = aten.mul.Tensor(%w, %more)  | layers.0
 %y = aten.mul.Tensor(%scaled, %again)  | layers.1
 return %y (0)
+"""
+# Written over: %mm by %sum, %s by %four, %four by %five, %dt by %ds. Not: the caller's %x, %sum that
+# is saved, %flat whose base is read later, %row that is narrower; and %six, which is returned, and
+# %dw, which is sent, have storages of their own.
+DYING = """
+%x : f32[2,4] = input 0
+%w : f32[4,4] = param w
+%dy : f32[2,4] = tangent 0
+forward:
+%two = aten.mul.Tensor(%x, 2)
+%mm = aten.mm(%two, %w)
+%sum = aten.add.Tensor(%x, %mm)
+%s = aten.silu(%sum)
+%flat = aten.view(%s, [8])
+%three = aten.mul.Tensor(%flat, 3)
+%four = aten.mul.Tensor(%s, 4)
+%row = aten.sum.dim_IntList(%four, [0], True)
+%five = aten.add.Tensor(%row, %four)
+%back = aten.view(%three, [2, 4])
+%six = aten.mul.Tensor(%five, %back)
+backward:
+%dt = aten.mul.Tensor(%dy, 5)
+%ds = aten.silu_backward(%dt, %sum)
+%across = aten.t(%two)
+%dw = aten.mm(%across, %ds)
+return %six (0), %dw (w)
 """
 NESTED = """
 %x : f32[2,4] = input 0
@@ -260,7 +291,22 @@ CASES: dict[str, tuple[pipeline.Pass, Build]] = {
             None,
             partial(graphs.parse, CHECKPOINTED, root | {"layers.0": "L", "layers.1": "L"}),
         ),
+        # The root's embedding has 5 rows, padded to 6: 96 bytes. A layer: 64 + 16 + 64.
+        ("bucket", "split", Bucket(max_bytes=80), graphs.layered),
+        ("bucket", "merged", Bucket(min_bytes=65), graphs.chain),
+        ("bucket", "packed", Bucket(pack_bytes=65), graphs.layered),
         ("insert_unshard", "layered", None, graphs.layered),
+        ("insert_unshard", "split", None, partial(graphs.layered, 1)),
+        ("insert_unshard", "merged", None, graphs.chain),
+        ("insert_unshard", "packed", None, partial(graphs.layered, 1)),
+        (
+            "insert_unshard",
+            "packed_everything",
+            None,
+            lambda: graphs.configured(
+                padded(), precision=graphs.BF16, world_size=4, reshard=2, offloaded=True
+            ),
+        ),
         (
             "insert_unshard",
             "read_once",
@@ -286,6 +332,13 @@ CASES: dict[str, tuple[pipeline.Pass, Build]] = {
         ),
         ("insert_unshard", "ignored", None, partial(one, ignored=["head"])),
         ("insert_reduce", "layered", None, graphs.layered),
+        ("insert_reduce", "packed", None, partial(graphs.layered, 1)),
+        (
+            "insert_reduce",
+            "packed_everything",
+            None,
+            lambda: graphs.configured(padded(), precision=graphs.BF16, replicas=2, offloaded=True),
+        ),
         ("insert_reduce", "shared", None, partial(graphs.parse, SHARED_GRADS, root)),
         (
             "insert_reduce",
@@ -334,7 +387,11 @@ CASES: dict[str, tuple[pipeline.Pass, Build]] = {
         ("prefetch", "depth_0", Prefetch(0, 0), graphs.chain),
         ("prefetch", "depth_1", Prefetch(1, 1), graphs.chain),
         ("prefetch", "depth_2", Prefetch(2, 2), partial(graphs.chain, 3)),
+        ("prefetch", "post", Prefetch("post", "post"), graphs.layered),
+        ("prefetch", "max_inflight", Prefetch(3, 3, max_inflight=2), partial(graphs.chain, 3)),
         ("prefetch", "hybrid_offload", None, partial(graphs.chain, replicas=2, offloaded=True)),
+        ("insert_step", "chain", InsertStep(), graphs.chain),
+        ("reinplace", "dying", None, partial(graphs.parse, DYING, root)),
         ("annotate_streams", "chain", None, graphs.chain),
         (
             "annotate_streams",
@@ -344,6 +401,7 @@ CASES: dict[str, tuple[pipeline.Pass, Build]] = {
         ),
         ("insert_free", "chain", None, graphs.chain),
         ("insert_free", "sent_copies", None, partial(one, offloaded=True, precision=graphs.BF16)),
+        ("insert_free", "packed", None, partial(graphs.layered, 1)),
         ("insert_free", "kept", None, partial(one, reshard=False)),
         ("insert_free", "reshard_2_of_4", None, partial(one, world_size=4, reshard=2)),
         (
@@ -355,7 +413,20 @@ CASES: dict[str, tuple[pipeline.Pass, Build]] = {
         ("insert_free", "views", None, partial(graphs.parse, VIEWS, root)),
         ("outline_regions", "chain", None, graphs.chain),
         ("outline_regions", "layered", None, graphs.layered),
+        ("compile_regions", "layered", None, graphs.layered),
     ]
+}
+
+
+# What the bucket pass does in front of the pass of a case, if not the default.
+BUCKETS = {
+    "insert_unshard.split": Bucket(max_bytes=80),
+    "insert_unshard.merged": Bucket(min_bytes=65),
+    "insert_unshard.packed": Bucket(pack_bytes=65),
+    "insert_unshard.packed_everything": Bucket(pack_bytes=65),
+    "insert_reduce.packed": Bucket(pack_bytes=65),
+    "insert_reduce.packed_everything": Bucket(pack_bytes=65),
+    "insert_free.packed": Bucket(pack_bytes=65),
 }
 
 
@@ -371,10 +442,11 @@ def marked() -> Program:
     return program
 
 
-def before(name: str, program: Program) -> None:
-    """Run the passes of the default pipeline that come before `name`."""
-    names = list(PASSES)
-    pipeline.run(program, [PASSES[each] for each in names[: names.index(name)]])
+def before(name: str, program: Program, bucket: Bucket | None = None) -> None:
+    """Run the passes of the default pipeline that come before `name`; with another `bucket`."""
+    names, passes = list(PASSES), PASSES | {"bucket": bucket or Bucket()}
+    name = {"insert_step": "reinplace"}.get(name, name)  # where a pipeline has it, if asked for
+    pipeline.run(program, [passes[each] for each in names[: names.index(name)]])
 
 
 def after(program: Program) -> str:
@@ -385,7 +457,8 @@ def after(program: Program) -> str:
     for phase, outer in program.schedule.phases():
         lines += [f"{phase}:", *("  " + dump.line(node) for node in outer.nodes)]
     for region in program.schedule.regions.values():
-        lines += [f"{region.name}:", *("  " + dump.line(node) for node in region.graph.nodes)]
+        lines.append(f"{region.name}:" if region.compiled is None else f"{region.name}, compiled:")
+        lines += ["  " + dump.line(node) for node in region.graph.nodes]
     return "\n".join(lines)
 
 
@@ -393,14 +466,15 @@ def after(program: Program) -> str:
 def test_golden(case: str) -> None:
     step, build = CASES[case]
     program = build()
-    before(case.partition(".")[0], program)
+    before(case.partition(".")[0], program, BUCKETS.get(case))
     values = graphs.random_values(build())
     text, numbers = dump.text(program), graphs.run(program, values)
     of_each = graphs.run(program, values, apart=True)
     pipeline.run(program, [step], check_each=True)
-    graphs.assert_same(graphs.run(program, values), numbers, exact=True, dtypes=False)
-    ours = graphs.run(program, values, apart=True)
-    graphs.assert_same(ours, of_each, exact=False, dtypes=False)
+    if step.name != "insert-step":  # returns no gradients: tests/test_optimizer_in_program.py
+        graphs.assert_same(graphs.run(program, values), numbers, exact=True, dtypes=False)
+        ours = graphs.run(program, values, apart=True)
+        graphs.assert_same(ours, of_each, exact=False, dtypes=False)
     golden, text = GOLDENS / f"{case}.txt", f"# before\n{text}\n\n# after\n{after(program)}\n"
     if os.environ.get("UPDATE_GOLDENS"):
         golden.parent.mkdir(exist_ok=True)
@@ -411,7 +485,7 @@ def test_golden(case: str) -> None:
 def test_every_golden_has_its_case_and_every_pass_a_golden() -> None:
     assert {path.stem for path in GOLDENS.iterdir()} == set(CASES)
     files = {path.stem for path in (GOLDENS.parents[1] / "passes").glob("[!_]*.py")}
-    assert {case.partition(".")[0] for case in CASES} == files == set(PASSES)
+    assert {case.partition(".")[0] for case in CASES} == files == {*PASSES, "insert_step"}
 
 
 def by_hand(build: Build, model: nn.Module, *args: Any) -> Any:
@@ -448,7 +522,7 @@ def test_every_pass_keeps_the_numbers_of_eager(model: str) -> None:
     program = build()
     numbers = graphs.run(program, values)
     graphs.assert_same(numbers, graphs.eager(module, values, *args, **kwargs), exact=False)
-    for step in PASSES.values():
+    for step in EXACT:
         pipeline.run(program, [step], check_each=True)
         graphs.assert_same(graphs.run(program, values), numbers, exact=True)
 
@@ -644,7 +718,7 @@ def test_identical_layers_share_regions(build: Callable[[int], Program]) -> None
     two, eight = full(build(2)), full(build(8))
     assert regions(two) == regions(eight)
     forward = dump.schedule(eight, phase="forward")
-    assert "x 7  forward" in forward and " layers.0 .. 6 " in forward
+    assert re.search(r"^x [67]  forward .* layers\.0 \.\. [56] ", forward, re.MULTILINE)
     assert re.search(r"^x [56]  backward", dump.schedule(eight, phase="backward"), re.MULTILINE)
     assert "layers.3 " in dump.schedule(eight, folded=False)
     assert "x 7" not in dump.schedule(eight, folded=False)

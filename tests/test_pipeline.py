@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,11 +31,13 @@ NAMES = [
     "assign-units",
     "assign-checkpoints",
     "checkpoint",
+    "bucket",
     "insert-unshard",
     "insert-reduce",
     "prefetch",
-    "annotate-streams",
+    "reinplace",
     "insert-free",
+    "annotate-streams",
     "outline-regions",
 ]
 
@@ -126,7 +129,7 @@ class Needs(ForgetTag):
         ([Canonicalize(), InsertUnshard()], "insert-unshard", [Fact.UNITS_ASSIGNED]),
         ([Canonicalize(), InsertReduce()], "insert-reduce", [Fact.UNITS_ASSIGNED]),
         ([InsertFree()], "insert-free", [Fact.UNSHARD_PAIRED, Fact.REDUCED_ONCE]),
-        ([*default()[:-2], OutlineRegions()], "outline-regions", [Fact.FREED]),
+        ([*default()[:-3], OutlineRegions()], "outline-regions", [Fact.FREED]),
     ],
 )
 def test_a_pass_whose_facts_are_missing_is_refused(
@@ -146,7 +149,7 @@ def test_any_pass_of_the_default_list_may_be_asked_for_in_order() -> None:
     for step in default():
         assert step.requires <= known
         known |= step.ensures
-    assert known == set(Fact)
+    assert known == set(Fact) - {Fact.STEPPED_ONCE}  # insert-step, with optimizer_in_backward
 
 
 def test_an_option_of_the_config_reaches_its_pass() -> None:
@@ -186,7 +189,8 @@ def test_a_users_pass_gets_its_options_and_place() -> None:
     )
     assert seen == [NAMES[0], step.name, *NAMES[1:]]
     text = dump.text(program)
-    assert (text.count("aten.tanh("), text.count("aten.sigmoid(")) == (1, 1)
+    calls = [len(re.findall(rf"aten\.{name}_?\(", text)) for name in ("tanh", "sigmoid")]
+    assert calls == [1, 1]
 
 
 def test_observe_gets_the_texts_of_every_pass() -> None:
@@ -214,7 +218,7 @@ def test_plan_passes_observe_on() -> None:
 
 # -- a pass that does harm ------------------------------------------------------------------------
 
-HARM = [*default()[:5], DropWaits(), *default()[5:6]]
+HARM = [*default()[:6], DropWaits(), *default()[6:7]]
 
 
 def test_a_fact_that_a_pass_breaks_is_found_at_the_end() -> None:
@@ -294,8 +298,8 @@ def test_debug_1_lists_passes_with_time(printed: Any) -> None:
 
 def test_debug_2_counts_operators(printed: Any) -> None:
     lines = printed(2).splitlines()
-    at = lines.index(next(line for line in lines if " 4 insert-unshard: " in line))
-    counts = lines[at + 1 : lines.index(next(li for li in lines if " 5 insert-reduce: " in li))]
+    at = lines.index(next(line for line in lines if " 5 insert-unshard: " in line))
+    counts = lines[at + 1 : lines.index(next(li for li in lines if " 6 insert-reduce: " in li))]
     assert "[fxshard]   +5 fxshard.all_gather.default" in counts
     assert "[fxshard]   +5 fxshard.wait.default" in counts
     assert "[fxshard]   -1 head" in counts and "[fxshard]   +1 shard_head" in counts
@@ -304,7 +308,7 @@ def test_debug_2_counts_operators(printed: Any) -> None:
 
 def test_debug_3_prints_differences(printed: Any) -> None:
     lines = printed(3).splitlines()
-    assert lines.count("--- before") == lines.count("+++ after") == 6  # three passes change no text
+    assert lines.count("--- before") == lines.count("+++ after") == 7  # four passes change no text
     assert "+  %wait_0 = fxshard.wait([%getitem])  | layers.0 unit=1 pair=0" in lines
     assert "-  %head : f32[4,3] = param head" in lines
     assert "[fxshard]   +5 fxshard.wait.default" in lines

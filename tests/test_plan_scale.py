@@ -45,10 +45,18 @@ with count_collectives() as seen, Allocations():
     )
     memory = plan.memory
     table = memory.table(depth=1)
+done = time.process_time()
+with count_collectives() as seen_by_estimate, Allocations():
+    plan.estimate("h100")
+estimated = time.process_time() - done
 print(json.dumps({
-    "cpu_seconds": time.process_time() - begin,
+    "cpu_seconds": done - begin,
+    "estimate_cpu_seconds": estimated,
+    "screens": [
+        plan.dump(hardware=hardware).splitlines() for hardware in (None, "h100")
+    ],
     "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    "collectives": seen.count(),
+    "collectives": seen.count() + seen_by_estimate.count(),
     "process_group": dist.is_initialized(),
     "largest_real_tensor": largest,
     "parameters": sum(p.numel() for p in model.parameters()),
@@ -99,3 +107,16 @@ def test_it_is_cheap(planned: dict[str, Any]) -> None:
     """CPU seconds, not wall-clock: they do not depend on what else the machine does."""
     assert planned["rss_bytes"] < 1.5 * 2**30
     assert planned["cpu_seconds"] < 40
+    assert planned["estimate_cpu_seconds"] < 1
+
+
+def test_the_dump_fits_on_a_screen(planned: dict[str, Any]) -> None:
+    """Forward and backward of 32 layers: at most 50 lines of at most 120 columns."""
+    plain, timed = planned["screens"]
+    assert len(plain) == len(timed) <= 50
+    assert max(map(len, plain)) < max(map(len, timed)) <= 120
+    for phase, most in (("forward", 10), ("backward", 20)):
+        blocks = [line for line in timed if line.startswith("x ") and f" {phase} " in line]
+        counts = [int(line.split()[1]) for line in blocks]
+        assert counts and max(counts) >= 32 - 3
+        assert len([line for line in timed if f" {phase} " in line]) >= most

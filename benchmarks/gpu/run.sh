@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Plans against a GPU's own figures, in less than 8 minutes and without a network; see memory.py.
+# Plans against a GPU's own figures (memory.py, less than 8 minutes), a trace of its streams
+# (streams.py), and FSDP2 beside fxshard on an emulated network (emulated_network.py, 10 minutes).
 #
 #   bash benchmarks/gpu/run.sh                     # one GPU; writes benchmarks/results/<date>-<gpu>.*
 #   bash benchmarks/gpu/run.sh --cpu --out FOLDER  # no GPU: small models, to the byte
@@ -23,4 +24,20 @@ missing = [name for name in needed if importlib.util.find_spec(name) is None]
 if missing:
     sys.exit(f"{sys.executable} has no {', '.join(missing)}: install it, or set PYTHON.")
 PY
-exec "$python" -m benchmarks.gpu.memory "$@"
+status=0
+"$python" -m benchmarks.gpu.memory "$@" || status=$?
+# Then streams and the emulated network, unless only some models of memory.py are asked for.
+device=() out=()
+while (($#)); do
+  case "$1" in
+    --cpu) device=(--device cpu) ;;
+    --out) out=(--out "$2"); shift ;;
+    --out=*) out=("$1") ;;
+    --only | --worlds) exit "$status" ;;
+  esac
+  shift
+done
+for script in streams emulated_network; do
+  "$python" -m "benchmarks.gpu.$script" "${device[@]}" "${out[@]}" || status=2
+done
+exit "$status"

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import fxshard
-from fxshard import dump
+from fxshard.certificate import certificate
 from fxshard.compat import TorchDispatchMode
 from fxshard.demo.corpus import Corpus, mean_bits_per_byte, read_corpus
 from fxshard.demo.recipe import Settings, checkpoint_state, train_step
@@ -70,7 +70,7 @@ def train(settings: Settings, corpus: Corpus) -> dict[str, Any]:
         "val_bits_per_byte_first": first,
         "val_bits_per_byte_last": last,
         "collectives_per_step": dict(counter.seen),
-        "certificate": dump.certificate(model.variant((), batch).program),
+        "certificate": certificate(model.variant((), batch).program),
     }
 
 

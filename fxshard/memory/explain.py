@@ -8,8 +8,8 @@ from typing import Any
 from fxshard.memory.category import Category
 from fxshard.memory.ledger import LiveRange
 from fxshard.provenance import line_text
-
-SIZES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+from fxshard.sizes import SIZES as SIZES
+from fxshard.sizes import size_text as size_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,14 +111,6 @@ def alive_things(alive: list[LiveRange], place_of: Any) -> tuple[Alive, ...]:
         )
         for each in alive
     )
-
-
-def size_text(size: int) -> str:
-    """Bytes in the largest unit that leaves at least 1."""
-    for unit, scale in reversed(SIZES.items()):
-        if abs(size) >= scale:
-            return f"{size / scale:.2f} {unit}" if scale > 1 else f"{size} B"
-    return "0 B"
 
 
 def _lines(each: Alive) -> list[str]:

@@ -31,6 +31,9 @@ def gradient_categories(program: Program) -> dict[int, Category]:
     for node in stored:
         for storage in meta.storage_ids(node):
             found.setdefault(storage, Category.SHARDED_GRAD)
+    for value in ops.stepped(program).values():
+        for storage in meta.storage_ids(value):
+            found.setdefault(storage, Category.SHARDED_GRAD)
     for value, result in zip(program.values, program.results, strict=True):
         category = Category.UNSHARDED_GRAD
         if result.kind == "grad" and (result.name in params or result.name in wholes):

@@ -1,95 +1,108 @@
-"""The optimizer in backward: one optimizer per parameter, each stepping when its gradient arrives.
-
-As in torch's tutorial on fusing the optimizer step into backward, through
-``Tensor.register_post_accumulate_grad_hook``. autograd decides the order of the steps, so it is
-asked: the recording runs under the real engine.
-"""
+"""What the steps inside of backward allocate and free, unit by unit, recorded on meta shards."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
 import torch
 from torch import nn
 
-from fxshard.memory.optimizer import OptimizerStep, State, make_optimizer, state_of, step_of
+from fxshard import ops
+from fxshard.compat import FakeTensorMode
+from fxshard.errors import ConfigError
+from fxshard.memory.optimizer import (
+    OptimizerStep,
+    RealScalars,
+    State,
+    choose_foreach,
+    make_optimizer,
+    refusal,
+    state_of,
+    step_of,
+)
 from fxshard.memory.recording import Event, Recorder
+from fxshard.optimizer import on_shards
 from fxshard.program import Program
 
 
-class _Model(torch.autograd.Function):
-    """Stands for the model: its backward returns a gradient for each parameter at once."""
-
-    @staticmethod
-    def forward(ctx: Any, noted: Any, *params: torch.Tensor) -> torch.Tensor:
-        ctx.noted = noted
-        return params[0].new_empty(())
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return (None, *ctx.noted())
-
-
-def trace_in_backward(program: Program, optimizer: Any) -> OptimizerStep | None:
-    """Record the steps that run inside of backward, twice, on meta tensors of rank 0's shards.
+def trace_in_backward(
+    program: Program, optimizer: Any, *, for_cuda: bool = False
+) -> OptimizerStep | None:
+    """Run the steps of the program twice, by the code that runs them, on rank 0's shapes.
 
     Args:
-        program: says which parameters have gradients, and in which order they are returned.
-        optimizer: as for `fxshard.memory.optimizer.trace_step`.
+        program: says what is stepped, and in which order.
+        optimizer, for_cuda: as for `fxshard.memory.optimizer.trace_step`.
 
     Raises:
-        ConfigError: it is no optimizer.
+        ConfigError: it is no optimizer, or one whose steps need data or whole parameters.
     """
     if optimizer is None:
         return None
-    world = program.world_size
-    everything = program.params | program.wholes
-    names = [r.name for r in program.results if r.kind == "grad" and r.name in everything]
-    fqns = list(dict.fromkeys(names))
-    params: list[nn.Parameter] = []
+    try:
+        return _record(program, optimizer, "meta", contextlib.nullcontext(), for_cuda)
+    except ConfigError:
+        raise
+    except Exception as on_meta:
+        try:
+            # fused kernels refuse meta tensors; fake CPU ones pass, if no scalar is read.
+            return _record(program, optimizer, "cpu", FakeTensorMode(), for_cuda)
+        except Exception as error:
+            raise refusal(optimizer, on_meta) from error
+
+
+def _record(
+    program: Program,
+    optimizer: Any,
+    device: str,
+    mode: contextlib.AbstractContextManager[Any],
+    for_cuda: bool,
+) -> OptimizerStep:
+    everything = [*program.params.items(), *program.wholes.items()]
+    words: list[tuple[str, ...]] = [
+        tuple(node.args[2]) for node in program.graph.nodes if node.target is ops.step
+    ]
     recorder = Recorder()
-    for fqn in fqns:
-        whole = everything[fqn]
-        shape = (len(whole.rows(0, world)), *whole.shape[1:])
-        if fqn in program.wholes:
-            shape = whole.shape
-        shard = nn.Parameter(torch.empty(shape, dtype=whole.dtype, device="meta"))
-        recorder.know(shard.untyped_storage())
-        params.append(shard)
-    optimizers = [make_optimizer(optimizer, [param]) for param in params]
-    grads: dict[int, str] = {}  # storage number -> FQN
+    with mode:
+        params: dict[str, nn.Parameter] = {}
+        for fqn, param in sorted(everything, key=lambda item: item[1].position):
+            shape = (len(param.rows(0, program.world_size)), *param.shape[1:])
+            if fqn in program.wholes:
+                shape = param.shape
+            shard = nn.Parameter(torch.empty(shape, dtype=param.dtype, device=device))
+            shard.requires_grad_(param.requires_grad)
+            params[fqn] = shard
+            recorder.know(shard.untyped_storage())
+        grads = {fqn: torch.empty_like(params[fqn]) for fqns in words for fqn in fqns}
+        for grad in grads.values():
+            recorder.know(grad.untyped_storage())
+        theirs = set(recorder.numbers.values())
+        with RealScalars(), recorder:
+            made = on_shards(make_optimizer(optimizer, list(params.values()), list(params)))
+        if for_cuda:
+            choose_foreach(made)
+        names = {id(param): fqn for fqn, param in params.items()}
 
-    def gradients() -> list[torch.Tensor]:
-        made = [torch.empty_like(param) for param in params]
-        for fqn, grad in zip(fqns, made, strict=True):
-            grads[recorder.numbers[id(grad.untyped_storage())]] = fqn
-        recorder.events = [Event("start", [], [])]
-        return made
+        def found() -> dict[int, State]:
+            every = state_of(made, recorder, names)
+            return {number: state for number, state in every.items() if number not in theirs}
 
-    for param, own in zip(params, optimizers, strict=True):
-        param.register_post_accumulate_grad_hook(_stepping(own))
-    steps: list[list[Event]] = []
-    states: list[dict[int, State]] = []
-    theirs = set(recorder.numbers.values())
-    for _ in range(2):
-        root = _Model.apply(gradients, *params)
-        with recorder:
-            root.backward(torch.empty_like(root))
-        del root
-        steps.append(recorder.events)
-        recorder.events = [Event("end", [], [])]
-        found: dict[int, State] = {}
-        for fqn, param, own in zip(fqns, params, optimizers, strict=True):
-            found |= state_of(own, recorder, {id(param): fqn})
-        states.append({n: entry for n, entry in found.items() if n not in theirs})
-    step = step_of(optimizers[0], steps, states, any(bool(own.state) for own in optimizers))
-    return dataclasses.replace(step, gradients=grads)
-
-
-def _stepping(optimizer: torch.optim.Optimizer) -> Any:
-    def step(param: torch.Tensor) -> None:
-        optimizer.step()
-        param.grad = None
-
-    return step
+        initial = list(found())
+        steps: list[dict[tuple[str, ...], list[Event]]] = []
+        states: list[dict[int, State]] = []
+        for _ in range(2):
+            steps.append({})
+            for fqns in words:
+                recorder.events = [Event("start", [], [])]
+                with RealScalars(), recorder:
+                    made.step_parameters(
+                        [params[fqn] for fqn in fqns], [grads[fqn] for fqn in fqns]
+                    )
+                steps[-1][fqns] = recorder.events
+            recorder.events = [Event("end", [], [])]  # what dies with the recording is no step's
+            states.append(found())
+    flat = [[event for events in step.values() for event in events] for step in steps]
+    whole = step_of(made, flat, states, bool(made.state))
+    return dataclasses.replace(whole, initial=initial, words=(steps[0], steps[1]))

@@ -29,9 +29,10 @@ from fxshard.memory.category import Category, is_reduce_copy
 from fxshard.memory.gradients import accumulated_bytes, gradient_categories
 from fxshard.memory.ledger import BEFORE, LOSS, OPTIMIZER, Ledger, LiveRange, Moment
 from fxshard.memory.loss import LossStep
-from fxshard.memory.optimizer import OptimizerStep
+from fxshard.memory.optimizer import OptimizerStep, Words
 from fxshard.memory.recording import Event
 from fxshard.program import Program, nbytes
+from fxshard.regions import Compiled
 from fxshard.schedule import Region, Schedule, last_reads, points
 from fxshard.units import buffer_dtypes
 
@@ -147,9 +148,11 @@ def _walks(
     step: OptimizerStep | None,
     loss: LossStep | None,
 ) -> tuple[Ledger, Ledger]:
+    if step is not None and step.words is not None:
+        return _walks_with_steps(programs, held, step, loss)
     steady = Walk(held)
     for number, program in enumerate(programs):
-        steady.run(program, number, loss, in_backward=bool(step and step.gradients))
+        steady.run(program, number, loss)
     last = programs[-1]
     first = steady
     if step is not None and last.signature.training:
@@ -164,22 +167,47 @@ def _walks(
     return first.ledger, steady.ledger
 
 
+def _walks_with_steps(
+    programs: Sequence[Program],
+    held: list[LiveRange],
+    step: OptimizerStep,
+    loss: LossStep | None,
+) -> tuple[Ledger, Ledger]:
+    """The same for programs that step: what the optimizer makes differs within backward."""
+    assert step.words is not None
+    ledgers = []
+    for state, events in ((step.initial, step.words[0]), (step.held, step.words[1])):
+        walk = Walk(held, step, events)
+        walk.hold_state(step, state, programs[-1].offloaded)
+        for number, program in enumerate(programs):
+            walk.run(program, number, loss)
+        walk.zero_grad()
+        ledgers.append(walk.ledger)
+    return ledgers[0], ledgers[1]
+
+
 class Walk:
     """One pass over a step with a reference count per storage; writes a `Ledger`.
 
     Between programs it carries what the caller holds: ``.grad``, and accumulated gradients.
     """
 
-    def __init__(self, held: Sequence[LiveRange] = ()) -> None:
+    def __init__(
+        self,
+        held: Sequence[LiveRange] = (),
+        step: OptimizerStep | None = None,
+        words: Words | None = None,
+    ) -> None:
+        """Args: `step`, `words`: what the steps of the program allocate and free, if it has any."""
         self.ledger = Ledger()
         self.ledger.ranges += [dataclasses.replace(each) for each in held]
         self.now = 0  # tick
         self._open: dict[int, LiveRange] = {}  # storage -> its range, if it is alive and not held
         self._refs: dict[int, int] = {}  # storage -> values that refer to it
         self._storages = len(held)
+        self._step, self._words = step, words or {}
         self._grads: dict[str, list[int]] = {}  # what `.grad` holds
         self._sums: dict[str, list[int]] = {}  # accumulated gradients
-        self._at_return: list[int] = []  # what autograd drops when backward returns
         self._optimizers: dict[int, int] = {}  # storage in the recording of a step -> storage
 
     def forked(self) -> Walk:
@@ -201,17 +229,8 @@ class Walk:
         for number in numbers:
             self._of_optimizer(step, Event("", [], []), number, step.state[number], host)
 
-    def run(
-        self,
-        program: Program,
-        micro_batch: int,
-        loss: LossStep | None = None,
-        in_backward: bool = False,
-    ) -> None:
-        """Walk forward and backward of one micro-batch.
-
-        `in_backward`: the optimizer steps before backward returns to the caller.
-        """
+    def run(self, program: Program, micro_batch: int, loss: LossStep | None = None) -> None:
+        """Walk forward and backward of one micro-batch."""
         assert program.schedule is not None
         self.program = program
         self.schedule: Schedule = program.schedule
@@ -225,7 +244,6 @@ class Walk:
             if phase == "backward" and loss is not None:
                 made = self._loss(loss, micro_batch)
                 caller += made.values()
-                self._at_return = [made[number] for number in loss.returned if number in made]
                 taken = [made[number] for number in loss.taken if number in made]
             self.now = self.ledger.begin(phase, micro_batch)
             if phase == "forward":
@@ -256,7 +274,7 @@ class Walk:
                     self._release(caller)
             else:
                 self.now = 2 * self.ledger.add([Moment("backward returned")])
-                self._release(taken if in_backward else [*caller, *taken])
+                self._release([*caller, *taken])
                 self.now += 1
                 self._keep_gradients(cast("tuple[fx.Node, ...]", output.args[0]), env)
 
@@ -286,11 +304,6 @@ class Walk:
             self.now += 1
             tokens = self._optimizers
             self._end([tokens.pop(number) for number in event.freed if number in tokens])
-            for fqn in (step.gradients[n] for n in event.freed if n in step.gradients):
-                self._end(self._grads.pop(fqn, []))
-        if step.gradients:
-            self.now = 2 * self.ledger.add([Moment("backward returned")])
-            self._end(self._at_return)
 
     def _of_optimizer(
         self, step: OptimizerStep, event: Event, number: int, size: int, host: bool
@@ -354,7 +367,7 @@ class Walk:
             if row.op == "call_module":
                 tokens = [env.get(n, []) for n in row.all_input_nodes]
                 owned = {n for n in drops if n in env}
-                size = len(row.meta["run"])
+                size = sum(place.row is row for place in places) - 1
                 made = self._region(row, picks, tokens, owned, origins[at : at + size])
                 at += size
                 for node in owned:
@@ -373,8 +386,11 @@ class Walk:
     def _row(self, row: fx.Node, picks: list[fx.Node], env: dict[fx.Node, list[int]]) -> None:
         if row.target is ops.wait:
             for source in meta.operands(row):
-                if meta.get(source).role == "unshard":
+                packed = any(user.target is ops.unpack for user in source.users)
+                if meta.get(source).role == "unshard" and not packed:
                     self._relabel(env[source], Category.UNSHARDED_PARAM)
+        elif row.target is ops.step:
+            self._step_row(row)
         elif row.target is ops.free:
             for source in meta.operands(row):
                 self._end(env[source])
@@ -390,6 +406,28 @@ class Walk:
             env[row] = [t for n in row.all_input_nodes for t in env[n]]
             self._hold(env[row])
 
+    def _step_row(self, row: fx.Node) -> None:
+        """A step: one point, at which the most that is alive within it counts."""
+        if self._step is None:  # the report leaves the optimizer out
+            return
+        step, host = self._step, self.program.offloaded
+        alive: dict[int, tuple[Event, int]] = {}
+        top, most = dict(alive), 0
+        for event in self._words[tuple(row.args[2])]:  # type: ignore[arg-type]
+            alive |= {number: (event, size) for number, size in event.allocated}
+            if alive and (total := sum(size for _, size in alive.values())) >= most:
+                top, most = dict(alive), total
+            for number in event.freed:
+                alive.pop(number, None)
+        for number, (event, size) in top.items():
+            self._of_optimizer(step, event, number, size, host)
+        self.now += 1
+        self._end([self._optimizers.pop(number) for number in top if number not in alive])
+        for number, (event, size) in alive.items():
+            if number not in top:
+                self._of_optimizer(step, event, number, size, host)
+        self.now -= 1
+
     def _region(
         self,
         row: fx.Node,
@@ -403,6 +441,8 @@ class Walk:
         `owned` are arguments that the caller has dropped: they die inside, at their last reader.
         """
         region = self.schedule.regions[str(row.target)]
+        if region.compiled is not None:
+            return self._compiled(row, region, region.compiled, picks, inputs, owned)
         default = Category.ACTIVATION if meta.get(row).phase == "forward" else Category.TEMP
         env: dict[fx.Node, list[int]] = {}
         tokens_of: dict[int, int] = {}  # storage of the stored body -> token of this call
@@ -439,6 +479,58 @@ class Walk:
             if not place.users:
                 self._release(env.pop(place, []))
         return [env[node] for node in outputs]
+
+    def _compiled(
+        self,
+        row: fx.Node,
+        region: Region,
+        compiled: Compiled,
+        picks: list[fx.Node],
+        inputs: list[list[int]],
+        owned: set[fx.Node],
+    ) -> list[list[int]]:
+        """As `_region`, by the steps of the code that runs in place of the operators.
+
+        No operator of it makes a copy that can be told from a gradient: what is sent is one.
+        """
+        default = Category.ACTIVATION if meta.get(row).phase == "forward" else Category.TEMP
+        tokens_of: dict[int, list[int]] = {}  # number of a storage -> what the code holds of it
+        numbers: dict[int, int] = {}
+        for place, argument, tokens in zip(
+            region.graph.find_nodes(op="placeholder"), row.all_input_nodes, inputs, strict=True
+        ):
+            if argument not in owned:
+                self._hold(tokens)
+            for storage in meta.storage_ids(place):
+                tokens_of.setdefault(numbers.setdefault(storage, len(numbers)), []).extend(tokens)
+        outputs = meta.operands(region.graph.find_nodes(op="output")[0])
+        labels = self._region_categories(region.body, outputs, picks)
+        of_number: dict[int, Category] = {}
+        origins: dict[int, fx.Node] = {}
+        runs = dict(zip(region.body, row.meta["run"], strict=True))
+        for node, number in zip(outputs, compiled.outputs, strict=True):
+            origins.setdefault(number, runs.get(node, row))
+            for storage in meta.storage_ids(node) & labels.keys():
+                of_number[number] = labels[storage]
+        for step in compiled.steps:
+            for number, size in step.made:
+                category = of_number.get(number, default)
+                if category is Category.REDUCE_SCATTER:
+                    category = Category.UNSHARDED_GRAD
+                made = self._made(origins.get(number, row), category, size)
+                tokens_of[number] = [made]
+            if step is compiled.steps[-1]:
+                break  # the return: a part of the row
+            self.now += 1
+            for number in step.dropped:
+                self._release(tokens_of.pop(number, []))
+            self.now += 1
+        found = [tokens_of[number] for number in compiled.outputs]
+        for tokens in found:
+            self._hold(tokens)
+        for tokens in tokens_of.values():
+            self._release(tokens)
+        return [list(tokens) for tokens in found]
 
     def _region_categories(
         self, body: list[fx.Node], outputs: list[fx.Node], picks: list[fx.Node]
@@ -529,6 +621,8 @@ MADE_BY = {
     ops.all_gather: Category.ALL_GATHER,
     ops.cast: Category.ALL_GATHER,
     ops.load: Category.ALL_GATHER,
+    ops.pack: Category.ALL_GATHER,
+    ops.unpack: Category.UNSHARDED_PARAM,
     ops.reshard: Category.SHARDED_PARAM,
     ops.reduce_scatter: Category.SHARDED_GRAD,
     ops.comm_hook: Category.SHARDED_GRAD,

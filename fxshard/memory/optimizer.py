@@ -7,13 +7,14 @@ import dataclasses
 import functools
 import inspect
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fxshard import meta
+from fxshard import meta, ops
 from fxshard.compat import FakeTensorMode, TorchDispatchMode, tree_flatten_with_path
 from fxshard.errors import ConfigError
 from fxshard.memory.recording import Event, Recorder
@@ -27,6 +28,9 @@ class State(NamedTuple):
     shape: tuple[int, ...]
 
 
+Words = dict[tuple[str, ...], list[Event]]
+
+
 @dataclasses.dataclass
 class OptimizerStep:
     """A recording of the first and the second step.
@@ -38,7 +42,8 @@ class OptimizerStep:
             bytes.
         held: those that are state between the two.
         names: per state ``(its name, FQN of the module whose parameter it belongs to)``.
-        gradients: with the optimizer in backward, storages that are gradients -> parameter FQN.
+        words: with the optimizer in backward, the events of the first and of the second step by
+            what is stepped together (FQNs, in the order of the program's word).
         shapes: per state, of this rank's tensor.
         initial: those that the optimizer makes when it is made (Adagrad), before the first step.
         has_state: the optimizer's ``state`` is not empty behind the first step.
@@ -53,7 +58,7 @@ class OptimizerStep:
     shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     initial: list[int] = dataclasses.field(default_factory=list)
     has_state: bool = True
-    gradients: dict[int, str] = dataclasses.field(default_factory=dict)
+    words: tuple[Words, Words] | None = None
 
 
 def trace_step(
@@ -85,7 +90,7 @@ def trace_step(
             # fused kernels refuse meta tensors; fake CPU ones pass, if no scalar is read.
             recorded = record("cpu", FakeTensorMode(), mixing := _Mixing())
         except Exception as error:
-            raise _refusal(optimizer, on_meta) from error
+            raise refusal(optimizer, on_meta) from error
     if not mixing.found or (program.world_size == 1 and mixing.found not in _NOWHERE):
         return recorded
     raise ConfigError(
@@ -95,7 +100,7 @@ def trace_step(
     )
 
 
-def _refusal(optimizer: Any, error: Exception) -> ConfigError:
+def refusal(optimizer: Any, error: Exception) -> ConfigError:
     """Why a step cannot be recorded, in words."""
     named = getattr(optimizer, "func", optimizer)
     name = getattr(named, "__name__", type(named).__name__)
@@ -157,7 +162,7 @@ class _Mixing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _RealScalars(TorchFunctionMode):
+class RealScalars(TorchFunctionMode):
     """Scalars that a step makes of numbers have values, beside meta shards: it may count with them.
 
     ASGD keeps its learning rate so, on the device of its parameter.
@@ -187,6 +192,7 @@ def _record(
     unused: bool,
 ) -> OptimizerStep:
     trained = {result.name for result in program.results if result.kind == "grad"}
+    trained |= ops.stepped(program).keys()
     world = program.world_size
     params: list[nn.Parameter] = []
     fqns: list[str] = []
@@ -207,8 +213,8 @@ def _record(
             params.append(shard)
             fqns.append(fqn)
         theirs = set(recorder.numbers.values())  # parameters and gradients
-        with _RealScalars(), mixing, recorder:
-            made = make_optimizer(optimizer, params)
+        with RealScalars(), mixing, recorder:
+            made = make_optimizer(optimizer, params, fqns)
         if for_cuda:
             choose_foreach(made)
         names = {id(p): fqn for p, fqn in zip(params, fqns, strict=True)}
@@ -217,7 +223,7 @@ def _record(
         has_state = False
         for _ in range(2):
             recorder.events = [Event("start", [], [])]
-            with _RealScalars(), mixing, recorder:
+            with RealScalars(), mixing, recorder:
                 made.step()
             steps.append(recorder.events)
             has_state = has_state or bool(made.state)
@@ -279,15 +285,21 @@ def choose_foreach(optimizer: torch.optim.Optimizer) -> None:
             group["foreach"] = True
 
 
-def make_optimizer(optimizer: Any, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """An optimizer over `params` from the ``optimizer`` option (a callable, or an instance)."""
+def make_optimizer(
+    optimizer: Any, params: list[nn.Parameter], names: Sequence[str] = ()
+) -> torch.optim.Optimizer:
+    """An optimizer over `params` from the ``optimizer`` option (a callable, or an instance).
+
+    `names`: of the parameters; a callable of ``named_parameters`` gets both.
+    """
     if isinstance(optimizer, torch.optim.Optimizer):
         # Defaults may hold more than the constructor takes (AdamW adds decoupled_weight_decay).
         accepted = inspect.signature(type(optimizer)).parameters
         options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
         return type(optimizer)(params, **options)
     try:
-        made = optimizer(params) if callable(optimizer) else None
+        given: Any = list(zip(names, params, strict=True)) if _takes_names(optimizer) else params
+        made = optimizer(given) if callable(optimizer) else None
     except (ValueError, TypeError) as error:
         raise ConfigError(
             f"optimizer={optimizer!r}: it could not be made over the parameters of the model: "
@@ -299,3 +311,12 @@ def make_optimizer(optimizer: Any, params: list[nn.Parameter]) -> torch.optim.Op
             f"as lambda params: torch.optim.AdamW(params, lr=1e-3)."
         )
     return made
+
+
+def _takes_names(optimizer: Any) -> bool:
+    """True for a callable of ``named_parameters``."""
+    try:
+        first = next(iter(inspect.signature(optimizer).parameters), "")
+    except (TypeError, ValueError):  # no callable, or one written in C
+        return False
+    return first == "named_parameters"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from fxshard.memory.queries import Kept, Unsharded
 from fxshard.memory.states import PEAKS, Span, Where, spans
 from fxshard.program import Program
 from fxshard.provenance import line_text
+from fxshard.sizes import parse_bytes as parse_bytes
 
 if TYPE_CHECKING:
     from fxshard.memory.views.diff import Diff
@@ -547,21 +547,6 @@ class MemoryReport:
         from fxshard.memory.views import diff
 
         return diff.diff(self.to_dict(), other.to_dict())
-
-
-def parse_bytes(budget: int | str) -> int:
-    """Bytes of 123, "123", "80GiB", "512 MiB".
-
-    Raises:
-        ConfigError: not of that form.
-    """
-    if isinstance(budget, int):
-        return budget
-    match = re.fullmatch(r"\s*([0-9.]+)\s*(B|KiB|MiB|GiB|TiB)?\s*", budget)
-    if match is None:
-        raise ConfigError(f"{budget!r} is no size; write bytes or for example '80GiB'.")
-    scale = {**UNITS, "TiB": 2**40}[match[2] or "B"]
-    return int(float(match[1]) * scale)
 
 
 def _nothing() -> Snapshot:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,7 @@ class _Storage:
 
 @dataclasses.dataclass(frozen=True)
 class _Event:
-    kind: str  # "alloc", "free", "label", "begin", "point"
+    kind: str  # "alloc", "ran", "free", "label", "begin", "point"
     number: int = -1
     label: Category | None = None
     phase: str = ""
@@ -71,6 +71,8 @@ class Tracker(TorchDispatchMode):
         self._events: list[_Event] = []
         self._numbers: dict[int, int] = {}  # id of a live storage -> its number
         self._references: dict[int, Any] = {}
+        self._packed: set[int] = set()  # storages of packed shards, and of what is gathered of them
+        self._in_step = False
         self.phase = "start"
 
     # -- marks ------------------------------------------------------------------------------------
@@ -122,6 +124,18 @@ class Tracker(TorchDispatchMode):
                 self._see(local, Category.OPT_STATE, self._offloaded)
                 self.mark([local], Category.OPT_STATE, self._offloaded)
 
+    def stepping(
+        self, grads: list[list[Tensor]], step: Callable[[], torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer:
+        """Call `step`, which steps an optimizer with gradients inside of backward."""
+        for grad in (grad for rank in grads for grad in rank):
+            self.gradient(grad)
+        self._in_step = True
+        optimizer = step()
+        self._in_step = False
+        self.optimizer_state(optimizer)
+        return optimizer
+
     # -- watching ---------------------------------------------------------------------------------
 
     def __torch_dispatch__(
@@ -131,9 +145,10 @@ class Tracker(TorchDispatchMode):
             return NotImplemented  # DTensor runs the operator on local tensors: see it there
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        self._events.append(_Event("ran"))  # what dies behind it is still alive
         leaves, _ = tree_flatten(result)
         default = Category.ACTIVATION if self.phase in ("forward", "loss") else Category.TEMP
-        host = self._offloaded and self.phase == "optimizer"
+        host = self._offloaded and (self.phase == "optimizer" or self._in_step)
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 self._see(leaf, default, host)
@@ -215,8 +230,20 @@ class Tracker(TorchDispatchMode):
         """A wait returned: a gathered buffer is an unsharded parameter from now on."""
         for tensor in tensors:
             number = self._number(tensor)
+            if number in self._packed:
+                continue  # what is unpacked of it is
             if self._storages[number].now is Category.ALL_GATHER:
                 self._label(number, Category.UNSHARDED_PARAM)
+
+    def packed(self, tensors: Iterable[Tensor]) -> None:
+        """Tensors hold shards of several parameters, to be gathered."""
+        self._packed.update(map(self._number, tensors))
+
+    def gathered(self, shards: Iterable[Tensor], buffers: Iterable[Tensor]) -> None:
+        """Of packed shards a packed buffer comes, which is no unsharded parameter."""
+        for shard, buffer in zip(shards, buffers, strict=True):
+            if self._numbers.get(id(shard.untyped_storage())) in self._packed:
+                self._packed.add(self._number(buffer))
 
     def resized(self, tensors: Iterable[Tensor]) -> None:
         """Storages may have been given back while tensors still refer to them."""
@@ -243,6 +270,10 @@ class Tracker(TorchDispatchMode):
                 phases[-1][2].append(live.copy())
                 phases[-1][3].append(top)
                 top = np.full_like(live, -1)
+                continue
+            if event.kind == "ran":
+                if _device_total(live) > _device_total(top):
+                    top = live.copy()
                 continue
             number = event.number
             size = self._storages[number].bytes
@@ -283,7 +314,9 @@ class WatchedWorld:
 
     def all_gather(self, shards: list[Tensor], pair: int, group: str = "shard") -> list[Tensor]:
         """See `fxshard.world.World`."""
-        return self._world.all_gather(shards, pair, group)
+        made = self._world.all_gather(shards, pair, group)
+        self._tracker.gathered(shards, made)
+        return made
 
     def reduce_scatter(
         self, grads: list[Tensor], pair: int, group: str = "shard", op: str = "avg"
@@ -322,6 +355,19 @@ class WatchedWorld:
         self._tracker.mark(made, Category.SHARDED_GRAD, host=True)
         return made
 
+    def pack(self, shards: list[Tensor], dtype: torch.dtype, pair: int) -> list[Tensor]:
+        """See `fxshard.world.World`."""
+        made = self._world.pack(shards, dtype, pair)
+        self._tracker.mark(made, Category.ALL_GATHER)
+        self._tracker.packed(made)
+        return made
+
+    def unpack(self, packed: list[Tensor], chunks: list[list[int]]) -> list[Tensor]:
+        """See `fxshard.world.World`."""
+        made = self._world.unpack(packed, chunks)
+        self._tracker.mark(made, Category.UNSHARDED_PARAM)
+        return made
+
     def reshard(self, buffers: list[Tensor], group: str) -> list[Tensor]:
         """See `fxshard.world.World`."""
         made = self._world.reshard(buffers, group)
@@ -332,6 +378,14 @@ class WatchedWorld:
         """See `fxshard.world.World`."""
         self._world.wait(tensors, pair)
         self._tracker.waited(tensors)
+
+    def wait_event(self, stream: str, event: str) -> None:
+        """See `fxshard.world.World`."""
+        self._world.wait_event(stream, event)
+
+    def record_event(self, stream: str, event: str) -> None:
+        """See `fxshard.world.World`."""
+        self._world.record_event(stream, event)
 
     def free(self, tensors: list[Tensor]) -> None:
         """See `fxshard.world.World`."""

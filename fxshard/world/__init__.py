@@ -43,11 +43,26 @@ class World(Protocol):
     def store(self, tensors: list[Tensor], pair: int) -> list[Tensor]:
         """Launch: fresh copies on the CPU."""
 
+    def pack(self, shards: list[Tensor], dtype: torch.dtype, pair: int) -> list[Tensor]:
+        """What is sent next: one fresh flat tensor in `dtype`, the shards one behind the other."""
+
+    def unpack(self, packed: list[Tensor], chunks: list[list[int]]) -> list[Tensor]:
+        """Of a gathered packed buffer: a fresh tensor per parameter, all ranks' chunks of it."""
+
     def reshard(self, buffers: list[Tensor], group: str) -> list[Tensor]:
         """Fresh copies of this rank's rows, of as many parts as `group` has ranks."""
 
     def wait(self, tensors: list[Tensor], pair: int) -> None:
-        """Let the compute stream wait for the launch `pair`, which wrote `tensors`."""
+        """The launch `pair`, which wrote `tensors`, is over for what comes behind.
+
+        Where there are streams, `wait_event` has seen to it.
+        """
+
+    def wait_event(self, stream: str, event: str) -> None:
+        """`stream` runs nothing more before what was in front of `event` is over."""
+
+    def record_event(self, stream: str, event: str) -> None:
+        """`event` stands behind all that `stream` was given so far."""
 
     def free(self, tensors: list[Tensor]) -> None:
         """Give the storages of `tensors` back now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -33,18 +34,18 @@ def _default_group() -> dist.ProcessGroup:
 @dataclasses.dataclass
 class _Launch:
     work: dist.Work | None
-    stream: torch.cuda.Stream | None
 
 
 class C10dWorld:
     """Runs the collectives of a schedule on the process groups of a mesh.
 
-    Each launch is one coalesced collective. On CUDA it is issued from a stream of its own
-    ("unshard", "reduce", "load", "store") that first waits for the compute stream, as the
-    schedule's events say; buffers are allocated and freed on the compute stream, behind the wait,
-    so that the caching allocator needs no ``record_stream``.
+    Each launch is one coalesced collective. On CUDA it is issued from the stream that its tag says
+    (`fxshard.verify.orders.STREAMS`); streams wait for events as the program's annotations say, and
+    for nothing else. Buffers are allocated and freed on the compute stream, so that the caching
+    allocator needs no ``record_stream`` (`fxshard.verify.orders` says why).
 
     Attributes:
+        cuda: where streams and events come from; None on CPU, where nothing needs them.
         mesh: 1-D, or 2-D replicate x shard.
         placements: of a parameter on `mesh`.
         size: ranks that share a parameter; `rank` is this one's number among them.
@@ -89,12 +90,14 @@ class C10dWorld:
         if mesh.ndim == 2 and mesh.size() == dist.get_world_size():
             self._everyone = [Peers(_default_group())]
         self._launched: dict[int, _Launch] = {}
-        self._streams: dict[str, torch.cuda.Stream] = {}
+        self.cuda: Any = torch.cuda if mesh.device_type == "cuda" else None
+        self._streams: dict[str, Any] = {}
+        self._events: dict[str, Any] = {}
 
     def all_gather(self, shards: list[Tensor], pair: int, group: str = "shard") -> list[Tensor]:
         size = self.groups[group].size()
         buffers = [s.new_empty((s.shape[0] * size, *s.shape[1:])) for s in shards]
-        with self._launch("unshard", pair, shards, group, behind=("load",)) as launch:
+        with self._launch("unshard", pair, group) as launch:
             launch.work = self.groups[group].allgather_into_tensor_coalesced(buffers, shards)
         return buffers
 
@@ -106,7 +109,7 @@ class C10dWorld:
         results = [g.new_empty((g.shape[0] // size, *g.shape[1:])) for g in grads]
         options = dist.ReduceScatterOptions()
         options.reduceOp = OPS[op]
-        with self._launch("reduce", pair, grads, group) as launch:
+        with self._launch("reduce", pair, group) as launch:
             launch.work = members.reduce_scatter_tensor_coalesced(results, grads, options)
         return results
 
@@ -115,7 +118,7 @@ class C10dWorld:
     ) -> list[Tensor]:
         options = dist.AllreduceCoalescedOptions()
         options.reduceOp = OPS[op]
-        with self._launch("reduce", pair, grads, group) as launch:
+        with self._launch("all-reduce", pair, group) as launch:
             launch.work = self.groups[group].allreduce_coalesced(grads, options)
         return grads
 
@@ -123,9 +126,10 @@ class C10dWorld:
         assert self.hook is not None
         results = grads
         group = "shard" if self.size > 1 else "replicate"
-        with self._launch("reduce", pair, grads, group):
+        if self.size > 1:
+            results = [g.new_empty(g.numel() // self.size) for g in grads]
+        with self._launch("reduce", pair, group):
             if self.size > 1:
-                results = [g.new_empty(g.numel() // self.size) for g in grads]
                 self.hook(grads[0], results[0])
             else:
                 self.hook(grads[0])
@@ -133,13 +137,13 @@ class C10dWorld:
 
     def cast(self, tensors: list[Tensor], dtype: torch.dtype, pair: int) -> list[Tensor]:
         made = [torch.empty_like(t, dtype=dtype) for t in tensors]
-        with self._launch("unshard", pair, tensors, behind=("load",)):
+        with self._launch("unshard", pair):
             compat.foreach_copy(made, tensors)
         return made
 
     def load(self, tensors: list[Tensor], device: torch.device, pair: int) -> list[Tensor]:
         made = [torch.empty_like(t, device=device) for t in tensors]
-        with self._launch("load", pair, made):
+        with self._launch("load", pair):
             for to, tensor in zip(made, tensors, strict=True):
                 to.copy_(tensor, non_blocking=True)
         return made
@@ -147,9 +151,25 @@ class C10dWorld:
     def store(self, tensors: list[Tensor], pair: int) -> list[Tensor]:
         pin = tensors[0].device.type == "cuda"
         made = [torch.empty_like(t, device="cpu", pin_memory=pin) for t in tensors]
-        with self._launch("store", pair, tensors):
+        with self._launch("store", pair):
             for to, tensor in zip(made, tensors, strict=True):
                 to.copy_(tensor, non_blocking=True)
+        return made
+
+    def pack(self, shards: list[Tensor], dtype: torch.dtype, pair: int) -> list[Tensor]:
+        numels = [shard.numel() for shard in shards]
+        flat = shards[0].new_empty(sum(numels), dtype=dtype)
+        with self._launch("unshard", pair):
+            parts = zip(flat.split(numels), shards, strict=True)
+            compat.foreach_copy([part.view(shard.shape) for part, shard in parts], shards)
+        return [flat]
+
+    def unpack(self, packed: list[Tensor], chunks: list[list[int]]) -> list[Tensor]:
+        numels = [math.prod(chunk) for chunk in chunks]
+        size = packed[0].numel() // sum(numels)
+        made = [packed[0].new_empty((size * rows, *rest)) for rows, *rest in chunks]
+        parts = list(packed[0].view(size, -1).split(numels, 1))
+        compat.foreach_copy([whole.view(size, -1) for whole in made], parts)
         return made
 
     def reshard(self, buffers: list[Tensor], group: str) -> list[Tensor]:
@@ -159,48 +179,45 @@ class C10dWorld:
     def wait(self, tensors: list[Tensor], pair: int) -> None:
         launch = self._launched.pop(pair)
         with self._explained("shard" if "shard" in self.groups else "replicate"):
-            if launch.stream is None:
-                if launch.work is not None:
-                    launch.work.wait()
-                return
             if launch.work is not None:
-                with torch.cuda.stream(launch.stream):
-                    launch.work.wait()
-            torch.cuda.current_stream().wait_stream(launch.stream)
-            if tensors[0].device.type == "cpu":
-                launch.stream.synchronize()  # the CPU reads what was copied there
+                launch.work.wait()
+        if self.cuda is not None and tensors[0].device.type == "cpu":
+            self._stream("store").synchronize()  # the CPU reads what was copied there
+
+    def wait_event(self, stream: str, event: str) -> None:
+        if self.cuda is not None:
+            self._stream(stream).wait_event(self._events[event])
+
+    def record_event(self, stream: str, event: str) -> None:
+        if self.cuda is not None:
+            if event not in self._events:
+                self._events[event] = self.cuda.Event()
+            self._events[event].record(self._stream(stream))
 
     def free(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
             tensor.untyped_storage().resize_(0)
 
     @contextlib.contextmanager
-    def _launch(
-        self,
-        name: str,
-        pair: int,
-        tensors: list[Tensor],
-        group: str | None = None,
-        behind: tuple[str, ...] = (),
-    ) -> Iterator[_Launch]:
-        """Issue work from the stream `name`, behind the compute stream and those in `behind`."""
-        launch = _Launch(None, None)
+    def _launch(self, stream: str, pair: int, group: str | None = None) -> Iterator[_Launch]:
+        """Issue work from `stream`."""
+        launch = _Launch(None)
         self._launched[pair] = launch
         with contextlib.ExitStack() as stack:
-            if tensors[0].device.type == "cuda":
-                launch.stream = self._stream(name, tensors[0].device)
-                launch.stream.wait_stream(torch.cuda.current_stream())
-                for other in behind:
-                    if other in self._streams:
-                        launch.stream.wait_stream(self._streams[other])
-                stack.enter_context(torch.cuda.stream(launch.stream))
+            if self.cuda is not None:
+                stack.enter_context(self.cuda.stream(self._stream(stream)))
             if group is not None:
                 stack.enter_context(self._explained(group))
             yield launch
+            if self.cuda is not None and launch.work is not None:
+                launch.work.wait()  # `stream` waits for NCCL's own; the host goes on
+                launch.work = None
 
-    def _stream(self, name: str, device: torch.device) -> torch.cuda.Stream:
+    def _stream(self, name: str) -> Any:
+        if name == "compute":
+            return self.cuda.current_stream()
         if name not in self._streams:
-            self._streams[name] = torch.cuda.Stream(device)
+            self._streams[name] = self.cuda.Stream()
         return self._streams[name]
 
     @contextlib.contextmanager

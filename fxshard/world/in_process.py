@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,7 +31,7 @@ class InProcessWorld:
     def run(
         self,
         graph: fx.Graph,
-        regions: dict[str, Callable[[list[Any]], tuple[Any, ...]]],
+        regions: dict[str, Callable[..., Any]],
         random: set[str],
         args: Sequence[Sequence[Tensor]],
     ) -> list[Any]:
@@ -39,6 +40,7 @@ class InProcessWorld:
         Args:
             graph: the outer graph of one phase.
             regions: a function per region name; takes (and clears) a list of arguments.
+                That under "step" is what ``fxshard.step`` calls.
             random: names of the regions that draw random numbers.
             args: per rank, the values of the placeholders.
 
@@ -61,6 +63,9 @@ class InProcessWorld:
                         generators[rank] = torch.get_rng_state()
                     else:
                         env[row] = function(values)
+            elif row.target is ops.step:
+                grads = [[env[n] for n in meta.operands(row)] for env in envs]
+                regions["step"](list(row.args[2]), grads)
             elif row.op == "call_function":
                 self._run_row(row, envs)
             elif row.op == "output":
@@ -84,6 +89,13 @@ class InProcessWorld:
                 for i, rank in enumerate(members):
                     buffers = [envs[rank][n] for n in meta.operands(row)]
                     envs[rank][row] = [b.chunk(len(members))[i].clone() for b in buffers]
+        elif row.target is ops.pack:
+            for env in envs:
+                flat = [env[n].reshape(-1).to(row.args[1]) for n in meta.operands(row)]
+                env[row] = [torch.cat(flat)]
+        elif row.target is ops.unpack:
+            for env in envs:
+                env[row] = _unpacked(env[meta.operands(row)[0]], *row.args[1:])  # type: ignore[arg-type]
         elif row.target in (ops.cast, ops.load, ops.store):
             to = {ops.cast: row.args[-1], ops.load: row.args[-1], ops.store: "cpu"}[row.target]
             for env in envs:
@@ -120,6 +132,13 @@ def _collective(row: fx.Node, values: Sequence[Tensor]) -> list[Tensor]:
             value.copy_(total)
         return list(values)
     return [total.chunk(len(values))[i].clone() for i in range(len(values))]
+
+
+def _unpacked(packed: Tensor, size: int, chunks: Sequence[Sequence[int]]) -> list[Tensor]:
+    """All ranks' chunks of each parameter, out of what was gathered rank by rank."""
+    parts = packed.view(size, -1).split([math.prod(chunk) for chunk in chunks], 1)
+    pairs = zip(parts, chunks, strict=True)
+    return [part.reshape(size * rows, *rest).clone() for part, (rows, *rest) in pairs]
 
 
 def _mean(ranks: Sequence[Tensor]) -> Tensor:

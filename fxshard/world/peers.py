@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import json
 import time
 from collections.abc import Sequence
 
@@ -52,8 +53,10 @@ class Peers:
                 store.set(f"{base}/digest", digest)
             store.wait([f"{base}/digest"], self._patience())
             if store.get(f"{base}/digest").decode() != digest:
-                store.set(f"{base}/why", self._difference(store.get(f"{base}/text").decode(), text))
-                store.add(f"{base}/bad", 1)
+                reference = store.get(f"{base}/text").decode()
+                store.set(
+                    f"{base}/differs/{self.rank}", json.dumps(first_difference(reference, text))
+                )
             if store.add(f"{base}/seen", 1) == self.size:
                 store.set(f"{base}/done", "1")
             store.wait([f"{base}/done"], self._patience())
@@ -68,23 +71,33 @@ class Peers:
                 f"same arguments, train/eval and grad mode."
             ) from error
         store.set(f"fxshard/reason/{self.rank}", "")
-        if store.add(f"{base}/bad", 0):
+        keys = {rank: f"{base}/differs/{rank}" for rank in range(self.size)}
+        found = {r: json.loads(store.get(key)) for r, key in keys.items() if store.check([key])}
+        if found:
             raise RankMismatchError(
-                f"ranks differ in {what}. {store.get(f'{base}/why').decode()} "
+                f"ranks differ in {what}. {self._difference(found)} "
                 f"Build the same model and call it alike on every rank."
             )
 
-    def _difference(self, reference: str, own: str) -> str:
-        theirs, ours = reference.splitlines(), own.splitlines()
-        for i in range(max(len(theirs), len(ours))):
-            a = theirs[i] if i < len(theirs) else "(nothing)"
-            b = ours[i] if i < len(ours) else "(nothing)"
-            if a != b:
-                return (
-                    f"First difference, line {i + 1}: {self._name(0)} has '{a}', "
-                    f"{self._name(self.rank)} '{b}'."
-                )
-        return ""
+    def _difference(self, found: dict[int, tuple[int, str, str]]) -> str:
+        """The first line in which any rank differs from rank 0, and which ranks do.
+
+        Args:
+            found: per rank that differs, its `first_difference`.
+        """
+        first = min(at for at, _, _ in found.values())
+        theirs = next(theirs for at, theirs, _ in found.values() if at == first)
+        lines: dict[str, list[int]] = {}
+        for rank, (at, _, ours) in found.items():
+            if at == first:
+                lines.setdefault(ours, []).append(rank)
+        said = [f"{self._names(ranks)} '{ours}'" for ours, ranks in lines.items()]
+        later = [rank for rank, (at, _, _) in found.items() if at != first]
+        more = f" {self._names(later)} differs further down." if later else ""
+        return (
+            f"First difference, line {first + 1}: {self._name(0)} has '{theirs}', "
+            f"{', '.join(said)}.{more}"
+        )
 
     def _patience(self) -> datetime.timedelta:
         return compat.group_timeout(self.group)
@@ -148,3 +161,18 @@ class Peers:
         store = compat.group_store(self.group)
         key = f"fxshard/{what}/{rank}"
         return store.get(key).decode() if store.check([key]) else ""
+
+
+def first_difference(reference: str, own: str) -> tuple[int, str, str]:
+    """Number (from 0) of the first line in which two texts differ, and that line of each.
+
+    Raises:
+        ValueError: they are equal.
+    """
+    theirs, ours = reference.splitlines(), own.splitlines()
+    for i in range(max(len(theirs), len(ours))):
+        a = theirs[i] if i < len(theirs) else "(nothing)"
+        b = ours[i] if i < len(ours) else "(nothing)"
+        if a != b:
+            return i, a, b
+    raise ValueError("the texts are equal")

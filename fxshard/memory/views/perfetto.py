@@ -6,13 +6,14 @@ The format is the JSON form of Chrome's traces ("Trace Event Format", Google 201
 Note: time
 ==========
 A program has no clock: a tick of the ledger is drawn as a microsecond, so that every operator takes
-two. The order is right, and which bytes are alive; durations are not.
+two. The order is right, and which bytes are alive; durations are not. `memory_events` draws the
+same bytes over times that someone else has estimated (`fxshard.cost.perfetto`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fxshard.memory.category import CATEGORIES, Category
@@ -23,6 +24,7 @@ from fxshard.memory.views.serialize import streams
 MEMORY, STREAMS, BUFFERS = 1, 2, 3  # processes of the trace
 PHASES = 0  # thread of the phases; those of the streams follow
 TOTAL = "total"
+SENT_NAME = "gathers and reduces"
 SENT = (Category.ALL_GATHER, Category.UNSHARDED_PARAM, Category.REDUCE_SCATTER)
 
 Event = dict[str, Any]
@@ -33,11 +35,12 @@ def text(report: MemoryReport, *, first_step: bool = False) -> str:
     ledger = report.ledger(first_step=first_step)
     names = streams(ledger)
     events = [
-        *_metadata(names),
-        *_counters(ledger, report.program.offloaded),
+        *processes({MEMORY: "memory of one rank", STREAMS: "streams", BUFFERS: SENT_NAME}),
+        *threads(["phases", *(f"stream {name}" for name in names)]),
+        *_counters(ledger, report.program.offloaded, range(2 * len(ledger.moments) + 1)),
         *_phases(ledger),
         *_operators(ledger, names),
-        *_buffers(ledger),
+        *_buffers(ledger, range(2 * len(ledger.moments) + 1)),
     ]
     said = {"unit of time": "tick of the schedule, not a duration", "peak_bytes": report.peak_bytes}
     if first_step:
@@ -45,9 +48,24 @@ def text(report: MemoryReport, *, first_step: bool = False) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ns", "otherData": said})
 
 
-def _metadata(names: list[str]) -> Iterator[Event]:
-    processes = {MEMORY: "memory of one rank", STREAMS: "streams", BUFFERS: "gathers and reduces"}
-    for process, name in processes.items():
+def memory_events(report: MemoryReport, times: Sequence[float]) -> list[Event]:
+    """Bytes by category and the lives of what is sent, in the steady step.
+
+    Args:
+        report: what is drawn.
+        times: microseconds per tick of its ledger, and of the end behind them; never falling.
+    """
+    ledger = report.ledger()
+    return [
+        *processes({MEMORY: "memory of one rank", BUFFERS: SENT_NAME}),
+        *_counters(ledger, report.program.offloaded, times),
+        *_buffers(ledger, times),
+    ]
+
+
+def processes(names: dict[int, str]) -> Iterator[Event]:
+    """What the groups of tracks are called; they stand in the order of their numbers."""
+    for process, name in names.items():
         yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
         yield {
             "ph": "M",
@@ -55,13 +73,17 @@ def _metadata(names: list[str]) -> Iterator[Event]:
             "name": "process_sort_index",
             "args": {"sort_index": process},
         }
-    for thread, name in enumerate(["phases", *(f"stream {name}" for name in names)]):
+
+
+def threads(names: Sequence[str]) -> Iterator[Event]:
+    """What the tracks of `STREAMS` are called, from number 0 on."""
+    for thread, name in enumerate(names):
         where = {"ph": "M", "pid": STREAMS, "tid": thread}
         yield {**where, "name": "thread_name", "args": {"name": name}}
         yield {**where, "name": "thread_sort_index", "args": {"sort_index": thread}}
 
 
-def _counters(ledger: Ledger, offloaded: bool) -> Iterator[Event]:
+def _counters(ledger: Ledger, offloaded: bool, times: Sequence[float]) -> Iterator[Event]:
     """A value whenever it changes."""
     half = len(CATEGORIES)
     curves = {TOTAL: ledger.totals}
@@ -76,7 +98,7 @@ def _counters(ledger: Ledger, offloaded: bool) -> Iterator[Event]:
                     "ph": "C",
                     "pid": MEMORY,
                     "name": name,
-                    "ts": tick,
+                    "ts": times[tick],
                     "args": {"bytes": size},
                 }
             before = size
@@ -110,7 +132,7 @@ def _operators(ledger: Ledger, names: list[str]) -> Iterator[Event]:
             }
 
 
-def _buffers(ledger: Ledger) -> Iterator[Event]:
+def _buffers(ledger: Ledger, times: Sequence[float]) -> Iterator[Event]:
     """What is gathered and what is reduced, from its birth to its free."""
     end = 2 * len(ledger.moments)
     for number, each in enumerate(ledger.ranges):
@@ -128,5 +150,5 @@ def _buffers(ledger: Ledger) -> Iterator[Event]:
             "module": each.module,
             "stream": each.stream,
         }
-        yield {**shared, "ph": "b", "ts": each.born, "args": said}
-        yield {**shared, "ph": "e", "ts": end if each.died is None else each.died}
+        yield {**shared, "ph": "b", "ts": times[each.born], "args": said}
+        yield {**shared, "ph": "e", "ts": times[end if each.died is None else each.died]}

@@ -1,0 +1,207 @@
+"""Writes docs/benchmarks.md from benchmarks/results/*.json.
+
+    python -m benchmarks.page
+
+Nothing is measured here: each section is made from the file of one script, with its own date.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from benchmarks import first_step, overhead, passes, peak_bytes, step_time
+from benchmarks.figures import RESULTS, ROOT
+from benchmarks.sides import TITLES
+
+PAGE = ROOT / "docs" / "benchmarks.md"
+MIB = 2**20
+Result = dict[str, Any]
+
+HEAD = """# Benchmarks
+
+Written by `python -m benchmarks.page` from `benchmarks/results/`; do not edit. `make bench`
+measures everything again and writes this page. A ratio below 1: fxshard is faster or smaller."""
+
+
+def table(rows: Iterable[dict[str, Any]]) -> str:
+    """A Markdown table."""
+    return tabulate(list(rows), headers="keys", tablefmt="github", disable_numparse=True)
+
+
+def verdicts(claims: list[dict[str, Any]]) -> str:
+    """A line per claim."""
+    rows = []
+    for claim in claims:
+        value = claim.get("geometric_mean", claim.get("value"))
+        target, met = claim["target"], claim["met"]
+        rows.append(
+            {
+                "claim": claim["claim"],
+                "measured": f"{value:.3f}",
+                "target": "-" if target is None else f"at most {target:g}",
+                "met": "-" if met is None else "yes" if met else "no",
+            }
+        )
+    return table(rows)
+
+
+def step_time_section(result: Result) -> str:
+    """Tables of benchmarks/step_time.py."""
+    rows = []
+    for model in result["models"]:
+        for side, figures in model["milliseconds"].items():
+            step = figures["step"]
+            rows.append(
+                {
+                    "model": model["title"],
+                    "side": TITLES[side],
+                    "step, ms": f"{step['median']:.1f}",
+                    "quartiles": f"{step['q1']:.1f} to {step['q3']:.1f}",
+                    **{what: f"{figures[what]['median']:.1f}" for what in step_time.PHASES},
+                    "CPU, ms": f"{figures['cpu']['median']:.1f}",
+                }
+            )
+    ratios = [
+        {"model": model["model"], "of": pair, **{k: f"{v:.3f}" for k, v in each.items()}}
+        for model in result["models"]
+        for pair, each in model["ratios"].items()
+    ]
+    return f"{table(rows)}\n\nRatios of medians:\n\n{table(ratios)}"
+
+
+def peak_bytes_section(result: Result) -> str:
+    """Table of benchmarks/peak_bytes.py."""
+    rows = []
+    for case in result["models"]:
+        ours = {each["schedule"]: each["peak"] for each in case["fxshard"]}
+        rows.append(
+            {
+                "model": case["title"],
+                "ranks": case["world_size"],
+                "setting": case["setting"],
+                "FSDP2, MiB": f"{case['fsdp2']['peak'] / MIB:.2f}",
+                "fxshard": f"{ours['default'] / MIB:.2f}",
+                "ratio": f"{case['ratios']['default']:.3f}",
+                "best": f"{ours[case['best']] / MIB:.2f}",
+                "ratio ": f"{case['ratios']['best']:.3f}",
+                "by": case["best"],
+            }
+        )
+    return table(rows)
+
+
+def first_step_section(result: Result) -> str:
+    """Table of benchmarks/first_step.py."""
+    rows = []
+    for case in result["cases"]:
+        row = {"layers": case["layers"], "side": case["title"]}
+        for which in ("cold", "warm"):
+            row[f"{which}, s"] = f"{case[which]['first_seconds']:.1f}" if which in case else "-"
+        row["second step, s"] = (
+            f"{case['cold']['second_seconds']:.3f}" if "cold" in case else case.get("failed", "-")
+        )
+        rows.append(row)
+    return table(rows)
+
+
+def overhead_section(result: Result) -> str:
+    """Tables of benchmarks/overhead.py."""
+    planned = [
+        {
+            "operators": f"{row['nodes']:,}",
+            "capture, CPU s": f"{row['capture_cpu_seconds']:.2f}",
+            "passes": f"{row['passes_cpu_seconds']:.2f}",
+            "analysis": f"{row['analysis_cpu_seconds']:.2f}",
+            "share of capture": f"{row['share_of_capture']:.1%}",
+            "µs per operator": f"{row['microseconds_per_node']:.0f}",
+        }
+        for row in result["planning"]
+    ]
+    ran = result["running"]
+    executed = [
+        {
+            "way": name,
+            "CPU µs per operator": f"{each['median']:.2f}",
+            "quartiles": f"{each['q1']:.2f} to {each['q3']:.2f}",
+        }
+        for name, each in ran["microseconds_per_operator"].items()
+    ]
+    head = f"A step of {ran['operators']:,} operators without work, {ran['views']:,} of them views:"
+    return f"{table(planned)}\n\n{head}\n\n{table(executed)}"
+
+
+def passes_section(result: Result) -> str:
+    """Table of benchmarks/passes.py."""
+    rows = []
+    for row in result["rows"]:
+        line = {"pass": row["pass"] or "-", "options": row["options"]}
+        if "refused" in row:
+            line["peak, GiB"] = "refused"
+        else:
+            line |= {
+                "peak, GiB": f"{row['peak_bytes'] / 2**30:.2f}",
+                "collectives": row["collectives"],
+                "buffers": row["buffers"],
+                "step, ms": f"{row['step_ms']:.1f}",
+                "exposed, ms": f"{row['exposed_ms']:.1f}",
+            }
+        rows.append(line)
+    return table(rows)
+
+
+SECTIONS: tuple[tuple[str, Any, Callable[[Result], str]], ...] = (
+    ("Step time", step_time, step_time_section),
+    ("Peak bytes", peak_bytes, peak_bytes_section),
+    ("Time to the first step", first_step, first_step_section),
+    ("Own overhead", overhead, overhead_section),
+    ("What each pass wins", passes, passes_section),
+)
+
+
+def page(results: Path) -> str:
+    """The page of what is in a folder of results; a script without a result is named as missing."""
+    parts = [HEAD]
+    for title, script, section in SECTIONS:
+        name = script.__name__.rpartition(".")[2]
+        parts.append(f"## {title}")
+        parts.append(_about(script.__doc__ or ""))
+        path = results / f"{name}.json"
+        if not path.exists():
+            parts.append(f"No result yet: run `python -m benchmarks.{name}`.")
+            continue
+        result = json.loads(path.read_text())
+        facts = f"{result['machine']}, {result['cpu']}, load {result['load']} at the end"
+        versions = f"Python {result['python']}, torch {result['torch']}"
+        parts.append(f"{result['date']}; {facts}; {versions}.")
+        if "claims" in result:
+            parts.append(verdicts(result["claims"]))
+        parts.append(section(result))
+    return "\n\n".join(parts) + "\n"
+
+
+def _about(doc: str) -> str:
+    """A script's docstring as Markdown: its indented command lines become a block of code."""
+    parts = []
+    for part in doc.strip().split("\n\n"):
+        lines = part.splitlines()
+        if all(line.startswith("    ") for line in lines):
+            part = "\n".join(["```sh", *(line[4:] for line in lines), "```"])
+        parts.append(part)
+    return "\n\n".join(parts)
+
+
+def main() -> int:
+    """Write the page."""
+    PAGE.write_text(page(RESULTS))
+    print(f"wrote {PAGE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,402 @@
+"""Peak bytes of a training step on one rank of many: fxshard beside FSDP2, measured alike.
+
+    python -m benchmarks.peak_bytes                                   # all
+    python -m benchmarks.peak_bytes --models llama-8b --worlds 8 --explain 12
+
+Rank 0 of a fake process group of 8 and of 64 runs real steps on the CPU in a process of its own.
+The instrument is the same on both sides and belongs to neither: torch.profiler's memory events of
+one steady step, summed, on top of the bytes that model, optimizer and batch hold between steps. It
+sees every allocation, inside kernels too. The loop is the user's, the loss in it; AdamW (foreach).
+
+Shapes (chosen before any ratio was looked at): published shapes scaled down by one number in width,
+inner width, vocabulary and tokens per rank alike, so that units, activations, logits and optimizer
+states stand to each other as they do at full size; depth stays as published.
+
+- llama-1b: Llama 3.2 1B (2048 wide, 16 layers, tied), 2 x 4096 tokens per rank; by 16.
+- llama-8b: Llama 3 8B (4096 wide, 32 layers), 1 x 8192 tokens per rank; by 16. The loss is in the
+  loop; "llama-8b, labels" is the same with the loss in the model, as Hugging Face's Trainer has it.
+- llama-70b: Llama 3 70B (8192 wide, 80 layers), 1 x 8192 tokens per rank; by 64.
+- bert-large: BERT large (1024 wide, 24 layers), 16 x 512 tokens per rank; by 8.
+- resnet-50: ResNet-50 with widths by 4 (parameters by 16, activations of an image by 4), so 8
+  images of 224 x 224 stand for 32.
+
+All on 8 ranks; llama-8b, whose smallest matrix has a row for each of 64 ranks, on 64 as well.
+
+Settings, the same on both sides: fp32; bf16 with gradients reduced in fp32; both with each block
+checkpointed. "Best" is the lowest of fxshard's schedules under the same setting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import fxshard
+from benchmarks.figures import RESULTS, geometric_mean, write
+from benchmarks.models import SMOKE, Batch, Model
+from benchmarks.ranks import here, on_ranks
+from benchmarks.sides import BF16, Setting, Training
+from fxshard import compat
+
+WORLDS = (8, 64)
+SETTINGS = tuple(Setting(bf16, again) for again in (False, True) for bf16 in (False, True))
+# Options of fxshard that change the schedule and nothing that is computed; {} is the default.
+SCHEDULES: tuple[dict[str, Any], ...] = (
+    {},
+    {"forward_prefetch": 0, "backward_prefetch": 0},
+    {"forward_prefetch": 0, "backward_prefetch": 0, "max_bucket_bytes": "1MiB"},
+)
+TARGETS = {"default": 0.80, "best": 0.75}
+
+
+def llama_like(
+    name: str,
+    by: int,
+    *,
+    dim: int,
+    inner: int,
+    depth: int,
+    heads: int,
+    kv_heads: int,
+    batch: int,
+    seq: int,
+    tied: bool = False,
+    labels: bool = False,
+) -> Model:
+    """A published Llama shape, divided by `by`."""
+    vocab = 128_256 // by
+
+    def build() -> nn.Module:
+        config = transformers.LlamaConfig(
+            vocab_size=vocab,
+            hidden_size=dim // by,
+            intermediate_size=inner // by,
+            num_hidden_layers=depth,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            max_position_embeddings=seq // by,
+            tie_word_embeddings=tied,
+            use_cache=False,
+        )
+        return transformers.LlamaForCausalLM(config)
+
+    def make() -> Batch:
+        tokens = torch.randint(0, vocab, (batch, seq // by))
+        return tokens, tokens
+
+    def loss(output: Any, targets: Tensor) -> Tensor:
+        if labels:
+            found: Tensor = output.loss
+            return found
+        return F.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
+
+    title = f"{name} by {by}: {dim // by} wide, {depth} layers, {batch} x {seq // by} tokens"
+    name += ", labels" * labels
+    return Model(name, title, build, make, loss, "model.layers.*", labels)
+
+
+def bert_like(name: str, by: int) -> Model:
+    """BERT large, divided by `by`."""
+
+    def build() -> nn.Module:
+        config = transformers.BertConfig(
+            vocab_size=30_522 // by,
+            hidden_size=1024 // by,
+            intermediate_size=4096 // by,
+            num_hidden_layers=24,
+            num_attention_heads=4,
+            max_position_embeddings=512 // by * 8,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+        return transformers.BertForMaskedLM(config)
+
+    def make() -> Batch:
+        tokens = torch.randint(0, 30_522 // by, (2, 512))
+        return tokens, tokens.roll(1)
+
+    def loss(output: Any, targets: Tensor) -> Tensor:
+        return F.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
+
+    title = f"{name} by {by}: {1024 // by} wide, 24 layers, 2 x 512 tokens"
+    return Model(name, title, build, make, loss, "bert.encoder.layer.*")
+
+
+def resnet_like(name: str) -> Model:
+    """ResNet-50 with a quarter of its widths."""
+
+    def build() -> nn.Module:
+        config = transformers.ResNetConfig(
+            embedding_size=16,
+            hidden_sizes=[64, 128, 256, 512],
+            depths=[3, 4, 6, 3],
+            num_labels=1000 // 4,
+        )
+        return transformers.ResNetForImageClassification(config)
+
+    def make() -> Batch:
+        return torch.randn(8, 3, 224, 224), torch.randint(0, 250, (8,))
+
+    def loss(output: Any, targets: Tensor) -> Tensor:
+        return F.cross_entropy(output.logits, targets)
+
+    title = f"{name}, widths by 4, 8 images of 224 x 224"
+    return Model(name, title, build, make, loss, "resnet.encoder.stages.*.layers.*")
+
+
+LLAMA_8B: dict[str, Any] = {
+    "dim": 4096, "inner": 14_336, "depth": 32, "heads": 8, "kv_heads": 2, "batch": 1, "seq": 8192
+}  # fmt: skip
+MODELS = {
+    model.name: model
+    for model in (
+        llama_like(
+            "llama-1b", 16, dim=2048, inner=8192, depth=16, heads=8, kv_heads=2, batch=2, seq=4096,
+            tied=True,
+        ),
+        llama_like("llama-8b", 16, **LLAMA_8B),
+        llama_like("llama-8b", 16, **LLAMA_8B, labels=True),
+        llama_like(
+            "llama-70b", 64, dim=8192, inner=28_672, depth=80, heads=8, kv_heads=1, batch=1,
+            seq=8192,
+        ),
+        bert_like("bert-large", 8),
+        resnet_like("resnet-50"),
+    )
+}  # fmt: skip
+ON_64 = ("llama-8b",)
+# On a CPU, batch norm refuses the bf16 weights with fp32 running statistics that FSDP2 gives it.
+ONLY_FP32 = ("resnet-50",)
+EVERY = {**MODELS, SMOKE.name: SMOKE}
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Bytes of one side of one case.
+
+    Attributes:
+        held: by parameters, buffers, optimizer states and batch, between steps.
+        phases: phase -> most bytes at once in it, `held` among them.
+        planned: fxshard's own figure, without what kernels take, if it was asked for.
+        explained: lines of what is alive at fxshard's peak.
+    """
+
+    held: int
+    phases: dict[str, int]
+    planned: int | None = None
+    explained: tuple[str, ...] = ()
+
+    @property
+    def peak(self) -> int:
+        """Of the step."""
+        return max(self.phases.values())
+
+
+def measure(recipe: Model, side: str, world: int, setting: Setting, top: int = 0) -> Measured:
+    """One side of a case."""
+    with compat.fake_process_group(0, world):
+        training = Training(recipe, side, setting)
+        training.step()
+        held = held_bytes(training)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            training.step()  # so that the profiler knows what the next one frees
+            for phase, run in training.phases():
+                with record_function(f"phase {phase}"):
+                    run()
+        phases = tops(seen.profiler.kineto_results.events(), held)
+    if side == "fxshard" and top:
+        memory = planned(recipe, world, setting).memory
+        lines = str(memory.explain_peak(top, levers=False)).splitlines()
+        return Measured(held, phases, memory.peak_bytes, tuple(lines))
+    return Measured(held, phases)
+
+
+def planned(recipe: Model, world: int, setting: Setting) -> Any:
+    """What fxshard says of the case beforehand."""
+    options: dict[str, Any] = dict(setting.schedule)
+    if setting.bf16:
+        options["mixed_precision"] = BF16
+    if setting.checkpoint:
+        options["checkpoint"] = "full"
+    batch = recipe.batch()
+    targets = batch[1]
+    return fxshard.plan(
+        recipe.build(),
+        *recipe.call(batch),
+        world_size=world,
+        units=[recipe.blocks],
+        loss=None if recipe.labels else lambda output: recipe.loss(output, targets),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4, foreach=True),
+        **options,
+    )
+
+
+def held_bytes(training: Training) -> int:
+    """Of the storages that are there between two steps, each once."""
+    states = [v for each in training.optimizer.state.values() for v in each.values()]
+    model = training.model
+    found: dict[int, int] = {}
+    for tensor in (*model.parameters(), *model.buffers(), *states, *training.batch):
+        local = compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def tops(events: Sequence[Any], held: int) -> dict[str, int]:
+    """Most bytes at once inside each span named ``phase <name>``; `held` when the first begins."""
+    events = sorted(events, key=lambda event: event.start_ns())
+    spans = [event for event in events if event.name().startswith("phase ")]
+    changes = [event for event in events if event.name() == "[memory]"]
+    found: dict[str, int] = {}
+    live, at = held, 0
+    while at < len(changes) and changes[at].start_ns() < spans[0].start_ns():
+        at += 1
+    for span in spans:
+        top = live
+        while at < len(changes) and changes[at].start_ns() <= span.end_ns():
+            live += changes[at].nbytes()
+            top = max(top, live)
+            at += 1
+        found[span.name().removeprefix("phase ")] = top
+    return found
+
+
+def compared(name: str, world: int, settings: list[Setting], top: int = 0) -> list[dict[str, Any]]:
+    """FSDP2, and fxshard under each schedule, under each setting; in a process of its own."""
+    recipe = EVERY[name]
+    chosen = [s for s in settings if not (s.bf16 and name in ONLY_FP32)]
+    return [case(recipe, world, setting, top) for setting in chosen]
+
+
+def case(recipe: Model, world: int, setting: Setting, top: int) -> dict[str, Any]:
+    """The same under one setting."""
+    theirs = measure(recipe, "fsdp2", world, setting)
+    ours = [
+        measure(recipe, "fxshard", world, dataclasses.replace(setting, schedule=each), top)
+        for each in SCHEDULES
+    ]
+    best = min(range(len(ours)), key=lambda i: ours[i].peak)
+    return {
+        "model": recipe.name,
+        "title": recipe.title,
+        "world_size": world,
+        "setting": setting.name,
+        "fsdp2": {"peak": theirs.peak, "held": theirs.held, "phases": theirs.phases},
+        "fxshard": [
+            {
+                "schedule": said(schedule),
+                "peak": each.peak,
+                "held": each.held,
+                "phases": each.phases,
+                "planned": each.planned,
+            }
+            for schedule, each in zip(SCHEDULES, ours, strict=True)
+        ],
+        "ratios": {
+            "default": round(ours[0].peak / theirs.peak, 4),
+            "best": round(ours[best].peak / theirs.peak, 4),
+        },
+        "best": said(SCHEDULES[best]),
+        "explained": list(ours[0].explained),
+    }
+
+
+def said(schedule: dict[str, Any]) -> str:
+    """Options as text."""
+    return ", ".join(f"{key}={value!r}" for key, value in schedule.items()) or "default"
+
+
+def claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Geometric means: over all cases, and of each setting."""
+    found = []
+    for which, target in TARGETS.items():
+        mean = geometric_mean(row["ratios"][which] for row in rows)
+        each = {
+            setting: round(
+                geometric_mean(r["ratios"][which] for r in rows if r["setting"] == setting), 4
+            )
+            for setting in dict.fromkeys(row["setting"] for row in rows)
+        }
+        found.append(
+            {
+                "claim": f"fxshard ({which} schedule) / FSDP2",
+                "geometric_mean": round(mean, 4),
+                "settings": each,
+                "target": target,
+                "met": mean <= target,
+            }
+        )
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print, and write where --out says."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    settings = {setting.name: setting for setting in SETTINGS}
+    parser.add_argument("--models", nargs="+", choices=[*EVERY], default=[*MODELS])
+    parser.add_argument("--worlds", nargs="+", type=int, default=[*WORLDS])
+    parser.add_argument("--settings", nargs="+", choices=[*settings], default=[*settings])
+    parser.add_argument("--explain", type=int, default=0, metavar="N", help="what is alive at ours")
+    parser.add_argument("--jobs", type=int, default=2, help="cases at once (default 2)")
+    parser.add_argument("--smoke", action="store_true", help="a model without weight, one case")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/peak_bytes.json")
+    given = parser.parse_args(arguments)
+    if given.smoke:
+        given.models, given.worlds, given.settings = ["smoke"], [8], ["fp32"]
+    chosen = [settings[name] for name in given.settings]
+    cases = [
+        (name, world)
+        for name in given.models
+        for world in given.worlds
+        if world == 8 or name in ON_64 or given.worlds != [*WORLDS]
+    ]
+    rows = []
+    with concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
+        start = here if given.smoke else on_ranks
+        for (found,) in pool.map(lambda c: start(0, compared, *c, chosen, given.explain), cases):
+            for row in found:
+                rows.append(row)
+                print(shown(row), flush=True)
+    result = {"models": rows, "claims": claims(rows)}
+    for claim in result["claims"]:
+        print(claim)
+    everything = (given.models, given.worlds, chosen) == ([*MODELS], [*WORLDS], [*SETTINGS])
+    if given.out or everything:
+        write(given.out or RESULTS / "peak_bytes.json", result)
+    return 0
+
+
+def shown(row: dict[str, Any]) -> str:
+    """A case as text."""
+    theirs = row["fsdp2"]
+    head = f"{row['model']}, world {row['world_size']}, {row['setting']}"
+    lines = [f"{head}: FSDP2 {_text(theirs)}"]
+    for each in row["fxshard"]:
+        lines.append(
+            f"  {each['peak'] / theirs['peak']:.3f}  fxshard, {each['schedule']}: {_text(each)}"
+        )
+    return "\n".join(lines + [f"    {line}" for line in row["explained"]])
+
+
+def _text(side: dict[str, Any]) -> str:
+    phases = ", ".join(f"{phase} {size / 2**20:.2f}" for phase, size in side["phases"].items())
+    return f"{side['peak'] / 2**20:.2f} MiB ({phases}; held {side['held'] / 2**20:.2f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What a program costs on a given hardware, estimated without running anything."""

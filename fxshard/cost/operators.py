@@ -1,0 +1,239 @@
+"""What one operator costs: floating-point operations, bytes, seconds. Read off its fake values.
+
+An operator of compute takes what the slower of its two resources takes (the roofline model:
+Williams, Waterman and Patterson, CACM 2009), and the launch of its kernel::
+
+    launch_overhead + max(executed FLOPs / (peak * achievable), bytes / memory_bandwidth)
+
+A collective takes what a ring takes (alpha-beta model: Thakur, Rabenseifner and Gropp, IJHPCA 2005;
+the bytes are those of nccl-tests' doc/PERFORMANCE.md, the split of the steps into those within a
+node and those between nodes that of NCCL's src/graph/tuning.cc)::
+
+    collective_overhead + inner steps * link.alpha + outer steps * network.alpha + bytes / beta
+
+docs/cost.md says more, and what is not modelled.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+from torch.utils.flop_counter import FlopCounterMode
+
+from fxshard import meta, ops
+from fxshard.compat import OpOverload
+from fxshard.cost.hardware import Hardware
+
+aten = torch.ops.aten
+
+# torch's own formulas, by operator without its overload. Attention's kernels for CPU have none
+# there: they take the same arguments as the flash kernels of CUDA.
+FORMULAS: dict[Any, Any] = dict(FlopCounterMode(display=False).flop_registry)
+FORMULAS[aten._scaled_dot_product_flash_attention_for_cpu] = FORMULAS[
+    aten._scaled_dot_product_flash_attention
+]
+FORMULAS[aten._scaled_dot_product_flash_attention_for_cpu_backward] = FORMULAS[
+    aten._scaled_dot_product_flash_attention_backward
+]
+
+# These take (grad_out, query, key, ...) and compute the scores again.
+ATTENTION_BACKWARD = {
+    packet
+    for packet in FORMULAS
+    if "_scaled_dot_product_" in str(packet) and str(packet).endswith("_backward")
+}
+
+# Operators that read parts of their first operand, as many bytes as they write.
+GATHERS = {aten.embedding, aten.index, aten.index_select, aten.gather, ops.reshard}
+# Operators that write the first operand without reading it.
+OVERWRITES = {aten.copy_, aten.fill_, aten.zero_, aten.copy}
+# Operators that write nothing: the memory is taken, or what stands in it is left alone.
+ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
+
+
+def flops(node: fx.Node) -> int:
+    """Floating-point operations of an operator by torch's formulas; 0 if there is none.
+
+    Products of matrices, convolutions and attention have one; a multiplication and the addition
+    behind it are two operations. Attention counts in full, causal or not. As
+    `torch.utils.flop_counter.FlopCounterMode` counts.
+    """
+    packet = _packet(node)
+    if packet is aten._grouped_mm:
+        left, right = _shapes(node.args[:2])
+        return _grouped_flops(left, right)
+    formula = FORMULAS.get(packet)
+    if formula is None:
+        return 0
+    args = fx.node.map_arg(node.args, _value)
+    kwargs = fx.node.map_arg(node.kwargs, _value)
+    return int(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def _grouped_flops(a: torch.Size, b: torch.Size) -> int:
+    """Of ``aten._grouped_mm``, for which torch has no formula: each row meets one group's matrix.
+
+    ``[m, k] x [groups, k, n]``, ``[groups, m, k] x [k, n]``, ``[m, k] x [k, n]`` with the groups
+    along k; with two batches of matrices a product for each.
+    """
+    groups = a[0] if len(a) == len(b) == 3 else 1
+    return groups * 2 * a[-2] * a[-1] * b[-1]
+
+
+def model_flops(node: fx.Node) -> int:
+    """`flops`, without the scores that attention's backward computes a second time.
+
+    What counts for the utilisation of a model, of all nodes that are not tagged `again`. Source:
+    Chowdhery et al., PaLM (2022), appendix B: no rematerialisation.
+    """
+    counted = flops(node)
+    if _packet(node) in ATTENTION_BACKWARD:
+        query, key = _shapes(node.args[1:3])
+        counted -= 2 * math.prod(query) * key[-2]
+    return counted
+
+
+def executed_flops(node: fx.Node) -> float:
+    """`flops`, halved for causal attention: its kernels skip the blocks above the diagonal.
+
+    Source: Dao, FlashAttention-2 (2023), section 3.1.
+    """
+    counted = flops(node)
+    return counted / 2 if counted and argument(node, "is_causal") else counted
+
+
+def bytes_moved(node: fx.Node) -> int:
+    """Bytes that an operator reads and writes: its inputs and its outputs, once each. Views: 0.
+
+    What is expanded counts as it lies in memory. Embeddings and picks by index read as many bytes
+    as they write, not their whole operand.
+    """
+    packet = _packet(node)
+    if packet in ALLOCATIONS or is_view(node):
+        return 0
+    written = sum(map(_extent, meta.tensors(node.meta.get("val"))))
+    inputs = [n.meta.get("val") for n in node.all_input_nodes]
+    if packet in GATHERS:
+        return 2 * written + sum(map(_extent, meta.tensors(inputs[1:])))
+    if packet in OVERWRITES:
+        inputs = inputs[1:]
+    return written + sum(map(_extent, meta.tensors(inputs)))
+
+
+def is_view(node: fx.Node) -> bool:
+    """True if `node` runs no kernel: placeholders, picks of results, views."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return True
+    mutates = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+    return not mutates and meta.aliases_input(node)
+
+
+def node_seconds(node: fx.Node, hardware: Hardware, world_size: int = 1) -> float:
+    """Seconds from the start of an operator until it is done, on a stream of its own.
+
+    Args:
+        node: of a program, or of a region.
+        hardware: where it runs.
+        world_size: ranks that share a parameter; two ranks of a `replicate` group are so far apart.
+    """
+    if node.target in ops.COLLECTIVES:
+        return collective_seconds(node, hardware, world_size)
+    if node.target in (ops.load, ops.store):
+        return hardware.host.alpha + _sent(node) / hardware.host.beta
+    if node.target in (ops.wait, ops.free) or is_view(node):
+        return 0.0
+    moved = bytes_moved(node) / hardware.memory_bandwidth
+    work = executed_flops(node)
+    if work:
+        work /= hardware.rate(operand_dtype(node)) * hardware.achievable
+    if not (moved or work):
+        return 0.0
+    return hardware.launch_overhead + max(work, moved)
+
+
+def collective_seconds(node: fx.Node, hardware: Hardware, world_size: int) -> float:
+    """Seconds of a collective: a ring through all ranks of its group, node by node.
+
+    A coalesced launch is one collective of all its bytes. A user's `comm_hook` counts as the
+    reduce-scatter, or with one shard the all-reduce, that stands there without it.
+    """
+    group = "shard" if node.target is ops.comm_hook else str(argument(node, "group"))
+    ranks = int(cast(int, node.args[1]))
+    stride = world_size if group == "replicate" else 1
+    whole = _sent(node) * (ranks if node.target is ops.all_gather else 1)
+    passes = 2 if node.target is ops.all_reduce else 1
+    return ring_seconds(whole, ranks, hardware, stride=stride, passes=passes)
+
+
+def ring_seconds(
+    whole: float, ranks: int, hardware: Hardware, *, stride: int = 1, passes: int = 1
+) -> float:
+    """Seconds of a ring collective.
+
+    Args:
+        whole: bytes of what all ranks have together: the gathered result of an all-gather, the
+            operand of a reduction.
+        ranks: of the group.
+        hardware: link and network.
+        stride: distance between two ranks of the group: 1 for neighbours.
+        passes: rounds of the ring: 1 for all-gather and reduce-scatter, 2 for all-reduce.
+    """
+    if ranks <= 1:
+        return 0.0
+    together = min(ranks, max(1, hardware.ranks_per_node // stride))  # members in one node
+    nodes = math.ceil(ranks / together)
+    rates = [hardware.link.beta] if together > 1 else []
+    if nodes > 1:  # each of a node's members has a network card of its own
+        rates.append(together * hardware.network.beta)
+    outer = passes * (nodes - 1)
+    inner = passes * (ranks - 1) - outer
+    latency = inner * hardware.link.alpha + outer * hardware.network.alpha
+    moved = passes * (ranks - 1) / ranks * whole
+    return hardware.collective_overhead + latency + moved / min(rates)
+
+
+def _sent(node: fx.Node) -> int:
+    return sum(_extent(t) for source in meta.operands(node) for t in meta.tensors(_value(source)))
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes of a tensor as it lies in memory: a dimension of stride 0 counts once."""
+    size = tensor.element_size()
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        size *= length if stride or not length else 1
+    return size
+
+
+def operand_dtype(node: fx.Node) -> torch.dtype:
+    """Dtype of what is multiplied: of the first operand (attention's last ones may be others)."""
+    found = next(meta.tensors([_value(n) for n in node.all_input_nodes]), None)
+    return found.dtype if found is not None else torch.float32
+
+
+def _shapes(nodes: Any) -> list[torch.Size]:
+    return [_value(node).shape for node in nodes]
+
+
+def _packet(node: fx.Node) -> Any:
+    return node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("val")
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """The argument of an operator under its name, or its default; None if it has no such one."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return None
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name == name:
+            if position < len(node.args):
+                return node.args[position]
+            return node.kwargs.get(name, argument.default_value)
+    return None

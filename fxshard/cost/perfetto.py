@@ -1,0 +1,108 @@
+"""An estimate as a trace for ui.perfetto.dev, beside the bytes that are alive.
+
+The format is that of `fxshard.memory.views.perfetto`. Times are microseconds from the beginning of
+the step. Memory is taken and given back in program order: its counters follow the clock of the
+compute stream, past each operator and each row.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections.abc import Iterator
+
+from fxshard.cost.timeline import Estimate
+from fxshard.memory.ledger import Ledger
+from fxshard.memory.report import MemoryReport
+from fxshard.memory.views.perfetto import STREAMS, Event, memory_events, processes, threads
+
+MICROSECONDS = 1e6
+
+
+def text(estimate: Estimate, memory: MemoryReport | None = None) -> str:
+    """The trace as JSON.
+
+    Args:
+        estimate: what is drawn, a track per stream; operators lie in the rows that run them.
+        memory: of the same plan; None for no counters.
+    """
+    streams = list(dict.fromkeys(["compute", *(row.stream for row in estimate.rows)]))
+    events = [
+        *processes({STREAMS: "streams, estimated"}),
+        *threads([f"stream {name}" for name in streams]),
+        *_rows(estimate, streams),
+        *_operators(estimate),
+    ]
+    if memory is not None:
+        events += memory_events(memory, times(estimate, memory.ledger()))
+    said = {"hardware": estimate.hardware.name, "step_seconds": estimate.step_seconds}
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": said})
+
+
+def _rows(estimate: Estimate, streams: list[str]) -> Iterator[Event]:
+    for row in estimate.rows:
+        where = {"pid": STREAMS, "tid": streams.index(row.stream)}
+        if row.exposed:
+            yield {
+                **where,
+                "ph": "X",
+                "name": "exposed",
+                "ts": (row.start - row.exposed) * MICROSECONDS,
+                "dur": row.exposed * MICROSECONDS,
+                "args": {"waits in front of": row.name},
+            }
+        if row.seconds:
+            yield {
+                **where,
+                "ph": "X",
+                "name": f"{row.operation} {row.unit}",
+                "ts": row.start * MICROSECONDS,
+                "dur": row.seconds * MICROSECONDS,
+                "args": {"row": row.name, "phase": row.phase, "micro_batch": row.micro_batch},
+            }
+
+
+def _operators(estimate: Estimate) -> Iterator[Event]:
+    starts = sorted(row.start for row in estimate.rows if row.stream == "compute" and row.seconds)
+    for phase in estimate.phases:
+        before = phase.start
+        for name, end in zip(phase.operators, phase.ends, strict=True):
+            # An operator starts where the one before it ended, or its row began behind that.
+            at = bisect.bisect_left(starts, end) - 1
+            start = max(before, starts[at]) if at >= 0 else before
+            if name and end > start:
+                yield {
+                    "ph": "X",
+                    "pid": STREAMS,
+                    "tid": 0,
+                    "name": name,
+                    "ts": start * MICROSECONDS,
+                    "dur": (end - start) * MICROSECONDS,
+                }
+            before = end
+
+
+def times(estimate: Estimate, ledger: Ledger) -> list[float]:
+    """Microseconds per tick of a ledger, and of the end behind them.
+
+    What the estimate knows nothing of (the user's loss, ``zero_grad``) takes no time; the events of
+    the optimizer share its time equally.
+    """
+    known = {(phase.name, phase.micro_batch): phase for phase in estimate.phases}
+    last = estimate.rows[-1] if estimate.rows else None
+    now = 0.0
+    found: list[float] = []
+    for phase in ledger.phases:
+        ends: tuple[float, ...] = ()
+        estimated = known.get((phase.name, phase.micro_batch))
+        if estimated is not None:
+            now, ends = estimated.start, estimated.ends
+        elif phase.name == "optimizer" and last is not None and last.phase == phase.name:
+            each = last.seconds / phase.points
+            ends = tuple(last.start + each * (i + 1) for i in range(phase.points))
+        found += [now, now]
+        for point in range(phase.points):
+            end = ends[point] if point < len(ends) else now
+            found += [now, end]
+            now = end
+    return [tick * MICROSECONDS for tick in [*found, now]]

@@ -1,0 +1,18 @@
+"""How a check says which node breaks a Fact."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from torch import fx
+
+from fxshard import dump
+from fxshard.errors import VerifyError
+from fxshard.program import Fact, Program
+
+
+def fail(program: Program, fact: Fact, node: fx.Node, message: str) -> NoReturn:
+    """Raise VerifyError for `node`."""
+    raise VerifyError(
+        fact.name.lower(), message, node=node.name, excerpt=dump.excerpt(program, node)
+    )

@@ -1,0 +1,339 @@
+"""Gradients: each reduced once, by the ranks that need it, in equal chunks."""
+
+from __future__ import annotations
+
+import collections
+import operator
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from fxshard import dump, meta, ops
+from fxshard.program import Fact, Program, Result
+from fxshard.verify import walk
+from fxshard.verify.failure import fail
+
+aten = torch.ops.aten
+
+
+def reduced_once(program: Program) -> None:
+    """Each gradient went through the reductions that its ranks need, each once."""
+    fact = Fact.REDUCED_ONCE
+    need = [ops.reduce_scatter] if program.world_size > 1 else []
+    need += [ops.all_reduce] if program.replicas > 1 else []
+    need += [ops.store] if program.offloaded else []
+    need = [ops.comm_hook] if program.comm_hook else need
+    seen: dict[fx.Node, str] = {}
+    left = _left_by_backward(program)
+    for value, result in left:
+        if result.kind == "accumulated" and program.sync:
+            fail(program, fact, value, f"the gradient of {result.name!r} is not reduced.")
+        if result.kind == "accumulated" and meta.get(value).fqn != result.name:
+            what = f"the gradient of {result.name!r} is that of {meta.get(value).fqn!r}."
+            fail(program, fact, value, what)
+        if result.kind != "grad" or result.name not in program.params:
+            continue
+        if not program.sync:
+            fail(program, fact, value, f"the gradient of {result.name!r} is not accumulated.")
+        picks = _reductions_of(value)
+        for pick in picks:
+            _by_its_group(program, meta.source(pick))
+            if meta.get(pick).fqn != "":
+                _one_reduction(program, pick, result.name, seen)
+                continue
+            seen[pick] = result.name
+            packed = _packed(meta.operands(meta.source(pick))[walk.picked(pick)])
+            if _piece(value, pick) != packed.get(result.name):
+                what = f"the gradient of {result.name!r} is not in what %{pick.name} reduced."
+                if result.name in packed:
+                    what = f"%{value.name} is not the part of %{pick.name} of {result.name!r}."
+                fail(program, fact, pick, what)
+        done = [meta.source(pick).target for pick in reversed(picks)]
+        if done != need:
+            ran = ", ".join(walk.word(target) for target in done) or "nothing"
+            fail(
+                program,
+                fact,
+                program.output if not done else value,
+                f"the gradient of {result.name!r} is returned without being reduced: it went "
+                f"through {ran}; its ranks need {', '.join(walk.word(t) for t in need)}."
+                if len(done) < len(need)
+                else f"the gradient of {result.name!r} is reduced twice: by {ran}.",
+            )
+        _fits_its_shard(program, value, result.name)
+    _all_returned(program, seen)
+    _divided_alike(program)
+    for launch in walk.launches(
+        program, ops.reduce_scatter, ops.all_reduce, ops.comm_hook, ops.store
+    ):
+        for pick in launch.users:
+            if pick.target is operator.getitem and pick not in seen:
+                fqn = meta.get(pick).fqn
+                fail(program, fact, pick, f"the reduced gradient of {fqn!r} is not returned.")
+    _accumulated_once(program)
+    given = {result.name for _, result in left} | _added(program)
+    for fqn in sorted((program.gradients or frozenset()) - given):
+        fail(program, fact, program.output, f"the gradient of {fqn!r} is not returned.")
+
+
+def _added(program: Program) -> set[str]:
+    """Parameters whose gradient is added to the accumulated one, which the caller has already."""
+    return {
+        meta.get(node).fqn or ""
+        for node in program.graph.find_nodes(op="placeholder")
+        if meta.get(node).role == "accumulated" and not program.sync
+        if any(user.target is torch.ops.aten.add_.Tensor for user in node.users)
+    }
+
+
+def _all_returned(program: Program, seen: dict[fx.Node, str]) -> None:
+    """Each gradient in a packed tensor that is reduced is returned."""
+    names = {result.name for _, result in _left_by_backward(program)}
+    for pick in seen:
+        if meta.get(pick).fqn == "":
+            for fqn in _packed(meta.operands(meta.source(pick))[walk.picked(pick)]):
+                if fqn not in names:
+                    what = f"the gradient of {fqn!r}, which %{pick.name} holds, is not returned."
+                    fail(program, Fact.REDUCED_ONCE, pick, what)
+
+
+def _divided_alike(program: Program) -> None:
+    """All gradients are reduced by one operation and divided by one number in all."""
+    found = {
+        value: (result.name, _divided(program, value, result.name))
+        for value, result in _left_by_backward(program)
+        if result.kind == "grad" and result.name in program.params
+    }
+    if program.comm_hook or not program.sync or not found:
+        return
+    (usual, _), *_ = collections.Counter(how for _, how in found.values()).most_common()
+    for value, (name, how) in found.items():
+        if how != usual:
+            what = f"the gradient of {name!r} is {_said(how)}, the others are {_said(usual)}."
+            fail(program, Fact.REDUCED_ONCE, value, what)
+
+
+def _said(how: tuple[float, tuple[str, ...]]) -> str:
+    divisor, operations = how
+    return f"reduced by {', '.join(operations) or 'nothing'} and divided by {divisor:g}"
+
+
+def _divided(program: Program, value: fx.Node, fqn: str) -> tuple[float, tuple[str, ...]]:
+    """What the sum over ranks is divided by, and the operations that are no sum."""
+    divisor, operations, node = 1.0, [], value
+    sizes = {"shard": program.world_size, "replicate": program.replicas}
+    while node.op == "call_function":
+        made = meta.source(node) if node.target is operator.getitem else None
+        if made is not None and ops.is_launch(made):
+            if made.target in GROUPS:
+                operation = str(made.args[3]) if len(made.args) > 3 else "avg"
+                divisor *= sizes[walk.group(made)] if operation == "avg" else 1.0
+                operations += ["sum" if operation == "avg" else operation]
+            node = meta.operands(made)[walk.picked(node)]
+        elif meta.get(node).role in ("settle", "pad"):
+            if node.target in (aten.div_.Scalar, aten.div.Scalar):
+                divisor *= float(cast("float", node.args[1]))
+            if not isinstance(node.args[0], (list, tuple)):
+                node = meta.source(node)
+                continue
+            rows = [row for row in node.all_input_nodes if fqn in _names_of(row)]
+            if not rows:
+                break
+            node = rows[0]
+        else:
+            break
+    return round(divisor, 6), tuple(operations)
+
+
+def _names_of(row: fx.Node) -> list[str | None]:
+    """FQNs along what a row of a packed tensor is made of."""
+    found = [meta.get(row).fqn]
+    while row.op == "call_function" and meta.get(row).role in ("pad", "settle"):
+        if len(row.all_input_nodes) != 1:
+            break
+        (row,) = row.all_input_nodes
+        found.append(meta.get(row).fqn)
+    return found
+
+
+def _left_by_backward(program: Program) -> list[tuple[fx.Node, Result]]:
+    """What is returned, and the gradients that are stepped instead."""
+    stepped = [(node, Result("grad", fqn)) for fqn, node in ops.stepped(program).items()]
+    return [*zip(program.values, program.results, strict=True), *stepped]
+
+
+def _one_reduction(program: Program, pick: fx.Node, fqn: str, seen: dict[fx.Node, str]) -> None:
+    """`pick` is the gradient of `fqn` behind a reduction, as its name, its ranks and `seen` say."""
+    fact, launch = Fact.REDUCED_ONCE, meta.source(pick)
+    if pick in seen:
+        fail(program, fact, pick, f"the gradient of {fqn!r} is that of {seen[pick]!r}.")
+    seen[pick] = fqn
+    for node in (pick, meta.operands(launch)[walk.picked(pick)]):
+        if meta.get(node).fqn != fqn:
+            what = f"%{node.name}, which is that of {meta.get(node).fqn!r}"
+            fail(program, fact, pick, f"the gradient of {fqn!r} is made of {what}.")
+
+
+def _by_its_group(program: Program, launch: fx.Node) -> None:
+    if launch.target in GROUPS and walk.group(launch) != GROUPS[launch.target]:
+        what = (
+            f"%{launch.name} reduces in {walk.group(launch)!r}, not in {GROUPS[launch.target]!r}."
+        )
+        fail(program, Fact.REDUCED_ONCE, launch, what)
+
+
+def _fits_its_shard(program: Program, value: fx.Node, fqn: str) -> None:
+    param, val = program.params[fqn], value.meta["val"]
+    shape = param.chunk(program.world_size)
+    if tuple(val.shape) != shape:
+        what = f"%{value.name} is {list(val.shape)}, but a shard of {fqn!r} is {list(shape)}."
+        fail(program, Fact.REDUCED_ONCE, value, what)
+    keeps = program.units[param.unit].precision.keep_low_precision_grads
+    if val.dtype is not param.dtype and not keeps:
+        what = f"%{value.name} is of {val.dtype}, but a shard of {fqn!r} of {param.dtype}."
+        fail(program, Fact.REDUCED_ONCE, value, what)
+
+
+def _accumulated_once(program: Program) -> None:
+    """What steps before have left is read once: added to, or sent; and sent if there is a sync."""
+    fact = Fact.REDUCED_ONCE
+    both = _left_by_backward(program)
+    made = {r.name: _origin(v, r.name) for v, r in both if r.name in program.params}
+    for node in program.graph.find_nodes(op="placeholder"):
+        if meta.get(node).role != "accumulated":
+            continue
+        fqn = meta.get(node).fqn or ""
+        readers = [n for n in node.users if n.target is not ops.free and n.op == "call_function"]
+        if len(readers) > 1:
+            readers.sort(key=walk.order(program).__getitem__)
+            what = f"%{readers[1].name} is the second to read the accumulated gradient of {fqn!r}."
+            fail(program, fact, readers[1], what)
+        if program.sync and made.get(fqn) is not node:
+            what = f"what was accumulated of the gradient of {fqn!r} is not reduced."
+            fail(program, fact, made.get(fqn, node), what)
+
+
+def _origin(value: fx.Node, fqn: str) -> fx.Node:
+    """The gradient that `value` was made of by reductions, paddings, divisions and casts."""
+    node = value
+    for pick in _reductions_of(value):
+        node = meta.operands(meta.source(pick))[walk.picked(pick)]
+        node = next((row for row in walk.packed_rows(node) if meta.get(row).fqn == fqn), node)
+    while node.op == "call_function" and meta.get(node).role in ("pad", "settle"):
+        node = meta.source(node)
+    return node
+
+
+def _reductions_of(value: fx.Node) -> list[fx.Node]:
+    """Picks of reductions that `value` went through, the last first."""
+    found: list[fx.Node] = []
+    node = value
+    while node.op == "call_function":
+        if node.target is operator.getitem and ops.is_launch(meta.source(node)):
+            found.append(node)
+            if meta.source(node).target is ops.comm_hook:
+                break
+            node = meta.operands(meta.source(node))[walk.picked(node)]
+        elif meta.get(node).role == "settle":
+            node = meta.source(node)
+        else:
+            break
+    return found
+
+
+def hook_rows(hook: fx.Node) -> list[fx.Node]:
+    """The gradients in the flat tensor that `hook` takes, rank by rank, as they lie there."""
+    return walk.packed_rows(meta.operands(hook)[0])
+
+
+def _packed(sent: fx.Node) -> dict[str | None, tuple[int, int]]:
+    """Per gradient in a flat copy: where this rank's part of it begins and ends in the result."""
+    found: dict[str | None, tuple[int, int]] = {}
+    start = 0
+    for row in walk.packed_rows(sent):
+        end = start + row.meta["val"].shape[1]
+        found[meta.get(row).fqn] = (start, end)
+        start = end
+    return found
+
+
+def _piece(value: fx.Node, pick: fx.Node) -> tuple[Any, ...]:
+    """Begin and end of `value` in the flat tensor `pick`: those of the slice behind it."""
+    while value is not pick and value.target is not aten.slice.Tensor:
+        value = meta.source(value)
+    return value.args[2:4] if value is not pick else ()
+
+
+def equal_chunks(program: Program) -> None:
+    """Every collective's buffers are its size times its inputs (or the inverse), row-wise."""
+    ranks = {"shard": program.world_size, "replicate": program.replicas}
+    for node in program.graph.nodes:
+        if node.target in (*ops.COLLECTIVES, ops.reshard):
+            group = walk.group(node)
+            count = group.removeprefix("reshard")
+            size = ranks.get(group) or (int(count) if count.isdecimal() else None)
+            if node.args[1] != size:
+                what = f"%{node.name} is one of {node.args[1]} ranks, but {group!r} has {size}."
+                fail(program, Fact.EQUAL_CHUNKS, node, what)
+        if node.target in ops.WORDS and node.meta.get("val") is not None:
+            _makes_what_it_says(program, node)
+        if node.op == "call_function" and meta.get(node).role in ("pad", "settle"):
+            _is_what_it_says(program, node)
+    for launch in walk.launches(program, ops.all_gather, ops.reduce_scatter):
+        size = cast("int", launch.args[1])
+        ins = [t for s in meta.operands(launch) for t in meta.tensors(s.meta["val"])]
+        outs = list(meta.tensors(launch.meta["val"]))
+        small, large = (ins, outs) if launch.target is ops.all_gather else (outs, ins)
+        for part, whole in zip(small, large, strict=True):
+            even = whole.shape[0] == part.shape[0] * size and whole.dtype is part.dtype
+            if not even or not whole.is_contiguous():
+                fail(
+                    program,
+                    Fact.EQUAL_CHUNKS,
+                    launch,
+                    f"%{launch.name} moves {dump.types(part)} and {dump.types(whole)}: not "
+                    f"{size} equal contiguous chunks.",
+                )
+
+
+def _is_what_it_says(program: Program, node: fx.Node) -> None:
+    """The fake value of what a pass put around a collective is what the operator makes."""
+    if isinstance(node.meta["val"], (list, tuple)) or node.target is operator.getitem:
+        return  # a word's: that is looked at there
+    given = node.all_input_nodes[0].meta["val"]
+    shape, dtype = list(given.shape), given.dtype
+    if node.target is aten.constant_pad_nd.default:
+        padding = cast("list[int]", node.args[1])
+        for i in range(len(padding) // 2):
+            shape[-1 - i] += padding[2 * i] + padding[2 * i + 1]
+    elif node.target is aten._to_copy.default:
+        dtype = cast("torch.dtype", node.kwargs.get("dtype", dtype))
+    elif node.target not in (aten.clone.default, aten.div_.Scalar, aten.add_.Tensor):
+        made = program.refake(node)
+        shape, dtype = list(made.shape), made.dtype
+    val = node.meta["val"]
+    if list(val.shape) != shape or val.dtype is not dtype:
+        what = f"%{node.name} is {dump.types(val)}, but makes {shape} of {dtype}."
+        fail(program, Fact.EQUAL_CHUNKS, node, what)
+
+
+def _makes_what_it_says(program: Program, node: fx.Node) -> None:
+    """The fake values of a word and of the picks of it are what the word makes."""
+    made = list(meta.tensors(node.meta["val"]))
+    if node.target in (ops.cast, ops.load, ops.store, ops.all_reduce):
+        for value, operand in zip(made, meta.operands(node), strict=True):
+            given = operand.meta["val"]
+            dtype = node.args[1] if node.target is ops.cast else given.dtype
+            if (value.shape, value.dtype) != (given.shape, dtype):
+                what = f"%{node.name} makes {dump.types(value)} of {dump.types(given)}."
+                fail(program, Fact.EQUAL_CHUNKS, node, what)
+    for pick in node.users:
+        if walk.is_pick_of(pick, node):
+            value, picked = pick.meta["val"], made[walk.picked(pick)]
+            if (value.shape, value.dtype) != (picked.shape, picked.dtype):
+                what = f"%{pick.name} is {dump.types(value)}, but %{node.name} makes "
+                fail(program, Fact.EQUAL_CHUNKS, pick, what + f"{dump.types(picked)} there.")
+
+
+GROUPS = {ops.reduce_scatter: "shard", ops.all_reduce: "replicate"}

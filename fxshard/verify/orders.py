@@ -1,0 +1,227 @@
+"""Which orders a program needs between its streams, whatever its events say.
+
+Two operators on different streams need an order in these cases, and in no other:
+
+- one writes what the other reads or writes;
+- one gets memory that the other has used: a launch that writes a fresh buffer, and every kernel of
+  the compute stream (it may make a result, or use memory while it runs and give it back), come
+  behind all that ever touched a storage that is gone by then, and behind such kernels;
+- a phase begins or ends: what the caller did before (an optimizer wrote shards, a loss used memory)
+  is over for the first launches, and what the other streams did is over for the caller.
+
+The second is CUDA's caching allocator's (c10/cuda/CUDACachingAllocator.cpp): a block belongs to the
+stream that was current when it was asked for, and when it is freed goes back at once to the free
+blocks of that stream, whoever still uses it, unless ``record_stream`` told of the other streams.
+Every buffer is asked for on the compute stream (`fxshard.world.c10d`), and nothing is told: these
+orders are what makes a reuse safe. A copy to the CPU writes no memory of the device; pinned memory
+is the host allocator's, which waits for the copies (aten/src/ATen/core/CachingHostAllocator.h).
+
+A view, a pick and a free touch no data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterator
+from typing import Literal
+
+from torch import fx
+
+from fxshard import meta, ops
+from fxshard.program import Program
+from fxshard.verify import walk
+
+# Where each word runs. What sends a shard, or makes it ready to be sent, has one stream.
+STREAMS: dict[object, meta.Stream] = {
+    ops.all_gather: "unshard",
+    ops.cast: "unshard",
+    ops.load: "load",
+    ops.reduce_scatter: "reduce",
+    ops.all_reduce: "all-reduce",
+    ops.comm_hook: "reduce",
+    ops.store: "store",
+    ops.pack: "unshard",
+}
+# Events of the compute stream that are recorded where a phase begins, if anything waits for them.
+ENTRY: dict[meta.Phase, str] = {"forward": "c_forward", "backward": "c_backward"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Need:
+    """All that a stream runs up to a position must be over.
+
+    Attributes:
+        position: on that stream: the number of operators up to and with `node`.
+        node: the operator there; None: what the caller ran before the phase.
+        why: what both touch, as the end of a sentence.
+    """
+
+    position: int
+    node: fx.Node | None
+    why: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One thing that happens, in the order in which the host issues it.
+
+    Attributes:
+        kind: "entry" of a phase, "run" of an operator, "end" of a phase.
+        node: the operator; for an entry and an end, the first and the last of the phase.
+        stream: of the operator; the compute stream for the other kinds.
+        position: on `stream`.
+        needs: per other stream, what must be over there before.
+    """
+
+    kind: Literal["entry", "run", "end"]
+    node: fx.Node
+    stream: meta.Stream
+    position: int
+    needs: dict[meta.Stream, Need]
+
+
+class _Access:
+    """Who touched a storage: its last writer, and per stream the last reader since."""
+
+    __slots__ = ("reads", "write")
+
+    def __init__(self, stream: meta.Stream, position: int, node: fx.Node | None) -> None:
+        self.write = (stream, position, node)
+        self.reads: dict[meta.Stream, tuple[int, fx.Node]] = {}
+
+
+def steps(program: Program) -> Iterator[Step]:
+    """What happens in `program`, and behind what; streams are those of the tags.
+
+    Linear in operators times storages of each: per storage only the accesses are kept that no later
+    one comes behind.
+    """
+    walker = _Walker(program)
+    before: fx.Node | None = None
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if before is None or meta.get(node).phase != meta.get(before).phase:
+            if before is not None:
+                yield walker.end(before)
+            yield walker.entry(node)
+        yield walker.run(node)
+        walker.bury(node)
+        before = node
+    if before is not None:
+        yield walker.end(before)
+
+
+class _Walker:
+    def __init__(self, program: Program) -> None:
+        self.ids = {node: tuple(meta.storage_ids(node)) for node in program.graph.nodes}
+        self.positions: dict[meta.Stream, int] = {}
+        self.accesses: dict[int, _Access] = {}
+        self.dead: dict[meta.Stream, Need] = {}  # what touched memory that is free again
+        self.touched: dict[meta.Stream, Need] = {}  # last access of each stream
+        self.comes: dict[meta.Phase, list[int]] = {"forward": [], "backward": []}
+        kept = {storage for value in program.values for storage in self.ids[value]}
+        for node in program.graph.find_nodes(op="placeholder"):
+            role = meta.get(node).role
+            if role in meta.HELD:
+                kept.update(self.ids[node])
+            late = role in ("tangent", "accumulated")
+            self.comes["backward" if late else "forward"].extend(self.ids[node])
+        last: dict[int, fx.Node] = {}
+        for node in program.graph.nodes:
+            if node.op == "call_function":
+                for source in (node, *node.all_input_nodes):
+                    for storage in self.ids[source]:
+                        last[storage] = node
+        self.dying: dict[fx.Node, list[int]] = {}
+        for storage, node in last.items():
+            if storage not in kept:
+                self.dying.setdefault(node, []).append(storage)
+
+    def advance(self, stream: meta.Stream) -> int:
+        self.positions[stream] = self.positions.get(stream, 0) + 1
+        return self.positions[stream]
+
+    def entry(self, node: fx.Node) -> Step:
+        """The caller has written what comes in, and has used memory that is free now."""
+        position = self.advance("compute")
+        phase = meta.get(node).phase
+        for storage in self.comes[phase]:
+            self.accesses[storage] = _Access("compute", position, None)
+        self.dead["compute"] = Need(position, None, GONE)
+        return Step("entry", node, "compute", position, {})
+
+    def end(self, node: fx.Node) -> Step:
+        """The caller may write or give back anything."""
+        needs: dict[meta.Stream, Need] = {}
+        needs |= {stream: need for stream, need in self.touched.items() if stream != "compute"}
+        return Step("end", node, "compute", self.positions["compute"], needs)
+
+    def run(self, node: fx.Node) -> Step:
+        stream = meta.get(node).stream
+        position = self.advance(stream)
+        needs: dict[meta.Stream, Need] = {}
+        reads, writes, fresh = self.touches(node)
+        allocates = reads or writes if stream == "compute" else fresh
+        if allocates and node.target is not ops.store:
+            needs |= {other: need for other, need in self.dead.items() if other != stream}
+        for storage in reads:
+            access = self.accesses.get(storage)
+            if access is not None:
+                _add(needs, stream, *access.write, "reads what is written by")
+        for storage in writes:
+            access = self.accesses.get(storage)
+            if access is not None:
+                _add(needs, stream, *access.write, "writes what is written by")
+                for other, (at, reader) in access.reads.items():
+                    _add(needs, stream, other, at, reader, "writes what is read by")
+        for storage in reads:
+            access = self.accesses.setdefault(storage, _Access("compute", 1, None))
+            access.reads[stream] = (position, node)
+        for storage in writes:
+            self.accesses[storage] = _Access(stream, position, node)
+        if reads or writes:
+            self.touched[stream] = Need(position, node, "ends the phase without")
+            if stream == "compute":
+                self.dead[stream] = Need(position, node, GONE)
+        return Step("run", node, stream, position, needs)
+
+    def touches(self, node: fx.Node) -> tuple[set[int], set[int], set[int]]:
+        """Storages that `node` reads, writes, and makes."""
+        if node.target in (operator.getitem, ops.wait, ops.free):
+            return set(), set(), set()
+        inputs = {storage for source in node.all_input_nodes for storage in self.ids[source]}
+        own = set(self.ids[node])
+        written = own if ops.is_in_place(node) else walk.written(node)
+        if own and own <= inputs and not written:
+            return set(), set(), set()
+        return inputs, written | (own - inputs), own - inputs
+
+    def bury(self, node: fx.Node) -> None:
+        """Behind `node`, what it is the last to refer to is gone, or what it frees."""
+        gone = self.dying.pop(node, [])
+        if node.target is ops.free:
+            gone = [storage for source in meta.operands(node) for storage in self.ids[source]]
+        for storage in gone:
+            access = self.accesses.pop(storage, None)
+            if access is None:
+                continue
+            _add(self.dead, None, *access.write, GONE)
+            for stream, (at, reader) in access.reads.items():
+                _add(self.dead, None, stream, at, reader, GONE)
+
+
+GONE = "may get memory that was used by"
+
+
+def _add(
+    needs: dict[meta.Stream, Need],
+    stream: meta.Stream | None,
+    other: meta.Stream,
+    position: int,
+    node: fx.Node | None,
+    why: str,
+) -> None:
+    if other != stream and (other not in needs or needs[other].position < position):
+        needs[other] = Need(position, node, why)

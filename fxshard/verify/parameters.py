@@ -1,0 +1,148 @@
+"""Parameters: what is gathered of which shard, who reads it, and that nothing of it is saved."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import fx
+
+from fxshard import dump, meta, ops
+from fxshard.program import Fact, Program
+from fxshard.verify import walk
+from fxshard.verify.failure import fail
+
+
+def params_unsharded(program: Program) -> None:
+    seen: dict[str, fx.Node] = {}
+    for node in program.graph.find_nodes(op="placeholder"):
+        tag = meta.get(node)
+        if tag.role == "param":
+            fail(program, Fact.PARAMS_UNSHARDED, node, f"parameter {tag.fqn!r} comes in whole.")
+        if tag.role != "shard":
+            continue
+        param = program.params[tag.fqn or ""]
+        _is_the_shard(program, node, seen)
+        readers: tuple[Any, ...] = (ops.all_gather, ops.cast, ops.pack)
+        if program.offloaded:
+            readers = (ops.load,)
+        elif program.world_size == 1 and param.compute_dtype is param.dtype:
+            continue  # it is whole
+        for user in node.users:
+            if user.target not in (*readers, ops.step):
+                fail(
+                    program,
+                    Fact.PARAMS_UNSHARDED,
+                    user,
+                    f"%{user.name} reads the shard of {tag.fqn!r}; only "
+                    f"{' or '.join(map(walk.word, readers))} may.",
+                )
+    _sent_as_named(program)
+    for launch in walk.unshards(program):
+        _unpacked_as_packed(program, launch)
+        for pick in ops.unsharded(launch):
+            fqn = meta.get(pick).fqn
+            want = program.params[fqn or ""]
+            shape, dtype = tuple(pick.meta["val"].shape), pick.meta["val"].dtype
+            rows = want.chunk(program.world_size)[0] * program.world_size
+            if shape != (rows, *want.shape[1:]) or dtype is not want.compute_dtype:
+                fail(
+                    program,
+                    Fact.PARAMS_UNSHARDED,
+                    pick,
+                    f"%{pick.name} is {list(shape)} of {dtype}, expected "
+                    f"{[rows, *want.shape[1:]]} of {want.compute_dtype}.",
+                )
+            for user in pick.users:
+                if shape != want.shape and meta.get(user).role not in ROLES_WITH_PADDING:
+                    fail(
+                        program,
+                        Fact.PARAMS_UNSHARDED,
+                        user,
+                        f"%{user.name} reads {fqn!r} with its padding; only a cut may.",
+                    )
+
+
+def _is_the_shard(program: Program, node: fx.Node, seen: dict[str, fx.Node]) -> None:
+    """`node` is the only shard of its name, and has its shape and dtype."""
+    fqn, val = meta.get(node).fqn or "", node.meta["val"]
+    param = program.params[fqn]
+    if fqn in seen:
+        what = f"%{node.name} is the shard of {fqn!r}, as %{seen[fqn].name} is."
+        fail(program, Fact.PARAMS_UNSHARDED, node, what)
+    seen[fqn] = node
+    shape = param.chunk(program.world_size)
+    if (tuple(val.shape), val.dtype) != (shape, param.dtype):
+        what = f"%{node.name} is {dump.types(val)}, but a shard of {fqn!r} is {list(shape)} of "
+        fail(program, Fact.PARAMS_UNSHARDED, node, what + f"{param.dtype}.")
+
+
+def _sent_as_named(program: Program) -> None:
+    """Shards, their copies and what is gathered of them bear one name, and one group's ranks."""
+    fact = Fact.PARAMS_UNSHARDED
+    for node in program.graph.nodes:
+        if node.target is ops.pack:
+            for shard in meta.operands(node):
+                if meta.get(shard).role not in ("shard", "unshard", "reshard"):
+                    what = f"%{node.name} takes %{shard.name}, which is no shard."
+                    fail(program, fact, node, what)
+        if node.target not in (ops.all_gather, ops.cast, ops.load, ops.reshard):
+            continue
+        for pick in node.users:
+            if not walk.is_pick_of(pick, node):
+                continue
+            taken, fqn = meta.operands(node)[walk.picked(pick)], meta.get(pick).fqn
+            if meta.get(taken).role not in ("shard", "unshard", "reshard"):
+                fail(program, fact, node, f"%{node.name} takes %{taken.name}, which is no shard.")
+            if meta.get(taken).fqn != fqn:
+                what = f"%{pick.name} stands for {fqn!r}, but picks {meta.get(taken).fqn!r}."
+                fail(program, fact, pick, what)
+            if node.target is not ops.all_gather:
+                continue
+            makers = [n for n in map(walk.maker, ops.sent_copies(node)) if n.target is ops.reshard]
+            has = walk.group(makers[0]) if makers else "shard"
+            if walk.group(node) != has:
+                what = f"%{node.name} gathers in {walk.group(node)!r} what {has!r} shares."
+                fail(program, fact, node, what)
+
+
+def _unpacked_as_packed(program: Program, launch: fx.Node) -> None:
+    """What several shards were packed into is taken apart once, in the same pieces and order."""
+    fact = Fact.PARAMS_UNSHARDED
+    for pick in (user for user in launch.users if walk.is_pick_of(user, launch)):
+        sent = meta.operands(launch)[walk.picked(pick)]
+        maker = walk.maker(sent)
+        words = [user for user in pick.users if user.target is ops.unpack]
+        if len(words) != int(maker.target is ops.pack):
+            what = f"%{pick.name} is unpacked {len(words)} times; what was sent says otherwise."
+            fail(program, fact, pick, what)
+        if not words:
+            continue
+        for user in pick.users:
+            if user.target not in (ops.wait, ops.unpack, ops.free):
+                fail(program, fact, user, f"%{user.name} reads %{pick.name}, which is packed.")
+        parts = {walk.picked(part): meta.get(part).fqn for part in words[0].users}
+        shards = [(meta.get(n).fqn, list(n.meta["val"].shape)) for n in meta.operands(maker)]
+        _, size, chunks = cast("tuple[Any, int, list[list[int]]]", words[0].args)
+        pieces = [(parts.get(i), list(chunk)) for i, chunk in enumerate(chunks)]
+        if pieces != shards or size != launch.args[1] or len(parts) != len(words[0].users):
+            what = f"%{words[0].name} takes apart {pieces}, but %{maker.name} has packed {shards}."
+            fail(program, fact, words[0], what)
+
+
+def no_param_saved(program: Program) -> None:
+    for launch in walk.unshards(program):
+        tag = meta.get(launch)
+        stays = program.units[tag.unit or 0].reshard is False
+        for node in (launch, *walk.aliases(program, launch)):
+            for user in node.users:
+                if user.op == "output" or (meta.get(user).phase != tag.phase and not stays):
+                    fail(
+                        program,
+                        Fact.NO_PARAM_SAVED,
+                        user,
+                        f"%{user.name} reads %{node.name}, an unsharded parameter of unit "
+                        f"{program.units[tag.unit or 0].name!r}, outside of {tag.phase}.",
+                    )
+
+
+ROLES_WITH_PADDING = ("unshard", "reshard", "wait", "free")

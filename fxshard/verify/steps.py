@@ -1,0 +1,58 @@
+"""Steps: the optimizer steps each parameter once, when nothing needs its old value any more."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fxshard import meta, ops
+from fxshard.program import Fact, Program
+from fxshard.verify import walk
+from fxshard.verify.failure import fail
+
+
+def stepped_once(program: Program) -> None:
+    """Each gradient goes into one step, with its shard, behind every read of the two."""
+    fact = Fact.STEPPED_ONCE
+    for value, result in zip(program.values, program.results, strict=True):
+        if result.kind == "grad" and result.name in program.params and program.sync:
+            fail(program, fact, value, f"the gradient of {result.name!r} is returned, not stepped.")
+    order = walk.order(program)
+    waits = {meta.get(n).pair: n for n in program.graph.nodes if n.target is ops.wait}
+    by: dict[str, fx.Node] = {}
+    steps = program.graph.find_nodes(op="call_function", target=ops.step)
+    for node in steps:
+        if not program.sync:
+            fail(program, fact, node, f"%{node.name} steps under no_sync.")
+        grads, shards, fqns = node.args
+        if not len(grads) == len(shards) == len(fqns):
+            fail(program, fact, node, f"%{node.name} takes lists of different lengths.")
+        for fqn, shard in zip(fqns, shards, strict=True):
+            if fqn in by:
+                what = f"%{node.name} steps {fqn!r}, as %{by[fqn].name} does."
+                fail(program, fact, node, what)
+            by[fqn] = node
+            if (meta.get(shard).role, meta.get(shard).fqn) != ("shard", fqn):
+                fail(program, fact, node, f"%{node.name} steps %{shard.name}, not {fqn!r}.")
+    for node in steps:
+        _nothing_behind(program, node, order, waits)
+
+
+def _nothing_behind(
+    program: Program, step: fx.Node, order: dict[fx.Node, int], waits: dict[int | None, fx.Node]
+) -> None:
+    """Nobody reads what `step` takes behind it, or is still at it; only frees may follow."""
+    mine = set().union(*map(meta.storage_ids, step.all_input_nodes))
+    for node in program.graph.nodes:
+        if node is step or node.op != "call_function" or node.target is ops.free:
+            continue
+        reads = set().union(*map(meta.storage_ids, node.all_input_nodes), set())
+        if not reads & mine:
+            continue
+        done = node
+        if meta.get(node).role in ("unshard", "reduce"):
+            done = waits.get(meta.get(node).pair, node)
+        if max(order[node], order[done]) > order[step]:
+            what = f"%{node.name} reads what %{step.name} has stepped or stepped with"
+            if done is not node and order[node] < order[step]:
+                what = f"%{step.name} runs while %{node.name}, which reads the same, is in flight"
+            fail(program, Fact.STEPPED_ONCE, done, f"{what}.")

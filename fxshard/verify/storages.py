@@ -1,0 +1,173 @@
+"""Storages: what a launch writes is freed once and used before; how much is alive."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fxshard import meta, ops
+from fxshard.program import Fact, Program
+from fxshard.verify import walk
+from fxshard.verify.failure import fail
+
+
+def freed(program: Program) -> None:
+    """Everything that a launch wrote or was only sent is freed, once, behind the launch."""
+    fact = Fact.FREED
+    frees = walk.by_pair(program, ops.free)
+    order = walk.order(program)
+    kept = ops.kept_storages(program)
+    for launch in walk.launches(program):
+        mine = frees.get(meta.get(launch).pair, [])
+        have = [node for free in mine for node in meta.operands(free)]
+        want = [*ops.sent_copies(launch), *ops.packed_results(launch)]
+        want += ops.dying_results(launch, kept)
+        if want and not mine:
+            fail(program, fact, launch, f"%{launch.name} has 0 frees, expected 1.")
+        if len(have) != len(set(have)):
+            fail(program, fact, launch, f"%{launch.name} has {len(mine)} frees, expected 1.")
+        if set(have) != set(want):
+            fail(program, fact, mine[0], f"%{mine[0].name} does not free all of %{launch.name}.")
+        stays = (
+            ops.is_unshard(launch) and program.units[meta.get(launch).unit or 0].reshard is False
+        )
+        for free in mine:
+            elsewhere = meta.get(free).phase != meta.get(launch).phase and not stays
+            if elsewhere or order[free] < order[launch]:
+                fail(program, fact, free, f"%{free.name} does not follow %{launch.name}.")
+
+
+def no_use_after_free(program: Program) -> None:
+    gone: dict[int, fx.Node] = {}
+    for node in program.graph.nodes:
+        reads = set().union(*map(meta.storage_ids, node.all_input_nodes), set())
+        for storage in reads & gone.keys():
+            fail(
+                program,
+                Fact.NO_USE_AFTER_FREE,
+                node,
+                f"%{node.name} reads a storage that %{gone[storage].name} has freed.",
+            )
+        if node.target is ops.free:
+            for source in meta.operands(node):
+                gone |= dict.fromkeys(meta.storage_ids(source), node)
+    waits = {meta.get(n).pair: n for n in program.graph.nodes if n.target is ops.wait}
+    order = walk.order(program)
+    for node in program.graph.nodes:
+        if node.target is ops.free and order[node] < order[waits[meta.get(node).pair]]:
+            fail(
+                program,
+                Fact.NO_USE_AFTER_FREE,
+                node,
+                f"%{node.name} frees memory of a collective that is still in flight.",
+            )
+
+
+def bounded_inflight(program: Program) -> None:
+    """At most prefetch + 1 units wait for their first use, and no unit is kept behind its last.
+
+    Units between the two may be more (units inside units, layers that are called again): those no
+    schedule can free.
+    """
+    fact = Fact.BOUNDED_INFLIGHT
+    prefetch = {"forward": program.forward_prefetch, "backward": program.backward_prefetch}
+    order, first = walk.order(program), _first_uses(program)
+    _limited(program)
+    alive: dict[int | None, fx.Node] = {}
+    for node in _launches_and_frees(program):
+        tag = meta.get(node)
+        if node.target is ops.free:
+            alive.pop(tag.pair, None)
+            continue
+        alive[tag.pair] = node
+        cuts = ("unshard", "unpack")
+        if all(meta.get(reader).role in cuts for reader in walk.alias_readers(program, node)):
+            fail(program, fact, node, f"nothing reads what %{node.name} gathers.")
+        ahead = [launch for launch in alive.values() if order[first[launch]] > order[node]]
+        limit = prefetch[tag.phase] + 1
+        if len({first[launch] for launch in ahead}) > limit:
+            names = ", ".join(walk.unit_name(program, launch) for launch in ahead)
+            fail(
+                program,
+                fact,
+                node,
+                f"with %{node.name}, {len(ahead)} units are unsharded ahead of their use ({names});"
+                f" the limit is prefetch + 1 = {limit}.",
+            )
+        for launch in alive.values():
+            if all(order[reader] < order[node] for reader in walk.alias_readers(program, launch)):
+                fail(
+                    program,
+                    fact,
+                    node,
+                    f"%{node.name} is launched while {walk.unit_name(program, launch)!r} is still "
+                    f"unsharded, though nothing reads it any more.",
+                )
+    _freed_in_time(program)
+
+
+def _freed_in_time(program: Program) -> None:
+    """Nothing runs between the last use of what is freed and the free."""
+    for free in program.graph.find_nodes(op="call_function", target=ops.free):
+        storages = set().union(*map(meta.storage_ids, meta.operands(free)))
+        node = free.prev
+        while node.op == "call_function":
+            uses = set().union(*map(meta.storage_ids, (node, *node.all_input_nodes)))
+            mine = node.target is ops.wait and meta.get(node).pair == meta.get(free).pair
+            if mine or (uses & storages and node.target is not ops.free):
+                break
+            if node.target not in (ops.wait, ops.free) and not meta.aliases_input(node):
+                what = f"%{free.name} stands behind %{node.name}, though nothing in front of that "
+                fail(program, Fact.BOUNDED_INFLIGHT, free, what + "needs what it frees any more.")
+            node = node.prev
+
+
+def _limited(program: Program) -> None:
+    """From each launch until all that it wrote is freed, at most `max_inflight` are unsharded."""
+    if program.max_inflight is None:
+        return
+    left: dict[fx.Node, set[fx.Node]] = {}
+    for node in program.graph.nodes:
+        if ops.is_unshard(node):
+            left[node] = set(ops.unsharded(node))
+        elif node.target is ops.free:
+            for launch in list(left):
+                left[launch] -= set(meta.operands(node))
+                if not left[launch]:
+                    del left[launch]
+        if len(left) > program.max_inflight:
+            names = ", ".join(walk.unit_name(program, launch) for launch in left)
+            what = f"with %{node.name}, {len(left)} units are unsharded ({names}); the limit is "
+            fail(program, Fact.BOUNDED_INFLIGHT, node, f"{what}{program.max_inflight}.")
+
+
+def _launches_and_frees(program: Program) -> list[fx.Node]:
+    """Unshards, and the frees of what they wrote."""
+    unshards = {meta.get(launch).pair: launch for launch in walk.unshards(program)}
+    return [
+        n
+        for n in program.graph.nodes
+        if ops.is_unshard(n)
+        or (
+            n.target is ops.free
+            and meta.get(n).pair in unshards
+            and set(meta.operands(n)) & set(ops.unsharded(unshards[meta.get(n).pair]))
+        )
+    ]
+
+
+def _first_uses(program: Program) -> dict[fx.Node, fx.Node]:
+    """Per all-gather, the first operator behind its wait that reads it or runs in its unit."""
+    launches = {meta.get(launch).pair: launch for launch in walk.unshards(program)}
+    found = dict.fromkeys(launches.values(), program.output)
+    written = {launch: walk.written_by(launch) for launch in found}
+    waited: list[fx.Node] = []
+    for node in program.graph.nodes:
+        if node.target is ops.wait and meta.get(node).pair in launches:
+            waited.append(launches[meta.get(node).pair])
+        elif node.op == "call_function" and meta.get(node).role in ("compute", "pad"):
+            reads = set().union(*map(meta.storage_ids, node.all_input_nodes), set())
+            for launch in list(waited):
+                if meta.get(launch).unit == meta.get(node).unit or written[launch] & reads:
+                    found[launch] = node
+                    waited.remove(launch)
+    return found

@@ -1,0 +1,164 @@
+"""Where checks look: launches, their waits and frees, and who reads what they write."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from fxshard import meta, ops
+from fxshard.program import Program
+
+aten = torch.ops.aten
+
+
+def order(program: Program) -> dict[fx.Node, int]:
+    return {node: i for i, node in enumerate(program.graph.nodes)}
+
+
+def launches(program: Program, *targets: Any) -> list[fx.Node]:
+    return [
+        node
+        for node in program.graph.nodes
+        if ops.is_launch(node) and (not targets or node.target in targets)
+    ]
+
+
+def unshards(program: Program) -> list[fx.Node]:
+    return [node for node in program.graph.nodes if ops.is_unshard(node)]
+
+
+def by_pair(program: Program, target: Any) -> dict[int | None, list[fx.Node]]:
+    found: dict[int | None, list[fx.Node]] = {}
+    for node in program.graph.nodes:
+        if node.target is target:
+            found.setdefault(meta.get(node).pair, []).append(node)
+    return found
+
+
+def aliases(program: Program, launch: fx.Node) -> list[fx.Node]:
+    """Nodes whose value lies in a storage that `launch` writes, or in one unpacked from there."""
+    storages = written_by(launch)
+    found: dict[fx.Node, None] = {}
+    todo = [launch]
+    while todo:
+        for user in todo.pop().users:
+            if user not in found and meta.storage_ids(user) & storages:
+                found[user] = None
+                todo.append(user)
+    return list(found)
+
+
+def written_by(launch: fx.Node) -> set[int]:
+    """Storages that `launch` writes, and those of what is unpacked from them."""
+    words = [u for pick in launch.users for u in pick.users if u.target is ops.unpack]
+    return set().union(*map(meta.storage_ids, (launch, *words)))
+
+
+def moved(launch: fx.Node) -> list[str]:
+    """FQNs of the parameters that a launch moves, or whose gradients."""
+    if ops.is_unshard(launch):
+        return [meta.get(pick).fqn or "" for pick in ops.unsharded(launch)]
+    found: list[str] = []
+    for operand in meta.operands(launch):
+        fqn = meta.get(operand).fqn
+        found += [fqn] if fqn else packed_fqns(operand)
+    return found
+
+
+def packed_names(launch: fx.Node) -> list[str]:
+    """Those of `moved` that share a buffer; of a comm_hook none: there all do."""
+    if launch.target is ops.comm_hook:
+        return []
+    if ops.is_unshard(launch):
+        words = [u for p in ops.packed_results(launch) for u in p.users if u.target is ops.unpack]
+        return [meta.get(pick).fqn or "" for word in words for pick in word.users]
+    operands = (operand for operand in meta.operands(launch) if not meta.get(operand).fqn)
+    return [fqn for operand in operands for fqn in packed_fqns(operand)]
+
+
+def packed_rows(sent: fx.Node) -> list[fx.Node]:
+    """The gradients in a flat copy that is sent, each ``[ranks, n]``, as they lie there."""
+    node = sent
+    while node.op == "call_function" and node.target is not aten.cat.default:
+        if meta.get(node).role == "reduce":  # a result of the reduction before
+            pick = node
+            node = meta.operands(meta.source(pick))[picked(pick)]
+        elif meta.get(node).role in ("pad", "settle"):
+            node = meta.source(node)
+        else:
+            return []
+    return list(cast("list[fx.Node]", node.args[0])) if node.op == "call_function" else []
+
+
+def packed_fqns(sent: fx.Node) -> list[str]:
+    """The parameters whose gradients are in a flat copy that is sent."""
+    return [meta.get(row).fqn or "" for row in packed_rows(sent)]
+
+
+def alias_readers(program: Program, launch: fx.Node) -> list[fx.Node]:
+    """Nodes other than `fxshard::` ones that read a storage that `launch` writes."""
+    return [
+        user
+        for node in (launch, *aliases(program, launch))
+        for user in node.users
+        if user.target not in (ops.wait, ops.free) and user.op == "call_function"
+    ]
+
+
+def picked(pick: fx.Node) -> int:
+    return cast("int", pick.args[1])
+
+
+def is_pick_of(node: fx.Node, launch: fx.Node) -> bool:
+    return node.target is operator.getitem and node.args[0] is launch
+
+
+def launch_behind(node: fx.Node) -> fx.Node | None:
+    """The launch that wrote `node`, through picks and views."""
+    while node.op == "call_function" and node.target not in ops.ASYNCHRONOUS:
+        if not meta.aliases_input(node):
+            return None
+        ids = meta.storage_ids(node)
+        source = next((n for n in node.all_input_nodes if meta.storage_ids(n) & ids), None)
+        if source is None:
+            return None
+        node = source
+    return node if node.target in ops.ASYNCHRONOUS else None
+
+
+def maker(node: fx.Node) -> fx.Node:
+    """The operator that `node` is a pick of; itself for a placeholder."""
+    return node if node.op == "placeholder" else meta.source(node)
+
+
+def group(node: fx.Node) -> str:
+    """The ranks that take part in a ``fxshard::`` operator."""
+    at = {"all_reduce": "replicate"}.get(word(node.target), "shard")
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    place = names.index("group") if "group" in names else len(node.args)
+    return str(node.args[place]) if place < len(node.args) else at
+
+
+def written(node: fx.Node) -> set[int]:
+    """Storages that `node` writes in place."""
+    schema = getattr(node.target, "_schema", None)
+    found: set[int] = set()
+    for i, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(each, fx.Node):
+                found |= meta.storage_ids(each)
+    return found
+
+
+def word(target: Any) -> str:
+    return str(target).removeprefix("fxshard.").removesuffix(".default")
+
+
+def unit_name(program: Program, node: fx.Node) -> str:
+    return program.units[meta.get(node).unit or 0].name

@@ -1,0 +1,141 @@
+"""bucket: which parameters one collective moves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
+
+from fxshard import meta
+from fxshard.program import Fact, ParamBucket, Program, nbytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Group parameters into buckets: one all-gather and one reduction each.
+
+    By default a bucket is a unit, in which each parameter has its own buffer: one coalesced launch
+    writes them all, nothing is copied out, and an unshard holds its bytes once. What other buckets
+    win depends on the network (a launch costs some 10 us, small messages waste bandwidth), which a
+    machine without one cannot measure: so none is the default.
+
+    A split unit is gathered part by part, each at its own first use and freed behind its own last:
+    the embedding and the head of a root unit are then never alive together. Merged units cost
+    fewer launches and hold the bytes of all of them. Packed parameters are copied into one buffer
+    per dtype to be sent, and out of it again, as FSDP2 does with all
+    (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py): fewer messages in the launch.
+
+    Bytes are those that the all-gather writes: whole, padded, in the dtype of compute.
+
+    Attributes:
+        max_bytes: a bucket with more is split, in the order of first use; one parameter never is.
+        min_bytes: neighbours in that order are merged while both have less, if their units have the
+            same precision and resharding, and the first is not read any more where the second is.
+        pack_bytes: parameters with less are packed.
+
+    Before (max_bytes=64)::
+
+        unit 0: embed.weight (64 bytes), head.weight (64 bytes)
+
+    After::
+
+        bucket 0: embed.weight
+        bucket 1: head.weight
+    """
+
+    name: ClassVar[str] = "bucket"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.UNITS_ASSIGNED})
+    ensures: ClassVar[frozenset[Fact]] = frozenset({Fact.BUCKETED})
+
+    max_bytes: int | None = None
+    min_bytes: int | None = None
+    pack_bytes: int = 0
+
+    def apply(self, program: Program) -> None:
+        uses = uses_in_forward(program)
+        never = len(program.graph.nodes)
+        sizes = {fqn: gathered_bytes(program, fqn) for fqn in program.params}
+        groups: list[list[str]] = []
+        for unit in program.units:
+            fqns = [param.fqn for param in unit.params]
+            if self.max_bytes is not None:
+                fqns.sort(key=lambda fqn: uses.get(fqn, (never, never))[0])
+                groups += split(fqns, sizes, self.max_bytes)
+            elif fqns:
+                groups.append(fqns)
+        if self.min_bytes is not None:
+            groups.sort(key=lambda group: min(uses.get(f, (never, never))[0] for f in group))
+            groups = self.merge(program, groups, sizes, uses)
+        program.buckets = tuple(
+            ParamBucket(tuple(group), frozenset(f for f in group if sizes[f] < self.pack_bytes))
+            for group in groups
+        )
+
+    def merge(
+        self,
+        program: Program,
+        groups: Sequence[list[str]],
+        sizes: dict[str, int],
+        uses: dict[str, tuple[int, int]],
+    ) -> list[list[str]]:
+        """Put too small neighbours together."""
+        found: list[list[str]] = []
+        for group in groups:
+            before = found[-1] if found else []
+            both = [sum(sizes[fqn] for fqn in part) for part in (before, group)]
+            if (
+                before
+                and max(both) < (self.min_bytes or 0)
+                and (self.max_bytes is None or sum(both) <= self.max_bytes)
+                and settings_of(program, before) == settings_of(program, group)
+                and follows(before, group, uses)
+            ):
+                found[-1] = before + group
+            else:
+                found.append(group)
+        return found
+
+
+def gathered_bytes(program: Program, fqn: str) -> int:
+    """Bytes that an all-gather of a parameter writes."""
+    param = program.params[fqn]
+    rows, *rest = param.chunk(program.world_size)
+    return nbytes((rows * program.world_size, *rest), param.compute_dtype)
+
+
+def uses_in_forward(program: Program) -> dict[str, tuple[int, int]]:
+    """Per parameter that forward reads: places of its first and its last reader in the graph."""
+    order = {node: i for i, node in enumerate(program.graph.nodes)}
+    found: dict[str, tuple[int, int]] = {}
+    for node in program.graph.find_nodes(op="placeholder"):
+        tag = meta.get(node)
+        places = [order[u] for u in node.users if meta.get(u).phase == "forward"]
+        if tag.role == "param" and tag.fqn in program.params and places:
+            found[tag.fqn or ""] = (min(places), max(places))
+    return found
+
+
+def split(fqns: Sequence[str], sizes: dict[str, int], limit: int) -> list[list[str]]:
+    """`fqns` cut, in order, into groups of at most `limit` bytes, or of one parameter."""
+    found: list[list[str]] = []
+    room = -1
+    for fqn in fqns:
+        if sizes[fqn] > room:
+            found.append([])
+            room = limit
+        found[-1].append(fqn)
+        room -= sizes[fqn]
+    return found
+
+
+def settings_of(program: Program, group: Sequence[str]) -> list[object]:
+    """What all units of a bucket must have alike, the first of its units."""
+    unit = program.units[program.params[group[0]].unit]
+    return [unit.precision, unit.reshard]
+
+
+def follows(before: Sequence[str], group: Sequence[str], uses: dict[str, tuple[int, int]]) -> bool:
+    """True if forward reads `group`, and by then nothing of `before` any more."""
+    last = [uses[fqn][1] for fqn in before if fqn in uses]
+    first = [uses[fqn][0] for fqn in group if fqn in uses]
+    return bool(last) and bool(first) and max(last) < min(first)

@@ -1,0 +1,157 @@
+"""reinplace: write a result over an input that dies with it, where the operator may."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from fxshard import meta
+from fxshard.program import Fact, Program
+
+aten = torch.ops.aten
+
+# Functional operator -> the one that overwrites its first argument. Elementwise, so each element
+# is read before it is written (ATen/native/TensorIterator: an output may be an input, as it is).
+OVER_FIRST: dict[Any, Any] = {
+    aten.add.Tensor: aten.add_.Tensor,
+    aten.sub.Tensor: aten.sub_.Tensor,
+    aten.mul.Tensor: aten.mul_.Tensor,
+    aten.mul.Scalar: aten.mul_.Scalar,
+    aten.div.Tensor: aten.div_.Tensor,
+    aten.div.Scalar: aten.div_.Scalar,
+    aten.pow.Tensor_Scalar: aten.pow_.Scalar,
+    aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
+    aten.neg.default: aten.neg_.default,
+    aten.rsqrt.default: aten.rsqrt_.default,
+    aten.sqrt.default: aten.sqrt_.default,
+    aten.exp.default: aten.exp_.default,
+    aten.log.default: aten.log_.default,
+    aten.abs.default: aten.abs_.default,
+    aten.tanh.default: aten.tanh_.default,
+    aten.sigmoid.default: aten.sigmoid_.default,
+    aten.relu.default: aten.relu_.default,
+    aten.silu.default: aten.silu_.default,
+    aten.gelu.default: aten.gelu_.default,
+}
+COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
+
+# Functional operator -> its form with an output argument, and that argument's name; the incoming
+# gradient, its first argument, may be it. Both softmaxes sum a row before they write it
+# (aten/src/ATen/native/cpu/SoftMaxKernel.cpp, cuda/SoftMax.cu).
+OVER_GRADIENT: dict[Any, tuple[Any, str]] = {
+    aten.silu_backward.default: (aten.silu_backward.grad_input, "grad_input"),
+    aten.gelu_backward.default: (aten.gelu_backward.grad_input, "grad_input"),
+    aten.tanh_backward.default: (aten.tanh_backward.grad_input, "grad_input"),
+    aten.sigmoid_backward.default: (aten.sigmoid_backward.grad_input, "grad_input"),
+    aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input"),
+    aten._softmax_backward_data.default: (aten._softmax_backward_data.out, "grad_input"),
+    aten._log_softmax_backward_data.default: (aten._log_softmax_backward_data.out, "out"),
+}
+ROW_WISE = (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reinplace:
+    """An elementwise operator writes over the input that nobody reads after it.
+
+    The step then holds one tensor less at such an operator (of four of the logits' size at the
+    backward of a loss, one goes), and the allocator is asked less often; results are the same
+    bits. Only storages that a compute operator of the same phase has made, and that compute
+    operators alone read, are written over: parameters, gradients, the caller's tensors and what a
+    collective sends or receives stay as they are.
+
+    Before::
+
+        %mm = aten.mm(%x, %t)
+        %y = aten.add.Tensor(%h, %mm)
+
+    After::
+
+        %mm = aten.mm(%x, %t)
+        %y = aten.add_.Tensor(%mm, %h)
+    """
+
+    name: ClassVar[str] = "reinplace"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.TAGGED})
+    ensures: ClassVar[frozenset[Fact]] = frozenset()
+
+    def apply(self, program: Program) -> None:
+        order = {node: i for i, node in enumerate(program.graph.nodes)}
+        last: dict[int, int] = {}  # storage -> when it is read last
+        makers: dict[int, fx.Node] = {}
+        taken: set[int] = set()  # storages that others than compute operators read or write
+        for node in program.graph.nodes:
+            private = node.op == "call_function" and meta.get(node).role == "compute"
+            inputs = [s for source in node.all_input_nodes for s in meta.storage_ids(source)]
+            for storage in (*inputs, *meta.storage_ids(node)):
+                last[storage] = order[node]
+                makers.setdefault(storage, node)
+                if not private:
+                    taken.add(storage)
+        for node in program.phase("forward") + program.phase("backward"):
+            over = overwritten(node)
+            if meta.get(node).role != "compute" or len(meta.storage_ids(node)) != 1:
+                continue
+            (result,) = meta.storage_ids(node)
+            if not over or makers[result] is not node or result in taken:
+                continue
+            for source in over:
+                if not lies_alike(node, source):
+                    continue
+                (storage,) = meta.storage_ids(source)
+                if storage in taken or last[storage] > order[node]:
+                    continue
+                if meta.get(makers[storage]).phase != meta.get(node).phase:
+                    continue
+                if any(storage in meta.storage_ids(n) for n in node.all_input_nodes if n != source):
+                    continue
+                write_over(program, node, source)
+                last[storage] = last[result]
+                break
+
+
+def overwritten(node: fx.Node) -> list[fx.Node]:
+    """Arguments that `node` could write its result over, the first choice first."""
+    if node.target in OVER_GRADIENT:
+        if node.target in ROW_WISE and not _along_rows(node):
+            return []
+        return [meta.source(node)]
+    if node.target not in OVER_FIRST:
+        return []
+    arguments = node.args[: 1 + (node.target in COMMUTATIVE and not node.kwargs)]
+    return [argument for argument in arguments if isinstance(argument, fx.Node)]
+
+
+def _along_rows(node: fx.Node) -> bool:
+    """True if a softmax runs along the last dimension of a contiguous tensor, in its dtype."""
+    grad, dim = node.meta["val"], int(node.args[2])  # type: ignore[arg-type]
+    same = node.args[3] is meta.source(node).meta["val"].dtype
+    return bool(same and grad.is_contiguous() and dim % grad.dim() == grad.dim() - 1)
+
+
+def lies_alike(node: fx.Node, source: fx.Node) -> bool:
+    """True if the result of `node` would lie in all of the storage of `source` as that does."""
+    made, val = node.meta["val"], source.meta["val"]
+    if not isinstance(val, torch.Tensor) or len(meta.storage_ids(source)) != 1:
+        return False
+    alike = made.shape == val.shape and made.stride() == val.stride()
+    whole = val.untyped_storage().nbytes() == val.numel() * val.element_size()
+    return bool(alike and whole and made.dtype is val.dtype and made.device == val.device)
+
+
+def write_over(program: Program, node: fx.Node, source: fx.Node) -> None:
+    """Let `node` write its result over `source`."""
+    before = meta.storage_ids(node)
+    if node.target in OVER_GRADIENT:
+        target, name = OVER_GRADIENT[node.target]
+        node.kwargs = {**node.kwargs, name: source}
+    else:
+        target = OVER_FIRST[node.target]
+        if node.args[0] is not source:  # commutative
+            node.args = (source, node.args[0])
+    node.target = target
+    node.meta["val"] = source.meta["val"]
+    program.refresh_views(node, before)

@@ -1,0 +1,760 @@
+"""Faults, by kind: each changes one node, or one tag, of a program that is behind the pipeline.
+
+A fault takes a program and a random number generator that chooses the place, changes the program
+and says what it did; or returns None if there is no such place. Whether that does harm is not said
+here (tests/test_faults.py finds out).
+"""
+
+import dataclasses
+import operator
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxshard import meta, ops
+from fxshard.program import Program
+
+aten = torch.ops.aten
+Fault = Callable[[Program, random.Random], str | None]
+FAULTS: dict[str, Fault] = {}
+GATHERS = (ops.all_gather,)
+REDUCTIONS = (ops.reduce_scatter, ops.all_reduce, ops.comm_hook)
+
+
+def fault(change: Fault) -> Fault:
+    FAULTS[change.__name__] = change
+    return change
+
+
+def nodes(program: Program, *targets: Any, role: str = "") -> list[fx.Node]:
+    return [
+        n
+        for n in program.graph.nodes
+        if n.op == "call_function"
+        and (not targets or n.target in targets)
+        and (not role or meta.get(n).role == role)
+    ]
+
+
+def one(rng: random.Random, found: Sequence[Any]) -> Any:
+    return rng.choice(list(found)) if found else None
+
+
+def picks(launch: fx.Node) -> list[fx.Node]:
+    return [n for n in launch.users if n.target is operator.getitem]
+
+
+def waited(program: Program) -> list[fx.Node]:
+    """Launches that a wait belongs to."""
+    return [n for n in nodes(program) if ops.is_launch(n)]
+
+
+def wait_of(program: Program, launch: fx.Node) -> fx.Node | None:
+    mine = (n for n in nodes(program, ops.wait) if meta.get(n).pair == meta.get(launch).pair)
+    return next(mine, None)
+
+
+def compute(program: Program) -> list[fx.Node]:
+    return [n for n in nodes(program, role="compute") if n.target is not operator.getitem]
+
+
+def bypass(node: fx.Node, instead: fx.Node) -> str:
+    node.replace_all_uses_with(instead)
+    node.graph.erase_node(node)
+    return f"%{instead} in the place of %{node}"
+
+
+def copied(node: fx.Node, behind: fx.Node) -> fx.Node:
+    with node.graph.inserting_after(behind):
+        twin = node.graph.call_function(node.target, node.args, node.kwargs)
+    twin.meta = dict(node.meta)
+    return twin
+
+
+def retag(node: fx.Node, **changes: Any) -> str:
+    meta.update(node, **changes)
+    return f"%{node}: {changes}"
+
+
+# -- drop -----------------------------------------------------------------------------------------
+
+
+def dropper(*targets: Any) -> Fault:
+    def drop(program: Program, rng: random.Random) -> str | None:
+        """A word that gives nothing."""
+        node = one(rng, nodes(program, *targets))
+        if node is None:
+            return None
+        program.graph.erase_node(node)
+        return f"no %{node}"
+
+    return drop
+
+
+FAULTS["drop_wait"] = dropper(ops.wait)
+FAULTS["drop_free"] = dropper(ops.free)
+
+
+def skipper(*targets: Any) -> Fault:
+    def skip(program: Program, rng: random.Random) -> str | None:
+        """A word whose results are its operands: nothing is copied, moved or reduced."""
+        node = one(rng, [n for n in nodes(program, *targets) if picks(n)])
+        if node is None:
+            return None
+        for pick in picks(node):
+            pick.replace_all_uses_with(meta.operands(node)[pick.args[1]])
+            program.graph.erase_node(pick)
+        program.graph.erase_node(node)
+        return f"operands of %{node} in the place of its results"
+
+    return skip
+
+
+FAULTS["skip_gather"] = skipper(ops.all_gather)
+FAULTS["skip_reduce_scatter"] = skipper(ops.reduce_scatter)
+FAULTS["skip_all_reduce"] = skipper(ops.all_reduce)
+FAULTS["skip_cast"] = skipper(ops.cast)
+FAULTS["skip_load"] = skipper(ops.load)
+FAULTS["skip_store"] = skipper(ops.store)
+FAULTS["skip_reshard"] = skipper(ops.reshard)
+
+
+def cutter(role: str) -> Fault:
+    def cut(program: Program, rng: random.Random) -> str | None:
+        """An operator that a pass put around a collective."""
+        found = [n for n in nodes(program, role=role) if n.target not in ops.WORDS]
+        found = [n for n in found if n.target is not operator.getitem and n.all_input_nodes]
+        node = one(rng, found)
+        return node and bypass(node, node.all_input_nodes[-1])
+
+    return cut
+
+
+FAULTS["drop_padding_or_cast_of_gradient"] = cutter("pad")
+FAULTS["drop_division_or_cast_of_result"] = cutter("settle")
+FAULTS["drop_cut_of_padding"] = cutter("unshard")
+
+
+@fault
+def drop_operand(program: Program, rng: random.Random) -> str | None:
+    node = one(rng, [n for n in waited(program) if len(meta.operands(n)) > 1])
+    if node is None:
+        return None
+    node.args = (meta.operands(node)[:-1], *node.args[1:])
+    return f"one tensor less into %{node}"
+
+
+@fault
+def wait_for_a_part(program: Program, rng: random.Random) -> str | None:
+    node = one(rng, nodes(program, ops.wait))
+    if node is None:
+        return None
+    node.args = (meta.operands(node)[1:],)
+    return f"one tensor less in %{node}"
+
+
+@fault
+def free_of_a_part(program: Program, rng: random.Random) -> str | None:
+    node = one(rng, nodes(program, ops.free))
+    if node is None:
+        return None
+    node.args = (meta.operands(node)[1:],)
+    return f"one tensor less in %{node}"
+
+
+@fault
+def drop_result(program: Program, rng: random.Random) -> str | None:
+    found = [i for i, r in enumerate(program.results) if r.kind != "output"]
+    at = one(rng, found)
+    if at is None:
+        return None
+    program.values = [v for i, v in enumerate(program.values) if i != at]
+    return f"no gradient of {program.results.pop(at).name}"
+
+
+# -- duplicate ------------------------------------------------------------------------------------
+
+
+def doubler(*targets: Any) -> Fault:
+    def double(program: Program, rng: random.Random) -> str | None:
+        node = one(rng, nodes(program, *targets))
+        if node is None:
+            return None
+        copied(node, node)
+        return f"%{node} twice"
+
+    return double
+
+
+FAULTS["double_wait"] = doubler(ops.wait)
+FAULTS["double_free"] = doubler(ops.free)
+
+
+def repeater(*targets: Any) -> Fault:
+    def repeat(program: Program, rng: random.Random) -> str | None:
+        """The same launch again, with picks of its own that the wait takes too."""
+        node = one(rng, nodes(program, *targets))
+        if node is None:
+            return None
+        twin = copied(node, (picks(node) or [node])[-1])
+        at = twin
+        for pick in picks(node):
+            at = copied(pick, at)
+            at.args = (twin, pick.args[1])
+        return f"%{node} twice"
+
+    return repeat
+
+
+FAULTS["repeat_gather"] = repeater(ops.all_gather)
+FAULTS["repeat_reduce_scatter"] = repeater(ops.reduce_scatter)
+FAULTS["repeat_all_reduce"] = repeater(ops.all_reduce)
+FAULTS["repeat_store"] = repeater(ops.store)
+
+
+@fault
+def free_of_another_tensor_too(program: Program, rng: random.Random) -> str | None:
+    node = one(rng, nodes(program, ops.free))
+    if node is None:
+        return None
+    before = []
+    for other in program.graph.nodes:
+        if other is node:
+            break
+        before.append(other)
+    others = [n for n in before if meta.storage_ids(n) and len(meta.storage_ids(n)) == 1]
+    mine = set().union(*map(meta.storage_ids, meta.operands(node)))
+    others = [n for n in others if not meta.storage_ids(n) & mine and used_behind(n, node)]
+    other = one(rng, others)
+    if other is None:
+        return None
+    node.args = ([*meta.operands(node), other],)
+    return f"%{node} frees %{other} too"
+
+
+def used_behind(node: fx.Node, place: fx.Node) -> bool:
+    following = place.next
+    while following.op != "root":
+        if node in following.all_input_nodes:
+            return True
+        following = following.next
+    return False
+
+
+# -- move -----------------------------------------------------------------------------------------
+
+
+@fault
+def move_wait_behind_a_reader(program: Program, rng: random.Random) -> str | None:
+    node = one(rng, nodes(program, ops.wait))
+    if node is None:
+        return None
+    readers = [
+        user
+        for source in meta.operands(node)
+        for user in source.users
+        if user.target not in (ops.wait, ops.free) and user.op == "call_function"
+    ]
+    reader = one(rng, readers)
+    if reader is None:
+        return None
+    reader.append(node)
+    return f"%{node} behind %{reader}"
+
+
+@fault
+def move_wait_before_its_launch(program: Program, rng: random.Random) -> str | None:
+    launch = one(rng, waited(program))
+    wait = launch and wait_of(program, launch)
+    if wait is None:
+        return None
+    launch.prepend(wait)
+    return f"%{wait} in front of %{launch}"
+
+
+@fault
+def move_free_before_a_reader(program: Program, rng: random.Random) -> str | None:
+    node = one(rng, nodes(program, ops.free))
+    if node is None:
+        return None
+    mine = set().union(*map(meta.storage_ids, meta.operands(node)))
+    readers = [
+        n
+        for n in nodes(program)
+        if n is not node
+        and mine & set().union(set(), *map(meta.storage_ids, n.all_input_nodes))
+        and n.target not in (ops.wait, operator.getitem)
+    ]
+    reader = one(rng, readers)
+    if reader is None:
+        return None
+    reader.prepend(node)
+    return f"%{node} in front of %{reader}"
+
+
+@fault
+def move_free_before_the_wait(program: Program, rng: random.Random) -> str | None:
+    node = one(rng, nodes(program, ops.free))
+    wait = node and wait_of(program, node)
+    if wait is None:
+        return None
+    wait.prepend(node)
+    return f"%{node} in front of %{wait}"
+
+
+@fault
+def move_free_to_the_end(program: Program, rng: random.Random) -> str | None:
+    node = one(rng, nodes(program, ops.free))
+    if node is None:
+        return None
+    program.phase(meta.get(node).phase)[-1].append(node)
+    return f"%{node} at the end of its phase"
+
+
+@fault
+def move_free_to_the_other_phase(program: Program, rng: random.Random) -> str | None:
+    node = one(rng, [n for n in nodes(program, ops.free) if meta.get(n).phase == "forward"])
+    if node is None:
+        return None
+    program.phase("backward")[-1].append(node)
+    meta.update(node, phase="backward")
+    return f"%{node} at the end of backward"
+
+
+@fault
+def move_launch_behind_its_wait(program: Program, rng: random.Random) -> str | None:
+    launch = one(rng, waited(program))
+    wait = launch and wait_of(program, launch)
+    if wait is None:
+        return None
+    wait.append(launch)
+    return f"%{launch} behind %{wait}"
+
+
+@fault
+def move_gathers_to_the_front(program: Program, rng: random.Random) -> str | None:
+    """All launches of a phase come before anything runs: everything is unsharded at once."""
+    phase = rng.choice(["forward", "backward"])
+    found = [n for n in nodes(program, ops.all_gather) if meta.get(n).phase == phase]
+    found = [n for n in found if all(s.op == "placeholder" for s in meta.operands(n))]
+    if len(found) < 3:
+        return None
+    first = program.phase(phase)[0]  # type: ignore[arg-type]
+    for launch in found:
+        for node in (launch, *picks(launch)):
+            first.prepend(node)
+    return f"all gathers at the start of {phase}"
+
+
+@fault
+def move_reduction_before_the_gradient(program: Program, rng: random.Random) -> str | None:
+    node = one(rng, nodes(program, *REDUCTIONS))
+    if node is None:
+        return None
+    meta.operands(node)[0].prepend(node)
+    return f"%{node} in front of what it sends"
+
+
+@fault
+def move_compute_in_front_of_the_wait(program: Program, rng: random.Random) -> str | None:
+    node = one(rng, nodes(program, ops.wait))
+    after = node and [n for s in meta.operands(node) for n in s.users if n in compute(program)]
+    reader = after and one(rng, after)
+    if not reader:
+        return None
+    node.prepend(reader)
+    return f"%{reader} in front of %{node}"
+
+
+# -- swap -----------------------------------------------------------------------------------------
+
+
+def alike(found: Sequence[fx.Node]) -> list[tuple[int, int]]:
+    """Places of two tensors that have one shape and dtype."""
+    said = [(tuple(n.meta["val"].shape), n.meta["val"].dtype) for n in found]
+    return [(i, j) for j in range(len(said)) for i in range(j) if said[i] == said[j]]
+
+
+def swapper(*targets: Any) -> Fault:
+    def swap(program: Program, rng: random.Random) -> str | None:
+        """Two operands of one word, which have one shape."""
+        found = [(n, pair) for n in nodes(program, *targets) for pair in alike(meta.operands(n))]
+        if not found:
+            return None
+        node, (i, j) = one(rng, found)
+        operands = meta.operands(node)
+        if operands[i] is operands[j]:
+            return None
+        operands[i], operands[j] = operands[j], operands[i]
+        node.args = (operands, *node.args[1:])
+        return f"operands {i} and {j} of %{node}"
+
+    return swap
+
+
+FAULTS["swap_shards_of_a_gather"] = swapper(ops.all_gather)
+FAULTS["swap_gradients_of_a_reduction"] = swapper(ops.reduce_scatter)
+FAULTS["swap_operands_of_a_cast_load_or_store"] = swapper(ops.cast, ops.load, ops.store)
+
+
+def exchanger(*targets: Any) -> Fault:
+    def exchange(program: Program, rng: random.Random) -> str | None:
+        """An operand of one word for one of another, which has the same shape."""
+        found = [(n, i) for n in nodes(program, *targets) for i in range(len(meta.operands(n)))]
+        rng.shuffle(found)
+        for node, i in found:
+            for other, j in found:
+                mine, its = meta.operands(node)[i], meta.operands(other)[j]
+                same = alike([mine, its]) and mine is not its
+                if other is node or not same or meta.get(mine).fqn == meta.get(its).fqn:
+                    continue
+                if its.op == "call_function" and not stands_before(its, node):
+                    continue
+                operands = meta.operands(node)
+                operands[i] = its
+                node.args = (operands, *node.args[1:])
+                return f"%{node} takes %{its}, which %{other} takes"
+        return None
+
+    return exchange
+
+
+def stands_before(node: fx.Node, other: fx.Node) -> bool:
+    following = node
+    while following.op != "root":
+        if following is other:
+            return True
+        following = following.next
+    return False
+
+
+FAULTS["gather_a_shard_of_another_unit"] = exchanger(ops.all_gather)
+FAULTS["reduce_a_gradient_of_another_unit"] = exchanger(ops.reduce_scatter)
+FAULTS["all_reduce_a_gradient_of_another_unit"] = exchanger(ops.all_reduce)
+FAULTS["load_a_shard_of_another_unit"] = exchanger(ops.load)
+FAULTS["store_a_gradient_of_another_unit"] = exchanger(ops.store)
+
+
+def crosser(*targets: Any) -> Fault:
+    def cross(program: Program, rng: random.Random) -> str | None:
+        """What two waits, or two frees, take."""
+        found = nodes(program, *targets)
+        if len(found) < 2:
+            return None
+        one_, other = rng.sample(found, 2)
+        one_.args, other.args = other.args, one_.args
+        return f"what %{one_} and %{other} take"
+
+    return cross
+
+
+FAULTS["swap_waits"] = crosser(ops.wait)
+FAULTS["swap_frees"] = crosser(ops.free)
+
+
+@fault
+def swap_returned_gradients(program: Program, rng: random.Random) -> str | None:
+    values = program.values
+    found = [i for i, r in enumerate(program.results) if r.kind == "grad"]
+    places = [(found[i], found[j]) for i, j in alike([values[i] for i in found])]
+    place = one(rng, places)
+    if place is None:
+        return None
+    i, j = place
+    values[i], values[j] = values[j], values[i]
+    program.values = values
+    return f"gradients {i} and {j}"
+
+
+@fault
+def swap_picks(program: Program, rng: random.Random) -> str | None:
+    found = [(a, b) for n in waited(program) for a in picks(n) for b in picks(n)]
+    found = [(a, b) for a, b in found if a is not b and alike([a, b])]
+    if not found:
+        return None
+    a, b = one(rng, found)
+    a.args, b.args = b.args, a.args
+    return f"%{a} and %{b}"
+
+
+# -- regroup, resize, retype, rename --------------------------------------------------------------
+
+
+def argument(name: str, values: dict[Any, Any], *targets: Any) -> Fault:
+    def change(program: Program, rng: random.Random) -> str | None:
+        node = one(rng, nodes(program, *targets))
+        if node is None:
+            return None
+        schema = node.target._schema.arguments
+        args = [*node.args, *(a.default_value for a in schema[len(node.args) :])]
+        at = [a.name for a in schema].index(name)
+        args[at] = values.get(args[at], values.get(None))
+        node.args = tuple(args)
+        return f"{name} of %{node} is {args[at]}"
+
+    return change
+
+
+OTHER_GROUP = {"shard": "replicate", "replicate": "shard", None: "shard"}
+OTHER_OP = {"avg": "sum", None: "avg"}
+SCATTER, REDUCE = ops.reduce_scatter, ops.all_reduce
+FAULTS["regroup_gather"] = argument("group", OTHER_GROUP, ops.all_gather)
+FAULTS["regroup_reduce_scatter"] = argument("group", OTHER_GROUP, SCATTER)
+FAULTS["regroup_all_reduce"] = argument("group", OTHER_GROUP, REDUCE)
+FAULTS["regroup_reshard"] = argument("group", OTHER_GROUP, ops.reshard)
+FAULTS["resize_gather"] = argument("size", {None: 7}, ops.all_gather)
+FAULTS["resize_reduction"] = argument("size", {None: 7}, SCATTER, REDUCE, ops.comm_hook)
+FAULTS["resize_reshard"] = argument("size", {None: 7}, ops.reshard)
+FAULTS["another_operation"] = argument("op", OTHER_OP, SCATTER, REDUCE)
+FAULTS["retype_cast"] = argument("dtype", {None: torch.float64}, ops.cast)
+
+
+@fault
+def retype_buffer(program: Program, rng: random.Random) -> str | None:
+    pick = one(rng, [p for n in waited(program) for p in picks(n)])
+    if pick is None:
+        return None
+    with program.fake_mode:
+        pick.meta["val"] = pick.meta["val"].to(torch.float64)
+    return f"%{pick} is f64"
+
+
+@fault
+def resize_buffer(program: Program, rng: random.Random) -> str | None:
+    pick = one(rng, [p for n in waited(program) for p in picks(n)])
+    if pick is None:
+        return None
+    val = pick.meta["val"]
+    pick.meta["val"] = program.fake((val.shape[0] + 1, *val.shape[1:]), val.dtype, val.device)
+    return f"%{pick} has a row more"
+
+
+@fault
+def divide_by_another_number(program: Program, rng: random.Random) -> str | None:
+    found = [n for n in nodes(program, aten.div_.Scalar) if meta.get(n).role in ("pad", "settle")]
+    node = one(rng, found)
+    if node is None:
+        return None
+    node.update_arg(1, 7.0)
+    return f"%{node} divides by 7"
+
+
+def renamer(*targets: Any) -> Fault:
+    def rename(program: Program, rng: random.Random) -> str | None:
+        """A pick gets the FQN of another parameter."""
+        found = [p for n in nodes(program, *targets) for p in picks(n) if meta.get(p).fqn]
+        node = one(rng, found)
+        names = sorted(set(program.params) - {meta.get(node).fqn}) if node else []
+        return retag(node, fqn=rng.choice(names)) if node and names else None
+
+    return rename
+
+
+FAULTS["rename_gathered"] = renamer(ops.all_gather)
+FAULTS["rename_reduced"] = renamer(ops.reduce_scatter, ops.all_reduce)
+FAULTS["rename_loaded_or_cast"] = renamer(ops.load, ops.cast)
+
+
+@fault
+def rename_shard(program: Program, rng: random.Random) -> str | None:
+    found = [n for n in program.graph.find_nodes(op="placeholder") if meta.get(n).role == "shard"]
+    found = [n for n in found if n.users]
+    if len(found) < 2:
+        return None
+    node, other = rng.sample(found, 2)
+    return retag(node, fqn=meta.get(other).fqn)
+
+
+@fault
+def another_pair(program: Program, rng: random.Random) -> str | None:
+    node = one(rng, nodes(program, ops.wait, ops.free))
+    return node and retag(node, pair=(meta.get(node).pair or 0) + 1)
+
+
+@fault
+def another_phase(program: Program, rng: random.Random) -> str | None:
+    found = [n for n in waited(program) if meta.get(n).phase == "forward"]
+    node = one(rng, found)
+    return node and retag(node, phase="backward")
+
+
+# -- events and streams ---------------------------------------------------------------------------
+
+
+def waiters(program: Program) -> list[fx.Node]:
+    return [n for n in nodes(program) if meta.get(n).waits]
+
+
+@fault
+def drop_event_of_a_launch(program: Program, rng: random.Random) -> str | None:
+    node = one(rng, [n for n in waiters(program) if n.target is not ops.wait])
+    if node is None:
+        return None
+    waits = list(meta.get(node).waits)
+    waits.pop(rng.randrange(len(waits)))
+    return retag(node, waits=tuple(waits))
+
+
+@fault
+def drop_event_of_a_wait(program: Program, rng: random.Random) -> str | None:
+    node = one(rng, [n for n in waiters(program) if n.target is ops.wait])
+    return node and retag(node, waits=())
+
+
+@fault
+def drop_record(program: Program, rng: random.Random) -> str | None:
+    node = one(rng, [n for n in nodes(program) if meta.get(n).records])
+    return node and retag(node, records=None)
+
+
+@fault
+def swap_events(program: Program, rng: random.Random) -> str | None:
+    found = waiters(program)
+    if len(found) < 2:
+        return None
+    a, b = rng.sample(found, 2)
+    first, second = meta.get(a).waits, meta.get(b).waits
+    if first == second:
+        return None
+    meta.update(a, waits=second)
+    return retag(b, waits=first)
+
+
+@fault
+def swap_records(program: Program, rng: random.Random) -> str | None:
+    found = [n for n in nodes(program) if meta.get(n).records]
+    if len(found) < 2:
+        return None
+    a, b = rng.sample(found, 2)
+    first = meta.get(a).records
+    meta.update(a, records=meta.get(b).records)
+    return retag(b, records=first)
+
+
+@fault
+def record_earlier(program: Program, rng: random.Random) -> str | None:
+    found = [n for n in nodes(program) if (meta.get(n).records or "").startswith("c")]
+    node = one(rng, found)
+    if node is None:
+        return None
+    earlier = [n for n in compute(program) if stands_before(n, node) and not meta.get(n).records]
+    earlier = [n for n in earlier if n is not node and not meta.aliases_input(n)]
+    place = one(rng, earlier)
+    if place is None:
+        return None
+    event = meta.get(node).records
+    meta.update(node, records=None)
+    return retag(place, records=event)
+
+
+@fault
+def wait_for_an_older_event(program: Program, rng: random.Random) -> str | None:
+    events: list[str] = []
+    found: list[tuple[fx.Node, str]] = []
+    for node in nodes(program):
+        tag = meta.get(node)
+        if tag.waits and events:
+            found += [(node, event) for event in events if event not in tag.waits]
+        events += [tag.records] if tag.records else []
+    if not found:
+        return None
+    node, event = one(rng, found)
+    return retag(node, waits=(event,))
+
+
+@fault
+def another_stream(program: Program, rng: random.Random) -> str | None:
+    node = one(rng, nodes(program, *ops.ASYNCHRONOUS))
+    others = ["compute", "unshard", "reduce", "all-reduce", "load", "store"]
+    return node and retag(
+        node, stream=rng.choice([s for s in others if s != meta.get(node).stream])
+    )
+
+
+# -- insert ---------------------------------------------------------------------------------------
+
+
+def insert(program: Program, behind: fx.Node, target: Any, *args: Any) -> fx.Node:
+    with program.graph.inserting_after(behind):
+        node = program.graph.call_function(target, args)
+    tag = dataclasses.replace(
+        meta.get(behind), role="compute", stream="compute", records=None, waits=(), pair=None
+    )
+    return meta.put(node, tag, program.refake(node))
+
+
+def returned(program: Program, node: fx.Node) -> None:
+    """Add what `node` made to the first output of the model, so that it matters."""
+    at = next(i for i, r in enumerate(program.results) if r.kind == "output")
+    total = insert(program, node, aten.sum.default, node)
+    values = program.values
+    made = values[at]
+    if made.op != "call_function" or not stands_before(total, made):
+        return
+    added = insert(program, made, aten.add.Tensor, made, total)
+    program.values = [added if i == at else v for i, v in enumerate(values)]
+
+
+@fault
+def read_in_flight(program: Program, rng: random.Random) -> str | None:
+    found = [n for n in nodes(program, ops.all_gather) if meta.get(n).phase == "forward"]
+    launch = one(rng, [n for n in found if wait_of(program, n) is not None])
+    if launch is None:
+        return None
+    reader = insert(program, picks(launch)[-1], aten.abs.default, picks(launch)[-1])
+    returned(program, reader)
+    return f"%{reader} reads what %{launch} writes"
+
+
+@fault
+def read_after_free(program: Program, rng: random.Random) -> str | None:
+    found = [n for n in nodes(program, ops.free) if meta.get(n).phase == "forward"]
+    free = one(rng, found)
+    if free is None:
+        return None
+    reader = insert(program, free, aten.abs.default, meta.operands(free)[0])
+    returned(program, reader)
+    return f"%{reader} reads what %{free} has freed"
+
+
+@fault
+def write_in_flight(program: Program, rng: random.Random) -> str | None:
+    launch = one(rng, nodes(program, *REDUCTIONS))
+    if launch is None:
+        return None
+    behind = picks(launch)[-1]
+    writer = insert(program, behind, aten.mul_.Scalar, meta.operands(launch)[0], 2)
+    return f"%{writer} writes what %{launch} sends"
+
+
+@fault
+def save_unsharded_parameter(program: Program, rng: random.Random) -> str | None:
+    found = [n for n in nodes(program, ops.all_gather) if meta.get(n).phase == "forward"]
+    readers = [n for n in compute(program) if meta.get(n).phase == "backward"]
+    readers = [n for n in readers if n.target is aten.mm.default]
+    launch, reader = one(rng, found), one(rng, readers)
+    if (
+        launch is None
+        or reader is None
+        or program.units[meta.get(launch).unit or 0].reshard is False
+    ):
+        return None
+    reader.update_arg(1, picks(launch)[0])
+    return f"%{reader} reads what %{launch} gathered"
+
+
+@fault
+def return_unreduced_gradient(program: Program, rng: random.Random) -> str | None:
+    found = nodes(program, ops.reduce_scatter, ops.all_reduce)
+    launch = one(rng, found)
+    if launch is None:
+        return None
+    pick = one(rng, picks(launch))
+    values = program.values
+    if pick not in values:
+        return None
+    program.values = [meta.operands(launch)[pick.args[1]] if v is pick else v for v in values]
+    return f"what %{launch} was sent is returned"

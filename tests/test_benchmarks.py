@@ -1,0 +1,247 @@
+"""benchmarks/: their arithmetic by hand, each script's --smoke to its JSON, and the page."""
+
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import figures, first_step, overhead, page, passes, peak_bytes, step_time
+from benchmarks.models import MODELS, SMOKE
+from benchmarks.ranks import RankFailed, alone, on_ranks
+from benchmarks.sides import Setting, available
+
+MACHINE = {"date", "machine", "cpu", "load", "python", "torch", "transformers"}
+
+
+# -- arithmetic ------------------------------------------------------------------------------------
+
+
+def test_spread_by_hand() -> None:
+    # Positions 0.75 and 2.25 between the ordered 1, 2, 4, 8: 1.75, 3, 5.
+    assert figures.spread([8.0, 1.0, 4.0, 2.0]) == {
+        "median": 3.0, "q1": 1.75, "q3": 5.0, "count": 4
+    }  # fmt: skip
+    assert figures.spread([7.0]) == {"median": 7.0, "q1": 7.0, "q3": 7.0, "count": 1}
+    with pytest.raises(ValueError, match="no values"):
+        figures.spread([])
+
+
+def test_ratio_is_of_medians_and_not_the_median_of_ratios() -> None:
+    ours, theirs = [1.0, 2.0, 30.0], [10.0, 4.0, 3.0]
+    assert figures.ratio(ours, theirs) == 0.5
+    assert statistics.median(a / b for a, b in zip(ours, theirs, strict=True)) == 0.5
+    assert figures.ratio([1.0, 5.0, 6.0], theirs) == 1.25
+
+
+def test_geometric_mean_by_hand() -> None:
+    assert math.isclose(figures.geometric_mean([0.5, 2.0]), 1.0)
+    assert math.isclose(figures.geometric_mean([0.8, 0.9, 1.0]), 0.72 ** (1 / 3))
+    for bad in ([], [1.0, 0.0]):
+        with pytest.raises(ValueError, match="no geometric mean"):
+            figures.geometric_mean(bad)
+
+
+def test_a_step_is_the_slower_ranks_and_computing_is_the_sum() -> None:
+    first = {"fsdp2": [{"forward": 1.0, "backward": 5.0, "optimizer": 1.0, "cpu": 6.0}]}
+    second = {"fsdp2": [{"forward": 2.0, "backward": 3.0, "optimizer": 1.0, "cpu": 4.0}]}
+    assert step_time.merged([first, second]) == {
+        "fsdp2": [{"forward": 2.0, "backward": 5.0, "optimizer": 1.0, "step": 7.0, "cpu": 10.0}]
+    }
+
+
+def test_the_claim_is_the_geometric_mean_over_models() -> None:
+    rows = [{"ratios": {"fxshard / fsdp2": {"step": step, "cpu": 1.0}}} for step in (0.5, 1.28)]
+    (claim,) = step_time.claims(rows)
+    assert claim["geometric_mean"] == 0.8 and claim["target"] == 0.90 and claim["met"]
+    rows[0]["ratios"]["fxshard / fsdp2"]["step"] = 0.64
+    (claim,) = step_time.claims(rows)
+    assert claim["geometric_mean"] == round(math.sqrt(0.64 * 1.28), 4) and not claim["met"]
+
+
+def test_peak_claims_take_each_case_once() -> None:
+    rows = [
+        {"setting": "fp32", "ratios": {"default": 0.5, "best": 0.25}},
+        {"setting": "bf16", "ratios": {"default": 2.0, "best": 1.0}},
+    ]
+    default, best = peak_bytes.claims(rows)
+    assert (default["geometric_mean"], default["met"]) == (1.0, False)
+    assert (best["geometric_mean"], best["met"]) == (0.5, True)
+    assert best["settings"] == {"fp32": 0.25, "bf16": 1.0}
+
+
+def test_first_step_is_flat_or_not() -> None:
+    seconds = {("fsdp2-compiled", 4): 10.0, ("fsdp2-compiled", 32): 20.0, ("fxshard", 4): 5.0,
+               ("fxshard", 32): 9.0}  # fmt: skip
+    rows = [
+        {"side": side, "layers": layers, "cold": {"first_seconds": value}}
+        for (side, layers), value in seconds.items()
+    ]
+    versus, peer, flat = first_step.claims(rows)
+    assert versus["layers"] == {"4": 0.5, "32": 0.45} and versus["met"]
+    assert peer["value"] == 2.0 and peer["met"] is None
+    assert flat["value"] == 1.8 and flat["target"] == 1.5 and not flat["met"]
+
+
+# -- what is measured ------------------------------------------------------------------------------
+
+
+class Event:
+    """One of the profiler's."""
+
+    def __init__(self, name: str, start: int, end: int = 0, size: int = 0) -> None:
+        self._name, self._start, self._end, self._size = name, start, end, size
+
+    def name(self) -> str:
+        return self._name
+
+    def start_ns(self) -> int:
+        return self._start
+
+    def end_ns(self) -> int:
+        return self._end
+
+    def nbytes(self) -> int:
+        return self._size
+
+
+def test_tops_of_phases_by_hand() -> None:
+    events = [
+        Event("[memory]", 1, size=50),  # of the step before: not counted
+        Event("phase forward", 10, 20),
+        Event("[memory]", 11, size=7),
+        Event("[memory]", 12, size=5),  # 112
+        Event("[memory]", 13, size=-5),
+        Event("phase backward", 21, 30),
+        Event("[memory]", 22, size=2),  # 109
+        Event("[memory]", 23, size=-9),
+    ]
+    assert peak_bytes.tops(events[::-1], 100) == {"forward": 112, "backward": 109}
+
+
+def test_a_plain_model_is_measured_to_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters, AdamW's states and the batch are held; gradients are the peak of its step."""
+    linear = torch.nn.Linear(64, 32, bias=False)
+    recipe: Any = type(SMOKE)(
+        "linear", "linear", lambda: linear, lambda: (torch.ones(1, 64), torch.ones(1, 32)),
+        lambda output, targets: (output * targets).sum(), "none.*",
+    )  # fmt: skip
+    monkeypatch.setitem(peak_bytes.EVERY, "linear", recipe)
+    found = peak_bytes.measure(recipe, "plain", 2, Setting())
+    weight = 4 * 64 * 32
+    batch = 4 * (64 + 32)
+    assert found.held == 3 * weight + 4 + batch  # a step counter per parameter
+    output, product, loss = 4 * 32, 4 * 32, 4
+    assert found.phases["forward"] == found.held + output + product + loss
+    assert found.phases["optimizer"] >= found.held + 2 * weight  # the gradient, and foreach's copy
+
+
+def test_units_of_the_models_are_their_blocks() -> None:
+    with torch.device("meta"):
+        counts = {
+            name: len(recipe.block_modules(recipe.build()))
+            for name, recipe in {**MODELS, **peak_bytes.MODELS}.items()
+        }
+    assert counts == {
+        "tiny": 4, "small": 6, "medium": 8, "encoder": 6, "convnet": 6, "llama-1b": 16,
+        "llama-8b": 32, "llama-8b, labels": 32, "llama-70b": 80, "bert-large": 24, "resnet-50": 16,
+    }  # fmt: skip
+
+
+def test_all_peers_are_there() -> None:
+    assert {"plain", "fsdp1", "fsdp2", "fsdp2-compiled", "fxshard"} <= set(available())
+
+
+def test_a_failing_rank_is_told_with_its_last_words() -> None:
+    with pytest.raises(RankFailed, match="no values to take a median of"):
+        alone(figures.spread, [])
+
+
+# -- the scripts -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What --smoke of each script writes."""
+    folder = tmp_path_factory.mktemp("results")
+    for script in (step_time, peak_bytes, first_step, overhead, passes):
+        name = script.__name__.rpartition(".")[2]
+        assert script.main(["--smoke", "--out", str(folder / f"{name}.json")]) == 0
+    return folder
+
+
+def read(results: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((results / f"{name}.json").read_text())
+    assert found.keys() >= MACHINE
+    return found
+
+
+@pytest.mark.slow
+def test_two_real_ranks_take_turns() -> None:
+    sides = ["fsdp2", "fxshard"]
+    times = step_time.merged(on_ranks(2, step_time.timed, "smoke", sides, 3))
+    assert {side: len(rows) for side, rows in times.items()} == {"fsdp2": 3, "fxshard": 3}
+    for rows in times.values():
+        for row in rows:
+            assert row["step"] >= max(row[phase] for phase in step_time.PHASES)
+
+
+def test_step_time_smoke(results: Path) -> None:
+    found = read(results, "step_time")
+    (model,) = found["models"]
+    assert set(model["milliseconds"]) == {"plain", "fsdp1", "fsdp2", "fxshard"}
+    for side in model["milliseconds"].values():
+        assert side.keys() == {"step", "forward", "backward", "optimizer", "cpu"}
+        for each in side.values():
+            assert 0 < each["q1"] <= each["median"] <= each["q3"] and each["count"] == 2
+    (claim,) = found["claims"]
+    assert claim["geometric_mean"] == pytest.approx(
+        model["ratios"]["fxshard / fsdp2"]["step"], abs=1e-4
+    )
+
+
+def test_peak_bytes_smoke(results: Path) -> None:
+    (case,) = read(results, "peak_bytes")["models"]
+    assert (case["world_size"], case["setting"]) == (8, "fp32")
+    assert len(case["fxshard"]) == len(peak_bytes.SCHEDULES)
+    for side in (case["fsdp2"], *case["fxshard"]):
+        assert side["peak"] == max(side["phases"].values()) > side["held"] > 0
+        # Both hold a rank's shards and states and the batch: the same bytes.
+        assert side["held"] == case["fsdp2"]["held"]
+    assert case["ratios"]["best"] <= case["ratios"]["default"]
+
+
+def test_first_step_smoke(results: Path) -> None:
+    (case,) = read(results, "first_step")["cases"]
+    assert case["side"] == "fxshard"
+    assert case["cold"]["first_seconds"] > case["cold"]["second_seconds"] > 0
+
+
+def test_overhead_smoke(results: Path) -> None:
+    found = read(results, "overhead")
+    assert [row["blocks"] for row in found["planning"]] == [2, 4]
+    assert found["planning"][0]["nodes"] < found["planning"][1]["nodes"]
+    ran = found["running"]
+    assert 0 < ran["views"] < ran["operators"]
+    assert set(ran["microseconds_per_operator"]) == {"fxshard", "bare operators", "eager", "fsdp2"}
+
+
+def test_passes_smoke(results: Path) -> None:
+    default, without = read(results, "passes")["rows"]
+    assert default["options"] == "default"
+    # Three layers and a root, gathered in forward and in backward, reduced once.
+    assert default["collectives"] == without["collectives"] == 3 * 4
+    assert without["peak_bytes"] < default["peak_bytes"]
+    assert without["exposed_ms"] > default["exposed_ms"]
+
+
+def test_the_page_has_every_script_and_names_what_is_missing(results: Path, tmp_path: Path) -> None:
+    text = page.page(results)
+    for title, script, _ in page.SECTIONS:
+        assert f"\n## {title}\n" in text
+        assert f"python -m {script.__name__}" in text
+    assert "No result yet" not in text
+    assert page.page(tmp_path).count("No result yet: run `python -m benchmarks.") == 5
