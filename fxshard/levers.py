@@ -38,7 +38,7 @@ def pulled(plan: Plan) -> list[Lever]:
 
 def candidates(plan: Plan) -> list[tuple[str, dict[str, Any]]]:
     """Name and `Plan.replan` arguments of each lever that is not pulled in `plan`."""
-    config, work = plan.config, plan.workload
+    config = plan.config
     found: list[tuple[str, dict[str, Any]]] = []
     if config.strategy == "no_shard":
         found.append(("shard parameters (full_shard)", {"strategy": "full_shard"}))

@@ -73,9 +73,9 @@ forward:
 %y = aten.mul.Tensor(%scaled, %again)  | layers.1
 return %y (0)
 """
-# Written over: %mm by %sum, %s by %four, %four by %five, %dt by %ds. Not: the caller's %x, %sum that
-# is saved, %flat whose base is read later, %row that is narrower; and %six, which is returned, and
-# %dw, which is sent, have storages of their own.
+# Written over: %mm by %sum, %s by %four, %four by %five, %dt by %ds. Not: the caller's %x, %sum
+# that is saved, %flat whose base is read later, %row that is narrower; and %six, which is returned,
+# and %dw, which is sent, have storages of their own.
 DYING = """
 %x : f32[2,4] = input 0
 %w : f32[4,4] = param w
