@@ -69,7 +69,7 @@ def trained(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [loss.detach(), *(p.grad for p in model.parameters())]
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("policy", POLICIES, ids=["full", "selective", "callable", "dict"])
 def test_bitwise_with_eager(policy: Any) -> None:
     """Dropout draws the same numbers again."""
     torch.manual_seed(0)
@@ -80,7 +80,7 @@ def test_bitwise_with_eager(policy: Any) -> None:
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("policy", POLICIES, ids=["full", "selective", "callable", "dict"])
 def test_bytes_are_exact(policy: Any) -> None:
     result = fxshard.validate(
         *(Stack(), (torch.randn(4, 8),)), world_size=2, checkpoint=policy, optimizer=adamw
