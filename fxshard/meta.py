@@ -97,7 +97,11 @@ def put(node: fx.Node, tag: Meta, val: Any = None) -> fx.Node:
 
 def update(node: fx.Node, **changes: Any) -> None:
     """Replace fields of the tag of `node`."""
-    node.meta["fxshard"] = dataclasses.replace(get(node), **changes)
+    before = get(node).__dict__
+    assert changes.keys() <= before.keys(), f"no such fields: {changes.keys() - before.keys()}"
+    after = object.__new__(Meta)  # dataclasses.replace costs five times as much, at every node
+    after.__dict__.update(before, **changes)
+    node.meta["fxshard"] = after
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -118,9 +122,20 @@ def storages(node: fx.Node) -> list[torch.UntypedStorage]:
     return list(found.values())
 
 
-def storage_ids(node: fx.Node) -> set[int]:
-    """Identity of each storage of `node`; equal for aliases, stable while the graph lives."""
-    return {id(storage) for storage in storages(node)}
+def storage_ids(node: fx.Node) -> frozenset[int]:
+    """Identity of each storage of `node`; equal for aliases, stable while the graph lives.
+
+    Passes and checks ask for it a hundred times per node, so that it is kept beside the value.
+    """
+    val = node.meta.get("val")
+    known = node.meta.get(_STORAGES)
+    if known is None or known[0] is not val:
+        known = node.meta[_STORAGES] = (val, frozenset(map(id, storages(node))))
+    ids: frozenset[int] = known[1]
+    return ids
+
+
+_STORAGES = "fxshard_storages"  # (value, identities of its storages)
 
 
 def aliases_input(node: fx.Node) -> bool:

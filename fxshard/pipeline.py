@@ -7,11 +7,13 @@ times it, lints the graph, dumps and compares by FXSHARD_DEBUG, and verifies wha
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import difflib
+import gc
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -120,7 +122,6 @@ def run(
         start = time.perf_counter()
         step.apply(program)
         seconds = time.perf_counter() - start
-        program.graph.lint()
         program.facts |= step.ensures
         after = dump.text(program) if texts else ""
         if observe is not None:
@@ -131,6 +132,23 @@ def run(
     _verify(program, None)
 
 
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Python's collector waits: it would walk all nodes again each time that some were made.
+
+    Capture and passes make hundreds of thousands of objects that stay; with the collector, their
+    time grows faster than the graph (benchmarks/overhead.py).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_collector_paused()
 def make_program(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -207,6 +225,7 @@ def _capture_key(units: tuple[Unit, ...], training: bool, config: Config) -> Any
 
 
 def _verify(program: Program, pass_name: str | None) -> None:
+    program.graph.lint()
     try:
         verify.verify(program)
     except VerifyError as error:

@@ -271,7 +271,7 @@ class Program:
             schedule=None,
         )
 
-    def refresh_views(self, node: fx.Node, stale: set[int]) -> None:
+    def refresh_views(self, node: fx.Node, stale: frozenset[int]) -> None:
         """Make fake values again along the views of `node`, so that they alias its storage.
 
         Views are those readers whose value still lies in one of the `stale` storages.
