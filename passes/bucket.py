@@ -10,17 +10,24 @@ from fxshard import meta
 from fxshard.program import Fact, ParamBucket, Program, nbytes
 
 
+# Of a part of a unit that is gathered alone: at 50 GB/s (one InfiniBand link) its transfer takes
+# some 300 us, many times what a launch more costs.
+LARGE = 16 * 2**20
+
+
 @dataclasses.dataclass(frozen=True)
 class Bucket:
     """Group parameters into buckets: one all-gather and one reduction each.
 
     By default a bucket is a unit, in which each parameter has its own buffer: one coalesced launch
-    writes them all, nothing is copied out, and an unshard holds its bytes once. What other buckets
-    win depends on the network (a launch costs some 10 us, small messages waste bandwidth), which a
-    machine without one cannot measure: so none is the default.
+    writes them all, nothing is copied out, and an unshard holds its bytes once. What smaller,
+    larger or packed buckets win depends on the network (a launch costs some 10 us, small messages
+    waste bandwidth), which a machine without one cannot measure: so none is the default.
 
-    A split unit is gathered part by part, each at its own first use and freed behind its own last:
-    the embedding and the head of a root unit are then never alive together. Merged units cost
+    A split unit is gathered part by part, each at its own first use and freed behind its own last.
+    By default that is done where the parts are large and other units compute between their uses:
+    the embedding and the head of a language model are both the root's, and never alive together;
+    the head's gradient is reduced while the layers run backward, not behind them. Merged units cost
     fewer launches and hold the bytes of all of them. Packed parameters are copied into one buffer
     per dtype to be sent, and out of it again, as FSDP2 does with all
     (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py): fewer messages in the launch.
@@ -62,7 +69,8 @@ class Bucket:
                 fqns.sort(key=lambda fqn: uses.get(fqn, (never, never))[0])
                 groups += split(fqns, sizes, self.max_bytes)
             elif fqns:
-                groups.append(fqns)
+                others = [f for f in program.params if program.params[f].unit != unit.index]
+                groups += used_apart(fqns, sizes, uses, [uses[f][0] for f in others if f in uses])
         if self.min_bytes is not None:
             groups.sort(key=lambda group: min(uses.get(f, (never, never))[0] for f in group))
             groups = self.merge(program, groups, sizes, uses)
@@ -126,6 +134,33 @@ def split(fqns: Sequence[str], sizes: dict[str, int], limit: int) -> list[list[s
         found[-1].append(fqn)
         room -= sizes[fqn]
     return found
+
+
+def used_apart(
+    fqns: Sequence[str],
+    sizes: dict[str, int],
+    uses: dict[str, tuple[int, int]],
+    others: Sequence[int],
+) -> list[list[str]]:
+    """`fqns` of a unit in groups that forward is done with before it comes to the next.
+
+    Only where parameters of other units, first read at the places `others`, come in between, and
+    where both sides have at least `LARGE` bytes. What forward never reads is in the last group.
+    """
+    order = sorted((f for f in fqns if f in uses), key=lambda fqn: uses[fqn])
+    cuts: list[list[str]] = [[]]
+    end = -1
+    for fqn in order:
+        begin = uses[fqn][0]
+        if cuts[-1] and end < begin and any(end < place < begin for place in others):
+            rest = sum(sizes[f] for f in order[order.index(fqn) :])
+            if min(sum(sizes[f] for f in cuts[-1]), rest) >= LARGE:
+                cuts.append([])
+        cuts[-1].append(fqn)
+        end = max(end, uses[fqn][1])
+    group = {fqn: i for i, cut in enumerate(cuts) for fqn in cut}
+    last = len(cuts) - 1
+    return [[f for f in fqns if group.get(f, last) == i] for i in range(len(cuts))]
 
 
 def settings_of(program: Program, group: Sequence[str]) -> list[object]:

@@ -1,7 +1,9 @@
 """Buckets: what is split, merged and packed, by hand; bytes once; numbers as FSDP2's."""
 
+import collections
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch import fx, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import fxshard
-from fxshard import compat, meta, ops, pipeline, verify
+from fxshard import certificate, compat, meta, ops, pipeline, verify
 from fxshard.config import Config
 from fxshard.errors import ConfigError, VerifyError
 from fxshard.memory.category import Category
@@ -202,23 +204,29 @@ def test_an_unsharded_unit_is_held_once_and_by_fsdp2_twice() -> None:
 class Ends(nn.Module):
     """An embedding, layers, and a head: its root unit is used first and last."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocab: int = 64) -> None:
         super().__init__()
-        self.embed = nn.Embedding(64, 32)
+        self.embed = nn.Embedding(vocab, 32)
         self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(4))
-        self.head = nn.Linear(32, 64, bias=False)
+        self.norm = nn.LayerNorm(32, elementwise_affine=vocab != 64)
+        self.head = nn.Linear(32, vocab, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x).tanh()
-        return self.head(x)
+        return self.head(self.norm(x))
 
 
-def most_unsharded(**options: Any) -> int:
+def planned_ends(vocab: int = 64, **options: Any) -> fxshard.Plan:
+    with torch.device("meta"):
+        model, args = Ends(vocab), (torch.zeros(1, 2, dtype=torch.long),)
+    return fxshard.plan(model, args, world_size=2, units=["layers.*"], **options)
+
+
+def most_unsharded(vocab: int = 64, **options: Any) -> int:
     """Most bytes of gathered and unsharded parameters at any moment of a step."""
-    args = (torch.zeros(1, 2, dtype=torch.long),)
-    plan = fxshard.plan(Ends(), args, world_size=2, units=["layers.*"], **options)
+    plan = planned_ends(vocab, **options)
     both = [list(Category).index(c) for c in (Category.ALL_GATHER, Category.UNSHARDED_PARAM)]
     return max(int(phase.during[:, both].sum(1).max()) for phase in plan.memory.phases())
 
@@ -232,6 +240,42 @@ def test_a_split_root_holds_its_embedding_or_its_head() -> None:
     # Two of two layers each, one of them in flight.
     merged = most_unsharded(max_bucket_bytes=embed, min_bucket_bytes=layer + 1)
     assert merged == embed + 2 * layer
+
+
+MIB_16 = 16 * 2**20 // (4 * 32)  # so many rows of 32 fp32 numbers
+
+
+def test_a_root_whose_ends_are_large_is_split_between_them() -> None:
+    end, norm, layer = 16 * 2**20, 2 * 4 * 32, 4 * 32 * 32
+    ends = [("embed.weight",), ("norm.weight", "norm.bias", "head.weight")]
+    found = planned_ends(MIB_16).program.buckets
+    assert [bucket.fqns for bucket in found[:2]] == ends and len(found) == 2 + 4
+    assert most_unsharded(MIB_16) == end + norm + layer  # the last layer, and the head ahead
+    below = planned_ends(MIB_16 - 2).program
+    assert len(below.buckets) == 1 + 4
+    assert most_unsharded(MIB_16 - 2) == 2 * (end - 2 * 4 * 32) + norm + 2 * layer
+    lines = [line.split()[1:3] for line in certificate.collectives(planned_ends(MIB_16).program)]
+    counts = collections.Counter(map(tuple, lines))
+    # The embedding is not read in backward; both ends are reduced apart.
+    assert counts["forward", "fxshard.all_gather"] == 2 + 4
+    assert counts["backward", "fxshard.all_gather"] == 1 + 4
+    assert counts["backward", "fxshard.reduce_scatter"] == 2 + 4
+
+
+def test_a_head_that_is_split_off_is_reduced_while_layers_run_backward() -> None:
+    program = planned_ends(MIB_16).program
+    reduced = [
+        [meta.get(pick).fqn for pick in node.users if pick.target is operator.getitem]
+        for node in program.graph.nodes
+        if node.target is ops.reduce_scatter
+    ]
+    assert "head.weight" in reduced[0] and reduced[-1] == ["embed.weight"]
+
+
+def test_bytes_of_a_split_root_are_measured() -> None:
+    model, args = Ends(MIB_16), (torch.zeros(1, 2, dtype=torch.long),)
+    seen = fxshard.validate(model, args, world_size=2, units=["layers.*"], steps=1)
+    assert seen.max_abs_difference == 0
 
 
 # -- numbers --------------------------------------------------------------------------------------
