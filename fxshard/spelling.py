@@ -32,6 +32,15 @@ FUNCTIONS = frozenset(
     }
 )
 
+# Python's bindings make a tensor of a number before the operator begins, out of sight of those who
+# watch it: such a call goes to the operator itself.
+WITH_NUMBERS = frozenset(
+    {
+        *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor),
+        *(aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor),
+    }
+)
+
 # Spelled ``x.name(other arguments)``.
 METHODS = frozenset(
     {
@@ -55,6 +64,8 @@ def spelled(node: fx.Node, said: Callable[[Any], str]) -> str | None:
     """
     if node.target is aten.slice.Tensor:
         return _narrowed(node, said)
+    if node.target in WITH_NUMBERS and not isinstance(node.args[1], fx.Node):
+        return None
     arguments = [said(argument) for argument in node.args]
     arguments += [f"{key}={said(value)}" for key, value in node.kwargs.items()]
     if node.target in FUNCTIONS:

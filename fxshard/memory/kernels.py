@@ -332,9 +332,10 @@ WRAPPED: dict[type, torch.dtype] = {
     float: torch.float64,
     complex: torch.complex128,
 }
-TRUE_DIVISIONS = (aten.div.Tensor, aten.div.Scalar)
+TRUE_DIVISIONS = (aten.div.Tensor, aten.div.Scalar, aten.div_.Tensor, aten.div_.Scalar)
 ELEMENTWISE = (
     *(overload for op in (aten.add, aten.sub, aten.mul) for overload in (op.Tensor, op.Scalar)),
+    *(overload for op in (aten.add_, aten.sub_, aten.mul_) for overload in (op.Tensor, op.Scalar)),
     *TRUE_DIVISIONS,
     aten.div.Tensor_mode,
     aten.floor_divide.default,
@@ -359,6 +360,8 @@ FORMULAS: dict[Any, Formula] = {
     aten._log_softmax.default: softmax,
     aten._softmax_backward_data.default: softmax_backward,
     aten._log_softmax_backward_data.default: softmax_backward,
+    aten._softmax_backward_data.out: softmax_backward,
+    aten._log_softmax_backward_data.out: softmax_backward,
     aten.native_layer_norm.default: layer_norm,
     aten.native_layer_norm_backward.default: layer_norm_backward,
     aten.native_group_norm.default: group_norm,
@@ -367,6 +370,7 @@ FORMULAS: dict[Any, Formula] = {
     aten._native_batch_norm_legit_no_training.default: batch_norm,
     aten.native_batch_norm_backward.default: batch_norm_backward,
     aten.gelu_backward.default: gelu_backward,
+    aten.gelu_backward.grad_input: gelu_backward,
     aten.embedding.default: embedding,
     aten.index_select.default: index_select,
     aten.embedding_dense_backward.default: embedding_backward,
