@@ -149,6 +149,12 @@ def aliases_input(node: fx.Node) -> bool:
     return bool(own) and own <= inputs
 
 
+def writes(node: fx.Node) -> bool:
+    """True if the operator of `node` changes what it reads."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
 def is_random(node: fx.Node) -> bool:
     """True if the operator of `node` draws random numbers."""
     target = node.target

@@ -228,7 +228,7 @@ class _Problem:
         for operators in self.operators.values():
             for node in operators:
                 for source in node.all_input_nodes:
-                    if source.op == "placeholder" and any(map(writes, source.users)):
+                    if source.op == "placeholder" and any(map(meta.writes, source.users)):
                         size = sum(map(nbytes_of, meta.storages(source)))
                         found.setdefault(source, Value(source, source, size, None))
         return found
@@ -471,12 +471,6 @@ def from_parameter(node: fx.Node) -> bool:
     alone = len(node.all_input_nodes) == 1
     views = node.target is aten._to_copy.default or meta.aliases_input(node)
     return alone and views and from_parameter(node.all_input_nodes[0])
-
-
-def writes(node: fx.Node) -> bool:
-    """True if `node` changes what it reads."""
-    schema: Any = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
 
 
 def generator_of(node: fx.Node) -> torch.device | None:

@@ -9,7 +9,6 @@ from typing import ClassVar
 from fxshard import meta
 from fxshard.program import Fact, ParamBucket, Program, nbytes
 
-
 # Of a part of a unit that is gathered alone: at 50 GB/s (one InfiniBand link) its transfer takes
 # some 300 us, many times what a launch more costs.
 LARGE = 16 * 2**20

@@ -25,7 +25,7 @@ from torch import fx
 
 from fxshard import fakes, meta, rng
 from fxshard.program import Fact, Program
-from fxshard.recompute import from_parameter, generator_of, random_before, writes
+from fxshard.recompute import from_parameter, generator_of, random_before
 
 aten = torch.ops.aten
 
@@ -89,7 +89,7 @@ def recompute(program: Program, number: int, region: list[fx.Node]) -> None:
     for node, copy in copies.items():  # backward reads some of them through views
         program.refresh_views(copy, meta.storage_ids(node) - meta.storage_ids(copy))
     for node in reversed(region):  # what only backward needed, forward does not make any more
-        if not node.users and not meta.is_random(node) and not writes(node):
+        if not node.users and not meta.is_random(node) and not meta.writes(node):
             program.graph.erase_node(node)
 
 
@@ -184,7 +184,7 @@ def set_state(program: Program, state: fx.Node, device: torch.device, tag: meta.
 
 def unwritten(program: Program, node: fx.Node) -> fx.Node:
     """`node`, or if forward writes to it (a buffer), a copy from before: the one it reads."""
-    if node.op != "placeholder" or not any(writes(user) for user in node.users):
+    if node.op != "placeholder" or not any(meta.writes(user) for user in node.users):
         return node
     for user in node.users:  # writes stand at the end of forward: any copy will do
         if user.target is aten.clone.default and meta.get(user).checkpoint is None:

@@ -182,7 +182,11 @@ def test_validate_inside_a_process_group() -> None:
 
 
 @ACTIONS
-@pytest.mark.parametrize("model", [None, nn.Linear, lambda x: x, "llama"], ids=lambda model: getattr(model, "__name__", str(model)))
+@pytest.mark.parametrize(
+    "model",
+    [None, nn.Linear, lambda x: x, "llama"],
+    ids=lambda model: getattr(model, "__name__", str(model)),
+)
 def test_something_that_is_no_module(action: Callable[..., Any], model: Any) -> None:
     message = (
         r"expected an nn\.Module, a torch\.fx\.GraphModule or a torch\.export\.ExportedProgram"

@@ -470,6 +470,8 @@ class Walk:
                 elif tokens_of[id(storage)] >= 0:
                     tokens.append(tokens_of[id(storage)])
                     self._hold([tokens_of[id(storage)]])
+                    if meta.get(node).role == "compute" and meta.writes(node):
+                        self._rewrite(tokens_of[id(storage)], origin)
             env[node] = tokens
             self.now += 1
             for source in dead[node]:
@@ -607,6 +609,15 @@ class Walk:
             ended = self._open.pop(token, None)
             if ended is not None:
                 ended.died = self.now
+
+    def _rewrite(self, token: int, node: fx.Node) -> None:
+        """`node` writes its result over what the storage held: from now on it is that result."""
+        before, tag = self._open[token], meta.get(node)
+        before.died = self.now
+        after = dataclasses.replace(before, born=self.now, died=None, module=tag.module)
+        after.name, after.op, after.line = node.name, operation_of(node), tag.line
+        self._open[token] = after
+        self.ledger.ranges.append(after)
 
     def _relabel(self, tokens: Sequence[int], category: Category) -> None:
         for token in tokens:

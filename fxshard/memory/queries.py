@@ -176,12 +176,15 @@ def kept_for_backward(report: MemoryReport, number: int) -> list[Kept]:
 def recomputed(program: Program) -> dict[str, int]:
     """How often backward runs each operator to make what a checkpoint has let go, most first.
 
-    Views are not counted.
+    Views are not counted; what is done in place counts under the name of what it stands for.
     """
     found: dict[str, int] = defaultdict(int)
     for node in program.phase("backward"):
-        if meta.get(node).again and not meta.aliases_input(node):
-            found[operation_of(node)] += 1
+        if meta.get(node).again and (meta.writes(node) or not meta.aliases_input(node)):
+            name = operation_of(node)
+            if meta.writes(node):
+                name = name.replace("_.", ".").removesuffix("_")
+            found[name] += 1
     return dict(sorted(found.items(), key=lambda item: item[1], reverse=True))
 
 
@@ -214,8 +217,8 @@ def _why(maker: fx.Node, same: list[fx.Node], outputs: set[int]) -> str:
     ]
     others = [r for r in readers if meta.get(r).checkpoint != tag.checkpoint]
     if tag.checkpoint is not None and others:
-        modules = dict.fromkeys(meta.get(r).module or "the root" for r in others)
-        return f"backward of {', '.join(modules)} reads it"
+        modules = {meta.get(r).module or "the root" for r in others}
+        return f"backward of {', '.join(sorted(modules))} reads it"
     if readers:
         return "backward reads it" + ("" if tag.checkpoint is None else " to make others again")
     return "the model returns it" if meta.storage_ids(maker) & outputs else "held to the end"
