@@ -21,10 +21,10 @@ demo: .venv/.installed ## train the demo model; writes runs/demo
 	$(BIN)/fxshard train --out runs/demo
 
 test: .venv/.installed ## the fast tests
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 test-slow: .venv/.installed ## the tests marked slow
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
 
 bench: .venv/.installed ## measure everything; writes benchmarks/results and docs/benchmarks.md
 	$(BIN)/python -m benchmarks

@@ -535,6 +535,7 @@ def test_inductor_source_is_a_module_with_a_call(monkeypatch: pytest.MonkeyPatch
     graph = fx.symbolic_trace(lambda x, y: (torch.sigmoid(x @ y) * 2.0,)).graph
     with torch.autocast("cpu", dtype=torch.bfloat16):
         made = compat.inductor_source(graph, values, mode)
+        assert isinstance(made, compat.Generated)
     assert "args.clear()" in made.source and "del arg0_1" in made.source
     assert "bfloat16" not in made.source
     assert "async_compile.wait(globals())" in made.source, "loading waits elsewhere"
@@ -551,6 +552,14 @@ def test_inductor_source_keeps_eagers_random_kernels() -> None:
     with mode:
         values = [torch.ones(4, 8)]
     assert "aten.native_dropout" in compat.inductor_source(graph, values, mode).source
+
+
+def test_outside_autocast_nothing_is_cast() -> None:
+    x = torch.ones(2, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (x @ x).dtype is torch.bfloat16
+        with compat.outside_autocast():
+            assert (x @ x).dtype is torch.float32
 
 
 def test_inductor_cache_dir_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
