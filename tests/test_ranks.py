@@ -24,11 +24,11 @@ from tests.zoo import MODELS, models
 
 @pytest.fixture
 def hasty() -> Iterator[Callable[[int], Ranks]]:
-    """Pools of their own, whose collectives wait 6 s."""
+    """Pools of their own, whose collectives wait 16 s."""
     pools: list[Ranks] = []
 
     def pool(world_size: int) -> Ranks:
-        pools.append(Ranks(world_size, timeout_s=9))
+        pools.append(Ranks(world_size, timeout_s=24))
         return pools[-1]
 
     yield pool
@@ -123,7 +123,7 @@ def test_another_call_on_one_rank_later(hasty: Any) -> None:
     text = hasty(3).run(other_call_later)
     assert all(each.startswith("RankMismatchError") for each in text)
     assert "rank 1 waits for all ranks to agree on" in text[0]
-    assert "rank 1 waited 0:00:06 to agree on" in text[1]
+    assert "rank 1 waited 0:00:16 to agree on" in text[1]
     assert "rank 0, 2 never asked. Call the model on all ranks alike" in text[1]
 
 
@@ -177,7 +177,7 @@ def dies_before_it_agrees(rank: int, world_size: int) -> str:
 
 def test_a_rank_that_dies_before_it_agrees(hasty: Any) -> None:
     text = hasty(2).run_expecting_errors(dies_before_it_agrees)[0]
-    assert text.startswith("RankDiedError: rank 0 waited 0:00:06 to agree on")
+    assert text.startswith("RankDiedError: rank 0 waited 0:00:16 to agree on")
     assert "rank 1 died" in text
 
 
