@@ -125,3 +125,9 @@ def test_cuda_must_find_room_in_its_allocator() -> None:
     assert "caching allocator finds no room" in limit.why_not
     with pytest.raises(DoesNotFitError):
         plan.replan(args=call(limit.size + 500)).memory.assert_fits(budget)
+
+
+def test_a_budget_that_cuda_itself_takes_up_is_refused() -> None:
+    plan = fxshard.plan(nn.Linear(8, 8), (torch.ones(2, 8),), world_size=2, device="cuda")
+    with pytest.raises(DoesNotFitError, match=r"CUDA's context and NCCL take .* of 64\.00 MiB"):
+        plan.memory.assert_fits("64MiB")

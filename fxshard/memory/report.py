@@ -488,6 +488,12 @@ class MemoryReport:
 
     def _assert_allocator_fits(self, limit: int) -> None:
         outside = self.device_memory().outside
+        if outside >= limit:
+            raise DoesNotFitError(
+                f"CUDA's context and NCCL take {size_text(outside)} of {size_text(limit)}: nothing "
+                f"is left to the allocator, which would reserve "
+                f"{size_text(self.device_memory().reserved)}."
+            )
         memory = self.device_memory(capacity=limit - outside)
         if memory.out_of_memory is not None:
             step, phase, node = memory.out_of_memory
