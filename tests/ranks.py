@@ -28,6 +28,7 @@ _context.set_forkserver_preload(
     ]
 )
 START_TIMEOUT_S = 60  # a cold start imports torch and transformers
+LOG_CHARACTERS = 8_000  # of a dead rank's stderr in its failure
 
 
 class Failure(str):
@@ -156,8 +157,8 @@ class Ranks:
         except (EOFError, OSError):
             self._processes[rank].join(1)
             code = self._processes[rank].exitcode
-            stack = self._left_behind(rank)  # of a crash; a kill leaves none
-            return Failure(f"rank {rank} died, exit code {code}" + (f"\n{stack}" if stack else ""))
+            log = self._left_behind(rank)  # of a crash; a kill leaves none
+            return Failure(f"rank {rank} died, exit code {code}" + (f"\n{log}" if log else ""))
 
     def _stack(self, rank: int) -> str:
         """Where a hung rank's Python threads are."""
@@ -168,10 +169,10 @@ class Ranks:
         return self._left_behind(rank)
 
     def _left_behind(self, rank: int) -> str:
-        """The stack that a rank wrote when it was asked for it, or when it crashed."""
+        """The end of a rank's stderr: its stack, when it was asked for it or when it crashed."""
         assert self._scratch
-        path = Path(self._scratch.name, f"stack{rank}")
-        return path.read_text() if path.exists() else "(not up yet)"
+        path = Path(self._scratch.name, f"log{rank}")
+        return path.read_text()[-LOG_CHARACTERS:] if path.exists() else "(not up yet)"
 
 
 def _serve(
@@ -182,9 +183,10 @@ def _serve(
     A rank that failed exits, which closes its sockets: peers that wait for it fail at once too,
     and not after `timeout_s`.
     """
-    stack = open(Path(scratch, f"stack{rank}"), "w")  # noqa: SIM115, open for life
-    faulthandler.register(signal.SIGUSR1, file=stack)
-    faulthandler.enable(file=stack)
+    log = open(Path(scratch, f"log{rank}"), "w")  # noqa: SIM115, open for life
+    os.dup2(log.fileno(), 2)  # what a C++ thread says before it aborts goes nowhere else
+    faulthandler.register(signal.SIGUSR1, file=log)
+    faulthandler.enable(file=log)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
         import torch
