@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     is_fake,
 )
@@ -365,6 +366,35 @@ def is_wrap_policy(spec: object) -> bool:
 def run_wrap_policy(policy: Any, model: nn.Module) -> set[nn.Module]:
     """Modules that FSDP1 would wrap under `policy`."""
     return set(policy._run_policy(model, ignored_modules=set(), root_kwargs={}))
+
+
+def fake_empty(
+    mode: FakeTensorMode, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """What ``torch.empty`` makes under `mode`, without its dispatch: that takes five times as long.
+
+    Call it outside of `mode`.
+    """
+    return FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), device)
+
+
+def fake_view(
+    mode: FakeTensorMode, base: torch.Tensor, view: Callable[[torch.Tensor], Any]
+) -> torch.Tensor:
+    """``view(base)`` of a fake tensor under `mode`, without its dispatch, outside of `mode`."""
+    plain = torch.empty((0,), dtype=base.dtype, device="meta")
+    plain.set_(base.untyped_storage(), base.storage_offset(), base.size(), base.stride())
+    return FakeTensor(mode, view(plain), base.device)
+
+
+# Whether autograd hands a Function its gradients in a list to empty (torch/autograd/function.py);
+# where it does not, its caller holds them until backward is over.
+BOXED_GRADS = hasattr(torch.autograd.Function, "boxed_grads_call")
+
+
+def boxed(given: tuple[Any, ...]) -> list[torch.Tensor | None]:
+    """The gradients that a Function's backward was given, with ``boxed_grads_call`` or without."""
+    return given[0] if BOXED_GRADS else list(given)
 
 
 def group_store(group: Any) -> Any:

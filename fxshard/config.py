@@ -130,7 +130,8 @@ class Config:
             first use (bytes, or text such as "25MiB"; see `fxshard.passes.bucket`).
         min_bucket_bytes: neighbouring units with less are gathered and reduced together.
         pack_bytes: parameters with less share one buffer in a collective.
-        checkpoint: activation checkpointing, besides the model's own. ``"full"``: of each unit's
+        checkpoint: activation checkpointing, besides the model's own. None: none; left unsaid with
+            ``backend="inductor"``, as ``"selective"``. ``"full"``: of each unit's
             forward only its inputs are saved, the rest is made again in backward;
             ``"selective"``: what matrix multiplications, convolutions and attention return is saved
             too; bytes, or text such as "2GiB": what each unit saves is chosen so that activations
@@ -174,7 +175,7 @@ class Config:
     max_inflight: int | None = None
     max_bucket_bytes: int | str | None = None
     min_bucket_bytes: int | str | None = None
-    pack_bytes: int | str = 0
+    pack_bytes: int | str = "1MiB"
     checkpoint: Any = None
     offload: Any = None
     reduce_op: str = "avg"

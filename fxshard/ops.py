@@ -34,7 +34,9 @@ that hold the same shard), "reshard<n>" (n neighbours). ``size`` is their number
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,70 +66,76 @@ for _schema in (
     _LIBRARY.define(_schema)
 
 
-@torch.library.register_fake("fxshard::all_gather", lib=_LIBRARY)
-def _(shards: list[Tensor], size: int, group: str = "shard") -> list[Tensor]:
-    return [s.new_empty((s.shape[0] * size, *s.shape[1:])) for s in shards]
+Empty = Callable[..., Tensor]  # makes an empty tensor like another: (like, shape, dtype=, device=)
 
 
-@torch.library.register_fake("fxshard::reduce_scatter", lib=_LIBRARY)
-def _(grads: list[Tensor], size: int, group: str = "shard", op: str = "avg") -> list[Tensor]:
-    return [g.new_empty((g.shape[0] // size, *g.shape[1:])) for g in grads]
+def _all_gather(empty: Empty, shards: list[Tensor], size: int, group: str = "") -> list[Tensor]:
+    return [empty(s, (s.shape[0] * size, *s.shape[1:])) for s in shards]
 
 
-@torch.library.register_fake("fxshard::all_reduce", lib=_LIBRARY)
-def _(grads: list[Tensor], size: int, group: str = "replicate", op: str = "avg") -> list[Tensor]:
+def _reduce_scatter(
+    empty: Empty, grads: list[Tensor], size: int, group: str = "", op: str = ""
+) -> list[Tensor]:
+    return [empty(g, (g.shape[0] // size, *g.shape[1:])) for g in grads]
+
+
+def _all_reduce(
+    empty: Empty, grads: list[Tensor], size: int, group: str = "", op: str = ""
+) -> list[Tensor]:
     return list(grads)
 
 
-@torch.library.register_fake("fxshard::comm_hook", lib=_LIBRARY)
-def _(grads: list[Tensor], size: int) -> list[Tensor]:
-    return list(grads) if size == 1 else [g.new_empty(g.numel() // size) for g in grads]
+def _comm_hook(empty: Empty, grads: list[Tensor], size: int) -> list[Tensor]:
+    return list(grads) if size == 1 else [empty(g, (g.numel() // size,)) for g in grads]
 
 
-@torch.library.register_fake("fxshard::cast", lib=_LIBRARY)
-def _(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    return [t.new_empty(t.shape, dtype=dtype) for t in tensors]
+def _cast(empty: Empty, tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [empty(t, t.shape, dtype=dtype) for t in tensors]
 
 
-@torch.library.register_fake("fxshard::load", lib=_LIBRARY)
-def _(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    return [t.new_empty(t.shape, device=device) for t in tensors]
+def _load(empty: Empty, tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    return [empty(t, t.shape, device=device) for t in tensors]
 
 
-@torch.library.register_fake("fxshard::store", lib=_LIBRARY)
-def _(tensors: list[Tensor]) -> list[Tensor]:
-    return [t.new_empty(t.shape, device="cpu") for t in tensors]
+def _store(empty: Empty, tensors: list[Tensor]) -> list[Tensor]:
+    return [empty(t, t.shape, device=torch.device("cpu")) for t in tensors]
 
 
-@torch.library.register_fake("fxshard::pack", lib=_LIBRARY)
-def _(shards: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    return [shards[0].new_empty(sum(s.numel() for s in shards), dtype=dtype)]
+def _pack(empty: Empty, shards: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [empty(shards[0], (sum(s.numel() for s in shards),), dtype=dtype)]
 
 
-@torch.library.register_fake("fxshard::unpack", lib=_LIBRARY)
-def _(packed: list[Tensor], size: int, chunks: list[list[int]]) -> list[Tensor]:
-    return [packed[0].new_empty((size * rows, *rest)) for rows, *rest in chunks]
+def _unpack(empty: Empty, packed: list[Tensor], size: int, chunks: list[list[int]]) -> list[Tensor]:
+    return [empty(packed[0], (size * rows, *rest)) for rows, *rest in chunks]
 
 
-@torch.library.register_fake("fxshard::reshard", lib=_LIBRARY)
-def _(buffers: list[Tensor], size: int, group: str) -> list[Tensor]:
-    return [b.new_empty((b.shape[0] // size, *b.shape[1:])) for b in buffers]
+def _reshard(empty: Empty, buffers: list[Tensor], size: int, group: str) -> list[Tensor]:
+    return [empty(b, (b.shape[0] // size, *b.shape[1:])) for b in buffers]
 
 
-@torch.library.register_fake("fxshard::wait", lib=_LIBRARY)
-def _(tensors: list[Tensor]) -> None:
+def _nothing(empty: Empty, *args: Any) -> None:
     return None
 
 
-@torch.library.register_fake("fxshard::free", lib=_LIBRARY)
-def _(tensors: list[Tensor]) -> None:
-    return None
-
-
-@torch.library.register_fake("fxshard::step", lib=_LIBRARY)
-def _(grads: list[Tensor], shards: list[Tensor], params: list[str]) -> None:
-    return None
-
+_MAKES: dict[str, Callable[..., Any]] = {
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce,
+    "comm_hook": _comm_hook,
+    "cast": _cast,
+    "load": _load,
+    "store": _store,
+    "pack": _pack,
+    "unpack": _unpack,
+    "reshard": _reshard,
+    "wait": _nothing,
+    "free": _nothing,
+    "step": _nothing,
+}
+for _name, _makes in _MAKES.items():
+    torch.library.register_fake(
+        f"fxshard::{_name}", functools.partial(_makes, Tensor.new_empty), lib=_LIBRARY
+    )
 
 all_gather = torch.ops.fxshard.all_gather.default
 reduce_scatter = torch.ops.fxshard.reduce_scatter.default
@@ -146,6 +154,15 @@ step = torch.ops.fxshard.step.default
 COLLECTIVES = (all_gather, reduce_scatter, all_reduce, comm_hook)
 ASYNCHRONOUS = (*COLLECTIVES, cast, load, store, pack)  # run on streams of their own
 WORDS = (*COLLECTIVES, cast, load, store, pack, unpack, reshard, wait, free, step)
+
+
+def makes(target: Any, args: tuple[Any, ...], empty: Empty) -> Any:
+    """What a word gives back for `args`, with `empty` for what it allocates.
+
+    Args:
+        empty: ``(like, shape, dtype=like.dtype, device=like.device)``.
+    """
+    return _MAKES[target._schema.name.removeprefix("fxshard::")](empty, *args)
 
 
 def is_launch(candidate: fx.Node) -> bool:

@@ -42,9 +42,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from fxshard import meta
+from fxshard import compat, meta, ops
 from fxshard.compat import FakeTensorMode, TreeSpec
 from fxshard.units import Param, Unit
 
@@ -238,8 +238,7 @@ class Program:
 
     def fake(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
         """A fresh contiguous fake tensor with a storage of its own."""
-        with self.fake_mode:
-            return torch.empty(shape, dtype=dtype, device=device)
+        return compat.fake_empty(self.fake_mode, shape, dtype, device)
 
     def refake(self, node: fx.Node) -> Any:
         """The fake value of `node`, made again from the fake values of its inputs."""
@@ -247,10 +246,23 @@ class Program:
         def val(value: fx.Node) -> Any:
             return value.meta["val"]
 
+        def empty(like: Tensor, shape: Sequence[int], **said: Any) -> Tensor:
+            dtype, device = said.get("dtype", like.dtype), said.get("device", like.device)
+            return compat.fake_empty(self.fake_mode, shape, dtype, device)
+
+        target: Any = node.target
+        if _is_plain_view(node):
+            base, *rest = node.args
+            whole = val(cast("fx.Node", base))
+            return compat.fake_view(
+                self.fake_mode, whole, lambda x: target(x, *rest, **node.kwargs)
+            )
+        args = fx.node.map_arg(node.args, val)
+        kwargs = fx.node.map_arg(node.kwargs, val)
+        if target in ops.WORDS:
+            return ops.makes(target, args, empty)
         with self.fake_mode:
-            args = fx.node.map_arg(node.args, val)
-            kwargs = fx.node.map_arg(node.kwargs, val)
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+            return target(*args, **kwargs)
 
     def copied(self, units: tuple[Unit, ...], world_size: int) -> Program:
         """A copy that passes may rewrite, for other units and ranks; fake values are shared.
@@ -280,6 +292,17 @@ class Program:
             if user.op == "call_function" and meta.storage_ids(user) & stale:
                 user.meta["val"] = self.refake(user)
                 self.refresh_views(user, stale)
+
+
+def _is_plain_view(node: fx.Node) -> bool:
+    """True if `node` makes one view of one tensor."""
+    target = node.target
+    return (
+        isinstance(target, compat.OpOverload)
+        and target.is_view
+        and [str(made.type) for made in target._schema.returns] == ["Tensor"]
+        and node.all_input_nodes == [node.args[0]]
+    )
 
 
 def nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

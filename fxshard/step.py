@@ -30,8 +30,11 @@ class Call:
 class Step(torch.autograd.Function):
     """One node in the user's autograd graph: the whole model.
 
-    Saved values are a plain list on the context, handed over (and so dropped) by backward.
+    Saved values are a plain list on the context, handed over (and so dropped) by backward; so are
+    the gradients that arrive, which autograd hands over in a list.
     """
+
+    boxed_grads_call = True
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -56,7 +59,8 @@ class Step(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *given: Any) -> tuple[Any, ...]:
+        grads = compat.boxed(given)
         call: Call = ctx.call
         call.module.require_sharded("backward")
         program = call.variant.program
@@ -81,15 +85,18 @@ class Step(torch.autograd.Function):
                     f"{what!r} was changed in place between a forward and its backward, which "
                     f"reads it. Call backward first (before optimizer.step()), or change a copy."
                 )
-        tangents = {
-            meta.get(node).fqn: _laid_out(grads[ctx.places[int(meta.get(node).fqn or 0)]], node)
-            for node in call.variant.executor.backward_inputs
-            if meta.get(node).role == "tangent"
-        }
+        tangents: dict[str | None, Tensor] = {}
+        for node in call.variant.executor.backward_inputs:
+            if meta.get(node).role == "tangent":
+                k = ctx.places[int(meta.get(node).fqn or 0)]
+                tangents[meta.get(node).fqn] = _laid_out(grads[k], node)
+                if tangents[meta.get(node).fqn] is grads[k]:
+                    grads[k] = None  # dies behind its last reader; what was copied stays to the end
         saved, ctx.saved = ctx.saved, None
         batch, ctx.batch = ctx.batch, None
         call.module.require_accumulated(program)
         args = _backward_arguments(call, batch, saved, tangents)
+        tangents.clear()
         if program.sync:
             for fqn in program.accumulated:  # reduced by this backward, which frees them
                 call.module.accumulated.pop(fqn, None)

@@ -211,11 +211,17 @@ def checkpointed_modules(
 ) -> dict[str, Any]:
     """FQN of each module that ``checkpoint`` names -> its policy; without names, of each unit.
 
+    Left unsaid, Inductor's regions make cheap values again, as torch.compile's partitioner lets
+    them (torch/_functorch/partitioners.py, min_cut_rematerialization_partition): fused into what
+    reads them, they cost less than reading them would.
+
     Raises:
         ConfigError: there is no unit but the root, whose checkpoint would save nothing.
         UnitError: a pattern matches no module.
     """
     wanted = config.checkpoint
+    if wanted is None and config.backend == "inductor" and "checkpoint" not in config.given:
+        return {unit.fqn: "selective" for unit in units[1:]}
     if wanted is None:
         return {}
     if isinstance(wanted, Mapping):

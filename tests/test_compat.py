@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import io
 import operator
+import weakref
 from collections import namedtuple
 from functools import partial
 from pathlib import Path
@@ -411,6 +412,56 @@ def test_gradient_hooks_are_seen(register: str) -> None:
     assert not compat.has_gradient_hooks(parameter)
     getattr(parameter, register)(lambda _: None)
     assert compat.has_gradient_hooks(parameter)
+
+
+def test_fake_tensors_made_directly_are_those_of_the_mode() -> None:
+    mode = compat.FakeTensorMode()
+    with mode:
+        like = torch.empty(4, 6, dtype=torch.bfloat16)
+        seen = [like.t(), like[1:3], like.view(-1)]
+    made = compat.fake_empty(mode, (4, 6), torch.bfloat16, torch.device("cpu"))
+    views = [
+        compat.fake_view(mode, made, v) for v in (Tensor.t, lambda x: x[1:3], lambda x: x.view(-1))
+    ]
+    for ours, theirs in zip([made, *views], [like, *seen], strict=True):
+        assert compat.is_fake(ours) and ours.fake_mode is mode  # type: ignore[attr-defined]
+        assert (ours.shape, ours.stride(), ours.dtype) == (
+            theirs.shape,
+            theirs.stride(),
+            theirs.dtype,
+        )
+        assert (ours.storage_offset(), ours.device) == (theirs.storage_offset(), theirs.device)
+        assert ours.untyped_storage().nbytes() == 48
+    assert len({id(t.untyped_storage()) for t in [made, *views]}) == 1
+    with mode:  # operators take them
+        assert (made + views[2].view(4, 6)).shape == (4, 6)
+
+
+def test_gradients_arrive_in_a_list_whose_items_die_when_they_are_taken_out() -> None:
+    seen: list[Any] = []
+
+    class Doubled(torch.autograd.Function):
+        boxed_grads_call = True
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *given: Any) -> Tensor | None:
+            grads = compat.boxed(given)
+            grad = grads.pop()
+            assert grad is not None and not grads
+            seen.append(weakref.ref(grad.untyped_storage()))
+            result = grad * 2
+            del grad
+            seen.append(seen[0]() is None)
+            return result
+
+    leaf = torch.ones(3, requires_grad=True)
+    (Doubled.apply(leaf) * 3).sum().backward()
+    assert leaf.grad is not None and leaf.grad.tolist() == [6.0, 6.0, 6.0]
+    assert seen[1] is compat.BOXED_GRADS
 
 
 def test_versions_count_changes_in_place_through_views() -> None:

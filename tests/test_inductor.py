@@ -102,6 +102,19 @@ def trained(case: Case, backend: str, steps: int = 2, **options: Any) -> Any:
     return run_steps(sharded, case, steps)
 
 
+# -- what is saved ---------------------------------------------------------------------------------
+
+
+def test_cheap_values_are_made_again_unless_the_user_says_otherwise(folder: Path) -> None:
+    # Of `Gated` the sigmoid, which its own backward reads, and what it is made from.
+    cheap = {"aten.mul.Tensor": 2, "aten.sigmoid": 2}
+    assert plan(deep(2)).memory.recomputed() == cheap
+    assert plan(deep(2), checkpoint=None).memory.recomputed() == {}
+    assert plan(deep(2), backend="eager").memory.recomputed() == {}
+    alone = plan(replace(deep(1), units=[]))  # one unit has nothing that it could let go
+    assert alone.memory.recomputed() == {}
+
+
 # -- once ------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxshard
+from fxshard import compat
 from fxshard.errors import ConfigError
 from fxshard.memory import liveness
 from fxshard.memory.category import Category, State
@@ -189,6 +190,16 @@ def test_the_loss_outside_by_hand() -> None:
     assert held["held by the loss"].bytes == 4 * 8  # int64 labels
     # log_softmax makes f32[4,10], nll_loss a scalar and a total weight, which are saved.
     assert loss.end_bytes - sum(loss.start) == 160 + 4 + 4
+
+
+def test_the_gradient_of_an_output_dies_behind_its_last_reader() -> None:
+    plan = fxshard.plan(Logits(), (torch.ones(4, 6),), world_size=2, loss=LOSSES["cross_entropy"])
+    ledger = plan.memory.ledger()
+    (grad,) = (r for r in ledger.ranges if "_log_softmax_backward_data" in r.op)
+    assert grad.bytes == 160 and grad.died is not None
+    left = [moment.op for moment in ledger.moments[grad.died // 2 + 1 :]]
+    # The head's gradients are made of it; behind them are tanh's and the hidden layer's.
+    assert any(op.startswith("aten.tanh_backward") for op in left) is compat.BOXED_GRADS
 
 
 @pytest.mark.parametrize(

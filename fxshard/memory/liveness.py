@@ -3,7 +3,8 @@
 The walk follows the schedule as the executor does: a value lives from the operator that makes it
 until its last reader; storages are counted once however many views they have; `free` ends a
 storage at once. What the caller holds lives throughout: batch, shards, buffers; the model's outputs
-and the gradients that arrive at them, until backward has returned.
+until backward has returned. Gradients that arrive at outputs are backward's own, to be freed, where
+the loss is known and keeps none; else the caller holds them too.
 
 Assumes one loop body: per micro-batch forward, (loss,) backward, drop the outputs; then
 ``optimizer.step()``, ``optimizer.zero_grad(set_to_none=True)``, and the gradients of inputs, if
@@ -239,12 +240,12 @@ class Walk:
         self._categories = gradient_categories(program)
         caller: list[int] = []  # outputs and tangents: the caller holds them until backward ends
         saved: list[list[int]] = []
-        taken: list[int] = []  # gradients of outputs that nobody but the engine holds
+        taken: dict[int, int] = {}  # gradients of outputs that backward frees
         for phase, graph in self.schedule.phases():
             if phase == "backward" and loss is not None:
                 made = self._loss(loss, micro_batch)
+                taken = {number: made.pop(number) for number in loss.taken}
                 caller += made.values()
-                taken = [made[number] for number in loss.taken if number in made]
             self.now = self.ledger.begin(phase, micro_batch)
             if phase == "forward":
                 for fqn in program.accumulated:
@@ -252,14 +253,21 @@ class Walk:
                         self._sums[fqn] = [self._accumulated(fqn)]
             env: dict[fx.Node, list[int]] = {}
             for node in graph.find_nodes(op="placeholder"):
-                if meta.get(node).role == "tangent":
-                    env[node] = []
-                    # The loss's gradient of an output is there already, if it lies as the output.
-                    if loss is None or meta.get(node).fqn not in loss.tangents:
-                        held = caller if loss is None else taken
-                        held += self._allocate(node, Category.TEMP)
-                else:
+                if meta.get(node).role != "tangent":
                     env[node] = self._enter(node, saved)
+                elif loss is None:
+                    caller += self._allocate(node, Category.TEMP)
+                elif meta.get(node).fqn in loss.tangents:  # it is there already
+                    number = loss.tangents[meta.get(node).fqn or ""]
+                    env[node] = [taken[number]] if number in taken else []
+                    self._hold(env[node])
+                else:
+                    env[node] = self._allocate(node, Category.TEMP)
+            self.now += 1
+            if phase == "backward":
+                self._release(list(taken.values()))
+                unread = [n for n in env if not n.users]
+                self._release([t for node in unread for t in env.pop(node)])
             self._phase(phase, graph, env)
             output = graph.find_nodes(op="output")[0]
             if phase == "forward":
@@ -274,7 +282,7 @@ class Walk:
                     self._release(caller)
             else:
                 self.now = 2 * self.ledger.add([Moment("backward returned")])
-                self._release([*caller, *taken])
+                self._release(caller)
                 self.now += 1
                 self._keep_gradients(cast("tuple[fx.Node, ...]", output.args[0]), env)
 

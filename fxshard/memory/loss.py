@@ -22,23 +22,22 @@ class LossStep:
     Attributes:
         forward, backward: events in order. What they leave alive lives until backward returns.
         held: storages of tensors that the loss holds itself, such as labels.
-        taken: storages that are gone when the model's backward is over: gradients of its outputs.
-        returned: those that are gone when the whole backward returns, in front of the caller's
-            dropping what it holds.
-        tangents: outputs (flat index, as text) whose gradient arrives in the strides that the
-            model's backward reads; of others it makes copies.
+        tangents: output (flat index, as text) -> storage of its gradient, where that arrives in the
+            strides that the model's backward reads; of others it makes copies.
+        taken: those of them that nobody but the engine holds: they die behind their last reader.
     """
 
     forward: list[Event]
     backward: list[Event]
     held: list[torch.UntypedStorage]
-    taken: list[int]
-    returned: list[int]
-    tangents: set[str]
+    tangents: dict[str, int]
+    taken: set[int]
 
 
 class _Model(torch.autograd.Function):
     """Stands for the model: hands out its outputs, and notes what comes back."""
+
+    boxed_grads_call = True  # as fxshard.step.Step has it
 
     @staticmethod
     def forward(ctx: Any, arrived: Any, trigger: torch.Tensor, *outputs: torch.Tensor) -> Any:
@@ -47,7 +46,8 @@ class _Model(torch.autograd.Function):
         return tuple(output.detach() for output in outputs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *given: Any) -> tuple[torch.Tensor | None, ...]:
+        grads = compat.boxed(given)
         made: torch.Tensor = ctx.arrived(grads)
         return (None, made, *(None for _ in grads))
 
@@ -70,20 +70,27 @@ def trace_loss(program: Program, loss: Callable[[Any], torch.Tensor] | None) -> 
     recorder = Recorder(program.fake_mode)
     on_cuda = isinstance(program.fake_mode, cuda.CudaFakeMode)
     parts: list[list[Event]] = []
-    tangents: set[str] = set()
+    tangents: dict[str, int] = {}
+    copied: set[int] = set()
+    taken: set[int] = set()
 
-    taken: list[int] = []
-
-    def arrived(grads: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
+    def arrived(grads: list[torch.Tensor | None]) -> torch.Tensor:
         for position, value, grad in zip(signature.tensor_outputs, values, grads, strict=True):
-            if grad is not None and grad.stride() == value.meta["val"].stride():
-                tangents.add(str(position))
+            if grad is None:
+                continue
+            number = recorder.numbers[id(grad.untyped_storage())]
+            if grad.stride() == value.meta["val"].stride():
+                tangents[str(position)] = number
+            else:
+                copied.add(number)
         parts.append(recorder.events)
         recorder.events = [Event("model's backward", [], [])]
         return torch.empty_like(trigger)
 
     def is_over(_: torch.Tensor) -> None:
-        taken.extend(number for event in recorder.events for number in event.freed)
+        gone = {number for event in recorder.events for number in event.freed}
+        if compat.BOXED_GRADS:
+            taken.update(gone & set(tangents.values()) - copied)
         recorder.events = [Event("rest of backward", [], [])]
 
     with program.fake_mode:
@@ -108,7 +115,6 @@ def trace_loss(program: Program, loss: Callable[[Any], torch.Tensor] | None) -> 
                 parts.append(recorder.events)
                 recorder.events = [Event("start", [], [])]
                 value.backward()
-            returned = [number for event in recorder.events for number in event.freed]
             if len(parts) < 2:
                 raise ConfigError("loss=... sends no gradient back to what the model returned.")
         except ConfigError:
@@ -118,7 +124,7 @@ def trace_loss(program: Program, loss: Callable[[Any], torch.Tensor] | None) -> 
                 f"loss={loss!r} cannot be analysed ({type(error).__name__}: {error}). It is called "
                 f"with what the model returns, with tensors that hold no data."
             ) from error
-    return LossStep(parts[0], parts[1], list(recorder.outside.values()), taken, returned, tangents)
+    return LossStep(parts[0], parts[1], list(recorder.outside.values()), tangents, taken)
 
 
 def _like(value: torch.Tensor) -> torch.Tensor:
