@@ -34,6 +34,7 @@ from benchmarks.vs_fsdp2.models import CASES, WIDE, WORLD, Case
 from benchmarks.vs_fsdp2.peaks import estimates, peaks
 from benchmarks.vs_fsdp2.planned import fxshard_rows, planned
 from benchmarks.vs_fsdp2.tracked import faults, fsdp2_rows
+from fxshard.config import Config
 from fxshard.memory.category import CATEGORIES, Category, State
 
 ROOT = Path(__file__).parents[1]
@@ -54,12 +55,16 @@ ESTIMATE_HEADERS = (
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """All of one case: its peaks in bytes, and its rows (none where only peaks are shown)."""
+    """All of one case: its peaks in bytes, and its rows (none where only peaks are shown).
+
+    `packed` is the plan's peak with small parameters packed.
+    """
 
     case: Case
     peaks: dict[str, int]
     tracker: int
     plan: int
+    packed: int
     estimates: dict[str, int]
     rows: list[Comparison]
     modules: int
@@ -75,6 +80,7 @@ def run(case: Case, *, rows: bool = True) -> Result:
         peaks(case),
         tracker,
         plan.memory.peak_bytes,
+        plan.replan(pack_bytes=Config().pack_bytes).memory.peak_bytes,
         estimates(case),
         compared,
         len(plan.memory.modules()),
@@ -103,7 +109,10 @@ def page(results: list[Result], wide: Result, known: dict[str, int | bool], abou
         "## Peaks of a training step\n\n"
         + _table(PEAK_HEADERS, [_peak_row(result) for result in (*results, wide)], left=1)
         + "\n"
-        + PEAKS_NOTE.format(notes="\n".join(_unseen(result) for result in results)),
+        + PEAKS_NOTE.format(
+            notes="\n".join(_unseen(result) for result in results),
+            packed=", ".join(f"{r.packed:,}" for r in (*results, wide)),
+        ),
         f"## What the differences are made of\n\nOf {len(rows)} rows, fxshard holds less in "
         f"{len(less)}, the same in {len(rows) - len(less) - len(more)}, more in {len(more)} (at "
         f"most {-worst.difference:,} bytes, {worst.state} of `{worst.unit or '(root)'}`). Every "
@@ -135,7 +144,9 @@ once under torch's `fully_shard`, watched by torch's `FSDPMemTracker` while a st
 as `fxshard.plan` tells it without running anything. All figures are bytes of the second training
 step, on CPU with a fake process group; they depend on shapes alone, not on the machine's speed.
 The models are small so that every figure can be followed by hand: their proportions are not those
-of a large model, but every cause below is a rule that scales with the unit or the batch.
+of a large model, but every cause below is a rule that scales with the unit or the batch. So that
+small parameters are laid out as large ones, fxshard has `pack_bytes=0` here: by default those under
+1 MiB share a buffer, out of which they are copied, as FSDP2 does with all.
 
 The script lists every storage on both sides, checks that the lists add up to the two tools' own
 figures, and gives each byte of difference to a cause by a rule that looks at both lists. If a byte
@@ -144,7 +155,8 @@ is left, it fails."""
 PEAKS_NOTE = """
 "Profiler" is torch.profiler's sum of every allocation and free on the CPU during the step, kernels
 included, on top of what is held between steps. "Its plan" is `plan.memory.peak_bytes`: tensors
-only.
+only. With parameters under 1 MiB packed, as by default, the plans' peaks are, in this order,
+{packed}.
 
 {notes}"""
 
@@ -315,6 +327,7 @@ def _json(results: list[Result], wide: Result, known: dict[str, Any], about: dic
                 "measured_peaks": result.peaks,
                 "tracker_peak": result.tracker,
                 "plan_peak": result.plan,
+                "packed_plan_peak": result.packed,
                 "estimates": result.estimates,
                 "rows": [
                     {

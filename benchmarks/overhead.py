@@ -1,17 +1,17 @@
 """Own overhead: passes and analysis beside the capture, the executor beside bare operators.
 
     python -m benchmarks.overhead
-    python -m benchmarks.overhead --blocks 25 75        # smaller graphs
+    python -m benchmarks.overhead --layers 4 16         # smaller graphs
 
-Planning: a stack of residual MLP blocks, one unit each, on 8 ranks; CPU seconds of the capture
-(what torch's tracing takes), of the passes with their checks, and of the memory analysis up to the
-peak, over graphs of 1,000 to 100,000 operators. Linear is: microseconds per operator do not grow.
-Python's collector stands still meanwhile, as it does inside of `fxshard.plan`.
+Planning: Hugging Face's Llama of more and more layers, one unit each, on 8 ranks; CPU seconds of
+the capture (what torch's tracing takes), of the passes with their checks, and of the memory
+analysis up to the peak, over graphs of 1,000 to 100,000 operators. Linear is: microseconds per
+operator do not grow. Python's collector stands still, as it does inside of `fxshard.plan`.
 
-Running: the same stack with tensors so small that operators have no work, on rank 0 of a fake group
-of 2. CPU microseconds per operator of a step of the emitted program; of calling the same operators
-with the same arguments in a bare loop, which is what dispatch alone costs; and of eager PyTorch's
-and FSDP2's step of the same model, over the same number of operators.
+Running: a stack of residual MLP blocks with tensors so small that operators have no work, on rank 0
+of a fake group of 2. CPU microseconds per operator of a step of the emitted program; of calling the
+same operators with the same arguments in a bare loop, which is what dispatch alone costs; and of
+eager PyTorch's and FSDP2's step of the same model, over the same number of operators.
 """
 
 from __future__ import annotations
@@ -34,17 +34,19 @@ from torch.utils._pytree import tree_map_only
 import fxshard
 from benchmarks.analysis_speed import Stack
 from benchmarks.figures import RESULTS, ratio, spread, write
+from benchmarks.models import llama
 from benchmarks.ranks import here, on_ranks
 from fxshard import compat, trace
 
-BLOCKS = (25, 250, 2500)
+LAYERS = (4, 40, 400)
 SHARE_TARGET = 0.10  # of the capture's time
 GROWTH_TARGET = 1.5  # microseconds per operator of the largest graph to those of the smallest
 WIDTH, DEPTH = 8, 40
 
 
-def planning(blocks: int) -> dict[str, Any]:
-    """CPU seconds of capture, passes and analysis of a stack of so many blocks."""
+def planning(layers: int) -> dict[str, Any]:
+    """CPU seconds of capture, passes and analysis of a Llama of so many layers."""
+    recipe = llama("llama", dim=64, depth=layers, vocab=256, batch=1, seq=16)
     taken: list[float] = []
     original = trace.capture
 
@@ -55,12 +57,12 @@ def planning(blocks: int) -> dict[str, Any]:
         return found
 
     with torch.device("meta"):
-        model, x = Stack(blocks), torch.empty(8, 64)
+        model, call = recipe.build(), recipe.call(recipe.batch())
     gc.collect()
     gc.disable()
     with mock.patch.object(trace, "capture", timed):
         began = time.process_time()
-        plan = fxshard.plan(model, (x,), world_size=8)
+        plan = fxshard.plan(model, *call, world_size=8)
         whole = time.process_time() - began
     began = time.process_time()
     memory = plan.memory
@@ -71,7 +73,7 @@ def planning(blocks: int) -> dict[str, Any]:
     capture = sum(taken)
     passes = whole - capture
     return {
-        "blocks": blocks,
+        "layers": layers,
         "nodes": nodes,
         "capture_cpu_seconds": round(capture, 3),
         "passes_cpu_seconds": round(passes, 3),
@@ -169,20 +171,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--blocks", nargs="+", type=int, default=[*BLOCKS])
+    parser.add_argument("--layers", nargs="+", type=int, default=[*LAYERS])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--smoke", action="store_true", help="two small graphs")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/overhead.json")
     given = parser.parse_args(arguments)
-    everything = given.blocks == [*BLOCKS]
+    everything = given.layers == [*LAYERS]
     if given.smoke:
-        given.blocks, given.steps, everything = [2, 4], 3, False
+        given.layers, given.steps, everything = [1, 2], 3, False
     (executed,) = (here if given.smoke else on_ranks)(0, running, given.steps)
     print(executed, flush=True)
     rows = []
-    planning(5)  # imports and caches
-    for blocks in given.blocks:
-        rows.append(planning(blocks))
+    planning(1)  # imports and caches
+    for layers in given.layers:
+        rows.append(planning(layers))
         print(rows[-1], flush=True)
     share = max(row["share_of_capture"] for row in rows)
     growth = rows[-1]["microseconds_per_node"] / rows[0]["microseconds_per_node"]

@@ -88,6 +88,7 @@ def peak_bytes_section(result: Result) -> str:
                 "FSDP2, MiB": f"{case['fsdp2']['peak'] / MIB:.2f}",
                 "fxshard": f"{ours['default'] / MIB:.2f}",
                 "ratio": f"{case['ratios']['default']:.3f}",
+                "selective": f"{case['ratios']['selective']:.3f}",
                 "best": f"{ours[case['best']] / MIB:.2f}",
                 "ratio ": f"{case['ratios']['best']:.3f}",
                 "by": case["best"],

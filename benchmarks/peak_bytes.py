@@ -21,8 +21,8 @@ states stand to each other as they do at full size; depth stays as published.
 
 Settings, the same on both sides: fp32; and bf16 with gradients reduced in fp32 and each block
 checkpointed. "Best" is the lowest of fxshard's schedules under the same setting, for the same
-numbers: smaller buckets without prefetch, or, where nothing is checkpointed, all but products and
-attention made again in backward.
+numbers: smaller buckets without prefetch, or, where nothing is checkpointed, values made again in
+backward, all but products and attention ("selective") or all. What those cost in time: Step time.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ SCHEDULES: tuple[dict[str, Any], ...] = (
     {},
     {"forward_prefetch": 0, "backward_prefetch": 0, "max_bucket_bytes": "1MiB"},
     {"checkpoint": "selective"},
+    {"checkpoint": "full"},
 )
-TARGETS = {"default": 0.80, "best": 0.75}
+TARGETS = {"default": 0.80, "selective": None, "best": 0.75}
 
 
 def llama_like(
@@ -285,6 +286,7 @@ def case(recipe: Model, world: int, setting: Setting, top: int) -> dict[str, Any
         for each in schedules
     ]
     best = min(range(len(ours)), key=lambda i: ours[i].peak)
+    again = next((i for i, s in enumerate(schedules) if s == {"checkpoint": "selective"}), 0)
     return {
         "model": recipe.name,
         "title": recipe.title,
@@ -303,6 +305,7 @@ def case(recipe: Model, world: int, setting: Setting, top: int) -> dict[str, Any
         ],
         "ratios": {
             "default": round(ours[0].peak / theirs.peak, 4),
+            "selective": round(ours[again].peak / theirs.peak, 4),
             "best": round(ours[best].peak / theirs.peak, 4),
         },
         "best": said(schedules[best]),
@@ -332,7 +335,7 @@ def claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "geometric_mean": round(mean, 4),
                 "settings": each,
                 "target": target,
-                "met": mean <= target,
+                "met": None if target is None else mean <= target,
             }
         )
     return found

@@ -102,6 +102,8 @@ SIDES: dict[str, Callable[[Model, nn.Module, Setting], nn.Module]] = {
     "fsdp2": fsdp2,
     "fsdp2-compiled": fsdp2_compiled,
     "fxshard": ours,
+    "fxshard-selective": functools.partial(ours, checkpoint="selective"),
+    "fxshard-full": functools.partial(ours, checkpoint="full"),
     "fxshard-inductor": functools.partial(ours, backend="inductor"),
 }
 TITLES = {
@@ -110,6 +112,8 @@ TITLES = {
     "fsdp2": "FSDP2",
     "fsdp2-compiled": "FSDP2, blocks compiled",
     "fxshard": "fxshard",
+    "fxshard-selective": "fxshard, selective",
+    "fxshard-full": "fxshard, checkpointed",
     "fxshard-inductor": "fxshard, inductor",
 }
 

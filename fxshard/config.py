@@ -129,7 +129,7 @@ class Config:
         max_bucket_bytes: a unit with more is gathered and reduced in several parts, in the order of
             first use (bytes, or text such as "25MiB"; see `fxshard.passes.bucket`).
         min_bucket_bytes: neighbouring units with less are gathered and reduced together.
-        pack_bytes: parameters with less share one buffer in a collective.
+        pack_bytes: parameters with less share one buffer in a collective; 0: each has its own.
         checkpoint: activation checkpointing, besides the model's own. None: none; left unsaid with
             ``backend="inductor"``, as ``"selective"``. ``"full"``: of each unit's
             forward only its inputs are saved, the rest is made again in backward;

@@ -214,8 +214,8 @@ def rows(
 def joined(rows: Sequence[Row]) -> list[Row]:
     """Fewer rows that say the same, where rows of one unit and stream follow each other.
 
-    What is only sent joins the unshard that sends it, a wait the compute row behind it, a free the
-    row in front of it, and compute rows each other.
+    What is only sent joins the unshard that sends it, a wait the compute or unpack row behind it, a
+    free the row in front of it, and compute rows each other.
     """
     found: list[Row] = []
     for row in rows:
@@ -234,13 +234,13 @@ def _both(first: Row, row: Row) -> Row | None:
     stood = tuple(map(sum, zip(first.exposed, row.exposed, strict=True)))
     change: dict[str, Any] = {"exposed": stood}
     match first.operation.rpartition(" ")[2], row.operation:
-        case "compute" | "wait" | "step", "free":
+        case "compute" | "unpack" | "wait" | "step", "free":
             change |= {"freed": first.freed + row.bytes, "live": row.live}
             return dataclasses.replace(first, **change)
         case "compute", "compute" if not row.waits:
             what = f"{first.what},{row.what.removeprefix('region_')}"
             return dataclasses.replace(first, what=what, live=row.live, **change)
-        case "wait", "compute":
+        case "wait", "compute" | "unpack":
             change |= {"waits": ",".join(filter(None, (first.waits, row.waits)))}
             change |= {"freed": first.freed + row.freed}
             return dataclasses.replace(row, **change)

@@ -214,7 +214,7 @@ def sent_copies(launch: fx.Node) -> list[fx.Node]:
         maker = meta.source(operand)  # the pick's operator
         if maker.target is pack:
             todo += meta.operands(maker)[::-1]
-        elif maker.target is not reshard:
+        elif maker.target not in (reshard, unpack):
             todo.append(meta.operands(maker)[int(operand.args[1])])  # type: ignore[arg-type]
     return found
 

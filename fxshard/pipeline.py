@@ -86,6 +86,7 @@ def default_passes(config: Config) -> list[Pass]:
     ]
 
 
+@compat.outside_autocast()  # passes make values of their own
 def run(
     program: Program,
     passes: Sequence[Pass],

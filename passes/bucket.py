@@ -10,26 +10,25 @@ from fxshard import meta
 from fxshard.program import Fact, ParamBucket, Program, nbytes
 
 # Of a part of a unit that is gathered alone: at 50 GB/s (one InfiniBand link) its transfer takes
-# some 300 us, many times what a launch more costs.
-LARGE = 16 * 2**20
+# some 40 us, a few times what a launch more costs.
+LARGE = 2 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
     """Group parameters into buckets: one all-gather and one reduction each.
 
-    By default a bucket is a unit, in which each parameter has its own buffer: one coalesced launch
-    writes them all, nothing is copied out, and an unshard holds its bytes once. What smaller,
-    larger or packed buckets win depends on the network (a launch costs some 10 us, small messages
-    waste bandwidth), which a machine without one cannot measure: so none is the default.
+    By default a bucket is a unit. In it each large parameter has its own buffer: one coalesced
+    launch writes them all, nothing is copied out, and an unshard holds their bytes once. Small ones
+    are packed: copied into one buffer per dtype to be sent, and out of it again, as FSDP2 does with
+    all (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py), because a message costs its
+    latency before it costs its bytes.
 
     A split unit is gathered part by part, each at its own first use and freed behind its own last.
     By default that is done where the parts are large and other units compute between their uses:
     the embedding and the head of a language model are both the root's, and never alive together;
     the head's gradient is reduced while the layers run backward, not behind them. Merged units cost
-    fewer launches and hold the bytes of all of them. Packed parameters are copied into one buffer
-    per dtype to be sent, and out of it again, as FSDP2 does with all
-    (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py): fewer messages in the launch.
+    fewer launches and hold the bytes of all of them.
 
     Bytes are those that the all-gather writes: whole, padded, in the dtype of compute.
 

@@ -52,6 +52,11 @@ def waited(program: Program) -> list[fx.Node]:
     return [n for n in nodes(program) if ops.is_launch(n)]
 
 
+def writers(program: Program) -> list[fx.Node]:
+    """Launches that a wait belongs to, and what packs and unpacks."""
+    return [*waited(program), *nodes(program, ops.pack, ops.unpack)]
+
+
 def wait_of(program: Program, launch: fx.Node) -> fx.Node | None:
     mine = (n for n in nodes(program, ops.wait) if meta.get(n).pair == meta.get(launch).pair)
     return next(mine, None)
@@ -141,6 +146,15 @@ FAULTS["drop_cut_of_padding"] = cutter("unshard")
 @fault
 def drop_operand(program: Program, rng: random.Random) -> str | None:
     node = one(rng, [n for n in waited(program) if len(meta.operands(n)) > 1])
+    if node is None:
+        return None
+    node.args = (meta.operands(node)[:-1], *node.args[1:])
+    return f"one tensor less into %{node}"
+
+
+@fault
+def drop_packed_operand(program: Program, rng: random.Random) -> str | None:
+    node = one(rng, nodes(program, ops.pack))
     if node is None:
         return None
     node.args = (meta.operands(node)[:-1], *node.args[1:])
@@ -276,6 +290,17 @@ def move_wait_before_its_launch(program: Program, rng: random.Random) -> str | N
 
 
 @fault
+def move_unpack_before_the_wait(program: Program, rng: random.Random) -> str | None:
+    node = one(rng, nodes(program, ops.unpack))
+    wait = node and wait_of(program, node)
+    if wait is None:
+        return None
+    for each in (node, *picks(node)):
+        wait.prepend(each)
+    return f"%{node} in front of %{wait}"
+
+
+@fault
 def move_free_before_a_reader(program: Program, rng: random.Random) -> str | None:
     node = one(rng, nodes(program, ops.free))
     if node is None:
@@ -378,10 +403,11 @@ def alike(found: Sequence[fx.Node]) -> list[tuple[int, int]]:
     return [(i, j) for j in range(len(said)) for i in range(j) if said[i] == said[j]]
 
 
-def swapper(*targets: Any) -> Fault:
+def swapper(*targets: Any, role: str = "") -> Fault:
     def swap(program: Program, rng: random.Random) -> str | None:
         """Two operands of one word, which have one shape."""
-        found = [(n, pair) for n in nodes(program, *targets) for pair in alike(meta.operands(n))]
+        words = nodes(program, *targets, role=role)
+        found = [(n, pair) for n in words for pair in alike(meta.operands(n))]
         if not found:
             return None
         node, (i, j) = one(rng, found)
@@ -397,6 +423,8 @@ def swapper(*targets: Any) -> Fault:
 
 FAULTS["swap_shards_of_a_gather"] = swapper(ops.all_gather)
 FAULTS["swap_gradients_of_a_reduction"] = swapper(ops.reduce_scatter)
+FAULTS["swap_shards_of_a_pack"] = swapper(ops.pack)
+FAULTS["swap_packed_gradients"] = swapper(aten.cat.default, role="pad")
 FAULTS["swap_operands_of_a_cast_load_or_store"] = swapper(ops.cast, ops.load, ops.store)
 
 
@@ -471,8 +499,25 @@ def swap_returned_gradients(program: Program, rng: random.Random) -> str | None:
 
 @fault
 def swap_picks(program: Program, rng: random.Random) -> str | None:
-    found = [(a, b) for n in waited(program) for a in picks(n) for b in picks(n)]
+    found = [(a, b) for n in writers(program) for a in picks(n) for b in picks(n)]
     found = [(a, b) for a, b in found if a is not b and alike([a, b])]
+    if not found:
+        return None
+    a, b = one(rng, found)
+    a.args, b.args = b.args, a.args
+    return f"%{a} and %{b}"
+
+
+def cuts(program: Program) -> list[fx.Node]:
+    """What takes one parameter's part of a packed gradient, or cuts padding off."""
+    found = nodes(program, aten.slice.Tensor, role="settle")
+    return [n for n in found if isinstance(n.args[2], int) and isinstance(n.args[3], int)]
+
+
+@fault
+def swap_cuts_of_a_packed_gradient(program: Program, rng: random.Random) -> str | None:
+    found = [(a, b) for a in cuts(program) for b in cuts(program) if a.args[0] is b.args[0]]
+    found = [(a, b) for a, b in found if a.args != b.args and alike([a, b])]
     if not found:
         return None
     a, b = one(rng, found)
@@ -510,11 +555,32 @@ FAULTS["resize_reduction"] = argument("size", {None: 7}, SCATTER, REDUCE, ops.co
 FAULTS["resize_reshard"] = argument("size", {None: 7}, ops.reshard)
 FAULTS["another_operation"] = argument("op", OTHER_OP, SCATTER, REDUCE)
 FAULTS["retype_cast"] = argument("dtype", {None: torch.float64}, ops.cast)
+FAULTS["retype_pack"] = argument("dtype", {None: torch.float64}, ops.pack)
+FAULTS["resize_unpack"] = argument("size", {None: 7}, ops.unpack)
+
+
+@fault
+def shift_cut_of_a_packed_gradient(program: Program, rng: random.Random) -> str | None:
+    node = one(rng, [n for n in cuts(program) if n.args[2]])
+    if node is None:
+        return None
+    node.args = (*node.args[:2], node.args[2] - 1, node.args[3] - 1)
+    return f"%{node} takes from one earlier"
+
+
+@fault
+def move_chunks_of_an_unpack(program: Program, rng: random.Random) -> str | None:
+    node = one(rng, nodes(program, ops.unpack))
+    if node is None:
+        return None
+    first, *others = node.args[2]
+    node.update_arg(2, [*others, first])
+    return f"the first chunk of %{node} is the last"
 
 
 @fault
 def retype_buffer(program: Program, rng: random.Random) -> str | None:
-    pick = one(rng, [p for n in waited(program) for p in picks(n)])
+    pick = one(rng, [p for n in writers(program) for p in picks(n)])
     if pick is None:
         return None
     with program.fake_mode:
@@ -524,7 +590,7 @@ def retype_buffer(program: Program, rng: random.Random) -> str | None:
 
 @fault
 def resize_buffer(program: Program, rng: random.Random) -> str | None:
-    pick = one(rng, [p for n in waited(program) for p in picks(n)])
+    pick = one(rng, [p for n in writers(program) for p in picks(n)])
     if pick is None:
         return None
     val = pick.meta["val"]
@@ -555,6 +621,7 @@ def renamer(*targets: Any) -> Fault:
 
 FAULTS["rename_gathered"] = renamer(ops.all_gather)
 FAULTS["rename_reduced"] = renamer(ops.reduce_scatter, ops.all_reduce)
+FAULTS["rename_unpacked"] = renamer(ops.unpack)
 FAULTS["rename_loaded_or_cast"] = renamer(ops.load, ops.cast)
 
 

@@ -32,6 +32,7 @@ _DTYPES = {
 }
 FULL = Precision()
 BF16 = Precision(torch.bfloat16, torch.float32)
+APART: dict[str, Any] = {"pack_bytes": 0}  # options: a collective has a buffer per parameter
 _PLACEHOLDER = re.compile(r"%(\w+) : (\w+)\[([\d,]*)\] = (\w+) (\S+)")
 _CALL = re.compile(r"%(\w+)(?: : \S+)? = ([\w.]+)\((.*?)\)(?:  \| (.+))?")
 _VALUE = re.compile(r"%(\w+) \((\S+)\)")

@@ -17,7 +17,7 @@ from fxshard import certificate, compat, meta, ops, pipeline, verify
 from fxshard.config import Config
 from fxshard.errors import ConfigError, VerifyError
 from fxshard.memory.category import Category
-from fxshard.passes.bucket import Bucket
+from fxshard.passes.bucket import LARGE, Bucket
 from fxshard.program import Fact, ParamBucket, Program
 from fxshard.verify.gradients import hook_rows
 from tests import fsdp2, graphs
@@ -30,8 +30,9 @@ from tests.zoo import MODELS
 
 aten = torch.ops.aten
 Options = dict[str, Any]
-SPLIT: Options = {"max_bucket_bytes": 144}
-MERGED: Options = {"min_bucket_bytes": 1000}
+APART: Options = {"pack_bytes": 0}
+SPLIT: Options = {"max_bucket_bytes": 144} | APART
+MERGED: Options = {"min_bucket_bytes": 1000} | APART
 PACKED: Options = {"pack_bytes": 100}
 ALL: Options = {"max_bucket_bytes": 300, "min_bucket_bytes": 200, "pack_bytes": 100}
 
@@ -148,7 +149,13 @@ def moved(calls: list[Collective], kind: str) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("options", "forward", "backward", "reduced"),
     [
-        ({}, [(216, 4)] * 3 + [(256, 4)], [(96, 1)] + [(192, 3)] * 3, [(216, 4)] * 3 + [(256, 4)]),
+        ({}, [(216, 1)] * 3 + [(256, 1)], [(96, 1)] + [(192, 1)] * 3, [(216, 1)] * 3 + [(256, 1)]),
+        (
+            APART,
+            [(216, 4)] * 3 + [(256, 4)],
+            [(96, 1)] + [(192, 3)] * 3,
+            [(216, 4)] * 3 + [(256, 4)],
+        ),
         (
             SPLIT,  # inlet | head; norm | linear.weight | linear.bias
             [(24, 1)] * 3 + [(48, 2)] * 3 + [(112, 2)] + [(144, 1)] * 3 + [(144, 2)],
@@ -157,7 +164,7 @@ def moved(calls: list[Collective], kind: str) -> list[tuple[int, int]]:
         ),
         (MERGED, [(256, 4), (648, 12)], [(96, 1), (576, 9)], [(256, 4), (648, 12)]),
         (
-            {"min_bucket_bytes": 300},
+            {"min_bucket_bytes": 300} | APART,
             [(216, 4), (256, 4), (432, 8)],
             [(96, 1), (192, 3), (384, 6)],
             [(216, 4), (256, 4), (432, 8)],
@@ -225,8 +232,9 @@ def planned_ends(vocab: int = 64, **options: Any) -> fxshard.Plan:
 
 
 def most_unsharded(vocab: int = 64, **options: Any) -> int:
-    """Most bytes of gathered and unsharded parameters at any moment of a step."""
-    plan = planned_ends(vocab, **options)
+    """Most bytes of gathered and unsharded parameters at any moment of a step; by default
+    nothing is packed."""
+    plan = planned_ends(vocab, **(APART | options))
     both = [list(Category).index(c) for c in (Category.ALL_GATHER, Category.UNSHARDED_PARAM)]
     return max(int(phase.during[:, both].sum(1).max()) for phase in plan.memory.phases())
 
@@ -240,21 +248,23 @@ def test_a_split_root_holds_its_embedding_or_its_head() -> None:
     # Two of two layers each, one of them in flight.
     merged = most_unsharded(max_bucket_bytes=embed, min_bucket_bytes=layer + 1)
     assert merged == embed + 2 * layer
+    # The buffer of both, and the copies out of it.
+    assert most_unsharded(pack_bytes="1MiB") == 2 * (embed + head)
 
 
-MIB_16 = 16 * 2**20 // (4 * 32)  # so many rows of 32 fp32 numbers
+ROWS = LARGE // (4 * 32)  # so many rows of 32 fp32 numbers are a part that is gathered alone
 
 
 def test_a_root_whose_ends_are_large_is_split_between_them() -> None:
-    end, norm, layer = 16 * 2**20, 2 * 4 * 32, 4 * 32 * 32
+    end, norm, layer = LARGE, 2 * 4 * 32, 4 * 32 * 32
     ends = [("embed.weight",), ("norm.weight", "norm.bias", "head.weight")]
-    found = planned_ends(MIB_16).program.buckets
+    found = planned_ends(ROWS).program.buckets
     assert [bucket.fqns for bucket in found[:2]] == ends and len(found) == 2 + 4
-    assert most_unsharded(MIB_16) == end + norm + layer  # the last layer, and the head ahead
-    below = planned_ends(MIB_16 - 2).program
+    assert most_unsharded(ROWS) == end + norm + layer  # the last layer, and the head ahead
+    below = planned_ends(ROWS - 2).program
     assert len(below.buckets) == 1 + 4
-    assert most_unsharded(MIB_16 - 2) == 2 * (end - 2 * 4 * 32) + norm + 2 * layer
-    lines = [line.split()[1:3] for line in certificate.collectives(planned_ends(MIB_16).program)]
+    assert most_unsharded(ROWS - 2) == 2 * (end - 2 * 4 * 32) + norm + 2 * layer
+    lines = [line.split()[1:3] for line in certificate.collectives(planned_ends(ROWS).program)]
     counts = collections.Counter(map(tuple, lines))
     # The embedding is not read in backward; both ends are reduced apart.
     assert counts["forward", "fxshard.all_gather"] == 2 + 4
@@ -263,7 +273,7 @@ def test_a_root_whose_ends_are_large_is_split_between_them() -> None:
 
 
 def test_a_head_that_is_split_off_is_reduced_while_layers_run_backward() -> None:
-    program = planned_ends(MIB_16).program
+    program = planned_ends(ROWS).program
     reduced = [
         [meta.get(pick).fqn for pick in node.users if pick.target is operator.getitem]
         for node in program.graph.nodes
@@ -273,7 +283,7 @@ def test_a_head_that_is_split_off_is_reduced_while_layers_run_backward() -> None
 
 
 def test_bytes_of_a_split_root_are_measured() -> None:
-    model, args = Ends(MIB_16), (torch.zeros(1, 2, dtype=torch.long),)
+    model, args = Ends(ROWS), (torch.zeros(1, 2, dtype=torch.long),)
     seen = fxshard.validate(model, args, world_size=2, units=["layers.*"], steps=1)
     assert seen.max_abs_difference == 0
 
@@ -377,8 +387,8 @@ EXACT: dict[str, tuple[Any, Options]] = {
     "packed, no_sync": (2, {"pack_bytes": 600, "micro_batches": 2, "no_sync": True}),
 }
 EXACT_SLOWLY: dict[str, tuple[Any, Options]] = {
-    "split": (2, {"max_bucket_bytes": 1500}),
-    "merged": (2, {"min_bucket_bytes": 100000}),
+    "split": (2, {"max_bucket_bytes": 1500} | APART),
+    "merged": (2, {"min_bucket_bytes": 100000} | APART),
     "packed": (2, {"pack_bytes": 600}),
     "packed, resharded": (4, {"pack_bytes": 600, "reshard_after_forward": 2}),
     "packed, kept": (2, {"pack_bytes": 600, "strategy": "shard_grad_op"}),
@@ -586,7 +596,11 @@ def programs() -> Iterator[Program]:
 
 @pytest.mark.parametrize(
     "options",
-    [{"pack_bytes": 65}, {"max_bucket_bytes": 80}, {"min_bucket_bytes": 900, "pack_bytes": 65}],
+    [
+        {"pack_bytes": 65},
+        {"max_bucket_bytes": 80} | APART,
+        {"min_bucket_bytes": 900, "pack_bytes": 65},
+    ],
 )
 def test_no_false_alarm_and_the_numbers_of_the_trace(options: Options) -> None:
     """On a world that moves data as late, and destroys it as early, as the program allows."""

@@ -65,7 +65,10 @@ EXPORTS: dict[str, Callable[[nn.Module, Any], Any]] = {
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("transformer", kind) for kind in EXPORTS] + [("llama", "ExportedProgram")],
+    [
+        *(("transformer", kind) for kind in EXPORTS),
+        pytest.param("llama", "ExportedProgram", marks=pytest.mark.slow),
+    ],
 )
 def test_exported_models_are_accepted(name: str, kind: str) -> None:
     case, call = MODELS[name], MODELS[name].batch(0, 0)

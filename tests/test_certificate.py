@@ -20,6 +20,7 @@ from fxshard.program import Program
 from fxshard.world.c10d import C10dWorld
 from fxshard.world.peers import first_difference
 from tests import graphs
+from tests.test_verify import fresh
 from tests.zoo import MODELS, models
 
 WORLDS: list[tuple[int, ...]] = [(2,), (3,), (4,), (7,), (8,), (2, 2), (2, 4)]
@@ -241,7 +242,7 @@ CHANGES: dict[str, Change] = {
     "unit": with_tag(unit=7),
     "fqn": with_name,
     "dtype": with_value(lambda val: val.to(torch.float64)),
-    "shape": with_value(lambda val: val.view(-1)),
+    "shape": with_value(lambda val: val.view(1, -1)),
     "bytes": with_value(lambda val: val[:1]),
     "target": with_target,
     "fewer_tensors": fewer_tensors,
@@ -250,7 +251,8 @@ CHANGES: dict[str, Change] = {
     "launched_twice": launched_twice,
 }
 PROGRAMS: dict[str, Callable[[], Program]] = {
-    "full": lambda: rewritten(graphs.layered()),
+    "full": lambda: rewritten(graphs.layered(), **graphs.APART),
+    "packed": lambda: rewritten(graphs.layered()),
     "hybrid_bf16": lambda: rewritten(graphs.chain(3, replicas=2, precision=graphs.BF16)),
     "offload": lambda: rewritten(graphs.chain(offloaded=True)),
 }
@@ -258,9 +260,9 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
 
 def changed(build: Callable[[], Program], change: Change) -> Iterator[tuple[int, list[str]]]:
     """Per collective that `change` changes: its number, and the lines of the program then."""
-    count = len(collectives(build()))
-    for number in range(count):
-        program = build()
+    right = build()
+    for number in range(len(collectives(right))):
+        program = fresh(right, right.world_size)
         node = [n for n in program.graph.nodes if n.target in ops.COLLECTIVES][number]
         before = (node.target, node.args, dict(node.meta), node.next, len(program.graph.nodes))
         what = [(n.meta["val"], meta.get(n)) for n in (*meta.operands(node), *node.users)]

@@ -232,7 +232,8 @@ def test_dump_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0 and said["world_size"] == 2 and len(said["certificate"]) == 64
     rows = [row for block in said["blocks"] for row in block["rows"]]
     assert {row["phase"] for row in rows} == {"backward"}
-    assert {"unshard", "wait", "compute", "free", "reduce"} == {row["operation"] for row in rows}
+    operations = {"pack", "unshard", "wait", "unpack", "compute", "free", "reduce"}
+    assert operations == {row["operation"] for row in rows}
 
 
 def test_dump_of_graph_and_code(capsys: pytest.CaptureFixture[str]) -> None:

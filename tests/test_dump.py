@@ -56,14 +56,14 @@ def test_two_captures_have_one_text(name: str) -> None:
     assert everything(name, batch=0) == everything(name, batch=1)
 
 
-@pytest.mark.parametrize("name", ["tied", "llama"])
+@pytest.mark.parametrize("name", ["tied", pytest.param("llama", marks=pytest.mark.slow)])
 def test_all_ranks_have_one_text(ranks: Any, name: str) -> None:
     first, second = ranks(2).run(on_a_rank, name)
     assert first == second == everything(name)  # here strings have other hashes, sets other orders
 
 
 def test_text_says_what_the_graph_holds() -> None:
-    program = rewritten(graphs.layered())
+    program = rewritten(graphs.layered(), **graphs.APART)
     lines = dump.text(program).splitlines()
     assert lines[0] == "program world_size=2 units=3"
     assert lines[1] == "  %tokens : i64[4] = input 0"
@@ -81,6 +81,27 @@ def test_text_says_what_the_graph_holds() -> None:
     ]
     assert lines[-1].startswith("  return %y (0), ") and "(layers.1.shift)" in lines[-1]
     assert len(lines) == len(program.graph.nodes) + 3
+
+
+def test_text_says_what_is_packed() -> None:
+    program = rewritten(graphs.layered())
+    lines = dump.text(program).splitlines()
+    assert lines[1] == "  bucket 0: embed.weight packed"
+    assert lines[2] == "  bucket 1: " + ", ".join(
+        f"layers.0.{name} packed" for name in ("weight", "bias", "shift")
+    )
+    assert (
+        "  %pack_1 : (f32[18]) = fxshard.pack("
+        "[%shard_layers_0_weight, %shard_layers_0_bias, %shard_layers_0_shift], torch.float32)"
+        "  | layers.0 unit=1 pair=1 stream=unshard"
+    ) in lines
+    assert (
+        "  %unshard_1 : (f32[36]) = fxshard.all_gather([%getitem_1], 2)"
+        "  | layers.0 unit=1 pair=1 stream=unshard records=u1"
+    ) in lines
+    (unpack,) = (line for line in lines if line.startswith("  %unpack_1 : "))
+    assert "(f32[4,4], f32[4], f32[4,4])" in unpack and "[[2, 4], [2], [2, 4]])" in unpack
+    assert len(lines) == len(program.graph.nodes) + 3 + len(program.buckets)
 
 
 def test_text_shows_a_node_without_tag() -> None:
@@ -299,7 +320,7 @@ def is_part(some: list[str], lines: list[str]) -> bool:
 
 
 def test_schedule_counts_bytes_of_one_unit() -> None:
-    rows = dump.rows(rewritten(graphs.layered()))
+    rows = dump.rows(rewritten(graphs.layered(), **graphs.APART))
     layer = 4 * (16 + 4 + 16)
     seen = {(r.phase, r.operation, r.what, r.units[0]): r.bytes for r in rows}
     assert seen["forward", "unshard", "3 tensors", "layers.0"] == layer
@@ -309,6 +330,27 @@ def test_schedule_counts_bytes_of_one_unit() -> None:
     assert seen["backward", "reduce", "3 tensors", "layers.0"] == layer
     assert seen["backward", "free", "reduce", "layers.0"] == layer
     assert seen["backward", "unshard", "1 tensor", "(root)"] == 4 * 6 * 4  # 5 rows, padded
+
+
+def test_schedule_counts_bytes_of_one_packed_unit() -> None:
+    rows = [row for row in dump.rows(rewritten(graphs.layered())) if row.units == ("layers.0",)]
+    layer = 4 * (16 + 4 + 16)
+    seen = [(r.phase, r.operation, r.what, r.bytes) for r in rows if r.operation != "compute"]
+    assert seen == [
+        ("forward", "pack", "1 tensor", layer // 2),
+        ("forward", "unshard", "1 tensor", layer),
+        ("forward", "wait", "unshard", layer),
+        ("forward", "free", "unshard", layer // 2),  # what was sent
+        ("forward", "unpack", "3 tensors", layer),
+        ("forward", "free", "unshard", layer),  # what was gathered
+        ("forward", "free", "unshard", layer),  # and the copies out of it
+        ("backward", "unshard", "1 tensor", 4 * 16),  # the weight: nobody reads the others
+        ("backward", "wait", "unshard", 4 * 16),
+        ("backward", "free", "unshard", 4 * 16),
+        ("backward", "reduce", "1 tensor", layer),
+        ("backward", "wait", "reduce", layer // 2),
+        ("backward", "free", "reduce", layer),
+    ]
 
 
 def test_a_dump_before_any_unit_is_assigned() -> None:

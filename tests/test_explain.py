@@ -95,7 +95,7 @@ def pulled(name: str, **options: Any) -> tuple[fxshard.Plan, dict[str, Lever]]:
     ("name", "options"),
     [
         pytest.param("llama", {}, marks=pytest.mark.slow),
-        ("tied", {}),
+        pytest.param("tied", {}, marks=pytest.mark.slow),
         ("mlp13", {"mixed_precision": BF16, "strategy": "shard_grad_op"}),
     ],
 )
@@ -117,7 +117,7 @@ def test_each_lever_saves_what_a_plan_with_it_says(name: str, options: dict[str,
 
 
 def test_the_levers_of_the_issue_are_there() -> None:
-    _, levers = pulled("llama", strategy="shard_grad_op")
+    _, levers = pulled("tied", strategy="shard_grad_op")
     words = ("reshard", "checkpoint", "offload", "prefetch", "optimizer in backward", "bf16")
     for word in (*words, "accumulation", "batch of"):
         assert any(word in name for name in levers), word
@@ -126,7 +126,14 @@ def test_the_levers_of_the_issue_are_there() -> None:
     assert "reshard after forward" not in reduced  # pulled already
 
 
-@pytest.mark.parametrize("lever", ["checkpoint each unit", "no prefetch", "optimizer in backward"])
+@pytest.mark.parametrize(
+    "lever",
+    [
+        "checkpoint each unit",
+        pytest.param("no prefetch", marks=pytest.mark.slow),
+        pytest.param("optimizer in backward", marks=pytest.mark.slow),
+    ],
+)
 def test_a_lever_is_measured_too(lever: str) -> None:
     """The plan with the lever pulled is what a rank really does."""
     case = MODELS["transformer"]

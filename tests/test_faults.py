@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from torch import fx
 
 from fxshard import meta, ops, verify
@@ -21,7 +22,8 @@ from fxshard.errors import VerifyError
 from fxshard.program import Fact, Program
 from tests import graphs, streams
 from tests.faults import FAULTS
-from tests.test_streams import ALL, SMALL, annotated, of_zoo, untouched
+from tests.test_streams import ALL, SMALL, of_zoo, untouched
+from tests.test_streams import small as behind
 from tests.test_verify import fresh
 
 Build = Callable[[], Program]
@@ -45,12 +47,13 @@ def refused(program: Program) -> str | None:
     return None
 
 
-def harm(program: Program, broken: Program, values: graphs.Values) -> str | None:
-    """What the fault in `broken` does, or None."""
-    right = graphs.run(again(program), values, apart=True)
+def harm(program: Program, broken: Program, values: graphs.Values | None) -> str | None:
+    """What the fault in `broken` does, or None. Without `values` no numbers are looked at."""
+    right = graphs.run(again(program), values, apart=True) if values else {}
     try:
         broken.graph.lint()
-        graphs.assert_same(graphs.run(broken, values, apart=True), right, exact=False)
+        ours = graphs.run(broken, values, apart=True) if values else {}
+        graphs.assert_same(ours, right, exact=False)
     except Exception as error:  # however it fails: numbers, shapes, missing gradients, deadlocks
         return type(error).__name__
     if (raced := streams.races(broken)) is not None:
@@ -63,6 +66,8 @@ def harm(program: Program, broken: Program, values: graphs.Values) -> str | None
 def buffers(program: Program) -> tuple[int, int]:
     """Most bytes alive of what launches write or are sent, and what is left of it in the end.
 
+    Copies out of a packed buffer count as what a launch writes.
+
     Alive until it is freed, for the process group may hold on to it.
     """
     theirs: dict[int, int] = {}
@@ -73,7 +78,7 @@ def buffers(program: Program) -> tuple[int, int]:
         if node.op == "placeholder":
             kept |= meta.storage_ids(node)
     for node in program.graph.nodes:
-        if node.target in ops.ASYNCHRONOUS:
+        if node.target in (*ops.ASYNCHRONOUS, ops.unpack):
             for each in (node, *meta.operands(node)):
                 theirs |= {id(s): s.nbytes() for s in meta.storages(each) if id(s) not in kept}
             alive |= {s: theirs[s] for s in meta.storage_ids(node) if s in theirs}
@@ -97,7 +102,9 @@ class Count:
     facts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
 
-def tried(kind: str, program: Program, values: graphs.Values, seed: str, count: Count) -> None:
+def tried(
+    kind: str, program: Program, values: graphs.Values | None, seed: str, count: Count
+) -> None:
     """Make one fault; it is refused, or does no harm."""
     broken = again(program)
     said = FAULTS[kind](broken, random.Random(zlib.crc32(f"{kind} {seed}".encode())))
@@ -116,7 +123,7 @@ def tried(kind: str, program: Program, values: graphs.Values, seed: str, count: 
 
 @functools.cache
 def small(name: str, prefetch: int) -> tuple[Program, graphs.Values]:
-    return annotated(SMALL[name](), prefetch), graphs.random_values(SMALL[name]())
+    return behind(name, prefetch), graphs.random_values(SMALL[name]())
 
 
 def swept(kind: str, seeds: int, prefetches: tuple[int, ...]) -> Count:
@@ -148,7 +155,9 @@ def test_many_faults_are_found(kind: str) -> None:
 @pytest.mark.parametrize(("name", "setting", "prefetch"), ALL)
 def test_faults_in_the_zoo_are_found(name: str, setting: str, prefetch: int) -> None:
     program = of_zoo(name, setting, prefetch)
-    values = graphs.random_values(untouched(name, setting))
+    start = untouched(name, setting)
+    half = any(param.compute_dtype is torch.bfloat16 for param in start.params.values())
+    values = None if half and name in FULL_PRECISION_ON_CPU else graphs.random_values(start)
     made = 0
     alone = program.world_size * program.replicas == 1
     for kind in FAULTS.keys() - (UNSEEN_ON_ONE_RANK if alone else set()):
@@ -158,6 +167,8 @@ def test_faults_in_the_zoo_are_found(name: str, setting: str, prefetch: int) -> 
     assert made >= 30
 
 
+# torch has no batch norm on CPU of a bf16 activation and weight with fp32 statistics.
+FULL_PRECISION_ON_CPU = {"convnet"}
 # Where nothing is reduced, a gradient bears no name in the graph: only the trace knew whose it is.
 UNSEEN_ON_ONE_RANK = {"swap_returned_gradients"}
 

@@ -21,6 +21,7 @@ from fxshard import meta, ops
 from fxshard.memory.category import Category
 from tests import fsdp2
 from tests.fsdp2 import Result
+from tests.graphs import APART
 from tests.zoo import MODELS
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -50,7 +51,10 @@ def both(rank: int, world_size: int, name: str) -> None:
         fsdp2.assert_bitwise(train(name, **options), fsdp2.train(MODELS[name], 5, **theirs))
 
 
-@pytest.mark.parametrize("name", ["llama", "mlp13", "tied"])
+LLAMA = pytest.param("llama", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", ["mlp13", "tied", LLAMA])
 def test_bitwise_with_fsdp2(ranks: Any, name: str) -> None:
     ranks(2).run(both, name)
 
@@ -72,21 +76,23 @@ def plan(name: str, world_size: int, **options: Any) -> fxshard.Plan:
     )
 
 
-def test_copies_are_rows_on_streams_of_their_own() -> None:
-    program = plan("transformer", 2, mixed_precision=BF16).program
+@pytest.mark.parametrize(("layout", "copy"), [({}, ops.pack), (APART, ops.cast)])
+def test_copies_are_rows_on_streams_of_their_own(layout: dict[str, Any], copy: Any) -> None:
+    planned = plan("transformer", 2, mixed_precision=BF16, **layout)
+    program = planned.program
     gathers = program.graph.find_nodes(op="call_function", target=ops.all_gather)
     for gather in gathers:
-        cast = meta.source(meta.operands(gather)[0])
-        load = meta.source(meta.operands(cast)[0])
-        assert (cast.target, load.target) == (ops.cast, ops.load)
+        made = meta.source(meta.operands(gather)[0])
+        load = meta.source(meta.operands(made)[0])
+        assert (made.target, load.target) == (copy, ops.load)
         assert meta.get(load).stream == "load"
-        assert meta.get(load).records in meta.get(cast).waits
+        assert meta.get(load).records in meta.get(made).waits
         assert all(meta.get(shard).role == "shard" for shard in meta.operands(load))
     reduces = program.graph.find_nodes(op="call_function", target=ops.reduce_scatter)
     stores = program.graph.find_nodes(op="call_function", target=ops.store)
     assert len(stores) == len(reduces) == len(program.units)
     assert {meta.get(store).stream for store in stores} == {"store"}
-    text = plan("transformer", 2).dump()
+    text = planned.dump()
     assert " load " in text and " store " in text
 
 
@@ -121,24 +127,24 @@ def test_host_columns_by_hand() -> None:
     assert report.to_dict()["host_peak_bytes"] == report.host_peak_bytes
 
 
+@pytest.mark.parametrize("name", ["mlp13", LLAMA])
 @pytest.mark.parametrize("world_size", [2, 7])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_bytes(options: dict[str, Any], world_size: int) -> None:
-    for name in ("llama", "mlp13"):
-        case = MODELS[name]
-        args, kwargs = case.batch(0, 0)
-        torch.manual_seed(0)
-        result = fxshard.validate(
-            case.build(),
-            args,
-            kwargs,
-            world_size=world_size,
-            units=case.units,
-            offload=CPUOffloadPolicy(),
-            optimizer=torch.optim.AdamW,
-            **options,
-        )
-        assert result.max_abs_difference == 0, result.table(only_different=True)
+def test_bytes(options: dict[str, Any], world_size: int, name: str) -> None:
+    case = MODELS[name]
+    args, kwargs = case.batch(0, 0)
+    torch.manual_seed(0)
+    result = fxshard.validate(
+        case.build(),
+        args,
+        kwargs,
+        world_size=world_size,
+        units=case.units,
+        offload=CPUOffloadPolicy(),
+        optimizer=torch.optim.AdamW,
+        **options,
+    )
+    assert result.max_abs_difference == 0, result.table(only_different=True)
 
 
 class Copies(TorchDispatchMode):

@@ -32,14 +32,14 @@ def test_bitwise_with_fsdp2_on_2_ranks(ranks: Any, name: str) -> None:
         fsdp2.assert_bitwise(ours, theirs)
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(3, marks=pytest.mark.slow), 4])
 def test_close_to_fsdp2_on_more_ranks(ranks: Any, world_size: int) -> None:
     for name in MODELS:
         for theirs, ours in ranks(world_size).run(both, name):
             fsdp2.assert_close(ours, theirs, rtol=1e-6)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(8, marks=pytest.mark.slow)])
 def test_in_process_world_equals_eager(world_size: int) -> None:
     assert not dist.is_initialized()
     for case in MODELS.values():

@@ -308,7 +308,7 @@ def test_debug_2_counts_operators(printed: Any) -> None:
 
 def test_debug_3_prints_differences(printed: Any) -> None:
     lines = printed(3).splitlines()
-    assert lines.count("--- before") == lines.count("+++ after") == 7  # four passes change no text
+    assert lines.count("--- before") == lines.count("+++ after") == 8  # four passes change no text
     assert "+  %wait_0 = fxshard.wait([%getitem])  | layers.0 unit=1 pair=0" in lines
     assert "-  %head : f32[4,3] = param head" in lines
     assert "[fxshard]   +5 fxshard.wait.default" in lines

@@ -120,3 +120,8 @@ def test_the_dump_fits_on_a_screen(planned: dict[str, Any]) -> None:
         counts = [int(line.split()[1]) for line in blocks]
         assert counts and max(counts) >= 32 - 3
         assert len([line for line in timed if f" {phase} " in line]) >= most
+    # A layer of forward: its unshard is waited for and unpacked, the next launched; it computes.
+    block = [line for line in plain if line.startswith(("x ", '  "')) and " forward " in line]
+    assert [line.split("  forward  ")[1].split()[0] for line in block] == [
+        *("unpack", "pack,", "compute")
+    ]

@@ -36,6 +36,7 @@ from tests.test_checkpointing import CASES as CHECKPOINTED
 from tests.zoo import MODELS, Case, cross_entropy, models
 
 STEPS = 5
+APART: dict[str, Any] = {"pack_bytes": 0}  # each parameter has a buffer of its own
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 Policy = MixedPrecisionPolicy
 FULL = Policy(param_dtype=FP32, reduce_dtype=FP32)
@@ -149,15 +150,22 @@ def for_each(items: dict[str, Any], check: Callable[[Any], object]) -> None:
 # -- a policy for the whole model -----------------------------------------------------------------
 
 
+FEW = ("bf16", "fp16 all through")
 WHOLE = {
     f"{policy}, {case}": Recipe(MODELS[case], POLICIES[policy])
     for policy in POLICIES
     for case in ("transformer", "mlp13", "llama", "tied", "dropout")
-    if case in ("transformer", "mlp13") or policy in ("bf16", "fp16 all through")
+    if case in ("transformer", "mlp13") or policy in FEW
 }
 
 
-@pytest.mark.parametrize("name", WHOLE)
+SLOW = pytest.mark.slow
+MANY = [f"{policy}, transformer" for policy in POLICIES if policy not in FEW]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[SLOW] if name in MANY else []) for name in WHOLE]
+)
 def test_bitwise_with_fsdp2_on_2_ranks(ranks: Any, name: str) -> None:
     ranks(2).run(beside, WHOLE[name])
 
@@ -235,8 +243,15 @@ def test_modes_are_bitwise_with_fsdp2(ranks: Any, name: str) -> None:
     ranks(2).run(beside, MODES[name])
 
 
-@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
-@pytest.mark.parametrize("policy", ["bf16", "fp16 all through"])
+@pytest.mark.parametrize(
+    ("policy", "strategy"),
+    [
+        ("bf16", "hybrid_shard"),
+        ("fp16 all through", "hybrid_shard_zero2"),
+        pytest.param("bf16", "hybrid_shard_zero2", marks=SLOW),
+        pytest.param("fp16 all through", "hybrid_shard", marks=SLOW),
+    ],
+)
 def test_hybrid_is_bitwise_with_fsdp2_on_4_ranks(ranks: Any, policy: str, strategy: str) -> None:
     recipe = Recipe(MODELS["transformer"], POLICIES[policy], strategy=strategy, mesh=(2, 2))
     ranks(4).run(beside, recipe)
@@ -459,7 +474,7 @@ def test_a_cast_stands_in_front_of_each_gather() -> None:
     for name in ("transformer", "llama", "mlp13"):
         case = MODELS[name]
         args, kwargs = case.batch(0, 0)
-        options = {"world_size": 4, "units": case.units, "mixed_precision": LOW}
+        options = {"world_size": 4, "units": case.units, "mixed_precision": LOW, **APART}
         program = fxshard.plan(case.build(), args, kwargs, **options).program
         words = [n for n in program.graph.nodes if n.target in ops.WORDS]
         gathers = [n for n in words if n.target is ops.all_gather]
@@ -474,9 +489,27 @@ def test_a_cast_stands_in_front_of_each_gather() -> None:
             assert {pick.meta["val"].dtype for pick in (*picks, *gather.users)} == {BF16}
 
 
+def test_packing_casts_what_it_packs() -> None:
+    case = MODELS["mlp13"]
+    args, kwargs = case.batch(0, 0)
+    options = {"world_size": 4, "units": case.units, "mixed_precision": LOW}
+    program = fxshard.plan(case.build(), args, kwargs, **options).program
+    gathers = list(program.graph.find_nodes(op="call_function", target=ops.all_gather))
+    makers = [pick.args[0] for gather in gathers for pick in gather.args[0]]
+    # One buffer each; backward reads one parameter of the root, and there is nothing to pack.
+    assert len(makers) == len(gathers)
+    assert [maker.target for maker in makers].count(ops.cast) == 1
+    for maker in makers:
+        assert maker.target in (ops.cast, ops.pack) and len(maker.users) == 1
+        assert (len(maker.args[0]) > 1) == (maker.target is ops.pack)
+        assert {(n.op, n.meta["val"].dtype) for n in maker.args[0]} == {("placeholder", FP32)}
+        assert {pick.meta["val"].dtype for pick in maker.users} == {BF16}
+
+
 def test_parameters_in_the_right_dtype_are_not_cast() -> None:
     model = nn.Sequential(nn.Linear(4, 4, dtype=BF16), nn.Linear(4, 4))
-    program = fxshard.plan(model, (torch.ones(2, 4),), world_size=2, mixed_precision=LOW).program
+    options = {"world_size": 2, "mixed_precision": LOW, **APART}
+    program = fxshard.plan(model, (torch.ones(2, 4),), **options).program
     casts = [n for n in program.graph.nodes if n.target is ops.cast]
     gathers = [n for n in program.graph.nodes if n.target is ops.all_gather]
     assert [len(n.args[0]) for n in gathers] == [4, 1]  # 0.weight: the first layer's is not read
@@ -500,10 +533,10 @@ class ForeachCopies(TorchDispatchMode):
 
 
 def counted(
-    rank: int, world_size: int, name: str, policy: MixedPrecisionPolicy | None
+    rank: int, name: str, policy: MixedPrecisionPolicy | None, options: dict[str, Any]
 ) -> tuple[Collectives, list[int]]:
     case = MODELS[name]
-    model = fxshard.compile(case.build(), units=case.units, mixed_precision=policy)
+    model = fxshard.compile(case.build(), units=case.units, mixed_precision=policy, **options)
     args, kwargs = case.batch(rank, 0)
     case.loss(model(*args, **kwargs)).backward()
     with count_collectives() as seen, ForeachCopies() as copies:
@@ -511,20 +544,26 @@ def counted(
     return seen, copies.sizes
 
 
-def tables(rank: int, world_size: int, name: str) -> Any:
+def tables(rank: int, world_size: int, name: str, options: dict[str, Any]) -> Any:
     policies = [None, LOW, POLICIES["fp16"], POLICIES["bf16 all through"]]
-    return [counted(rank, world_size, name, policy) for policy in policies]
+    return [counted(rank, name, policy, options) for policy in policies]
 
 
-@pytest.mark.parametrize("name", ["transformer", "mlp13"])
-def test_bytes_halve_and_casts_are_one_per_gather(ranks: Any, name: str) -> None:
-    for (plain, none), *low, (all_low, copies) in ranks(2).run(tables, name):
-        assert none == []
+@pytest.mark.parametrize(
+    ("name", "options"), [("transformer", APART), ("mlp13", APART), ("mlp13", {})]
+)
+def test_bytes_halve_and_casts_are_one_per_gather(
+    ranks: Any, name: str, options: dict[str, Any]
+) -> None:
+    """Where parameters are packed, what packs them casts them too."""
+    for (plain, none), *low, (all_low, copies) in ranks(2).run(tables, name, options):
         gathers = plain.count("all_gather")
+        unpacked = gathers - 1 if not options else 0  # one gathers a single parameter
+        assert len(none) == 2 * unpacked
         for seen, sizes in (*low, (all_low, copies)):
             assert seen.kinds() == plain.kinds()
             assert 2 * seen.nbytes("all_gather") == plain.nbytes("all_gather")
-            assert len(sizes) == gathers
+            assert len(sizes) == gathers + unpacked
         for seen, _ in low:
             assert seen.nbytes("reduce_scatter") == plain.nbytes("reduce_scatter")
         assert 2 * all_low.nbytes("reduce_scatter") == plain.nbytes("reduce_scatter")
@@ -713,7 +752,7 @@ def scaled_beside(rank: int, world_size: int, name: str) -> None:
     for_each(items, check)
 
 
-@pytest.mark.parametrize("name", ["transformer", "mlp13"])
+@pytest.mark.parametrize("name", [pytest.param("transformer", marks=SLOW), "mlp13"])
 def test_scalers_are_bitwise_with_fsdp2(ranks: Any, name: str) -> None:
     ranks(2).run(scaled_beside, name)
 
@@ -754,11 +793,8 @@ MEASURED: dict[str, Any] = {
 }
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=SLOW) for n in (3, 8))])
-@pytest.mark.parametrize("name", ["transformer", "mlp13"])
+@pytest.mark.parametrize("name", [pytest.param("transformer", marks=SLOW), "mlp13"])
 def test_static_equals_measured(name: str, world_size: int) -> None:
     case = MODELS[name]
     args, kwargs = case.batch(0, 0)

@@ -114,14 +114,14 @@ def test_order_by_hand() -> None:
 @pytest.mark.parametrize(("mode", "ahead"), [(2, 2), ("pre", 1), ("post", 0)])
 def test_buffers_of_real_gathers(mode: Any, ahead: int) -> None:
     """Watched at the process group: the root, the layer that computes, and those ahead."""
-    peak, layer, root = live_peak(6, mode)
+    peak, layer, root = live_peak(6, mode, **graphs.APART)
     assert peak == (ahead + 1) * layer + root
 
 
 @pytest.mark.parametrize("limit", [2, 4])
 def test_max_inflight_holds_at_the_process_group(limit: int) -> None:
     """Without it all layers would be unsharded; the root is always one of them."""
-    peak, layer, root = live_peak(8, 9, max_inflight=limit)
+    peak, layer, root = live_peak(8, 9, max_inflight=limit, **graphs.APART)
     assert peak == (limit - 1) * layer + root
 
 

@@ -24,7 +24,7 @@ from fxshard.units import configured_units
 from fxshard.verify import orders
 from fxshard.world.c10d import C10dWorld
 from tests import graphs, streams
-from tests.graphs import BF16
+from tests.graphs import APART, BF16
 from tests.test_verify import fresh
 from tests.test_verify_strategies import SETTINGS, traced
 from tests.zoo import MODELS
@@ -45,11 +45,20 @@ SMALL: dict[str, Build] = {
     "no_shard": functools.partial(graphs.chain, world_size=1, replicas=2),
     "hook": functools.partial(graphs.layered, comm_hook=True),
     "accumulated": functools.partial(graphs.chain, accumulated=frozenset({"head"})),
+    "packed": graphs.layered,
+    "packed_offload": functools.partial(graphs.layered, offloaded=True),
+    "packed_hybrid": functools.partial(graphs.layered, replicas=2),
+    "packed_reshard_2_of_4": functools.partial(graphs.layered, world_size=4, reshard=2),
 }
 
 
-def annotated(program: Program, prefetch: int = 1) -> Program:
-    config = Config(forward_prefetch=prefetch, backward_prefetch=prefetch)
+def small(name: str, prefetch: int = 1) -> Program:
+    """One of `SMALL` behind the pipeline; packed, as by default, where its name says so."""
+    return annotated(SMALL[name](), prefetch, **({} if name.startswith("packed") else APART))
+
+
+def annotated(program: Program, prefetch: int = 1, **options: Any) -> Program:
+    config = Config(forward_prefetch=prefetch, backward_prefetch=prefetch, **options)
     pipeline.run(program, pipeline.default_passes(config))
     return program
 
@@ -110,7 +119,7 @@ def waited(program: Program) -> set[str]:
 @pytest.mark.parametrize("name", SMALL)
 def test_enough_and_none_too_many(name: str, prefetch: int) -> None:
     """However slow a stream is, all data is there; and without any event some is not."""
-    program = annotated(SMALL[name](), prefetch)
+    program = small(name, prefetch)
     assert streams.races(program) is None
     assert assert_none_too_many(program) >= 4
     for node, event in without_one(program):
@@ -121,11 +130,11 @@ def test_enough_and_none_too_many(name: str, prefetch: int) -> None:
 
 def test_the_simulation_finds_nothing_wrong_only_where_nothing_is() -> None:
     """Without any event at all it finds a race; nor does it wait for what comes later."""
-    program = annotated(graphs.layered())
+    program = small("full")
     for node in program.graph.nodes:
         meta.update(node, waits=())
     assert streams.races(program)
-    program = annotated(graphs.layered())
+    program = small("full")
     first = next(n for n in program.graph.nodes if n.target is ops.all_gather)
     last = [n for n in program.graph.nodes if meta.get(n).records][-1]
     meta.update(first, waits=(str(meta.get(last).records),))
@@ -236,7 +245,7 @@ def wanted(program: Program) -> list[tuple[str, str, str | None]]:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_world_with_streams_does_what_the_tags_say(name: str) -> None:
-    program = annotated(SMALL[name]())
+    program = small(name)
     shape = (program.replicas, program.world_size)
     with compat.fake_process_group(0, shape[0] * shape[1]):
         if program.replicas > 1 and program.world_size > 1:
@@ -268,7 +277,7 @@ def some(nodes: list[fx.Node], saved: Iterator[torch.Tensor] | None = None) -> l
 
 
 def test_offload_has_streams_of_its_own() -> None:
-    program = annotated(SMALL["hybrid_offload_bf16"]())
+    program = small("hybrid_offload_bf16")
     ran = {n.target: meta.get(n).stream for n in program.graph.nodes if n.op == "call_function"}
     assert {target: ran[target] for target in orders.STREAMS if target in ran} == {
         ops.all_gather: "unshard",

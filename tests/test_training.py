@@ -848,14 +848,22 @@ COUNTS: dict[Callable[[], nn.Module], dict[str, list[int]]] = {
         "reduced": [4 * 24, 4 * 24, 4 * 24],
     },
 }
-# Alive at most: two blocks, for the reduce of one is under way while the next is made; and of the
-# root what is made before them and waits for the inlet (the head's, not padded yet).
+# Alive at most, of gradients: one block, for what is reduced is a copy; and of the root what is
+# made before the blocks and waits for the inlet (the head's, not padded yet). Of what is sent: the
+# copy of a unit, and beside the root's the head, padded to be copied into it.
 UNSHARDED_GRADS = {
-    Net: 4 * 21 + 2 * BLOCK,
-    unit_frozen: 2 * BLOCK,
+    Net: 4 * 21 + BLOCK,
+    unit_frozen: BLOCK,
     first_units_frozen: BLOCK,
-    biases_frozen: 4 * 18 + 2 * 4 * 42,
-    lora: 2 * 4 * 24,
+    biases_frozen: 4 * 18 + 4 * 42,
+    lora: 4 * 24,
+}
+SENT = {
+    Net: ROOT + 4 * 28,
+    unit_frozen: 2 * 4 * 28,
+    first_units_frozen: 2 * 4 * 28,
+    biases_frozen: 4 * 54 + 4 * 24,
+    lora: 4 * 24,
 }
 FROZEN = [build for build in COUNTS if build is not Net]
 
@@ -901,6 +909,7 @@ def test_memory_of_frozen_parameters(build: Callable[[], nn.Module]) -> None:
     assert optimizer.after[-1, column(Category.OPT_STATE)] == 2 * unpadded(model) + 4 * count
     assert not forward.during[:, column(Category.UNSHARDED_GRAD)].any()
     assert backward.during[:, column(Category.UNSHARDED_GRAD)].max() == UNSHARDED_GRADS[build]
+    assert backward.during[:, column(Category.REDUCE_SCATTER)].max() == SENT[build]
 
 
 def unpadded(model: nn.Module) -> int:

@@ -25,9 +25,9 @@ ALWAYS = set(Fact) - {Fact.STEPPED_ONCE}  # that one only with an optimizer in t
 
 
 def good(depth: int = 2) -> Program:
-    """`graphs.layered` behind the whole pipeline."""
+    """`graphs.layered` behind the whole pipeline, its parameters apart (packed: test_bucket.py)."""
     program = graphs.layered(depth)
-    pipeline.run(program, pipeline.default_passes(Config()))
+    pipeline.run(program, pipeline.default_passes(Config(**graphs.APART)))
     assert program.facts == ALWAYS
     return program
 
@@ -694,7 +694,10 @@ def check(program: Program, prefetch: int, world_sizes: Sequence[int] = (2,)) ->
         assert rewritten.facts == ALWAYS
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
+OTHERS = [pytest.param(prefetch, marks=pytest.mark.slow) for prefetch in (0, 2)]
+
+
+@pytest.mark.parametrize("prefetch", [1, *OTHERS])
 @pytest.mark.parametrize("name", MODELS)
 def test_no_false_alarm(name: str, prefetch: int) -> None:
     check(captured(name), prefetch, world_sizes=(1, 2, 3, 8))

@@ -56,9 +56,9 @@ def breaks(fact: Fact, build: Build, *, harms: bool = True) -> Callable[[Fault],
 
 
 def good(build: Build) -> Program:
-    """The program that `build` makes, behind the whole pipeline."""
+    """The program that `build` makes, behind the whole pipeline, its parameters apart."""
     program = build()
-    pipeline.run(program, pipeline.default_passes(Config()))
+    pipeline.run(program, pipeline.default_passes(Config(**graphs.APART)))
     assert program.facts == ALWAYS
     return program
 
@@ -664,7 +664,7 @@ def test_there_are_new_faults() -> None:
     assert len(set(names)) == len(names) and not set(names) & {f.__name__ for _, f in FAULTS}
 
 
-SOME = ["tied", "convnet", "transformer"]
+SOME = ["tied", "convnet", pytest.param("transformer", marks=pytest.mark.slow)]
 EVENTFUL = {
     "hybrid_offload_bf16": functools.partial(offload_bf16, replicas=2),
     "regrouped_offload": functools.partial(regrouped, offloaded=True),
@@ -704,6 +704,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options, and o
     "offload": ({"offload": CPUOffloadPolicy()}, {}),
     "hook": ({}, {"comm_hook": True}),
     "no_sync": ({}, {"sync": False}),
+    "apart": (graphs.APART, {}),
     "everything": (
         {
             "strategy": "hybrid_shard_zero2",
@@ -719,6 +720,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options, and o
         {"world_size": 4, "replicas": 2},
     ),
 }
+SETTINGS["everything_apart"] = (
+    SETTINGS["everything_regrouped"][0] | graphs.APART,
+    SETTINGS["everything_regrouped"][1],
+)
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -108,6 +109,11 @@ class Case:
         """The model and its batch, int64 tokens."""
         torch.manual_seed(0)
         return self.build(), torch.randint(64, self.shape)
+
+    def options(self) -> dict[str, Any]:
+        """fxshard's: each parameter has a buffer of its own."""
+        low = {"mixed_precision": self.policy} if self.policy else {}
+        return {"world_size": WORLD, "units": [self.units], "pack_bytes": 0, **low}
 
 
 CASES = {

@@ -49,10 +49,7 @@ def peaks(case: Case) -> dict[str, int]:
         found["fsdp2"] = measured_peak(*fully_sharded(case))
     with compat.fake_process_group(0, WORLD):
         model, tokens = case.model()
-        options = {"mixed_precision": case.policy} if case.policy else {}
-        sharded = fxshard.compile(
-            model, args=(tokens,), world_size=WORLD, units=[case.units], **options
-        )
+        sharded = fxshard.compile(model, args=(tokens,), **case.options())
         found["fxshard"] = measured_peak(sharded, *training(sharded, tokens))
     model, tokens = case.model()
     dtype = case.policy.param_dtype if case.policy else None

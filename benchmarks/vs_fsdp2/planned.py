@@ -34,15 +34,7 @@ GATHERED = (Category.UNSHARDED_PARAM, Category.ALL_GATHER)
 def planned(case: Case) -> Plan:
     """The plan of the case."""
     model, tokens = case.model()
-    options = {"mixed_precision": case.policy} if case.policy else {}
-    return fxshard.plan(
-        model,
-        (tokens,),
-        world_size=WORLD,
-        units=[case.units],
-        optimizer=make_optimizer,
-        **options,
-    )
+    return fxshard.plan(model, (tokens,), optimizer=make_optimizer, **case.options())
 
 
 def fxshard_rows(plan: Plan, policy: MixedPrecisionPolicy | None) -> Rows:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import math
 import operator
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -69,7 +71,8 @@ def reduced_once(program: Program) -> None:
     ):
         for pick in launch.users:
             if pick.target is operator.getitem and pick not in seen:
-                fqn = meta.get(pick).fqn
+                fqns = walk.packed_fqns(meta.operands(launch)[walk.picked(pick)])
+                fqn = meta.get(pick).fqn or ", ".join(fqns)
                 fail(program, fact, pick, f"the reduced gradient of {fqn!r} is not returned.")
     _accumulated_once(program)
     given = {result.name for _, result in left} | _added(program)
@@ -252,7 +255,7 @@ def _packed(sent: fx.Node) -> dict[str | None, tuple[int, int]]:
     found: dict[str | None, tuple[int, int]] = {}
     start = 0
     for row in walk.packed_rows(sent):
-        end = start + row.meta["val"].shape[1]
+        end = start + row.meta["val"].shape[-1]
         found[meta.get(row).fqn] = (start, end)
         start = end
     return found
@@ -309,6 +312,11 @@ def _is_what_it_says(program: Program, node: fx.Node) -> None:
             shape[-1 - i] += padding[2 * i] + padding[2 * i + 1]
     elif node.target is aten._to_copy.default:
         dtype = cast("torch.dtype", node.kwargs.get("dtype", dtype))
+    elif node.target is aten.view.default:
+        shape = _without_minus_one(cast("list[int]", node.args[1]), given.numel())
+    elif node.target is aten.slice.Tensor:
+        dim, start, end = cast("tuple[int, int, int]", node.args[1:4])
+        shape[dim] = len(range(shape[dim])[start:end])
     elif node.target not in (aten.clone.default, aten.div_.Scalar, aten.add_.Tensor):
         made = program.refake(node)
         shape, dtype = list(made.shape), made.dtype
@@ -318,9 +326,17 @@ def _is_what_it_says(program: Program, node: fx.Node) -> None:
         fail(program, Fact.EQUAL_CHUNKS, node, what)
 
 
+def _without_minus_one(shape: Sequence[int], numel: int) -> list[int]:
+    """The shape that ``view(shape)`` gives a tensor of `numel` items; empty if it has none."""
+    rest = math.prod(n for n in shape if n != -1)
+    found = [numel // rest if n == -1 and rest else n for n in shape]
+    return found if math.prod(found) == numel else []
+
+
 def _makes_what_it_says(program: Program, node: fx.Node) -> None:
     """The fake values of a word and of the picks of it are what the word makes."""
-    made = list(meta.tensors(node.meta["val"]))
+    packing = node.target in (ops.pack, ops.unpack)
+    made = list(meta.tensors(program.refake(node) if packing else node.meta["val"]))
     if node.target in (ops.cast, ops.load, ops.store, ops.all_reduce):
         for value, operand in zip(made, meta.operands(node), strict=True):
             given = operand.meta["val"]
