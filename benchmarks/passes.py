@@ -36,7 +36,7 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("prefetch", {"max_inflight": 2}),
     ("bucket", {"max_bucket_bytes": "50MiB"}),
     ("bucket", {"min_bucket_bytes": "200MiB"}),
-    ("bucket", {"pack_bytes": "64KiB"}),
+    ("bucket", {"pack_bytes": 0}),
     ("checkpoint", {"checkpoint": "selective"}),
     ("checkpoint", {"checkpoint": None}),
     ("checkpoint", {"checkpoint": "10GiB"}),

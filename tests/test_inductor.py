@@ -234,7 +234,7 @@ def no_sigmoid(folder: Path) -> Iterator[None]:
 def test_a_region_that_does_not_compile_stays_eager(
     no_sigmoid: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    result = trained(deep(3), "inductor")
+    result = trained(deep(3), "inductor", checkpoint=None)  # else backward has sigmoids too
     found = [r.getMessage() for r in caplog.records if "stays eager" in r.getMessage()]
     (message,) = found
     assert "region_1 (4 operators" in message and "unit blocks.0 and 2 more" in message
