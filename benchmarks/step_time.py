@@ -176,7 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--models", nargs="+", choices=[*EVERY], default=[*MODELS])
     parser.add_argument("--sides", nargs="+", choices=available(), default=available())
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--profile", choices=("torch", "python"), help="instead of the times")
     parser.add_argument("--smoke", action="store_true", help="a model without weight, two steps")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/step_time.json")
