@@ -6,7 +6,7 @@ import dataclasses
 import fnmatch
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -118,7 +118,7 @@ def find_units(
         param = by_id[key]
         if key not in out_params:
             check_shardable(aliases[0], param)
-        owner = owner_of(aliases, fqns)
+        owner = owner_of(aliases, index)
         (whole if key in out_params else members)[owner].append(
             Param(
                 fqn=aliases[0],
@@ -312,12 +312,17 @@ def check_shardable(fqn: str, param: torch.Tensor) -> None:
         )
 
 
-def owner_of(fqns: Iterable[str], candidates: Iterable[str]) -> str:
-    """The longest of `candidates` that is an ancestor of (or equal to) every one of `fqns`."""
-    wanted = list(fqns)
-    return max(
-        (c for c in candidates if all(is_under(fqn, c) for fqn in wanted)), key=len, default=""
-    )
+def owner_of(fqns: Sequence[str], candidates: Container[str]) -> str:
+    """The longest of `candidates` that is an ancestor of (or equal to) every one of `fqns`.
+
+    "" if there is none. Looks at the ancestors of the first, not at all candidates.
+    """
+    ancestor, *rest = fqns
+    while ancestor:
+        if ancestor in candidates and all(is_under(fqn, ancestor) for fqn in rest):
+            break
+        ancestor = ancestor.rpartition(".")[0]
+    return ancestor
 
 
 def is_under(fqn: str, ancestor: str) -> bool:

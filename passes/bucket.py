@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
@@ -60,6 +61,7 @@ class Bucket:
         uses = uses_in_forward(program)
         never = len(program.graph.nodes)
         sizes = {fqn: gathered_bytes(program, fqn) for fqn in program.params}
+        places = sorted(first for first, _ in uses.values())
         groups: list[list[str]] = []
         for unit in program.units:
             fqns = [param.fqn for param in unit.params]
@@ -67,8 +69,7 @@ class Bucket:
                 fqns.sort(key=lambda fqn: uses.get(fqn, (never, never))[0])
                 groups += split(fqns, sizes, self.max_bytes)
             elif fqns:
-                others = [f for f in program.params if program.params[f].unit != unit.index]
-                groups += used_apart(fqns, sizes, uses, [uses[f][0] for f in others if f in uses])
+                groups += used_apart(fqns, sizes, uses, places)
         if self.min_bytes is not None:
             groups.sort(key=lambda group: min(uses.get(f, (never, never))[0] for f in group))
             groups = self.merge(program, groups, sizes, uses)
@@ -138,19 +139,21 @@ def used_apart(
     fqns: Sequence[str],
     sizes: dict[str, int],
     uses: dict[str, tuple[int, int]],
-    others: Sequence[int],
+    places: Sequence[int],
 ) -> list[list[str]]:
     """`fqns` of a unit in groups that forward is done with before it comes to the next.
 
-    Only where parameters of other units, first read at the places `others`, come in between, and
-    where both sides have at least `LARGE` bytes. What forward never reads is in the last group.
+    Only where parameters of other units come in between (`places`, sorted, are those at which
+    parameters of any are first read), and where both sides have at least `LARGE` bytes. What
+    forward never reads is in the last group.
     """
     order = sorted((f for f in fqns if f in uses), key=lambda fqn: uses[fqn])
     cuts: list[list[str]] = [[]]
     end = -1
     for fqn in order:
         begin = uses[fqn][0]
-        if cuts[-1] and end < begin and any(end < place < begin for place in others):
+        between = bisect.bisect_left(places, begin) - bisect.bisect_right(places, end)
+        if cuts[-1] and between > 0:
             rest = sum(sizes[f] for f in order[order.index(fqn) :])
             if min(sum(sizes[f] for f in cuts[-1]), rest) >= LARGE:
                 cuts.append([])

@@ -11,7 +11,7 @@ from torch import fx
 
 from fxshard import fakes, meta
 from fxshard.program import Fact, Program
-from fxshard.units import is_under
+from fxshard.units import owner_of
 
 aten = torch.ops.aten
 
@@ -123,8 +123,9 @@ def merge_parameter_free(program: Program) -> list[fx.Node]:
 def hoist(program: Program, parameter_free: list[fx.Node]) -> None:
     """Move parameter-free operators that several units read, and what they need, to the front."""
     wanted: set[fx.Node] = set()
+    units = {unit.fqn for unit in program.units}
     for node in reversed(parameter_free):
-        if node in wanted or len(_reading_units(program, node)) > 1:
+        if node in wanted or len(_reading_units(units, node)) > 1:
             wanted.add(node)
             wanted.update(n for n in node.all_input_nodes if n.op == "call_function")
     forward = program.phase("forward")
@@ -135,10 +136,9 @@ def hoist(program: Program, parameter_free: list[fx.Node]) -> None:
             meta.update(node, module="", call=None)
 
 
-def _reading_units(program: Program, node: fx.Node) -> set[str]:
-    owners = [unit.fqn for unit in program.units]
+def _reading_units(units: set[str], node: fx.Node) -> set[str]:
     return {
-        max((o for o in owners if is_under(meta.get(user).module, o)), key=len)
+        owner_of([meta.get(user).module], units)
         for user in node.users
         if user.op != "output" and meta.get(user).phase == "forward"
     }

@@ -13,6 +13,7 @@ they need any, dropped.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -365,6 +366,7 @@ class Walk:
         places = points(self.schedule, graph)
         self.now = 2 * self.ledger.add(map(moment_of, places))
         origins = [place.origin for place in places]
+        sizes = collections.Counter(place.row for place in places)
         at = 0
         dead = last_reads(graph)
         for row in graph.nodes:
@@ -375,7 +377,7 @@ class Walk:
             if row.op == "call_module":
                 tokens = [env.get(n, []) for n in row.all_input_nodes]
                 owned = {n for n in drops if n in env}
-                size = sum(place.row is row for place in places) - 1
+                size = sizes[row] - 1
                 made = self._region(row, picks, tokens, owned, origins[at : at + size])
                 at += size
                 for node in owned:
