@@ -138,10 +138,15 @@ def grid(plan: Plan, options: dict[str, Any], budgets: int) -> Iterator[dict[str
         yield dict(zip(free, values, strict=True))
 
 
+PLAIN = {"checkpoint": None}
+
+
 def check(seed: int, *, exhaustive: bool = False) -> bool:
     """Plan the case of one seed within its budget; returns if anything fits."""
     model, args, options = case(seed)
     share = options.pop("share")
+    if options.get("checkpoint") and len(fxshard.plan(model, args, **options | PLAIN).units) == 1:
+        del options["checkpoint"]  # which is refused for a model of one unit
     plan = fxshard.plan(model, args, **options)
     budget = int(needed(plan) * share)
     try:
