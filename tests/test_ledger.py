@@ -156,6 +156,22 @@ class Logits(nn.Module):
 
 
 LABELS = torch.arange(4)
+
+
+class Constant(torch.autograd.Function):
+    """A loss whose backward gives a tensor that was there before."""
+
+    grad = torch.ones(4, 10)
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return Constant.grad
+
+
 LOSSES = {
     "cross_entropy": lambda out: F.cross_entropy(out, LABELS),
     "mean": lambda out: out.mean(),
@@ -190,6 +206,15 @@ def test_the_loss_outside_by_hand() -> None:
     assert held["held by the loss"].bytes == 4 * 8  # int64 labels
     # log_softmax makes f32[4,10], nll_loss a scalar and a total weight, which are saved.
     assert loss.end_bytes - sum(loss.start) == 160 + 4 + 4
+
+
+def test_a_loss_may_give_a_gradient_that_was_there_before() -> None:
+    def peak(loss: Any) -> int:
+        plan = fxshard.plan(Logits(), (torch.ones(4, 6),), world_size=2, loss=loss)
+        return plan.memory.peak_bytes
+
+    # What a plain sum gives back is made anew and is f32[4,10] too: behind it they are the same.
+    assert peak(Constant.apply) == peak(torch.sum)
 
 
 def test_the_gradient_of_an_output_dies_behind_its_last_reader() -> None:

@@ -245,7 +245,7 @@ class Walk:
         for phase, graph in self.schedule.phases():
             if phase == "backward" and loss is not None:
                 made = self._loss(loss, micro_batch)
-                taken = {number: made.pop(number) for number in loss.taken}
+                taken = {number: made.pop(number) for number in loss.taken if number in made}
                 caller += made.values()
             self.now = self.ledger.begin(phase, micro_batch)
             if phase == "forward":

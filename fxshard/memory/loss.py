@@ -34,6 +34,9 @@ class LossStep:
     taken: set[int]
 
 
+UNSEEN = -1  # storage that no operator made: a constant that the loss's own backward gave
+
+
 class _Model(torch.autograd.Function):
     """Stands for the model: hands out its outputs, and notes what comes back."""
 
@@ -78,7 +81,7 @@ def trace_loss(program: Program, loss: Callable[[Any], torch.Tensor] | None) -> 
         for position, value, grad in zip(signature.tensor_outputs, values, grads, strict=True):
             if grad is None:
                 continue
-            number = recorder.numbers[id(grad.untyped_storage())]
+            number = recorder.numbers.get(id(grad.untyped_storage()), UNSEEN)
             if grad.stride() == value.meta["val"].stride():
                 tangents[str(position)] = number
             else:
