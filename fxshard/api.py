@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxshard import budget, compat, trace
+from fxshard import budget, compat, shapes, trace
 from fxshard.certificate import agreement
 from fxshard.config import Config
 from fxshard.errors import ConfigError
@@ -133,6 +133,7 @@ def compile(
             replicas=world.replicas,
             config=config,
             device=_device_of(world),
+            symbols=shapes.named(config.dynamic or {}, module, *call),
         )
         if isinstance(world, C10dWorld):
             world.agree(agreement(program), "the model or the batch structure")

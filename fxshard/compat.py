@@ -17,6 +17,7 @@ import torch
 import torch._functorch._aot_autograd.descriptors as _desc
 import torch.utils.checkpoint as _checkpoint
 from torch import fx, nn
+from torch._dynamo.source import ConstantSource
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
@@ -28,7 +29,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor import DTensor
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+)
 from torch.fx.graph import _PyTreeCodeGen
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,6 +43,7 @@ __all__ = [
     "DATA_DEPENDENT_ERRORS",
     "FakeTensorMode",
     "OpOverload",
+    "ShapeEnv",
     "TorchDispatchMode",
     "TreeSpec",
     "checkpoints_inline",
@@ -390,6 +396,23 @@ def fake_view(
 # Whether autograd hands a Function its gradients in a list to empty (torch/autograd/function.py);
 # where it does not, its caller holds them until backward is over.
 BOXED_GRADS = hasattr(torch.autograd.Function, "boxed_grads_call")
+
+
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def symbolic_size(env: ShapeEnv, name: str, example: int) -> torch.SymInt:
+    """A new symbol of `env` for a size that is `example` now."""
+    source = ConstantSource(name)
+    symbol = env.create_symbol(example, source, DimDynamic.DYNAMIC, constraint_dim=None)
+    size = env.create_symintnode(symbol, hint=example, source=source)
+    assert isinstance(size, torch.SymInt), f"{name} is {example}, which torch makes a constant"
+    return size
+
+
+def expression(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> Any:
+    """The sympy expression behind a symbolic number."""
+    return value.node.expr
 
 
 def boxed(given: tuple[Any, ...]) -> list[torch.Tensor | None]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from torch.optim import Optimizer
 
 from fxshard.errors import ConfigError
 from fxshard.sizes import is_size, parse_bytes
+
+log = logging.getLogger("fxshard")
 
 # torch's name of each strategy (torch/distributed/fsdp/api.py) -> ours.
 _TORCH_STRATEGIES = {
@@ -155,6 +159,12 @@ class Config:
             whose argument is named ``named_parameters`` gets ``(FQN, parameter)`` pairs.
         optimizer_in_backward: the program steps the parameters of a unit as soon as their gradients
             are reduced, and frees the gradients; see `ShardedModule.optimizer`.
+        dynamic: which sizes of the inputs one program leaves open, so that it serves calls of other
+            sizes too. None: those that turn out to differ between calls; False: none; or names for
+            dimensions, ``{"seq": [("input_ids", 1), ("labels", 1)]}``, which are open from the
+            first call on (dimensions under one name have one size), besides those that turn out to
+            differ.
+        max_variants: how many programs a model may get, for calls that no earlier one serves.
         device: None: plan for the device that the model is on. ``"cuda"`` (or torch's device of
             that type): `plan` for one on a machine without it (see docs/cuda.md).
         memory_budget: bytes of one rank, or text such as "80GiB": what is left at its default of
@@ -186,6 +196,8 @@ class Config:
     backend: str = "eager"
     optimizer: Any = None
     optimizer_in_backward: bool = False
+    dynamic: Any = None
+    max_variants: int = 16
     device: Any = None
     memory_budget: int | str | None = None
     passes: Sequence[Any] | None = None
@@ -209,6 +221,7 @@ class Config:
                 f"may be unsharded at once)."
             )
         self._check_buckets()
+        self._check_dynamic()
         for name in ("gradient_divide_factor", "gradient_predivide_factor"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, (int, float)) and value > 0):
@@ -296,6 +309,23 @@ class Config:
                 f"is for fxshard.plan, which runs nothing. Leave it out, or move the model to "
                 f"{self.device!r}."
             )
+
+    def _check_dynamic(self) -> None:
+        if not _is_count(self.max_variants, least=1):
+            raise ConfigError(f"max_variants={self.max_variants!r}: expected an integer >= 1.")
+        if self.dynamic is None or self.dynamic is False:
+            return
+        try:
+            told = {
+                str(name): tuple((str(argument), int(dim)) for argument, dim in places)
+                for name, places in self.dynamic.items()
+            }
+        except (AttributeError, TypeError, ValueError):
+            raise ConfigError(
+                f"dynamic={self.dynamic!r}: expected None, False, or names for dimensions, such as "
+                f'{{"batch": [("input_ids", 0), ("labels", 0)]}}.'
+            ) from None
+        object.__setattr__(self, "dynamic", told)
 
     def _check_checkpoint(self) -> None:
         value = self.checkpoint
@@ -421,6 +451,13 @@ def environment() -> Environment:
         raise ConfigError(f"FXSHARD_DEBUG={raw!r}: expected 0, 1, 2, 3 or 4 (docs/env.md).")
     dump_dir = os.environ.get("FXSHARD_DUMP_DIR")
     return Environment(debug=int(raw), dump_dir=Path(dump_dir) if dump_dir else None)
+
+
+def notice(line: str) -> None:
+    """One line on what cost time: to the logger, and to standard error if FXSHARD_DEBUG is set."""
+    log.info("fxshard: %s", line)
+    if "FXSHARD_DEBUG" in os.environ:
+        print(f"[fxshard] {line}", file=sys.stderr)
 
 
 def _is_count(value: object, least: int = 2) -> bool:

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import operator
 from collections.abc import Mapping, Sequence
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -79,6 +80,8 @@ def operation(node: fx.Node) -> str:
     """``aten.mm``, ``fxshard.wait``, ``getitem``, ``region_0``."""
     if node.target is operator.getitem:
         return "getitem"
+    if isinstance(node.target, (FunctionType, BuiltinFunctionType)):
+        return node.target.__name__  # a size, computed from sizes
     return str(node.target).removesuffix(".default")
 
 
@@ -89,6 +92,8 @@ def types(value: Any) -> str:
         return f"{dtype}[{','.join(map(str, value.shape))}]"
     if isinstance(value, (list, tuple)):
         return "(" + ", ".join(types(item) for item in value) + ")"
+    if isinstance(value, (bool, int, float)):
+        return f"{type(value).__name__} {value}"
     return type(value).__name__
 
 

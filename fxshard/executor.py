@@ -141,7 +141,7 @@ def load(source: str, program: Program, at: Callable[[], None] | None = None) ->
     assert program.schedule is not None
     for graph in (*(r.graph for r in program.schedule.regions.values()), program.graph):
         for node in graph.nodes:
-            if isinstance(node.target, OpOverload):
+            if node.op == "call_function" and node.target is not operator.getitem:
                 namespace[function_name(node.target)] = node.target
     filename = f"<fxshard program {id(program):#x}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
@@ -163,8 +163,13 @@ def compiled_functions(
     return functions
 
 
-def function_name(target: OpOverload) -> str:
-    """``aten_mm``, ``aten_mul_Tensor``: the name by which emitted code calls an operator."""
+def function_name(target: Any) -> str:
+    """``aten_mm``, ``aten_mul_Tensor``: the name by which emitted code calls an operator.
+
+    Sizes are computed by functions of Python's and torch's: ``sym_max`` is called by its own name.
+    """
+    if not isinstance(target, OpOverload):
+        return str(target.__name__)
     return str(target).removesuffix(".default").replace(".", "_")
 
 
@@ -278,7 +283,6 @@ def _drop(nodes: Sequence[fx.Node]) -> list[str]:
 def _call(node: fx.Node) -> str:
     if node.target is operator.getitem:
         return f"{node.args[0]}[{node.args[1]}]"
-    assert isinstance(node.target, OpOverload), f"cannot emit {dump.line(node)}"
     expression = spelling.spelled(node, _value)
     if expression is not None:
         return expression

@@ -63,10 +63,12 @@ def refuse_packed(graph: fx.Graph) -> None:
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:
+    """Tensors that the values of `node` come from; one whose size alone was read is none."""
     seen: set[fx.Node] = set()
     todo = [node]
     while todo:
-        new = [n for n in todo.pop().all_input_nodes if n not in seen]
+        read = todo.pop().all_input_nodes
+        new = [n for n in read if n not in seen and isinstance(n.meta["val"], torch.Tensor)]
         seen.update(new)
         todo += new
     return seen

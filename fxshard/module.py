@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from fxshard import compat, meta, ops, pipeline, state
 from fxshard.certificate import agreement
-from fxshard.config import Config
+from fxshard.config import Config, notice
 from fxshard.errors import StepError
 from fxshard.executor import Executor
 from fxshard.fsdp import FsdpMethods
@@ -23,10 +23,11 @@ from fxshard.memory.report import MemoryReport
 from fxshard.optimizer import OnShards, on_shards
 from fxshard.plans import Plan, Workload, without_data
 from fxshard.program import Program
+from fxshard.shapes import Symbols
 from fxshard.sharding import shard_parameters
 from fxshard.step import Call, Step, differentiated
-from fxshard.trace import PLAIN
 from fxshard.units import Param, Unit, buffer_dtypes
+from fxshard.variants import Kind, Variant, symbols_for
 from fxshard.world.c10d import C10dWorld
 from fxshard.world.in_process import InProcessWorld
 
@@ -44,37 +45,7 @@ _SHARED = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-aten = torch.ops.aten
-
 MakeExecutor = Callable[[Program, Any], Executor]
-
-
-@dataclasses.dataclass
-class Variant:
-    """One program of the module, for one kind of call."""
-
-    plan: Plan
-    executor: Executor
-
-    @property
-    def program(self) -> Program:
-        """What the executor runs."""
-        return self.plan.program
-
-    @functools.cached_property
-    def written(self) -> frozenset[tuple[str, str | None]]:
-        """Role and name of the buffers and inputs that forward writes into."""
-        return frozenset(
-            (meta.get(node).role, meta.get(node).fqn)
-            for node in self.program.graph.find_nodes(op="placeholder")
-            if any(user.target is aten.copy_.default for user in node.users)
-        )
-
-    @functools.cached_property
-    def read_again(self) -> list[fx.Node]:
-        """Placeholders of backward that are the caller's tensors: they must stay as they are."""
-        nodes = self.executor.backward_inputs
-        return [node for node in nodes if meta.get(node).role in meta.HELD]
 
 
 class ShardedModule(FsdpMethods):
@@ -103,7 +74,7 @@ class ShardedModule(FsdpMethods):
         self.slots = shard_parameters(model, units, world, config)
         owners = [module for slot in self.slots.values() for module, _ in slot.owners]
         state.take_whole_values(dict.fromkeys(owners))
-        self.variants: dict[Any, Variant] = {}
+        self.variants: dict[Kind, Variant] = {}
         self.wholes = {p.fqn: p for unit in units for p in unit.ignored}
         self.accumulated: dict[str, list[Tensor]] = {}  # per rank that this process runs
         self._sync = True
@@ -220,16 +191,41 @@ class ShardedModule(FsdpMethods):
         Ranks compare what they made before the first collective of it, if it is not what they
         agreed on before: a rank may meet a new batch size alone.
         """
-        key = self.key(args, kwargs)
-        if key not in self.variants:
-            if self.variants:
-                log.info("fxshard: new kind of call (%d so far), tracing again", len(self.variants))
-            program = self.rewritten(args, kwargs)
+        kind = self.kind(args, kwargs)
+        found = self.variants.get(kind)
+        if found is None:
+            found = next((v for v in self.variants.values() if v.serves(kind)), None)
+        if found is None:
+            program = self._traced(args, kwargs, kind)
             lines = agreement(program)
             if isinstance(self.world, C10dWorld) and tuple(lines) not in self._agreed:
                 self.world.agree(lines, "the model or the batch structure")
             self.add(args, kwargs, program)
-        return self.variants[key]
+            found = self.variants[kind]
+        return found
+
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Kind) -> Program:
+        """A program for a kind of call that no other serves; says why, and what it took."""
+        reason = _reason(kind, self.variants)
+        if len(self.variants) >= self.config.max_variants:
+            raise StepError(
+                f"this call needs one more program: {reason}. There are {len(self.variants)} "
+                f"already, as many as max_variants={self.config.max_variants} allows:\n"
+                f"{_listed(self.variants)}\n"
+                f"Pad inputs to a few sizes, name the sizes that vary (dynamic=...), pass numbers "
+                f"that vary as tensors, or raise max_variants."
+            )
+        symbols: Symbols = {}
+        if self.config.dynamic is not False:
+            call = args, kwargs
+            others = list(self.variants)
+            symbols = symbols_for(kind, others, self.config.dynamic, self.original, call)
+        start = time.perf_counter()
+        program = self.rewritten(args, kwargs, symbols)
+        took = f"{time.perf_counter() - start:.1f} s, {len(program.graph.nodes)} nodes"
+        domain = f"; {program.domain.text}" if program.domain is not None else ""
+        notice(f"program {len(self.variants) + 1} ({reason}): {took}{domain}")
+        return program
 
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program) -> None:
         """Run this kind of call by `program`, which all ranks agree on."""
@@ -241,7 +237,8 @@ class ShardedModule(FsdpMethods):
         )
         executor = self._make_executor(program, self.world)
         executor.bind_step(self.step_parameters)
-        self.variants[self.key(args, kwargs)] = Variant(plan, executor)
+        kind = self.kind(args, kwargs)
+        self.variants[kind] = Variant(kind, plan, executor)
         self._agreed.add(tuple(agreement(program)))
 
     @property
@@ -264,7 +261,7 @@ class ShardedModule(FsdpMethods):
         """The memory report of `plan`."""
         return self.plan.memory
 
-    def rewritten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+    def rewritten(self, args: tuple[Any, ...], kwargs: dict[str, Any], symbols: Symbols) -> Program:
         """Capture the call `model(*args, **kwargs)` and run the passes."""
         units = tuple(
             dataclasses.replace(
@@ -286,6 +283,7 @@ class ShardedModule(FsdpMethods):
             accumulated=self._waiting(),
             comm_hook=self._comm_hook,
             device=torch.device(self._device) if isinstance(self.world, C10dWorld) else None,
+            symbols=symbols,
         )
 
     def _waiting(self) -> tuple[str, ...]:
@@ -334,20 +332,22 @@ class ShardedModule(FsdpMethods):
             compute_dtype=tensor.dtype if same else param.compute_dtype,
         )
 
-    def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a program was traced for: calls with equal keys run the same one."""
-        flat, spec = compat.tree_flatten((args, kwargs))
-        return (
-            spec,
-            tuple(map(_leaf_key, flat)),
-            tuple(module.training for module in self._tree),
-            tuple(slot.tensor.requires_grad for slot in self.slots.values()),
-            tuple(self._whole(fqn).requires_grad for fqn in self.wholes),
-            (self._sync, self._waiting()) if torch.is_grad_enabled() else None,
-            compat.hook_numbers(self._tree),
-            torch.is_grad_enabled(),
-            torch.is_autocast_enabled(self._device) and torch.get_autocast_dtype(self._device),
-        )
+    def kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
+        """What of this call its program depends on."""
+        grad = torch.is_grad_enabled()
+        autocast = torch.is_autocast_enabled(self._device)
+        mode = {
+            "train or eval": tuple(module.training for module in self._tree),
+            "requires_grad of a parameter": (
+                *(slot.tensor.requires_grad for slot in self.slots.values()),
+                *(self._whole(fqn).requires_grad for fqn in self.wholes),
+            ),
+            "gradient accumulation": (self._sync, self._waiting()) if grad else None,
+            "a hook of a module": compat.hook_numbers(self._tree),
+            "grad mode": grad,
+            "autocast": autocast and torch.get_autocast_dtype(self._device),
+        }
+        return Kind.of(args, kwargs, mode)
 
     def as_traced(self) -> torch.autocast:
         """The context that a program runs in: its casts are in it, autocast must add none."""
@@ -428,11 +428,16 @@ class ShardedModule(FsdpMethods):
     # -- FSDP1's and FSDP2's setters and optimizer states (see docs/coming-from-fsdp.md) -----------
 
 
-def _leaf_key(value: Any) -> Any:
-    """Equal for leaves that one program serves; ``1``, ``1.0`` and ``True`` are not equal."""
-    if isinstance(value, Tensor):
-        kind = (value.dtype, value.device, value.requires_grad)
-        return (tuple(value.shape), value.stride(), *kind)
-    if isinstance(value, (float, complex)):
-        return (type(value), repr(value))  # NaN equals itself, -0.0 is not 0.0
-    return (type(value), value if isinstance(value, PLAIN) else id(value))
+def _reason(kind: Kind, known: Iterable[Kind]) -> str:
+    """Why a call of this kind runs none of the programs: how it differs from the nearest."""
+    said = [kind.differs_in(other) for other in known]
+    return min(said, key=lambda each: each.count(";"), default="the first call")
+
+
+def _listed(variants: dict[Kind, Variant]) -> str:
+    """A line per program: the sizes that it was traced for, and how it differs from the first."""
+    first = next(iter(variants))
+    return "\n".join(
+        f"  {n}: {'the first call' if kind is first else kind.differs_in(first)}"
+        for n, kind in enumerate(variants, 1)
+    )

@@ -10,7 +10,9 @@ import collections
 import contextlib
 import dataclasses
 import difflib
+import functools
 import gc
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +23,7 @@ from torch import nn
 
 from fxshard import compat, dump, trace, verify
 from fxshard.config import Config, Precision, environment
-from fxshard.errors import ConfigError, VerifyError
+from fxshard.errors import CaptureError, ConfigError, VerifyError
 from fxshard.passes.annotate_streams import AnnotateStreams
 from fxshard.passes.assign_checkpoints import AssignCheckpoints
 from fxshard.passes.assign_units import AssignUnits
@@ -37,8 +39,11 @@ from fxshard.passes.outline_regions import OutlineRegions
 from fxshard.passes.prefetch import Prefetch
 from fxshard.passes.reinplace import Reinplace
 from fxshard.program import Fact, Program
+from fxshard.shapes import Symbols
 from fxshard.sizes import parse_bytes
 from fxshard.units import Unit, check_reshard, checkpointed_modules, with_precision
+
+log = logging.getLogger("fxshard")
 
 
 class Pass(Protocol):
@@ -165,6 +170,7 @@ def make_program(
     device: torch.device | None = None,
     observe: Observer | None = None,
     captures: dict[Any, Program] | None = None,
+    symbols: Symbols | None = None,
 ) -> Program:
     """Capture one call and run the passes over it.
 
@@ -180,6 +186,7 @@ def make_program(
         device: where parameters are when they are whole; None: where they are now.
         observe: called with the dump before and after each pass.
         captures: earlier captures of this very call: one that serves is not made again.
+        symbols: sizes that the program leaves open (see `fxshard.trace.capture`).
     """
     check_reshard(units, world)
     if config.full_precision_in_eval and not model.training:
@@ -189,9 +196,10 @@ def make_program(
     wanted += [leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor)]
     training = torch.is_grad_enabled() and any(wanted)
     captures = {} if captures is None else captures
-    key = _capture_key(units, training, config)
+    key = (_capture_key(units, training, config), tuple((symbols or {}).items()))
     if key not in captures:
-        captures[key] = trace.capture(
+        capture = functools.partial(
+            trace.capture,
             *(model, args, kwargs),
             units=units,
             world_size=world,
@@ -199,6 +207,14 @@ def make_program(
             device=device,
             for_cuda=config.device is not None,
         )
+        try:
+            captures[key] = capture(symbols=symbols)
+        except CaptureError as error:
+            if not symbols:
+                raise
+            said = str(error).splitlines()[0]
+            log.info("fxshard: %s cannot be left open: %s", ", ".join(symbols), said)
+            captures[key] = capture()
     program = captures[key].copied(units, world)
     program.replicas, program.sync = replicas, sync
     program.accumulated = frozenset(accumulated)

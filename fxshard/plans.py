@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxshard import budget, certificate, compat, dump, levers, limits
+from fxshard import budget, certificate, compat, dump, levers, limits, shapes
 from fxshard.budget import Picked
 from fxshard.config import Config
 from fxshard.cost import timeline
@@ -108,6 +108,9 @@ def make_plan(
                 accumulated=sorted(accumulated),
                 observe=observe,
                 captures=captures,
+                symbols=shapes.named(
+                    workload.config.dynamic or {}, workload.module, *workload.call
+                ),
             )
         program = made[sync, accumulated]
         programs.append(program)

@@ -51,6 +51,7 @@ from fxshard.units import Param, Unit
 if TYPE_CHECKING:
     from fxshard.provenance import Call
     from fxshard.schedule import Schedule
+    from fxshard.shapes import Domain
 
 
 class Fact(enum.Enum):
@@ -162,6 +163,7 @@ class Program:
         max_inflight: how many buckets may be unsharded at any point; None: no limit of its own.
     compiled: regions are compiled: what must run in eager's order stands apart from the rest.
         calls: every call of a module in forward, in order; nodes refer to them.
+        domain: the sizes that it serves; None: those of the example call.
         checkpoints: FQN of each module whose calls are checkpointed -> "full", "selective" or a
             policy function, as in `Config`.
         schedule: the outer schedule and its regions, once outline-regions has run.
@@ -188,6 +190,7 @@ class Program:
     max_inflight: int | None = None
     compiled: bool = False
     calls: tuple[Call, ...] = ()
+    domain: Domain | None = None
     checkpoints: dict[str, Any] = dataclasses.field(default_factory=dict)
     schedule: Schedule | None = None
     _params: tuple[Any, dict[str, Param]] | None = dataclasses.field(
@@ -308,3 +311,13 @@ def _is_plain_view(node: fx.Node) -> bool:
 def nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Bytes of a contiguous tensor."""
     return math.prod(shape) * dtype.itemsize
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """``['logits']``, ``[0].x``: the place of a leaf in a tree."""
+    return "".join(str(key) for key in path).lstrip(".")
+
+
+def input_name(path: tuple[Any, ...]) -> str:
+    """``args[0]``, ``kwargs['labels']``: the place of a flat input in the user's call."""
+    return ("args", "kwargs")[path[0].idx] + path_name(path[1:])

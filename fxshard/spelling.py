@@ -8,11 +8,14 @@ operators of a transformer's step are views, whose cost is this call and nothing
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
+
+from fxshard import shapes
 
 aten = torch.ops.aten
 
@@ -42,6 +45,12 @@ WITH_NUMBERS = frozenset(
 )
 
 # Spelled ``x.name(other arguments)``.
+# How sizes are computed from sizes.
+INFIX = {
+    **{operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/"},
+    **{operator.floordiv: "//", operator.mod: "%", operator.pow: "**"},
+}
+
 METHODS = frozenset(
     {
         *(aten.view.default, aten.t.default, aten.transpose.int, aten.permute.default),
@@ -64,6 +73,10 @@ def spelled(node: fx.Node, said: Callable[[Any], str]) -> str | None:
     """
     if node.target is aten.slice.Tensor:
         return _narrowed(node, said)
+    if node.target in INFIX:
+        return f" {INFIX[node.target]} ".join(map(said, node.args))
+    if node.target is aten.sym_size.int:
+        return f"{said(node.args[0])}.size({node.args[1]})"
     if node.target in WITH_NUMBERS and not isinstance(node.args[1], fx.Node):
         return None
     arguments = [said(argument) for argument in node.args]
@@ -83,6 +96,8 @@ def _name(node: fx.Node) -> str:
 
 def _narrowed(node: fx.Node, said: Callable[[Any], str]) -> str | None:
     """A slice of known length and step 1 as a `torch.narrow`."""
+    if shapes.LAYOUT in node.meta or shapes.LAYOUT in node.args[0].meta:  # type: ignore[union-attr]
+        return None
     if node.kwargs or (len(node.args) > 4 and node.args[4] != 1):
         return None
     source: Any = node.args[0]

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from fxshard import compat, meta, ops
+from fxshard import compat, meta, ops, shapes
 from fxshard.errors import StepError
 from fxshard.program import Program
 from fxshard.sharding import as_gradient
 
 if TYPE_CHECKING:
-    from fxshard.module import ShardedModule, Variant
+    from fxshard.module import ShardedModule
+    from fxshard.variants import Variant
 
 
 @dataclasses.dataclass
@@ -56,6 +57,7 @@ class Step(torch.autograd.Function):
         ctx.call, ctx.batch = call, batch
         ctx.places = {position: k for k, position in enumerate(where)}
         ctx.versions = _versions(call, batch)
+        ctx.shapes = [output.shape for output in outputs]
         return tuple(outputs)
 
     @staticmethod
@@ -89,7 +91,7 @@ class Step(torch.autograd.Function):
         for node in call.variant.executor.backward_inputs:
             if meta.get(node).role == "tangent":
                 k = ctx.places[int(meta.get(node).fqn or 0)]
-                tangents[meta.get(node).fqn] = _laid_out(grads[k], node)
+                tangents[meta.get(node).fqn] = _laid_out(grads[k], node, ctx.shapes[k])
                 if tangents[meta.get(node).fqn] is grads[k]:
                     grads[k] = None  # dies behind its last reader; what was copied stays to the end
         saved, ctx.saved = ctx.saved, None
@@ -118,12 +120,13 @@ def _versions(call: Call, batch: Sequence[Tensor]) -> list[tuple[str, tuple[int,
     return found
 
 
-def _laid_out(grad: Tensor | None, node: fx.Node) -> Tensor:
+def _laid_out(grad: Tensor | None, node: fx.Node, shape: torch.Size) -> Tensor:
     """The gradient of an output in the strides that backward was traced for; None is zeros."""
     like = node.meta["val"]
-    if grad is not None and grad.stride() == like.stride():
+    stride = like.stride() if like.shape == shape else shapes.stride_like(like, shape)
+    if grad is not None and grad.stride() == stride:
         return grad
-    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    made = torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
     return made.zero_() if grad is None else made.copy_(grad)
 
 

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxshard import compat, cuda, hf, precision, provenance
+from fxshard import compat, cuda, hf, precision, provenance, shapes
 from fxshard.compat import FakeTensorMode
 from fxshard.errors import CaptureError
 from fxshard.normalize import fake_like, normalize
-from fxshard.program import Program, Signature
+from fxshard.program import Program, Signature, input_name, path_name
+from fxshard.shapes import Symbols
 from fxshard.units import Unit
 
 log = logging.getLogger("fxshard")
@@ -69,6 +70,7 @@ def capture(
     training: bool,
     device: torch.device | None = None,
     for_cuda: bool = False,
+    symbols: Symbols | None = None,
 ) -> Program:
     """Trace one call of `model` into a Program that no pass has touched yet.
 
@@ -84,6 +86,7 @@ def capture(
         training: trace backward too.
         device: where parameters are when they are whole; None: where they are now.
         for_cuda: trace what PyTorch runs on CUDA, also where parameters are on the CPU.
+        symbols: sizes of inputs that may be others in other calls; at least 2 in this one.
 
     Raises:
         CaptureError: Python control flow depends on data, a trainable parameter lost its
@@ -91,24 +94,29 @@ def capture(
     """
     computes_on = where_it_computes(model, device)
     stands_for_cuda = for_cuda and computes_on.type != "cuda"
-    fake_mode = (cuda.CudaFakeMode if stands_for_cuda else FakeTensorMode)(
-        allow_non_fake_inputs=True
-    )
+    mode_class = cuda.CudaFakeMode if stands_for_cuda else FakeTensorMode
+    fake_mode = tracing_mode = mode_class(allow_non_fake_inputs=True)
     leaves, in_spec = compat.tree_flatten_with_path((args, kwargs))
     flat = [leaf for _, leaf in leaves]
-    names = tuple(_input_name(path) for path, _ in leaves)
+    names = tuple(input_name(path) for path, _ in leaves)
     _refuse_opaque(names, flat, "argument")
     positions = tuple(i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor))
-    fakes = tuple(fake_like(flat[i], fake_mode) for i in positions)
+    sizes = shapes.Trace(symbols, shapes.of_call(flat)) if symbols else None
+    if sizes is not None:
+        tracing_mode = mode_class(allow_non_fake_inputs=True, shape_env=sizes.env)
+    fakes = tuple(_fake_input(i, flat[i], tracing_mode, sizes) for i in positions)
     call = _Call(model, flat, in_spec, positions, training, units, computes_on, stands_for_cuda)
     dtypes = precision.traced_dtypes(model, units)
     with (
         cuda.substituted() if stands_for_cuda else contextlib.nullcontext(),
-        _fake_state(model, fake_mode, dtypes, device),
+        _fake_state(model, tracing_mode, dtypes, device),
         provenance.calls_noted(model) as calls,
         precision.casting(model, units),
     ):
         graph_module, sources, targets = _export(call, fakes)
+    domain = None
+    if sizes is not None:
+        domain = shapes.settle(graph_module.graph, sizes, fake_mode)
     signature = Signature(
         in_spec=in_spec,
         out_spec=call.out_spec,
@@ -131,10 +139,18 @@ def capture(
         device=computes_on,
         fake_mode=fake_mode,
         calls=tuple(calls),
+        domain=domain,
     )
     normalize(program, graph_module, sources, targets, call.replaced)
     hf.refuse_packed(program.graph)
     return program
+
+
+def _fake_input(
+    leaf: int, tensor: torch.Tensor, mode: FakeTensorMode, sizes: shapes.Trace | None
+) -> torch.Tensor:
+    symbolic = sizes.fake(leaf, tensor, mode) if sizes is not None else None
+    return fake_like(tensor, mode) if symbolic is None else symbolic
 
 
 class _Call(nn.Module):
@@ -185,7 +201,7 @@ class _Call(nn.Module):
             out = precision.root_output(self.units, out)
         paths, self.out_spec = compat.tree_flatten_with_path(out)
         values = [value for _, value in paths]
-        self.out_names = tuple(_path_name(path) or "output" for path, _ in paths)
+        self.out_names = tuple(path_name(path) or "output" for path, _ in paths)
         _refuse_opaque(self.out_names, values, "output")
         is_tensor = [isinstance(value, torch.Tensor) for value in values]
         wants = [i for i, v in enumerate(values) if is_tensor[i] and v.requires_grad and self.grad]
@@ -374,12 +390,3 @@ def _restore(module: nn.Module, snapshot: dict[str, Any]) -> None:
             value.clear()
             value.update(items)
         module.__dict__[key] = value
-
-
-def _path_name(path: tuple[Any, ...]) -> str:
-    return "".join(str(key) for key in path).lstrip(".")
-
-
-def _input_name(path: tuple[Any, ...]) -> str:
-    """``args[0]``, ``kwargs['labels']``: the place of a flat input in the user's call."""
-    return ("args", "kwargs")[path[0].idx] + _path_name(path[1:])

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxshard import fakes, meta
+from fxshard import fakes, meta, shapes
 from fxshard.program import Fact, Program
 from fxshard.units import owner_of
 
@@ -82,8 +82,7 @@ def strip_no_ops(program: Program) -> None:
 def _is_same_shape_view(node: fx.Node) -> bool:
     if node.target not in (aten._unsafe_view.default, aten.view.default):
         return False
-    before, after = meta.source(node).meta["val"], node.meta["val"]
-    return bool(before.shape == after.shape and before.stride() == after.stride())
+    return shapes.same_layout(meta.source(node), node)
 
 
 def merge_parameter_free(program: Program) -> list[fx.Node]:

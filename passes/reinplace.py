@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxshard import meta
+from fxshard import meta, shapes
 from fxshard.program import Fact, Program
 
 aten = torch.ops.aten
@@ -137,7 +137,7 @@ def lies_alike(node: fx.Node, source: fx.Node) -> bool:
     made, val = node.meta["val"], source.meta["val"]
     if not isinstance(val, torch.Tensor) or len(meta.storage_ids(source)) != 1:
         return False
-    alike = made.shape == val.shape and made.stride() == val.stride()
+    alike = shapes.same_layout(node, source)
     whole = val.untyped_storage().nbytes() == val.numel() * val.element_size()
     return bool(alike and whole and made.dtype is val.dtype and made.device == val.device)
 

@@ -1,0 +1,395 @@
+"""Symbolic sizes: one program for calls whose inputs differ in some dimensions.
+
+The trace sees symbols in place of the sizes that may differ. Afterwards every size that an operator
+takes is a node in front of the graph, computed from the inputs' sizes, and every fake value is one
+of the example call: passes and analyses see concrete bytes, and the program runs on other sizes as
+it is. What the trace took for granted of the symbols is its `Domain`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+
+from fxshard import compat
+from fxshard.compat import FakeTensorMode
+from fxshard.errors import ConfigError
+from fxshard.program import input_name
+
+aten = torch.ops.aten
+
+Place = tuple[int, int | None]  # flat leaf of the call, and its dimension; None: the leaf, an int
+Symbols = Mapping[str, tuple[Place, ...]]  # name of a size -> where the call has it
+Sizes = tuple[tuple[int, ...] | int | None, ...]  # per leaf: of a tensor, an int, anything else
+Layout = tuple[tuple[str, ...], tuple[str, ...]]  # sizes and strides of a tensor, as expressions
+
+OF_A_TENSOR = (aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default)
+ASSERTS = (
+    *(aten._assert_scalar.default, aten.sym_constrain_range.default),
+    aten.sym_constrain_range_for_size.default,
+)
+_TAKEN_ALONG = ("val", "desc", "custom")  # metadata of the trace that a moved node keeps
+
+
+@dataclasses.dataclass(frozen=True)
+class Domain:
+    """The sizes that a program serves.
+
+    Attributes:
+        example: the sizes of the call that was traced; those without a name must be the same.
+        places: per name of a symbolic size, where the call has it.
+        symbols: per name, its symbol.
+        conditions: what the trace took for granted, and where torch asked for it.
+    """
+
+    example: Sizes
+    places: Symbols
+    symbols: Mapping[str, sympy.Symbol]
+    conditions: tuple[tuple[sympy.Basic, str], ...]
+
+    def refusal(self, sizes: Sizes) -> str | None:
+        """Why a call with these sizes needs another program; None if this one serves it."""
+        values: dict[sympy.Symbol, int] = {}
+        for name, places in self.places.items():
+            found = {size_at(sizes, place) for place in places}
+            if len(found) != 1:
+                return f"{name} has one size in the program, and {sorted(found)} in this call"
+            values[self.symbols[name]] = found.pop()
+        if _without(sizes, self.places) != _without(self.example, self.places):
+            return "a size that the program has as a number is another in this call"
+        for condition, where in self.conditions:
+            if condition.xreplace(values) != sympy.true:
+                return f"the program holds for {self.said(condition)} only ({where})"
+        return None
+
+    def said(self, condition: sympy.Basic) -> str:
+        """A condition in the names of the sizes."""
+        names = {symbol: sympy.Symbol(name) for name, symbol in self.symbols.items()}
+        return str(condition.xreplace(names))
+
+    @property
+    def text(self) -> str:
+        """What it leaves open, for people: ``open: batch, seq (seq <= 16)``."""
+        notable = [
+            self.said(c)
+            for c, _ in self.conditions
+            if not (isinstance(c, sympy.Ge) and c.args[1] == 2)
+        ]
+        held = f" while {', '.join(notable)}" if notable else ""
+        return f"open: {', '.join(self.free) or 'nothing'}{held}"
+
+    @property
+    def free(self) -> tuple[str, ...]:
+        """Names of the sizes that no condition holds to one number."""
+        fixed = {
+            side
+            for condition, _ in self.conditions
+            if isinstance(condition, sympy.Eq) and any(s.is_Integer for s in condition.args)
+            for side in condition.args
+        }
+        return tuple(name for name, symbol in self.symbols.items() if symbol not in fixed)
+
+
+def of_call(leaves: Sequence[Any]) -> tuple[tuple[int, ...] | None, ...]:
+    """The sizes of the contiguous tensors of a call; None for its other leaves."""
+    return tuple(
+        tuple(leaf.shape) if isinstance(leaf, Tensor) and leaf.is_contiguous() else None
+        for leaf in leaves
+    )
+
+
+def size_at(sizes: Sizes, place: Place) -> int:
+    """The size that a call has at `place`."""
+    leaf, dim = place
+    found: Any = sizes[leaf]
+    return int(found if dim is None else found[dim])
+
+
+def _without(sizes: Sizes, places: Symbols) -> list[Any]:
+    """The sizes that have no name."""
+    named = {place for at in places.values() for place in at}
+    return [
+        [size for dim, size in enumerate(shape) if (leaf, dim) not in named]
+        if isinstance(shape, tuple)
+        else shape
+        for leaf, shape in enumerate(sizes)
+        if (leaf, None) not in named
+    ]
+
+
+def named(
+    dynamic: Mapping[str, Sequence[tuple[str, int]]],
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> dict[str, tuple[Place, ...]]:
+    """Where the call ``model(*args, **kwargs)`` has the sizes that the option ``dynamic`` names.
+
+    Sizes of 0 and 1 are left out: they broadcast, and are numbers in a program.
+
+    Raises:
+        ConfigError: a name is no argument of ``forward``, or an argument no contiguous tensor with
+            such a dimension; or dimensions of one name have different sizes.
+    """
+    leaves, _ = compat.tree_flatten_with_path((args, kwargs))
+    shapes: Any = of_call([leaf for _, leaf in leaves])
+    where = {input_name(path): number for number, (path, _) in enumerate(leaves)}
+    parameters = list(inspect.signature(model.forward).parameters)
+    for number, (path, _) in enumerate(leaves):
+        if len(path) == 2 and path[0].idx == 1:
+            where[path[1].key] = number
+        elif len(path) == 2 and path[1].idx < len(parameters):
+            where[parameters[path[1].idx]] = number
+    found: dict[str, tuple[Place, ...]] = {}
+    for name, wanted in dynamic.items():
+        places: list[Place] = []
+        for argument, dim in wanted:
+            if argument not in where and argument not in parameters:
+                raise ConfigError(
+                    f"dynamic[{name!r}] names {argument!r}, but the call has "
+                    f"{', '.join(where)} and forward takes {', '.join(parameters)}."
+                )
+            leaf = where.get(argument)
+            if leaf is None:
+                continue  # not given in this call
+            shape = shapes[leaf]
+            if shape is None or not 0 <= dim < len(shape):
+                raise ConfigError(
+                    f"dynamic[{name!r}] names dimension {dim} of {argument!r}, which is no "
+                    f"contiguous tensor with such a dimension in this call."
+                )
+            places.append((leaf, dim))
+        sizes = {shapes[leaf][dim]: argument for leaf, dim in places}
+        if len(sizes) > 1:
+            raise ConfigError(
+                f"dynamic[{name!r}] names dimensions of different sizes: {sorted(sizes)}. Give "
+                f"each a name of its own."
+            )
+        if sizes and min(sizes) > 1:
+            found[name] = tuple(places)
+    return found
+
+
+class Trace:
+    """The symbols of one trace.
+
+    Attributes:
+        env: torch's ShapeEnv, which collects what the trace asks of them.
+    """
+
+    def __init__(self, places: Symbols, sizes: Sizes) -> None:
+        self.places, self.sizes = dict(places), sizes
+        self.env = compat.ShapeEnv(duck_shape=False)
+        self._examples = {name: size_at(sizes, at[0]) for name, at in self.places.items()}
+        self._sizes = {
+            name: compat.symbolic_size(self.env, name, size)
+            for name, size in self._examples.items()
+        }
+        self._at = {place: self._sizes[name] for name, at in self.places.items() for place in at}
+        self._symbols = {name: compat.expression(size) for name, size in self._sizes.items()}
+
+    def fake(self, leaf: int, like: Tensor, mode: FakeTensorMode) -> Tensor | None:
+        """A contiguous fake input with symbols for sizes, or None where it has none of them."""
+        if not any((leaf, dim) in self._at for dim in range(like.dim())):
+            return None
+        shape = [self._at.get((leaf, dim), size) for dim, size in enumerate(like.shape)]
+        with mode:
+            fake: Tensor = torch.empty(shape, dtype=like.dtype, device=like.device)
+        return fake.requires_grad_(like.requires_grad)
+
+    def number(self, leaf: int) -> Any:
+        """The symbol of an int of the call, or None."""
+        return self._at.get((leaf, None))
+
+    @property
+    def example(self) -> dict[sympy.Symbol, int]:
+        """The sizes of the example call."""
+        return {self._symbols[name]: size for name, size in self._examples.items()}
+
+    def domain(self) -> Domain:
+        """What the trace has asked of the symbols."""
+        given = set(self._symbols.values())
+        found: dict[sympy.Basic, str] = {}
+        for symbol in self._symbols.values():
+            known = self.env.replacements.get(symbol)
+            if known is not None and known.free_symbols <= given:
+                found.setdefault(sympy.Eq(symbol, known), "the model made it so")
+            else:
+                least = self.env.var_to_range[symbol].lower
+                found.setdefault(sympy.Ge(symbol, least), "smaller sizes broadcast, or are refused")
+        for guard in self.env.guards:
+            if guard.expr.free_symbols <= given:
+                found.setdefault(guard.expr, f"asked at {guard.sloc}")
+        conditions = tuple((c, where) for c, where in found.items() if c != sympy.true)
+        return Domain(self.sizes, self.places, self._symbols, conditions)
+
+
+def settle(graph: fx.Graph, trace: Trace, mode: FakeTensorMode) -> Domain:
+    """Put sizes in front and make every fake value one of the example call, in place.
+
+    Args:
+        graph: as it was traced; nodes have symbolic fake values.
+        trace: its symbols.
+        mode: owner of the concrete fake values.
+    """
+    example = _Example(trace, mode)
+    _sizes_first(graph, example)
+    for node in graph.nodes:
+        if "val" in node.meta:
+            val = node.meta["val"]
+            layout = tuple(map(_layout, _tensors(val)))
+            if not _is_fixed(layout):
+                node.meta[LAYOUT] = layout
+            node.meta["val"] = example.of(val)
+    return trace.domain()
+
+
+LAYOUT = "fxshard_layout"  # metadata key: the Layout of each tensor of a node that has symbols
+
+
+def same_layout(node: fx.Node, other: fx.Node) -> bool:
+    """True if both are one tensor of equal sizes and strides, whatever the inputs' sizes are."""
+    mine, theirs = node.meta.get(LAYOUT), other.meta.get(LAYOUT)
+    if mine or theirs:
+        return bool(mine == theirs)
+    a, b = node.meta["val"], other.meta["val"]
+    return bool(a.shape == b.shape and a.stride() == b.stride())
+
+
+def stride_like(tensor: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense tensor of `shape`, its dimensions in the order in memory of `tensor`'s."""
+    strides = [0] * len(shape)
+    step = 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (tensor.stride(dim), -dim)):
+        strides[dim] = step
+        step *= shape[dim]
+    return tuple(strides)
+
+
+def depends_on_data(node: fx.Node) -> bool:
+    """True if a size of `node` is that of what the model found in its data: its fake is made up."""
+    sizes = (size for each in node.meta.get(LAYOUT, ()) for side in each for size in side)
+    return any(_FROM_DATA.search(size) for size in sizes)
+
+
+_FROM_DATA = re.compile(r"\bu\d+\b")  # torch's names of symbols without an example
+
+
+def _is_fixed(layout: tuple[Layout, ...]) -> bool:
+    return all(size.isdigit() for each in layout for side in each for size in side)
+
+
+def _layout(tensor: Tensor) -> Layout:
+    return tuple(map(str, tensor.shape)), tuple(map(str, tensor.stride()))
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for item in value for t in _tensors(item)] if isinstance(value, (list, tuple)) else []
+
+
+class _Example:
+    """Values of the example call for values with symbols."""
+
+    def __init__(self, trace: Trace, mode: FakeTensorMode) -> None:
+        self.env, self.mode = trace.env, mode
+        self._given = trace.example
+        self._made_up: dict[sympy.Symbol, int] = {}
+        self._storages: dict[int, tuple[Any, Tensor]] = {}  # the first keeps the number taken
+        self._tensors: dict[int, tuple[Any, Tensor]] = {}
+
+    def number(self, value: Any) -> Any:
+        """A size as a number."""
+        if not isinstance(value, compat.SYMBOLIC):
+            return value
+        expression = self.env.simplify(compat.expression(value))
+        known = {s: self._known(s) for s in expression.free_symbols}
+        found = expression.xreplace(known)
+        if isinstance(value, torch.SymBool):
+            return bool(found)
+        return float(found) if isinstance(value, torch.SymFloat) else int(found)
+
+    def _known(self, symbol: sympy.Symbol) -> sympy.Integer:
+        if symbol in self._given:
+            return sympy.Integer(self._given[symbol])
+        if symbol not in self._made_up:  # depends on the data: any number in its range will do
+            bounds = self.env.var_to_range[symbol]
+            number = max(int(bounds.lower), 5 + 2 * len(self._made_up))
+            if bounds.upper.is_Integer:
+                number = min(number, int(bounds.upper))
+            self._made_up[symbol] = number
+        return sympy.Integer(self._made_up[symbol])
+
+    def of(self, value: Any) -> Any:
+        """The same value without symbols; aliases stay aliases."""
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(self.of, value))
+        if not isinstance(value, Tensor):
+            return self.number(value)
+        if id(value) not in self._tensors:
+            self._tensors[id(value)] = value, self._tensor(value)
+        return self._tensors[id(value)][1]
+
+    def _tensor(self, value: Tensor) -> Tensor:
+        storage = value.untyped_storage()
+        size, stride = map(self.number, value.shape), map(self.number, value.stride())
+        where = tuple(size), tuple(stride), self.number(value.storage_offset())
+        if id(storage) not in self._storages:
+            nbytes = self.number(storage.nbytes())
+            flat = compat.fake_empty(
+                self.mode, (nbytes // value.element_size(),), value.dtype, value.device
+            )
+            self._storages[id(storage)] = storage, flat
+        _, flat = self._storages[id(storage)]
+        made = compat.fake_view(self.mode, flat, lambda x: x.view(value.dtype).as_strided(*where))
+        return made.requires_grad_() if value.requires_grad and value.is_leaf else made
+
+
+def _sizes_first(graph: fx.Graph, example: _Example) -> None:
+    """One node per size: in front where it follows from the inputs, else behind what it is of.
+
+    The trace asks a tensor for its size wherever an operator needs it; a late question would keep
+    the tensor alive, until backward if it is asked there.
+    """
+    *_, front = graph.find_nodes(op="placeholder")  # sizes go behind it
+    ready: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        if node.target in ASSERTS:
+            graph.erase_node(node)
+    known: dict[sympy.Basic, fx.Node] = {}
+    for node in list(graph.nodes):
+        val = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(val, compat.SYMBOLIC):
+            known.setdefault(compat.expression(val), node)
+            ready.add(node)
+        if node.op != "call_function" or not isinstance(val, compat.SYMBOLIC):
+            continue
+        expression = example.env.simplify(compat.expression(val))
+        if expression in known:
+            node.replace_all_uses_with(known[expression])
+            graph.erase_node(node)
+            continue
+        known[expression] = node
+        source: Any = node.args[0]
+        of_tensor = node.target in OF_A_TENSOR
+        if source.op == "placeholder" if of_tensor else ready.issuperset(node.all_input_nodes):
+            front.append(node)
+            front = node
+            ready.add(node)
+        elif of_tensor:
+            source.append(node)
+        else:
+            continue  # read out of the data, or computed from what was
+        node.meta = {key: node.meta[key] for key in _TAKEN_ALONG if key in node.meta}
+    for node in reversed(list(graph.nodes)):
+        unread = node.op == "call_function" and not node.users
+        if unread and isinstance(node.meta.get("val"), compat.SYMBOLIC):
+            graph.erase_node(node)

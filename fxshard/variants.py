@@ -1,0 +1,155 @@
+"""Which program serves a call: what of a call its program depends on, and what may differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxshard import compat, meta, shapes
+from fxshard.compat import TreeSpec
+from fxshard.executor import Executor
+from fxshard.plans import Plan
+from fxshard.program import Program, input_name
+from fxshard.shapes import Place, of_call
+from fxshard.trace import PLAIN
+
+aten = torch.ops.aten
+
+_ANY = "contiguous"  # stands in a Kind for the sizes and strides of a contiguous tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What of a call its program depends on. Calls of equal kinds run the same program.
+
+    Attributes:
+        spec: tree of ``(args, kwargs)``.
+        leaves: of its leaves, all but the sizes of contiguous tensors.
+        sizes: those sizes, leaf by leaf; None for other leaves.
+        mode: the rest, by name: train or eval, grad mode, ``requires_grad`` and so on.
+    """
+
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+    sizes: tuple[tuple[int, ...] | None, ...]
+    mode: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, args: Any, kwargs: Any, mode: Mapping[str, Any]) -> Kind:
+        """Of the call ``model(*args, **kwargs)``."""
+        flat, spec = compat.tree_flatten((args, kwargs))
+        sizes = of_call(flat)
+        return cls(spec, tuple(map(_leaf_key, flat, sizes)), sizes, tuple(mode.items()))
+
+    def differs_in(self, other: Kind) -> str:
+        """What is not as in `other`, for people."""
+        names = [input_name(path) for path, _ in _paths(self.spec)]
+        if self.spec != other.spec:
+            return "the call has other arguments"
+        found = [
+            f"{name} is {list(now or ())}, was {list(before or ())}"
+            for name, now, before in zip(names, self.sizes, other.sizes, strict=True)
+            if now != before
+        ]
+        found += [
+            f"{name} is of another kind or value"
+            for name, now, before in zip(names, self.leaves, other.leaves, strict=True)
+            if now != before
+        ]
+        before = dict(other.mode)
+        found += [f"{name} changed" for name, now in self.mode if now != before.get(name)]
+        return "; ".join(dict.fromkeys(found))
+
+
+def _paths(spec: TreeSpec) -> list[tuple[Any, Any]]:
+    leaves = list(range(spec.num_leaves))
+    return compat.tree_flatten_with_path(compat.tree_unflatten(leaves, spec))[0]
+
+
+def _leaf_key(value: Any, sizes: tuple[int, ...] | None) -> Any:
+    """Equal for leaves that one program serves; ``1``, ``1.0`` and ``True`` are not equal."""
+    if isinstance(value, Tensor):
+        layout = (_ANY, value.dim()) if sizes is not None else (tuple(value.shape), value.stride())
+        return (*layout, value.dtype, value.device, value.requires_grad)
+    if isinstance(value, (float, complex)):
+        return (type(value), repr(value))  # NaN equals itself, -0.0 is not 0.0
+    return (type(value), value if isinstance(value, PLAIN) else id(value))
+
+
+@dataclasses.dataclass
+class Variant:
+    """One program of the module, and the kind of call that it was traced for."""
+
+    kind: Kind
+    plan: Plan
+    executor: Executor
+
+    def serves(self, kind: Kind) -> bool:
+        """True if a call of this kind runs this program too: its sizes alone are others."""
+        mine, domain = self.kind, self.program.domain
+        return (
+            domain is not None
+            and mine.leaves == kind.leaves
+            and mine.mode == kind.mode
+            and mine.spec == kind.spec
+            and domain.refusal(kind.sizes) is None
+        )
+
+    @property
+    def program(self) -> Program:
+        """What the executor runs."""
+        return self.plan.program
+
+    @functools.cached_property
+    def written(self) -> frozenset[tuple[str, str | None]]:
+        """Role and name of the buffers and inputs that forward writes into."""
+        return frozenset(
+            (meta.get(node).role, meta.get(node).fqn)
+            for node in self.program.graph.find_nodes(op="placeholder")
+            if any(user.target is aten.copy_.default for user in node.users)
+        )
+
+    @functools.cached_property
+    def read_again(self) -> list[fx.Node]:
+        """Placeholders of backward that are the caller's tensors: they must stay as they are."""
+        nodes = self.executor.backward_inputs
+        return [node for node in nodes if meta.get(node).role in meta.HELD]
+
+
+def symbols_for(
+    kind: Kind,
+    others: Sequence[Kind],
+    dynamic: Mapping[str, Sequence[tuple[str, int]]] | None,
+    model: nn.Module,
+    call: tuple[Any, Any],
+) -> dict[str, tuple[Place, ...]]:
+    """The sizes that a new program leaves open: the named ones, and those that were others before.
+
+    Sizes 0 and 1 are never left open: they broadcast. Sizes that were equal in every call are one.
+
+    Args:
+        kind: of the new call.
+        others: of calls that have a program.
+        dynamic: the option of that name.
+        model, call: for the names of arguments.
+
+    Raises:
+        ConfigError: `dynamic` names something that is no tensor argument.
+    """
+    named = shapes.named(dynamic or {}, model, *call)
+    taken = {place for places in named.values() for place in places}
+    before = [o.sizes for o in others if (o.spec, o.leaves) == (kind.spec, kind.leaves)]
+    names = [input_name(path) for path, _ in _paths(kind.spec)]
+    found: dict[tuple[int, ...], list[Place]] = {}
+    for leaf, shape in enumerate(kind.sizes):
+        for dim, size in enumerate(shape or ()):
+            seen = (*(other[leaf][dim] for other in before), size)  # type: ignore[index]
+            if len(set(seen)) > 1 and size > 1 and (leaf, dim) not in taken:
+                found.setdefault(seen, []).append((leaf, dim))
+    varying = {f"{names[at[0][0]]}.shape[{at[0][1]}]": tuple(at) for at in found.values()}
+    return named | varying
