@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     is_fake,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import (
@@ -418,6 +419,12 @@ def expression(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> Any:
 def boxed(given: tuple[Any, ...]) -> list[torch.Tensor | None]:
     """The gradients that a Function's backward was given, with ``boxed_grads_call`` or without."""
     return given[0] if BOXED_GRADS else list(given)
+
+
+def forget_groups(mesh: DeviceMesh) -> None:
+    """Let `mesh` refer to its process groups no more (torch/distributed/device_mesh.py)."""
+    for each in (mesh, mesh._get_root_mesh()):
+        getattr(each, "_pg_registry", {}).clear()
 
 
 def group_store(group: Any) -> Any:

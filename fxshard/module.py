@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from fxshard import compat, meta, ops, pipeline, state
 from fxshard.certificate import agreement
 from fxshard.config import Config, notice
-from fxshard.errors import StepError
+from fxshard.errors import FxshardError, StepError
 from fxshard.executor import Executor
 from fxshard.fsdp import FsdpMethods
 from fxshard.memory.optimizer import make_optimizer
@@ -192,14 +192,22 @@ class ShardedModule(FsdpMethods):
         agreed on before: a rank may meet a new batch size alone.
         """
         kind = self.kind(args, kwargs)
+        if isinstance(self.world, C10dWorld):
+            self.world.begin_call()
         found = self.variants.get(kind)
         if found is None:
             found = next((v for v in self.variants.values() if v.serves(kind)), None)
         if found is None:
-            program = self._traced(args, kwargs, kind)
+            try:
+                program = self._traced(args, kwargs, kind)
+            except FxshardError as error:
+                if isinstance(self.world, C10dWorld):
+                    why = str(error).partition("\n")[0]
+                    self.world.note_reason(f"could not trace its call ({why})")
+                raise
             lines = agreement(program)
             if isinstance(self.world, C10dWorld) and tuple(lines) not in self._agreed:
-                self.world.agree(lines, "the model or the batch structure")
+                self.world.agree(lines, "the model or the batch structure", self._agreed)
             self.add(args, kwargs, program)
             found = self.variants[kind]
         return found
@@ -342,7 +350,7 @@ class ShardedModule(FsdpMethods):
                 *(slot.tensor.requires_grad for slot in self.slots.values()),
                 *(self._whole(fqn).requires_grad for fqn in self.wholes),
             ),
-            "gradient accumulation": (self._sync, self._waiting()) if grad else None,
+            "gradient accumulation": (self._sync, self._waiting()) if grad else (True, ()),
             "a hook of a module": compat.hook_numbers(self._tree),
             "grad mode": grad,
             "autocast": autocast and torch.get_autocast_dtype(self._device),

@@ -92,7 +92,7 @@ def _tag_placeholders(program: Program, sources: list[Any]) -> None:
     The trace numbers tensors; inputs and outputs are known by their flat position in the call.
     """
     positions = program.signature.tensor_inputs
-    where = program.signature.tensor_outputs
+    where = program.signature.computed_outputs
     first = _first_names(program)
     for node, desc in zip(program.graph.find_nodes(op="placeholder"), sources, strict=True):
         kind, source = compat.input_source(desc)
@@ -166,7 +166,7 @@ def _set_results(program: Program, targets: list[Any], replaced: tuple[str, ...]
     """Name the outputs; write mutated buffers back at the end of forward."""
     first = _first_names(program)
     positions = program.signature.tensor_inputs
-    where = program.signature.tensor_outputs
+    where = program.signature.computed_outputs
     values = program.values
     holders = {
         (meta.get(n).role, meta.get(n).fqn): n for n in program.graph.find_nodes(op="placeholder")

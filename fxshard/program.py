@@ -112,7 +112,7 @@ class Signature:
         out_spec: tree of the model's return value.
         inputs: per flat input: the constant it had, or None where a tensor goes.
         tensor_inputs: flat positions that hold tensors, in order.
-        outputs: per flat output: None where a tensor comes, else ``(constant,)``.
+        outputs: per flat output: None where a tensor or a size comes, else ``(constant,)``.
         input_names, output_names: readable paths, for messages.
         tangents: flat output indices whose gradient backward takes.
         training: True if the program has a backward.
@@ -132,8 +132,8 @@ class Signature:
     differentiable: tuple[int, ...] = ()
 
     @property
-    def tensor_outputs(self) -> tuple[int, ...]:
-        """Flat positions of outputs that are tensors, in order."""
+    def computed_outputs(self) -> tuple[int, ...]:
+        """Flat positions of outputs that the graph computes, in order: tensors, and open sizes."""
         return tuple(i for i, constant in enumerate(self.outputs) if constant is None)
 
 

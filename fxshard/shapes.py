@@ -82,7 +82,8 @@ class Domain:
             for c, _ in self.conditions
             if not (isinstance(c, sympy.Ge) and c.args[1] == 2)
         ]
-        held = f" while {', '.join(notable)}" if notable else ""
+        more = f" and {len(notable) - 4} more" if len(notable) > 5 else ""
+        held = f" while {', '.join(notable[:4] if more else notable)}{more}" if notable else ""
         return f"open: {', '.join(self.free) or 'nothing'}{held}"
 
     @property

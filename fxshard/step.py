@@ -46,18 +46,19 @@ class Step(torch.autograd.Function):
             )
         signature = call.variant.program.signature
         ctx.set_materialize_grads(False)
-        where = signature.tensor_outputs
-        plain = [k for k, i in enumerate(where) if i not in signature.differentiable]
+        where = signature.computed_outputs
+        are_tensors = [k for k, output in enumerate(outputs) if isinstance(output, Tensor)]
+        plain = [k for k in are_tensors if where[k] not in signature.differentiable]
         for k in plain:
             outputs[k] = outputs[k].detach()  # the same tensor may be a differentiable output too
         ctx.mark_non_differentiable(*(outputs[k] for k in plain))
-        returned = {id(output) for output in outputs}
+        returned = {id(outputs[k]) for k in are_tensors}
         # An output that is saved too must not keep its own autograd node alive.
         ctx.saved = [[t.detach() if id(t) in returned else t for t in rank] for rank in saved]
         ctx.call, ctx.batch = call, batch
         ctx.places = {position: k for k, position in enumerate(where)}
         ctx.versions = _versions(call, batch)
-        ctx.shapes = [output.shape for output in outputs]
+        ctx.shapes = {k: outputs[k].shape for k in are_tensors}
         return tuple(outputs)
 
     @staticmethod

@@ -203,21 +203,27 @@ class _Call(nn.Module):
         values = [value for _, value in paths]
         self.out_names = tuple(path_name(path) or "output" for path, _ in paths)
         _refuse_opaque(self.out_names, values, "output")
+        computed = [isinstance(value, (torch.Tensor, *compat.SYMBOLIC)) for value in values]
         is_tensor = [isinstance(value, torch.Tensor) for value in values]
         wants = [i for i, v in enumerate(values) if is_tensor[i] and v.requires_grad and self.grad]
         scalars = [i for i in wants if values[i].dim() == 0]
         self.differentiable = tuple(wants)
         self.tangents = tuple(scalars or wants)
         self.out_constants = tuple(
-            None if is_tensor[i] else (value,) for i, value in enumerate(values)
+            None if computed[i] else (value,) for i, value in enumerate(values)
         )
         replaced = _replaced(buffers, dict(self.model.named_buffers(remove_duplicate=False)))
         self.replaced = tuple(replaced)
         outputs = [
-            v if i in self.tangents else v.detach() for i, v in enumerate(values) if is_tensor[i]
+            v if i in self.tangents or not is_tensor[i] else v.detach()
+            for i, v in enumerate(values)
+            if computed[i]
         ]
         outputs += [value.detach() for value in replaced.values()]
-        return [aten._unsafe_view(output, output.shape) for output in outputs]
+        return [
+            aten._unsafe_view(output, output.shape) if isinstance(output, torch.Tensor) else output
+            for output in outputs
+        ]
 
 
 def _interpret(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -271,7 +277,7 @@ def _replaced(
 def _refuse_opaque(names: tuple[str, ...], values: list[Any], what: str) -> None:
     """Raise CaptureError for an object that may hold tensors out of our sight."""
     for name, value in zip(names, values, strict=True):
-        if not isinstance(value, (torch.Tensor, *PLAIN)):
+        if not isinstance(value, (torch.Tensor, *compat.SYMBOLIC, *PLAIN)):
             raise CaptureError(
                 f"{what} {name} is a {type(value).__name__}, which fxshard cannot look into for "
                 f"tensors. Use tensors and plain values, and dicts, lists, tuples and dataclasses "

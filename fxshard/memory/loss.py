@@ -78,7 +78,7 @@ def trace_loss(program: Program, loss: Callable[[Any], torch.Tensor] | None) -> 
     taken: set[int] = set()
 
     def arrived(grads: list[torch.Tensor | None]) -> torch.Tensor:
-        for position, value, grad in zip(signature.tensor_outputs, values, grads, strict=True):
+        for position, value, grad in zip(signature.computed_outputs, values, grads, strict=True):
             if grad is None:
                 continue
             number = recorder.numbers.get(id(grad.untyped_storage()), UNSEEN)
@@ -105,7 +105,7 @@ def trace_loss(program: Program, loss: Callable[[Any], torch.Tensor] | None) -> 
         for tensor in (*outputs, trigger):
             recorder.know(tensor.untyped_storage())
         flat: list[Any] = [constant[0] if constant else None for constant in signature.outputs]
-        for position, tensor in zip(signature.tensor_outputs, made, strict=True):
+        for position, tensor in zip(signature.computed_outputs, made, strict=True):
             keeps = position in signature.differentiable
             flat[position] = tensor if keeps else tensor.detach()
         del made, tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from fxshard import compat
+from fxshard.errors import RankMismatchError
 from fxshard.world.peers import Peers
 
 OPS: dict[str, Any] = {
@@ -89,6 +90,8 @@ class C10dWorld:
         self._everyone = [peers for name, peers in self.peers.items() if "reshard" not in name]
         if mesh.ndim == 2 and mesh.size() == dist.get_world_size():
             self._everyone = [Peers(_default_group())]
+        self._calls = 0
+        self._left = False
         self._launched: dict[int, _Launch] = {}
         self.cuda: Any = torch.cuda if mesh.device_type == "cuda" else None
         self._streams: dict[str, Any] = {}
@@ -232,7 +235,42 @@ class C10dWorld:
         ranks = dist.get_process_group_ranks(self.groups["shard"])
         self.reductions = dist.new_group(ranks, use_local_synchronization=True)
 
-    def agree(self, lines: Sequence[str], what: str) -> None:
+    def begin_call(self) -> None:
+        """A call of the model begins; the other ranks can see it.
+
+        Raises:
+            RankMismatchError: this rank has left the process group.
+        """
+        if self._left:
+            raise RankMismatchError(
+                "this rank has left the process group, after it would have done something else "
+                "than the other ranks: start again from the last checkpoint."
+            )
+        self._calls += 1
+        for peers in self._everyone:
+            peers.note_call(self._calls)
+
+    def agree(
+        self, lines: Sequence[str], what: str, before: Collection[Sequence[str]] = ()
+    ) -> None:
         """Compare `lines` over all ranks of the mesh; all raise, or none (see `Peers.agree`)."""
         for peers in self._everyone:
-            peers.agree(lines, what)
+            peers.agree(lines, what, self._leave, self._calls if before else 0, before)
+
+    def note_reason(self, reason: str) -> None:
+        """Say why this rank may not take part in the next collective; empty: it will."""
+        for peers in self._everyone:
+            peers.note_reason(reason)
+
+    def _leave(self) -> None:
+        """Close the connections of this rank: others that wait for it in a collective fail now.
+
+        gloo closes them when nothing refers to the group any more.
+        """
+        self._left = True
+        for peers in (*self._everyone, *self.peers.values()):
+            peers.drop()
+        self.groups.clear()
+        compat.forget_groups(self.mesh)
+        self.reductions = None
+        dist.destroy_process_group()

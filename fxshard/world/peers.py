@@ -6,7 +6,8 @@ import datetime
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
@@ -15,62 +16,104 @@ from fxshard.errors import RankDiedError, RankMismatchError
 from fxshard.world import census
 
 CENSUS_SECONDS = 5.0  # how long a survivor waits for the others before it calls them missing
+LOOK_SECONDS = 0.5  # a rank that waits looks at least so often where the others are
 
 
 class Peers:
     """Compares what ranks are about to do, and says who is dead or elsewhere when one fails."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.size, self.rank = group, group.size(), group.rank()
+        self.group: Any = group
+        self.size, self.rank = group.size(), group.rank()
         self.fake = dist.get_backend(group) == "fake"
         self.global_ranks = dist.get_process_group_ranks(group)
+        self.alone = self.fake or self.size == 1
         if not self.fake:
-            key = f"fxshard/identity/{self.rank}"
-            compat.group_store(group).set(key, census.identity())
+            store = compat.group_store(group)
+            store.set(f"fxshard/identity/{self.rank}", census.identity())
+            number = store.add(f"fxshard/worlds/{self.rank}", 1)  # the n-th ones belong together
+            self._calls = f"calls/{number}"
 
-    def agree(self, lines: Sequence[str], what: str) -> None:
+    def note_call(self, number: int) -> None:
+        """Say that this rank is in its call `number` of the model: one message, no answer."""
+        if not self.alone:
+            store = compat.group_store(self.group)
+            store.set(f"fxshard/{self._calls}/{self.rank}", str(number))
+
+    def drop(self) -> None:
+        """Refer to the group no more."""
+        self.group, self.alone = None, True
+
+    def note_reason(self, reason: str) -> None:
+        """Say why this rank may not take part in the next collective; empty: it will."""
+        if not self.alone:
+            compat.group_store(self.group).set(f"fxshard/reason/{self.rank}", reason)
+
+    def agree(
+        self,
+        lines: Sequence[str],
+        what: str,
+        leave: Callable[[], None],
+        call: int = 0,
+        before: Collection[Sequence[str]] = (),
+    ) -> None:
         """Compare `lines` with rank 0's, through the store; all ranks raise, or none.
 
-        No collective is issued, so that ranks that disagree cannot hang in one.
+        No collective is issued, so that ranks that disagree cannot hang in one. Those that are in
+        this call of the model already, with something that all have agreed on before, do not ask:
+        they wait in a collective for this rank, until it leaves.
+
+        Args:
+            lines: of this rank.
+            what: they are, for people.
+            leave: closes the connections of this rank.
+            call: the number of this call of the model; 0: outside of one, where all ask.
+            before: lines that all have agreed on.
 
         Raises:
             RankMismatchError: names the first rank that differs and its first differing line, or
-                the ranks that never asked.
+                the ranks that did not ask.
             RankDiedError: a rank died before it asked.
         """
-        if self.fake or self.size == 1:
+        if self.alone:
             return
         store = compat.group_store(self.group)
         # Each rank counts its own questions in the store: the n-th ones belong together.
         base = f"fxshard/agree/{store.add(f'fxshard/agree/rank{self.rank}', 1)}"
         text = "\n".join(lines)
         digest = hashlib.sha256(text.encode()).hexdigest()
-        store.set(f"fxshard/reason/{self.rank}", f"waits for all ranks to agree on {what}")
+        self.note_reason(f"waits for all ranks to agree on {what}")
         store.set(f"{base}/asked/{self.rank}", "")
-        try:
-            if self.rank == 0:
-                store.set(f"{base}/text", text)
-                store.set(f"{base}/digest", digest)
-            store.wait([f"{base}/digest"], self._patience())
-            if store.get(f"{base}/digest").decode() != digest:
-                reference = store.get(f"{base}/text").decode()
-                store.set(
-                    f"{base}/differs/{self.rank}", json.dumps(first_difference(reference, text))
-                )
-            if store.add(f"{base}/seen", 1) == self.size:
-                store.set(f"{base}/done", "1")
-            store.wait([f"{base}/done"], self._patience())
-        except RuntimeError as error:
-            absent = [r for r in range(self.size) if not store.check([f"{base}/asked/{r}"])]
-            here = f"{self._name(self.rank)} waited {self._patience()} to agree on {what}"
-            gone = [rank for rank in absent if census.is_dead(self._told("identity", rank))]
-            if gone:
-                raise RankDiedError(f"{here}, but {self._names(gone)} died or left.") from error
-            raise RankMismatchError(
-                f"{here}; {self._names(absent)} never asked. Call the model on all ranks alike: "
-                f"same arguments, train/eval and grad mode."
-            ) from error
-        store.set(f"fxshard/reason/{self.rank}", "")
+
+        def absent() -> list[int]:
+            return [r for r in range(self.size) if not store.check([f"{base}/asked/{r}"])]
+
+        def wait(key: str) -> None:
+            start, pause = time.monotonic(), 0.001
+            while not store.check([key]):
+                late = time.monotonic() - start > self._patience().total_seconds()
+                if late or self._looks_wrong(base, call):
+                    ahead = [r for r in absent() if call and self._call_of(r) >= call]
+                    error = self._failure(what, absent(), ahead, before, lines)
+                    store.set(f"{base}/failed", "")
+                    if ahead:
+                        leave()
+                    raise error
+                time.sleep(pause)
+                pause = min(2 * pause, LOOK_SECONDS)
+
+        if self.rank == 0:
+            store.set(f"{base}/text", text)
+            store.set(f"{base}/digest", digest)
+        wait(f"{base}/digest")
+        if store.get(f"{base}/digest").decode() != digest:
+            reference = store.get(f"{base}/text").decode()
+            difference = json.dumps(first_difference(reference, text))
+            store.set(f"{base}/differs/{self.rank}", difference)
+        if store.add(f"{base}/seen", 1) == self.size:
+            store.set(f"{base}/done", "1")
+        wait(f"{base}/done")
+        self.note_reason("")
         keys = {rank: f"{base}/differs/{rank}" for rank in range(self.size)}
         found = {r: json.loads(store.get(key)) for r, key in keys.items() if store.check([key])}
         if found:
@@ -98,6 +141,55 @@ class Peers:
             f"First difference, line {first + 1}: {self._name(0)} has '{theirs}', "
             f"{', '.join(said)}.{more}"
         )
+
+    def _looks_wrong(self, base: str, call: int) -> bool:
+        """Whether the next rank is dead, or in this call of the model without asking.
+
+        One rank looks at one other, for the sake of the store: of all that wait, some looks at one
+        that does not ask. Who finds something tells the others.
+        """
+        store = compat.group_store(self.group)
+        if store.check([f"{base}/failed"]):
+            return True
+        other = (self.rank + 1) % self.size
+        if store.check([f"{base}/asked/{other}"]):
+            return False
+        ahead = bool(call) and self._call_of(other) >= call
+        return ahead or census.is_dead(self._told("identity", other)) is True
+
+    def _failure(
+        self,
+        what: str,
+        absent: list[int],
+        ahead: list[int],
+        before: Collection[Sequence[str]],
+        lines: Sequence[str],
+    ) -> RuntimeError:
+        """What to raise where not all ask.
+
+        Args:
+            absent: ranks that do not ask.
+            ahead: those of them that are in this call already.
+        """
+        here = f"{self._name(self.rank)} waited to agree on {what}"
+        if ahead:
+            return RankMismatchError(
+                f"{self._name(self.rank)} would do something else in this call of the model than "
+                f"{self._names(ahead)}, who run a program that all know: {_news(before, lines)}. "
+                f"Let all ranks take the same way through the model; call it alike. This rank has "
+                f"left the process group, so that the others fail too: start again from the last "
+                f"checkpoint."
+            )
+        gone = [r for r in absent if census.is_dead(self._told("identity", r))]
+        if gone:
+            return RankDiedError(f"{here}, but {self._names(gone)} died or left.")
+        return RankMismatchError(
+            f"{here}; {self._names(absent)} never asked. Call the model on all ranks alike: same "
+            f"arguments, train/eval and grad mode."
+        )
+
+    def _call_of(self, rank: int) -> int:
+        return int(self._told(self._calls, rank) or 0)
 
     def _patience(self) -> datetime.timedelta:
         return compat.group_timeout(self.group)
@@ -161,6 +253,13 @@ class Peers:
         store = compat.group_store(self.group)
         key = f"fxshard/{what}/{rank}"
         return store.get(key).decode() if store.check([key]) else ""
+
+
+def _news(before: Collection[Sequence[str]], lines: Sequence[str]) -> str:
+    """The first line that is not in what all have agreed on, nearest to it."""
+    found = [first_difference("\n".join(each), "\n".join(lines)) for each in before]
+    at, theirs, ours = max(found)
+    return f"in line {at + 1} they have '{theirs}', it has '{ours}'"
 
 
 def first_difference(reference: str, own: str) -> tuple[int, str, str]:
