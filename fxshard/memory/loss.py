@@ -69,7 +69,16 @@ def trace_loss(program: Program, loss: Callable[[Any], torch.Tensor] | None) -> 
     if loss is None or not program.signature.training:
         return None
     signature = program.signature
-    values = [v for v, r in zip(program.values, program.results, strict=True) if r.kind == "output"]
+    computed = [
+        n for n, r in zip(program.values, program.results, strict=True) if r.kind == "output"
+    ]
+    flat: list[Any] = [constant[0] if constant else None for constant in signature.outputs]
+    values: dict[int, Any] = {}
+    for position, node in zip(signature.computed_outputs, computed, strict=True):
+        if isinstance(node.meta["val"], torch.Tensor):
+            values[position] = node.meta["val"]
+        else:
+            flat[position] = node.meta["val"]  # a size
     recorder = Recorder(program.fake_mode)
     on_cuda = isinstance(program.fake_mode, cuda.CudaFakeMode)
     parts: list[list[Event]] = []
@@ -78,11 +87,11 @@ def trace_loss(program: Program, loss: Callable[[Any], torch.Tensor] | None) -> 
     taken: set[int] = set()
 
     def arrived(grads: list[torch.Tensor | None]) -> torch.Tensor:
-        for position, value, grad in zip(signature.computed_outputs, values, grads, strict=True):
+        for (position, value), grad in zip(values.items(), grads, strict=True):
             if grad is None:
                 continue
             number = recorder.numbers.get(id(grad.untyped_storage()), UNSEEN)
-            if grad.stride() == value.meta["val"].stride():
+            if grad.stride() == value.stride():
                 tangents[str(position)] = number
             else:
                 copied.add(number)
@@ -99,13 +108,12 @@ def trace_loss(program: Program, loss: Callable[[Any], torch.Tensor] | None) -> 
     with program.fake_mode:
         trigger = torch.empty((), requires_grad=True)
     with program.fake_mode, torch.enable_grad():
-        outputs = [_like(value.meta["val"]) for value in values]
+        outputs = [_like(value) for value in values.values()]
         trigger.register_post_accumulate_grad_hook(is_over)
         made = list(_Model.apply(arrived, trigger, *outputs))
         for tensor in (*outputs, trigger):
             recorder.know(tensor.untyped_storage())
-        flat: list[Any] = [constant[0] if constant else None for constant in signature.outputs]
-        for position, tensor in zip(signature.computed_outputs, made, strict=True):
+        for position, tensor in zip(values, made, strict=True):
             keeps = position in signature.differentiable
             flat[position] = tensor if keeps else tensor.detach()
         del made, tensor
