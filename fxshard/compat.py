@@ -17,7 +17,6 @@ import torch
 import torch._functorch._aot_autograd.descriptors as _desc
 import torch.utils.checkpoint as _checkpoint
 from torch import fx, nn
-from torch._dynamo.source import ConstantSource
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
@@ -215,6 +214,31 @@ def compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
+def dynamo(model: nn.Module, args: Any, kwargs: Any, backend: Callable[..., Any]) -> Any:
+    """``model(*args, **kwargs)`` by ``torch.compile`` as one graph, which `backend` gets.
+
+    Sizes and numbers that depend on data may be in it. Nothing is kept: the code object that
+    Dynamo's cache hangs on is new each time. (torch/_dynamo/config.py)
+    """
+
+    import torch._dynamo as _dynamo  # 2 s, so only for those who need it
+
+    def call(model: nn.Module, args: Any, kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace(co_name="call_of_the_model")
+    options = {
+        "capture_scalar_outputs": True,
+        "capture_dynamic_output_shape_ops": True,
+        "allow_rnn": True,
+    }
+    known = {name: value for name, value in options.items() if hasattr(_dynamo.config, name)}
+    with _dynamo.config.patch(known):
+        return torch.compile(call, backend=backend, fullgraph=True, dynamic=False)(
+            model, args, kwargs
+        )
+
+
 @contextlib.contextmanager
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     """Initialise torch.distributed's default group as a fake one for the time of the block.
@@ -404,6 +428,8 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 def symbolic_size(env: ShapeEnv, name: str, example: int) -> torch.SymInt:
     """A new symbol of `env` for a size that is `example` now."""
+    from torch._dynamo.source import ConstantSource  # 2 s, so only for those who need it
+
     source = ConstantSource(name)
     symbol = env.create_symbol(example, source, DimDynamic.DYNAMIC, constraint_dim=None)
     size = env.create_symintnode(symbol, hint=example, source=source)

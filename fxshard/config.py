@@ -163,7 +163,7 @@ class Config:
             sizes too. None: those that turn out to differ between calls; False: none; or names for
             dimensions, ``{"seq": [("input_ids", 1), ("labels", 1)]}``, which are open from the
             first call on (dimensions under one name have one size), besides those that turn out to
-            differ.
+            differ. With ``backend="inductor"``, none: each size is compiled for.
         max_variants: how many programs a model may get, for calls that no earlier one serves.
         device: None: plan for the device that the model is on. ``"cuda"`` (or torch's device of
             that type): `plan` for one on a machine without it (see docs/cuda.md).
@@ -315,6 +315,11 @@ class Config:
             raise ConfigError(f"max_variants={self.max_variants!r}: expected an integer >= 1.")
         if self.dynamic is None or self.dynamic is False:
             return
+        if self.backend == "inductor":
+            raise ConfigError(
+                "dynamic=... with backend='inductor': regions are compiled for the sizes of one "
+                "call, so that each size gets a program. Leave one of the two out."
+            )
         try:
             told = {
                 str(name): tuple((str(argument), int(dim)) for argument, dim in places)

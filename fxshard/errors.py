@@ -31,6 +31,10 @@ class CaptureError(FxshardError, RuntimeError):
     """The model cannot be traced. Carries the user's source line in its text."""
 
 
+class UnknownSizeError(FxshardError, ValueError):
+    """Bytes or times are asked for, and a size depends on the data."""
+
+
 class VerifyError(FxshardError, AssertionError):
     """A program breaks one of the Facts (see `fxshard.program.Fact`).
 

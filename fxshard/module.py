@@ -224,7 +224,7 @@ class ShardedModule(FsdpMethods):
                 f"that vary as tensors, or raise max_variants."
             )
         symbols: Symbols = {}
-        if self.config.dynamic is not False:
+        if self.config.dynamic is not False and self.config.backend != "inductor":
             call = args, kwargs
             others = list(self.variants)
             symbols = symbols_for(kind, others, self.config.dynamic, self.original, call)

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxshard import budget, certificate, compat, dump, levers, limits, shapes
+from fxshard import budget, certificate, compat, dump, levers, limits, meta, shapes
 from fxshard.budget import Picked
 from fxshard.config import Config
 from fxshard.cost import timeline
 from fxshard.cost.hardware import Hardware, hardware_of
 from fxshard.cost.timeline import Estimate
-from fxshard.errors import ConfigError
+from fxshard.errors import ConfigError, UnknownSizeError
 from fxshard.executor import emit
 from fxshard.limits import Limit
 from fxshard.memory import liveness
@@ -162,7 +162,12 @@ class Plan:
 
     @functools.cached_property
     def memory(self) -> MemoryReport:
-        """Bytes at every point of the step, per category and module (computed once, on demand)."""
+        """Bytes at every point of the step, per category and module (computed once, on demand).
+
+        Raises:
+            UnknownSizeError: a size depends on the data.
+        """
+        self._require_known_sizes()
         step = self._optimizer_step
         loss = trace_loss(self.program, self.workload.loss)
         work = self.workload
@@ -171,6 +176,17 @@ class Plan:
             self.programs, held, step, loss, self.config.device or self.program.device.type
         )
         return MemoryReport(step_bytes, lambda: levers.pulled(self), self._lifecycle)
+
+    def _require_known_sizes(self) -> None:
+        for node in self.program.graph.nodes:
+            if shapes.depends_on_data(node):
+                tag = meta.get(node)
+                raise UnknownSizeError(
+                    f"the size of {node.name}, by {dump.operation(node)} of "
+                    f"{tag.module or 'the root module'} ({tag.line}), depends on the data, so that "
+                    f"bytes and times are not known before it runs. Give it a fixed size (such as "
+                    f"torch.where, or nonzero_static) to have them."
+                )
 
     def _lifecycle(self) -> list[LifecyclePhase]:
         work, config = self.workload, self.config
@@ -247,7 +263,9 @@ class Plan:
 
         Raises:
             ConfigError: there is no such preset.
+            UnknownSizeError: a size depends on the data.
         """
+        self._require_known_sizes()
         chosen = hardware_of(hardware, ranks_per_node)
         return timeline.estimate(self.programs, chosen, self._optimizer_step)
 

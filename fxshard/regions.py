@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxshard import compat, meta
+from fxshard import compat, meta, shapes
 from fxshard.compat import FakeTensorMode, OpOverload
 
 FORMAT = 1  # of the files; another number leaves older ones alone
@@ -111,7 +111,12 @@ def _without_dropout(node: fx.Node) -> bool:
 
 
 def worth_compiling(graph: fx.Graph) -> bool:
-    """False for views, for one operator alone, and for kernels that stay the same kernels."""
+    """False for views, for one operator alone, and for kernels that stay the same kernels.
+
+    And where sizes are open: code is generated for those of the example call.
+    """
+    if any(shapes.LAYOUT in node.meta for node in graph.nodes):
+        return False
     values = [*graph.find_nodes(op="placeholder"), *_outputs(graph)]
     if not all(isinstance(node.meta["val"], Tensor) for node in values):
         return False

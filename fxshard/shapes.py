@@ -303,7 +303,7 @@ class _Example:
     def __init__(self, trace: Trace, mode: FakeTensorMode) -> None:
         self.env, self.mode = trace.env, mode
         self._given = trace.example
-        self._made_up: dict[sympy.Symbol, int] = {}
+        self._made_up: dict[sympy.Symbol, sympy.Number] = {}
         self._storages: dict[int, tuple[Any, Tensor]] = {}  # the first keeps the number taken
         self._tensors: dict[int, tuple[Any, Tensor]] = {}
 
@@ -318,16 +318,14 @@ class _Example:
             return bool(found)
         return float(found) if isinstance(value, torch.SymFloat) else int(found)
 
-    def _known(self, symbol: sympy.Symbol) -> sympy.Integer:
+    def _known(self, symbol: sympy.Symbol) -> sympy.Number:
         if symbol in self._given:
             return sympy.Integer(self._given[symbol])
         if symbol not in self._made_up:  # depends on the data: any number in its range will do
             bounds = self.env.var_to_range[symbol]
-            number = max(int(bounds.lower), 5 + 2 * len(self._made_up))
-            if bounds.upper.is_Integer:
-                number = min(number, int(bounds.upper))
-            self._made_up[symbol] = number
-        return sympy.Integer(self._made_up[symbol])
+            number = sympy.Integer(5 + 2 * len(self._made_up))
+            self._made_up[symbol] = min(max(number, bounds.lower), bounds.upper)
+        return self._made_up[symbol]
 
     def of(self, value: Any) -> Any:
         """The same value without symbols; aliases stay aliases."""

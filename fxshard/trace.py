@@ -12,14 +12,14 @@ import enum
 import logging
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from fxshard import compat, cuda, hf, precision, provenance, shapes
+from fxshard import bytecode, compat, cuda, hf, precision, provenance, shapes
 from fxshard.compat import FakeTensorMode
 from fxshard.errors import CaptureError
 from fxshard.normalize import fake_like, normalize
@@ -92,6 +92,73 @@ def capture(
         CaptureError: Python control flow depends on data, a trainable parameter lost its
             gradient, or torch refused the graph; names the line of the user's code.
     """
+    failures: dict[str, _TracerError] = {}
+    for way in WAYS:
+        if not _is_worth(way, failures, symbols):
+            continue
+        try:
+            return _captured(
+                *(model, args, kwargs, units, world_size, training, device, for_cuda, symbols, way)
+            )
+        except _TracerError as error:
+            failures[way] = error
+    raise _no_way(failures)
+
+
+DIRECT, OPEN, DYNAMO = WAYS = (
+    "as it is",
+    "with sizes and numbers from data left open",
+    "as torch.compile's Dynamo reads it",
+)
+
+
+class _TracerError(CaptureError):
+    """The tracer refuses what the model does: another way may go further.
+
+    Attributes:
+        from_data: Python asked for the values of a tensor.
+    """
+
+    def __init__(self, text: str, from_data: bool) -> None:
+        super().__init__(text)
+        self.from_data = from_data
+
+
+def _is_worth(way: str, failures: dict[str, _TracerError], symbols: Symbols | None) -> bool:
+    """Whether a way may go where those before did not."""
+    if way == DIRECT:
+        return True
+    if way == OPEN:  # with symbols the first way was this one
+        return failures[DIRECT].from_data and not symbols
+    return not symbols
+
+
+def _no_way(failures: dict[str, _TracerError]) -> CaptureError:
+    """What to say when no way was left: the first reason in full, a line for each other."""
+    first, *others = failures.items()
+    text = str(first[1])
+    for way, error in others:
+        reason = error.__cause__ or error
+        said = str(reason).strip().splitlines() or [""]
+        text += f"\nTried {way} too: {type(reason).__name__}: {said[0]}"
+    refused = CaptureError(text)
+    refused.__cause__ = first[1].__cause__
+    return refused
+
+
+def _captured(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    units: tuple[Unit, ...],
+    world_size: int,
+    training: bool,
+    device: torch.device | None,
+    for_cuda: bool,
+    symbols: Symbols | None,
+    way: str,
+) -> Program:
+    """`capture`, one way. Raises _TracerError where another one may go further."""
     computes_on = where_it_computes(model, device)
     stands_for_cuda = for_cuda and computes_on.type != "cuda"
     mode_class = cuda.CudaFakeMode if stands_for_cuda else FakeTensorMode
@@ -101,7 +168,8 @@ def capture(
     names = tuple(input_name(path) for path, _ in leaves)
     _refuse_opaque(names, flat, "argument")
     positions = tuple(i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor))
-    sizes = shapes.Trace(symbols, shapes.of_call(flat)) if symbols else None
+    is_open = symbols or way != DIRECT
+    sizes = shapes.Trace(symbols or {}, shapes.of_call(flat)) if is_open else None
     if sizes is not None:
         tracing_mode = mode_class(allow_non_fake_inputs=True, shape_env=sizes.env)
     fakes = tuple(_fake_input(i, flat[i], tracing_mode, sizes) for i in positions)
@@ -110,6 +178,7 @@ def capture(
     with (
         cuda.substituted() if stands_for_cuda else contextlib.nullcontext(),
         _fake_state(model, tracing_mode, dtypes, device),
+        _read_by_dynamo(call, fakes) if way == DYNAMO else contextlib.nullcontext(),
         provenance.calls_noted(model) as calls,
         precision.casting(model, units),
     ):
@@ -146,6 +215,15 @@ def capture(
     return program
 
 
+@contextlib.contextmanager
+def _read_by_dynamo(call: _Call, fakes: tuple[torch.Tensor, ...]) -> Iterator[None]:
+    """Let `call` run Dynamo's graph in place of the model."""
+    args, kwargs = precision.root_inputs(call.units, call.inputs(fakes))
+    with _failures_told(call), precision.casting(call.model, call.units), call.mode():
+        call.graph = bytecode.read(call.model, args, kwargs)
+    yield
+
+
 def _fake_input(
     leaf: int, tensor: torch.Tensor, mode: FakeTensorMode, sizes: shapes.Trace | None
 ) -> torch.Tensor:
@@ -179,6 +257,7 @@ class _Call(nn.Module):
         self.flat, self.in_spec, self.positions, self.grad = list(flat), in_spec, positions, grad
         self.stands_for_cuda = stands_for_cuda
         self.autocast = _autocast(device.type, stands_for_cuda)
+        self.graph: bytecode.Graph | None = None
         self.out_spec: Any = None
         self.out_names: tuple[str, ...] = ()
         self.out_constants: tuple[tuple[Any] | None, ...] = ()
@@ -186,15 +265,27 @@ class _Call(nn.Module):
         self.tangents: tuple[int, ...] = ()
         self.replaced: tuple[str, ...] = ()
 
-    def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    def inputs(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """``(args, kwargs)`` with these tensors."""
         flat = list(self.flat)
         for i, tensor in zip(self.positions, tensors, strict=True):
             flat[i] = tensor
-        args, kwargs = compat.tree_unflatten(flat, self.in_spec)
+        return compat.tree_unflatten(flat, self.in_spec)
+
+    @contextlib.contextmanager
+    def mode(self) -> Iterator[None]:
+        """What is true of torch while the model runs."""
+        with torch.set_grad_enabled(self.grad), self.autocast, hf.eager_attention_branch():
+            yield
+
+    def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        args, kwargs = self.inputs(tensors)
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         with self.autocast, provenance.LinesNoted():
             args, kwargs = precision.root_inputs(self.units, (args, kwargs))
-            if isinstance(self.model, fx.GraphModule):
+            if self.graph is not None:
+                out = self.graph.call(self.model, args, kwargs)
+            elif isinstance(self.model, fx.GraphModule):
                 out = _interpret(self.model, args, kwargs)
             else:
                 out = self.model(*args, **kwargs)
@@ -288,29 +379,40 @@ def _refuse_opaque(names: tuple[str, ...], values: list[Any], what: str) -> None
 def _export(
     call: _Call, fakes: tuple[torch.Tensor, ...]
 ) -> tuple[fx.GraphModule, list[Any], list[Any]]:
+    with (
+        _failures_told(call),
+        torch.set_grad_enabled(call.grad),
+        torch.autocast(call.autocast.device, enabled=False),
+        compat.compiling(),
+        compat.checkpoints_inline(),
+        hf.eager_attention_branch(),
+        torch.fx.traceback.preserve_node_meta(),
+    ):
+        return compat.export_joint(call, fakes, call.stands_for_cuda)
+
+
+@contextlib.contextmanager
+def _failures_told(call: _Call) -> Iterator[None]:
+    """Turn what torch raises into a CaptureError that names the line of the user's code."""
     try:
-        with (
-            torch.set_grad_enabled(call.grad),
-            torch.autocast(call.autocast.device, enabled=False),
-            compat.compiling(),
-            compat.checkpoints_inline(),
-            hf.eager_attention_branch(),
-            torch.fx.traceback.preserve_node_meta(),
-        ):
-            return compat.export_joint(call, fakes, call.stands_for_cuda)
+        yield
     except compat.DATA_DEPENDENT_ERRORS as error:
-        raise CaptureError(
+        raise _TracerError(
             f"{type(call.model).__name__} cannot be traced: Python control flow or a shape depends "
             f"on the values of a tensor{_user_line(error)}\nMake it a tensor operation "
-            f"(torch.where, masking), or compute it outside the model and pass it in."
+            f"(torch.where, masking), or compute it outside the model and pass it in.",
+            from_data=True,
         ) from error
     except CaptureError:
         raise
     except Exception as error:
-        raise CaptureError(
+        text = (
             f"{type(call.model).__name__} cannot be traced ({type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else ''}){_user_line(error)}"
-        ) from error
+        )
+        if isinstance(error, (RuntimeError, TypeError)):  # others are the model's own
+            raise _TracerError(text, from_data=False) from error
+        raise CaptureError(text) from error
 
 
 def _user_line(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import gc
 import io
 import operator
 import weakref
@@ -631,3 +632,42 @@ def test_extern_kernels_have_matrix_products() -> None:
     out = torch.empty(2, 2)
     compat.extern_kernels().mm(torch.ones(2, 3), torch.ones(3, 2), out=out)
     assert torch.equal(out, torch.full((2, 2), 3.0))
+
+
+def test_symbolic_sizes_collect_what_is_asked_of_them() -> None:
+    env = compat.ShapeEnv(duck_shape=False)
+    rows, columns = (compat.symbolic_size(env, name, 8) for name in ("rows", "columns"))
+    with compat.FakeTensorMode(shape_env=env):
+        x = torch.empty(rows, columns)
+        assert x.view(-1).shape[0] == 64 and not env.replacements
+    symbol = compat.expression(rows)
+    assert symbol != compat.expression(columns), "equal sizes became one symbol"
+    assert compat.expression(rows * 2) == 2 * symbol and isinstance(rows, compat.SYMBOLIC)
+    assert env.var_to_range[symbol].lower == 2
+    assert rows < 10
+    assert [str(guard.expr) for guard in env.guards][-1] == str(symbol < 10)
+    assert rows == columns and env.simplify(symbol) == env.simplify(compat.expression(columns))
+
+
+def test_dynamo_gives_one_graph_and_keeps_nothing() -> None:
+    linear, x = nn.Linear(3, 3), torch.ones(2, 3)
+    graphs: list[fx.GraphModule] = []
+
+    def backend(graph: fx.GraphModule, examples: Any) -> Any:
+        graphs.append(graph)
+        return lambda *given: graph(*given)
+
+    for _ in range(12):  # more often than one code object may be compiled
+        assert torch.equal(compat.dynamo(linear, (x,), {}, backend), linear(x))
+    assert len(graphs) == 12
+    (node,) = (node for node in graphs[0].graph.nodes if node.op == "call_function")
+    assert [path for path, _ in node.meta["nn_module_stack"].values()] == ["L['model']"]
+
+
+def test_a_mesh_forgets_its_groups() -> None:
+    with compat.fake_process_group(0, 4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        group = weakref.ref(mesh.get_group("a"))
+        compat.forget_groups(mesh["a"])
+    gc.collect()
+    assert group() is None, "something else refers to the groups of a mesh"
