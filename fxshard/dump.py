@@ -9,15 +9,16 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxshard import meta, ops
+from fxshard import meta, ops, shapes
 from fxshard.program import Program
+from fxshard.shapes import Layout
 
 _DTYPES = {
     torch.float32: "f32",
@@ -35,6 +36,7 @@ _DTYPES = {
 def text(program: Program) -> str:
     """The joint graph, one line per node, under a line per phase."""
     lines = [f"program world_size={program.world_size} units={len(program.units)}"]
+    lines += _open_sizes(program)
     lines += _buckets(program)
     phase = None
     for node in program.graph.nodes:
@@ -44,6 +46,18 @@ def text(program: Program) -> str:
             lines.append(f"{phase}:")
         lines.append("  " + line(node, program))
     return "\n".join(lines)
+
+
+def _open_sizes(program: Program) -> list[str]:
+    """A line per size that is open: its symbol, its name and where a call has it."""
+    if program.domain is None:
+        return []
+    names = program.signature.input_names
+    return [
+        f"  size {program.domain.symbols[name]}: "
+        + ", ".join(f"{names[leaf]}.shape[{dim}]" for leaf, dim in places)
+        for name, places in program.domain.places.items()
+    ]
 
 
 def _buckets(program: Program) -> list[str]:
@@ -66,7 +80,7 @@ def line(node: fx.Node, program: Program | None = None) -> str:
         named = zip(program.values, program.results, strict=True)
         return "return " + ", ".join(f"%{value} ({result.name})" for value, result in named)
     tag = node.meta.get("fxshard")
-    type_ = f" : {types(node.meta.get('val'))}" if node.meta.get("val") is not None else ""
+    type_ = f" : {_type(node)}" if node.meta.get("val") is not None else ""
     if node.op == "placeholder":
         role = "input" if tag is None else "saved" if tag.role == "compute" else tag.role
         return f"%{node.name}{type_} = {role} {tag.fqn or '' if tag else ''}".rstrip()
@@ -85,16 +99,25 @@ def operation(node: fx.Node) -> str:
     return str(node.target).removesuffix(".default")
 
 
-def types(value: Any) -> str:
-    """``f32[2,16]``; a list in parentheses."""
+def types(value: Any, layouts: Iterator[Layout] | None = None) -> str:
+    """``f32[2,16]``; a list in parentheses.
+
+    Args:
+        value: of a node.
+        layouts: of the tensors in it, where sizes are open: ``f32[s0,16]``.
+    """
     if isinstance(value, torch.Tensor):
         dtype = _DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
-        return f"{dtype}[{','.join(map(str, value.shape))}]"
+        sizes = next(layouts)[0] if layouts is not None else value.shape
+        return f"{dtype}[{','.join(map(str, sizes))}]"
     if isinstance(value, (list, tuple)):
-        return "(" + ", ".join(types(item) for item in value) + ")"
-    if isinstance(value, (bool, int, float)):
-        return f"{type(value).__name__} {value}"
+        return "(" + ", ".join(types(item, layouts) for item in value) + ")"
     return type(value).__name__
+
+
+def _type(node: fx.Node) -> str:
+    layouts = node.meta.get(shapes.LAYOUT)
+    return types(node.meta["val"], None if layouts is None else iter(layouts))
 
 
 def _argument(value: Any) -> str:
