@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Iterator
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fxshard import meta
 from fxshard.errors import CaptureError
+
+log = logging.getLogger("fxshard")
 
 MARK = "fxshard: position_ids that transformers would look into"
 
@@ -38,6 +41,31 @@ def eager_attention_branch() -> Iterator[None]:
         yield
     finally:
         masking.find_packed_sequence_indices = original  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """While tracing, let no configuration ask for a cache of keys and values.
+
+    ``config.use_cache`` is True by default and puts a ``Cache``, an object that a traced program
+    cannot make, into the outputs of every call, also where a training loop never looks at it.
+    transformers does the same under gradient checkpointing. A call that says ``use_cache=True``
+    itself is still refused.
+    """
+    library = sys.modules.get("transformers.configuration_utils")
+    known = getattr(library, "PreTrainedConfig", None) or getattr(library, "PretrainedConfig", ())
+    held = [module.__dict__.get("config") for module in model.modules()]
+    asking = [c for c in held if isinstance(c, known) and getattr(c, "use_cache", None)]
+    before = [(config, config.use_cache) for config in asking]
+    if before:
+        log.info("fxshard: config.use_cache is taken for False: outputs hold no past_key_values.")
+    try:
+        for config, _ in before:
+            config.use_cache = False
+        yield
+    finally:
+        for config, value in before:
+            config.use_cache = value
 
 
 def refuse_packed(graph: fx.Graph) -> None:
@@ -75,5 +103,5 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
 def remedy(value: object) -> str:
     """What a user of transformers can do about an object that fxshard cannot look into."""
     if type(value).__module__ == "transformers.cache_utils":
-        return " For transformers: use_cache=False, in the call or in model.config."
+        return " For transformers: leave use_cache=True and past_key_values out of the call."
     return ""

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxshard import compat, cuda, hf, precision, provenance
-from fxshard.compat import FakeTensorMode
+from fxshard import compat, cuda, hf, precision, provenance, rng
 from fxshard.errors import CaptureError
 from fxshard.normalize import fake_like, normalize
 from fxshard.program import Program, Signature
+from fxshard.strides import KernelFakeMode
 from fxshard.units import Unit
 
 log = logging.getLogger("fxshard")
@@ -91,7 +91,7 @@ def capture(
     """
     computes_on = where_it_computes(model, device)
     stands_for_cuda = for_cuda and computes_on.type != "cuda"
-    fake_mode = (cuda.CudaFakeMode if stands_for_cuda else FakeTensorMode)(
+    fake_mode = (cuda.CudaFakeMode if stands_for_cuda else KernelFakeMode)(
         allow_non_fake_inputs=True
     )
     leaves, in_spec = compat.tree_flatten_with_path((args, kwargs))
@@ -106,6 +106,7 @@ def capture(
         cuda.substituted() if stands_for_cuda else contextlib.nullcontext(),
         _fake_state(model, fake_mode, dtypes, device),
         provenance.calls_noted(model) as calls,
+        rng.only_torch_s(model),
         precision.casting(model, units),
     ):
         graph_module, sources, targets = _export(call, fakes)
@@ -273,6 +274,7 @@ def _export(
             compat.compiling(),
             compat.checkpoints_inline(),
             hf.eager_attention_branch(),
+            hf.without_cache(call.model),
             torch.fx.traceback.preserve_node_meta(),
         ):
             return compat.export_joint(call, fakes, call.stands_for_cuda)
@@ -311,7 +313,7 @@ def _user_line(error: BaseException) -> str:
 @contextlib.contextmanager
 def _fake_state(
     model: nn.Module,
-    fake_mode: FakeTensorMode,
+    fake_mode: KernelFakeMode,
     dtypes: dict[str, torch.dtype],
     device: torch.device | None,
 ) -> Iterator[None]:
