@@ -297,15 +297,16 @@ def _check_gradients(program: Program) -> None:
         if any(user in reach for user in node.users):
             raise CaptureError(
                 f"parameter {tag.fqn!r} reaches the loss but the trace "
-                f"has no gradient for it. If that is meant (it is used under torch.no_grad()), say "
-                f"so with requires_grad_(False) on it, or with .detach() on what it computes."
+                f"has no gradient for it. If that is meant, say so with requires_grad_(False) on "
+                f"it, with torch.no_grad() around its use, or .detach() on what it computes."
             )
 
 
 def _reaches_tangent_output(program: Program) -> set[fx.Node]:
     """Forward nodes from which an output with a tangent can be reached along float values.
 
-    The walk stops at operators that cut gradients on purpose.
+    The walk stops at operators that cut gradients on purpose, and at those that the user runs
+    without gradients: eager has none there either.
     """
     ends = {str(i) for i in program.signature.tangents}
     todo = [
@@ -317,6 +318,8 @@ def _reaches_tangent_output(program: Program) -> set[fx.Node]:
     while todo:
         node = todo.pop()
         if node in seen or node.target in CUTS_GRADIENT:
+            continue
+        if provenance.without_gradient(node.meta.get(provenance.STACK)):
             continue
         val = next(meta.tensors(node.meta.get("val")), None)
         if val is not None and not val.is_floating_point() and not val.is_complex():

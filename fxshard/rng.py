@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from fxshard import hf
 from fxshard.errors import CaptureError
 
 CPU_STATE_BYTES = 5056  # of the Mersenne Twister (aten/src/ATen/CPUGeneratorImpl.cpp)
@@ -91,6 +92,7 @@ def only_torch_s(model: nn.Module) -> Iterator[None]:
             f"forward of {names[id(running[-1])] or 'the model'} ({type(running[-1]).__name__}) "
             f"draws from {drawn}: a traced program would repeat the numbers of the trace for "
             f"ever. Draw them with torch (torch.rand), or outside of the model and pass them in."
+            f"{hf.remedy_of_numbers(model)}"
         )
 
     def enter(module: nn.Module, args: Any) -> None:

@@ -273,8 +273,7 @@ def _export(
             torch.autocast(call.autocast.device, enabled=False),
             compat.compiling(),
             compat.checkpoints_inline(),
-            hf.eager_attention_branch(),
-            hf.without_cache(call.model),
+            hf.while_tracing(call.model),
             torch.fx.traceback.preserve_node_meta(),
         ):
             return compat.export_joint(call, fakes, call.stands_for_cuda)
@@ -283,6 +282,7 @@ def _export(
             f"{type(call.model).__name__} cannot be traced: Python control flow or a shape depends "
             f"on the values of a tensor{_user_line(error)}\nMake it a tensor operation "
             f"(torch.where, masking), or compute it outside the model and pass it in."
+            f"{hf.remedy_of_values(call.model)}"
         ) from error
     except CaptureError:
         raise

@@ -206,19 +206,30 @@ def orthogonal_weight(width: int) -> nn.Module:
     return orthogonal(nn.Linear(width, width))
 
 
-class Odd(nn.Module):
-    """Parameters without a dimension, without an element, transposed, expanded in use."""
+class Scaled(nn.Module):
+    """A parameter without a dimension."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
+        self.linear = nn.Linear(width, width)
         self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * torch.tanh(self.linear(x))
+
+
+class Odd(nn.Module):
+    """Parameters without an element, transposed, and every second number of a storage."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
         self.nothing = nn.Parameter(torch.empty(0, width))
         self.transposed = nn.Parameter(torch.randn(width, width).t())
         self.strided = nn.Parameter(torch.randn(width, 2)[:, 1])
 
     def forward(self, x: Tensor) -> Tensor:
         rows = torch.cat([x, self.nothing])
-        return x + self.scale * torch.tanh(rows @ self.transposed + self.strided)
+        return x + torch.tanh(rows @ self.transposed + self.strided)
 
 
 class SeveralDtypes(nn.Module):
@@ -441,7 +452,7 @@ class NestedOutput(nn.Module):
 
 
 class Keywords(nn.Module):
-    """All tensors are keyword-only, one of them in a dict; one that needs a gradient is optional."""
+    """All tensors are keyword-only, one of them in a dict, one optional."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()

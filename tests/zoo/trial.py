@@ -1,0 +1,163 @@
+"""One architecture put through everything: captured, planned, run beside eager, measured."""
+
+import contextlib
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+import fxshard
+from fxshard import trace
+from fxshard.config import Config
+from fxshard.errors import FxshardError
+from fxshard.units import configured_units
+from tests.zoo import built, output_loss
+from tests.zoo.architectures import Architecture
+
+# Largest difference from eager that passes, relative to the largest value of the tensor.
+CLOSE = 1e-6
+# A gradient whose largest value is below this part of the model's largest one is zero but for
+# rounding, such as that of a key's bias: its differences are relative to that part.
+ROUNDING = 1e-5
+RANKS = 8  # of the measured run; the ranks beside eager are two
+
+Values = dict[str, Tensor | None]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came out.
+
+    Attributes:
+        refusal: text of the error, for what was refused; the rest is 0 then.
+        parameters: how many numbers the parameters hold.
+        nodes: of the captured graph of forward and backward, before any pass.
+        capture_seconds, plan_seconds: CPU-seconds; planning includes another capture.
+        compared: how many tensors were compared with eager's: loss, gradients, buffers.
+        bitwise: all of them are equal, bit by bit.
+        worst: the largest relative difference of any.
+        memory_difference: bytes, between what was predicted and what was measured, in any cell.
+    """
+
+    refusal: str = ""
+    parameters: int = 0
+    nodes: int = 0
+    capture_seconds: float = 0.0
+    plan_seconds: float = 0.0
+    compared: int = 0
+    bitwise: bool = False
+    worst: float = 0.0
+    memory_difference: int = 0
+
+
+def try_out(architecture: Architecture) -> Trial:
+    """Capture, plan, compare one step with eager, and measure the bytes of two.
+
+    Raises:
+        AssertionError: a value that eager has is missing or NaN, or its dtype or shape is another.
+    """
+    case = architecture.case
+    model, args, kwargs = built(case)
+    units = configured_units(model, Config.from_options({}))
+    capture = partial(trace.capture, units=units, world_size=2, training=True)
+    try:
+        program, capture_seconds = _timed(lambda: capture(model, args, kwargs))
+    except FxshardError as error:
+        return Trial(refusal=str(error))
+    _, plan_seconds = _timed(lambda: fxshard.plan(model, args, kwargs, world_size=RANKS))
+    ours = fxshard.compile(built(case)[0], world_size=2)
+    bitwise, worst, compared = differences(
+        one_step(model, architecture), one_step(ours, architecture)
+    )
+    measured = fxshard.validate(
+        built(case)[0],
+        args,
+        kwargs,
+        world_size=RANKS,
+        optimizer=partial(torch.optim.AdamW, lr=1e-3),
+        loss=None if case.loss is output_loss else case.loss,
+    )
+    return Trial(
+        parameters=sum(p.numel() for p in model.parameters()),
+        nodes=len(program.graph.nodes),
+        capture_seconds=capture_seconds,
+        plan_seconds=plan_seconds,
+        compared=compared,
+        bitwise=bitwise,
+        worst=worst,
+        memory_difference=measured.max_abs_difference,
+    )
+
+
+def refusal(architecture: Architecture) -> str:
+    """The error of planning and compiling an architecture that is refused.
+
+    Raises:
+        AssertionError: it is not refused, or two different reasons are given.
+    """
+    model, args, kwargs = built(architecture.case)
+    texts = []
+    for attempt in (fxshard.plan, fxshard.compile):
+        try:
+            attempt(model, args=args, kwargs=kwargs, world_size=2)
+        except FxshardError as error:
+            texts.append(str(error))
+    assert len(texts) == 2 and texts[0] == texts[1], texts
+    return texts[0]
+
+
+def matches(architecture: Architecture, text: str) -> bool:
+    """True if an error says what its row says it must."""
+    return bool(re.search(architecture.refused or "", text)) and architecture.line in text
+
+
+def one_step(model: nn.Module, architecture: Architecture) -> Values:
+    """Loss, gradients and buffers of one training step with the random numbers of seed 7."""
+    args, kwargs = architecture.case.batch(0, 0)
+    torch.manual_seed(7)
+    native = torch.backends.mkldnn.flags(enabled=False)
+    with contextlib.nullcontext() if architecture.onednn else native:
+        loss = architecture.case.loss(model(*args, **kwargs))
+        loss.backward()
+    values: Values = {"loss": loss.detach()}
+    values |= {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
+    return values | {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
+
+
+def differences(theirs: Values, ours: Values) -> tuple[bool, float, int]:
+    """Whether all are equal bit by bit, the largest relative difference, how many were compared."""
+    assert theirs.keys() == ours.keys()
+    gradients = [v for name, v in theirs.items() if name.startswith("gradient") and v is not None]
+    floor = ROUNDING * max(map(_largest, gradients))
+    bitwise, worst, compared = True, 0.0, 0
+    for name, value in theirs.items():
+        other = ours[name]
+        assert (value is None) == (other is None), f"{name} is None on one side only"
+        if value is None or other is None:
+            continue
+        assert (value.shape, value.dtype) == (other.shape, other.dtype), name
+        assert not value.isnan().any() and not other.isnan().any(), f"{name} is NaN"
+        compared += 1
+        if torch.equal(value, other):
+            continue
+        bitwise = False
+        assert value.is_floating_point() or value.is_complex(), f"{name} counts otherwise"
+        least = floor if name.startswith("gradient") else 0.0
+        worst = max(worst, _largest(value - other) / max(_largest(value), least))
+    return bitwise, worst, compared
+
+
+def _largest(value: Tensor) -> float:
+    return float(value.abs().max()) if value.numel() else 0.0
+
+
+def _timed(function: Callable[[], T]) -> tuple[T, float]:
+    since = time.process_time()
+    result = function()
+    return result, time.process_time() - since
