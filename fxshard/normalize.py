@@ -225,20 +225,27 @@ def _merge_tied(program: Program) -> None:
             node.replace_all_uses_with(first[fqn])
             program.graph.erase_node(node)
     order = {node: i for i, node in enumerate(program.graph.nodes)}
-    merged: dict[Result, fx.Node] = {}
+    found: dict[Result, list[fx.Node]] = {}
     for value, result in zip(program.values, program.results, strict=True):
-        if result not in merged:
-            merged[result] = value
-            continue
-        pair = sorted((merged[result], value), key=order.__getitem__)
-        with program.graph.inserting_after(pair[1]):
-            total = program.graph.call_function(aten.add.Tensor, tuple(pair))
+        found.setdefault(result, []).append(value)
+    program.results[:] = list(found)
+    program.values = [_summed(program, sorted(found[r], key=order.__getitem__)) for r in found]
+
+
+def _summed(program: Program, values: list[fx.Node]) -> fx.Node:
+    """The sum of the gradients of one parameter, in the order in which backward makes them.
+
+    So does autograd (``InputBuffer::add``, torch/csrc/autograd/input_buffer.cpp): in another order
+    three of them round otherwise.
+    """
+    total = values[0]
+    for value in values[1:]:
+        with program.graph.inserting_after(value):
+            node = program.graph.call_function(aten.add.Tensor, (total, value))
         val = value.meta["val"]
         fake = program.fake(tuple(val.shape), val.dtype, val.device)
-        merged[result] = meta.put(total, meta.get(pair[1]), fake)
-        order[total] = order[pair[1]]
-    program.results[:] = list(merged)
-    program.values = list(merged.values())
+        total = meta.put(node, meta.get(value), fake)
+    return total
 
 
 def _write_back(program: Program, mutated: list[tuple[fx.Node, fx.Node]]) -> None:

@@ -26,7 +26,8 @@ def as_iterated(args: tuple[Any, ...]) -> Tensor:
     Fakes come from torch/_decomp, whose formulas begin with another argument.
     Source: ``TensorIteratorBase::reorder_dimensions`` (ATen/TensorIterator.cpp).
     """
-    return torch.add(args[0], args[1])
+    first, second = (arg for arg in args if isinstance(arg, Tensor))
+    return torch.add(first, second)
 
 
 def as_input(args: tuple[Any, ...]) -> Tensor:

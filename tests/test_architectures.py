@@ -31,7 +31,6 @@ def test_is_planned_runs_like_eager_and_is_predicted_to_the_byte(name: str) -> N
     done = trial.try_out(ARCHITECTURES[name])
     assert not done.refusal, done.refusal
     assert done.compared >= 3, "loss, and gradients"
-    assert done.nodes > 10
     assert done.bitwise or 0 < done.worst <= trial.CLOSE, done.worst
     assert done.memory_difference == 0
 

@@ -19,7 +19,6 @@ from tests.zoo import Batch, Case, _generator, cross_entropy, float_batch, outpu
 from tests.zoo import handmade as hand
 from tests.zoo import labelled_token_batch as labelled
 from tests.zoo.handmade import Stack
-from tests.zoo.more import DECODER, image_batch, translation_batch
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,23 @@ def hf_checkpointed(name: str, *, reentrant: bool, **config: Any) -> nn.Module:
     return model
 
 
+def image_batch(rank: int, step: int, *, shape: tuple[int, ...], classes: int) -> Batch:
+    """Normal fp32 `pixel_values` and int64 `labels`, as keywords."""
+    (pixels,), _ = float_batch(rank, step, shape=shape)
+    labels = torch.randint(classes, shape[:1], generator=_generator(rank, step))
+    return (), {"pixel_values": pixels, "labels": labels}
+
+
+def translation_batch(rank: int, step: int, *, vocab: int) -> Batch:
+    """Padded int64 tokens with their mask, and shorter labels, as keywords."""
+    _, source = labelled(rank, step, vocab=vocab, shape=(2, 8))
+    _, target = labelled(rank, step + 1, vocab=vocab, shape=(2, 6))
+    mask = torch.ones(2, 8, dtype=torch.int64)
+    mask[1, 5:] = 0
+    source |= {"attention_mask": mask, "labels": target["labels"]}
+    return (), source
+
+
 def speech_batch(rank: int, step: int, *, labels: list[Any]) -> Batch:
     """fp32 `input_values` (2, 400), a wave form, and `labels`."""
     (wave,), _ = float_batch(rank, step, shape=(2, 400))
@@ -101,6 +117,17 @@ def captions_batch(rank: int, step: int) -> Batch:
     tokens = torch.randint(59, (2, 8), generator=_generator(rank, step))
     tokens[:, 1:5] = 60
     return (), {"input_ids": tokens, "labels": tokens.clone(), **pixels_only(rank, step)[1]}
+
+
+DECODER: dict[str, Any] = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=32,
+)
 
 
 LM: dict[str, Any] = DECODER | dict(
@@ -742,9 +769,14 @@ def keyword_batch(rank: int, step: int) -> Batch:
     return (), {"x": x, "more": more, "mask": torch.eye(6, 8) > 0, "scale": 0.5}
 
 
-def both_heads(output: dict[str, Tensor]) -> Tensor:
-    """The loss of `handmade.Twice`."""
+def twice_loss(output: dict[str, Tensor]) -> Tensor:
+    """Both heads."""
     return cross_entropy(output["near"]) + cross_entropy(output["far"])
+
+
+def moe_loss(output: tuple[Tensor, Tensor]) -> Tensor:
+    """Cross entropy and a little of the balancing loss."""
+    return cross_entropy(output[0]) + 0.01 * output[1].sum()
 
 
 def loss_of_logits(output: dict[str, Any]) -> Tensor:
@@ -800,14 +832,22 @@ HANDMADE: tuple[Architecture, ...] = (
     ),
     row(NETS, "RNN, 2 layers, dropout", partial(hand.OneRnn, nn.RNN, **TWO_LAYERS), SEQUENCES),
     row(NETS, "graph network, index_add and scatter_reduce", hand.GraphNet, graph_batch),
+    row(NETS, "batched experts and their balance", hand.MixtureOfExperts, WORDS, moe_loss),
     row(NETS, "U-Net", hand.UNet, partial(float_batch, shape=(2, 3, 8, 8))),
     stacked(NETS, "complex parameters and FFT", hand.Spectral),
     stacked(PARAMETERS, "weight norm", hand.weight_normed),
     stacked(PARAMETERS, "spectral norm", hand.spectral_normed),
     stacked(PARAMETERS, "orthogonal weights", hand.orthogonal_weight),
-    stacked(PARAMETERS, "transposed, strided and empty parameters", hand.Odd),
+    stacked(PARAMETERS, "a parameter without an element", hand.Empty),
+    stacked(
+        PARAMETERS,
+        "a transposed parameter",
+        hand.Transposed,
+        refused=r"'layers\.0\.weight' is not contiguous .* Make it contiguous",
+    ),
     stacked(PARAMETERS, "parameters in bf16, fp32 and fp64", hand.SeveralDtypes),
     stacked(PARAMETERS, "a parameter used under no_grad only", hand.Teacher),
+    row(PARAMETERS, "LoRA on a frozen Llama", hand.lora, partial(labelled, vocab=128), output_loss),
     stacked(
         PARAMETERS,
         "a parameter without a dimension",
@@ -839,7 +879,13 @@ HANDMADE: tuple[Architecture, ...] = (
     row(FORWARD, "control flow by shape", hand.ByShape),
     row(FORWARD, "nested dataclasses returned", hand.NestedOutput, loss=output_loss),
     row(FORWARD, "keyword-only tensors", hand.Keywords, keyword_batch, loss_of_logits),
-    row(FORWARD, "layers called twice, two heads", hand.Twice, loss=both_heads),
+    row(
+        FORWARD,
+        "layers called twice, two heads",
+        hand.Twice,
+        partial(float_batch, shape=(4, 13)),
+        twice_loss,
+    ),
     stacked(IMPOSSIBLE, "if on a value", hand.Branches, refused=LOOKS, line="if x.sum() > 0:"),
     stacked(IMPOSSIBLE, "loop over .item()", hand.Items, refused=LOOKS, line=".item()"),
     stacked(IMPOSSIBLE, "masked select", hand.Selects, refused=LOOKS, line="x[x.sum(-1) > 0]"),
@@ -869,6 +915,7 @@ FAST: tuple[str, ...] = (
     "Wav2Vec2ForSequenceClassification",
     "SiglipModel",
     "LSTM, 2 layers, bidirectional, dropout",
-    "transposed, strided and empty parameters",
+    "buffers written and replaced in forward",
+    "checkpoint, selective",
     "a parameter used under no_grad only",
 )

@@ -19,6 +19,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from tests.zoo import MODELS
+from tests.zoo.models import Block, Block13
+
 aten = torch.ops.aten
 SAVED_OPERATORS = [aten.mm.default, aten.addmm.default, aten.convolution.default]
 
@@ -183,6 +186,63 @@ class Spectral(nn.Module):
         return x + torch.fft.irfft(spectrum, n=x.shape[-1])
 
 
+class Experts(nn.Module):
+    """Every token goes through its two best of `count` experts, all of them batched in one matmul.
+
+    (batch, seq, dim) -> the same, and the balancing loss.
+    """
+
+    def __init__(self, dim: int, count: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(dim, count, bias=False)
+        self.up = nn.Parameter(0.1 * torch.randn(count, dim, 2 * dim))
+        self.down = nn.Parameter(0.1 * torch.randn(count, 2 * dim, dim))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        chances = self.router(x).softmax(-1)
+        best, which = chances.topk(2)
+        weights = torch.zeros_like(chances).scatter(-1, which, best)
+        hidden = F.silu(torch.einsum("bsd,edh->besh", x, self.up))
+        out = torch.einsum("besh,ehd->besd", hidden, self.down)
+        balance = (chances.mean((0, 1)) * (weights > 0).float().mean((0, 1))).sum()
+        return torch.einsum("bse,besd->bsd", weights, out), balance
+
+
+class ExpertBlock(nn.Module):
+    """A transformer block and experts behind it; adds to the balancing loss."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.block = Block(dim, 2, 0.0)
+        self.norm = nn.LayerNorm(dim)
+        self.experts = Experts(dim, 4)
+
+    def forward(self, x: Tensor, balance: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.block(x)
+        y, more = self.experts(self.norm(x))
+        return x + y, balance + more
+
+
+class MixtureOfExperts(nn.Module):
+    """int64 tokens (batch, seq) -> logits (batch, seq, vocab) and the balancing loss (1,).
+
+    Not a scalar: that fxshard takes for the loss, and differentiates nothing else.
+    """
+
+    def __init__(self, vocab: int = 32, dim: int = 16, depth: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.layers = nn.ModuleList(ExpertBlock(dim) for _ in range(depth))
+        self.head = nn.Linear(dim, vocab)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embed(x)
+        balance = x.new_zeros(1)
+        for layer in self.layers:
+            x, balance = layer(x, balance)
+        return self.head(x), balance
+
+
 # -- parametrizations and odd parameters -----------------------------------------------------------
 
 
@@ -218,18 +278,27 @@ class Scaled(nn.Module):
         return x + self.scale * torch.tanh(self.linear(x))
 
 
-class Odd(nn.Module):
-    """Parameters without an element, transposed, and every second number of a storage."""
+class Empty(nn.Module):
+    """A parameter without an element."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
+        self.linear = nn.Linear(width, width)
         self.nothing = nn.Parameter(torch.empty(0, width))
-        self.transposed = nn.Parameter(torch.randn(width, width).t())
-        self.strided = nn.Parameter(torch.randn(width, 2)[:, 1])
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = torch.cat([x, self.nothing])
-        return x + torch.tanh(rows @ self.transposed + self.strided)
+        return x + torch.tanh(self.linear(torch.cat([x, self.nothing])))
+
+
+class Transposed(nn.Module):
+    """A parameter whose rows do not lie one behind the other."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(x @ self.weight)
 
 
 class SeveralDtypes(nn.Module):
@@ -259,6 +328,28 @@ class Teacher(nn.Module):
         with torch.no_grad():
             target = self.teacher(x)
         return self.student(x) - target
+
+
+class Lora(nn.Module):
+    """A frozen linear layer and a trained low-rank one beside it."""
+
+    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Linear(base.in_features, rank, bias=False)
+        self.b = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 2.0 * self.b(self.a(x))
+
+
+def lora() -> nn.Module:
+    """The tiny Llama: frozen, with LoRA at its queries and values."""
+    model = MODELS["llama"].build().requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = Lora(layer.self_attn.q_proj)
+        layer.self_attn.v_proj = Lora(layer.self_attn.v_proj)
+    return model
 
 
 class SparseEmbedding(nn.Module):
@@ -470,12 +561,12 @@ class Keywords(nn.Module):
 
 
 class Twice(nn.Module):
-    """Calls the same blocks twice, and has two heads; f32 (batch, 8) -> a dict of two tensors."""
+    """Calls the same blocks twice, and has two heads; f32 (batch, 13) -> a dict of two tensors."""
 
     def __init__(self, depth: int = 2) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(depth))
-        self.heads = nn.ModuleDict({"near": nn.Linear(8, 3), "far": nn.Linear(8, 5)})
+        self.blocks = nn.ModuleList(Block13() for _ in range(depth))
+        self.heads = nn.ModuleDict({"near": nn.Linear(13, 3), "far": nn.Linear(13, 5)})
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         for block in self.blocks:

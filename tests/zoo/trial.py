@@ -1,4 +1,4 @@
-"""One architecture put through everything: captured, planned, run beside eager, measured."""
+"""One architecture put through everything: compiled, run beside eager, planned and measured."""
 
 import contextlib
 import re
@@ -38,10 +38,11 @@ class Trial:
         refusal: text of the error, for what was refused; the rest is 0 then.
         parameters: how many numbers the parameters hold.
         nodes: of the captured graph of forward and backward, before any pass.
-        capture_seconds, plan_seconds: CPU-seconds; planning includes another capture.
-        compared: how many tensors were compared with eager's: loss, gradients, buffers.
-        bitwise: all of them are equal, bit by bit.
+        capture_seconds, plan_seconds: CPU-seconds; planning includes another capture. These three
+            are 0 if nobody asked for them.
+        bitwise: loss, gradients and buffers are eager's, bit by bit.
         worst: the largest relative difference of any.
+        compared: how many tensors these are.
         memory_difference: bytes, between what was predicted and what was measured, in any cell.
     """
 
@@ -50,49 +51,49 @@ class Trial:
     nodes: int = 0
     capture_seconds: float = 0.0
     plan_seconds: float = 0.0
-    compared: int = 0
     bitwise: bool = False
     worst: float = 0.0
+    compared: int = 0
     memory_difference: int = 0
 
 
-def try_out(architecture: Architecture) -> Trial:
-    """Capture, plan, compare one step with eager, and measure the bytes of two.
+def try_out(architecture: Architecture, *, timed: bool = False) -> Trial:
+    """Compile and compare one step with eager; plan, and measure the bytes of two steps.
+
+    Args:
+        architecture: a row of the table.
+        timed: also capture and plan it alone, for the figures.
 
     Raises:
         AssertionError: a value that eager has is missing or NaN, or its dtype or shape is another.
     """
     case = architecture.case
-    model, args, kwargs = built(case)
-    units = configured_units(model, Config.from_options({}))
-    capture = partial(trace.capture, units=units, world_size=2, training=True)
+    eager, args, kwargs = built(case)
     try:
-        program, capture_seconds = _timed(lambda: capture(model, args, kwargs))
+        ours = fxshard.compile(built(case)[0], args=args, kwargs=kwargs, world_size=2)
     except FxshardError as error:
         return Trial(refusal=str(error))
-    _, plan_seconds = _timed(lambda: fxshard.plan(model, args, kwargs, world_size=RANKS))
-    ours = fxshard.compile(built(case)[0], world_size=2)
-    bitwise, worst, compared = differences(
-        one_step(model, architecture), one_step(ours, architecture)
-    )
+    cost = costs(eager, args, kwargs) if timed else (0, 0.0, 0.0)
     measured = fxshard.validate(
-        built(case)[0],
+        eager,
         args,
         kwargs,
         world_size=RANKS,
         optimizer=partial(torch.optim.AdamW, lr=1e-3),
         loss=None if case.loss is output_loss else case.loss,
     )
-    return Trial(
-        parameters=sum(p.numel() for p in model.parameters()),
-        nodes=len(program.graph.nodes),
-        capture_seconds=capture_seconds,
-        plan_seconds=plan_seconds,
-        compared=compared,
-        bitwise=bitwise,
-        worst=worst,
-        memory_difference=measured.max_abs_difference,
-    )
+    sides = one_step(eager, architecture), one_step(ours, architecture)
+    parameters = sum(p.numel() for p in eager.parameters())
+    return Trial("", parameters, *cost, *differences(*sides), measured.max_abs_difference)
+
+
+def costs(model: nn.Module, args: Any, kwargs: Any) -> tuple[int, float, float]:
+    """Nodes of the captured graph, and the CPU-seconds of capturing and of planning."""
+    units = configured_units(model, Config.from_options({}))
+    capture = partial(trace.capture, units=units, world_size=2, training=True)
+    program, capture_seconds = _timed(lambda: capture(model, args, kwargs))
+    _, plan_seconds = _timed(lambda: fxshard.plan(model, args, kwargs, world_size=RANKS))
+    return len(program.graph.nodes), capture_seconds, plan_seconds
 
 
 def refusal(architecture: Architecture) -> str:
