@@ -48,7 +48,11 @@ def test_the_comparison_sees_what_differs() -> None:
     off = theirs | {"gradient of a": one * (1 + 1e-4)}
     assert trial.differences(theirs, off)[:2] == (False, pytest.approx(1e-4, rel=1e-2))
     noise = theirs | {"gradient of b": zero}  # all of it, but it is rounding
-    assert trial.differences(theirs, noise)[:2] == (False, pytest.approx(1e-4, rel=1e-2))
+    assert trial.differences(theirs, noise)[:2] == (False, pytest.approx(1e-9, rel=1e-2))
+    small = theirs | {"gradient of b": 1e-5 * one}
+    off = small | {"gradient of b": 1.1e-5 * one}
+    assert trial.differences(small, off)[:2] == (False, pytest.approx(0.1, rel=1e-2))
+    assert trial.differences(theirs | {"loss": zero}, theirs)[:2] == (False, float("inf"))
     for wrong in (None, one * torch.nan, one.double(), torch.ones(4)):
         with pytest.raises(AssertionError, match="gradient of a"):
             trial.differences(theirs, theirs | {"gradient of a": wrong})

@@ -306,7 +306,7 @@ def test_a_parameter_that_loses_its_gradient_is_named() -> None:
         lambda net, x: (net.a(x) + torch.no_grad()(net.b)(x)).sum(),
         lambda net, x: (net.a(x) + torch.no_grad()(net.b)(x).square()).sum(),
     ],
-    ids=["not called", "detached", "data", "compared", "ones_like"],
+    ids=["not called", "detached", "data", "compared", "ones_like", "no_grad", "below no_grad"],
 )
 def test_an_unused_parameter_has_no_gradient(function: Callable[..., Tensor]) -> None:
     assert_trains_like_eager(lambda: Net(function), batch())

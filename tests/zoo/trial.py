@@ -19,11 +19,10 @@ from fxshard.units import configured_units
 from tests.zoo import built, output_loss
 from tests.zoo.architectures import Architecture
 
-# Largest difference from eager that passes, relative to the largest value of the tensor.
+# Largest difference from eager that passes, relative to the largest value of the tensor. A gradient
+# whose largest value is below this part of the model's largest one is zero but for rounding (that
+# of a key's bias, or of a bias before a batch norm): its differences are relative to that one.
 CLOSE = 1e-6
-# A gradient whose largest value is below this part of the model's largest one is zero but for
-# rounding, such as that of a key's bias: its differences are relative to that part.
-ROUNDING = 1e-5
 RANKS = 8  # of the measured run; the ranks beside eager are two
 
 Values = dict[str, Tensor | None]
@@ -135,7 +134,7 @@ def differences(theirs: Values, ours: Values) -> tuple[bool, float, int]:
     """Whether all are equal bit by bit, the largest relative difference, how many were compared."""
     assert theirs.keys() == ours.keys()
     gradients = [v for name, v in theirs.items() if name.startswith("gradient") and v is not None]
-    floor = ROUNDING * max(map(_largest, gradients))
+    steepest = max(map(_largest, gradients))
     bitwise, worst, compared = True, 0.0, 0
     for name, value in theirs.items():
         other = ours[name]
@@ -149,8 +148,10 @@ def differences(theirs: Values, ours: Values) -> tuple[bool, float, int]:
             continue
         bitwise = False
         assert value.is_floating_point() or value.is_complex(), f"{name} counts otherwise"
-        least = floor if name.startswith("gradient") else 0.0
-        worst = max(worst, _largest(value - other) / max(_largest(value), least))
+        scale = _largest(value)
+        if name.startswith("gradient") and scale < CLOSE * steepest:
+            scale = steepest
+        worst = max(worst, _largest(value - other) / scale if scale else float("inf"))
     return bitwise, worst, compared
 
 
