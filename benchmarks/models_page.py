@@ -52,6 +52,26 @@ units are those that fxshard finds, and models of transformers are called as the
 - **bytes**: largest difference between prediction and measurement, over every module, state and
   category of both steps.
 
+## Models of Hugging Face transformers
+
+They are given to `fxshard.compile` as they are. While tracing (`fxshard/hf.py`):
+
+- `config.use_cache` counts as False, in training and under `no_grad`: the output is the same
+  `ModelOutput` class, with `past_key_values` None. A call that says `use_cache=True`, or passes
+  `past_key_values`, is refused: a program cannot make or take a cache. Generate with the plain model.
+- SDPA keeps the branch of eager (`is_causal`, no mask made); packed sequences, which only the values
+  of `position_ids` tell, are refused.
+- experts: the default `grouped_mm`, and `batched_mm`, are taken; `experts_implementation="eager"`
+  looks at values and is refused, with the call that changes it. Nothing is switched by itself: the
+  implementations round differently.
+- checks of values (`torch_compilable_check`, such as "as many image tokens as image features") are
+  not repeated by the program: run one batch through the plain model first.
+- LayerDrop (`layerdrop > 0`) and SpecAugment (`apply_spec_augment`), which draw random numbers into
+  Python or numpy, are refused; set them to 0 and False.
+
+A parameter without a dimension (CLIP's `logit_scale`) or with other strides than contiguous ones is
+refused, as by FSDP2: the error says the one line that makes it fit.
+
 {date}: {machine} ({cpu}), Python {python}, torch {torch}, transformers {transformers}.
 """
 
@@ -116,6 +136,8 @@ def row(name: str, done: Trial) -> dict[str, str]:
     }
     blank = dict.fromkeys(figures, "-")
     shown = status(done).replace("|", "\\|")
+    if not ARCHITECTURES[name].onednn:
+        shown += " (beside eager without oneDNN)"
     return {"model": f"`{name}`", "status": shown, **(blank if done.refusal else figures)}
 
 

@@ -7,6 +7,7 @@ metadata.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import torch
@@ -239,8 +240,9 @@ def _summed(program: Program, values: list[fx.Node]) -> fx.Node:
     three of them round otherwise.
     """
     total = values[0]
-    for value in values[1:]:
-        with program.graph.inserting_after(value):
+    for before, value in itertools.pairwise(values):
+        behind = total if value is before else value  # one value may be the gradient of several
+        with program.graph.inserting_after(behind):
             node = program.graph.call_function(aten.add.Tensor, (total, value))
         val = value.meta["val"]
         fake = program.fake(tuple(val.shape), val.dtype, val.device)

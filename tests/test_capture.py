@@ -363,6 +363,35 @@ def test_a_gradient_that_two_parameters_share() -> None:
     assert_trains_like_eager(lambda: Net(forward), batch())
 
 
+class Tied(nn.Module):
+    """One weight under three names; `use(model, x)` is the loss."""
+
+    def __init__(self, use: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(5, 5, bias=False) for _ in range(3))
+        self.b.weight = self.c.weight = self.a.weight
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self, x)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda m, x: (m.a.weight + m.b.weight + m.c.weight).sum() * x.sum(),
+        lambda m, x: m.c(torch.tanh(m.a(torch.tanh(m.b(x))))).square().sum(),
+        lambda m, x: m.b(torch.tanh(m.c(torch.tanh(m.a(x))))).square().sum(),
+    ],
+    ids=["one gradient", "backwards", "in turn"],
+)
+def test_a_weight_with_three_names_has_eagers_gradient_bitwise(use: Callable[..., Tensor]) -> None:
+    eager, ours = pair(lambda: Tied(use))
+    for model in (eager, ours):
+        model(batch()).backward()
+    assert torch.equal(ours.a.weight.grad, eager.a.weight.grad)
+
+
 def test_a_sparse_gradient_is_refused() -> None:
     model = nn.Embedding(5, 6, sparse=True)
     with pytest.raises(CaptureError, match=r"gradient of 'weight' is sparse.*sparse=False"):
