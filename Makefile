@@ -3,7 +3,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow bench lint types clean
+.PHONY: help demo test test-slow bench models lint types clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ test-slow: .venv/.installed ## the tests marked slow
 
 bench: .venv/.installed ## measure everything; writes benchmarks/results and docs/benchmarks.md
 	$(BIN)/python -m benchmarks
+
+models: .venv/.installed ## try every architecture of tests/zoo; writes docs/models.md
+	$(BIN)/python -m benchmarks.models_page
 
 lint: .venv/.installed ## style, format, import layers, private imports
 	$(BIN)/ruff check

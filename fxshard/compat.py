@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch._decomp.decompositions as _decompositions
 import torch._functorch._aot_autograd.descriptors as _desc
 import torch.utils.checkpoint as _checkpoint
 from torch import fx, nn
@@ -137,7 +138,7 @@ def export_joint(
         The graph module; the descriptor of each placeholder; the descriptor of each output.
         (torch/_functorch/aot_autograd.py, ``aot_export_joint_with_descriptors``)
     """
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, _recurrent_as_in_eager():
         joint = aot_export_joint_with_descriptors(
             stack,
             module,
@@ -159,6 +160,53 @@ def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> A
     if grad.device.type != "cpu" or grad.element_size() >= 4:
         return NotImplemented
     return grad * (mask.to(grad.dtype) * scale)
+
+
+@contextlib.contextmanager
+def _recurrent_as_in_eager() -> Iterator[None]:
+    """Trace ``nn.RNN``, ``nn.GRU`` and ``nn.LSTM`` so that they compute what eager computes.
+
+    Torch's decompositions do not, in two places: dropout between layers is never applied
+    (``_rnn_helper`` compares the number of layers with that of the layer the wrong way round), and
+    an LSTM on the CPU whose input needs no gradient becomes oneDNN's inference kernel, whatever its
+    parameters need: its backward fails, and its workspace counts as 0 bytes.
+    (torch/_decomp/decompositions.py, ``_rnn_helper``, ``select_one_layer_lstm_function``)
+    """
+    one_layer, choose = _decompositions._rnn_helper, _decompositions.select_one_layer_lstm_function
+
+    def layers(
+        input: torch.Tensor,
+        hidden: Sequence[Any],
+        params: Sequence[Any],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+        layer_fn: Any,
+    ) -> tuple[torch.Tensor, list[Any]]:
+        directions = 2 if bidirectional else 1
+        output, finals = input.transpose(0, 1) if batch_first else input, []
+        for i in range(num_layers):
+            if i and train and dropout:
+                output = torch.dropout(output, dropout, train=True)
+            own = slice(i * directions, (i + 1) * directions)
+            how = (has_biases, 1, 0.0, train, bidirectional, False, layer_fn)
+            output, final = one_layer(output, hidden[own], params[own], *how)
+            finals += final
+        return output.transpose(0, 1) if batch_first else output, finals
+
+    def always_decomposed(*_: Any) -> Any:
+        return _decompositions.one_layer_lstm
+
+    _decompositions._rnn_helper = layers
+    _decompositions.select_one_layer_lstm_function = always_decomposed
+    try:
+        yield
+    finally:
+        _decompositions._rnn_helper = one_layer
+        _decompositions.select_one_layer_lstm_function = choose
 
 
 _AS_ON_CPU = {torch.ops.aten.native_dropout_backward.default: _dropout_backward}

@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from fxshard import compat, cuda_autocast, meta, rng
-from fxshard.compat import FakeTensorMode, OpOverload
+from fxshard.compat import OpOverload
 from fxshard.errors import CaptureError
 from fxshard.program import Program
+from fxshard.strides import KernelFakeMode
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
@@ -525,7 +526,7 @@ AS_ON_META: tuple[OpOverload, ...] = (
 )
 
 
-class CudaFakeMode(FakeTensorMode):
+class CudaFakeMode(KernelFakeMode):
     """Fake tensors that are on the CPU and get the results that those on CUDA get."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

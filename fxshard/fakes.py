@@ -114,6 +114,16 @@ def unreduced(values: tuple[Any, ...], result: Any) -> Any:
     return flat.as_strided((), ())
 
 
+def grown(values: tuple[Any, ...], result: Any) -> Any:
+    """Overlapping columns are summed up into a tensor that began with the size of the input.
+
+    Source: ``col2im_cpu`` (ATen/native/Col2Im.cpp): ``empty_like(input)``, then resized.
+    """
+    count = max(values[0].numel(), result.numel())
+    flat = torch.empty(count, dtype=result.dtype, device=result.device)
+    return flat.as_strided(result.shape, result.stride())
+
+
 def _as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=tensor.device)
 
@@ -131,6 +141,7 @@ RULES: dict[Any, Rule] = {
     aten.select_scatter.default: whole_storage,
     aten.diagonal_scatter.default: whole_storage,
     aten.as_strided_scatter.default: whole_storage,
+    aten.col2im.default: grown,
     aten.mse_loss.default: unreduced,
     aten.smooth_l1_loss.default: unreduced,
     aten.soft_margin_loss.default: unreduced,

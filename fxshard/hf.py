@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fxshard import meta
 from fxshard.errors import CaptureError
 
+log = logging.getLogger("fxshard")
+
+CHECKS_OFF = "TRANSFORMERS_DISABLE_TORCH_CHECK"
+LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 MARK = "fxshard: position_ids that transformers would look into"
 
 
 @contextlib.contextmanager
-def eager_attention_branch() -> Iterator[None]:
+def while_tracing(model: nn.Module) -> Iterator[None]:
+    """Everything that transformers is told while a model is traced."""
+    with _eager_attention_branch(), _without_cache(model), _without_checks():
+        yield
+
+
+@contextlib.contextmanager
+def _eager_attention_branch() -> Iterator[None]:
     """While tracing, let transformers take the branch that it takes in eager mode.
 
     Under a trace it cannot look into ``position_ids`` for packed sequences, assumes the worst and
@@ -40,8 +54,48 @@ def eager_attention_branch() -> Iterator[None]:
         masking.find_packed_sequence_indices = original  # type: ignore[attr-defined]
 
 
+@contextlib.contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """While tracing, let no configuration ask for a cache of keys and values.
+
+    ``config.use_cache`` is True by default and puts a ``Cache``, an object that a traced program
+    cannot make, into the outputs of every call, also where a training loop never looks at it.
+    transformers does the same under gradient checkpointing. A call that says ``use_cache=True``
+    itself is still refused.
+    """
+    asking = [c for c in _configs(model) if getattr(c, "use_cache", None)]
+    before = [(config, config.use_cache) for config in asking]
+    if before:
+        log.info("fxshard: config.use_cache is taken for False: outputs hold no past_key_values.")
+    try:
+        for config, _ in before:
+            config.use_cache = False
+        yield
+    finally:
+        for config, value in before:
+            config.use_cache = value
+
+
+@contextlib.contextmanager
+def _without_checks() -> Iterator[None]:
+    """While tracing, leave out transformers' checks of values, by its own switch.
+
+    Such as whether there are as many image tokens as image features. No operator stands for a
+    check in a program (`passes/canonicalize.py` drops asserts), and a traced one cannot look.
+    (transformers/utils/import_utils.py, ``torch_compilable_check``)
+    """
+    before = os.environ.get(CHECKS_OFF)
+    os.environ[CHECKS_OFF] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[CHECKS_OFF]
+        if before is not None:
+            os.environ[CHECKS_OFF] = before
+
+
 def refuse_packed(graph: fx.Graph) -> None:
-    """Remove the marks of `eager_attention_branch`; refuse positions that come from the batch.
+    """Remove the marks of `while_tracing`; refuse positions that come from the batch.
 
     Positions that the model counts up by itself are not packed. Those computed from an input may
     be, and only their values tell.
@@ -74,8 +128,42 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
     return seen
 
 
+def _configs(model: nn.Module) -> list[Any]:
+    """The configurations that modules of `model` hold, each once."""
+    library = sys.modules.get("transformers.configuration_utils")
+    known = getattr(library, "PreTrainedConfig", ())
+    held = [module.__dict__.get("config") for module in model.modules()]
+    return list({id(c): c for c in held if isinstance(c, known)}.values())
+
+
+def remedy_of_values(model: nn.Module) -> str:
+    """What a user of transformers can do about a model that looks at values, if we know."""
+    configs = _configs(model)
+    if any(getattr(c, "_experts_implementation", None) == "eager" for c in configs):
+        return (
+            "\nFor transformers: model.set_experts_implementation('grouped_mm') or 'batched_mm', "
+            "which route tokens without looking at where they go."
+        )
+    if any((getattr(c, name, 0) or 0) > 0 for c in configs for name in LAYER_DROPS):
+        return (
+            "\nFor transformers: LayerDrop decides by random numbers which layers run: set "
+            f"{', '.join(LAYER_DROPS)} of the config to 0, as far as it has them."
+        )
+    return ""
+
+
+def remedy_of_numbers(model: nn.Module) -> str:
+    """The same for one that draws random numbers outside of torch."""
+    if any(getattr(c, "apply_spec_augment", False) for c in _configs(model)):
+        return (
+            " For transformers: SpecAugment draws its masks by numpy: set "
+            "config.apply_spec_augment=False, or pass mask_time_indices."
+        )
+    return ""
+
+
 def remedy(value: object) -> str:
     """What a user of transformers can do about an object that fxshard cannot look into."""
     if type(value).__module__ == "transformers.cache_utils":
-        return " For transformers: use_cache=False, in the call or in model.config."
+        return " For transformers: leave use_cache=True and past_key_values out of the call."
     return ""

@@ -7,6 +7,7 @@ metadata.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import torch
@@ -225,20 +226,28 @@ def _merge_tied(program: Program) -> None:
             node.replace_all_uses_with(first[fqn])
             program.graph.erase_node(node)
     order = {node: i for i, node in enumerate(program.graph.nodes)}
-    merged: dict[Result, fx.Node] = {}
+    found: dict[Result, list[fx.Node]] = {}
     for value, result in zip(program.values, program.results, strict=True):
-        if result not in merged:
-            merged[result] = value
-            continue
-        pair = sorted((merged[result], value), key=order.__getitem__)
-        with program.graph.inserting_after(pair[1]):
-            total = program.graph.call_function(aten.add.Tensor, tuple(pair))
+        found.setdefault(result, []).append(value)
+    program.results[:] = list(found)
+    program.values = [_summed(program, sorted(found[r], key=order.__getitem__)) for r in found]
+
+
+def _summed(program: Program, values: list[fx.Node]) -> fx.Node:
+    """The sum of the gradients of one parameter, in the order in which backward makes them.
+
+    So does autograd (``InputBuffer::add``, torch/csrc/autograd/input_buffer.cpp): in another order
+    three of them round otherwise.
+    """
+    total = values[0]
+    for before, value in itertools.pairwise(values):
+        behind = total if value is before else value  # one value may be the gradient of several
+        with program.graph.inserting_after(behind):
+            node = program.graph.call_function(aten.add.Tensor, (total, value))
         val = value.meta["val"]
         fake = program.fake(tuple(val.shape), val.dtype, val.device)
-        merged[result] = meta.put(total, meta.get(pair[1]), fake)
-        order[total] = order[pair[1]]
-    program.results[:] = list(merged)
-    program.values = list(merged.values())
+        total = meta.put(node, meta.get(value), fake)
+    return total
 
 
 def _write_back(program: Program, mutated: list[tuple[fx.Node, fx.Node]]) -> None:
@@ -297,15 +306,16 @@ def _check_gradients(program: Program) -> None:
         if any(user in reach for user in node.users):
             raise CaptureError(
                 f"parameter {tag.fqn!r} reaches the loss but the trace "
-                f"has no gradient for it. If that is meant (it is used under torch.no_grad()), say "
-                f"so with requires_grad_(False) on it, or with .detach() on what it computes."
+                f"has no gradient for it. If that is meant, say so with requires_grad_(False) on "
+                f"it, with torch.no_grad() around its use, or .detach() on what it computes."
             )
 
 
 def _reaches_tangent_output(program: Program) -> set[fx.Node]:
     """Forward nodes from which an output with a tangent can be reached along float values.
 
-    The walk stops at operators that cut gradients on purpose.
+    The walk stops at operators that cut gradients on purpose, and at those that the user runs
+    without gradients: eager has none there either.
     """
     ends = {str(i) for i in program.signature.tangents}
     todo = [
@@ -317,6 +327,8 @@ def _reaches_tangent_output(program: Program) -> set[fx.Node]:
     while todo:
         node = todo.pop()
         if node in seen or node.target in CUTS_GRADIENT:
+            continue
+        if provenance.without_gradient(node.meta.get(provenance.STACK)):
             continue
         val = next(meta.tensors(node.meta.get("val")), None)
         if val is not None and not val.is_floating_point() and not val.is_complex():

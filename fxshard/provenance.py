@@ -27,6 +27,8 @@ from fxshard.compat import TorchDispatchMode
 STACK = "nn_module_stack"
 LINE = "fxshard_line"  # keys in that stack, beside the FQNs
 CALL = "fxshard_call"
+NO_GRAD = "fxshard_no_grad"
+NOTES = (LINE, CALL, NO_GRAD)
 
 SOURCE_WIDTH = 48  # of a line of code that people are shown
 
@@ -93,19 +95,20 @@ def calls_noted(model: nn.Module) -> Iterator[list[Call]]:
 
 
 class LinesNoted(TorchDispatchMode):
-    """Notes the line of user code for every operator that runs inside."""
+    """Notes the line of user code of every operator inside, and if gradients are off there."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         stack = compat.current_meta().get(STACK, {})
-        compat.with_current_meta(STACK, {**stack, LINE: (user_line(), LinesNoted)})
+        noted = {LINE: (user_line(), LinesNoted), NO_GRAD: (not torch.is_grad_enabled(), bool)}
+        compat.with_current_meta(STACK, {**stack, **noted})
         return func(*args, **(kwargs or {}))
 
 
 def module_in(stack: dict[str, Any] | None) -> str | None:
     """FQN of the innermost module of a stack; None if it names none."""
-    names = [entry[0] for key, entry in (stack or {}).items() if key not in (LINE, CALL)]
+    names = [entry[0] for key, entry in (stack or {}).items() if key not in NOTES]
     return names[-1] if names else None
 
 
@@ -119,6 +122,12 @@ def line_in(stack: dict[str, Any] | None) -> str:
     """The line of a stack, as `user_line` gave it; "" if there is none."""
     entry = (stack or {}).get(LINE)
     return "" if entry is None else str(entry[0])
+
+
+def without_gradient(stack: dict[str, Any] | None) -> bool:
+    """True if the operator of a stack ran under ``torch.no_grad()``, or one like it."""
+    entry = (stack or {}).get(NO_GRAD)
+    return entry is not None and bool(entry[0])
 
 
 def user_line() -> str:

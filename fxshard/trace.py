@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxshard import bytecode, compat, cuda, hf, precision, provenance, shapes
+from fxshard import bytecode, compat, cuda, hf, precision, provenance, rng, shapes
 from fxshard.compat import FakeTensorMode
 from fxshard.errors import CaptureError
 from fxshard.normalize import fake_like, normalize
 from fxshard.program import Program, Signature, input_name, path_name
 from fxshard.shapes import Symbols
+from fxshard.strides import KernelFakeMode
 from fxshard.units import Unit
 
 log = logging.getLogger("fxshard")
@@ -161,7 +162,7 @@ def _captured(
     """`capture`, one way. Raises _TracerError where another one may go further."""
     computes_on = where_it_computes(model, device)
     stands_for_cuda = for_cuda and computes_on.type != "cuda"
-    mode_class = cuda.CudaFakeMode if stands_for_cuda else FakeTensorMode
+    mode_class = cuda.CudaFakeMode if stands_for_cuda else KernelFakeMode
     fake_mode = tracing_mode = mode_class(allow_non_fake_inputs=True)
     leaves, in_spec = compat.tree_flatten_with_path((args, kwargs))
     flat = [leaf for _, leaf in leaves]
@@ -180,6 +181,7 @@ def _captured(
         _fake_state(model, tracing_mode, dtypes, device),
         _read_by_dynamo(call, fakes) if way == DYNAMO else contextlib.nullcontext(),
         provenance.calls_noted(model) as calls,
+        rng.only_torch_s(model),
         precision.casting(model, units),
     ):
         graph_module, sources, targets = _export(call, fakes)
@@ -275,7 +277,7 @@ class _Call(nn.Module):
     @contextlib.contextmanager
     def mode(self) -> Iterator[None]:
         """What is true of torch while the model runs."""
-        with torch.set_grad_enabled(self.grad), self.autocast, hf.eager_attention_branch():
+        with torch.set_grad_enabled(self.grad), self.autocast, hf.while_tracing(self.model):
             yield
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -385,7 +387,7 @@ def _export(
         torch.autocast(call.autocast.device, enabled=False),
         compat.compiling(),
         compat.checkpoints_inline(),
-        hf.eager_attention_branch(),
+        hf.while_tracing(call.model),
         torch.fx.traceback.preserve_node_meta(),
     ):
         return compat.export_joint(call, fakes, call.stands_for_cuda)
@@ -400,7 +402,8 @@ def _failures_told(call: _Call) -> Iterator[None]:
         raise _TracerError(
             f"{type(call.model).__name__} cannot be traced: Python control flow or a shape depends "
             f"on the values of a tensor{_user_line(error)}\nMake it a tensor operation "
-            f"(torch.where, masking), or compute it outside the model and pass it in.",
+            f"(torch.where, masking), or compute it outside the model and pass it in."
+            f"{hf.remedy_of_values(call.model)}",
             from_data=True,
         ) from error
     except CaptureError:
@@ -435,7 +438,7 @@ def _user_line(error: BaseException) -> str:
 @contextlib.contextmanager
 def _fake_state(
     model: nn.Module,
-    fake_mode: FakeTensorMode,
+    fake_mode: KernelFakeMode,
     dtypes: dict[str, torch.dtype],
     device: torch.device | None,
 ) -> Iterator[None]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._decomp.decompositions as _decompositions
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
@@ -97,6 +98,28 @@ def test_export_joint_keeps_operators_and_runs_forward_first(joint: Joint) -> No
     for node in nodes:
         assert isinstance(node.target, compat.OpOverload), f"{node.target} is no OpOverload"
         assert compat.is_fake(node.meta["val"]), "meta['val'] is no fake tensor"
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_recurrent_modules_are_traced_as_eager_runs_them(kind: type[nn.RNNBase]) -> None:
+    class Output(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = kind(3, 4, num_layers=3, dropout=0.5, bidirectional=True)
+
+        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+            return [self.rnn(x)[0].sum()]
+
+    before = dict(vars(_decompositions))
+    with compat.FakeTensorMode() as mode:
+        model, x = Output(), torch.randn(5, 2, 3)
+    with mode, torch.enable_grad():
+        graph_module, *_ = compat.export_joint(model, (x,))
+    assert dict(vars(_decompositions)) == before, "what was patched stays patched"
+    targets = [node.target for node in graph_module.graph.nodes]
+    assert targets.count(aten.native_dropout.default) == 2, "no dropout between the layers"
+    fused = [t for t in targets if "mkldnn" in str(t)]
+    assert not fused, "an LSTM on floats is oneDNN's inference kernel"
 
 
 def test_metadata_of_forward_reaches_the_nodes(joint: Joint) -> None:

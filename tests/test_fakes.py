@@ -1,5 +1,6 @@
 """Fake values against the kernels themselves: dtypes, strides and the bytes of storages."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxshard
-from fxshard import fakes
+from fxshard import fakes, strides
 from fxshard.compat import FakeTensorMode
+from fxshard.strides import KernelFakeMode
+from tests.eager import assert_trains_like_eager
 
 aten = torch.ops.aten
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -88,6 +91,72 @@ def test_losses_lie_in_the_storage_of_what_they_sum_up(reduction: int, dtype: An
     assert_as_the_kernel(aten.smooth_l1_loss.default, x, y, reduction, 1.0)
     assert_as_the_kernel(aten.soft_margin_loss.default, x, y, reduction)
     assert_as_the_kernel(aten.binary_cross_entropy.default, x, x, None, reduction)
+
+
+@pytest.mark.parametrize("kernel", [(3, 1), (2, 2)])
+def test_summed_columns_lie_in_a_storage_of_the_size_of_the_input(kernel: tuple[int, int]) -> None:
+    columns = torch.randn(2, 3 * kernel[0] * kernel[1], 4 * (9 - kernel[1]))
+    size = (3 + kernel[0], 8)
+    assert_as_the_kernel(aten.col2im.default, columns, size, kernel, [1, 1], [0, 0], [1, 1])
+    wide = torch.randn(1, 4, 4)
+    assert_as_the_kernel(aten.col2im.default, wide, [8, 8], [2, 2], [1, 1], [0, 0], [6, 6])
+
+
+def layouts(shape: tuple[int, int, int], dtype: Any = FP32) -> list[Tensor]:
+    """Numbers between 0.2 and 0.7 of `shape`, whose dimensions lie in other orders in memory."""
+    found = []
+    for order in ((0, 1, 2), (0, 2, 1), (2, 1, 0)):
+        there = torch.rand([shape[i] for i in order]) * 0.5 + 0.2
+        found.append(there.permute([order.index(i) for i in range(3)]).to(dtype))
+    return found
+
+
+ARGUMENTS: dict[Any, tuple[Any, ...]] = {
+    aten.elu_backward.default: (1.0, 1.0, 1.0, False),
+    aten.hardtanh_backward.default: (-1.0, 1.0),
+    aten.huber_loss_backward.default: (0, 1.0),
+    aten.mse_loss_backward.default: (0,),
+    aten.native_dropout_backward.default: (2.0,),
+    aten.smooth_l1_loss_backward.default: (0, 1.0),
+    aten.softplus_backward.default: (1.0, 20.0),
+}
+
+
+@pytest.mark.parametrize("op", strides.RULES, ids=str)
+def test_strides_of_fakes_are_those_of_kernels(op: Any) -> None:
+    count = sum(str(a.type) == "Tensor" for a in op._schema.arguments)
+    differs = False
+    for tensors in itertools.product(layouts((2, 3, 4)), repeat=count):
+        given, rest = iter(tensors), iter(ARGUMENTS.get(op, ()))
+        needed = [a for a in op._schema.arguments if not a.has_default_value()]
+        args: list[Any] = [next(given if str(a.type) == "Tensor" else rest) for a in needed]
+        if op is aten.native_dropout_backward.default:
+            args[1] = args[1] > 0.4
+        expected = described(op(*args))
+        seen = []
+        for mode in (FakeTensorMode(), KernelFakeMode()):
+            fake = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
+            with mode:
+                seen.append(described(op(*fake)))
+        assert seen[1] == expected
+        differs |= seen[0] != expected
+    assert differs, "torch's fake kernel is right now: the rule can go"
+
+
+class Transposes(nn.Module):
+    """A view in backward that exists of the real gradient, and not of torch's fake one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.softplus(self.linear(x).view(2, 4, 6))
+        return (y.transpose(1, 2) * torch.arange(4.0)).sum()
+
+
+def test_views_in_backward_exist() -> None:
+    assert_trains_like_eager(Transposes, torch.randn(8, 6))
 
 
 class Assigns(nn.Module):

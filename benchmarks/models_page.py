@@ -1,0 +1,155 @@
+"""Writes docs/models.md: every architecture of tests/zoo, tried once.
+
+    python -m benchmarks.models_page          # tries all of them, some 10 minutes; then the page
+    python -m benchmarks.models_page --page   # the page alone, from the results of the last run
+
+The trial is the one that the tests make (`tests.zoo.trial`): one step beside plain eager with
+dropout on, and two steps whose bytes are measured and compared with what was predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+import warnings
+from typing import Any
+
+import torch
+import transformers
+from tabulate import tabulate
+
+from benchmarks.figures import RESULTS, ROOT, machine, write
+from tests.zoo import trial
+from tests.zoo.architectures import ARCHITECTURES
+from tests.zoo.trial import Trial
+
+PAGE = ROOT / "docs" / "models.md"
+RECORD = RESULTS / "models.json"
+
+HEAD = """# Models that fxshard takes
+
+Written by `make models` (`python -m benchmarks.models_page`) from `tests/zoo/architectures.py`; do
+not edit. Every row is a tiny model of the real class with random weights, without a download:
+{taken} are taken ({bitwise} bitwise equal to eager), {refused} are refused by name.
+
+What a row says was tried there: `fxshard.compile` on two ranks inside one process, one training
+step beside plain eager from the same seed with dropout on, comparing the loss, all gradients and
+all buffers; then `fxshard.validate` for rank 0 of {ranks}, two AdamW steps. No option is given: the
+units are those that fxshard finds, and models of transformers are called as they come
+(`config.use_cache`, attention and experts at their defaults).
+
+- **bitwise**: every value is eager's. **within x**: the largest difference of any tensor, relative
+  to its largest value (to the model's largest gradient, where all of the tensor's own are below
+  {close:g} of that one: they are zero but for rounding). At most {close:g} passes. Models of
+  transformers that are not bitwise mostly are without a cache: eager puts keys and values into the
+  cache that it returns, other strides for the same numbers.
+- **refused**: why, in the first words of the error; the rest of it names the line and the remedy.
+- **nodes**: operators, inputs and the output of the captured graph of forward and backward.
+- **capture**, **plan**: CPU-seconds, in one thread; planning includes a capture of its own.
+- **bytes**: largest difference between prediction and measurement, over every module, state and
+  category of both steps.
+
+## Models of Hugging Face transformers
+
+They are given to `fxshard.compile` as they are. While tracing (`fxshard/hf.py`):
+
+- `config.use_cache` counts as False, in training and under `no_grad`: the output is the same
+  `ModelOutput` class, with `past_key_values` None. A call that says `use_cache=True`, or passes
+  `past_key_values`, is refused: a program cannot make or take a cache. Generate with the plain model.
+- SDPA keeps the branch of eager (`is_causal`, no mask made); packed sequences, which only the values
+  of `position_ids` tell, are refused.
+- experts: the default `grouped_mm`, and `batched_mm`, are taken; `experts_implementation="eager"`
+  looks at values and is refused, with the call that changes it. Nothing is switched by itself: the
+  implementations round differently.
+- checks of values (`torch_compilable_check`, such as "as many image tokens as image features") are
+  not repeated by the program: run one batch through the plain model first.
+- LayerDrop (`layerdrop > 0`) and SpecAugment (`apply_spec_augment`), which draw random numbers into
+  Python or numpy, are refused; set them to 0 and False.
+
+A parameter without a dimension (CLIP's `logit_scale`) or with other strides than contiguous ones is
+refused, as by FSDP2: the error says the one line that makes it fit.
+
+{date}: {machine} ({cpu}), Python {python}, torch {torch}, transformers {transformers}.
+"""
+
+
+def measure() -> None:
+    """Try all architectures and write what came out, with machine and date."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    trials: dict[str, Any] = {}
+    for name, architecture in ARCHITECTURES.items():
+        done = trial.try_out(architecture, timed=True)
+        print(f"{name}: {status(done)}", flush=True)
+        trials[name] = dataclasses.asdict(done)
+        write(RECORD, {"trials": trials})
+
+
+def status(done: Trial) -> str:
+    """A trial in a few words."""
+    if done.refusal:
+        return f"refused: {reason(done.refusal)}"
+    return "bitwise" if done.bitwise else f"within {done.worst:.1e}"
+
+
+def reason(refusal: str) -> str:
+    """Why, from the text of an error: its first sentence and the line of code that it shows."""
+    first, *rest = refusal.splitlines()
+    first = re.sub(r"^\w+ cannot be traced(: | (?=\())", "", first).removesuffix(", at")
+    shown = [line.strip() for line in rest if line.startswith("    ")]
+    return f"{first}: `{shown[0]}`" if shown else first
+
+
+def page(result: dict[str, Any]) -> str:
+    """The page, from what `measure` wrote."""
+    trials = {name: Trial(**values) for name, values in result["trials"].items()}
+    taken = [done for done in trials.values() if not done.refusal]
+    parts = [
+        HEAD.format(
+            taken=len(taken),
+            bitwise=sum(done.bitwise for done in taken),
+            refused=len(trials) - len(taken),
+            ranks=trial.RANKS,
+            close=trial.CLOSE,
+            **{key: result[key] for key in machine()},
+        )
+    ]
+    for family in dict.fromkeys(each.family for each in ARCHITECTURES.values()):
+        names = [n for n in trials if n in ARCHITECTURES and ARCHITECTURES[n].family == family]
+        rows = [row(name, trials[name]) for name in names]
+        table = tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
+        parts.append(f"\n## {family[0].upper()}{family[1:]}\n\n{table}\n")
+    return "".join(parts)
+
+
+def row(name: str, done: Trial) -> dict[str, str]:
+    """One line of a table."""
+    figures = {
+        "nodes": f"{done.nodes:,}",
+        "capture, s": f"{done.capture_seconds:.1f}",
+        "plan, s": f"{done.plan_seconds:.1f}",
+        "bytes": f"{done.memory_difference:,}",
+    }
+    blank = dict.fromkeys(figures, "-")
+    shown = status(done).replace("|", "\\|")
+    if not ARCHITECTURES[name].onednn:
+        shown += " (beside eager without oneDNN)"
+    return {"model": f"`{name}`", "status": shown, **(blank if done.refusal else figures)}
+
+
+def main() -> int:
+    """Measure unless told not to, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--page", action="store_true", help="write the page alone")
+    if not parser.parse_args().page:
+        measure()
+    PAGE.write_text(page(json.loads(RECORD.read_text())))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
