@@ -84,7 +84,7 @@ def main() -> None:
         dist.init_process_group("gloo")
     results = [gradients(model, x), gradients(model, x, passes=passes)]
     same = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    print(f"rank {RANK}: loss and {len(results[0]) - 1} gradients are the same bits: {same}")
+    tell(f"loss and {len(results[0]) - 1} gradients are the same bits: {same}")
     if dist.is_initialized():
         dist.destroy_process_group()
     else:  # it needs process groups of its own
@@ -120,6 +120,11 @@ def gradients(model: nn.Module, x: Tensor, **options: object) -> list[Tensor]:
     loss.backward()
     grads = [param.grad for param in sharded.parameters()]
     return [loss.detach()] + [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+
+
+def tell(text: str) -> None:
+    """Print on every rank; a line in one write, as all ranks share the terminal."""
+    print(f"rank {RANK}: {text}\n", end="", flush=True)
 
 
 def say(*lines: str) -> None:

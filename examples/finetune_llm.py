@@ -24,7 +24,7 @@ import fxshard
 
 RANKS = int(os.environ.get("WORLD_SIZE", "2"))  # torchrun sets it
 RANK = int(os.environ.get("RANK", "0"))
-SEQUENCE, BATCH = 128, 8
+SEQUENCE, BATCH = 128, 4
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def main() -> None:
             fxshard.save_checkpoint(checkpoint, model, optimizer, extra=extra)
 
     # Each rank evaluates all of it, so that the ranks can be compared.
-    print(f"rank {RANK}: validation loss {evaluate(model, held_out):.7f}", flush=True)
+    tell(f"validation loss {evaluate(model, held_out):.7f}")
     weights = model.full_state_dict()  # whole tensors on rank 0; every rank takes part
     if RANK == 0:
         model.save_pretrained(args.out / "model", state_dict=weights)
@@ -137,6 +137,11 @@ def mean_over_ranks(value: Tensor) -> float:
         dist.all_reduce(value)
         value /= RANKS
     return value.item()
+
+
+def tell(text: str) -> None:
+    """Print on every rank; a line in one write, as all ranks share the terminal."""
+    print(f"rank {RANK}: {text}\n", end="", flush=True)
 
 
 def say(text: str) -> None:

@@ -64,7 +64,7 @@ def main() -> None:
             say(f"step {step + 1:3}  loss {mean_over_ranks(loss.detach()):.4f}")
 
     with torch.no_grad():
-        print(f"rank {RANK}: loss {model(**batch).loss:.7f} on the first batch", flush=True)
+        tell(f"loss {model(**batch).loss:.7f} on the first batch")
     weights = model.full_state_dict()  # whole tensors on rank 0; every rank takes part
     if RANK == 0:
         adapters = {name: w for name, w in weights.items() if ".down." in name or ".up." in name}
@@ -144,6 +144,11 @@ def mean_over_ranks(value: Tensor) -> float:
         dist.all_reduce(value)
         value /= RANKS
     return value.item()
+
+
+def tell(text: str) -> None:
+    """Print on every rank; a line in one write, as all ranks share the terminal."""
+    print(f"rank {RANK}: {text}\n", end="", flush=True)
 
 
 def say(text: str) -> None:

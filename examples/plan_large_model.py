@@ -10,13 +10,14 @@ an estimate of the time. docs/cuda.md and docs/cost.md say how far to trust them
 
 import argparse
 import functools
+from collections.abc import Callable
 
 import torch
 import transformers
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fxshard
-from fxshard.errors import FxshardError
+from fxshard.memory.report import DoesNotFitError
 
 
 def main() -> None:
@@ -54,8 +55,8 @@ def main() -> None:
     plan = plan.replan(checkpoint="full")  # the trace is used again
     print(answer(plan, args.budget))
 
-    print("\n4. How large can the batch be?\n")
-    print(plan.largest_batch(args.budget))
+    print("\n4. How large can the batch be, in steps of 4?\n")
+    print(first_line(lambda: str(plan.largest_batch(args.budget, multiple_of=4))))
 
     print("\n5. What would a step take?\n")
     estimate = plan.estimate(args.hardware)
@@ -63,11 +64,19 @@ def main() -> None:
 
 
 def answer(plan: fxshard.Plan, budget: str) -> str:
-    try:
+    def fits() -> str:
         plan.memory.assert_fits(budget)
-    except FxshardError as error:
-        return f"No. {str(error).splitlines()[0]}"
-    return f"Yes: {plan.memory.peak_bytes / 2**30:.1f} GiB at the peak, of {budget}."
+        return f"Yes: {plan.memory.peak_bytes / 2**30:.1f} GiB at the peak, of {budget}."
+
+    return first_line(fits)
+
+
+def first_line(ask: Callable[[], str]) -> str:
+    """What `ask` returns; or, if something does not fit, why."""
+    try:
+        return ask()
+    except DoesNotFitError as error:
+        return f"No: {str(error).splitlines()[0]}"
 
 
 def arguments() -> argparse.Namespace:

@@ -59,7 +59,7 @@ def main() -> None:
     for buffer in model.buffers():
         average_over_ranks(buffer)
     say(f"peak of a step on each rank: {model.memory.peak_bytes:,} B")
-    print(f"rank {RANK}: sum of all weights {total(model):.7f}", flush=True)
+    tell(f"sum of all weights {total(model):.7f}")
 
     weights = model.full_state_dict()  # whole tensors on rank 0; every rank takes part
     if RANK == 0:
@@ -134,6 +134,11 @@ def average_over_ranks(value: Tensor) -> None:
     if dist.is_initialized() and value.is_floating_point():
         dist.all_reduce(value)
         value /= RANKS
+
+
+def tell(text: str) -> None:
+    """Print on every rank; a line in one write, as all ranks share the terminal."""
+    print(f"rank {RANK}: {text}\n", end="", flush=True)
 
 
 def say(text: str) -> None:
