@@ -23,10 +23,16 @@ slow = pytest.mark.slow
 def run(directory: Path, name: str, *args: Any, ranks: int = 2) -> str:
     """What the example prints, run in `directory`; on one rank without torchrun."""
     launcher = TORCHRUN if ranks > 1 else ()
+    settings = {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONFAULTHANDLER": "1",  # where a rank was that aborts
+    }
     done = subprocess.run(
         [sys.executable, *launcher, str(EXAMPLES / name), *map(str, args)],
         cwd=directory,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env=os.environ | settings,
         capture_output=True,
         text=True,
         timeout=240,
