@@ -56,8 +56,7 @@ def main() -> None:
             dist.all_reduce(shown)
             say(f"step {step + 1:3}  loss {shown.item() / RANKS:.5f}")
 
-    for number, report in enumerate(fxshard.reports(model).graphs):
-        say(f"graph {number}: peak {report.peak_bytes:,} B on each rank")
+    say(str(fxshard.reports(model)))
     tell(f"farthest from the uncompiled loss, relative: {farthest:.1e}")
     dist.destroy_process_group()
 
