@@ -3,7 +3,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow bench models lint types clean
+.PHONY: help demo examples test test-slow bench models lint types clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -16,6 +16,9 @@ help: ## show this list
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -c constraints.txt -e ".[dev,hf]"
 	touch $@
+
+examples: .venv/.installed ## run every example, and check what it prints
+	$(BIN)/python -m pytest -q tests/test_examples.py -m "slow or not slow"
 
 demo: .venv/.installed ## train the demo model; writes runs/demo
 	$(BIN)/fxshard train --out runs/demo

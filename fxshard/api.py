@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from fxshard.memory.compare import Validation, compare
 from fxshard.memory.tracker import Tracker, WatchedWorld
 from fxshard.mesh import grid, mesh_of, world_for, world_over
 from fxshard.module import ShardedModule
+from fxshard.numerics import beside_eager
 from fxshard.pipeline import Observer, make_program
 from fxshard.plans import Plan, Workload, make_plan
 from fxshard.program import Program
@@ -153,12 +155,15 @@ def validate(
     micro_batches: int = 1,
     no_sync: bool = False,
     loss: Callable[[Any], torch.Tensor] | None = None,
+    numerics: bool = False,
     **options: Any,
 ) -> Validation:
     """Run rank 0 of the compiled program under a tracker, and compare with the static report.
 
     The rank runs for real on a fake process group of `world_size` ranks, on a copy of the model:
     forward, backward, drop the outputs, optimizer step (if the option is given), zero_grad.
+    A fake process group moves no data: for `numerics` all ranks run one more step inside this
+    process.
 
     Args:
         model: as for `compile`; left as it is.
@@ -168,6 +173,9 @@ def validate(
         micro_batches: forward and backward passes per step, each compared with a report of its own.
         no_sync: all but the last of them run under `ShardedModule.no_sync`.
         loss: as for `plan`.
+        numerics: also compare outputs, loss, gradients and buffers of a step with eager PyTorch:
+            `Validation.numerics` says of each whether it is bitwise equal, close or wrong (see
+            `fxshard.numerics`). Takes two more copies of the model.
         **options: see `fxshard.config.Config`.
 
     Raises:
@@ -192,7 +200,7 @@ def validate(
     workload = Workload(*(module, (args, kwargs), world_size, config, micro_batches, no_sync, loss))
     planned = _planned(workload)
     config, report = planned.config, planned.memory
-    with compat.fake_process_group(0, replicas * shards):
+    with torch.random.fork_rng(), compat.fake_process_group(0, replicas * shards):
         tracker = Tracker(offloaded=config.offload is not None)
         units = configured_units(module, config)
         world = world_over(mesh_of(module, config, (replicas, shards)), config, units)
@@ -202,7 +210,11 @@ def validate(
 
         sharded = ShardedModule(module, units, world, config, make_executor)
         tracked_steps(sharded, workload, tracker, steps)
-    return compare(report, split_steps(tracker.measured(), steps, micro_batches))
+    found = compare(report, split_steps(tracker.measured(), steps, micro_batches))
+    if numerics:
+        work = dataclasses.replace(workload, module=_plain_module(model), config=config)
+        found.numerics = beside_eager(work)
+    return found
 
 
 def _planned(workload: Workload, observe: Observer | None = None) -> Plan:

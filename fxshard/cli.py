@@ -30,6 +30,7 @@ from fxshard.memory.views.diff import diff
 from fxshard.memory.views.live import live_after
 from fxshard.model_source import add_arguments, load, options, whole_number
 
+NUMERICS_ROWS = 20  # of `validate --numerics`, the worst; --all shows the rest
 PATIENCE = 2.0  # seconds until a command says that it is at work
 
 
@@ -213,13 +214,22 @@ def validate(args: argparse.Namespace) -> int:
             steps=args.steps,
             micro_batches=args.micro_batches,
             no_sync=args.no_sync,
+            numerics=args.numerics,
             **options(args),
         )
+    numerics = result.numerics
     if args.json:
         print(json.dumps(_comparison(result), indent=2))
     else:
-        print((result if args.all else excerpt(result)).table(), result.summary(), sep="\n\n")
-    return 1 if result.max_abs_difference else 0
+        said = [(result if args.all else excerpt(result)).table(), result.summary()]
+        if numerics is not None:
+            if args.all or numerics.verdict != "bitwise":
+                top = None if args.all else NUMERICS_ROWS
+                said.append(numerics.table(only_different=not args.all, top=top))
+            said.append(numerics.summary())
+        print(*said, sep="\n\n")
+    wrong = numerics is not None and numerics.verdict == "wrong"
+    return 1 if result.max_abs_difference or wrong else 0
 
 
 def train(args: argparse.Namespace) -> int:
@@ -270,6 +280,7 @@ def _schedule(
 
 
 def _comparison(result: Validation) -> dict[str, Any]:
+    numbers = result.numerics
     return {
         "schema": "fxshard.validation/1",
         "max_abs_difference": result.max_abs_difference,
@@ -282,6 +293,7 @@ def _comparison(result: Validation) -> dict[str, Any]:
         "cells": [
             {**dataclasses.asdict(cell), "category": cell.category.value} for cell in result.cells
         ],
+        "numerics": numbers and {"verdict": numbers.verdict, "rows": numbers.to_list()},
     }
 
 
@@ -420,6 +432,9 @@ def _add_validate(commands: Any) -> None:
     add_arguments(parser)
     parser.add_argument("--steps", type=whole_number, default=2)
     _add_micro_batches(parser)
+    parser.add_argument(
+        "--numerics", action="store_true", help="compare loss, gradients and buffers with eager"
+    )
     parser.add_argument("--all", action="store_true", help="every module, state and category")
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(command=validate)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tabulate import tabulate
@@ -14,6 +14,9 @@ from fxshard.memory.ledger import PhaseBytes
 from fxshard.memory.report import MemoryReport
 from fxshard.memory.states import PEAKS, Span
 from fxshard.memory.tracker import Measured
+
+if TYPE_CHECKING:
+    from fxshard.numerics import Numerics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +52,14 @@ class Validation:
         points: per step and phase, ``(step, phase, largest absolute difference over all points and
             categories)``: finer than cells.
         static_peak_bytes, measured_peak_bytes: largest over forward and backward of all steps.
+        numerics: loss, gradients and buffers beside eager's, if they were asked for.
     """
 
     cells: list[Cell]
     points: list[tuple[int, str, int]]
     static_peak_bytes: int
     measured_peak_bytes: int
+    numerics: Numerics | None = None
 
     @property
     def max_abs_difference(self) -> int:
