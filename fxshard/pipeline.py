@@ -165,6 +165,7 @@ def make_program(
     device: torch.device | None = None,
     observe: Observer | None = None,
     captures: dict[Any, Program] | None = None,
+    every_tangent: bool = False,
 ) -> Program:
     """Capture one call and run the passes over it.
 
@@ -180,6 +181,7 @@ def make_program(
         device: where parameters are when they are whole; None: where they are now.
         observe: called with the dump before and after each pass.
         captures: earlier captures of this very call: one that serves is not made again.
+        every_tangent: see `trace.capture`.
     """
     check_reshard(units, world)
     if config.full_precision_in_eval and not model.training:
@@ -198,6 +200,7 @@ def make_program(
             training=training,
             device=device,
             for_cuda=config.device is not None,
+            every_tangent=every_tangent,
         )
     program = captures[key].copied(units, world)
     program.replicas, program.sync = replicas, sync

@@ -27,6 +27,7 @@ from fxshard.compat import TorchDispatchMode
 STACK = "nn_module_stack"
 LINE = "fxshard_line"  # keys in that stack, beside the FQNs
 CALL = "fxshard_call"
+SAID = "fxshard_said_line"  # beside that stack: the line, where frames do not tell it
 
 SOURCE_WIDTH = 48  # of a line of code that people are shown
 
@@ -99,7 +100,8 @@ class LinesNoted(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         stack = compat.current_meta().get(STACK, {})
-        compat.with_current_meta(STACK, {**stack, LINE: (user_line(), LinesNoted)})
+        line = compat.current_meta().get(SAID) or user_line()
+        compat.with_current_meta(STACK, {**stack, LINE: (line, LinesNoted)})
         return func(*args, **(kwargs or {}))
 
 

@@ -69,6 +69,7 @@ def capture(
     training: bool,
     device: torch.device | None = None,
     for_cuda: bool = False,
+    every_tangent: bool = False,
 ) -> Program:
     """Trace one call of `model` into a Program that no pass has touched yet.
 
@@ -84,6 +85,7 @@ def capture(
         training: trace backward too.
         device: where parameters are when they are whole; None: where they are now.
         for_cuda: trace what PyTorch runs on CUDA, also where parameters are on the CPU.
+        every_tangent: backward starts from every output that needs a gradient, of whatever shape.
 
     Raises:
         CaptureError: Python control flow depends on data, a trainable parameter lost its
@@ -101,6 +103,7 @@ def capture(
     positions = tuple(i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor))
     fakes = tuple(fake_like(flat[i], fake_mode) for i in positions)
     call = _Call(model, flat, in_spec, positions, training, units, computes_on, stands_for_cuda)
+    call.every_tangent = every_tangent
     dtypes = precision.traced_dtypes(model, units)
     with (
         cuda.substituted() if stands_for_cuda else contextlib.nullcontext(),
@@ -161,7 +164,7 @@ class _Call(nn.Module):
         super().__init__()
         self.model, self.units = model, units
         self.flat, self.in_spec, self.positions, self.grad = list(flat), in_spec, positions, grad
-        self.stands_for_cuda = stands_for_cuda
+        self.stands_for_cuda, self.every_tangent = stands_for_cuda, False
         self.autocast = _autocast(device.type, stands_for_cuda)
         self.out_spec: Any = None
         self.out_names: tuple[str, ...] = ()
@@ -191,7 +194,7 @@ class _Call(nn.Module):
         wants = [i for i, v in enumerate(values) if is_tensor[i] and v.requires_grad and self.grad]
         scalars = [i for i in wants if values[i].dim() == 0]
         self.differentiable = tuple(wants)
-        self.tangents = tuple(scalars or wants)
+        self.tangents = tuple(wants if self.every_tangent else scalars or wants)
         self.out_constants = tuple(
             None if is_tensor[i] else (value,) for i, value in enumerate(values)
         )
