@@ -696,6 +696,16 @@ def register_backend(name: str, compiler: Callable[..., Any]) -> None:
         registry.register_backend(compiler, name)
 
 
+def only_inlined(function: Callable[..., Any]) -> None:
+    """Let Dynamo trace `function` where it is called from what it traces, and never by itself.
+
+    (``skip_code``, which torch/_dynamo/decorators.py uses for ``torch._dynamo.skip``)
+    """
+    from torch._dynamo.decorators import skip_code
+
+    skip_code(function.__code__)
+
+
 def in_backward() -> bool:
     """True while the autograd engine runs a backward in this thread."""
     return torch._C._current_graph_task_id() != -1

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from fxshard import compat
+from fxshard import compat, hf
 from fxshard.errors import StepError
 from fxshard.sharding import Slot, as_gradient
 from fxshard.units import Unit, ignored_of
@@ -105,6 +105,7 @@ class Root:
         torch.utils.checkpoint repeats parts of it."""
         return self.inside > 0 or compat.in_backward()
 
+    @torch.compiler.disable
     def enter(self) -> None:
         """An eager forward of the model begins."""
         self.inside += 1
@@ -112,11 +113,13 @@ class Root:
         hooks.__enter__()
         self._hooks.append(hooks)
 
+    @torch.compiler.disable
     def leave(self) -> None:
         """It is over."""
         self.inside -= 1
         self._hooks.pop().__exit__()
 
+    @torch.compiler.disable
     def _pack(self, tensor: Tensor) -> Tensor | _Saved:
         mark = self.gathered.get(_address(tensor))
         if mark is None:
@@ -125,6 +128,7 @@ class Root:
         size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
         return _Saved(mark.slot, tensor.dtype, size, stride, offset, version)
 
+    @torch.compiler.disable
     def _unpack(self, saved: Tensor | _Saved) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
@@ -175,6 +179,7 @@ class Gather(torch.autograd.Function):
         return reduced(ctx.root, ctx.slot, grad), None, None
 
 
+@torch.compiler.disable
 def gathered(root: Root, slot: Slot) -> Tensor:
     """All rows of a parameter, in a storage of its own."""
     world, dtype = root.owner.world, slot.param.compute_dtype
@@ -192,6 +197,7 @@ def gathered(root: Root, slot: Slot) -> Tensor:
     return buffer[: slot.param.shape[0]]
 
 
+@torch.compiler.disable
 def reduced(root: Root, slot: Slot, grad: Tensor) -> Tensor:
     """This rank's rows of the gradients of all ranks, reduced as the options say."""
     owner, world, config = root.owner, root.owner.world, root.owner.config
@@ -242,6 +248,7 @@ def attach(owner: ShardedModule) -> Root:
         module.__class__ = made
         module.__dict__[ROOT] = root
     give_handles(root)
+    hf.keep_eager_branch_in_dynamo()
     for module in managed(owner):
         compat.mark_for_dynamo(module)
     return root
@@ -343,6 +350,8 @@ def _property(name: str) -> property:
             return torch.ops.fxshard.parameter(self._fxshard_handles[name])
         return _read(self, name)
 
+    compat.only_inlined(read)
+
     def write(self: Any, value: Any) -> None:
         # nn.Module keeps parameters and buffers elsewhere: this is a plain value in their place,
         # as pruning and reparametrisations put there.
@@ -354,6 +363,7 @@ def _property(name: str) -> property:
     return property(read, write, delete)
 
 
+@torch.compiler.disable
 def _read(module: nn.Module, name: str) -> Any:
     """A sharded parameter as eager code gets it."""
     if name not in module._parameters:
@@ -383,10 +393,12 @@ def _root_forward(inner: Callable[..., Any]) -> Callable[..., Any]:
         # Dynamo inlines this, and finds nothing to do. If a graph break is inside, it cannot stop
         # in the middle of a try block: it lets this frame run as it is, and goes on inside.
         try:
+            hf.FORWARDS.inside += 1
             if not torch.compiler.is_dynamo_compiling():
                 self._fxshard_root.enter()
             return inner(self, *args, **kwargs)
         finally:
+            hf.FORWARDS.inside -= 1
             if not torch.compiler.is_dynamo_compiling():
                 self._fxshard_root.leave()
 
