@@ -706,6 +706,11 @@ def only_inlined(function: Callable[..., Any]) -> None:
     skip_code(function.__code__)
 
 
+def saved_tensors_hooks_on_top() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The pair of ``torch.autograd.graph.saved_tensors_hooks`` that autograd would call now."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
 def in_backward() -> bool:
     """True while the autograd engine runs a backward in this thread."""
     return torch._C._current_graph_task_id() != -1

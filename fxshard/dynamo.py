@@ -147,6 +147,7 @@ class Graph:
         self.variants: dict[Any, _Variant] = {}
         self.modules: dict[str, str] | None = None  # id, as text, of a module at Dynamo's trace
         self.first: Bound | None = None
+        self.numbers = _numbers(graph_module.graph)
 
     def __call__(self, *args: Any) -> Any:
         root = self._root(args)
@@ -160,7 +161,11 @@ class Graph:
             names = root.owner.original.named_modules()
             self.modules = {str(id(module)): name for name, module in names}
         taken = {i for i, _, _ in bound.names}
-        rest = [arg for i, arg in enumerate(args) if i not in taken]
+        rest = [
+            arg.item() if i in self.numbers and isinstance(arg, Tensor) else arg
+            for i, arg in enumerate(args)
+            if i not in taken
+        ]
         key = self._key(root.owner, bound, rest)
         if key not in self.variants:
             self.variants[key] = self._captured(root, args, bound, rest)
@@ -227,10 +232,10 @@ class Graph:
         """
         owner, config = root.owner, self.config
         assert config is not None
-        if len(self.variants) >= MAX_VARIANTS:
+        if sum(of_bound == bound for _, of_bound, *_ in self.variants) >= MAX_VARIANTS:
             raise CaptureError(
                 f"a graph of {type(owner.original).__name__} has {MAX_VARIANTS} programs already, "
-                f"for other sizes, layers or modes. Pad inputs to a few lengths."
+                f"for other sizes or modes. Pad inputs to a few lengths."
             )
         if self.variants:
             log.info(
@@ -245,17 +250,21 @@ class Graph:
             try:
                 program = self._program(owner, model, rest, bound, config, raw)
                 break
-            except _WritesGradient as found:
-                copied |= found.positions
+            except CaptureError:
+                written = model.__dict__["run_graph"].written
+                if not written:
+                    raise
+                copied |= written
         lines = agreement(program)
         if isinstance(owner.world, C10dWorld) and tuple(lines) not in owner._agreed:
             owner.world.agree(lines, "the model or the batch structure")
             owner._agreed.add(tuple(lines))
         for fqn in _handed_out(next(iter(raw.values()))):
             log.warning(
-                "fxshard: a graph break hands out parameter %r whole (or a view or cast of it): "
-                "it stays in memory until nothing refers to it, and what reads it behind the break "
-                "saves it whole for backward. Read the parameter where it is used.",
+                "fxshard: a graph hands out parameter %r whole (or a view or cast of it), to what "
+                "runs behind a graph break or called the model: it stays in memory until nothing "
+                "refers to it, and what reads it there saves it whole for backward. Read the "
+                "parameter where it is used.",
                 fqn,
             )
         for value in rest:
@@ -311,7 +320,24 @@ class Graph:
         return stand_ins[""]
 
 
-MAX_VARIANTS = 64
+MAX_VARIANTS = 64  # of one graph for one layer
+
+
+def _numbers(graph: fx.Graph) -> frozenset[int]:
+    """Positions of the inputs that are floats of the user's, which Dynamo wraps into tensors.
+
+    It does with ``dynamic=True`` (torch/_dynamo/variables/builder.py, ``wrap_symfloat``). They are
+    constants of a program, as they are in `fxshard.compile`.
+    """
+    return frozenset(
+        i
+        for i, node in enumerate(graph.find_nodes(op="placeholder"))
+        if node.users and all(_unwraps(user) for user in node.users)
+    )
+
+
+def _unwraps(node: fx.Node) -> bool:
+    return node.op == "call_method" and node.target == "item"
 
 
 @dataclasses.dataclass
@@ -344,14 +370,6 @@ class _Variant:
         for position, value in zip(self.copied, new, strict=True):
             rest[position].copy_(value)
         return found
-
-
-class _WritesGradient(Exception):
-    """At capture: the graph writes into inputs that autograd watches."""
-
-    def __init__(self, positions: frozenset[int]) -> None:
-        super().__init__()
-        self.positions = positions
 
 
 # -- inputs ----------------------------------------------------------------------------------------
@@ -513,6 +531,7 @@ class _Run:
     ) -> None:
         self.graph_module, self.names, self.stand_ins = graph_module, names, stand_ins
         self.bound, self.copied = bound, copied
+        self.written: frozenset[int] = frozenset()  # inputs to copy, found at the capture
         self.base = _base(graph_module, names)
 
     def __call__(self, rest: tuple[Any, ...]) -> Any:
@@ -540,7 +559,9 @@ class _Run:
             and i not in self.copied
         }
         if written:
-            raise _WritesGradient(frozenset(written))
+            self.written = frozenset(written)
+            names = ", ".join(map(str, sorted(written)))
+            raise CaptureError(f"the graph writes into inputs that autograd watches: {names}")
         return result, [work[i] for i in sorted(self.copied)]
 
     def path(self, node: fx.Node) -> tuple[tuple[str, int], ...]:
@@ -614,6 +635,8 @@ class _Interpreter(fx.Interpreter):
         try:
             if n.target is reading.parameter or n.target is reading.packet:
                 return args[0]  # the whole parameter, which is there in the place of its handle
+            if _unwraps(n) and isinstance(args[0], float):
+                return args[0]
             if n.target is compat.checkpoint_operator():
                 return self._checkpoint(args, kwargs, self._run.path(n))
             return getattr(self, n.op)(n.target, args, kwargs)

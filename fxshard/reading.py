@@ -84,6 +84,7 @@ class Root:
         default_factory=weakref.WeakValueDictionary
     )
     _hooks: list[saved_tensors_hooks] = dataclasses.field(default_factory=list)
+    _around: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
 
     def whole(self, fqn: str) -> Tensor:
         """The parameter, whole, in the dtype that its unit computes in; collective."""
@@ -109,6 +110,8 @@ class Root:
     def enter(self) -> None:
         """An eager forward of the model begins."""
         self.inside += 1
+        around = compat.saved_tensors_hooks_on_top() if self.inside == 1 else None
+        self._around = around or self._around
         hooks = saved_tensors_hooks(self._pack, self._unpack)
         hooks.__enter__()
         self._hooks.append(hooks)
@@ -118,10 +121,15 @@ class Root:
         """It is over."""
         self.inside -= 1
         self._hooks.pop().__exit__()
+        if not self.inside:
+            self._around = None
 
     @torch.compiler.disable
-    def _pack(self, tensor: Tensor) -> Tensor | _Saved:
+    def _pack(self, tensor: Tensor) -> Any:
         mark = self.gathered.get(_address(tensor))
+        if mark is None and self._around is not None:  # the user's own: autograd asks one pair only
+            pack, unpack = self._around
+            return functools.partial(unpack, pack(tensor))
         if mark is None:
             return tensor
         version = compat.version(mark.slot.tensor)
@@ -129,9 +137,11 @@ class Root:
         return _Saved(mark.slot, tensor.dtype, size, stride, offset, version)
 
     @torch.compiler.disable
-    def _unpack(self, saved: Tensor | _Saved) -> Tensor:
+    def _unpack(self, saved: Any) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
+        if isinstance(saved, functools.partial):
+            return saved()
         slot = saved.slot
         if compat.version(slot.tensor) != saved.version:
             raise StepError(
