@@ -186,7 +186,8 @@ def shard(
     config.check_runs_on(trace.where_it_computes(module, _device_of(world)))
     if isinstance(world, C10dWorld):
         world.agree(_model_lines(units), "the model")
-    dynamo.attach(ShardedModule(module, units, world, config))
+    classes = reading.classes(module, units)
+    dynamo.attach(ShardedModule(module, units, world, config), classes)
     return model
 
 

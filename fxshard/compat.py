@@ -701,7 +701,7 @@ def only_inlined(function: Callable[..., Any]) -> None:
 
     (``skip_code``, which torch/_dynamo/decorators.py uses for ``torch._dynamo.skip``)
     """
-    from torch._dynamo.decorators import skip_code
+    from torch._dynamo.decorators import skip_code  # type: ignore[attr-defined]
 
     skip_code(function.__code__)
 

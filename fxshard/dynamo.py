@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +25,6 @@ from fxshard import compat, meta, pipeline, provenance, reading, units
 from fxshard.certificate import agreement
 from fxshard.config import Config
 from fxshard.errors import CaptureError, ConfigError
-from fxshard.executor import Executor
 from fxshard.memory.graphs import GraphReports
 from fxshard.module import ShardedModule, Variant
 from fxshard.plans import Plan, Workload, without_data
@@ -73,9 +73,9 @@ def check_options(config: Config) -> None:
         )
 
 
-def attach(owner: ShardedModule) -> None:
+def attach(owner: ShardedModule, classes: dict[nn.Module, type]) -> None:
     """Prepare the user's model, which was just sharded, for eager use and for Dynamo."""
-    reading.attach(owner)
+    reading.attach(owner, classes)
     compat.register_backend("fxshard", backend)
 
 
@@ -143,8 +143,10 @@ class Graph:
         self, graph_module: fx.GraphModule, options: dict[str, Any], mode: str | None
     ) -> None:
         self.graph_module, self.options, self.mode = graph_module, options, mode
-        self.config: Config | None = None
-        self.variants: dict[Any, _Variant] = {}
+        # By model: Dynamo runs one graph for two models that look alike to it.
+        self.configs: weakref.WeakKeyDictionary[Root, Config] = weakref.WeakKeyDictionary()
+        self.variants: weakref.WeakKeyDictionary[Root, dict[Any, _Variant]]
+        self.variants = weakref.WeakKeyDictionary()
         self.modules: dict[str, str] | None = None  # id, as text, of a module at Dynamo's trace
         self.first: Bound | None = None
         self.numbers = _numbers(graph_module.graph)
@@ -153,8 +155,8 @@ class Graph:
         root = self._root(args)
         if root is None:  # nothing of a sharded model in it: it computes as it is
             return self.graph_module(*args)
-        if self.config is None:
-            self.config = self._configured(root.owner)
+        if root not in self.configs:
+            self.configs[root] = self._configured(root.owner)
         bound = bind(root.owner, args)
         if self.first is None:
             self.first = bound
@@ -167,9 +169,10 @@ class Graph:
             if i not in taken
         ]
         key = self._key(root.owner, bound, rest)
-        if key not in self.variants:
-            self.variants[key] = self._captured(root, args, bound, rest)
-        return self.variants[key].run(root.owner, rest)
+        variants = self.variants.setdefault(root, {})
+        if key not in variants:
+            variants[key] = self._captured(root, bound, rest)
+        return variants[key].run(root.owner, rest)
 
     def _root(self, args: Sequence[Any]) -> Root | None:
         found = {id(r): r for r in (_handle_of(arg)[0] for arg in args) if r is not None}
@@ -214,7 +217,6 @@ class Graph:
         params = [owner._param(fqn) for fqn in bound.fqns("param", "whole")]
         device = owner.compute_device()
         return (
-            id(owner),
             bound,
             tuple((param.requires_grad, param.dtype) for param in params),
             tuple(map(_kind, rest)),
@@ -222,30 +224,26 @@ class Graph:
             torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
         )
 
-    def _captured(
-        self, root: Root, args: Sequence[Any], bound: Bound, rest: Sequence[Any]
-    ) -> _Variant:
+    def _captured(self, root: Root, bound: Bound, rest: Sequence[Any]) -> _Variant:
         """A program for this kind of call, which all ranks agree on.
 
         Raises:
             CaptureError: it cannot be captured, or sizes are not bounded.
         """
-        owner, config = root.owner, self.config
-        assert config is not None
-        if sum(of_bound == bound for _, of_bound, *_ in self.variants) >= MAX_VARIANTS:
+        owner, config = root.owner, self.configs[root]
+        others = [key for key in self.variants[root] if key[0] == bound]
+        most: int = getattr(config, "max_variants", MAX_VARIANTS)
+        if len(others) >= most:
             raise CaptureError(
-                f"a graph of {type(owner.original).__name__} has {MAX_VARIANTS} programs already, "
-                f"for other sizes or modes. Pad inputs to a few lengths."
+                f"a graph of {type(owner.original).__name__} has {most} programs already, for "
+                f"other sizes or modes. Pad inputs to a few lengths."
             )
-        if self.variants:
-            log.info(
-                "fxshard: new kind of call of a graph (%d so far), tracing again",
-                len(self.variants),
-            )
+        if others:
+            log.info("fxshard: new kind of call of a graph (%d so far), tracing again", len(others))
         _check_handles(owner, bound)
         copied: frozenset[int] = frozenset()
         while True:
-            model = self._model(owner, args, bound, copied)
+            model = self._model(owner, bound, copied)
             raw: dict[Any, Program] = {}
             try:
                 program = self._program(owner, model, rest, bound, config, raw)
@@ -308,9 +306,7 @@ class Graph:
             every_tangent=True,
         )
 
-    def _model(
-        self, owner: ShardedModule, args: Sequence[Any], bound: Bound, copied: frozenset[int]
-    ) -> nn.Module:
+    def _model(self, owner: ShardedModule, bound: Bound, copied: frozenset[int]) -> nn.Module:
         """What stands in for the user's model at the capture: a module that runs this graph."""
         assert self.modules is not None and self.first is not None
         names = _relocated(self.modules, self.first, bound)
@@ -320,7 +316,7 @@ class Graph:
         return stand_ins[""]
 
 
-MAX_VARIANTS = 64  # of one graph for one layer
+MAX_VARIANTS = 16  # programs of one graph for one layer
 
 
 def _numbers(graph: fx.Graph) -> frozenset[int]:
@@ -456,9 +452,7 @@ def _stand_ins(model: nn.Module, bound: Bound) -> dict[str, nn.Module]:
     for module in model.modules():
         for key, child in module._modules.items():
             made[id(module)]._modules[key] = None if child is None else made[id(child)]
-    return {
-        name: made[id(module)] for name, module in model.named_modules(remove_duplicate=False)
-    }
+    return {name: made[id(module)] for name, module in model.named_modules(remove_duplicate=False)}
 
 
 def _stand_in_class(base: type) -> Callable[[], nn.Module]:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from fxshard import compat, hf
-from fxshard.errors import StepError
+from fxshard.errors import StepError, UnitError
 from fxshard.sharding import Slot, as_gradient
 from fxshard.units import Unit, ignored_of
 from fxshard.world.c10d import C10dWorld
@@ -103,7 +103,8 @@ class Root:
     @property
     def reads_whole(self) -> bool:
         """True where eager code computes with parameters: in forward, and again in backward, where
-        torch.utils.checkpoint repeats parts of it."""
+        torch.utils.checkpoint repeats parts of it.
+        """
         return self.inside > 0 or compat.in_backward()
 
     @torch.compiler.disable
@@ -133,7 +134,7 @@ class Root:
         if mark is None:
             return tensor
         version = compat.version(mark.slot.tensor)
-        size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+        size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
         return _Saved(mark.slot, tensor.dtype, size, stride, offset, version)
 
     @torch.compiler.disable
@@ -237,24 +238,47 @@ def _address(tensor: Tensor) -> int:
 # -- classes ---------------------------------------------------------------------------------------
 
 
-def attach(owner: ShardedModule) -> Root:
+def classes(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, type]:
+    """The class that each module gets which holds a parameter of `units`, or casts; the root too.
+
+    Raises:
+        UnitError: the class of a module cannot be exchanged.
+    """
+    names: dict[nn.Module, list[str]] = {}
+    for path, name in (
+        alias.rpartition(".")[::2] for u in units for p in u.params for alias in p.aliases
+    ):
+        names.setdefault(model.get_submodule(path), []).append(name)
+    casts = {model.get_submodule(unit.fqn): _casts(unit) for unit in units}
+    found: dict[nn.Module, type] = {}
+    for path, module in model.named_modules():
+        if module is not model and module not in names and not any(casts.get(module, ())):
+            continue
+        base: Any = type(module)
+        kind = (module is model, *casts.get(module, (None, None)))
+        try:
+            made = _reading_class(base, tuple(dict.fromkeys(names.get(module, ()))), *kind)
+            module.__class__, module.__class__ = made, base
+        except TypeError as error:
+            raise UnitError(
+                f"the class of module {path or '(root)'!r}, {base.__name__}, cannot be exchanged "
+                f"for one that gathers parameters: {error}. Use fxshard.compile."
+            ) from error
+        found[module] = made
+    return found
+
+
+def attach(owner: ShardedModule, classes: dict[nn.Module, type]) -> Root:
     """Let the modules of a model that was just sharded read their parameters as said above.
 
     And mark them for Dynamo as managed by FSDP with original parameters in use.
+
+    Args:
+        owner: of the shards; its ``original`` is the model.
+        classes: see `classes`.
     """
-    model, root = owner.original, Root(owner)
-    names: dict[nn.Module, list[str]] = {}
-    for slot in owner.slots.values():
-        for module, name in slot.owners:
-            names.setdefault(module, []).append(name)
-    casts = {model.get_submodule(unit.fqn): _casts(unit) for unit in owner.units}
-    for module in [m for m in model.modules() if m is model or m in names or any(casts.get(m, ()))]:
-        made = _reading_class(
-            type(module),
-            tuple(names.get(module, ())),
-            module is model,
-            *casts.get(module, (None, None)),
-        )
+    root = Root(owner)
+    for module, made in classes.items():
         module.__class__ = made
         module.__dict__[ROOT] = root
     give_handles(root)
@@ -328,7 +352,7 @@ def _handle(slot: Slot, device: torch.device) -> nn.Parameter:
 
 @functools.cache
 def _reading_class(
-    base: type,
+    base: Any,
     names: tuple[str, ...],
     is_root: bool,
     inputs: torch.dtype | None,
@@ -336,7 +360,7 @@ def _reading_class(
 ) -> type:
     """A subclass of a module's class with a property for each of its sharded parameters."""
     namespace: dict[str, Any] = {name: _property(name) for name in names}
-    forward: Callable[..., Any] = base.forward  # type: ignore[attr-defined]
+    forward: Callable[..., Any] = base.forward
     if issubclass(base, nn.RNNBase):
         namespace["_flat_weights"] = _FLAT_WEIGHTS
     if inputs is not None or output is not None:
@@ -351,7 +375,8 @@ def _reading_class(
         "__deepcopy__": _deepcopy,
         "_fxshard_base": base,
     }
-    return type(base)(base.__name__, (base,), namespace)
+    metaclass: Any = type(base)
+    return metaclass(base.__name__, (base,), namespace)
 
 
 def _property(name: str) -> property:
@@ -451,10 +476,11 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
             f"copy.deepcopy of a {type(self).__name__} inside of a model that fxshard.shard "
             f"sharded: its shards lie amid those of the model. Copy the whole model."
         )
-    made = type(self).__new__(type(self))
+    made: Any = object.__new__(type(self))
     memo[id(self)] = made
     shared = copy.deepcopy(root, memo)  # first: it knows how parameters are copied
-    rest = {key: value for key, value in self.__dict__.items() if key not in (ROOT, HANDLES)}
+    state = nn.Module.__getstate__(self)  # without what model.compile() made of this one
+    rest = {key: value for key, value in state.items() if key not in (ROOT, HANDLES)}
     made.__dict__.update(copy.deepcopy(rest, memo))
     made.__dict__.update({ROOT: shared, HANDLES: {}})
     if is_root:

@@ -57,7 +57,8 @@ class GraphReports:
     @property
     def saved_bytes(self) -> int:
         """What all graphs together hold between their forwards and their backwards, parameters and
-        gradients left out: activations, and inputs and outputs that their callers hold."""
+        gradients left out: activations, and inputs and outputs that their callers hold.
+        """
         return sum(saved_bytes(report) for report in self.graphs)
 
     @functools.cached_property
