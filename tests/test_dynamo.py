@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._dynamo_utils import _annotate_modules_for_dynamo
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -96,7 +97,7 @@ class BrokenBlock(nn.Module):
 
 
 class Broken(nn.Module):
-    def __init__(self, kind: str, depth: int = 3) -> None:
+    def __init__(self, kind: str, depth: int = 2) -> None:
         super().__init__()
         self.inlet = nn.Linear(4, WIDTH)
         self.blocks = nn.ModuleList(BrokenBlock(kind) for _ in range(depth))
@@ -226,6 +227,7 @@ def mixed_steps(rank: int, world_size: int, policy: Any) -> tuple[Result, Result
     return theirs, results[0], results[1]
 
 
+@pytest.mark.slow
 def test_mixed_precision_is_bitwise_with_fsdp2(ranks: Any) -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for theirs, dynamos, eager in ranks(2).run(mixed_steps, policy):
@@ -240,18 +242,18 @@ def test_mixed_precision_is_bitwise_with_fsdp2(ranks: Any) -> None:
 # each weight that the gradient of an activation needs. In front of the blocks `inlet` reads 2,
 # behind them `out` reads 2; the gradient of the batch is not asked for.
 COUNTS = {
-    "none": (4, 4, 4),  # one graph: the root unit and three blocks
-    "print": (2 + 3 * 2 + 2, 3 * 2 + 1, 2 + 3 * 2 + 2),  # two graphs per block
-    "break": (2 + 3 * 2 + 2, 3 * 2 + 1, 2 + 3 * 2 + 2),
-    "data": (2 + 3 * 2 + 2, 3 * 2 + 1, 2 + 3 * 2 + 2),
-    # a block's frame runs as it is: a.weight, a.bias, scale, b.weight, b.bias, scale, of which
+    "none": (3, 3, 3),  # one graph: the root unit and two blocks
+    "print": (2 + 2 * 2 + 2, 2 * 2 + 1, 2 + 2 * 2 + 2),  # two graphs per block
+    "break": (2 + 2 * 2 + 2, 2 * 2 + 1, 2 + 2 * 2 + 2),
+    "data": (2 + 2 * 2 + 2, 2 * 2 + 1, 2 + 2 * 2 + 2),
+    # a block's frame runs as it is: a.weight, a.bias, b.weight, b.bias, scale, of which
     # backward needs all but the biases
-    "eager": (2 + 3 * 5 + 2, 3 * 3 + 1, 2 + 3 * 5 + 2),
+    "eager": (2 + 2 * 5 + 2, 2 * 3 + 1, 2 + 2 * 5 + 2),
 }
 
 
 def broken_steps(rank: int, world_size: int, kinds: list[str]) -> list[str]:
-    """What is wrong with three steps of `Broken` in each kind; compared with eager, counted."""
+    """What is wrong with two steps of `Broken` in each kind; compared with eager, counted."""
     wrong = []
     for kind in kinds:
         torch._dynamo.reset()
@@ -263,7 +265,7 @@ def broken_steps(rank: int, world_size: int, kinds: list[str]) -> list[str]:
             model.compile(backend="fxshard", fullgraph=kind == "none")
         shapes = {tuple(p.shape) for p in plain.parameters() if p.dim() > 1}
         shapes |= {shape[::-1] for shape in shapes}
-        for step in range(3):
+        for step in range(2):
             batches = [batch_of(r, step) for r in range(world_size)]
             expected = torch.stack([plain(x).square().mean() for x in batches])
             plain.zero_grad()
@@ -315,7 +317,7 @@ def test_layers_share_the_graphs_of_a_block() -> None:
     found = programs(model)
     assert [list(program.params) for program in found] == [
         [f"blocks.{i}.{name}" for name in names]
-        for i in range(3)
+        for i in range(2)
         for names in (["a.weight", "a.bias"], ["scale", "b.weight", "b.bias"])
     ]
     for i, program in enumerate(found):  # each operator is in the module that it ran in
@@ -340,34 +342,8 @@ def test_a_whole_parameter_across_a_break_is_named(caplog: pytest.LogCaptureFixt
     assert "'norm.bias'" in said[0] + said[1] and "'blocks.0.0.weight'" in said[0] + said[1]
 
 
-def held_from_eager(rank: int, world_size: int) -> list[str]:
-    class Handed(Mlp):
-        def forward(self, x: Tensor) -> Tensor:
-            with_break = []
-            for block in self.blocks:  # a break in a loop: this frame runs as it is
-                torch._dynamo.graph_break()
-                with_break.append(block(x))
-            return multiplied(sum(with_break), self.norm.weight)
-
-    torch._dynamo.reset()
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("fxshard").addHandler(handler)
-    try:
-        model = fxshard.shard(Handed())
-        compiled(model, fullgraph=False)(batch_of(rank, 0, WIDTH)).sum().backward()
-    finally:
-        logging.getLogger("fxshard").removeHandler(handler)
-    return [line for line in said if "break" in line]
-
-
-def multiplied(x: Tensor, weight: Tensor) -> Tensor:
-    return x * weight.sin()
-
-
 def test_quiet_without_a_whole_parameter_across_a_break(
-    ranks: Any, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     _, model = pair(lambda: Broken("print"))
     with caplog.at_level(logging.WARNING, "fxshard"):
@@ -463,7 +439,10 @@ def test_state_is_that_of_the_plain_model_on_2_ranks(ranks: Any) -> None:
 
 
 def marks(rank: int, world_size: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Of fxshard, and of torch: FSDP1 for ignored modules, FSDP2 for ignored parameters."""
+    """Of fxshard, and of torch: FSDP1 for ignored modules, FSDP2 for ignored parameters.
+
+    FSDP1 runs on an accelerator only; what its constructor calls to mark modules runs here.
+    """
 
     def of(model: nn.Module) -> dict[str, Any]:
         names = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
@@ -474,9 +453,7 @@ def marks(rank: int, world_size: int) -> list[tuple[dict[str, Any], dict[str, An
 
     found = [(of(fxshard.shard(Mlp())), of(fully_shard(Mlp())))]
     theirs = Mlp()
-    FullyShardedDataParallel(
-        theirs, ignored_modules=[theirs.blocks[0]], use_orig_params=True, device_id=None
-    )
+    _annotate_modules_for_dynamo(theirs, set(theirs.blocks[0].modules()), use_orig_params=True)
     found.append((of(fxshard.shard(Mlp(), ignored=["blocks.0"])), of(theirs)))
     theirs = Mlp()
     fully_shard(theirs, ignored_params=set(theirs.blocks[1][0].parameters()))
@@ -590,9 +567,9 @@ def test_sizes_as_inputs_and_results_of_a_graph() -> None:
     run = compiled(model, dynamic=True)
     for length in (4, 6, 10):
         x = torch.randn(length, WIDTH)
-        assert run(x)[1] == length // 2
-        assert_same_step(lambda x: plain(x)[0], plain, lambda x: plain(x)[0], x)
-        torch.testing.assert_close(run(x)[0], plain(x)[0])
+        (expected, halves), (got, number) = plain(x), run(x)
+        assert number == halves == length // 2
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
 
 
 def test_more_programs_than_allowed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -864,7 +841,7 @@ def test_what_is_refused_of_a_sharded_model() -> None:
         fxshard.shard(model, world_size=2)
     with pytest.raises(ConfigError, match=r"sharded already, by fxshard\.shard"):
         fxshard.compile(model, world_size=2)
-    with pytest.raises(ConfigError, match="takes the nn.Module itself"):
+    with pytest.raises(ConfigError, match=r"takes the nn\.Module itself"):
         fxshard.shard(torch.fx.symbolic_trace(nn.Linear(2, 2)), world_size=2)
     with pytest.raises(ConfigError, match="nothing is captured yet"):
         fxshard.reports(model)
