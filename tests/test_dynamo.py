@@ -342,6 +342,53 @@ def test_a_whole_parameter_across_a_break_is_named(caplog: pytest.LogCaptureFixt
     assert "'norm.bias'" in said[0] + said[1] and "'blocks.0.0.weight'" in said[0] + said[1]
 
 
+class HandsOver(nn.Module):
+    """Reads a parameter in a stretch that runs as it is, and gives it to one that is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaling() for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:  # a break in a loop: Dynamo gives up this frame
+            torch._dynamo.graph_break()
+            x = block(x, self.scale)
+        return x
+
+
+class Scaling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.linear(x) * scale
+
+
+def handed_over(rank: int, world_size: int) -> list[str]:
+    torch._dynamo.reset()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fxshard").addHandler(handler)
+    try:
+        torch.manual_seed(0)
+        plain = HandsOver()
+        torch.manual_seed(0)
+        model = fxshard.shard(HandsOver())
+        x = torch.randn(3, WIDTH)  # the same on all ranks
+        assert_same_step(plain, model, compiled(model, fullgraph=False), x)
+    finally:
+        logging.getLogger("fxshard").removeHandler(handler)
+    return [line for line in said if "in front of a graph break" in line]
+
+
+def test_a_parameter_that_eager_code_gives_to_a_graph_is_named(ranks: Any) -> None:
+    for said in ranks(2).run(handed_over):
+        assert said and all("'scale'" in line for line in said)
+
+
 def test_quiet_without_a_whole_parameter_across_a_break(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -719,6 +766,13 @@ def test_parameters_in_odd_places() -> None:
     x = torch.randn(3, 2, WIDTH)
     assert_same_step(plain, model, compiled(model), x, atol=1e-5)
     assert_same_step(plain, model, model, x, atol=1e-5)
+
+
+def test_ignored_parameters_stay_whole() -> None:
+    plain, model = pair(Mlp, ignored=["norm"])
+    assert_same_step(plain, model, compiled(model), torch.randn(3, WIDTH))
+    (program,) = programs(model)
+    assert set(program.wholes) == {"norm.weight", "norm.bias"}
 
 
 class Recurrent(nn.Module):
