@@ -10,7 +10,9 @@ if Dynamo made its sizes dynamic, and for each mode.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import logging
 import weakref
 from collections import deque
@@ -172,7 +174,21 @@ class Graph:
         variants = self.variants.setdefault(root, {})
         if key not in variants:
             variants[key] = self._captured(root, bound, rest)
+        if variants[key].writes_shared(root.owner, rest):
+            return self._as_it_is(root, args, bound)
         return variants[key].run(root.owner, rest)
+
+    def _as_it_is(self, root: Root, args: Sequence[Any], bound: Bound) -> Any:
+        """Run the graph operator by operator, on whole parameters."""
+        inputs = list(args)
+        for position, kind, fqn in bound.names:
+            if kind == "param":
+                inputs[position] = root.whole(fqn)
+        root.enter()
+        try:
+            return _Interpreter(None, self.graph_module, (), inputs).result()
+        finally:
+            root.leave()
 
     def _root(self, args: Sequence[Any]) -> Root | None:
         found = {id(r): r for r in (_handle_of(arg)[0] for arg in args) if r is not None}
@@ -349,6 +365,26 @@ class _Variant:
     variant: Variant
     copied: tuple[int, ...]
 
+    def writes_shared(self, owner: ShardedModule, rest: Sequence[Any]) -> bool:
+        """True if the graph writes into memory that another of its inputs lies in too.
+
+        A program takes its inputs for separate: what is read of the other one would be old.
+        """
+        written = {f"{role} {name}" for role, name in self.variant.written}
+        written |= {f"input {position}" for position in self.copied}
+        if not written:
+            return False
+        tensors = {f"input {i}": v for i, v in enumerate(rest) if isinstance(v, Tensor)}
+        for name, (module, key) in owner._buffer_slots.items():
+            buffer = module._buffers[key]
+            if buffer is not None:
+                tensors[f"buffer {name}"] = buffer
+        places = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items()}
+        shared = collections.Counter(
+            place for name, place in places.items() if tensors[name].numel()
+        )
+        return any(name in places and shared[places[name]] > 1 for name in written)
+
     def run(self, owner: ShardedModule, rest: Sequence[Any]) -> tuple[Any, ...]:
         """One forward; what Dynamo's graph would return."""
         signature = self.variant.program.signature
@@ -356,7 +392,7 @@ class _Variant:
         if signature.training:
             params = [owner._param(fqn) for fqn in differentiated(self.variant.program)]
             call = Call(owner, self.variant, len(params))
-            outputs = list(Step.apply(call, *params, *batch))
+            outputs = _as_views(list(Step.apply(call, *params, *batch)))
         else:
             with torch.no_grad(), owner.as_traced():
                 outputs, _ = self.variant.executor.forward(owner.arguments(self.variant, batch))
@@ -366,6 +402,35 @@ class _Variant:
         for position, value in zip(self.copied, new, strict=True):
             rest[position].copy_(value)
         return found
+
+
+def _as_views(outputs: list[Tensor]) -> list[Tensor]:
+    """`outputs`, those that lie inside of another one as views of it.
+
+    Autograd cannot know that results of one node share memory: what is written into one behind a
+    graph break must be in the other's gradient too.
+    """
+    at: dict[int, list[int]] = {}
+    for i, output in enumerate(outputs):
+        if output.requires_grad and output.numel():
+            at.setdefault(output.untyped_storage().data_ptr(), []).append(i)
+    for members in at.values():
+        base = max((outputs[i] for i in members), key=Tensor.numel)
+        for i in members:
+            if outputs[i] is not base and _lies_in(outputs[i], base):
+                view = outputs[i]
+                outputs[i] = base.as_strided(view.size(), view.stride(), view.storage_offset())
+    return outputs
+
+
+def _lies_in(view: Tensor, base: Tensor) -> bool:
+    if not base.is_contiguous() or view.dtype is not base.dtype:
+        return False
+    first = view.storage_offset() - base.storage_offset()
+    reach = sum(
+        (size - 1) * stride for size, stride in zip(view.size(), view.stride(), strict=True)
+    )
+    return first >= 0 and first + reach < base.numel()
 
 
 # -- inputs ----------------------------------------------------------------------------------------
@@ -439,7 +504,7 @@ def _stand_ins(model: nn.Module, bound: Bound) -> dict[str, nn.Module]:
     made: dict[int, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if id(module) not in made:
-            base = getattr(type(module), "_fxshard_base", type(module))
+            base: Any = getattr(type(module), "_fxshard_base", type(module))
             there = made[id(module)] = _stand_in_class(base)()
             there.training = module.training
         prefix = f"{name}." if name else ""
@@ -455,7 +520,8 @@ def _stand_ins(model: nn.Module, bound: Bound) -> dict[str, nn.Module]:
     return {name: made[id(module)] for name, module in model.named_modules(remove_duplicate=False)}
 
 
-def _stand_in_class(base: type) -> Callable[[], nn.Module]:
+@functools.cache
+def _stand_in_class(base: Any) -> Callable[[], nn.Module]:
     """`_StandIn` under the name of a class, and an instance of it."""
 
     def init(self: nn.Module) -> None:
@@ -463,7 +529,9 @@ def _stand_in_class(base: type) -> Callable[[], nn.Module]:
 
     namespace = {"__init__": init, "__module__": base.__module__}
     bare = {"__getattr__": nn.Module.__getattr__, "__setattr__": nn.Module.__setattr__}
-    return type(base)(base.__name__, (_StandIn, base), namespace | bare)
+    metaclass: Any = type(base)
+    made: Callable[[], nn.Module] = metaclass(base.__name__, (_StandIn, base), namespace | bare)
+    return made
 
 
 def _units_of(
@@ -583,19 +651,18 @@ class _Interpreter(fx.Interpreter):
     """Runs a graph; the nodes of each call of a module inside a call of its stand-in.
 
     So the capture sees the calls that eager would make, and notes them as ever
-    (`fxshard.provenance.calls_noted`).
+    (`fxshard.provenance.calls_noted`). Without a `_Run`, to compute, there are no such calls.
     """
 
     def __init__(
         self,
-        run: _Run,
+        run: _Run | None,
         graph_module: nn.Module,
         prefix: tuple[tuple[str, int], ...],
         inputs: Sequence[Any],
     ) -> None:
         super().__init__(graph_module)
         self._run, self._prefix = run, prefix
-        self._here = prefix
         self.args_iter = iter(inputs)
 
     def result(self) -> Any:
@@ -603,7 +670,7 @@ class _Interpreter(fx.Interpreter):
         nodes = deque(self.graph.nodes)
         while nodes:
             self._calls(nodes, self._prefix)
-            if nodes:  # of a call that `prefix` is not in
+            if nodes:  # of another call than the checkpoint around them: Dynamo does not say
                 self._prefix = ()
         (output,) = self.graph.find_nodes(op="output")
         return self.env[output]
@@ -612,7 +679,7 @@ class _Interpreter(fx.Interpreter):
         """Run the nodes in front that belong to the calls `prefix`, or to calls inside of them."""
         while nodes:
             node = nodes[0]
-            path = prefix if node.op in ("placeholder", "get_attr") else self._run.path(node)
+            path = prefix if node.op in ("placeholder", "get_attr") else self._path(node)
             if node.op == "output":
                 path = self._prefix
             if path[: len(prefix)] != prefix:
@@ -621,7 +688,11 @@ class _Interpreter(fx.Interpreter):
                 self.env[nodes.popleft()] = self.run_node(node)
                 continue
             inside = path[: len(prefix) + 1]
+            assert self._run is not None
             self._run.stand_ins[inside[-1][0]](lambda inside=inside: self._calls(nodes, inside))
+
+    def _path(self, node: fx.Node) -> tuple[tuple[str, int], ...]:
+        return () if self._run is None else self._run.path(node)
 
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
@@ -632,7 +703,7 @@ class _Interpreter(fx.Interpreter):
             if _unwraps(n) and isinstance(args[0], float):
                 return args[0]
             if n.target is compat.checkpoint_operator():
-                return self._checkpoint(args, kwargs, self._run.path(n))
+                return self._checkpoint(args, kwargs, self._path(n))
             return getattr(self, n.op)(n.target, args, kwargs)
         finally:
             restore()

@@ -733,6 +733,52 @@ def test_what_a_graph_writes_into_is_written() -> None:
         torch.testing.assert_close(buffers[name], buffer, msg=name)
 
 
+class SharedMemory(Mlp):
+    """Behind a break, writes into tensors that share memory with others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        rows, copies = h.view(-1), x.clone()
+        first = copies[0]
+        torch._dynamo.graph_break()
+        first.mul_(3)
+        h.mul_(2)  # so `rows` is twice as large too
+        return (rows * rows).view(h.shape) + self.norm(copies)
+
+
+def test_what_is_written_into_shared_memory_is_seen_through_all_views() -> None:
+    plain, model = pair(SharedMemory)
+    run = compiled(model, fullgraph=False)
+    for _ in range(2):
+        assert_same_step(plain, model, run, torch.randn(3, WIDTH), atol=1e-5)
+
+
+class SavesItsResult(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()
+
+
+@pytest.mark.parametrize("how", ["shard", "compile"])
+def test_a_result_that_backward_reads_must_stay_as_it_is(how: str) -> None:
+    plain, x = SavesItsResult(), torch.randn(3, WIDTH)
+    y = plain(x)
+    y.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    if how == "shard":
+        run = compiled(fxshard.shard(SavesItsResult(), world_size=2))
+    else:
+        run = fxshard.compile(SavesItsResult(), world_size=2)
+    y = run(x)
+    y.mul_(2)
+    with pytest.raises(StepError, match=r"an output of SavesItsResult, of shape \[3, 8\]"):
+        y.sum().backward()
+
+
 class Squared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
