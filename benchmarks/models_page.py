@@ -58,9 +58,10 @@ They are given to `fxshard.compile` as they are. While tracing (`fxshard/hf.py`)
 
 - `config.use_cache` counts as False, in training and under `no_grad`: the output is the same
   `ModelOutput` class, with `past_key_values` None. A call that says `use_cache=True`, or passes
-  `past_key_values`, is refused: a program cannot make or take a cache. Generate with the plain model.
-- SDPA keeps the branch of eager (`is_causal`, no mask made); packed sequences, which only the values
-  of `position_ids` tell, are refused.
+  `past_key_values`, is refused: a program cannot make or take a cache. Generate with the plain
+  model.
+- SDPA keeps the branch of eager (`is_causal`, no mask made); packed sequences, which only the
+  values of `position_ids` tell, are refused.
 - experts: the default `grouped_mm`, and `batched_mm`, are taken; `experts_implementation="eager"`
   looks at values and is refused, with the call that changes it. Nothing is switched by itself: the
   implementations round differently.

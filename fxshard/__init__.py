@@ -1,7 +1,8 @@
 """fxshard: fully sharded data parallelism as a compiler."""
 
-from fxshard.api import compile, plan, validate
+from fxshard.api import compile, plan, shard, validate
 from fxshard.checkpoint import load_checkpoint, save_checkpoint
+from fxshard.dynamo import reports
 from fxshard.module import ShardedModule
 from fxshard.plans import Plan
 
@@ -11,6 +12,8 @@ __all__ = [
     "compile",
     "load_checkpoint",
     "plan",
+    "reports",
     "save_checkpoint",
+    "shard",
     "validate",
 ]

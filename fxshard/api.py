@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxshard import budget, compat, shapes, trace
+from fxshard import budget, compat, dynamo, reading, shapes, trace
 from fxshard.certificate import agreement
 from fxshard.config import Config
 from fxshard.errors import ConfigError
@@ -145,6 +145,55 @@ def compile(
     return sharded
 
 
+def shard(
+    model: nn.Module,
+    *,
+    world_size: int | tuple[int, int] | None = None,
+    mesh: DeviceMesh | None = None,
+    process_group: Any = None,
+    **options: Any,
+) -> nn.Module:
+    """Shard `model` in place, for eager use and for ``torch.compile(model, backend="fxshard")``.
+
+    Its parameters become sharded ones, DTensors of placement ``Shard(0)``; the model stays the
+    user's object. As it is, its forward gathers each parameter where it is read. Compiled, each
+    graph that Dynamo captures runs as a program of the kind that `compile` makes; `reports` tells
+    their memory.
+
+    Args:
+        model: as for `compile`, but a module: what is on the meta device is filled.
+        world_size, mesh, process_group: as for `compile`.
+        **options: see `fxshard.config.Config`. ``torch.compile(options={...})`` may change those
+            of `fxshard.dynamo.PER_GRAPH`.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ConfigError: an option that pieces of a model cannot have; or as for `compile`.
+        UnitError: a parameter is a DTensor already (of tensor parallelism, or of `fully_shard`), or
+            cannot be sharded; the model is left as it was.
+        RankMismatchError: the ranks hold different models.
+    """
+    config = Config.from_options(options)
+    dynamo.check_options(config)
+    module = _plain_module(model)
+    if module is not model or isinstance(model, torch.fx.GraphModule):
+        raise ConfigError(
+            f"fxshard.shard takes the nn.Module itself, which Dynamo traces, not a "
+            f"{type(model).__name__}. Use fxshard.compile."
+        )
+    units = configured_units(module, config)
+    world = world_for(module, config, units, world_size, mesh, process_group)
+    check_reshard(units, world.size)
+    config.check_runs_on(trace.where_it_computes(module, _device_of(world)))
+    if isinstance(world, C10dWorld):
+        world.agree(_model_lines(units), "the model")
+    classes = reading.classes(module, units)
+    dynamo.attach(ShardedModule(module, units, world, config), classes)
+    return model
+
+
 def validate(
     model: Any,
     args: tuple[Any, ...] = (),
@@ -250,6 +299,11 @@ def _plain_module(model: Any) -> nn.Module:
         raise ConfigError(
             "the model is sharded already: fxshard.compile returned it. Give the plain model; what "
             "a compiled one runs is in its .plan and .memory."
+        )
+    if reading.root_of(model) is not None:
+        raise ConfigError(
+            "the model is sharded already, by fxshard.shard. Give the plain model; the memory of "
+            "what torch.compile has captured of it is fxshard.reports(model)."
         )
     return trace.as_module(model)
 

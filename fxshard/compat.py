@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -771,3 +773,109 @@ def extern_kernels() -> Any:
     from torch._inductor.select_algorithm import extern_kernels
 
     return extern_kernels
+
+
+# -- torch.compile ---------------------------------------------------------------------------------
+
+
+def mark_for_dynamo(module: nn.Module) -> None:
+    """Mark a module as managed by FSDP, with original parameters in use, as torch's FSDP does.
+
+    (torch/distributed/fsdp/_dynamo_utils.py, ``_annotate_modules_for_dynamo``; read by
+    ``wrap_module`` in torch/_dynamo/variables/builder.py)
+    """
+    module._is_fsdp_managed_module = True  # type: ignore[assignment]
+    module._fsdp_use_orig_params = True  # type: ignore[assignment]
+
+
+def register_backend(name: str, compiler: Callable[..., Any]) -> None:
+    """Let ``torch.compile(backend=name)`` find `compiler`, unless something has that name already.
+
+    For a checkout that is not installed: of what is, Dynamo reads the entry points
+    (torch/_dynamo/backends/registry.py).
+    """
+    from torch._dynamo.backends import registry
+
+    if name not in registry.list_backends(exclude_tags=()):
+        registry.register_backend(compiler, name)
+
+
+def only_inlined(function: Callable[..., Any]) -> None:
+    """Let Dynamo trace `function` where it is called from what it traces, and never by itself.
+
+    (``skip_code``, which torch/_dynamo/decorators.py uses for ``torch._dynamo.skip``)
+    """
+    from torch._dynamo.decorators import skip_code  # type: ignore[attr-defined]
+
+    skip_code(function.__code__)
+
+
+def saved_tensors_hooks_on_top() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The pair of ``torch.autograd.graph.saved_tensors_hooks`` that autograd would call now."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def in_backward() -> bool:
+    """True while the autograd engine runs a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def tree_map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """`tree` with ``fn`` of every tensor in it; Dynamo can trace it."""
+    return _pytree.tree_map_only(torch.Tensor, fn, tree)
+
+
+def checkpoint_operator() -> Any:
+    """What Dynamo makes of a call of ``torch.utils.checkpoint.checkpoint``.
+
+    Its first argument is the graph of the function; a policy of what to save is in that graph's
+    ``meta`` (torch/_dynamo/variables/higher_order_ops.py, ``CheckpointHigherOrderVariable``).
+    """
+    return torch.ops.higher_order.tag_activation_checkpoint
+
+
+def checkpoint_context(graph_module: fx.GraphModule) -> Callable[[], Any]:
+    """The ``context_fn`` of the checkpoint that Dynamo made `graph_module` of."""
+    return graph_module.meta.get("_checkpoint_context_fn", _checkpoint.noop_context_fn)
+
+
+def dynamo_modules(node: fx.Node) -> list[tuple[str, int]]:
+    """The calls of modules that `node` of Dynamo's graph ran in, the outermost first.
+
+    Each is the ``id`` of the module that was called when the graph was made, as text, and a number
+    that differs between calls of it. (``record_nn_module_stack`` in
+    torch/_dynamo/variables/nn_module.py)
+    """
+    found = []
+    for key in node.meta.get("nn_module_stack") or {}:
+        module, _, number = str(key).partition("@")
+        found.append((module, int(number or 0)))
+    return found
+
+
+def stack_line(node: fx.Node) -> str:
+    """``path:line in function`` of the innermost frame that `node` of Dynamo's graph came from.
+
+    (``stack_trace`` in its metadata is text, as `traceback.format_list` makes it)
+    """
+    found = ""
+    for path, line, function in _FRAME.findall(node.meta.get("stack_trace") or ""):
+        if not Path(path).is_relative_to(_TORCH):
+            found = f"{path}:{line} in {function}"
+    return found
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+_TORCH = Path(torch.__file__).parent
+
+
+def dynamo_paths(node: fx.Node) -> list[tuple[str, str]]:
+    """As `dynamo_modules`: the module's ``id``, and its path from the ``self`` of the frame.
+
+    "" if it is not in ``self``.
+    """
+    found = []
+    for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
+        _, _, inside = str(path).partition("L['self'].")
+        found.append((str(key).partition("@")[0], inside))
+    return found

@@ -94,6 +94,36 @@ def _without_checks() -> Iterator[None]:
             os.environ[CHECKS_OFF] = before
 
 
+class _Forwards:
+    """How many forwards of models that `fxshard.shard` sharded run now, or are traced by Dynamo."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+
+
+FORWARDS = _Forwards()
+
+
+def keep_eager_branch_in_dynamo() -> None:
+    """The same where Dynamo traces, inside of models that `fxshard.shard` sharded (`FORWARDS`).
+
+    Nothing can be patched for the time of a trace there: the patch stays, and asks where it is.
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    original = getattr(masking, "find_packed_sequence_indices", None)
+    if masking is None or original is None or hasattr(original, "fxshard"):
+        return
+
+    def find_packed_sequence_indices(position_ids: torch.Tensor) -> torch.Tensor | None:
+        if torch.compiler.is_dynamo_compiling() and FORWARDS.inside:
+            torch.ops.aten._assert_async.msg(position_ids.any(), MARK)
+            return None
+        return original(position_ids)
+
+    find_packed_sequence_indices.fxshard = True  # type: ignore[attr-defined]
+    masking.find_packed_sequence_indices = find_packed_sequence_indices  # type: ignore[attr-defined]
+
+
 def refuse_packed(graph: fx.Graph) -> None:
     """Remove the marks of `while_tracing`; refuse positions that come from the batch.
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from fxshard.shapes import Symbols
 from fxshard.sharding import shard_parameters
 from fxshard.step import Call, Step, differentiated
 from fxshard.units import Param, Unit, buffer_dtypes
-from fxshard.variants import Kind, Variant, symbols_for
+from fxshard.variants import Kind, Variant, reason_for, symbols_for
 from fxshard.world.c10d import C10dWorld
 from fxshard.world.in_process import InProcessWorld
 
@@ -214,7 +214,7 @@ class ShardedModule(FsdpMethods):
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Kind) -> Program:
         """A program for a kind of call that no other serves; says why, and what it took."""
-        reason = _reason(kind, self.variants)
+        reason = reason_for(kind, self.variants)
         if len(self.variants) >= self.config.max_variants:
             raise StepError(
                 f"this call needs one more program: {reason}. There are {len(self.variants)} "
@@ -434,12 +434,6 @@ class ShardedModule(FsdpMethods):
                 )
 
     # -- FSDP1's and FSDP2's setters and optimizer states (see docs/coming-from-fsdp.md) -----------
-
-
-def _reason(kind: Kind, known: Iterable[Kind]) -> str:
-    """Why a call of this kind runs none of the programs: how it differs from the nearest."""
-    said = [kind.differs_in(other) for other in known]
-    return min(said, key=lambda each: each.count(";"), default="the first call")
 
 
 def _listed(variants: dict[Kind, Variant]) -> str:

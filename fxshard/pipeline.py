@@ -171,6 +171,7 @@ def make_program(
     observe: Observer | None = None,
     captures: dict[Any, Program] | None = None,
     symbols: Symbols | None = None,
+    every_tangent: bool = False,
 ) -> Program:
     """Capture one call and run the passes over it.
 
@@ -187,6 +188,7 @@ def make_program(
         observe: called with the dump before and after each pass.
         captures: earlier captures of this very call: one that serves is not made again.
         symbols: sizes that the program leaves open (see `fxshard.trace.capture`).
+        every_tangent: see `trace.capture`.
     """
     check_reshard(units, world)
     if config.full_precision_in_eval and not model.training:
@@ -206,6 +208,7 @@ def make_program(
             training=training,
             device=device,
             for_cuda=config.device is not None,
+            every_tangent=every_tangent,
         )
         try:
             captures[key] = capture(symbols=symbols)

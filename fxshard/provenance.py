@@ -29,6 +29,7 @@ LINE = "fxshard_line"  # keys in that stack, beside the FQNs
 CALL = "fxshard_call"
 NO_GRAD = "fxshard_no_grad"
 NOTES = (LINE, CALL, NO_GRAD)
+SAID = "fxshard_said_line"  # beside that stack: the line, where frames do not tell it
 
 SOURCE_WIDTH = 48  # of a line of code that people are shown
 
@@ -101,7 +102,10 @@ class LinesNoted(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         stack = compat.current_meta().get(STACK, {})
-        noted = {LINE: (user_line(), LinesNoted), NO_GRAD: (not torch.is_grad_enabled(), bool)}
+        noted = {
+            LINE: (compat.current_meta().get(SAID) or user_line(), LinesNoted),
+            NO_GRAD: (not torch.is_grad_enabled(), bool),
+        }
         compat.with_current_meta(STACK, {**stack, **noted})
         return func(*args, **(kwargs or {}))
 

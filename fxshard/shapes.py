@@ -98,12 +98,20 @@ class Domain:
         return tuple(name for name, symbol in self.symbols.items() if symbol not in fixed)
 
 
-def of_call(leaves: Sequence[Any]) -> tuple[tuple[int, ...] | None, ...]:
-    """The sizes of the contiguous tensors of a call; None for its other leaves."""
-    return tuple(
-        tuple(leaf.shape) if isinstance(leaf, Tensor) and leaf.is_contiguous() else None
-        for leaf in leaves
-    )
+def of_call(leaves: Sequence[Any], *, ints: bool = False) -> Sizes:
+    """The sizes of the contiguous tensors of a call; None for its other leaves.
+
+    Args:
+        leaves: flat, of the call.
+        ints: those among them are sizes too.
+    """
+
+    def of(leaf: Any) -> tuple[int, ...] | int | None:
+        if isinstance(leaf, Tensor):
+            return tuple(leaf.shape) if leaf.is_contiguous() else None
+        return leaf if ints and isinstance(leaf, int) and not isinstance(leaf, bool) else None
+
+    return tuple(map(of, leaves))
 
 
 def size_at(sizes: Sizes, place: Place) -> int:
@@ -205,9 +213,9 @@ class Trace:
             fake: Tensor = torch.empty(shape, dtype=like.dtype, device=like.device)
         return fake.requires_grad_(like.requires_grad)
 
-    def number(self, leaf: int) -> Any:
-        """The symbol of an int of the call, or None."""
-        return self._at.get((leaf, None))
+    def number(self, leaf: int, value: Any) -> Any:
+        """The symbol of a leaf of the call that is an open size, or its value."""
+        return self._at.get((leaf, None), value)
 
     @property
     def example(self) -> dict[sympy.Symbol, int]:

@@ -180,7 +180,8 @@ def _check_shardable_now(
     if isinstance(tensor, DTensor):
         raise UnitError(
             f"parameter {fqn!r} is a DTensor already. Give fxshard the plain model, before "
-            f"fully_shard or another fxshard.compile."
+            f"fully_shard or another fxshard.compile. With tensor parallelism: fxshard shards over "
+            f"one kind of mesh only; use fully_shard for what parallelize_module has sharded."
         )
     if compat.has_gradient_hooks(tensor):
         raise UnitError(

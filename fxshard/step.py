@@ -55,6 +55,7 @@ class Step(torch.autograd.Function):
         returned = {id(outputs[k]) for k in are_tensors}
         # An output that is saved too must not keep its own autograd node alive.
         ctx.saved = [[t.detach() if id(t) in returned else t for t in rank] for rank in saved]
+        ctx.exposed = _exposed(outputs, ctx.saved)
         ctx.call, ctx.batch = call, batch
         ctx.places = {position: k for k, position in enumerate(where)}
         ctx.versions = _versions(call, batch)
@@ -88,6 +89,15 @@ class Step(torch.autograd.Function):
                     f"{what!r} was changed in place between a forward and its backward, which "
                     f"reads it. Call backward first (before optimizer.step()), or change a copy."
                 )
+        exposed, ctx.exposed = ctx.exposed, None
+        for tensor, before in exposed:
+            if compat.version(tensor) != before:
+                raise StepError(
+                    f"an output of {type(call.module.original).__name__}, of shape "
+                    f"{list(tensor.shape)}, was changed in place between a forward and its "
+                    f"backward, which reads it. Change a copy: y = y.clone()."
+                )
+        exposed.clear()
         tangents: dict[str | None, Tensor] = {}
         for node in call.variant.executor.backward_inputs:
             if meta.get(node).role == "tangent":
@@ -119,6 +129,16 @@ def _versions(call: Call, batch: Sequence[Tensor]) -> list[tuple[str, tuple[int,
         what = program.signature.input_names[int(name)] if role == "input" else name
         found.append((what, tuple(map(compat.version, tensors))))
     return found
+
+
+def _exposed(outputs: Sequence[Tensor], saved: list[list[Tensor]]) -> list[tuple[Tensor, int]]:
+    """What is saved of the caller's outputs, and how often each was changed in place by now."""
+    theirs = {o.untyped_storage().data_ptr() for o in meta.tensors(outputs) if o.numel()}
+    return [
+        (tensor, compat.version(tensor))
+        for tensor in meta.tensors(saved[0])
+        if tensor.untyped_storage().data_ptr() in theirs
+    ]
 
 
 def _laid_out(grad: Tensor | None, node: fx.Node, shape: torch.Size) -> Tensor:

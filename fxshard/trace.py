@@ -72,6 +72,7 @@ def capture(
     device: torch.device | None = None,
     for_cuda: bool = False,
     symbols: Symbols | None = None,
+    every_tangent: bool = False,
 ) -> Program:
     """Trace one call of `model` into a Program that no pass has touched yet.
 
@@ -88,6 +89,7 @@ def capture(
         device: where parameters are when they are whole; None: where they are now.
         for_cuda: trace what PyTorch runs on CUDA, also where parameters are on the CPU.
         symbols: sizes of inputs that may be others in other calls; at least 2 in this one.
+        every_tangent: backward starts from every output that needs a gradient, of whatever shape.
 
     Raises:
         CaptureError: Python control flow depends on data, a trainable parameter lost its
@@ -99,7 +101,8 @@ def capture(
             continue
         try:
             return _captured(
-                *(model, args, kwargs, units, world_size, training, device, for_cuda, symbols, way)
+                *(model, args, kwargs, units, world_size, training, device, for_cuda, symbols),
+                *(every_tangent, way),
             )
         except _TracerError as error:
             failures[way] = error
@@ -157,6 +160,7 @@ def _captured(
     device: torch.device | None,
     for_cuda: bool,
     symbols: Symbols | None,
+    every_tangent: bool,
     way: str,
 ) -> Program:
     """`capture`, one way. Raises _TracerError where another one may go further."""
@@ -170,11 +174,15 @@ def _captured(
     _refuse_opaque(names, flat, "argument")
     positions = tuple(i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor))
     is_open = symbols or way != DIRECT
-    sizes = shapes.Trace(symbols or {}, shapes.of_call(flat)) if is_open else None
-    if sizes is not None:
+    sizes = None
+    if is_open:
+        ints = any(dim is None for places in (symbols or {}).values() for _, dim in places)
+        sizes = shapes.Trace(symbols or {}, shapes.of_call(flat, ints=ints))
         tracing_mode = mode_class(allow_non_fake_inputs=True, shape_env=sizes.env)
     fakes = tuple(_fake_input(i, flat[i], tracing_mode, sizes) for i in positions)
-    call = _Call(model, flat, in_spec, positions, training, units, computes_on, stands_for_cuda)
+    given = flat if sizes is None else [sizes.number(i, leaf) for i, leaf in enumerate(flat)]
+    call = _Call(model, given, in_spec, positions, training, units, computes_on, stands_for_cuda)
+    call.every_tangent = every_tangent
     dtypes = precision.traced_dtypes(model, units)
     with (
         cuda.substituted() if stands_for_cuda else contextlib.nullcontext(),
@@ -257,7 +265,7 @@ class _Call(nn.Module):
         super().__init__()
         self.model, self.units = model, units
         self.flat, self.in_spec, self.positions, self.grad = list(flat), in_spec, positions, grad
-        self.stands_for_cuda = stands_for_cuda
+        self.stands_for_cuda, self.every_tangent = stands_for_cuda, False
         self.autocast = _autocast(device.type, stands_for_cuda)
         self.graph: bytecode.Graph | None = None
         self.out_spec: Any = None
@@ -301,7 +309,7 @@ class _Call(nn.Module):
         wants = [i for i, v in enumerate(values) if is_tensor[i] and v.requires_grad and self.grad]
         scalars = [i for i in wants if values[i].dim() == 0]
         self.differentiable = tuple(wants)
-        self.tangents = tuple(scalars or wants)
+        self.tangents = tuple(wants if self.every_tangent else scalars or wants)
         self.out_constants = tuple(
             None if computed[i] else (value,) for i, value in enumerate(values)
         )

@@ -103,7 +103,7 @@ def find_units(
     Raises:
         UnitError: a pattern matches no module, or a parameter cannot be sharded on dim 0.
     """
-    out_modules, out_params = _ignored(model, ignored)
+    out_modules, out_params = ignored_of(model, ignored)
     chosen = (_unit_fqns(model, spec) | set(also)) - {n for n, _ in _named(out_modules, model)}
     fqns = ["", *(name for name, _ in model.named_modules() if name and name in chosen)]
     names: dict[int, list[str]] = {}
@@ -162,7 +162,7 @@ def configured_units(model: nn.Module, config: Config) -> tuple[Unit, ...]:
             back = around.param_dtype
             special[name] = Precision(torch.float32, torch.float32, output_dtype=back)
     units = find_units(model, config.units, ignored=config.ignored, also=special)
-    reshard = _reshard_by_unit(model, config, units)
+    reshard = reshard_by_unit(model, config, units)
     return tuple(
         dataclasses.replace(
             with_precision(unit, special.get(unit.fqn, default)), reshard=reshard[unit.fqn]
@@ -239,9 +239,10 @@ def checkpointed_modules(
     return {unit.fqn: wanted for unit in units[1:]}
 
 
-def _reshard_by_unit(
+def reshard_by_unit(
     model: nn.Module, config: Config, units: tuple[Unit, ...]
 ) -> dict[str, bool | int]:
+    """`Unit.reshard` of each unit by FQN, as the options say."""
     default: bool | int = not config.keeps_unsharded
     value = config.reshard_after_forward
     if value is None:
@@ -260,7 +261,7 @@ def _reshard_by_unit(
     return found
 
 
-def _ignored(model: nn.Module, ignored: Sequence[Any]) -> tuple[list[nn.Module], set[int]]:
+def ignored_of(model: nn.Module, ignored: Sequence[Any]) -> tuple[list[nn.Module], set[int]]:
     """Modules that are left alone, and the ids of their and all other ignored parameters."""
     modules: list[nn.Module] = []
     params: set[int] = set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from fxshard.compat import TreeSpec
 from fxshard.executor import Executor
 from fxshard.plans import Plan
 from fxshard.program import Program, input_name
-from fxshard.shapes import Place, of_call
+from fxshard.shapes import Place, Sizes, of_call, size_at
 from fxshard.trace import PLAIN
 
 aten = torch.ops.aten
@@ -30,20 +30,23 @@ class Kind:
     Attributes:
         spec: tree of ``(args, kwargs)``.
         leaves: of its leaves, all but the sizes of contiguous tensors.
-        sizes: those sizes, leaf by leaf; None for other leaves.
+        sizes: those sizes, leaf by leaf; None for other leaves. An int that counts as a size is
+            there too, and not in `leaves`.
         mode: the rest, by name: train or eval, grad mode, ``requires_grad`` and so on.
     """
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
-    sizes: tuple[tuple[int, ...] | None, ...]
+    sizes: Sizes
     mode: tuple[tuple[str, Any], ...]
 
     @classmethod
-    def of(cls, args: Any, kwargs: Any, mode: Mapping[str, Any]) -> Kind:
+    def of(
+        cls, args: Any, kwargs: Any, mode: Mapping[str, Any], *, ints_are_sizes: bool = False
+    ) -> Kind:
         """Of the call ``model(*args, **kwargs)``."""
         flat, spec = compat.tree_flatten((args, kwargs))
-        sizes = of_call(flat)
+        sizes = of_call(flat, ints=ints_are_sizes)
         return cls(spec, tuple(map(_leaf_key, flat, sizes)), sizes, tuple(mode.items()))
 
     def differs_in(self, other: Kind) -> str:
@@ -52,7 +55,7 @@ class Kind:
         if self.spec != other.spec:
             return "the call has other arguments"
         found = [
-            f"{name} is {list(now or ())}, was {list(before or ())}"
+            f"{name} is {_said(now)}, was {_said(before)}"
             for name, now, before in zip(names, self.sizes, other.sizes, strict=True)
             if now != before
         ]
@@ -66,13 +69,19 @@ class Kind:
         return "; ".join(dict.fromkeys(found))
 
 
+def _said(sizes: tuple[int, ...] | int | None) -> str:
+    return str(list(sizes) if isinstance(sizes, tuple) else sizes)
+
+
 def _paths(spec: TreeSpec) -> list[tuple[Any, Any]]:
     leaves = list(range(spec.num_leaves))
     return compat.tree_flatten_with_path(compat.tree_unflatten(leaves, spec))[0]
 
 
-def _leaf_key(value: Any, sizes: tuple[int, ...] | None) -> Any:
+def _leaf_key(value: Any, sizes: tuple[int, ...] | int | None) -> Any:
     """Equal for leaves that one program serves; ``1``, ``1.0`` and ``True`` are not equal."""
+    if isinstance(sizes, int):
+        return int
     if isinstance(value, Tensor):
         layout = (_ANY, value.dim()) if sizes is not None else (tuple(value.shape), value.stride())
         return (*layout, value.dtype, value.device, value.requires_grad)
@@ -121,6 +130,12 @@ class Variant:
         return [node for node in nodes if meta.get(node).role in meta.HELD]
 
 
+def reason_for(kind: Kind, known: Iterable[Kind]) -> str:
+    """Why a call of this kind runs none of the programs: how it differs from the nearest."""
+    said = [kind.differs_in(other) for other in known]
+    return min(said, key=lambda each: each.count(";"), default="the first call")
+
+
 def symbols_for(
     kind: Kind,
     others: Sequence[Kind],
@@ -146,10 +161,18 @@ def symbols_for(
     before = [o.sizes for o in others if (o.spec, o.leaves) == (kind.spec, kind.leaves)]
     names = [input_name(path) for path, _ in _paths(kind.spec)]
     found: dict[tuple[int, ...], list[Place]] = {}
-    for leaf, shape in enumerate(kind.sizes):
-        for dim, size in enumerate(shape or ()):
-            seen = (*(other[leaf][dim] for other in before), size)  # type: ignore[index]
-            if len(set(seen)) > 1 and size > 1 and (leaf, dim) not in taken:
-                found.setdefault(seen, []).append((leaf, dim))
+    for place in _places(kind.sizes):
+        seen = tuple(size_at(sizes, place) for sizes in (*before, kind.sizes))
+        if len(set(seen)) > 1 and seen[-1] > 1 and place not in taken:
+            found.setdefault(seen, []).append(place)
+    # An int is no input of a program: it is open where it is the size of a tensor.
+    found = {seen: at for seen, at in found.items() if at[0][1] is not None}
     varying = {f"{names[at[0][0]]}.shape[{at[0][1]}]": tuple(at) for at in found.values()}
     return named | varying
+
+
+def _places(sizes: Sizes) -> list[Place]:
+    """Every size of a call, those of tensors first."""
+    numbers = enumerate(sizes)
+    of_tensors = [(i, d) for i, s in numbers if isinstance(s, tuple) for d in range(len(s))]
+    return [*of_tensors, *((i, None) for i, s in enumerate(sizes) if isinstance(s, int))]

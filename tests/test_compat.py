@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch._decomp.decompositions as _decompositions
+import torch._dynamo
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
@@ -694,3 +695,146 @@ def test_a_mesh_forgets_its_groups() -> None:
         compat.forget_groups(mesh["a"])
     gc.collect()
     assert group() is None, "something else refers to the groups of a mesh"
+
+
+class Two(nn.Module):
+    """Calls one module twice, the second time in a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        return torch.utils.checkpoint.checkpoint(
+            self.inner, x, use_reentrant=False, context_fn=partial(_contexts, 1)
+        )
+
+
+def _contexts(number: int) -> Any:
+    return torch.utils.checkpoint.noop_context_fn()
+
+
+@pytest.fixture(scope="module")
+def dynamo_graph() -> tuple[Two, fx.GraphModule]:
+    """A model, and the graph that Dynamo makes of it."""
+    found: list[fx.GraphModule] = []
+
+    def backend(graph_module: fx.GraphModule, inputs: Any) -> Any:
+        found.append(graph_module)
+        return graph_module
+
+    torch._dynamo.reset()
+    model = Two()
+    torch.compile(model, backend=backend, fullgraph=True)(torch.ones(3, 2))
+    (graph_module,) = found
+    return model, graph_module
+
+
+def test_dynamo_names_the_modules_of_a_node(dynamo_graph: tuple[Two, fx.GraphModule]) -> None:
+    model, graph_module = dynamo_graph
+    ids = [str(id(model.inner)), str(id(model.inner[0]))]
+    node = next(n for n in graph_module.graph.nodes if n.target is nn.functional.linear)
+    assert compat.dynamo_modules(node) == [(ids[0], 0), (ids[1], 0)]
+    assert compat.dynamo_paths(node) == [(ids[0], "inner"), (ids[1], "inner.0")]
+    path, _, function = compat.stack_line(node).partition(" in ")
+    assert path.startswith(__file__) and function == "forward"
+
+
+def test_dynamo_makes_an_operator_of_a_checkpoint(dynamo_graph: tuple[Two, fx.GraphModule]) -> None:
+    model, graph_module = dynamo_graph
+    target = compat.checkpoint_operator()
+    (node,) = [n for n in graph_module.graph.nodes if n.target is target]
+    assert node.args[0].op == "get_attr"
+    body = getattr(graph_module, node.args[0].target)
+    context = compat.checkpoint_context(body)
+    assert isinstance(context, partial) and context.func is _contexts
+    (inside,) = [n for n in body.graph.nodes if n.target is nn.functional.linear]
+    assert compat.dynamo_modules(inside) == [
+        (str(id(model.inner)), 1),
+        (str(id(model.inner[0])), 1),
+    ]
+    assert compat.checkpoint_context(graph_module) is torch.utils.checkpoint.noop_context_fn
+
+
+def test_dynamo_treats_marked_modules_as_managed_by_fsdp() -> None:
+    from torch._dynamo.variables.nn_module import FSDPManagedNNModuleVariable
+
+    seen: list[Any] = []
+    init = FSDPManagedNNModuleVariable.__init__
+
+    def watched(self: Any, value: Any, **kwargs: Any) -> None:
+        seen.append(value)
+        init(self, value, **kwargs)
+
+    model = Two()
+    for module in model.modules():
+        compat.mark_for_dynamo(module)
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FSDPManagedNNModuleVariable, "__init__", watched)
+        torch.compile(model, backend="eager", fullgraph=True)(torch.ones(3, 2))
+    assert any(value is model.inner[0] for value in seen)
+
+
+def test_a_backend_is_registered_once() -> None:
+    from torch._dynamo.backends import registry
+
+    def backend(graph_module: fx.GraphModule, inputs: Any) -> Any:
+        return graph_module
+
+    try:
+        compat.register_backend("fxshard_test", backend)
+        compat.register_backend("fxshard_test", lambda *args: None)
+        assert registry.lookup_backend("fxshard_test") is backend
+    finally:
+        registry._COMPILER_FNS.pop("fxshard_test", None)
+        registry._BACKENDS.pop("fxshard_test", None)
+
+
+def test_only_inlined_functions_are_traced_by_their_callers_alone() -> None:
+    counts = {"graphs": 0}
+
+    def backend(graph_module: fx.GraphModule, inputs: Any) -> Any:
+        counts["graphs"] += 1
+        return graph_module
+
+    def read(x: Tensor) -> Any:
+        return torch.compiler.is_compiling(), x + 1
+
+    def caller(x: Tensor) -> Any:
+        return read(x)
+
+    compat.only_inlined(read)
+    torch._dynamo.reset()
+    assert torch.compile(caller, backend=backend, fullgraph=True)(torch.ones(1))[0] is True
+    assert counts["graphs"] == 1
+    torch._dynamo.reset()
+    assert torch.compile(read, backend=backend)(torch.ones(1))[0] is False
+    assert counts["graphs"] == 1
+
+
+def test_saved_tensors_hooks_on_top() -> None:
+    assert compat.saved_tensors_hooks_on_top() is None
+
+    def pack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    def unpack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        assert compat.saved_tensors_hooks_on_top() == (pack, unpack)
+
+
+def test_in_backward_is_true_in_hooks_of_the_engine() -> None:
+    seen: list[bool] = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda grad: seen.append(compat.in_backward()))
+    x.square().sum().backward()
+    assert seen == [True] and not compat.in_backward()
+
+
+def test_tree_map_tensors_leaves_the_rest() -> None:
+    made = compat.tree_map_tensors(lambda t: t + 1, ({"a": torch.zeros(1)}, 3, None))
+    assert made[0]["a"].item() == 1 and made[1:] == (3, None)

@@ -127,6 +127,29 @@ def test_wheel(checkout: Path, tmp_path: Path) -> None:
     check_imports(site / "fxshard/passes", checkout, cwd=tmp_path, path=site)
 
 
+# What a user of the backend writes, in a process that has not imported fxshard before.
+COMPILE = """
+import torch, torch._dynamo
+assert "fxshard" in torch._dynamo.list_backends(), torch._dynamo.list_backends()
+import fxshard
+from torch._dynamo.backends import registry
+model = fxshard.shard(torch.nn.Linear(4, 4), world_size=2)
+assert "fxshard" not in registry._COMPILER_FNS  # found by its entry point, not registered
+torch.compile(model, backend="fxshard", fullgraph=True)(torch.randn(2, 4)).sum().backward()
+model.compile(backend="fxshard")
+model(torch.randn(2, 4))
+print(registry._COMPILER_FNS["fxshard"].__module__, fxshard.__file__, len(fxshard.reports(model)))
+"""
+
+
+def test_torch_compile_finds_the_backend_of_a_wheel(checkout: Path, tmp_path: Path) -> None:
+    site = wheel_of(checkout, tmp_path)
+    module, file, graphs = run([sys.executable, "-c", COMPILE], cwd=tmp_path, path=site).split()
+    assert module == "fxshard.dynamo"
+    assert Path(file).is_relative_to(site)
+    assert int(graphs) == 1
+
+
 def test_sdist(checkout: Path, sdist: Path, tmp_path: Path) -> None:
     # No symlink in it: package-dir alone carries this build, as where git makes no symlinks.
     assert (sdist / "passes").is_dir() and not (sdist / "fxshard/passes").exists()

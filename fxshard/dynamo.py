@@ -1,0 +1,761 @@
+"""The backend of ``torch.compile`` for models that `fxshard.shard` sharded.
+
+Dynamo gives graphs of torch functions, one per stretch of Python that it can trace. Each is run by
+programs of the same kind as `fxshard.compile` makes: captured, rewritten, verified and analysed by
+the same code. What differs is that a graph is not a model: it reads some of the parameters, and
+which ones is said by the handles among its inputs (see `fxshard.reading`), call by call. So one
+graph of Dynamo may have several programs: one for each layer that it serves, for each set of sizes
+if Dynamo made its sizes dynamic, and for each mode.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import logging
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
+
+from fxshard import compat, meta, pipeline, provenance, reading, units
+from fxshard.certificate import agreement
+from fxshard.config import Config, notice
+from fxshard.errors import CaptureError, ConfigError
+from fxshard.memory.graphs import GraphReports
+from fxshard.module import ShardedModule
+from fxshard.plans import Plan, Workload, without_data
+from fxshard.program import Program
+from fxshard.reading import Root
+from fxshard.shapes import Symbols
+from fxshard.step import Call, Step, differentiated
+from fxshard.units import Unit
+from fxshard.variants import Kind, Variant, reason_for, symbols_for
+from fxshard.world.c10d import C10dWorld
+
+log = logging.getLogger("fxshard")
+aten = torch.ops.aten
+
+# Options of `fxshard.shard` that change programs, and not how parameters lie; a graph may have
+# others than its model.
+PER_GRAPH = (
+    *("backend", "reshard_after_forward", "forward_prefetch", "backward_prefetch", "max_inflight"),
+    *("max_bucket_bytes", "min_bucket_bytes", "pack_bytes", "checkpoint", "reduce_op"),
+    *("gradient_divide_factor", "gradient_predivide_factor", "passes", "max_variants"),
+)
+
+# What one whole graph of a model can do, and pieces of it cannot.
+_REFUSED = {
+    "optimizer_in_backward": "a parameter that two graphs read would be stepped twice",
+    "memory_budget": "no example call is planned before Dynamo captures one",
+    "full_precision_in_eval": "Dynamo decides dtypes when it traces",
+}
+
+
+def check_options(config: Config) -> None:
+    """Refuse what `fxshard.compile` has and `fxshard.shard` has not.
+
+    Raises:
+        ConfigError: names the option and says why.
+    """
+    for name, why in _REFUSED.items():
+        if getattr(config, name):
+            raise ConfigError(
+                f"{name}={getattr(config, name)!r} with fxshard.shard: {why}. Leave it out, or use "
+                f"fxshard.compile."
+            )
+    if config.dynamic:
+        raise ConfigError(
+            f"dynamic={config.dynamic!r} with fxshard.shard: Dynamo decides which sizes are open. "
+            f"Leave it out, and use torch._dynamo.mark_dynamic(tensor, dim) or "
+            f"torch.compile(dynamic=True)."
+        )
+    if config.reduce_op in ("max", "min"):
+        raise ConfigError(
+            f"reduce_op={config.reduce_op!r} with fxshard.shard: the gradients of a parameter that "
+            f"two graphs read are added, and the {config.reduce_op} of sums is not the sum of "
+            f"theirs. Use fxshard.compile."
+        )
+
+
+def attach(owner: ShardedModule, classes: dict[nn.Module, type]) -> None:
+    """Prepare the user's model, which was just sharded, for eager use and for Dynamo."""
+    reading.attach(owner, classes)
+    compat.register_backend("fxshard", backend)
+
+
+def reports(model: nn.Module) -> GraphReports:
+    """One memory report per captured graph of a model that `fxshard.shard` sharded, in order.
+
+    Raises:
+        ConfigError: `model` is not such a model, or nothing of it is captured yet.
+    """
+    root = reading.root_of(getattr(model, "_orig_mod", model))
+    if root is None:
+        raise ConfigError(
+            f"fxshard.reports: the {type(model).__name__} was not sharded by fxshard.shard. Of a "
+            f"model that fxshard.compile returned, the report is .memory."
+        )
+    if not root.plans:
+        raise ConfigError(
+            'fxshard.reports: nothing is captured yet. Call torch.compile(model, backend="fxshard")'
+            " once."
+        )
+    return GraphReports(tuple(plan.memory for plan in root.plans))
+
+
+def backend(
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: dict[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """What ``torch.compile(backend="fxshard")`` calls, once per graph of Dynamo.
+
+    Args:
+        graph_module: torch functions on fake tensors; not yet differentiated.
+        example_inputs: fake; not looked at: programs are captured at calls, from real inputs.
+        options: other values of options of `fxshard.shard`, for these graphs (`PER_GRAPH`).
+        mode: torch.compile's; there is none to choose from.
+    """
+    graph = Graph(graph_module, dict(options or {}), mode)
+
+    def run(*args: Any) -> Any:
+        return graph(*args)
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """What some inputs of a graph are, by their position: ``("param" | "whole" | "buffer", FQN)``.
+
+    All other inputs are the program's.
+    """
+
+    names: tuple[tuple[int, str, str], ...]
+
+    def fqns(self, *kinds: str) -> list[str]:
+        """The names of some kinds, each once."""
+        return list(dict.fromkeys(fqn for _, kind, fqn in self.names if kind in kinds))
+
+
+class Graph:
+    """One graph of Dynamo, and the programs that run it."""
+
+    def __init__(
+        self, graph_module: fx.GraphModule, options: dict[str, Any], mode: str | None
+    ) -> None:
+        self.graph_module, self.options, self.mode = graph_module, options, mode
+        # By model: Dynamo runs one graph for two models that look alike to it.
+        self.configs: weakref.WeakKeyDictionary[Root, Config] = weakref.WeakKeyDictionary()
+        self.variants: weakref.WeakKeyDictionary[Root, dict[Kind, _Variant]]
+        self.variants = weakref.WeakKeyDictionary()
+        self.modules: dict[str, str] | None = None  # id, as text, of a module at Dynamo's trace
+        self.first: Bound | None = None
+        self.numbers = _numbers(graph_module.graph)
+
+    def __call__(self, *args: Any) -> Any:
+        root = self._root(args)
+        if root is None:  # nothing of a sharded model in it: it computes as it is
+            return self.graph_module(*args)
+        if root not in self.configs:
+            self.configs[root] = self._configured(root.owner)
+        bound = bind(root.owner, args)
+        if isinstance(root.owner.world, C10dWorld):
+            root.owner.world.begin_call()
+        if self.first is None:
+            self.first = bound
+            names = root.owner.original.named_modules()
+            self.modules = {str(id(module)): name for name, module in names}
+        taken = {i for i, _, _ in bound.names}
+        rest = [
+            arg.item() if i in self.numbers and isinstance(arg, Tensor) else arg
+            for i, arg in enumerate(args)
+            if i not in taken
+        ]
+        kind = self._kind(root.owner, bound, rest)
+        variants = self.variants.setdefault(root, {})
+        found = variants.get(kind)
+        if found is None:
+            found = next((v for v in variants.values() if v.variant.serves(kind)), None)
+        if found is None:
+            found = variants[kind] = self._captured(root, bound, rest, kind)
+        if found.writes_shared(root.owner, rest):
+            return self._as_it_is(root, args, bound)
+        return found.run(root.owner, rest)
+
+    def _as_it_is(self, root: Root, args: Sequence[Any], bound: Bound) -> Any:
+        """Run the graph operator by operator, on whole parameters."""
+        inputs = list(args)
+        for position, kind, fqn in bound.names:
+            if kind == "param":
+                inputs[position] = root.whole(fqn)
+        root.enter()
+        try:
+            return _Interpreter(None, self.graph_module, (), inputs).result()
+        finally:
+            root.leave()
+
+    def _root(self, args: Sequence[Any]) -> Root | None:
+        found = {id(r): r for r in (_handle_of(arg)[0] for arg in args) if r is not None}
+        if len(found) > 1:
+            models = [type(root.owner.original).__name__ for root in found.values()]
+            raise CaptureError(
+                f"one graph of torch.compile reads parameters of {len(found)} models that "
+                f"fxshard.shard sharded: {', '.join(models)}. Compile each model by itself: "
+                f'model.compile(backend="fxshard").'
+            )
+        return next(iter(found.values()), None)
+
+    def _configured(self, owner: ShardedModule) -> Config:
+        """The options of the model with those of ``torch.compile(options=...)``."""
+        if self.mode not in (None, "default"):
+            raise ConfigError(
+                f'torch.compile(backend="fxshard", mode={self.mode!r}): fxshard has no modes. Give '
+                f"options={{...}} instead: {', '.join(PER_GRAPH)}."
+            )
+        for name in self.options:
+            if name not in PER_GRAPH:
+                what = "unknown option"
+                if name in {field.name for field in dataclasses.fields(Config)}:
+                    what = "how a model is sharded cannot be changed when it is compiled: option"
+                raise ConfigError(
+                    f'torch.compile(backend="fxshard", options=...): {what} {name!r}. Options are: '
+                    f"{', '.join(PER_GRAPH)}. All others are given to fxshard.shard."
+                )
+        config = owner.config.changed(self.options)
+        check_options(config)
+        if "reshard_after_forward" in self.options:
+            now = units.reshard_by_unit(owner.original, config, owner.units)
+            if not all(isinstance(value, bool) for value in now.values()):
+                raise ConfigError(
+                    "reshard_after_forward with a number of ranks makes process groups: give it to "
+                    "fxshard.shard."
+                )
+        return config
+
+    def _kind(self, owner: ShardedModule, bound: Bound, rest: Sequence[Any]) -> Kind:
+        """What of this call its program depends on."""
+        params = [owner._param(fqn) for fqn in bound.fqns("param", "whole")]
+        device = owner.compute_device()
+        autocast = torch.is_autocast_enabled(device)
+        mode = {
+            "the parameters of the graph": bound,
+            "requires_grad or dtype of a parameter": tuple(
+                (param.requires_grad, param.dtype) for param in params
+            ),
+            "inference mode": tuple(v.is_inference() for v in rest if isinstance(v, Tensor)),
+            "grad mode": torch.is_grad_enabled(),
+            "autocast": autocast and torch.get_autocast_dtype(device),
+        }
+        return Kind.of(tuple(rest), {}, mode, ints_are_sizes=True)
+
+    def _captured(self, root: Root, bound: Bound, rest: Sequence[Any], kind: Kind) -> _Variant:
+        """A program for this kind of call, which all ranks agree on.
+
+        Raises:
+            CaptureError: it cannot be captured, or sizes are not bounded.
+        """
+        owner, config = root.owner, self.configs[root]
+        of_this_layer = ("the parameters of the graph", bound)
+        others = [other for other in self.variants[root] if of_this_layer in other.mode]
+        reason = reason_for(kind, others)
+        if len(others) >= config.max_variants:
+            raise CaptureError(
+                f"a graph of {type(owner.original).__name__} needs one more program: {reason}. It "
+                f"has {len(others)} already, as many as max_variants={config.max_variants} allows. "
+                f"Pad inputs to a few lengths."
+            )
+        symbols: Symbols = {}
+        if config.dynamic is not False and config.backend != "inductor":
+            symbols = symbols_for(kind, others, None, owner.original, ((), {}))
+        start = time.perf_counter()
+        _check_handles(owner, bound)
+        copied: frozenset[int] = frozenset()
+        while True:
+            model = self._model(owner, bound, copied)
+            raw: dict[Any, Program] = {}
+            try:
+                program = self._program(owner, model, rest, bound, config, raw, symbols)
+                break
+            except CaptureError:
+                written = model.__dict__["run_graph"].written
+                if not written:
+                    raise
+                copied |= written
+        lines = agreement(program)
+        if isinstance(owner.world, C10dWorld) and tuple(lines) not in owner._agreed:
+            owner.world.agree(lines, "the model or the batch structure", owner._agreed)
+            owner._agreed.add(tuple(lines))
+        for fqn in _handed_out(next(iter(raw.values()))):
+            log.warning(
+                "fxshard: a graph hands out parameter %r whole (or a view or cast of it), to what "
+                "runs behind a graph break or called the model: it stays in memory until nothing "
+                "refers to it, and what reads it there saves it whole for backward. Read the "
+                "parameter where it is used.",
+                fqn,
+            )
+        for value in rest:
+            name = root.name_of(value) if isinstance(value, Tensor) else None
+            if name is not None:
+                log.warning(
+                    "fxshard: parameter %r was read in front of a graph break and is used behind "
+                    "it: it stays in memory whole until backward. Read it where it is used.",
+                    name,
+                )
+        ranks = owner.world.replicas * owner.world.size
+        size = (owner.world.replicas, owner.world.size) if config.hybrid else ranks
+        call = without_data((tuple(rest), {}))
+        plan = Plan([program], Workload(model, call, size, config))
+        root.plans.append(plan)
+        executor = owner._make_executor(program, owner.world)
+        took = f"{time.perf_counter() - start:.1f} s, {len(program.graph.nodes)} nodes"
+        domain = f"; {program.domain.text}" if program.domain is not None else ""
+        notice(f"program {len(others) + 1} of a graph ({reason}): {took}{domain}")
+        return _Variant(Variant(kind, plan, executor), tuple(sorted(copied)))
+
+    def _program(
+        self,
+        owner: ShardedModule,
+        model: nn.Module,
+        rest: Sequence[Any],
+        bound: Bound,
+        config: Config,
+        raw: dict[Any, Program],
+        symbols: Symbols,
+    ) -> Program:
+        device = None
+        if isinstance(owner.world, C10dWorld):
+            device = torch.device(owner.world.mesh.device_type)
+        return pipeline.make_program(
+            model,
+            tuple(rest),
+            {},
+            units=_units_of(owner, bound, config, self.options),
+            world=owner.world.size,
+            replicas=owner.world.replicas,
+            config=config,
+            device=device,
+            captures=raw,
+            every_tangent=True,
+            symbols=symbols,
+        )
+
+    def _model(self, owner: ShardedModule, bound: Bound, copied: frozenset[int]) -> nn.Module:
+        """What stands in for the user's model at the capture: a module that runs this graph."""
+        assert self.modules is not None and self.first is not None
+        names = _relocated(self.modules, self.first, bound)
+        stand_ins = _stand_ins(owner.original, bound)
+        run = _Run(self.graph_module, names, stand_ins, bound, copied)
+        stand_ins[""].__dict__["run_graph"] = run
+        return stand_ins[""]
+
+
+def _numbers(graph: fx.Graph) -> frozenset[int]:
+    """Positions of the inputs that are floats of the user's, which Dynamo wraps into tensors.
+
+    It does with ``dynamic=True`` (torch/_dynamo/variables/builder.py, ``wrap_symfloat``). They are
+    constants of a program, as they are in `fxshard.compile`.
+    """
+    return frozenset(
+        i
+        for i, node in enumerate(graph.find_nodes(op="placeholder"))
+        if node.users and all(_unwraps(user) for user in node.users)
+    )
+
+
+def _unwraps(node: fx.Node) -> bool:
+    return node.op == "call_method" and node.target == "item"
+
+
+@dataclasses.dataclass
+class _Variant:
+    """One program of a graph.
+
+    Attributes:
+        variant: the program.
+        copied: positions among its inputs that the graph writes into where autograd watches: it
+            works on copies, which are copied back in autograd's sight.
+    """
+
+    variant: Variant
+    copied: tuple[int, ...]
+
+    def writes_shared(self, owner: ShardedModule, rest: Sequence[Any]) -> bool:
+        """True if the graph writes into memory that another of its inputs lies in too.
+
+        A program takes its inputs for separate: what is read of the other one would be old.
+        """
+        written = {f"{role} {name}" for role, name in self.variant.written}
+        written |= {f"input {position}" for position in self.copied}
+        if not written:
+            return False
+        tensors = {f"input {i}": v for i, v in enumerate(rest) if isinstance(v, Tensor)}
+        for name, (module, key) in owner._buffer_slots.items():
+            buffer = module._buffers[key]
+            if buffer is not None:
+                tensors[f"buffer {name}"] = buffer
+        places = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items()}
+        shared = collections.Counter(
+            place for name, place in places.items() if tensors[name].numel()
+        )
+        return any(name in places and shared[places[name]] > 1 for name in written)
+
+    def run(self, owner: ShardedModule, rest: Sequence[Any]) -> tuple[Any, ...]:
+        """One forward; what Dynamo's graph would return."""
+        signature = self.variant.program.signature
+        batch = [rest[i] for i in signature.tensor_inputs]
+        if signature.training:
+            params = [owner._param(fqn) for fqn in differentiated(self.variant.program)]
+            call = Call(owner, self.variant, len(params))
+            outputs = _as_views(list(Step.apply(call, *params, *batch)))
+        else:
+            with torch.no_grad(), owner.as_traced():
+                outputs, _ = self.variant.executor.forward(owner.arguments(self.variant, batch))
+        given = iter(outputs)
+        leaves = [next(given) if c is None else c[0] for c in signature.outputs]
+        found, new = compat.tree_unflatten(leaves, signature.out_spec)
+        for position, value in zip(self.copied, new, strict=True):
+            rest[position].copy_(value)
+        return found
+
+
+def _as_views(outputs: list[Tensor]) -> list[Tensor]:
+    """`outputs`, those that lie inside of another one as views of it.
+
+    Autograd cannot know that results of one node share memory: what is written into one behind a
+    graph break must be in the other's gradient too.
+    """
+    at: dict[int, list[int]] = {}
+    for i, output in enumerate(outputs):
+        if output.requires_grad and output.numel():
+            at.setdefault(output.untyped_storage().data_ptr(), []).append(i)
+    for members in at.values():
+        base = max((outputs[i] for i in members), key=Tensor.numel)
+        for i in members:
+            if outputs[i] is not base and _lies_in(outputs[i], base):
+                view = outputs[i]
+                outputs[i] = base.as_strided(view.size(), view.stride(), view.storage_offset())
+    return outputs
+
+
+def _lies_in(view: Tensor, base: Tensor) -> bool:
+    if not base.is_contiguous() or view.dtype is not base.dtype:
+        return False
+    first = view.storage_offset() - base.storage_offset()
+    reach = sum(
+        (size - 1) * stride for size, stride in zip(view.size(), view.stride(), strict=True)
+    )
+    return first >= 0 and first + reach < base.numel()
+
+
+# -- inputs ----------------------------------------------------------------------------------------
+
+
+def _handle_of(arg: Any) -> tuple[Root | None, str]:
+    """The sharded model and the parameter that an input of a graph is the handle of, or itself."""
+    found: tuple[Root | None, str] = (None, "")
+    if isinstance(arg, Tensor):
+        found = getattr(arg, "_fxshard", found)
+    return found
+
+
+def bind(owner: ShardedModule, args: Sequence[Any]) -> Bound:
+    """What of the model each input of a graph is."""
+    known: dict[int, tuple[str, str]] = {}
+    for name, (module, key) in owner._buffer_slots.items():
+        known.setdefault(id(module._buffers[key]), ("buffer", name))
+    for fqn in owner.wholes:
+        known[id(owner._whole(fqn))] = ("whole", fqn)
+    for fqn, slot in owner.slots.items():
+        known[id(slot.tensor)] = ("param", fqn)  # read past the property, as parameters() does
+    found = []
+    for i, arg in enumerate(args):
+        root, fqn = _handle_of(arg)
+        if root is not None:
+            found.append((i, "param", fqn))
+        elif isinstance(arg, Tensor) and id(arg) in known:
+            found.append((i, *known[id(arg)]))
+    return Bound(tuple(found))
+
+
+def _check_handles(owner: ShardedModule, bound: Bound) -> None:
+    """Let Dynamo's guards see at the next call what the user has changed of parameters since."""
+    for fqn in bound.fqns("param"):
+        slot = owner.slots[fqn]
+        slot.settle()
+        for module, name in slot.owners:
+            handle = module.__dict__[reading.HANDLES][name]
+            if handle.requires_grad is not slot.tensor.requires_grad:
+                handle.requires_grad_(slot.tensor.requires_grad)
+
+
+# -- the stand-in for the model --------------------------------------------------------------------
+
+
+class _StandIn(nn.Module):
+    """A module of the user's tree at capture: its name, its class and what a graph reads of it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return nn.Module.__call__(self, *args, **kwargs)
+
+    def forward(self, *args: Any) -> Any:
+        if "run_graph" in self.__dict__:
+            return self.__dict__["run_graph"](args)
+        (inside,) = args
+        return inside()
+
+
+def _stand_ins(model: nn.Module, bound: Bound) -> dict[str, nn.Module]:
+    """By FQN. They share the model's parameters and buffers, of which each has those of `bound`."""
+    wanted = set(bound.fqns("param", "whole", "buffer"))
+    made: dict[int, nn.Module] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if id(module) not in made:
+            base: Any = getattr(type(module), "_fxshard_base", type(module))
+            there = made[id(module)] = _stand_in_class(base)()
+            there.training = module.training
+        prefix = f"{name}." if name else ""
+        for key, param in module._parameters.items():
+            if prefix + key in wanted:
+                made[id(module)]._parameters[key] = param
+        for key, buffer in module._buffers.items():
+            if prefix + key in wanted:
+                made[id(module)]._buffers[key] = buffer
+    for module in model.modules():
+        for key, child in module._modules.items():
+            made[id(module)]._modules[key] = None if child is None else made[id(child)]
+    return {name: made[id(module)] for name, module in model.named_modules(remove_duplicate=False)}
+
+
+@functools.cache
+def _stand_in_class(base: Any) -> Callable[[], nn.Module]:
+    """`_StandIn` under the name of a class, and an instance of it."""
+
+    def init(self: nn.Module) -> None:
+        nn.Module.__init__(self)
+
+    namespace = {"__init__": init, "__module__": base.__module__}
+    bare = {"__getattr__": nn.Module.__getattr__, "__setattr__": nn.Module.__setattr__}
+    metaclass: Any = type(base)
+    made: Callable[[], nn.Module] = metaclass(base.__name__, (_StandIn, base), namespace | bare)
+    return made
+
+
+def _units_of(
+    owner: ShardedModule, bound: Bound, config: Config, options: dict[str, Any]
+) -> tuple[Unit, ...]:
+    """The units of the model with the parameters that a graph reads, as they are now.
+
+    Their modules cast no inputs: Dynamo has seen the casts (`fxshard.reading`).
+    """
+    read = set(bound.fqns("param", "whole"))
+    reshard = {unit.fqn: unit.reshard for unit in owner.units}
+    if options.keys() & {"reshard_after_forward"}:
+        reshard = units.reshard_by_unit(owner.original, config, owner.units)
+    return tuple(
+        dataclasses.replace(
+            unit,
+            params=tuple(owner._as_it_is(p) for p in unit.params if p.fqn in read),
+            ignored=tuple(owner._as_it_is(p) for p in unit.ignored if p.fqn in read),
+            reshard=reshard[unit.fqn],
+            precision=dataclasses.replace(
+                unit.precision, cast_inputs=False, cast_root_inputs=False, output_dtype=None
+            ),
+        )
+        for unit in owner.units
+    )
+
+
+def _relocated(modules: dict[str, str], first: Bound, now: Bound) -> dict[str, str]:
+    """Module id -> FQN, if the graph was made of one layer and reads another one's parameters."""
+    moved: dict[str, str] = {}
+    for (_, _, old), (_, _, new) in zip(first.names, now.names, strict=False):
+        while old != new and old:
+            old, new = old.rpartition(".")[0], new.rpartition(".")[0]
+            moved.setdefault(old, new)
+    if all(old == new for old, new in moved.items()):
+        return modules
+    known = set(modules.values())
+    found = {}
+    for key, fqn in modules.items():
+        around = units.owner_of([fqn], moved)
+        there = moved[around] + fqn[len(around) :] if around in moved else fqn
+        found[key] = there if there in known else fqn
+    return found
+
+
+# -- running Dynamo's graph at capture -------------------------------------------------------------
+
+
+class _Run:
+    """Runs a graph of Dynamo on what the trace gives, inside the calls of modules it came from."""
+
+    def __init__(
+        self,
+        graph_module: fx.GraphModule,
+        names: dict[str, str],
+        stand_ins: dict[str, nn.Module],
+        bound: Bound,
+        copied: frozenset[int],
+    ) -> None:
+        self.graph_module, self.names, self.stand_ins = graph_module, names, stand_ins
+        self.bound, self.copied = bound, copied
+        self.written: frozenset[int] = frozenset()  # inputs to copy, found at the capture
+        self.base = _base(graph_module, names)
+
+    def __call__(self, rest: tuple[Any, ...]) -> Any:
+        """What the graph returns; and new values of the inputs at `copied`."""
+        work = [v.clone() if i in self.copied else v for i, v in enumerate(rest)]
+        before = [_version(value) for value in work]
+        wanted = [isinstance(v, Tensor) and v.requires_grad for v in rest]
+        values = deque(work)
+        where = {i: (kind, fqn) for i, kind, fqn in self.bound.names}
+        inputs = []
+        for i in range(len(self.bound.names) + len(work)):
+            kind, fqn = where.get(i, ("", ""))
+            if kind:
+                path, _, key = fqn.rpartition(".")
+                inputs.append(getattr(self.stand_ins[path], key))
+            else:
+                inputs.append(values.popleft())
+        result = _Interpreter(self, self.graph_module, (), inputs).result()
+        written = {
+            i
+            for i, value in enumerate(work)
+            if isinstance(value, Tensor)
+            and _version(value) != before[i]
+            and (wanted[i] or value.requires_grad)
+            and i not in self.copied
+        }
+        if written:
+            self.written = frozenset(written)
+            names = ", ".join(map(str, sorted(written)))
+            raise CaptureError(f"the graph writes into inputs that autograd watches: {names}")
+        return result, [work[i] for i in sorted(self.copied)]
+
+    def path(self, node: fx.Node) -> tuple[tuple[str, int], ...]:
+        """The calls of modules that a node ran in: FQN and number, the outermost first."""
+        found = [(self.names.get(key, ""), number) for key, number in compat.dynamo_modules(node)]
+        inside = [(name, number) for name, number in found if name]
+        return tuple([(self.base, 0), *inside] if self.base else inside)
+
+
+def _version(value: Any) -> int:
+    return compat.version(value) if isinstance(value, Tensor) else 0
+
+
+def _base(graph_module: fx.GraphModule, names: dict[str, str]) -> str:
+    """FQN of the module whose forward the graph is a stretch of; "" is the root."""
+    for node in graph_module.graph.nodes:
+        for key, path in compat.dynamo_paths(node):
+            name = names.get(key, "")
+            if name and path and name.endswith(path):
+                return name[: -len(path)].rstrip(".")
+    return ""
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs a graph; the nodes of each call of a module inside a call of its stand-in.
+
+    So the capture sees the calls that eager would make, and notes them as ever
+    (`fxshard.provenance.calls_noted`). Without a `_Run`, to compute, there are no such calls.
+    """
+
+    def __init__(
+        self,
+        run: _Run | None,
+        graph_module: nn.Module,
+        prefix: tuple[tuple[str, int], ...],
+        inputs: Sequence[Any],
+    ) -> None:
+        super().__init__(graph_module)
+        self._run, self._prefix = run, prefix
+        self.args_iter = iter(inputs)
+
+    def result(self) -> Any:
+        """Run all nodes; what the graph returns."""
+        nodes = deque(self.graph.nodes)
+        while nodes:
+            self._calls(nodes, self._prefix)
+            if nodes:  # of another call than the checkpoint around them: Dynamo does not say
+                self._prefix = ()
+        (output,) = self.graph.find_nodes(op="output")
+        return self.env[output]
+
+    def _calls(self, nodes: deque[fx.Node], prefix: tuple[tuple[str, int], ...]) -> None:
+        """Run the nodes in front that belong to the calls `prefix`, or to calls inside of them."""
+        while nodes:
+            node = nodes[0]
+            path = prefix if node.op in ("placeholder", "get_attr") else self._path(node)
+            if node.op == "output":
+                path = self._prefix
+            if path[: len(prefix)] != prefix:
+                return
+            if path == prefix:
+                self.env[nodes.popleft()] = self.run_node(node)
+                continue
+            inside = path[: len(prefix) + 1]
+            assert self._run is not None
+            self._run.stand_ins[inside[-1][0]](lambda inside=inside: self._calls(nodes, inside))
+
+    def _path(self, node: fx.Node) -> tuple[tuple[str, int], ...]:
+        return () if self._run is None else self._run.path(node)
+
+    def run_node(self, n: fx.Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        restore = compat.with_current_meta(provenance.SAID, compat.stack_line(n))
+        try:
+            if n.target is reading.parameter or n.target is reading.packet:
+                return args[0]  # the whole parameter, which is there in the place of its handle
+            if _unwraps(n) and isinstance(args[0], float):
+                return args[0]
+            if n.target is compat.checkpoint_operator():
+                return self._checkpoint(args, kwargs, self._path(n))
+            return getattr(self, n.op)(n.target, args, kwargs)
+        finally:
+            restore()
+
+    def _checkpoint(self, args: Any, kwargs: Any, path: tuple[tuple[str, int], ...]) -> Any:
+        """The user's checkpoint, for `compat.checkpoints_inline` to see."""
+        body, *operands = args
+        context = compat.checkpoint_context(body)
+
+        def function(*inputs: Any) -> Any:
+            return _Interpreter(self._run, body, path, inputs).result()
+
+        return checkpoint(function, *operands, use_reentrant=False, context_fn=context)
+
+
+# -- what goes out ---------------------------------------------------------------------------------
+
+
+def _handed_out(program: Program) -> list[str]:
+    """FQNs of parameters that a graph returns, or views, casts or copies of them."""
+    found = []
+    for value, result in zip(program.values, program.results, strict=True):
+        node: fx.Node | None = value if result.kind == "output" else None
+        while node is not None and node.op == "call_function" and _is_same_values(node):
+            node = node.all_input_nodes[0]
+        if node is not None and node.op == "placeholder" and meta.get(node).role == "param":
+            found.append(meta.get(node).fqn or "")
+    return list(dict.fromkeys(found))
+
+
+_CASTS = (aten._to_copy.default, aten.clone.default, aten._unsafe_view.default, aten.detach.default)
+
+
+def _is_same_values(node: fx.Node) -> bool:
+    """True for a view, cast or copy of one tensor."""
+    target = node.target
+    if len(node.all_input_nodes) != 1 or not isinstance(target, compat.OpOverload):
+        return False
+    return target in _CASTS or target.is_view
