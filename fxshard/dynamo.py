@@ -188,6 +188,8 @@ class Graph:
             found = next((v for v in variants.values() if v.variant.serves(kind)), None)
         if found is None:
             found = variants[kind] = self._captured(root, bound, rest, kind)
+        if isinstance(root.owner.world, C10dWorld):
+            root.owner.world.run_call()
         if found.writes_shared(root.owner, rest):
             return self._as_it_is(root, args, bound)
         return found.run(root.owner, rest)
@@ -436,7 +438,7 @@ def _as_views(outputs: list[Tensor]) -> list[Tensor]:
     """
     at: dict[int, list[int]] = {}
     for i, output in enumerate(outputs):
-        if output.requires_grad and output.numel():
+        if isinstance(output, Tensor) and output.requires_grad and output.numel():
             at.setdefault(output.untyped_storage().data_ptr(), []).append(i)
     for members in at.values():
         base = max((outputs[i] for i in members), key=Tensor.numel)

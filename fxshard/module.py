@@ -210,6 +210,8 @@ class ShardedModule(FsdpMethods):
                 self.world.agree(lines, "the model or the batch structure", self._agreed)
             self.add(args, kwargs, program)
             found = self.variants[kind]
+        if isinstance(self.world, C10dWorld):
+            self.world.run_call()
         return found
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Kind) -> Program:

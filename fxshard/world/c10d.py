@@ -236,7 +236,7 @@ class C10dWorld:
         self.reductions = dist.new_group(ranks, use_local_synchronization=True)
 
     def begin_call(self) -> None:
-        """A call of the model begins; the other ranks can see it.
+        """A call of the model begins.
 
         Raises:
             RankMismatchError: this rank has left the process group.
@@ -247,6 +247,9 @@ class C10dWorld:
                 "than the other ranks: start again from the last checkpoint."
             )
         self._calls += 1
+
+    def run_call(self) -> None:
+        """The call has a program that all ranks agree on, and runs it; the other ranks can see."""
         for peers in self._everyone:
             peers.note_call(self._calls)
 

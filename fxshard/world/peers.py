@@ -35,7 +35,7 @@ class Peers:
             self._calls = f"calls/{number}"
 
     def note_call(self, number: int) -> None:
-        """Say that this rank is in its call `number` of the model: one message, no answer."""
+        """Say that this rank runs its call `number` of the model: one message, no answer."""
         if not self.alone:
             store = compat.group_store(self.group)
             store.set(f"fxshard/{self._calls}/{self.rank}", str(number))
