@@ -221,3 +221,13 @@ def test_custom_pass(tmp_path: Path, ranks: int) -> None:
     if ranks == 1:
         assert "largest difference 0 bytes" in said
         assert "all 25 tensors are bitwise equal to eager PyTorch's" in said
+
+
+@pytest.mark.slow
+def test_torch_compile(tmp_path: Path) -> None:
+    said = run(tmp_path, "torch_compile.py")
+    assert losses(said)[-1] < 0.5 * losses(said)[0]
+    apart = figures(r"relative: (\S+)", said)
+    assert len(apart) == 2 and max(apart) <= 1e-5
+    assert len(re.findall(r"^graph \d: forward and backward", said, re.M)) == 2
+    assert "sum: peak" in said
