@@ -171,7 +171,8 @@ class Config:
             `reshard_after_forward`, `forward_prefetch`, `backward_prefetch`, `checkpoint` and
             `offload` is picked so that the step fits at the least estimated time (see
             `fxshard.budget`), or the model is refused with the table of what was tried.
-        passes: a pipeline in place of the default one (see `fxshard.pipeline`).
+        passes: a pipeline in place of the default one, or a function that makes it of the default
+            list, ``lambda passes: [*passes, Mine()]`` (see `fxshard.pipeline`).
     """
 
     strategy: Any = "full_shard"
@@ -200,7 +201,7 @@ class Config:
     max_variants: int = 16
     device: Any = None
     memory_budget: int | str | None = None
-    passes: Sequence[Any] | None = None
+    passes: Sequence[Any] | Callable[[list[Any]], Sequence[Any]] | None = None
 
     def __post_init__(self) -> None:
         self._accept_torch_names()
@@ -239,12 +240,13 @@ class Config:
             )
         if self.optimizer_in_backward and optimizer is None:
             raise ConfigError("optimizer_in_backward=True needs an optimizer=... to run.")
-        if self.passes is not None and not (
-            isinstance(self.passes, Sequence) and all(hasattr(p, "apply") for p in self.passes)
+        listed = isinstance(self.passes, Sequence)
+        if not (self.passes is None or callable(self.passes)) and not (
+            listed and all(hasattr(p, "apply") for p in self.passes)
         ):
             raise ConfigError(
-                f"passes={self.passes!r}: expected a list of passes. Take "
-                f"fxshard.pipeline.default_passes(config) and edit it."
+                f"passes={self.passes!r}: expected a list of passes, or a function that takes the "
+                f"default list (fxshard.pipeline.default_passes) and returns one."
             )
         for name in ("units", "ignored"):
             if isinstance(getattr(self, name), str):

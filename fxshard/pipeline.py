@@ -91,6 +91,20 @@ def default_passes(config: Config) -> list[Pass]:
     ]
 
 
+def passes_of(config: Config) -> Sequence[Pass]:
+    """The pipeline that `config` asks for.
+
+    Raises:
+        ConfigError: its function ``passes`` returns something else than passes.
+    """
+    if not callable(config.passes):
+        return default_passes(config) if config.passes is None else config.passes
+    made = config.passes(default_passes(config))
+    if not isinstance(made, Sequence) or not all(hasattr(step, "apply") for step in made):
+        raise ConfigError(f"the function passes={config.passes!r} returned no list of passes.")
+    return made
+
+
 @compat.outside_autocast()  # passes make values of their own
 def run(
     program: Program,
@@ -225,8 +239,7 @@ def make_program(
     program.offloaded = config.offload is not None
     program.compiled = config.backend == "inductor"
     program.checkpoints = checkpointed_modules(model, config, units)
-    passes = config.passes if config.passes is not None else default_passes(config)
-    run(program, passes, observe=observe)
+    run(program, passes_of(config), observe=observe)
     return program
 
 

@@ -178,6 +178,24 @@ def test_a_users_pass_has_its_effect() -> None:
     torch.testing.assert_close(ours, x @ head)
 
 
+def test_a_function_makes_the_pipeline_of_the_default_one() -> None:
+    """With the options of this compile: no list has to be made for them."""
+    given: list[str] = []
+
+    def with_mine(passes: list[Any]) -> list[Any]:
+        given.extend(step.name for step in passes)
+        return [*passes[:3], TanhToSigmoid(), *passes[3:]]
+
+    options = {"world_size": 2, "forward_prefetch": 3, "optimizer_in_backward": True}
+    options["optimizer"] = torch.optim.SGD
+    plan = fxshard.plan(graphs.Chain(), (torch.randn(2, 4),), **options, passes=with_mine)
+    assert "insert-step" in given and plan.program.forward_prefetch == 3
+    names = " ".join(str(node.target) for node in plan.program.phase("forward"))
+    assert "sigmoid" in names and "tanh" not in names
+    with pytest.raises(ConfigError, match=r"the function passes=.* returned no list of passes"):
+        fxshard.plan(graphs.Chain(), (torch.randn(2, 4),), world_size=2, passes=lambda p: None)
+
+
 def test_a_users_pass_gets_its_options_and_place() -> None:
     seen: list[str] = []
     program = graphs.layered()
