@@ -160,6 +160,7 @@ class Graph:
         if root not in self.configs:
             self.configs[root] = self._configured(root.owner)
         bound = bind(root.owner, args)
+        _settle(root.owner, bound)
         if self.first is None:
             self.first = bound
             names = root.owner.original.named_modules()
@@ -174,7 +175,7 @@ class Graph:
         variants = self.variants.setdefault(root, {})
         if key not in variants:
             variants[key] = self._captured(root, bound, rest)
-        if variants[key].writes_shared(root.owner, rest):
+        if variants[key].writes_shared(root.owner, bound, rest):
             return self._as_it_is(root, args, bound)
         return variants[key].run(root.owner, rest)
 
@@ -256,7 +257,6 @@ class Graph:
             )
         if others:
             log.info("fxshard: new kind of call of a graph (%d so far), tracing again", len(others))
-        _check_handles(owner, bound)
         copied: frozenset[int] = frozenset()
         while True:
             model = self._model(owner, bound, copied)
@@ -365,7 +365,7 @@ class _Variant:
     variant: Variant
     copied: tuple[int, ...]
 
-    def writes_shared(self, owner: ShardedModule, rest: Sequence[Any]) -> bool:
+    def writes_shared(self, owner: ShardedModule, bound: Bound, rest: Sequence[Any]) -> bool:
         """True if the graph writes into memory that another of its inputs lies in too.
 
         A program takes its inputs for separate: what is read of the other one would be old.
@@ -375,14 +375,11 @@ class _Variant:
         if not written:
             return False
         tensors = {f"input {i}": v for i, v in enumerate(rest) if isinstance(v, Tensor)}
-        for name, (module, key) in owner._buffer_slots.items():
-            buffer = module._buffers[key]
-            if buffer is not None:
-                tensors[f"buffer {name}"] = buffer
-        places = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items()}
-        shared = collections.Counter(
-            place for name, place in places.items() if tensors[name].numel()
-        )
+        for name in bound.fqns("buffer"):
+            module, key = owner._buffer_slots[name]
+            tensors[f"buffer {name}"] = module._buffers[key]
+        places = {n: t.untyped_storage().data_ptr() for n, t in tensors.items() if t.numel()}
+        shared = collections.Counter(places.values())
         return any(name in places and shared[places[name]] > 1 for name in written)
 
     def run(self, owner: ShardedModule, rest: Sequence[Any]) -> tuple[Any, ...]:
@@ -463,8 +460,11 @@ def bind(owner: ShardedModule, args: Sequence[Any]) -> Bound:
     return Bound(tuple(found))
 
 
-def _check_handles(owner: ShardedModule, bound: Bound) -> None:
-    """Let Dynamo's guards see at the next call what the user has changed of parameters since."""
+def _settle(owner: ShardedModule, bound: Bound) -> None:
+    """Bring parameters back onto their shards, and what Dynamo sees of them up to date.
+
+    (`Slot.settle`; the flag of a handle is in Dynamo's guards at the next call.)
+    """
     for fqn in bound.fqns("param"):
         slot = owner.slots[fqn]
         slot.settle()
