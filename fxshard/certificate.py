@@ -9,6 +9,7 @@ the process group, and issues no collective to do so).
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
@@ -20,7 +21,12 @@ from fxshard.verify import walk
 
 def certificate(program: Program) -> str:
     """SHA-256 of the collective sequence (hex)."""
-    return hashlib.sha256("\n".join(collectives(program)).encode()).hexdigest()
+    return digest(collectives(program))
+
+
+def digest(lines: Sequence[str]) -> str:
+    """SHA-256 of a text."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def collectives(program: Program) -> list[str]:

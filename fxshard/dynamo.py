@@ -25,7 +25,6 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from fxshard import compat, meta, pipeline, provenance, reading, units
-from fxshard.certificate import agreement
 from fxshard.config import Config, notice
 from fxshard.errors import CaptureError, ConfigError
 from fxshard.memory.graphs import GraphReports
@@ -169,6 +168,7 @@ class Graph:
         if root not in self.configs:
             self.configs[root] = self._configured(root.owner)
         bound = bind(root.owner, args)
+        _settle(root.owner, bound)
         if isinstance(root.owner.world, C10dWorld):
             root.owner.world.begin_call()
         if self.first is None:
@@ -188,9 +188,8 @@ class Graph:
             found = next((v for v in variants.values() if v.variant.serves(kind)), None)
         if found is None:
             found = variants[kind] = self._captured(root, bound, rest, kind)
-        if isinstance(root.owner.world, C10dWorld):
-            root.owner.world.run_call()
-        if found.writes_shared(root.owner, rest):
+        root.owner.runs(found.variant)
+        if found.writes_shared(root.owner, bound, rest):
             return self._as_it_is(root, args, bound)
         return found.run(root.owner, rest)
 
@@ -280,7 +279,6 @@ class Graph:
         if config.dynamic is not False and config.backend != "inductor":
             symbols = symbols_for(kind, others, None, owner.original, ((), {}))
         start = time.perf_counter()
-        _check_handles(owner, bound)
         copied: frozenset[int] = frozenset()
         while True:
             model = self._model(owner, bound, copied)
@@ -293,10 +291,7 @@ class Graph:
                 if not written:
                     raise
                 copied |= written
-        lines = agreement(program)
-        if isinstance(owner.world, C10dWorld) and tuple(lines) not in owner._agreed:
-            owner.world.agree(lines, "the model or the batch structure", owner._agreed)
-            owner._agreed.add(tuple(lines))
+        owner.agree(program)
         for fqn in _handed_out(next(iter(raw.values()))):
             log.warning(
                 "fxshard: a graph hands out parameter %r whole (or a view or cast of it), to what "
@@ -391,7 +386,7 @@ class _Variant:
     variant: Variant
     copied: tuple[int, ...]
 
-    def writes_shared(self, owner: ShardedModule, rest: Sequence[Any]) -> bool:
+    def writes_shared(self, owner: ShardedModule, bound: Bound, rest: Sequence[Any]) -> bool:
         """True if the graph writes into memory that another of its inputs lies in too.
 
         A program takes its inputs for separate: what is read of the other one would be old.
@@ -401,14 +396,11 @@ class _Variant:
         if not written:
             return False
         tensors = {f"input {i}": v for i, v in enumerate(rest) if isinstance(v, Tensor)}
-        for name, (module, key) in owner._buffer_slots.items():
-            buffer = module._buffers[key]
-            if buffer is not None:
-                tensors[f"buffer {name}"] = buffer
-        places = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items()}
-        shared = collections.Counter(
-            place for name, place in places.items() if tensors[name].numel()
-        )
+        for name in bound.fqns("buffer"):
+            module, key = owner._buffer_slots[name]
+            tensors[f"buffer {name}"] = module._buffers[key]
+        places = {n: t.untyped_storage().data_ptr() for n, t in tensors.items() if t.numel()}
+        shared = collections.Counter(places.values())
         return any(name in places and shared[places[name]] > 1 for name in written)
 
     def run(self, owner: ShardedModule, rest: Sequence[Any]) -> tuple[Any, ...]:
@@ -489,8 +481,11 @@ def bind(owner: ShardedModule, args: Sequence[Any]) -> Bound:
     return Bound(tuple(found))
 
 
-def _check_handles(owner: ShardedModule, bound: Bound) -> None:
-    """Let Dynamo's guards see at the next call what the user has changed of parameters since."""
+def _settle(owner: ShardedModule, bound: Bound) -> None:
+    """Bring parameters back onto their shards, and what Dynamo sees of them up to date.
+
+    (`Slot.settle`; the flag of a handle is in Dynamo's guards at the next call.)
+    """
     for fqn in bound.fqns("param"):
         slot = owner.slots[fqn]
         slot.settle()

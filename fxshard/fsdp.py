@@ -278,7 +278,7 @@ class FsdpMethods(nn.Module):
             state.check_picklable(field.name, getattr(self.config, field.name))
         slots = {fqn: state.without_data(slot) for fqn, slot in self.slots.items()}
         world = self.world.mesh if isinstance(self.world, C10dWorld) else self.world
-        fresh: dict[str, Any] = {"variants": {}, "accumulated": {}, "_agreed": set()}
+        fresh: dict[str, Any] = {"variants": {}, "accumulated": {}, "_agreed": {}}
         fresh["_optimizer"] = None
         return self.__dict__ | {"slots": slots, "world": world, **fresh}
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxshard import compat, meta, ops, pipeline, state
-from fxshard.certificate import agreement
+from fxshard.certificate import agreement, digest
 from fxshard.config import Config, notice
 from fxshard.errors import FxshardError, StepError
 from fxshard.executor import Executor
@@ -84,7 +84,7 @@ class ShardedModule(FsdpMethods):
         self._warned: set[int] = set()
         self._summoned = False
         self._unshards: contextlib.ExitStack | None = None
-        self._agreed: set[tuple[str, ...]] = set()
+        self._agreed: dict[str, list[str]] = {}  # what all ranks have alike, by its digest
         self._device = self.compute_device()
         self._tree = list(model.modules())
         self._buffer_slots = {
@@ -205,14 +205,32 @@ class ShardedModule(FsdpMethods):
                     why = str(error).partition("\n")[0]
                     self.world.note_reason(f"could not trace its call ({why})")
                 raise
-            lines = agreement(program)
-            if isinstance(self.world, C10dWorld) and tuple(lines) not in self._agreed:
-                self.world.agree(lines, "the model or the batch structure", self._agreed)
+            self.agree(program)
             self.add(args, kwargs, program)
             found = self.variants[kind]
-        if isinstance(self.world, C10dWorld):
-            self.world.run_call()
+        self.runs(found)
         return found
+
+    def runs(self, variant: Variant) -> None:
+        """Let the other ranks see what this call runs; see what they ran in the one before.
+
+        Raises:
+            RankMismatchError: another rank ran another program, though all know both.
+        """
+        if isinstance(self.world, C10dWorld):
+            self.world.run_call(variant.digest, self._agreed)
+
+    def agree(self, program: Program) -> None:
+        """Let all ranks agree on `program`, if there was none like it.
+
+        Raises:
+            RankMismatchError: all ranks raise.
+        """
+        lines = agreement(program)
+        if isinstance(self.world, C10dWorld) and digest(lines) not in self._agreed:
+            what = "the model or the batch structure"
+            self.world.agree(lines, what, list(self._agreed.values()))
+        self._agreed[digest(lines)] = lines
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Kind) -> Program:
         """A program for a kind of call that no other serves; says why, and what it took."""
@@ -249,7 +267,8 @@ class ShardedModule(FsdpMethods):
         executor.bind_step(self.step_parameters)
         kind = self.kind(args, kwargs)
         self.variants[kind] = Variant(kind, plan, executor)
-        self._agreed.add(tuple(agreement(program)))
+        lines = agreement(program)
+        self._agreed[digest(lines)] = lines
 
     @property
     def plan(self) -> Plan:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxshard import compat, meta, shapes
+from fxshard.certificate import agreement, digest
 from fxshard.compat import TreeSpec
 from fxshard.executor import Executor
 from fxshard.plans import Plan
@@ -113,6 +114,11 @@ class Variant:
     def program(self) -> Program:
         """What the executor runs."""
         return self.plan.program
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of what all ranks must have alike."""
+        return digest(agreement(self.program))
 
     @functools.cached_property
     def written(self) -> frozenset[tuple[str, str | None]]:

@@ -1,6 +1,7 @@
 """fxshard.shard: eager use, and torch.compile(backend="fxshard"), against FSDP2 and eager."""
 
 import copy
+import gc
 import logging
 import pickle
 from collections.abc import Callable, Iterator
@@ -433,9 +434,12 @@ def state_works(rank: int, world_size: int) -> None:
     model.load_state_dict(plain.state_dict())
     assert_equal_states()
     own = {name: value.clone() for name, value in model.state_dict().items()}
-    nn.init.zeros_(model.norm.weight)
-    model.load_state_dict(own)
-    assert_equal_states()
+    for assign in (False, True):
+        nn.init.zeros_(model.norm.weight)
+        model.load_state_dict(own, assign=assign)
+        assert_equal_states()
+        x = batch_of(rank, 0, WIDTH)
+        torch.testing.assert_close(model(x), plain(x))
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     nn.init.zeros_(model.norm.weight)
     set_model_state_dict(model, dict(whole), options=StateDictOptions(full_state_dict=True))
@@ -478,6 +482,7 @@ def state_works(rank: int, world_size: int) -> None:
         loss.backward()
     root = reading.root_of(eager)
     del loss
+    gc.collect()  # the error held frames
     assert root is not None and not root.gathered
 
 

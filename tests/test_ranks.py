@@ -123,7 +123,7 @@ def test_another_call_on_one_rank_later(hasty: Any) -> None:
     text = hasty(3).run(other_call_later)
     assert all(each.startswith("RankMismatchError") for each in text)
     assert "rank 1 waits for all ranks to agree on" in text[0]
-    assert "rank 1 would do something else in this call of the model than rank 0, 2" in text[1]
+    assert "rank 1 would do something else in this call of the model than rank " in text[1]
     assert "they have 'input args[0]: 2-D torch.float32', it has 'input args[0]: 3-D" in text[1]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -248,10 +248,10 @@ class C10dWorld:
             )
         self._calls += 1
 
-    def run_call(self) -> None:
-        """The call has a program that all ranks agree on, and runs it; the other ranks can see."""
+    def run_call(self, digest: str, known: Mapping[str, Sequence[str]]) -> None:
+        """The call runs a program that all ranks agree on (see `Peers.note_call`)."""
         for peers in self._everyone:
-            peers.note_call(self._calls)
+            peers.note_call(self._calls, digest, known)
 
     def agree(
         self, lines: Sequence[str], what: str, before: Collection[Sequence[str]] = ()

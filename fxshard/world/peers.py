@@ -6,7 +6,7 @@ import datetime
 import hashlib
 import json
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from fxshard.errors import RankDiedError, RankMismatchError
 from fxshard.world import census
 
 CENSUS_SECONDS = 5.0  # how long a survivor waits for the others before it calls them missing
+SLOTS = 4  # calls whose programs are kept
 LOOK_SECONDS = 0.5  # a rank that waits looks at least so often where the others are
 
 
@@ -33,12 +34,46 @@ class Peers:
             store.set(f"fxshard/identity/{self.rank}", census.identity())
             number = store.add(f"fxshard/worlds/{self.rank}", 1)  # the n-th ones belong together
             self._calls = f"calls/{number}"
+        self._last: str | None = None  # digest of what this rank ran last
 
-    def note_call(self, number: int) -> None:
-        """Say that this rank runs its call `number` of the model: one message, no answer."""
-        if not self.alone:
-            store = compat.group_store(self.group)
-            store.set(f"fxshard/{self._calls}/{self.rank}", str(number))
+    def note_call(self, number: int, digest: str, known: Mapping[str, Sequence[str]]) -> None:
+        """Say which program this rank runs in its call `number`, a message without an answer.
+
+        If there are several that all know, look what the next rank ran in the call before: ranks
+        may take different ways, and collectives of equal sizes would mix their parameters. The
+        entry is there, for that call's collectives are over.
+
+        Args:
+            number: of the call.
+            digest: of the program, a key of `known`.
+            known: what all ranks have agreed on, by digest.
+
+        Raises:
+            RankMismatchError: it was another program.
+        """
+        if self.alone:
+            return
+        other = (self.rank + 1) % self.size
+        if len(known) > 1 and self._last is not None:
+            theirs = self._told(self._slot(number - 1), other).partition(" ")
+            if theirs[0] == str(number - 1) and theirs[2] != self._last:
+                raise RankMismatchError(self._mixed(other, known[theirs[2]], known[self._last]))
+        store = compat.group_store(self.group)
+        store.set(f"fxshard/{self._slot(number)}/{self.rank}", f"{number} {digest}")
+        self._last = digest
+
+    def _slot(self, number: int) -> str:
+        """Where a call's entry is kept: no rank is two calls ahead of another."""
+        return f"{self._calls}/{number % SLOTS}"
+
+    def _mixed(self, other: int, theirs: Sequence[str], ours: Sequence[str]) -> str:
+        at, there, here = first_difference("\n".join(theirs), "\n".join(ours))
+        return (
+            f"in the last call {self._name(other)} ran another program than "
+            f"{self._name(self.rank)}, so that what they gathered and reduced is mixed: in line "
+            f"{at + 1} it has '{there}', here it is '{here}'. Let all ranks take the same way "
+            f"through the model, and start again from the last checkpoint."
+        )
 
     def drop(self) -> None:
         """Refer to the group no more."""
@@ -189,7 +224,8 @@ class Peers:
         )
 
     def _call_of(self, rank: int) -> int:
-        return int(self._told(self._calls, rank) or 0)
+        told = (self._told(self._slot(i), rank) for i in range(SLOTS))
+        return max(int(each.partition(" ")[0] or 0) for each in told)
 
     def _patience(self) -> datetime.timedelta:
         return compat.group_timeout(self.group)
