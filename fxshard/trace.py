@@ -287,9 +287,14 @@ def _export(
     except CaptureError:
         raise
     except Exception as error:
+        remedy = (
+            "\nCompute it with torch, or outside of the model and pass it in: numpy gets no values."
+            if ".numpy()" in str(error)
+            else ""
+        )
         raise CaptureError(
             f"{type(call.model).__name__} cannot be traced ({type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''}){_user_line(error)}"
+            f"{str(error).splitlines()[0] if str(error) else ''}){_user_line(error)}{remedy}"
         ) from error
 
 
