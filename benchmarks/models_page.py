@@ -1,7 +1,8 @@
 """Writes docs/models.md: every architecture of tests/zoo, tried once.
 
-    python -m benchmarks.models_page          # tries all of them, some 10 minutes; then the page
+    python -m benchmarks.models_page          # tries all of them (14 CPU-minutes)
     python -m benchmarks.models_page --page   # the page alone, from the results of the last run
+    python -m benchmarks.models_page --only U-Net SiglipModel   # these again, the rest as it was
 
 The trial is the one that the tests make (`tests.zoo.trial`): one step beside plain eager with
 dropout on, and two steps whose bytes are measured and compared with what was predicted.
@@ -77,17 +78,31 @@ refused, as by FSDP2: the error says the one line that makes it fit.
 """
 
 
-def measure() -> None:
-    """Try all architectures and write what came out, with machine and date."""
+def measure(names: list[str] | None) -> None:
+    """Try architectures and write what came out, with machine and date.
+
+    Args:
+        names: those to try; the others stay as the last run found them, if it was on the same day,
+            machine and versions. None: all.
+
+    Raises:
+        ValueError: the last run was another day or elsewhere.
+    """
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     trials: dict[str, Any] = {}
-    for name, architecture in ARCHITECTURES.items():
-        done = trial.try_out(architecture, timed=True)
+    if names is not None:
+        last = json.loads(RECORD.read_text())
+        where = {key: value for key, value in machine().items() if key != "load"}
+        if any(last[key] != value for key, value in where.items()):
+            raise ValueError("the last run was on another day or machine, or of other versions")
+        trials = last["trials"]
+    for name in names or ARCHITECTURES:
+        done = trial.try_out(ARCHITECTURES[name], timed=True)
         print(f"{name}: {status(done)}", flush=True)
         trials[name] = dataclasses.asdict(done)
-        write(RECORD, {"trials": trials})
+        write(RECORD, {"trials": {n: trials[n] for n in ARCHITECTURES if n in trials}})
 
 
 def status(done: Trial) -> str:
@@ -146,8 +161,10 @@ def main() -> int:
     """Measure unless told not to, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--page", action="store_true", help="write the page alone")
-    if not parser.parse_args().page:
-        measure()
+    parser.add_argument("--only", nargs="+", metavar="MODEL", help="try these alone")
+    chosen = parser.parse_args()
+    if not chosen.page:
+        measure(chosen.only)
     PAGE.write_text(page(json.loads(RECORD.read_text())))
     return 0
 

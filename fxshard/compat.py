@@ -140,7 +140,7 @@ def export_joint(
         The graph module; the descriptor of each placeholder; the descriptor of each output.
         (torch/_functorch/aot_autograd.py, ``aot_export_joint_with_descriptors``)
     """
-    with contextlib.ExitStack() as stack, _recurrent_as_in_eager():
+    with contextlib.ExitStack() as stack, _recurrent_as_in_eager(), _upsampling_whole():
         joint = aot_export_joint_with_descriptors(
             stack,
             module,
@@ -209,6 +209,28 @@ def _recurrent_as_in_eager() -> Iterator[None]:
     finally:
         _decompositions._rnn_helper = one_layer
         _decompositions.select_one_layer_lstm_function = choose
+
+
+@contextlib.contextmanager
+def _upsampling_whole() -> Iterator[None]:
+    """Trace ``interpolate`` as the kernels that eager runs.
+
+    Torch traces it as dozens of index operators and sums, which save more and round otherwise.
+    (torch/_decomp/decompositions.py, ``py_impl`` of ``upsample_*``; `OpOverload.py_kernels`)
+    """
+    names = [name for name in dir(torch.ops.aten) if name.startswith(("upsample", "_upsample"))]
+    packets = [getattr(torch.ops.aten, name) for name in names]
+    overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    before = [(overload, dict(overload.py_kernels)) for overload in overloads]
+    try:
+        for overload, _ in before:
+            overload.py_kernels.clear()
+            overload._dispatch_cache.clear()
+        yield
+    finally:
+        for overload, kernels in before:
+            overload.py_kernels.update(kernels)
+            overload._dispatch_cache.clear()
 
 
 _AS_ON_CPU = {torch.ops.aten.native_dropout_backward.default: _dropout_backward}

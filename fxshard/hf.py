@@ -169,7 +169,7 @@ def _configs(model: nn.Module) -> list[Any]:
 def remedy_of_values(model: nn.Module) -> str:
     """What a user of transformers can do about a model that looks at values, if we know."""
     configs = _configs(model)
-    if any(getattr(c, "_experts_implementation", None) == "eager" for c in configs):
+    if any(map(_routes_by_values, model.modules())):
         return (
             "\nFor transformers: model.set_experts_implementation('grouped_mm') or 'batched_mm', "
             "which route tokens without looking at where they go."
@@ -180,6 +180,17 @@ def remedy_of_values(model: nn.Module) -> str:
             f"{', '.join(LAYER_DROPS)} of the config to 0, as far as it has them."
         )
     return ""
+
+
+def _routes_by_values(module: nn.Module) -> bool:
+    """True for a model of experts whose implementation is transformers' eager one.
+
+    Configurations say "eager" of models without experts too.
+    (transformers/modeling_utils.py, ``_can_set_experts_implementation``)
+    """
+    has_choice = getattr(module, "_can_set_experts_implementation", None)
+    chosen = getattr(module.__dict__.get("config"), "_experts_implementation", None)
+    return chosen == "eager" and has_choice is not None and bool(has_choice())
 
 
 def remedy_of_numbers(model: nn.Module) -> str:

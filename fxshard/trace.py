@@ -421,6 +421,8 @@ def _failures_told(call: _Call) -> Iterator[None]:
             f"{type(call.model).__name__} cannot be traced ({type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else ''}){_user_line(error)}"
         )
+        if ".numpy()" in str(error):
+            text += "\nCompute it with torch, or outside of the model and pass it in."
         if isinstance(error, (RuntimeError, TypeError)):  # others are the model's own
             raise _TracerError(text, from_data=False) from error
         raise CaptureError(text) from error

@@ -123,6 +123,36 @@ def test_recurrent_modules_are_traced_as_eager_runs_them(kind: type[nn.RNNBase])
     assert not fused, "an LSTM on floats is oneDNN's inference kernel"
 
 
+@pytest.mark.parametrize(
+    ("mode", "dims", "kernel"),
+    [
+        ("nearest", 2, "upsample_nearest2d"),
+        ("nearest-exact", 1, "_upsample_nearest_exact1d"),
+        ("linear", 1, "upsample_linear1d"),
+        ("bilinear", 2, "upsample_bilinear2d"),
+        ("bicubic", 2, "upsample_bicubic2d"),
+        ("trilinear", 3, "upsample_trilinear3d"),
+    ],
+)
+def test_interpolation_is_traced_as_one_kernel_each_way(mode: str, dims: int, kernel: str) -> None:
+    class Resized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+            return [nn.functional.interpolate(x * self.gain, scale_factor=2.0, mode=mode).sum()]
+
+    overload = compat.aten_operator(kernel)
+    before = dict(overload.py_kernels)
+    with compat.FakeTensorMode(), torch.enable_grad():
+        graph_module, *_ = compat.export_joint(Resized(), (torch.ones(1, 2, *[4] * dims),))
+    assert overload.py_kernels == before and before, "what was taken away is back"
+    targets = {str(n.target) for n in graph_module.graph.nodes if n.op == "call_function"}
+    assert {f"aten.{kernel}.default", f"aten.{kernel}_backward.default"} <= targets
+    assert not [t for t in targets if "index" in t], "interpolation is decomposed"
+
+
 def test_metadata_of_forward_reaches_the_nodes(joint: Joint) -> None:
     nodes = {n.target: n for n in joint[0].graph.nodes if n.op == "call_function"}
     stack = {"": ("Linear",)}

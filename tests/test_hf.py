@@ -111,3 +111,9 @@ def test_outputs_are_of_the_type_that_the_call_asks_for(as_tuple: bool) -> None:
     else:
         assert len(ours.hidden_states) == len(theirs.hidden_states) == 3
         assert [key for key in theirs if key not in ours] == ["past_key_values"]
+
+
+def test_models_without_experts_are_not_told_of_them() -> None:
+    model = models.llama(1)
+    assert model.config._experts_implementation == "eager"
+    assert hf.remedy_of_values(model) == ""
