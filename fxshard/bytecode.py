@@ -56,8 +56,8 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     return named | dict(model.named_buffers(remove_duplicate=False))
 
 
-def read(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
-    """Dynamo's graph of ``model(*args, **kwargs)``, whose tensors are all fake.
+def read(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], env: Any) -> Graph:
+    """Dynamo's graph of ``model(*args, **kwargs)``, whose tensors are fake, of the ShapeEnv `env`.
 
     Raises:
         CaptureError: the call makes several graphs, or returns or keeps what is in none of them.
@@ -71,7 +71,8 @@ def read(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gra
 
     def backend(module: fx.GraphModule, _: Sequence[Any]) -> Any:
         def run(*given: Any) -> Any:
-            computed = module(*given)
+            with env.ignore_fresh_unbacked_symbols():  # nobody takes those of this run
+                computed = module(*given)
             ran.append((module, given, computed))
             return computed
 

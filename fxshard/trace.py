@@ -187,7 +187,7 @@ def _captured(
     with (
         cuda.substituted() if stands_for_cuda else contextlib.nullcontext(),
         _fake_state(model, tracing_mode, dtypes, device),
-        _read_by_dynamo(call, fakes) if way == DYNAMO else contextlib.nullcontext(),
+        _read_by_dynamo(call, fakes, sizes) if way == DYNAMO else contextlib.nullcontext(),
         provenance.calls_noted(model) as calls,
         rng.only_torch_s(model),
         precision.casting(model, units),
@@ -226,11 +226,14 @@ def _captured(
 
 
 @contextlib.contextmanager
-def _read_by_dynamo(call: _Call, fakes: tuple[torch.Tensor, ...]) -> Iterator[None]:
+def _read_by_dynamo(
+    call: _Call, fakes: tuple[torch.Tensor, ...], sizes: shapes.Trace | None
+) -> Iterator[None]:
     """Let `call` run Dynamo's graph in place of the model."""
     args, kwargs = precision.root_inputs(call.units, call.inputs(fakes))
     with _failures_told(call), precision.casting(call.model, call.units), call.mode():
-        call.graph = bytecode.read(call.model, args, kwargs)
+        assert sizes is not None
+        call.graph = bytecode.read(call.model, args, kwargs, sizes.env)
     yield
 
 
