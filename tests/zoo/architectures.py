@@ -21,6 +21,9 @@ from tests.zoo import labelled_token_batch as labelled
 from tests.zoo.handmade import Stack
 
 
+ADAMW = partial(torch.optim.AdamW, lr=1e-3)
+
+
 @dataclass(frozen=True)
 class Architecture:
     """One row of the table.
@@ -39,7 +42,7 @@ class Architecture:
     refused: str | None = None
     line: str = ""
     onednn: bool = True
-    optimizer: Callable[..., torch.optim.Optimizer] = partial(torch.optim.AdamW, lr=1e-3)
+    optimizer: Callable[..., torch.optim.Optimizer] = ADAMW
 
 
 # -- Hugging Face transformers ---------------------------------------------------------------------
