@@ -20,7 +20,6 @@ from tests.zoo import handmade as hand
 from tests.zoo import labelled_token_batch as labelled
 from tests.zoo.handmade import Stack
 
-
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 
 
