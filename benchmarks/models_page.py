@@ -152,6 +152,8 @@ def row(name: str, done: Trial) -> dict[str, str]:
     }
     blank = dict.fromkeys(figures, "-")
     shown = status(done).replace("|", "\\|")
+    if ARCHITECTURES[name].optimizer.func is torch.optim.SGD:  # type: ignore[attr-defined]
+        shown += " (bytes with SGD: of complex parameters, AdamW's step is not exact)"
     if not ARCHITECTURES[name].onednn:
         shown += " (beside eager without oneDNN)"
     return {"model": f"`{name}`", "status": shown, **(blank if done.refusal else figures)}

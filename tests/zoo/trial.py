@@ -78,7 +78,7 @@ def try_out(architecture: Architecture, *, timed: bool = False) -> Trial:
         args,
         kwargs,
         world_size=RANKS,
-        optimizer=partial(torch.optim.AdamW, lr=1e-3),
+        optimizer=architecture.optimizer,
         loss=None if case.loss is output_loss else case.loss,
     )
     sides = one_step(eager, architecture), one_step(ours, architecture)
