@@ -51,7 +51,7 @@ units are those that fxshard finds, and models of transformers are called as the
 - **nodes**: operators, inputs and the output of the captured graph of forward and backward.
 - **capture**, **plan**: CPU-seconds, in one thread; planning includes a capture of its own.
 - **bytes**: largest difference between prediction and measurement, over every module, state and
-  category of both steps.
+  category of both steps; `-`: a size depends on the data, and bytes are not predicted.
 
 ## Models of Hugging Face transformers
 
@@ -148,7 +148,7 @@ def row(name: str, done: Trial) -> dict[str, str]:
         "nodes": f"{done.nodes:,}",
         "capture, s": f"{done.capture_seconds:.1f}",
         "plan, s": f"{done.plan_seconds:.1f}",
-        "bytes": f"{done.memory_difference:,}",
+        "bytes": "-" if done.memory_difference is None else f"{done.memory_difference:,}",
     }
     blank = dict.fromkeys(figures, "-")
     shown = status(done).replace("|", "\\|")

@@ -32,7 +32,7 @@ def test_is_planned_runs_like_eager_and_is_predicted_to_the_byte(name: str) -> N
     assert not done.refusal, done.refusal
     assert done.compared >= 3, "loss, and gradients"
     assert done.bitwise or 0 < done.worst <= trial.CLOSE, done.worst
-    assert done.memory_difference == 0
+    assert done.memory_difference == (None if ARCHITECTURES[name].sized_by_data else 0)
 
 
 @pytest.mark.parametrize("name", sorted_out(REFUSED, QUICKLY_REFUSED))

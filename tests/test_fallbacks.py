@@ -60,6 +60,12 @@ def branches(net: Net, x: Tensor) -> Tensor:
     return net.b(x).sum()
 
 
+def loops(net: Net, x: Tensor) -> Tensor:
+    for _ in range(int(x.abs().sum())):
+        x = x + 1
+    return net.b(net.a(x)).sum()
+
+
 def counts_in_python(net: Net, x: Tensor) -> Tensor:
     rows = int((x[:, 0] > 0).sum())
     return net.b(net.a(x)[:rows]).sum()
@@ -98,6 +104,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (scaled_by_a_number, [trace.DIRECT, trace.OPEN]),
         (through_a_list, [trace.DIRECT, trace.OPEN]),
         (through_numpy, [trace.DIRECT, trace.DYNAMO]),
+        (counts_in_python, [trace.DIRECT, trace.OPEN, trace.DYNAMO]),
     ],
 )
 def test_another_way_is_bitwise_eager_in_one_program(
@@ -141,14 +148,14 @@ def test_sizes_from_data_are_named_where_bytes_are_asked_for() -> None:
             ask()
 
 
-@pytest.mark.parametrize("run", [branches, counts_in_python])
+@pytest.mark.parametrize("run", [branches, loops])
 def test_all_reasons_are_told_with_the_line(run: Forward) -> None:
     model = Net(run)
     before = [id(value) for value in (*model.parameters(), *model.buffers())]
     with pytest.raises(CaptureError) as failure:
         fxshard.plan(model, (batches()[0],), world_size=2)
     text = str(failure.value)
-    line = {branches: "if x.sum() > 0:", counts_in_python: "rows = int("}[run]
+    line = {branches: "if x.sum() > 0:", loops: "for _ in range(int("}[run]
     assert "Python control flow or a shape depends on the values of a tensor, at" in text
     assert f"in {run.__name__}\n    {line}" in text and "torch.where" in text
     assert f"Tried {trace.OPEN} too: GuardOnDataDependentSymNode" in text
