@@ -26,3 +26,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def hasty() -> Iterator[Callable[[int], Ranks]]:
+    """Pools of their own, whose collectives wait 16 s."""
+    pools: list[Ranks] = []
+
+    def pool(world_size: int) -> Ranks:
+        pools.append(Ranks(world_size, timeout_s=24))
+        return pools[-1]
+
+    yield pool
+    for each in pools:
+        each.close()

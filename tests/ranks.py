@@ -211,3 +211,14 @@ def _serve(
     except BaseException:
         connection.send_bytes(pickle.dumps(Failure(traceback.format_exc())))
     os._exit(1)
+
+
+def told(action: Callable[[], Any]) -> str:
+    """The error that fxshard refuses `action` with in a rank, as ``Type: text``."""
+    from fxshard.errors import FxshardError  # imports torch
+
+    try:
+        action()
+    except FxshardError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxshard
 from fxshard import reading
-from fxshard.errors import CaptureError, ConfigError, StepError, UnitError
+from fxshard.errors import CaptureError, ConfigError, RankMismatchError, StepError, UnitError
 from fxshard.program import Fact
 from tests import fsdp2
 from tests.fsdp2 import Result
@@ -397,6 +397,40 @@ def test_quiet_without_a_whole_parameter_across_a_break(
     with caplog.at_level(logging.WARNING, "fxshard"):
         compiled(model, fullgraph=False)(batch_of(0, 0)).sum().backward()
     assert [r.getMessage() for r in caplog.records if "hands out" in r.getMessage()] == []
+
+
+class Routed(nn.Module):
+    """The data decide which of two equal layers runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.far = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return self.near(x)
+        return self.far(x)
+
+
+def routed(rank: int, world_size: int) -> list[str]:
+    torch._dynamo.reset()
+    run = compiled(fxshard.shard(Routed()), fullgraph=False)
+    x, found = torch.ones(3, WIDTH), []
+    for sign in (1, -1, 1, 1 if rank else -1, 1):
+        try:
+            run(sign * x).sum().backward()
+            found.append("")
+        except RankMismatchError as error:
+            found.append(str(error))
+    return found
+
+
+def test_ranks_that_take_other_branches_are_told_in_the_next_call(ranks: Any) -> None:
+    """Both branches are known to all, and gather as many bytes: the numbers would mix."""
+    for rank, told in enumerate(ranks(2).run(routed)):
+        assert told[:4] == [""] * 4
+        assert f"in the last call rank {1 - rank} ran another program" in told[4]
+        assert "near.weight" in told[4] and "far.weight" in told[4]
 
 
 # -- state -----------------------------------------------------------------------------------------

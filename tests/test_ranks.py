@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,34 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
 import fxshard
-from fxshard.errors import ConfigError, FxshardError
+from fxshard.errors import ConfigError
 from fxshard.world import census
 from tests.fsdp2 import full
-from tests.ranks import Failure, Ranks
+from tests.ranks import Failure, told
 from tests.zoo import MODELS, models
-
-
-@pytest.fixture
-def hasty() -> Iterator[Callable[[int], Ranks]]:
-    """Pools of their own, whose collectives wait 16 s."""
-    pools: list[Ranks] = []
-
-    def pool(world_size: int) -> Ranks:
-        pools.append(Ranks(world_size, timeout_s=24))
-        return pools[-1]
-
-    yield pool
-    for each in pools:
-        each.close()
-
-
-def told(action: Callable[[], Any]) -> str:
-    """The error that fxshard refuses `action` with, as ``Type: text``."""
-    try:
-        action()
-    except FxshardError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def built(name: str) -> nn.Module:

@@ -17,7 +17,7 @@ import fxshard
 from fxshard.errors import ConfigError, StepError
 from tests import fsdp2
 from tests.fsdp2 import Result
-from tests.test_ranks import hasty, told  # noqa: F401, a fixture
+from tests.ranks import told
 from tests.zoo import Batch, Case, labelled_token_batch, token_batch
 from tests.zoo.more import MATRIX
 
@@ -349,7 +349,7 @@ def another_way(rank: int, world_size: int) -> tuple[str, str]:
     return first, told(lambda: model(rows(4, 8)))
 
 
-def test_ranks_whose_lengths_need_other_collectives_all_raise_at_once(hasty: Any) -> None:  # noqa: F811
+def test_ranks_whose_lengths_need_other_collectives_all_raise_at_once(hasty: Any) -> None:
     """Rank 1 gathers two layers where the others gather three; nobody waits for a timeout."""
     found = hasty(3).run(another_way)
     assert all(first.startswith("RankMismatchError") for first, _ in found)
