@@ -21,6 +21,7 @@ from fxshard.trace import PLAIN
 
 aten = torch.ops.aten
 
+REMEMBERED = 1024  # sizes of which a program knows whether it serves them
 _ANY = "contiguous"  # stands in a Kind for the sizes and strides of a contiguous tensor
 
 
@@ -98,17 +99,22 @@ class Variant:
     kind: Kind
     plan: Plan
     executor: Executor
+    _holds: dict[Sizes, bool] = dataclasses.field(default_factory=dict, repr=False)  # of late
 
     def serves(self, kind: Kind) -> bool:
         """True if a call of this kind runs this program too: its sizes alone are others."""
         mine, domain = self.kind, self.program.domain
-        return (
-            domain is not None
-            and mine.leaves == kind.leaves
-            and mine.mode == kind.mode
-            and mine.spec == kind.spec
-            and domain.refusal(kind.sizes) is None
-        )
+        if domain is None or (mine.spec, mine.leaves, mine.mode) != (
+            kind.spec,
+            kind.leaves,
+            kind.mode,
+        ):
+            return False
+        if kind.sizes not in self._holds:
+            if len(self._holds) >= REMEMBERED:
+                self._holds.clear()
+            self._holds[kind.sizes] = domain.refusal(kind.sizes) is None
+        return self._holds[kind.sizes]
 
     @property
     def program(self) -> Program:
