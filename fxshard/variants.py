@@ -104,11 +104,8 @@ class Variant:
     def serves(self, kind: Kind) -> bool:
         """True if a call of this kind runs this program too: its sizes alone are others."""
         mine, domain = self.kind, self.program.domain
-        if domain is None or (mine.spec, mine.leaves, mine.mode) != (
-            kind.spec,
-            kind.leaves,
-            kind.mode,
-        ):
+        alike = dataclasses.replace(kind, sizes=mine.sizes) == mine
+        if domain is None or not alike:
             return False
         if kind.sizes not in self._holds:
             if len(self._holds) >= REMEMBERED:
