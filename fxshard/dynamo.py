@@ -171,7 +171,11 @@ class Graph:
         if found is None:
             found = next((v for v in variants.values() if v.variant.serves(kind)), None)
         if found is None:
-            found = variants[kind] = self._captured(root, bound, rest, kind)
+            try:
+                found = variants[kind] = self._captured(root, bound, rest, kind)
+            except CaptureError as error:
+                root.owner.refuse_alike(error)
+                raise
         root.owner.runs(found.variant)
         if found.writes_shared(root.owner, bound, rest):
             return self._as_it_is(root, args, bound)

@@ -201,9 +201,7 @@ class ShardedModule(FsdpMethods):
             try:
                 program = self._traced(args, kwargs, kind)
             except FxshardError as error:
-                if isinstance(self.world, C10dWorld):
-                    why = str(error).partition("\n")[0]
-                    self.world.note_reason(f"could not trace its call ({why})")
+                self.refuse_alike(error)
                 raise
             self.agree(program)
             self.add(args, kwargs, program)
@@ -219,6 +217,17 @@ class ShardedModule(FsdpMethods):
         """
         if isinstance(self.world, C10dWorld):
             self.world.run_call(variant.digest, self._agreed)
+
+    def refuse_alike(self, error: FxshardError) -> None:
+        """See that all ranks refuse this call as this one does: others would wait for it.
+
+        Raises:
+            RankMismatchError: on all ranks, if some do not.
+        """
+        if isinstance(self.world, C10dWorld):
+            lines = [f"refused: {type(error).__name__}: {str(error).partition(chr(10))[0]}"]
+            what = "the model or the batch structure"
+            self.world.agree(lines, what, list(self._agreed.values()))
 
     def agree(self, program: Program) -> None:
         """Let all ranks agree on `program`, if there was none like it.

@@ -16,6 +16,7 @@ from torch.testing import assert_close
 import fxshard
 from fxshard.errors import ConfigError
 from fxshard.world import census
+from tests.eager import Net, batch
 from tests.fsdp2 import full
 from tests.ranks import Failure, told
 from tests.zoo import MODELS, models
@@ -101,6 +102,32 @@ def test_another_call_on_one_rank_later(hasty: Any) -> None:
     assert "rank 1 waits for all ranks to agree on" in text[0]
     assert "rank 1 would do something else in this call of the model than rank " in text[1]
     assert "they have 'input args[0]: 2-D torch.float32', it has 'input args[0]: 3-D" in text[1]
+
+
+def refuses(net: Net, x: Tensor) -> Tensor:
+    return net.a(x).sum() if x.dim() == 2 or x.sum() > 0 else net.b(x).sum()
+
+
+def call_that_is_refused(rank: int, world_size: int, odd: int | None) -> tuple[str, str]:
+    torch.manual_seed(0)
+    model = fxshard.compile(Net(refuses))
+    model(batch()).backward()
+    bad = odd is None or rank == odd
+    first = told(lambda: model(batch().unsqueeze(0) if bad else batch()).backward())
+    return first, told(lambda: model(batch()).backward())
+
+
+def test_a_call_that_all_refuse_leaves_all_as_they_were(ranks: Any) -> None:
+    for first, second in ranks(2).run(call_that_is_refused, None):
+        assert first.startswith("CaptureError: Net cannot be traced")
+        assert second == "no error"
+
+
+def test_a_call_that_one_rank_refuses_fails_on_all(hasty: Any) -> None:
+    """The others, who know this call, wait in a collective until it leaves."""
+    found = hasty(3).run(call_that_is_refused, 1)
+    assert all(first.startswith("RankMismatchError") for first, _ in found)
+    assert "it has 'refused: CaptureError: Net cannot be traced" in found[1][0]
 
 
 # -- ranks that die -------------------------------------------------------------------------------

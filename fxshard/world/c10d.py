@@ -260,11 +260,6 @@ class C10dWorld:
         for peers in self._everyone:
             peers.agree(lines, what, self._leave, self._calls if before else 0, before)
 
-    def note_reason(self, reason: str) -> None:
-        """Say why this rank may not take part in the next collective; empty: it will."""
-        for peers in self._everyone:
-            peers.note_reason(reason)
-
     def _leave(self) -> None:
         """Close the connections of this rank: others that wait for it in a collective fail now.
 
