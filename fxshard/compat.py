@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import (
     is_fake,
 )
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import (
@@ -471,6 +472,12 @@ def fake_view(
 # Whether autograd hands a Function its gradients in a list to empty (torch/autograd/function.py);
 # where it does not, its caller holds them until backward is over.
 BOXED_GRADS = hasattr(torch.autograd.Function, "boxed_grads_call")
+
+
+# Whether FSDP2, where ``MixedPrecisionPolicy.reduce_dtype`` is None, reduces gradients in the dtype
+# of the sharded parameter, as 2.15 does, and not in ``param_dtype``
+# (torch/distributed/fsdp/_fully_shard/_fsdp_param.py, ``unsharded_grad_dtype``).
+REDUCES_AS_STORED = hasattr(FSDPParam, "unsharded_grad_dtype")
 
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -23,8 +23,8 @@ def _names(text: str) -> frozenset[str]:
 
 
 # What each operator is cast to (torch/include/ATen/autocast_mode.h, the ``AT_FORALL_`` lists, and
-# aten/src/ATen/autocast_mode.cpp for cuDNN's, linalg_matrix_sqrth, and what is refused). Which of these a version of
-# torch really has is asked of its dispatcher.
+# aten/src/ATen/autocast_mode.cpp for cuDNN's, linalg_matrix_sqrth, and what is refused). Which of
+# these a version of torch really has is asked of its dispatcher.
 LOWER_PRECISION = _names(
     """
     _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -487,6 +488,24 @@ def test_gradients_arrive_in_a_list_whose_items_die_when_they_are_taken_out() ->
     (Doubled.apply(leaf) * 3).sum().backward()
     assert leaf.grad is not None and leaf.grad.tolist() == [6.0, 6.0, 6.0]
     assert seen[1] is compat.BOXED_GRADS
+
+
+def test_without_a_reduce_dtype_fsdp2_reduces_as_stored_or_as_computed() -> None:
+    seen: list[torch.dtype] = []
+
+    class Reductions(compat.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if "reduce_scatter" in str(func):
+                seen.extend(t.dtype for t in pytree.tree_leaves(args) if isinstance(t, Tensor))
+            return func(*args, **(kwargs or {}))
+
+    with compat.fake_process_group(0, 2):
+        model = fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+        with Reductions():
+            model(torch.ones(2, 4)).sum().backward()
+    assert set(seen) == {torch.float32 if compat.REDUCES_AS_STORED else torch.bfloat16}
 
 
 def test_versions_count_changes_in_place_through_views() -> None:
