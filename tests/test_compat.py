@@ -5,6 +5,7 @@ import datetime
 import gc
 import io
 import operator
+import re
 import weakref
 from collections import namedtuple
 from functools import partial
@@ -636,6 +637,9 @@ def test_inductor_source_is_a_module_with_a_call(monkeypatch: pytest.MonkeyPatch
     assert "async_compile.wait(globals())" in made.source, "loading waits elsewhere"
     assert "def call(" in made.source and "empty_strided_cpu(" in made.source
     assert made.constants == {} and made.aligned == ()
+    known = {"assert_size_stride", "assert_size_stride_grouped", "assert_alignment"}
+    _, body = made.source.split("def call(", 1)
+    assert set(re.findall(r"\bassert_\w+", body)) <= known, "regions.py does not know them all"
 
 
 def test_inductor_source_keeps_eagers_random_kernels() -> None:
