@@ -3,10 +3,10 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo examples test test-slow bench models lint types clean
+.PHONY: help demo examples test test-slow test-versions bench models lint types clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .venv: .venv/.installed ## the virtual environment with fxshard (editable) and all tools
 
@@ -29,6 +29,24 @@ test: .venv/.installed ## the fast tests
 test-slow: .venv/.installed ## the tests marked slow
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
 
+# Each in an environment of its own, .venv-2.11 and so on: constraints.txt without torch and without
+# what a version of torch bounds otherwise. PyPI has the CUDA builds alone: 5 to 6 GB each.
+VERSIONS ?= 2.11.0 2.15.0
+version = $(filter $*.%,$(VERSIONS))
+
+test-versions: $(addprefix test-torch-,$(basename $(VERSIONS))) ## the fast tests with other versions of torch
+
+test-torch-%: .venv-%/.installed
+	@$(<D)/bin/python -c "import sys, torch; print('torch', torch.__version__, 'in', sys.prefix)"
+	$(<D)/bin/python -m pytest -q -n 2 --dist worksteal
+
+.SECONDARY: $(addsuffix /.installed,$(addprefix .venv-,$(basename $(VERSIONS))))
+.venv-%/.installed: pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	grep -vE '^(torch|setuptools)==' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/pip install -c $(@D)/constraints.txt torch==$(version) -e ".[test]"
+	touch $@
+
 bench: .venv/.installed ## measure everything; writes benchmarks/results and docs/benchmarks.md
 	$(BIN)/python -m benchmarks
 
@@ -44,6 +62,6 @@ lint: .venv/.installed ## style, format, import layers, private imports
 types: .venv/.installed ## mypy, strict
 	$(BIN)/mypy
 
-clean: ## remove caches and build outputs; keeps .venv and runs/
+clean: ## remove caches and build outputs; keeps .venv* and runs/
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
-	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

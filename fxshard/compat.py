@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import (
     is_fake,
 )
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import (
@@ -495,6 +496,12 @@ def fake_view(
 BOXED_GRADS = hasattr(torch.autograd.Function, "boxed_grads_call")
 
 
+# Whether FSDP2, where ``MixedPrecisionPolicy.reduce_dtype`` is None, reduces gradients in the dtype
+# of the sharded parameter, as 2.15 does, and not in ``param_dtype``
+# (torch/distributed/fsdp/_fully_shard/_fsdp_param.py, ``unsharded_grad_dtype``).
+REDUCES_AS_STORED = hasattr(FSDPParam, "unsharded_grad_dtype")
+
+
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -725,10 +732,16 @@ def inductor_source(graph: fx.Graph, values: list[torch.Tensor], mode: FakeTenso
     class Unloaded:
         """Where the loaded module would be."""
 
-        call = runner = None
+        runner = None
 
         def __init__(self, path: str) -> None:
             self.__file__ = path
+
+        # 2.11 looks at it: it puts the copies that align inputs around the call, 2.13 in the source
+        # (torch/_inductor/output_code.py, ``maybe_realign_inputs``). Here `aligned` says which.
+        @staticmethod
+        def call(args: list[Any]) -> Any:
+            raise AssertionError("this module was never loaded")
 
     def load(key: str, path: str, *args: Any, **kwargs: Any) -> Unloaded:
         return Unloaded(path)

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 )
 from torch.optim import Optimizer
 
+from fxshard.compat import REDUCES_AS_STORED
 from fxshard.errors import ConfigError
 from fxshard.sizes import is_size, parse_bytes
 
@@ -57,6 +58,9 @@ class Precision:
         cast_root_inputs: the same for the root module.
         keep_low_precision_grads: ``.grad`` stays in the dtype in which it was reduced.
         full_precision_classes: modules of these classes compute in fp32 all the same.
+        reduce_as_stored: where `reduce_dtype` is None, gradients are reduced in the dtype of the
+            sharded parameters: what a `MixedPrecisionPolicy` says since torch 2.15
+            (torch/distributed/fsdp/_fully_shard/_fsdp_api.py).
     """
 
     param_dtype: torch.dtype | None = None
@@ -67,23 +71,30 @@ class Precision:
     cast_root_inputs: bool = True
     keep_low_precision_grads: bool = False
     full_precision_classes: tuple[type, ...] = ()
+    reduce_as_stored: bool = False
 
     @classmethod
     def of(cls, policy: Any) -> Precision:
         """From torch's `MixedPrecisionPolicy` or `MixedPrecision`.
 
         Raises:
-            ConfigError: it is neither.
+            ConfigError: it is neither, or names dtypes per parameter (``param_dtype_override_fn``).
         """
         if isinstance(policy, Precision):
             return policy
         if isinstance(policy, MixedPrecisionPolicy):
+            if getattr(policy, "param_dtype_override_fn", None) is not None:  # since torch 2.15
+                raise ConfigError(
+                    "mixed_precision: param_dtype_override_fn is not supported. Give a dict from "
+                    "module classes or FQN globs to policies: each module it names is a unit."
+                )
             return cls(
                 param_dtype=policy.param_dtype,
                 reduce_dtype=policy.reduce_dtype,
                 output_dtype=policy.output_dtype,
                 cast_inputs=policy.cast_forward_inputs,
                 cast_root_inputs=policy.cast_forward_inputs,
+                reduce_as_stored=REDUCES_AS_STORED and policy.param_dtype is not None,
             )
         if isinstance(policy, MixedPrecision):
             return cls(

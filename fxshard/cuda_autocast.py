@@ -23,8 +23,8 @@ def _names(text: str) -> frozenset[str]:
 
 
 # What each operator is cast to (torch/include/ATen/autocast_mode.h, the ``AT_FORALL_`` lists, and
-# aten/src/ATen/autocast_mode.cpp for cuDNN's and for what is refused). Which of these a version of
-# torch really has is asked of its dispatcher.
+# aten/src/ATen/autocast_mode.cpp for cuDNN's, linalg_matrix_sqrth, and what is refused). Which of
+# these a version of torch really has is asked of its dispatcher.
 LOWER_PRECISION = _names(
     """
     _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d
@@ -46,7 +46,7 @@ FP32 = _names(
     logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d
     _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d
     upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
-    _upsample_bicubic2d_aa
+    _upsample_bicubic2d_aa linalg_matrix_sqrth
     """
 )
 FP32_RESULT = _names(  # by their argument ``dtype``, unless the caller gives one

@@ -90,13 +90,18 @@ def input_gradient(values: tuple[Any, ...], result: Any) -> Any:
 def whole_storage(values: tuple[Any, ...], result: Any) -> Any:
     """A changed copy of a view is one of all of its storage; fakes hold what the view spans.
 
+    Of an expanded view it is contiguous, of which fakes know since torch 2.13 only
+    (torch/_meta_registrations.py, ``_scatter_meta_output``).
+
     Source: ``clone_preserve_strides`` (ATen/native/TensorFactories.cpp), which ``copy`` and the
     scatters of views call (Copy.cpp, TensorShape.cpp).
     """
     base = values[0]
+    if any(step == 0 and count > 1 for count, step in zip(base.shape, base.stride(), strict=True)):
+        return result if 0 not in result.stride() else torch.empty_like(base)
     size = base.untyped_storage().nbytes()
     if result.stride() != base.stride() or result.untyped_storage().nbytes() == size:
-        return result  # of an expanded base: contiguous
+        return result
     flat = torch.empty(size // base.element_size(), dtype=base.dtype, device=base.device)
     return flat.as_strided(base.shape, base.stride(), base.storage_offset())
 

@@ -72,7 +72,8 @@ def _precisions(config: Config) -> list[tuple[str, dict[str, Any]]]:
             ),
         ]
     policies = {key: Precision.of(policy) for key, policy in config.precisions.items()}
-    if all(policy.reduce_dtype in (None, BF16) for policy in policies.values()):
+    low = [p.reduce_dtype or (None if p.reduce_as_stored else BF16) for p in policies.values()]
+    if all(dtype is BF16 for dtype in low):
         return []
     reduced = {key: dataclasses.replace(p, reduce_dtype=BF16) for key, p in policies.items()}
     whole = isinstance(config.mixed_precision, Mapping)

@@ -362,6 +362,7 @@ def _fake_namespace(
         "empty_strided_cuda": lambda size, stride, dtype: empty(size, stride, dtype, "cuda"),
         "reinterpret_tensor": reinterpret,
         "assert_size_stride": nothing,
+        "assert_size_stride_grouped": nothing,  # since torch 2.15
         "assert_alignment": nothing,
         "get_raw_stream": nothing,
         "extern_kernels": _Watched(compat.extern_kernels(), recorder),

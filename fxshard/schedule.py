@@ -162,7 +162,8 @@ def _call_region(
     if region is None:
         region = _make_region(f"region_{len(regions)}", run, inputs, outputs, unit.fqn, digest)
         regions[region.name] = region
-    call = outer.call_module(region.name, tuple(env[n] for n in inputs))
+    given, name = tuple(env[n] for n in inputs), _next_name(region.name, outer)
+    call = outer.create_node("call_module", region.name, given, name=name)
     tag = meta.Meta(meta.get(run[0]).phase, "compute", module=unit.fqn, unit=unit.index)
     meta.put(call, tag, tuple(n.meta["val"] for n in outputs))
     call.meta["run"] = tuple(run)  # where the operators of the region come from, in this call
@@ -170,6 +171,19 @@ def _call_region(
         pick = outer.create_node("call_function", operator.getitem, (call, i), name=node.name)
         env[node] = meta.put(pick, dataclasses.replace(tag, module=meta.get(node).module))
         pick.meta["val"] = node.meta["val"]
+
+
+def _next_name(region: str, outer: fx.Graph) -> str:
+    """The name of a call of ``region_<k>``: that, or the number behind that of the last call.
+
+    Left to choose, FX of torch 2.11 takes other numbers than later ones (torch/fx/graph.py,
+    ``create_name``), and the text of a plan would depend on it.
+    """
+    last = next((node.name for node in reversed(outer.nodes) if node.op == "call_module"), None)
+    if last is None:
+        return region
+    number, before = (int(name.removeprefix("region_")) for name in (region, last))
+    return f"region_{max(number, before + 1)}"
 
 
 def _make_region(

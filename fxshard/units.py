@@ -174,6 +174,12 @@ def configured_units(model: nn.Module, config: Config) -> tuple[Unit, ...]:
 def with_precision(unit: Unit, precision: Precision) -> Unit:
     """`unit` computing in `precision`: only floating parameters are cast."""
     wanted = precision.param_dtype
+    if precision.reduce_as_stored:
+        stored = [p.dtype for p in unit.params if p.requires_grad and p.dtype.is_floating_point]
+        if precision.reduce_dtype is None and stored:
+            dtype = functools.reduce(torch.promote_types, stored)
+            precision = dataclasses.replace(precision, reduce_dtype=dtype)
+        precision = dataclasses.replace(precision, reduce_as_stored=False)
     params = tuple(
         dataclasses.replace(
             p, compute_dtype=wanted if wanted and p.dtype.is_floating_point else p.dtype

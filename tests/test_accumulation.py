@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import SGD, AdamW
 
 import fxshard
+from fxshard import compat
 from fxshard.errors import StepError
 from fxshard.memory.category import Category
 from tests.fsdp2 import full
@@ -69,13 +70,14 @@ def grid(replicas: int, shards: int) -> DeviceMesh:
 
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+OPEN = MixedPrecisionPolicy(param_dtype=torch.bfloat16)  # reduced in bf16; since torch 2.15 in fp32
 WAYS: dict[str, tuple[Options, Options]] = {
     "full_shard": ({}, {}),
     "shard_grad_op": ({"strategy": "shard_grad_op"}, {"reshard_after_forward": False}),
     "no_shard": ({"strategy": "no_shard"}, {"mesh": (2, 1)}),
     "bf16": ({"mixed_precision": BF16}, {"mp_policy": BF16}),
-    "bf16 all through": ({"mixed_precision": LOW}, {"mp_policy": LOW}),
+    "bf16, reduced as torch does": ({"mixed_precision": OPEN}, {"mp_policy": OPEN}),
     "bf16 no_shard": (
         {"mixed_precision": BF16, "strategy": "no_shard"},
         {"mp_policy": BF16, "mesh": (2, 1)},
@@ -386,6 +388,8 @@ def accumulated_dtypes(rank: int, world_size: int, options: Options) -> set[torc
 def test_accumulated_in_the_dtype_of_the_reduction(ranks: Any) -> None:
     assert ranks(2).run(accumulated_dtypes, {"mixed_precision": BF16}) == [{torch.float32}] * 2
     assert ranks(2).run(accumulated_dtypes, {"mixed_precision": LOW}) == [{torch.bfloat16}] * 2
+    as_torch = torch.float32 if compat.REDUCES_AS_STORED else torch.bfloat16
+    assert ranks(2).run(accumulated_dtypes, {"mixed_precision": OPEN}) == [{as_torch}] * 2
 
 
 def rounds_once(rank: int, world_size: int) -> tuple[Tensor, Tensor]:

@@ -57,15 +57,20 @@ def test_constants_are_those_of_the_installed_torch() -> None:
 
 
 def test_settings_are_those_that_the_installed_torch_knows() -> None:
-    """c10/cuda/CUDAAllocatorConfig.h, getKeys: none may be unknown here."""
+    """c10/cuda/CUDAAllocatorConfig.h, getKeys: none may be unknown here; all but two, which torch
+    2.15 brought, are modelled."""
     header = Path(torch.__file__).parent / "include/c10/cuda/CUDAAllocatorConfig.h"
     body = header.read_text().split("keys{", 1)[1].split("}", 1)[0]
     joined = re.sub(r'"\s*"', "", re.sub(r"//.*", "", body))  # two literals in a row are one
     keys = [key for key in re.findall(r'"(\w+)"', joined) if "hip" not in key]
     assert len(keys) >= 5
     values = {"backend": "native", "per_process_memory_fraction": "1.0"}
-    for key in keys:
+    refused = [key for key in keys if key.startswith("expandable_segments_reserve")]
+    for key in set(keys) - set(refused):
         assert AllocatorSettings.from_text(f"{key}:{values.get(key, 'True')}") is not None
+    for key in (*refused, "expandable_segments_reserve"):
+        with pytest.raises(ConfigError, match=f"{key}: only the reserve that torch takes"):
+            AllocatorSettings.from_text(f"expandable_segments:True,{key}:0.5")
 
 
 # Rounding: CUDACachingAllocator.cpp, round_size

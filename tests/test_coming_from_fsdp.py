@@ -33,7 +33,7 @@ STATUSES = {"same", "renamed", "not needed", "missing"}
 
 # -- every name has a row --------------------------------------------------------------------------
 
-# Rows of names that not every torch from 2.11 to 2.15 has: 2.13 has them, the first ones do not.
+# Rows of names that not every torch from 2.11 to 2.15 has.
 SOME_VERSIONS = {
     "dp_mesh_dims",
     "DataParallelMeshDims",
@@ -42,6 +42,12 @@ SOME_VERSIONS = {
     "set_reduce_scatter_max_input_buffers",
     "set_separate_reduce_scatter_group",
     "set_symm_mem_for_comm",
+    # since 2.15
+    "finalize_backward",
+    "GradientReductionHandle",
+    "param_dtype_override_fn",
+    "set_keep_unsharded_storage",
+    "set_manual_backward_finalization",
 }
 
 

@@ -5,6 +5,7 @@ import datetime
 import gc
 import io
 import operator
+import re
 import weakref
 from collections import namedtuple
 from functools import partial
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -519,6 +521,24 @@ def test_gradients_arrive_in_a_list_whose_items_die_when_they_are_taken_out() ->
     assert seen[1] is compat.BOXED_GRADS
 
 
+def test_without_a_reduce_dtype_fsdp2_reduces_as_stored_or_as_computed() -> None:
+    seen: list[torch.dtype] = []
+
+    class Reductions(compat.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if "reduce_scatter" in str(func):
+                seen.extend(t.dtype for t in pytree.tree_leaves(args) if isinstance(t, Tensor))
+            return func(*args, **(kwargs or {}))
+
+    with compat.fake_process_group(0, 2):
+        model = fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+        with Reductions():
+            model(torch.ones(2, 4)).sum().backward()
+    assert set(seen) == {torch.float32 if compat.REDUCES_AS_STORED else torch.bfloat16}
+
+
 def test_versions_count_changes_in_place_through_views() -> None:
     base = torch.ones(4)
     before = compat.version(base)
@@ -647,6 +667,9 @@ def test_inductor_source_is_a_module_with_a_call(monkeypatch: pytest.MonkeyPatch
     assert "async_compile.wait(globals())" in made.source, "loading waits elsewhere"
     assert "def call(" in made.source and "empty_strided_cpu(" in made.source
     assert made.constants == {} and made.aligned == ()
+    known = {"assert_size_stride", "assert_size_stride_grouped", "assert_alignment"}
+    _, body = made.source.split("def call(", 1)
+    assert set(re.findall(r"\bassert_\w+", body)) <= known, "regions.py does not know them all"
 
 
 def test_inductor_source_keeps_eagers_random_kernels() -> None:

@@ -411,10 +411,35 @@ def test_autocast_lists_are_those_of_the_header() -> None:
     have = set(compat.aten_names("AutocastCUDA"))
     by_cudnn = {"cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn"}
     assert cuda_autocast.LOWER_PRECISION & have == macro("LOWER_PRECISION_FP") | by_cudnn & have
-    assert cuda_autocast.FP32 & have == macro("FP32")
+    in_no_header = {"linalg_matrix_sqrth"}  # since 2.15; see the next test
+    assert cuda_autocast.FP32 & have == macro("FP32") | in_no_header & have
     assert cuda_autocast.FP32_RESULT & have == macro("FP32_SET_OPT_DTYPE")
     assert cuda_autocast.WIDEST & have == macro("PROMOTE")
     assert all(cuda_autocast.policy(name) for name in have)
+
+
+UNLISTED = [name for name in ("linalg_matrix_sqrth",) if hasattr(aten, name)]  # torch 2.15 has it
+
+
+@pytest.mark.parametrize("name", ["exp", *UNLISTED])
+def test_what_no_header_lists_is_cast_by_cudas_kernel_to_fp32(name: str) -> None:
+    """The kernel of AutocastCUDA itself, on a fake CUDA tensor; `exp` is in the header."""
+    mode, seen = compat.FakeTensorMode(), []
+    x = compat.fake_empty(mode, (3, 3), HALF, torch.device("cuda"))
+
+    class Dtypes(compat.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+            seen.append((func, args[0].dtype))
+            return func(*args, **(kwargs or {}))
+
+    before = torch.is_autocast_enabled("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with Dtypes():
+            getattr(aten, name)(x)
+    finally:
+        torch.set_autocast_enabled("cuda", before)
+    assert name in cuda_autocast.FP32 and seen[-1] == (getattr(aten, name).default, FLOAT)
 
 
 class Cast(nn.Module):

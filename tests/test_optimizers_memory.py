@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 import fxshard
+from fxshard import compat
 from fxshard.errors import ConfigError
 from fxshard.memory.category import Category
 from tests.test_memory import built
@@ -138,11 +141,26 @@ def matrices() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 10, bias=False), nn.Tanh(), nn.Linear(10, 7, bias=False))
 
 
+@functools.cache
+def dtensors_assign_under_masks() -> bool:
+    """Rprop does, but DTensors of torch 2.11 know of no sharding for it (aten.index_put_)."""
+    with compat.fake_process_group(0, 2):
+        x = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Replicate()])
+        try:
+            x[x.gt(0)] = 2.0
+        except NotImplementedError:
+            return False
+    return True
+
+
 @pytest.mark.parametrize("name", ["Muon", "Rprop"])
 def test_steps_that_mix_rows_are_exact_where_ranks_hold_all_of_them(name: str) -> None:
     x = torch.ones(3, 12)
-    result = validated(CLASSES[name], matrices(), x, strategy="no_shard")
-    assert_exact(result)
+    if name == "Rprop" and not dtensors_assign_under_masks():
+        with pytest.raises(NotImplementedError, match=r"aten\.index_put_"):
+            validated(CLASSES[name], matrices(), x, strategy="no_shard")
+    else:
+        assert_exact(validated(CLASSES[name], matrices(), x, strategy="no_shard"))
     with pytest.raises(ConfigError, match=f"{name}: its step calls aten"):
         _ = planned(CLASSES[name], matrices(), x).memory
 

@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # Folders that are no source, at the top of the checkout.
-NOT_SOURCE = {".git", ".venv", "build", "dist", "runs", "shared"}
+NOT_SOURCE = (".git", ".venv*", "build", "dist", "runs", "shared")
 OFFLINE = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 PIP_INSTALL = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--ignore-installed"]
 
@@ -78,9 +78,11 @@ def check_imports(
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = shutil.ignore_patterns("__pycache__", "*.egg-info", "*_cache")
+    on_top = shutil.ignore_patterns(*NOT_SOURCE)
+
     def ignore(folder: str, names: list[str]) -> set[str]:
-        ignored = {n for n in names if n == "__pycache__" or n.endswith((".egg-info", "_cache"))}
-        return ignored | (NOT_SOURCE & set(names) if Path(folder) == ROOT else set())
+        return made(folder, names) | (on_top(folder, names) if Path(folder) == ROOT else set())
 
     copy = tmp_path_factory.mktemp("packaging") / "checkout"
     shutil.copytree(ROOT, copy, symlinks=True, ignore=ignore)

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxshard
 from fxshard import compat, ops
-from fxshard.config import Config
+from fxshard.config import Config, Precision
 from fxshard.errors import ConfigError, UnitError
 from fxshard.memory.category import Category
 from tests import fsdp2
@@ -44,8 +44,9 @@ FULL = Policy(param_dtype=FP32, reduce_dtype=FP32)
 POLICIES: dict[str, MixedPrecisionPolicy] = {
     "bf16": Policy(param_dtype=BF16, reduce_dtype=FP32),
     "fp16": Policy(param_dtype=FP16, reduce_dtype=FP32),
-    "bf16 all through": Policy(param_dtype=BF16),
-    "fp16 all through": Policy(param_dtype=FP16),
+    "bf16 all through": Policy(param_dtype=BF16, reduce_dtype=BF16),
+    "fp16 all through": Policy(param_dtype=FP16, reduce_dtype=FP16),
+    "bf16, reduced as torch does": Policy(param_dtype=BF16),  # in bf16; since 2.15 in fp32
     "bf16 reduced": Policy(reduce_dtype=BF16),
     "fp16 reduced": Policy(reduce_dtype=FP16),
     "bf16 reduced in fp16": Policy(param_dtype=BF16, reduce_dtype=FP16),
@@ -336,6 +337,18 @@ def test_keys_that_match_nothing_are_refused() -> None:
             fxshard.plan(model, (torch.ones(2, 5),), world_size=2, mixed_precision={key: LOW})
     with pytest.raises(ConfigError, match=r"expected torch.* or MixedPrecision,"):
         Config(mixed_precision={"": "bf16"})
+
+
+def test_a_dtype_per_parameter_is_refused() -> None:
+    """`param_dtype_override_fn` is a field since torch 2.15, and one that is there is not lost."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Since2_15(MixedPrecisionPolicy):
+        param_dtype_override_fn: Any = dataclasses.field(default=None, kw_only=True)
+
+    assert Precision.of(Since2_15(BF16)) == Precision.of(Policy(BF16))
+    with pytest.raises(ConfigError, match=r"param_dtype_override_fn is not .* FQN globs"):
+        Config(mixed_precision=Since2_15(BF16, param_dtype_override_fn=lambda param: FP32))
 
 
 # -- FSDP1 itself ---------------------------------------------------------------------------------
@@ -631,7 +644,12 @@ REDUCTIONS: dict[str, Reduction] = {
     "max of replicas": Reduction({"reduce_op": "max", "strategy": "no_shard"}, torch.maximum),
     "sum in bf16": Reduction({"reduce_op": "sum", **mixed(None, BF16)}, dtype=BF16),
     "max in bf16": Reduction(
-        {"reduce_op": "max", **mixed(BF16)}, torch.maximum, dtype=BF16, compute=BF16
+        {"reduce_op": "max", **mixed(BF16, BF16)}, torch.maximum, dtype=BF16, compute=BF16
+    ),
+    "sum in the dtype of torch's choice": Reduction(
+        {"reduce_op": "sum", **mixed(BF16)},
+        dtype=FP32 if compat.REDUCES_AS_STORED else BF16,
+        compute=BF16,
     ),
     "divided by 3": Reduction({"gradient_divide_factor": 3}, behind=3),
     "divided by 3 before": Reduction(
@@ -644,7 +662,7 @@ REDUCTIONS: dict[str, Reduction] = {
     "replicas divided before": Reduction(
         {"gradient_predivide_factor": 2, "strategy": "no_shard"}, before=2
     ),
-    "fp16 halves before": Reduction(mixed(FP16), before=2, dtype=FP16, compute=FP16),
+    "fp16 halves before": Reduction(mixed(FP16, FP16), before=2, dtype=FP16, compute=FP16),
     "fp16 divided by 12": Reduction(
         {"gradient_divide_factor": 12, **mixed(None, FP16)}, before=4, behind=3, dtype=FP16
     ),

@@ -41,6 +41,9 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 
+# Names that change what is mapped where. Since torch 2.15: fewer addresses for a segment of pages.
+NOT_MODELLED = frozenset({"expandable_segments_reserve", "expandable_segments_reserve_by_class"})
+
 
 @dataclasses.dataclass(frozen=True)
 class AllocatorSettings:
@@ -112,8 +115,8 @@ class AllocatorSettings:
         ``"expandable_segments:True,max_split_size_mb:128"``.
 
         Raises:
-            ConfigError: a name that torch does not know, a value that it refuses, or the
-                ``cudaMallocAsync`` backend, which is another allocator.
+            ConfigError: a name that torch does not know, a value that it refuses, one of
+                `NOT_MODELLED`, or the ``cudaMallocAsync`` backend, which is another allocator.
         """
         found: dict[str, object] = {}
         for name, value in _pairs(text):
@@ -127,6 +130,8 @@ class AllocatorSettings:
                 found[name] = _divisions(value)
             elif name == "backend" and value != "native":
                 raise ConfigError(f"backend:{value}: only the native allocator is modelled")
+            elif name in NOT_MODELLED:
+                raise ConfigError(f"{name}: only the reserve that torch takes itself is modelled")
             elif name not in WITHOUT_EFFECT:
                 known = sorted(
                     {
