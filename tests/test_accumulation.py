@@ -171,7 +171,12 @@ def zoo(rank: int, world_size: int, name: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", MODELS)
+FAST = ("llama", "convnet", "mlp13")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
+)
 def test_zoo_bitwise_with_fsdp2(ranks: Any, name: str) -> None:
     for mine, other in ranks(2).run(zoo, name):
         assert_same(mine, other)
@@ -572,7 +577,7 @@ VALIDATED = {
 
 @pytest.mark.parametrize("no_sync", [False, True])
 @pytest.mark.parametrize("how", VALIDATED)
-@pytest.mark.parametrize("name", ["mlp13", "tied"])
+@pytest.mark.parametrize("name", ["mlp13", pytest.param("tied", marks=pytest.mark.slow)])
 def test_static_equals_measured(name: str, how: str, no_sync: bool) -> None:
     case = MODELS[name]
     args, kwargs = case.batch(0, 0)

@@ -66,7 +66,8 @@ EXPORTS: dict[str, Callable[[nn.Module, Any], Any]] = {
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        *(("transformer", kind) for kind in EXPORTS),
+        ("transformer", "ExportedProgram"),
+        *(pytest.param("transformer", kind, marks=pytest.mark.slow) for kind in list(EXPORTS)[1:]),
         pytest.param("llama", "ExportedProgram", marks=pytest.mark.slow),
     ],
 )

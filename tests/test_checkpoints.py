@@ -162,7 +162,9 @@ def loaded(
     return at_load, train(MODELS[name], model, optimizer, 2, 4), values(model, optimizer)
 
 
-@pytest.mark.parametrize("name", ["mlp13", "tied", "convnet"])
+@pytest.mark.parametrize(
+    "name", ["tied", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mlp13", "convnet"))]
+)
 def test_resharding(ranks: Any, tmp_path: Path, name: str) -> None:
     """2 -> 4 -> 1 ranks, and a process without ranks."""
     two, four, one = (str(tmp_path / each) for each in ("two", "four", "one"))

@@ -197,7 +197,7 @@ def five_steps(rank: int, world_size: int, name: str) -> tuple[Result, Result, R
     return theirs, ours, dynamos, peaks
 
 
-@pytest.mark.parametrize("name", ["transformer", "llama"])
+@pytest.mark.parametrize("name", [pytest.param("transformer", marks=pytest.mark.slow), "llama"])
 def test_five_steps_bitwise_with_fsdp2_and_fxshard_compile(ranks: Any, name: str) -> None:
     for theirs, ours, dynamos, peaks in ranks(2).run(five_steps, name):
         fsdp2.assert_bitwise(dynamos, theirs)

@@ -137,6 +137,7 @@ def check_vision(directory: Path, *args: Any, at_least: float) -> None:
     assert f"plain PyTorch: {right:.1%} of new images" in said
 
 
+@slow
 def test_vision(tmp_path: Path) -> None:
     check_vision(tmp_path, "--steps", 30, "--log-every", 10, at_least=0.6)
 
@@ -186,6 +187,7 @@ def parameters(layers: int) -> int:
     return 2 * 128_256 * 4096 + 4096 + layers * layer
 
 
+@slow
 def test_plan(tmp_path: Path) -> None:
     shape = ("--layers", 2, "--sequence", 1024, "--ranks", 8, "--budget", "16GiB")
     said = run(tmp_path, "plan_large_model.py", *shape, ranks=1)
@@ -210,7 +212,7 @@ def test_plan_in_full(tmp_path: Path) -> None:
 # -- a pass ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=slow), 2])
 def test_custom_pass(tmp_path: Path, ranks: int) -> None:
     said = run(tmp_path, "custom_pass.py", ranks=ranks)
     without, with_ = figures(r"with(?:out)? +the pass: (\S+) B", said)

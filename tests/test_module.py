@@ -104,7 +104,7 @@ def modes(rank: int, world_size: int, name: str) -> None:
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("name", ["dropout", "convnet"])
+@pytest.mark.parametrize("name", [pytest.param("dropout", marks=pytest.mark.slow), "convnet"])
 def test_train_eval_and_no_grad(ranks: Any, where: str, name: str) -> None:
     run(ranks, where, modes, name)
 

@@ -54,7 +54,7 @@ def both(rank: int, world_size: int, name: str) -> None:
 LLAMA = pytest.param("llama", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("name", ["mlp13", "tied", LLAMA])
+@pytest.mark.parametrize("name", ["mlp13", pytest.param("tied", marks=pytest.mark.slow), LLAMA])
 def test_bitwise_with_fsdp2(ranks: Any, name: str) -> None:
     ranks(2).run(both, name)
 

@@ -39,7 +39,9 @@ def test_close_to_fsdp2_on_more_ranks(ranks: Any, world_size: int) -> None:
             fsdp2.assert_close(ours, theirs, rtol=1e-6)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(n, marks=pytest.mark.slow) if n != 3 else n for n in (1, 2, 3, 8)]
+)
 def test_in_process_world_equals_eager(world_size: int) -> None:
     assert not dist.is_initialized()
     for case in MODELS.values():

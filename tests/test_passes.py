@@ -514,7 +514,9 @@ STEPS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("model", STEPS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(n, marks=pytest.mark.slow) if n == "tied" else n for n in STEPS]
+)
 def test_every_pass_keeps_the_numbers_of_eager(model: str) -> None:
     torch.manual_seed(0)
     build, module, args, kwargs = STEPS[model]()

@@ -266,7 +266,7 @@ def both(rank: int, world_size: int, name: str) -> tuple[list[Any], list[Any]]:
     return train(ours, [rank]), train(reference(name), [rank])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_like_fsdp2(ranks: Any, world_size: int) -> None:
     """Bitwise where a sum has one order only, as everywhere on 1 and 2 ranks."""
     for name, case in CASES.items():
