@@ -287,6 +287,15 @@ def compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
+def exporting() -> bool:
+    """True inside torch.export; where Dynamo traces this too.
+
+    Of ``torch.compiler.is_exporting`` Dynamo of torch 2.11 makes True under torch.compile as well;
+    that of 2.13 reads the flag (torch/_dynamo/variables/torch.py, ``tracing_state_functions``).
+    """
+    return torch.compiler._is_exporting_flag
+
+
 def dynamo(model: nn.Module, args: Any, kwargs: Any, backend: Callable[..., Any]) -> Any:
     """``model(*args, **kwargs)`` by ``torch.compile`` as one graph, which `backend` gets.
 

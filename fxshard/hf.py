@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxshard import meta
+from fxshard import compat, meta
 from fxshard.errors import CaptureError
 
 log = logging.getLogger("fxshard")
@@ -36,7 +36,8 @@ def _eager_attention_branch() -> Iterator[None]:
     Under a trace it cannot look into ``position_ids`` for packed sequences, assumes the worst and
     builds an explicit mask in place of SDPA's ``is_causal``: other bytes and other rounding
     (transformers/masking_utils.py, ``find_packed_sequence_indices``). The sequences are taken as
-    not packed, and the positions get a mark in the graph for `refuse_packed`.
+    not packed, and the positions get a mark in the graph for `refuse_packed`. Nor does it leave the
+    mask out where it believes to be exported, as under Dynamo of torch 2.11 (`compat.exporting`).
     """
     masking = sys.modules.get("transformers.masking_utils")
     original = getattr(masking, "find_packed_sequence_indices", None)
@@ -47,11 +48,14 @@ def _eager_attention_branch() -> Iterator[None]:
     def not_packed(position_ids: torch.Tensor) -> None:
         torch.ops.aten._assert_async.msg(position_ids.any(), MARK)
 
+    exporting = masking.is_torchdynamo_exporting
     masking.find_packed_sequence_indices = not_packed  # type: ignore[attr-defined]
+    masking.is_torchdynamo_exporting = compat.exporting  # type: ignore[attr-defined]
     try:
         yield
     finally:
         masking.find_packed_sequence_indices = original  # type: ignore[attr-defined]
+        masking.is_torchdynamo_exporting = exporting  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -120,6 +124,12 @@ def keep_eager_branch_in_dynamo() -> None:
             return None
         return original(position_ids)
 
+    exporting = masking.is_torchdynamo_exporting
+
+    def is_torchdynamo_exporting() -> bool:
+        return compat.exporting() if FORWARDS.inside else exporting()
+
+    masking.is_torchdynamo_exporting = is_torchdynamo_exporting  # type: ignore[attr-defined]
     find_packed_sequence_indices.fxshard = True  # type: ignore[attr-defined]
     masking.find_packed_sequence_indices = find_packed_sequence_indices  # type: ignore[attr-defined]
 

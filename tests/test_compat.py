@@ -240,6 +240,20 @@ def test_compiling() -> None:
     assert not torch.compiler.is_compiling(), "the flag stays set after an error"
 
 
+def test_exporting_is_false_under_compile_and_true_under_export() -> None:
+    def told(x: Tensor) -> Any:
+        return compat.exporting(), x + 1
+
+    class Told(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1 if compat.exporting() else x - 1
+
+    torch._dynamo.reset()
+    assert torch.compile(told, backend="eager", fullgraph=True)(torch.ones(1))[0] is False
+    exported = torch.export.export(Told(), (torch.ones(1),), strict=True).module()
+    assert exported(torch.ones(1)).item() == 2 and not compat.exporting()
+
+
 @pytest.mark.parametrize("read", ["item", "bool", "nonzero", "mask"])
 def test_fake_tensors_refuse_to_tell_values(read: str) -> None:
     with compat.FakeTensorMode():
