@@ -39,23 +39,29 @@ def _eager_attention_branch() -> Iterator[None]:
     not packed, and the positions get a mark in the graph for `refuse_packed`. Nor does it leave the
     mask out where it believes to be exported, as under Dynamo of torch 2.11 (`compat.exporting`).
     """
-    masking = sys.modules.get("transformers.masking_utils")
-    original = getattr(masking, "find_packed_sequence_indices", None)
-    if masking is None or original is None:
+    masking = _masking()
+    if masking is None:
         yield
         return
 
     def not_packed(position_ids: torch.Tensor) -> None:
         torch.ops.aten._assert_async.msg(position_ids.any(), MARK)
 
-    exporting = masking.is_torchdynamo_exporting
-    masking.find_packed_sequence_indices = not_packed  # type: ignore[attr-defined]
-    masking.is_torchdynamo_exporting = compat.exporting  # type: ignore[attr-defined]
+    original, exporting = masking.find_packed_sequence_indices, masking.is_torchdynamo_exporting
+    masking.find_packed_sequence_indices = not_packed
+    masking.is_torchdynamo_exporting = compat.exporting
     try:
         yield
     finally:
-        masking.find_packed_sequence_indices = original  # type: ignore[attr-defined]
-        masking.is_torchdynamo_exporting = exporting  # type: ignore[attr-defined]
+        masking.find_packed_sequence_indices = original
+        masking.is_torchdynamo_exporting = exporting
+
+
+def _masking() -> Any:
+    """The masks of transformers, if it is in use and of a version that has what we know."""
+    masking = sys.modules.get("transformers.masking_utils")
+    known = ("find_packed_sequence_indices", "is_torchdynamo_exporting")
+    return masking if all(hasattr(masking, name) for name in known) else None
 
 
 @contextlib.contextmanager
@@ -113,10 +119,10 @@ def keep_eager_branch_in_dynamo() -> None:
 
     Nothing can be patched for the time of a trace there: the patch stays, and asks where it is.
     """
-    masking = sys.modules.get("transformers.masking_utils")
-    original = getattr(masking, "find_packed_sequence_indices", None)
-    if masking is None or original is None or hasattr(original, "fxshard"):
+    masking = _masking()
+    if masking is None or hasattr(masking.find_packed_sequence_indices, "fxshard"):
         return
+    original, exporting = masking.find_packed_sequence_indices, masking.is_torchdynamo_exporting
 
     def find_packed_sequence_indices(position_ids: torch.Tensor) -> torch.Tensor | None:
         if torch.compiler.is_dynamo_compiling() and FORWARDS.inside:
@@ -124,14 +130,12 @@ def keep_eager_branch_in_dynamo() -> None:
             return None
         return original(position_ids)
 
-    exporting = masking.is_torchdynamo_exporting
-
     def is_torchdynamo_exporting() -> bool:
         return compat.exporting() if FORWARDS.inside else exporting()
 
-    masking.is_torchdynamo_exporting = is_torchdynamo_exporting  # type: ignore[attr-defined]
+    masking.is_torchdynamo_exporting = is_torchdynamo_exporting
     find_packed_sequence_indices.fxshard = True  # type: ignore[attr-defined]
-    masking.find_packed_sequence_indices = find_packed_sequence_indices  # type: ignore[attr-defined]
+    masking.find_packed_sequence_indices = find_packed_sequence_indices
 
 
 def refuse_packed(graph: fx.Graph) -> None:
