@@ -511,6 +511,24 @@ BOXED_GRADS = hasattr(torch.autograd.Function, "boxed_grads_call")
 REDUCES_AS_STORED = hasattr(FSDPParam, "unsharded_grad_dtype")
 
 
+def sums_gradients(node: fx.Node) -> bool:
+    """True if `node` of a trace is autograd's sum of two gradients of one tensor.
+
+    (``_is_gradient_acc`` of a frame, which torch/fx/proxy.py notes)
+    """
+    return bool(node.meta.get("is_gradient_acc"))
+
+
+def casts_gradient(node: fx.Node) -> bool:
+    """True if `node` of a trace is autograd's cast of a gradient to the dtype of its tensor.
+
+    Its dtype is all that it names; the backward of a cast names layout and device too.
+    (torch/csrc/autograd/engine.cpp, ``validate_outputs``; derivatives.yaml, ``_to_copy``)
+    """
+    is_cast = node.target is torch.ops.aten._to_copy.default
+    return is_cast and bool(node.meta.get("autograd_backward")) and set(node.kwargs) == {"dtype"}
+
+
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 

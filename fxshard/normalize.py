@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxshard import compat, meta, provenance
+from fxshard import compat, meta, precision, provenance
 from fxshard.compat import FakeTensorMode
 from fxshard.errors import CaptureError
 from fxshard.program import Program, Result
@@ -55,6 +55,8 @@ def normalize(
     _lift_constants(program, graph_module)
     _tag_compute(program)
     _set_results(program, targets, replaced)
+    if compat.REDUCES_AS_STORED:
+        precision.keep_wide_gradients(program)
     _merge_tied(program)
     _check_gradients(program)
 
@@ -245,7 +247,8 @@ def _summed(program: Program, values: list[fx.Node]) -> fx.Node:
         with program.graph.inserting_after(behind):
             node = program.graph.call_function(aten.add.Tensor, (total, value))
         val = value.meta["val"]
-        fake = program.fake(tuple(val.shape), val.dtype, val.device)
+        dtype = torch.promote_types(total.meta["val"].dtype, val.dtype)
+        fake = program.fake(tuple(val.shape), dtype, val.device)
         total = meta.put(node, meta.get(value), fake)
     return total
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from fxshard import compat
+from fxshard import compat, meta
+from fxshard.program import Program
 from fxshard.units import Unit, buffer_dtypes
+
+aten = torch.ops.aten
 
 
 def traced_dtypes(model: nn.Module, units: tuple[Unit, ...]) -> dict[str, torch.dtype]:
@@ -45,6 +48,52 @@ def casting(model: nn.Module, units: tuple[Unit, ...]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def keep_wide_gradients(program: Program) -> None:
+    """Let no gradient be rounded to the dtype of its parameter where it is reduced in a wider one.
+
+    An operator that mixes a low-precision parameter with fp32 makes an fp32 gradient, which
+    autograd casts, and sums with others, in the parameter's dtype. FSDP2 does so too before torch
+    2.15, and leaves both out since then (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py,
+    ``_set_unsharded_grad_dtypes``).
+    """
+    values = program.values
+    for i, result in enumerate(program.results):
+        param = program.params.get(result.name) if result.kind == "grad" else None
+        if param is not None:
+            wide = program.units[param.unit].precision.reduce_dtype or param.dtype
+            if wide.itemsize > param.compute_dtype.itemsize:
+                values[i] = _uncast(program, values[i])
+    before, program.values = program.values, values
+    for grad in dict.fromkeys(before):
+        _erase_unread(program.graph, grad)
+
+
+def _uncast(program: Program, grad: fx.Node) -> fx.Node:
+    """`grad` without the casts that autograd made of it, or of what it is the sum of."""
+    if compat.casts_gradient(grad):
+        return meta.source(grad)
+    if not compat.sums_gradients(grad):
+        return grad
+    summed = cast("tuple[fx.Node, fx.Node]", grad.args)
+    parts = tuple(_uncast(program, part) for part in summed)
+    if parts == summed:
+        return grad
+    with program.graph.inserting_after(grad):
+        total = program.graph.call_function(aten.add.Tensor, parts)
+    first, second = (part.meta["val"] for part in parts)
+    dtype = torch.promote_types(first.dtype, second.dtype)
+    return meta.put(total, meta.get(grad), program.fake(tuple(first.shape), dtype, first.device))
+
+
+def _erase_unread(graph: fx.Graph, grad: fx.Node) -> None:
+    """Erase a cast or a sum that `_uncast` left without a reader, and what only that read."""
+    if not grad.users and (compat.casts_gradient(grad) or compat.sums_gradients(grad)):
+        parts = grad.all_input_nodes
+        graph.erase_node(grad)
+        for part in parts:
+            _erase_unread(graph, part)
 
 
 def root_inputs(units: tuple[Unit, ...], inputs: Any) -> Any:

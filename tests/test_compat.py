@@ -553,6 +553,34 @@ def test_without_a_reduce_dtype_fsdp2_reduces_as_stored_or_as_computed() -> None
     assert set(seen) == {torch.float32 if compat.REDUCES_AS_STORED else torch.bfloat16}
 
 
+def test_what_autograd_itself_does_to_gradients_is_told_from_what_the_model_does() -> None:
+    class Scaled(nn.Module):
+        """Reads one bf16 parameter twice beside fp32, and one that it casts itself."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+            self.offset = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            return [((x * self.gain + self.offset.float()) * self.gain).sum()]
+
+    with compat.FakeTensorMode():
+        model, x = Scaled(), torch.ones(2, 3)
+    with torch.fx.traceback.preserve_node_meta():
+        graph_module, _, targets = compat.export_joint(model, (x,))
+    graph = graph_module.graph
+    (output,) = graph.find_nodes(op="output")
+    sources = [compat.output_source(desc) for desc in targets]
+    by_source = dict(zip(sources, output.args[0], strict=True))
+    gain, offset = (by_source["grad", ("param", name)] for name in ("gain", "offset"))
+    assert compat.sums_gradients(gain)
+    assert [compat.casts_gradient(part) for part in gain.args] == [True, True]
+    assert offset.target is aten._to_copy.default and not compat.casts_gradient(offset)
+    ours = [node for node in graph.nodes if compat.casts_gradient(node)]
+    assert len(ours) == 2 and sum(compat.sums_gradients(node) for node in graph.nodes) == 1
+
+
 def test_versions_count_changes_in_place_through_views() -> None:
     base = torch.ones(4)
     before = compat.version(base)

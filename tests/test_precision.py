@@ -205,6 +205,40 @@ def thousands(rank: int, step: int) -> Any:
 OFFSETS = Case("offsets", Offsets, thousands, cross_entropy, ["blocks.*"])
 
 
+class Mixed(nn.Module):
+    """f32[4, 3] -> f32[]. Reads one parameter twice beside fp32, and one that it casts itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.offset = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x * self.gain + self.offset.float()).exp() * self.gain).sum()
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_gradients_are_reduced_as_wide_as_operators_make_them(
+    monkeypatch: pytest.MonkeyPatch, wide: bool
+) -> None:
+    """As of torch 2.15, with any torch; eager's own ``grad_dtype`` is the reference."""
+    monkeypatch.setattr(compat, "REDUCES_AS_STORED", wide)
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    eager, ours = Mixed().bfloat16(), Mixed()
+    for param in eager.parameters() if wide else ():
+        param.grad_dtype = None
+    policy = dataclasses.replace(LOW, cast_forward_inputs=False)
+    compiled = fxshard.compile(ours, world_size=1, mixed_precision=policy)
+    for model in (eager, compiled):
+        model(x).backward()
+    for name, param in compiled.named_parameters():
+        expected = eager.get_parameter(name).grad
+        assert expected.dtype is (FP32 if wide and name == "gain" else BF16)
+        assert param.grad.dtype is FP32 and torch.equal(param.grad, expected.float()), name
+    graph = fxshard.plan(Mixed(), (x,), world_size=2, mixed_precision=policy).program.graph
+    casts = graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default)
+    assert all(node.users for node in casts)
+
+
 def frozen(build: Callable[[], nn.Module]) -> nn.Module:
     """Every other parameter, and so whole units' worth of biases, needs no gradient."""
     model = build()
