@@ -5,6 +5,7 @@ import faulthandler
 import multiprocessing as mp
 import os
 import pickle
+import re
 import signal
 import tempfile
 import threading
@@ -28,7 +29,7 @@ _context.set_forkserver_preload(
     ]
 )
 START_TIMEOUT_S = 60  # a cold start imports torch and transformers
-LOG_CHARACTERS = 8_000  # of a dead rank's stderr in its failure
+LOG_CHARACTERS = 8_000  # of a dead rank's stderr in its failure; as many again from a fatal signal
 
 
 class Failure(str):
@@ -172,7 +173,11 @@ class Ranks:
         """The end of a rank's stderr: its stack, when it was asked for it or when it crashed."""
         assert self._scratch
         path = Path(self._scratch.name, f"log{rank}")
-        return path.read_text()[-LOG_CHARACTERS:] if path.exists() else "(not up yet)"
+        if not path.exists():
+            return "(not up yet)"
+        log = path.read_text()
+        fatal = re.search(r".{,200}^SIG\w+\(\d+\), PID", log, re.DOTALL | re.MULTILINE)
+        return (log[fatal.start() :][:LOG_CHARACTERS] if fatal else "") + log[-LOG_CHARACTERS:]
 
 
 def _serve(
@@ -193,6 +198,8 @@ def _serve(
         import torch.distributed as dist
 
         torch.set_num_threads(1)
+        # in front of Python's stacks: where each C++ thread is when one of them aborts
+        torch._C._set_print_stack_traces_on_fatal_signal(True)
         dist.init_process_group(
             "gloo",
             init_method=f"file://{scratch}/store",

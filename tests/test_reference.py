@@ -42,6 +42,12 @@ def die_on(rank: int, world_size: int, culprit: int) -> float:
     return total_rank(rank, world_size)
 
 
+def abort_on(rank: int, world_size: int, culprit: int) -> float:
+    if rank == culprit:
+        os.abort()
+    return total_rank(rank, world_size)
+
+
 def tarry_on(rank: int, world_size: int, culprit: int) -> float:
     """The other ranks wait for `culprit` in a collective."""
     if rank == culprit:
@@ -142,6 +148,13 @@ def test_a_dead_rank_is_reported(ranks, way: str) -> None:
     assert answers[1] == "rank 1 died, exit code -9"
     assert isinstance(answers[0], Failure) and "gloo" in answers[0]
     assert pool.run(total_rank) == [1.0, 1.0]
+
+
+def test_an_aborting_rank_leaves_its_stacks(ranks) -> None:
+    answers = ranks(2).run_expecting_errors(abort_on, 1)
+    assert answers[1].startswith(f"rank 1 died, exit code {-signal.SIGABRT}")
+    for said in ("SIGABRT(6), PID", " frame #0", "Fatal Python error: Aborted", "in abort_on"):
+        assert said in answers[1]
 
 
 def test_a_hung_rank_is_killed() -> None:
