@@ -175,6 +175,11 @@ def test_attention() -> None:
     assert operators.flops(back) == 5 * 3072
     assert operators.model_flops(back) == 4 * 3072
     assert operators.executed_flops(back) == 2.5 * 3072
+    shared = ("q : f32[2,6,8,4]", *QKV[1:])  # two heads of queries per head of keys
+    assert operators.flops(call(f"%out = {SDPA}(%q, %k, %k)", *shared)) == 2 * 2 * 3072
+    more = (*shared, "g : f32[2,6,8,4]", "o : f32[2,6,8,4]", "l : f32[2,6,8]")
+    back = call(f"%out = {SDPA}_backward(%g, %q, %k, %k, %o, %l, 0.0, False)", *more)
+    assert operators.flops(back) == 5 * 2 * 3072
 
 
 @pytest.mark.parametrize(

@@ -40,12 +40,9 @@ FORMULAS[aten._scaled_dot_product_flash_attention_for_cpu_backward] = FORMULAS[
     aten._scaled_dot_product_flash_attention_backward
 ]
 
-# These take (grad_out, query, key, ...) and compute the scores again.
-ATTENTION_BACKWARD = {
-    packet
-    for packet in FORMULAS
-    if "_scaled_dot_product_" in str(packet) and str(packet).endswith("_backward")
-}
+ATTENTION = {packet for packet in FORMULAS if "_scaled_dot_product_" in str(packet)}
+# These take (grad_out, query, key, value, ...) and compute the scores again.
+ATTENTION_BACKWARD = {packet for packet in ATTENTION if str(packet).endswith("_backward")}
 
 # Operators that read parts of their first operand, as many bytes as they write.
 GATHERS = {aten.embedding, aten.index, aten.index_select, aten.gather, ops.reshard}
@@ -71,7 +68,20 @@ def flops(node: fx.Node) -> int:
         return 0
     args = fx.node.map_arg(node.args, _value)
     kwargs = fx.node.map_arg(node.kwargs, _value)
+    if packet in ATTENTION:
+        args = _with_all_heads(args, 1 if packet in ATTENTION_BACKWARD else 0)
     return int(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def _with_all_heads(args: tuple[Any, ...], at: int) -> tuple[Any, ...]:
+    """Arguments of attention whose query is at `at`; keys and values as shapes, of all heads.
+
+    Several heads of the query may share a key and a value, which torch's formulas of 2.11 do not
+    take; each meets the scores of its own.
+    """
+    heads = args[at].shape[1]
+    shared = ((*v.shape[:1], heads, *v.shape[2:]) for v in args[at + 1 : at + 3])
+    return (*args[: at + 1], *shared, *args[at + 3 :])
 
 
 def _grouped_flops(a: torch.Size, b: torch.Size) -> int:
