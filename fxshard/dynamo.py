@@ -255,8 +255,13 @@ class Graph:
         """
         owner, config = root.owner, self.configs[root]
         of_this_layer = ("the parameters of the graph", bound)
-        others = [other for other in self.variants[root] if of_this_layer in other.mode]
-        reason = reason_for(kind, others)
+        served = [
+            found.variant
+            for other, found in self.variants[root].items()
+            if of_this_layer in other.mode
+        ]
+        others = [variant.kind for variant in served]
+        reason = reason_for(kind, served)
         if len(others) >= config.max_variants:
             raise CaptureError(
                 f"a graph of {type(owner.original).__name__} needs one more program: {reason}. It "

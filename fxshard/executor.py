@@ -166,10 +166,11 @@ def compiled_functions(
 def function_name(target: Any) -> str:
     """``aten_mm``, ``aten_mul_Tensor``: the name by which emitted code calls an operator.
 
-    Sizes are computed by functions of Python's and torch's: ``sym_max`` is called by its own name.
+    Sizes are computed by functions of Python's and torch's, whose names are those of nodes too:
+    ``_operator_neg``, ``torch_sym_max``.
     """
     if not isinstance(target, OpOverload):
-        return str(target.__name__)
+        return f"{target.__module__}_{target.__name__}".replace(".", "_")
     return str(target).removesuffix(".default").replace(".", "_")
 
 

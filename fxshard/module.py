@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -225,7 +226,9 @@ class ShardedModule(FsdpMethods):
             RankMismatchError: on all ranks, if some do not.
         """
         if isinstance(self.world, C10dWorld):
-            lines = [f"refused: {type(error).__name__}: {str(error).partition(chr(10))[0]}"]
+            said = str(error).partition("\n")[0]
+            said = re.sub(r"\d+", "N", said)  # ranks may refuse for sizes of their own
+            lines = [f"refused: {type(error).__name__}: {said}"]
             what = "the model or the batch structure"
             self.world.agree(lines, what, list(self._agreed.values()))
 
@@ -243,7 +246,7 @@ class ShardedModule(FsdpMethods):
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Kind) -> Program:
         """A program for a kind of call that no other serves; says why, and what it took."""
-        reason = reason_for(kind, self.variants)
+        reason = reason_for(kind, self.variants.values())
         if len(self.variants) >= self.config.max_variants:
             raise StepError(
                 f"this call needs one more program: {reason}. There are {len(self.variants)} "
@@ -379,6 +382,11 @@ class ShardedModule(FsdpMethods):
             "requires_grad of a parameter": (
                 *(slot.tensor.requires_grad for slot in self.slots.values()),
                 *(self._whole(fqn).requires_grad for fqn in self.wholes),
+            ),
+            "a buffer": tuple(
+                (buffer.shape, buffer.dtype, buffer.device)
+                for module, key in self._buffer_slots.values()
+                if (buffer := module._buffers[key]) is not None
             ),
             "gradient accumulation": (self._sync, self._waiting()) if grad else (True, ()),
             "a hook of a module": compat.hook_numbers(self._tree),

@@ -78,22 +78,14 @@ def only_torch_s(model: nn.Module) -> Iterator[None]:
     """
     names = {id(module): name for name, module in model.named_modules()}
     running: list[nn.Module] = []
-    before = _drawn_outside()
-    python, numbers = random.getstate(), numpy.random.get_state()
+    outside = Outside()
 
     def look() -> None:
-        now = _drawn_outside()
-        if now == before or not running:
-            return
-        drawn = "random" if now[0] != before[0] else "numpy.random"
-        random.setstate(python)
-        numpy.random.set_state(numbers)
-        raise CaptureError(
-            f"forward of {names[id(running[-1])] or 'the model'} ({type(running[-1]).__name__}) "
-            f"draws from {drawn}: a traced program would repeat the numbers of the trace for "
-            f"ever. Draw them with torch (torch.rand), or outside of the model and pass them in."
-            f"{hf.remedy_of_numbers(model)}"
-        )
+        drawn = outside.drawn() if running else None
+        if drawn:
+            outside.restore()
+            who = names[id(running[-1])] or "the model"
+            raise refusal(model, f"{who} ({type(running[-1]).__name__})", drawn)
 
     def enter(module: nn.Module, args: Any) -> None:
         if id(module) in names:
@@ -113,7 +105,30 @@ def only_torch_s(model: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-def _drawn_outside() -> tuple[Any, Any]:
-    """Equal as long as nobody draws from the global generators of `random` and `numpy.random`."""
-    _, words, *rest = numpy.random.get_state()
-    return random.getstate(), (numpy.asarray(words).tobytes(), rest)
+class Outside:
+    """The global generators of `random` and `numpy.random` as they are now."""
+
+    def __init__(self) -> None:
+        self.python, self.numbers = random.getstate(), numpy.random.get_state()
+
+    def drawn(self) -> str | None:
+        """Which of them somebody has drawn from since."""
+        if random.getstate() != self.python:
+            return "random"
+        same = map(numpy.array_equal, numpy.random.get_state(), self.numbers)
+        return None if all(same) else "numpy.random"
+
+    def restore(self) -> None:
+        """Make them as they were."""
+        random.setstate(self.python)
+        numpy.random.set_state(self.numbers)
+
+
+def refusal(model: nn.Module, who: str, drawn: str) -> CaptureError:
+    """What to say where forward of `who` draws from such a generator."""
+    return CaptureError(
+        f"forward of {who} draws from {drawn}: a traced program would repeat the numbers of the "
+        f"trace for ever. Draw them with torch (torch.rand), or outside of the model and pass them "
+        f"in. (A thread that draws meanwhile looks the same: let it wait for the first call.)"
+        f"{hf.remedy_of_numbers(model)}"
+    )

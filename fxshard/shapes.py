@@ -76,7 +76,7 @@ class Domain:
 
     @property
     def text(self) -> str:
-        """What it leaves open, for people: ``open: batch, seq (seq <= 16)``."""
+        """What it leaves open, for people: ``open: batch, seq while seq <= 16``."""
         notable = [
             self.said(c)
             for c, _ in self.conditions

@@ -44,13 +44,13 @@ WITH_NUMBERS = frozenset(
     }
 )
 
-# Spelled ``x.name(other arguments)``.
 # How sizes are computed from sizes.
 INFIX = {
     **{operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/"},
     **{operator.floordiv: "//", operator.mod: "%", operator.pow: "**"},
 }
 
+# Spelled ``x.name(other arguments)``.
 METHODS = frozenset(
     {
         *(aten.view.default, aten.t.default, aten.transpose.int, aten.permute.default),

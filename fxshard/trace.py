@@ -95,7 +95,7 @@ def capture(
         CaptureError: Python control flow depends on data, a trainable parameter lost its
             gradient, or torch refused the graph; names the line of the user's code.
     """
-    failures: dict[str, _TracerError] = {}
+    failures: dict[str, CaptureError] = {}
     for way in WAYS:
         if not _is_worth(way, failures, symbols):
             continue
@@ -104,7 +104,9 @@ def capture(
                 *(model, args, kwargs, units, world_size, training, device, for_cuda, symbols),
                 *(every_tangent, way),
             )
-        except _TracerError as error:
+        except CaptureError as error:
+            if not failures and not isinstance(error, _TracerError):
+                raise
             failures[way] = error
     raise _no_way(failures)
 
@@ -128,16 +130,17 @@ class _TracerError(CaptureError):
         self.from_data = from_data
 
 
-def _is_worth(way: str, failures: dict[str, _TracerError], symbols: Symbols | None) -> bool:
+def _is_worth(way: str, failures: dict[str, CaptureError], symbols: Symbols | None) -> bool:
     """Whether a way may go where those before did not."""
     if way == DIRECT:
         return True
+    first = failures[DIRECT]
     if way == OPEN:  # with symbols the first way was this one
-        return failures[DIRECT].from_data and not symbols
+        return isinstance(first, _TracerError) and first.from_data and not symbols
     return not symbols
 
 
-def _no_way(failures: dict[str, _TracerError]) -> CaptureError:
+def _no_way(failures: dict[str, CaptureError]) -> CaptureError:
     """What to say when no way was left: the first reason in full, a line for each other."""
     first, *others = failures.items()
     text = str(first[1])
@@ -187,7 +190,7 @@ def _captured(
     with (
         cuda.substituted() if stands_for_cuda else contextlib.nullcontext(),
         _fake_state(model, tracing_mode, dtypes, device),
-        _read_by_dynamo(call, fakes, sizes) if way == DYNAMO else contextlib.nullcontext(),
+        _read_by_dynamo(call, fakes, tracing_mode) if way == DYNAMO else contextlib.nullcontext(),
         provenance.calls_noted(model) as calls,
         rng.only_torch_s(model),
         precision.casting(model, units),
@@ -217,7 +220,7 @@ def _captured(
         world_size=world_size,
         device=computes_on,
         fake_mode=fake_mode,
-        calls=tuple(calls),
+        calls=call.graph.calls if call.graph is not None else tuple(calls),
         domain=domain,
     )
     normalize(program, graph_module, sources, targets, call.replaced)
@@ -227,13 +230,12 @@ def _captured(
 
 @contextlib.contextmanager
 def _read_by_dynamo(
-    call: _Call, fakes: tuple[torch.Tensor, ...], sizes: shapes.Trace | None
+    call: _Call, fakes: tuple[torch.Tensor, ...], mode: FakeTensorMode
 ) -> Iterator[None]:
     """Let `call` run Dynamo's graph in place of the model."""
     args, kwargs = precision.root_inputs(call.units, call.inputs(fakes))
     with _failures_told(call), precision.casting(call.model, call.units), call.mode():
-        assert sizes is not None
-        call.graph = bytecode.read(call.model, args, kwargs, sizes.env)
+        call.graph = bytecode.read(call.model, args, kwargs, mode)
     yield
 
 
@@ -387,6 +389,11 @@ def _refuse_opaque(names: tuple[str, ...], values: list[Any], what: str) -> None
                 f"tensors. Use tensors and plain values, and dicts, lists, tuples and dataclasses "
                 f"of them.{hf.remedy(value)}"
             )
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            raise CaptureError(
+                f"{what} {name} has the layout {value.layout}, of which fxshard counts no bytes. "
+                f"Pass a dense tensor, or indices and values."
+            )
 
 
 def _export(
@@ -492,7 +499,10 @@ def _fake_state(
 
 
 def _snapshot(module: nn.Module) -> dict[str, Any]:
-    return {k: (v, dict(v) if isinstance(v, dict) else None) for k, v in module.__dict__.items()}
+    return {
+        name: (value, value.copy() if isinstance(value, (dict, list, set)) else None)
+        for name, value in module.__dict__.items()
+    }
 
 
 def _assigned(module: nn.Module, snapshot: dict[str, Any]) -> list[str]:
@@ -506,11 +516,13 @@ def _assigned(module: nn.Module, snapshot: dict[str, Any]) -> list[str]:
 
 
 def _restore(module: nn.Module, snapshot: dict[str, Any]) -> None:
-    """Put `__dict__` back in place: dicts keep their identity, others may share them."""
+    """Put `__dict__` back in place: collections keep their identity, others may share them."""
     for key in set(module.__dict__) - set(snapshot):
         del module.__dict__[key]
     for key, (value, items) in snapshot.items():
-        if items is not None:
+        if isinstance(value, list):
+            value[:] = items
+        elif items is not None:
             value.clear()
             value.update(items)
         module.__dict__[key] = value

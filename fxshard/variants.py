@@ -113,6 +113,13 @@ class Variant:
             self._holds[kind.sizes] = domain.refusal(kind.sizes) is None
         return self._holds[kind.sizes]
 
+    def held_back(self, kind: Kind) -> str:
+        """Why a call that differs in sizes alone does not run this program, in brackets; or ""."""
+        domain = self.program.domain
+        if domain is None or dataclasses.replace(kind, sizes=self.kind.sizes) != self.kind:
+            return ""
+        return f" ({domain.refusal(kind.sizes)})"
+
     @property
     def program(self) -> Program:
         """What the executor runs."""
@@ -139,10 +146,18 @@ class Variant:
         return [node for node in nodes if meta.get(node).role in meta.HELD]
 
 
-def reason_for(kind: Kind, known: Iterable[Kind]) -> str:
-    """Why a call of this kind runs none of the programs: how it differs from the nearest."""
-    said = [kind.differs_in(other) for other in known]
-    return min(said, key=lambda each: each.count(";"), default="the first call")
+def reason_for(kind: Kind, known: Iterable[Variant]) -> str:
+    """Why a call of this kind runs none of the programs: how it differs from the nearest.
+
+    Of one that leaves sizes open, what holds it back.
+    """
+    nearest, best = None, "the first call"
+    for variant in known:
+        text = kind.differs_in(variant.kind)
+        near = (text.count(";"), variant.program.domain is None)
+        if nearest is None or near < nearest:
+            nearest, best = near, text + variant.held_back(kind)
+    return best
 
 
 def symbols_for(

@@ -1,6 +1,7 @@
 """Models that the direct trace refuses: what the other ways get, and what is said if none does."""
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import fxshard
 from fxshard import meta, trace
 from fxshard.errors import CaptureError, UnknownSizeError
+from fxshard.program import Program
 from fxshard.units import find_units
 
 Forward = Callable[["Net", Tensor], Tensor]
@@ -52,6 +55,30 @@ def through_a_list(net: Net, x: Tensor) -> Tensor:
 def through_numpy(net: Net, x: Tensor) -> Tensor:
     weights = np.abs(x.detach().numpy()).max(axis=1)
     return (net.b(net.a(x)) * torch.from_numpy(weights)[:, None]).sum()
+
+
+def padded(net: Net, x: Tensor) -> Tensor:
+    rows = int((x[:, 0] > 0).sum())
+    kept = torch.cat([net.a(x)[:rows], torch.zeros(x.shape[0] - rows, 4)])
+    return net.b(kept).sum()
+
+
+def hands_through(net: Net, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return through_numpy(net, x), x, net.a.weight
+
+
+def checkpointed(net: Net, x: Tensor) -> Tensor:
+    weights = torch.from_numpy(np.abs(x.detach().numpy()))
+    inner = checkpoint(lambda y: net.b(net.a(y).sin().exp()), x * weights, use_reentrant=False)
+    return inner.sum()
+
+
+def draws_by_python(net: Net, x: Tensor) -> Tensor:
+    return through_numpy(net, x) * random.randint(1, 100)
+
+
+def draws_by_numpy(net: Net, x: Tensor) -> Tensor:
+    return through_numpy(net, x) * torch.from_numpy(np.random.rand(1))
 
 
 def branches(net: Net, x: Tensor) -> Tensor:
@@ -105,6 +132,8 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (through_a_list, [trace.DIRECT, trace.OPEN]),
         (through_numpy, [trace.DIRECT, trace.DYNAMO]),
         (counts_in_python, [trace.DIRECT, trace.OPEN, trace.DYNAMO]),
+        (padded, [trace.DIRECT, trace.OPEN, trace.DYNAMO]),
+        (checkpointed, [trace.DIRECT, trace.DYNAMO]),
     ],
 )
 def test_another_way_is_bitwise_eager_in_one_program(
@@ -124,6 +153,61 @@ def test_another_way_is_bitwise_eager_in_one_program(
             assert_close(mine.grad, theirs.grad, rtol=1e-6, atol=1e-6)
     assert torch.equal(ours.calls, torch.tensor(4.0)), "a buffer is replaced once per call"
     assert tried == expected and len(ours.variants) == 1
+
+
+def test_what_the_model_hands_through_stays_what_it_is() -> None:
+    model, x = Net(hands_through), batches()[0]
+    expected = Net(through_numpy)
+    expected.load_state_dict(model.state_dict())
+    loss, same, weight = fxshard.compile(model, world_size=2)(x)
+    assert torch.equal(loss, expected(x)) and torch.equal(same, x)
+    assert torch.equal(weight, expected.a.weight)
+
+
+def products(program: Program) -> list[bool]:
+    """Per matrix product of backward that forward has too, if it is made again."""
+    nodes = [n for n in program.phase("backward") if n.target is torch.ops.aten.addmm.default]
+    return [meta.get(node).again for node in nodes]
+
+
+def test_checkpoints_hold_in_a_graph_of_dynamo() -> None:
+    x = batches()[0]
+    own = fxshard.plan(Net(checkpointed), (x,), world_size=2).program
+    assert products(own) == [True], "backward needs what net.a gave, and not what net.b gave"
+    model = Net(through_numpy)
+    model.a = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 4))
+    option = fxshard.plan(model, (x,), world_size=2, units=["a"], checkpoint="full").program
+    assert [call.module for call in option.calls] == ["", "a", "a.0", "a.1", "a.2", "b"]
+    assert products(option) == [True], "of the first layer: the second one's has no reader inside"
+
+
+@pytest.mark.parametrize(
+    ("run", "said"), [(draws_by_python, "random"), (draws_by_numpy, "numpy.random")]
+)
+def test_numbers_from_outside_of_torch_are_refused_by_dynamo_s_way_too(
+    run: Forward, said: str
+) -> None:
+    state = random.getstate()
+    with pytest.raises(CaptureError, match=rf"Tried {trace.DYNAMO} too: .* draws from {said}:"):
+        fxshard.plan(Net(run), (batches()[0],), world_size=2)
+    assert random.getstate() == state
+
+
+def test_a_failed_capture_leaves_lists_as_they_were() -> None:
+    def keeps(net: Net, x: Tensor) -> Tensor:
+        net.seen.append(net.a(x))
+        return branches(net, x)
+
+    model = Net(keeps)
+    model.seen = []
+    with pytest.raises(CaptureError, match="branches"):
+        fxshard.plan(model, (batches()[0],), world_size=2)
+    assert model.seen == []
+
+
+def test_sparse_arguments_are_refused_by_name() -> None:
+    with pytest.raises(CaptureError, match=r"argument args\[0\] has the layout torch.sparse_coo"):
+        fxshard.plan(Net(masked), (batches()[0].to_sparse(),), world_size=2)
 
 
 def test_a_graph_of_dynamo_keeps_modules_and_names() -> None:
