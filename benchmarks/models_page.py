@@ -87,6 +87,7 @@ def measure(names: list[str] | None) -> None:
 
     Raises:
         ValueError: the last run was another day or elsewhere.
+        AssertionError: one is refused or taken against its row, or differs from eager or in bytes.
     """
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -99,7 +100,11 @@ def measure(names: list[str] | None) -> None:
             raise ValueError("the last run was on another day or machine, or of other versions")
         trials = last["trials"]
     for name in names or ARCHITECTURES:
-        done = trial.try_out(ARCHITECTURES[name], timed=True)
+        row = ARCHITECTURES[name]
+        done = trial.try_out(row, timed=True)
+        as_said = trial.matches(row, done.refusal) if row.refused else not done.refusal
+        if not as_said or done.worst > trial.CLOSE or done.memory_difference:
+            raise AssertionError(f"{name} is not what its row in the table says: {done}")
         print(f"{name}: {status(done)}", flush=True)
         trials[name] = dataclasses.asdict(done)
         write(RECORD, {"trials": {n: trials[n] for n in ARCHITECTURES if n in trials}})

@@ -72,7 +72,7 @@ def main() -> None:
     if RANK == 0:
         model.save_pretrained(args.out / "model", state_dict=weights)
         plain = transformers.AutoModelForCausalLM.from_pretrained(args.out / "model")
-        print(f"plain transformers: validation loss {evaluate(plain, held_out):.7f}", flush=True)
+        say(f"plain transformers: validation loss {evaluate(plain, held_out):.7f}")
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -146,7 +146,7 @@ def tell(text: str) -> None:
 
 def say(text: str) -> None:
     if RANK == 0:
-        print(text, flush=True)
+        print(f"{text}\n", end="", flush=True)
 
 
 def arguments() -> argparse.Namespace:

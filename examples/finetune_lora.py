@@ -73,7 +73,7 @@ def main() -> None:
         say(f"{args.out}: {args.out.stat().st_size:,} B, {len(adapters)} tensors")
         torch.manual_seed(0)
         plain = merged(build(), torch.load(args.out))
-        print(f"plain PyTorch, adapters added in: loss {plain(**batch).loss:.7f}", flush=True)
+        say(f"plain PyTorch, adapters added in: loss {plain(**batch).loss:.7f}")
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -153,7 +153,7 @@ def tell(text: str) -> None:
 
 def say(text: str) -> None:
     if RANK == 0:
-        print(text, flush=True)
+        print(f"{text}\n", end="", flush=True)
 
 
 def arguments() -> argparse.Namespace:

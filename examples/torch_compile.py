@@ -98,7 +98,7 @@ def tell(text: str) -> None:
 
 def say(*lines: str) -> None:
     if RANK == 0:
-        print(*lines, sep="\n", flush=True)
+        print("\n".join(lines) + "\n", end="", flush=True)
 
 
 def arguments() -> argparse.Namespace:

@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from fxshard import budget, compat, dynamo, reading, shapes, trace
 from fxshard.certificate import agreement
 from fxshard.config import Config
-from fxshard.errors import ConfigError
+from fxshard.errors import ConfigError, UnknownSizeError
 from fxshard.executor import Executor, TracedExecutor
 from fxshard.memory.compare import Validation, compare
+from fxshard.memory.report import MemoryReport
 from fxshard.memory.tracker import Tracker, WatchedWorld
 from fxshard.mesh import grid, mesh_of, world_for, world_over
 from fxshard.module import ShardedModule
@@ -224,11 +225,13 @@ def validate(
         loss: as for `plan`.
         numerics: also compare outputs, loss, gradients and buffers of a step with eager PyTorch:
             `Validation.numerics` says of each whether it is bitwise equal, close or wrong (see
-            `fxshard.numerics`). Takes two more copies of the model.
+            `fxshard.numerics`). Takes two more copies of the model. Where a size depends on the
+            data, that is all there is: `Validation.unknown` says why.
         **options: see `fxshard.config.Config`.
 
     Raises:
         ConfigError: a process group is initialised in this process, or a parameter has no data.
+        UnknownSizeError: a size depends on the data, and no `numerics` are asked for.
     """
     config = Config.from_options(options)
     replicas, shards = grid(world_size, config)
@@ -248,7 +251,24 @@ def validate(
     config.check_runs_on(trace.where_it_computes(module))
     workload = Workload(*(module, (args, kwargs), world_size, config, micro_batches, no_sync, loss))
     planned = _planned(workload)
-    config, report = planned.config, planned.memory
+    workload = dataclasses.replace(workload, config=planned.config)
+    try:
+        found = _bytes_beside(workload, planned.memory, (replicas, shards), steps)
+    except UnknownSizeError as error:
+        if not numerics:
+            raise
+        found = Validation([], [], 0, 0, unknown=str(error))
+    if numerics:
+        found.numerics = beside_eager(dataclasses.replace(workload, module=_plain_module(model)))
+    return found
+
+
+def _bytes_beside(
+    workload: Workload, report: MemoryReport, ranks: tuple[int, int], steps: int
+) -> Validation:
+    """What rank 0 of ``(replicas, shards)`` measures in `steps` steps, beside its report."""
+    module, config, micro_batches = workload.module, workload.config, workload.micro_batches
+    replicas, shards = ranks
     with torch.random.fork_rng(), compat.fake_process_group(0, replicas * shards):
         tracker = Tracker(offloaded=config.offload is not None)
         units = configured_units(module, config)
@@ -259,11 +279,7 @@ def validate(
 
         sharded = ShardedModule(module, units, world, config, make_executor)
         tracked_steps(sharded, workload, tracker, steps)
-    found = compare(report, split_steps(tracker.measured(), steps, micro_batches))
-    if numerics:
-        work = dataclasses.replace(workload, module=_plain_module(model), config=config)
-        found.numerics = beside_eager(work)
-    return found
+    return compare(report, split_steps(tracker.measured(), steps, micro_batches))
 
 
 def _planned(workload: Workload, observe: Observer | None = None) -> Plan:

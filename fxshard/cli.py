@@ -221,7 +221,8 @@ def validate(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_comparison(result), indent=2))
     else:
-        said = [(result if args.all else excerpt(result)).table(), result.summary()]
+        cells = [] if result.unknown else [(result if args.all else excerpt(result)).table()]
+        said = [*cells, result.summary()]
         if numerics is not None:
             if args.all or numerics.verdict != "bitwise":
                 top = None if args.all else NUMERICS_ROWS
@@ -229,7 +230,7 @@ def validate(args: argparse.Namespace) -> int:
             said.append(numerics.summary())
         print(*said, sep="\n\n")
     wrong = numerics is not None and numerics.verdict == "wrong"
-    return 1 if result.max_abs_difference or wrong else 0
+    return 1 if (not result.unknown and result.max_abs_difference) or wrong else 0
 
 
 def train(args: argparse.Namespace) -> int:
@@ -283,7 +284,8 @@ def _comparison(result: Validation) -> dict[str, Any]:
     numbers = result.numerics
     return {
         "schema": "fxshard.validation/1",
-        "max_abs_difference": result.max_abs_difference,
+        "unknown": result.unknown,
+        "max_abs_difference": None if result.unknown else result.max_abs_difference,
         "static_peak_bytes": result.static_peak_bytes,
         "measured_peak_bytes": result.measured_peak_bytes,
         "points": [

@@ -216,7 +216,7 @@ class ShardedModule(FsdpMethods):
         Raises:
             RankMismatchError: another rank ran another program, though all know both.
         """
-        if isinstance(self.world, C10dWorld):
+        if isinstance(self.world, C10dWorld) and variant.communicates:
             self.world.run_call(variant.digest, self._agreed)
 
     def refuse_alike(self, error: FxshardError) -> None:

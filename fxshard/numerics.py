@@ -256,9 +256,11 @@ def _judged(row: Difference, eager: Seen, exact: Seen | None) -> Difference:
     key = (row.kind, row.name)
     if row.verdict != "wrong" or exact is None or key not in exact or math.isinf(row.max_abs):
         return row
-    error = largest_difference(eager[key], exact[key])
+    error, scale = largest_difference(eager[key], exact[key]), largest_value(eager[key])
     note = f"eager is {error:.1e} from fp64"
-    verdict = "close" if row.max_abs <= FACTOR * error else "wrong"
+    # Half of the value is no rounding, unless eager's value is itself nothing else.
+    allowed = FACTOR * error if error >= scale / 2 else min(FACTOR * error, scale / 2)
+    verdict = "close" if row.max_abs <= allowed else "wrong"
     return dataclasses.replace(row, verdict=verdict, note=note)
 
 

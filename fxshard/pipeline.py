@@ -101,7 +101,10 @@ def passes_of(config: Config) -> Sequence[Pass]:
         return default_passes(config) if config.passes is None else config.passes
     made = config.passes(default_passes(config))
     if not isinstance(made, Sequence) or not all(hasattr(step, "apply") for step in made):
-        raise ConfigError(f"the function passes={config.passes!r} returned no list of passes.")
+        raise ConfigError(
+            f"the function passes={config.passes!r} returned {made!r}: expected a list of passes. "
+            f"Return one, such as passes=lambda default: [*default, Mine()]."
+        )
     return made
 
 

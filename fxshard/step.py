@@ -89,15 +89,14 @@ class Step(torch.autograd.Function):
                     f"{what!r} was changed in place between a forward and its backward, which "
                     f"reads it. Call backward first (before optimizer.step()), or change a copy."
                 )
-        exposed, ctx.exposed = ctx.exposed, None
-        for tensor, before in exposed:
-            if compat.version(tensor) != before:
-                raise StepError(
-                    f"an output of {type(call.module.original).__name__}, of shape "
-                    f"{list(tensor.shape)}, was changed in place between a forward and its "
-                    f"backward, which reads it. Change a copy: y = y.clone()."
-                )
-        exposed.clear()
+        changed = [list(t.shape) for t, before in ctx.exposed if compat.version(t) != before]
+        if changed:
+            raise StepError(
+                f"an output of {type(call.module.original).__name__}, of shape {changed[0]}, was "
+                f"changed in place between a forward and its backward, which reads it. Change a "
+                f"copy: y = y.clone()."
+            )
+        ctx.exposed = None  # they die behind their last readers
         tangents: dict[str | None, Tensor] = {}
         for node in call.variant.executor.backward_inputs:
             if meta.get(node).role == "tangent":

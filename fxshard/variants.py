@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxshard import compat, meta, shapes
+from fxshard import compat, meta, ops, shapes
 from fxshard.certificate import agreement, digest
 from fxshard.compat import TreeSpec
 from fxshard.executor import Executor
@@ -129,6 +129,11 @@ class Variant:
     def digest(self) -> str:
         """Of what all ranks must have alike."""
         return digest(agreement(self.program))
+
+    @functools.cached_property
+    def communicates(self) -> bool:
+        """True if it has collectives."""
+        return any(node.target in ops.COLLECTIVES for node in self.program.graph.nodes)
 
     @functools.cached_property
     def written(self) -> frozenset[tuple[str, str | None]]:

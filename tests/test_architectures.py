@@ -53,6 +53,11 @@ def test_the_comparison_sees_what_differs() -> None:
     off = small | {"gradient of b": 1.1e-5 * one}
     assert trial.differences(small, off)[:2] == (False, pytest.approx(0.1, rel=1e-2))
     assert trial.differences(theirs | {"loss": zero}, theirs)[:2] == (False, float("inf"))
+    mask = theirs | {"buffer mask": torch.tensor([float("inf"), 1, 2])}
+    off = mask | {"buffer mask": torch.tensor([float("inf"), 1, 5])}
+    assert trial.differences(mask, off)[:2] == (False, 1.5)
+    off = mask | {"buffer mask": torch.tensor([3.0, 1, 2])}
+    assert trial.differences(mask, off)[:2] == (False, float("inf"))
     for wrong in (None, one * torch.nan, one.double(), torch.ones(4)):
         with pytest.raises(AssertionError, match="gradient of a"):
             trial.differences(theirs, theirs | {"gradient of a": wrong})

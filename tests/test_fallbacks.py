@@ -232,6 +232,16 @@ def test_sizes_from_data_are_named_where_bytes_are_asked_for() -> None:
             ask()
 
 
+def test_numbers_are_compared_where_bytes_are_not_known() -> None:
+    found = fxshard.validate(Net(chosen_rows), (batches()[0],), world_size=2, numerics=True)
+    assert found.numerics is not None and found.numerics.verdict == "bitwise"
+    assert not found.cells and "size of nonzero" in found.unknown and "nonzero" in found.summary()
+    with pytest.raises(UnknownSizeError, match="size of nonzero"):
+        _ = found.max_abs_difference
+    with pytest.raises(UnknownSizeError):
+        fxshard.validate(Net(chosen_rows), (batches()[0],), world_size=2)
+
+
 @pytest.mark.parametrize("run", [branches, loops])
 def test_all_reasons_are_told_with_the_line(run: Forward) -> None:
     model = Net(run)

@@ -283,6 +283,14 @@ def test_a_fault_under_bf16_is_wrong() -> None:
     assert [row.name for row in found.of("wrong")] == ["head.bias"]
 
 
+@pytest.mark.parametrize("factor", [0.0, -1.0, 2.0])
+def test_a_gradient_lost_or_negated_under_bf16_is_wrong(factor: float) -> None:
+    """Eager's own is 40% from fp64: half of the value is no rounding all the same."""
+    name = "blocks.1.gain"
+    found = broken(name, aten.mul.Tensor, (factor,), mixed_precision=BF16)
+    assert name in [row.name for row in found.of("wrong")]
+
+
 class OtherWhenTraced(nn.Module):
     """What a trace cannot see: state outside of the module that changes."""
 

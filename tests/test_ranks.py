@@ -130,6 +130,35 @@ def test_a_call_that_one_rank_refuses_fails_on_all(hasty: Any) -> None:
     assert "it has 'refused: CaptureError: Net cannot be traced" in found[1][0]
 
 
+def evaluated_by_one(rank: int, world_size: int) -> str:
+    model = fxshard.compile(built("mlp13"), strategy="no_shard")
+    args, _ = MODELS["mlp13"].batch(0, 0)
+
+    def train() -> None:
+        model(*args).sum().backward()
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(*args)
+
+    def all_of_it() -> None:
+        train()
+        evaluate()
+        for _ in range(10 if rank == 0 else 0):
+            evaluate()
+        for _ in range(3):
+            train()
+        with torch.autocast("cpu", torch.bfloat16):  # all make a program, in the same call
+            train()
+
+    return told(all_of_it)
+
+
+def test_one_rank_may_make_calls_without_collectives(ranks: Any) -> None:
+    """Nothing is sharded, so that forward alone has none."""
+    assert ranks(2).run(evaluated_by_one) == ["no error"] * 2
+
+
 # -- ranks that die -------------------------------------------------------------------------------
 
 

@@ -333,6 +333,15 @@ def test_more_programs_than_allowed_are_refused_with_the_list() -> None:
         fxshard.compile(Layers(), world_size=2, max_variants=0)
 
 
+def test_the_condition_that_a_call_breaks_is_told() -> None:
+    _, ours = pair(Layers(most=6), max_variants=2)
+    for size in (4, 5):  # the second program is for at most 6 rows
+        ours(rows(size, 8))
+    holds = r"is \[8, 8\], was \[5, 8\] \(the program holds for .*<= 6 only \(.*test_shapes"
+    with pytest.raises(StepError, match=holds):
+        ours(rows(8, 8))
+
+
 def test_each_program_is_announced_once_with_its_reason(
     caplog: Any, capsys: Any, monkeypatch: Any
 ) -> None:
@@ -415,16 +424,40 @@ def ways_apart(rank: int, world_size: int) -> list[str]:
     torch.manual_seed(0)
     model = fxshard.compile(Ways())
     told_of = []
-    for way in (0, 1, 0, rank, 0):
+    for way in (0, 1, 0, int(rank == world_size - 1), 0):
         told_of.append(told(lambda way=way: model(rows(4, 8), way).backward()))
     return told_of
 
 
-def test_ranks_that_go_other_known_ways_are_told_in_the_next_call(ranks: Any) -> None:
+def test_ranks_that_go_other_known_ways_are_told_in_the_next_call(hasty: Any) -> None:
     """Nothing of it shows in the sizes of collectives: they would go on with mixed numbers."""
-    for rank, found in enumerate(ranks(2).run(ways_apart)):
+    for rank, found in enumerate(hasty(2).run(ways_apart)):
         assert found[:4] == ["no error"] * 4
         assert found[4].startswith(
             f"RankMismatchError: in the last call rank {1 - rank} ran another program than"
         )
         assert f"it has 'input args[1]: {1 - rank}', here it is 'input args[1]: {rank}'" in found[4]
+
+
+def test_a_rank_that_went_the_way_of_the_next_is_told_too(hasty: Any) -> None:
+    """Rank 0 and rank 1 went alike: rank 0 sees no difference, but that the others leave."""
+    found = hasty(3).run(ways_apart)
+    assert all(each[:4] == ["no error"] * 4 for each in found)
+    assert all(each[4].startswith("RankMismatchError: ") for each in found)
+    assert "in the last call rank 2 ran another program than rank 1" in found[1][4]
+    assert "in the last call rank 0 ran another program than rank 2" in found[2][4]
+    assert "rank 1 ran another program than rank 2 in the last call" in found[0][4]
+
+
+def one_program_too_many(rank: int, world_size: int) -> list[str]:
+    torch.manual_seed(0)
+    model = fxshard.compile(Layers(), dynamic=False, max_variants=2)
+    sizes = [(3, 4, 5), (3, 6, 7)][rank]
+    return [told(lambda size=size: model(rows(size, 8)).backward()) for size in sizes]
+
+
+def test_a_call_that_all_refuse_for_sizes_of_their_own_has_one_reason(ranks: Any) -> None:
+    for found, size in zip(ranks(2).run(one_program_too_many), (5, 7), strict=True):
+        assert found[:2] == ["no error"] * 2
+        assert found[2].startswith("StepError: this call needs one more program: args[0] is")
+        assert f"[{size}, 8]" in found[2]

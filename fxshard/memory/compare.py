@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tabulate import tabulate
 
+from fxshard.errors import UnknownSizeError
 from fxshard.memory.category import CATEGORIES, Category, Matrix, State
 from fxshard.memory.ledger import PhaseBytes
 from fxshard.memory.report import MemoryReport
@@ -53,6 +54,7 @@ class Validation:
             categories)``: finer than cells.
         static_peak_bytes, measured_peak_bytes: largest over forward and backward of all steps.
         numerics: loss, gradients and buffers beside eager's, if they were asked for.
+        unknown: why bytes cannot be predicted; "" if they are compared. Nothing is, otherwise.
     """
 
     cells: list[Cell]
@@ -60,10 +62,17 @@ class Validation:
     static_peak_bytes: int
     measured_peak_bytes: int
     numerics: Numerics | None = None
+    unknown: str = ""
 
     @property
     def max_abs_difference(self) -> int:
-        """Largest difference in any cell or at any point, in bytes. 0 is the claim."""
+        """Largest difference in any cell or at any point, in bytes. 0 is the claim.
+
+        Raises:
+            UnknownSizeError: nothing is predicted: a size depends on the data.
+        """
+        if self.unknown:
+            raise UnknownSizeError(self.unknown)
         cells = (abs(cell.difference) for cell in self.cells)
         return max([*cells, *(difference for *_, difference in self.points)], default=0)
 
@@ -94,6 +103,8 @@ class Validation:
 
     def summary(self) -> str:
         """One sentence."""
+        if self.unknown:
+            return f"Bytes are not compared: {self.unknown}"
         return (
             f"{len(self.cells):,} cells (module x state x category) and every point of "
             f"{len(self.points)} phases compared: largest difference "

@@ -246,19 +246,22 @@ class C10dWorld:
                 "this rank has left the process group, after it would have done something else "
                 "than the other ranks: start again from the last checkpoint."
             )
-        self._calls += 1
 
     def run_call(self, digest: str, known: Mapping[str, Sequence[str]]) -> None:
-        """The call runs a program that all ranks agree on (see `Peers.note_call`)."""
+        """The call runs a program with collectives that all agree on (see `Peers.note_call`).
+
+        Calls without any are not counted: ranks may make as many as they like.
+        """
+        self._calls += 1
         for peers in self._everyone:
-            peers.note_call(self._calls, digest, known)
+            peers.note_call(self._calls, digest, known, self._leave)
 
     def agree(
         self, lines: Sequence[str], what: str, before: Collection[Sequence[str]] = ()
     ) -> None:
         """Compare `lines` over all ranks of the mesh; all raise, or none (see `Peers.agree`)."""
         for peers in self._everyone:
-            peers.agree(lines, what, self._leave, self._calls if before else 0, before)
+            peers.agree(lines, what, self._leave, self._calls + 1 if before else 0, before)
 
     def _leave(self) -> None:
         """Close the connections of this rank: others that wait for it in a collective fail now.

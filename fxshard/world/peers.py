@@ -36,7 +36,13 @@ class Peers:
             self._calls = f"calls/{number}"
         self._last: str | None = None  # digest of what this rank ran last
 
-    def note_call(self, number: int, digest: str, known: Mapping[str, Sequence[str]]) -> None:
+    def note_call(
+        self,
+        number: int,
+        digest: str,
+        known: Mapping[str, Sequence[str]],
+        leave: Callable[[], None],
+    ) -> None:
         """Say which program this rank runs in its call `number`, a message without an answer.
 
         If there are several that all know, look what the next rank ran in the call before: ranks
@@ -47,6 +53,8 @@ class Peers:
             number: of the call.
             digest: of the program, a key of `known`.
             known: what all ranks have agreed on, by digest.
+            leave: closes the connections of this rank, so that those fail too whose next rank ran
+                what they ran.
 
         Raises:
             RankMismatchError: it was another program.
@@ -57,7 +65,10 @@ class Peers:
         if len(known) > 1 and self._last is not None:
             theirs = self._told(self._slot(number - 1), other).partition(" ")
             if theirs[0] == str(number - 1) and theirs[2] != self._last:
-                raise RankMismatchError(self._mixed(other, known[theirs[2]], known[self._last]))
+                mixed = self._mixed(other, *(known.get(d, (d,)) for d in (theirs[2], self._last)))
+                self.note_reason(f"ran another program than {self._name(other)} in the last call")
+                leave()
+                raise RankMismatchError(mixed)
         store = compat.group_store(self.group)
         store.set(f"fxshard/{self._slot(number)}/{self.rank}", f"{number} {digest}")
         self._last = digest
@@ -187,10 +198,10 @@ class Peers:
         if store.check([f"{base}/failed"]):
             return True
         other = (self.rank + 1) % self.size
-        if store.check([f"{base}/asked/{other}"]):
-            return False
-        ahead = bool(call) and self._call_of(other) >= call
-        return ahead or census.is_dead(self._told("identity", other)) is True
+        wrong = bool(call) and self._call_of(other) >= call
+        wrong = wrong or census.is_dead(self._told("identity", other)) is True
+        # Read last: a rank asks before it notes its call.
+        return wrong and not store.check([f"{base}/asked/{other}"])
 
     def _failure(
         self,

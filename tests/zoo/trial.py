@@ -15,6 +15,7 @@ import fxshard
 from fxshard import trace
 from fxshard.config import Config
 from fxshard.errors import FxshardError, UnknownSizeError
+from fxshard.numerics import largest_difference, largest_value
 from fxshard.units import configured_units
 from tests.zoo import built, output_loss
 from tests.zoo.architectures import Architecture
@@ -147,7 +148,7 @@ def differences(theirs: Values, ours: Values) -> tuple[bool, float, int]:
     """Whether all are equal bit by bit, the largest relative difference, how many were compared."""
     assert theirs.keys() == ours.keys()
     gradients = [v for name, v in theirs.items() if name.startswith("gradient") and v is not None]
-    steepest = max(map(_largest, gradients))
+    steepest = max(map(largest_value, gradients))
     bitwise, worst, compared = True, 0.0, 0
     for name, value in theirs.items():
         other = ours[name]
@@ -161,15 +162,12 @@ def differences(theirs: Values, ours: Values) -> tuple[bool, float, int]:
             continue
         bitwise = False
         assert value.is_floating_point() or value.is_complex(), f"{name} counts otherwise"
-        scale = _largest(value)
+        scale = largest_value(value)
         if name.startswith("gradient") and scale < CLOSE * steepest:
             scale = steepest
-        worst = max(worst, _largest(value - other) / scale if scale else float("inf"))
+        off = largest_difference(other, value)
+        worst = max(worst, off / scale if scale else float("inf"))
     return bitwise, worst, compared
-
-
-def _largest(value: Tensor) -> float:
-    return float(value.abs().max()) if value.numel() else 0.0
 
 
 def _timed(function: Callable[[], T]) -> tuple[T, float]:
