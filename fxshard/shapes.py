@@ -30,6 +30,7 @@ Symbols = Mapping[str, tuple[Place, ...]]  # name of a size -> where the call ha
 Sizes = tuple[tuple[int, ...] | int | None, ...]  # per leaf: of a tensor, an int, anything else
 Layout = tuple[tuple[str, ...], tuple[str, ...]]  # sizes and strides of a tensor, as expressions
 
+FIXED = "a size that the program has as a number is another in this call"
 OF_A_TENSOR = (aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default)
 ASSERTS = (
     *(aten._assert_scalar.default, aten.sym_constrain_range.default),
@@ -63,7 +64,7 @@ class Domain:
                 return f"{name} has one size in the program, and {sorted(found)} in this call"
             values[self.symbols[name]] = found.pop()
         if _without(sizes, self.places) != _without(self.example, self.places):
-            return "a size that the program has as a number is another in this call"
+            return FIXED
         for condition, where in self.conditions:
             if condition.xreplace(values) != sympy.true:
                 return f"the program holds for {self.said(condition)} only ({where})"

@@ -114,11 +114,12 @@ class Variant:
         return self._holds[kind.sizes]
 
     def held_back(self, kind: Kind) -> str:
-        """Why a call that differs in sizes alone does not run this program, in brackets; or ""."""
+        """Why open sizes of this program do not serve a call of the same kind; "" if none do."""
         domain = self.program.domain
         if domain is None or dataclasses.replace(kind, sizes=self.kind.sizes) != self.kind:
             return ""
-        return f" ({domain.refusal(kind.sizes)})"
+        said = domain.refusal(kind.sizes)
+        return "" if said in (None, shapes.FIXED) else f" ({said})"
 
     @property
     def program(self) -> Program:
@@ -158,10 +159,10 @@ def reason_for(kind: Kind, known: Iterable[Variant]) -> str:
     """
     nearest, best = None, "the first call"
     for variant in known:
-        text = kind.differs_in(variant.kind)
-        near = (text.count(";"), variant.program.domain is None)
+        text, held = kind.differs_in(variant.kind), variant.held_back(kind)
+        near = (text.count(";"), not held)
         if nearest is None or near < nearest:
-            nearest, best = near, text + variant.held_back(kind)
+            nearest, best = near, text + held
     return best
 
 
