@@ -174,7 +174,7 @@ def test_close_where_divisions_round() -> None:
 
 
 def test_the_tolerance_is_that_of_the_coarsest_dtype() -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.float16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
     found = of_zoo("mlp13", world_size=3, mixed_precision=policy)
     assert found.verdict == "close", found.table(only_different=True)
     farthest = max(row.max_rel for row in found.rows)

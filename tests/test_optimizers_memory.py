@@ -44,7 +44,7 @@ REFUSED = {
     "Adafactor": "reads the value of a tensor that depends on parameters",
     "LBFGS": "closure",
     "Muon": "only supports 2D parameters",
-    "Rprop": "calls aten.index_put_ on sharded parameters",
+    "Rprop": r"calls aten\.(index_put_|masked_fill_\.Scalar) on sharded parameters",
     "SparseAdam": "sparse gradients only",
 }
 CLASSES = {

@@ -546,6 +546,7 @@ def browse() -> Iterator[Any]:
         page = browser.new_page(viewport={"width": 1500, "height": 1200})
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))
+        page.set_default_timeout(120_000)  # ms; a page of three libraries on a busy machine
         page.route("**/*", route)
 
         def opened(memory: MemoryReport, folder: Path, **options: Any) -> Page:
