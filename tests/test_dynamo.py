@@ -425,9 +425,9 @@ def routed(rank: int, world_size: int) -> list[str]:
     return found
 
 
-def test_ranks_that_take_other_branches_are_told_in_the_next_call(ranks: Any) -> None:
+def test_ranks_that_take_other_branches_are_told_in_the_next_call(hasty: Any) -> None:
     """Both branches are known to all, and gather as many bytes: the numbers would mix."""
-    for rank, told in enumerate(ranks(2).run(routed)):
+    for rank, told in enumerate(hasty(2).run(routed)):
         assert told[:4] == [""] * 4
         assert f"in the last call rank {1 - rank} ran another program" in told[4]
         assert "near.weight" in told[4] and "far.weight" in told[4]
