@@ -214,10 +214,23 @@ def _serve(
             except EOFError:
                 break
             fn, args = pickle.loads(job)
+            _forget_groups()
             connection.send_bytes(pickle.dumps(fn(rank, world_size, *args)))
     except BaseException:
         connection.send_bytes(pickle.dumps(Failure(traceback.format_exc())))
     os._exit(1)
+
+
+def _forget_groups() -> None:
+    """Destroy what groups the job before has made: all ranks have answered it.
+
+    Three threads of each group would go on for ever, and one of them wakes a hundred times a second.
+    """
+    import torch.distributed as dist
+
+    made = dist.distributed_c10d._world.pg_map
+    for group in [group for group in made if group is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
 
 
 def told(action: Callable[[], Any]) -> str:
