@@ -192,7 +192,7 @@ def test_a_function_makes_the_pipeline_of_the_default_one() -> None:
     assert "insert-step" in given and plan.program.forward_prefetch == 3
     names = " ".join(str(node.target) for node in plan.program.phase("forward"))
     assert "sigmoid" in names and "tanh" not in names
-    with pytest.raises(ConfigError, match=r"the function passes=.* returned no list of passes"):
+    with pytest.raises(ConfigError, match=r"the function passes=.* expected a list of passes"):
         fxshard.plan(graphs.Chain(), (torch.randn(2, 4),), world_size=2, passes=lambda p: None)
 
 
