@@ -224,7 +224,7 @@ def _serve(
 def _forget_groups() -> None:
     """Destroy what groups the job before has made: all ranks have answered it.
 
-    Three threads of each group would go on for ever, and one of them wakes a hundred times a second.
+    Three threads of each would go on for ever, and one of them wakes a hundred times a second.
     """
     import torch.distributed as dist
 
