@@ -26,8 +26,12 @@ _context.set_forkserver_preload(
         "torch.distributed.fsdp",
         "torch.distributed.tensor",
         "transformers.models.llama.modeling_llama",
+        "fxshard",
     ]
 )
+# Each process group of gloo has three threads, one of which wakes a hundred times a second, and
+# most tests leave theirs: what they made meshes of may be in DTensor's caches.
+MOST_THREADS = 64
 START_TIMEOUT_S = 60  # a cold start imports torch and transformers
 LOG_CHARACTERS = 8_000  # of a dead rank's stderr in its failure; as many again from a fatal signal
 
@@ -48,7 +52,7 @@ class Ranks:
     """`world_size` processes in one gloo process group over loopback; started at first use.
 
     The pool survives a good run. After a failure its process group is in no known state, so all
-    ranks are killed, and started afresh at next use.
+    ranks are killed, and started afresh at next use; also when they have gathered too many threads.
     """
 
     def __init__(self, world_size: int, timeout_s: float = 30) -> None:
@@ -99,7 +103,10 @@ class Ranks:
     def _start(self) -> None:
         """Start the ranks and wait until their process group is up."""
         if self._processes:
-            return
+            tasks = Path("/proc", str(self._processes[0].pid), "task")
+            if not tasks.exists() or len(list(tasks.iterdir())) <= MOST_THREADS:
+                return
+            self.close()
         self._scratch = tempfile.TemporaryDirectory(prefix="ranks-")
         for rank in range(self.world_size):
             ours, theirs = _context.Pipe()
@@ -214,23 +221,10 @@ def _serve(
             except EOFError:
                 break
             fn, args = pickle.loads(job)
-            _forget_groups()
             connection.send_bytes(pickle.dumps(fn(rank, world_size, *args)))
     except BaseException:
         connection.send_bytes(pickle.dumps(Failure(traceback.format_exc())))
     os._exit(1)
-
-
-def _forget_groups() -> None:
-    """Destroy what groups the job before has made: all ranks have answered it.
-
-    Three threads of each would go on for ever, and one of them wakes a hundred times a second.
-    """
-    import torch.distributed as dist
-
-    made = dist.distributed_c10d._world.pg_map
-    for group in [group for group in made if group is not dist.group.WORLD]:
-        dist.destroy_process_group(group)
 
 
 def told(action: Callable[[], Any]) -> str:
