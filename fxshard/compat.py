@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import re
 import warnings
@@ -216,8 +217,10 @@ def _recurrent_as_in_eager() -> Iterator[None]:
 def _upsampling_whole() -> Iterator[None]:
     """Trace ``interpolate`` as the kernels that eager runs.
 
-    Torch traces it as dozens of index operators and sums, which save more and round otherwise.
-    (torch/_decomp/decompositions.py, ``py_impl`` of ``upsample_*``; `OpOverload.py_kernels`)
+    Torch traces it as dozens of index operators and sums, which save more and round otherwise; and
+    in C++ the size of the result is computed from plain numbers, which would fix open sizes.
+    (torch/_decomp/decompositions.py, ``py_impl`` of ``upsample_*``; `OpOverload.py_kernels`;
+    ATen/native/UpSample.cpp, ``compute_output_size``)
     """
     names = [name for name in dir(torch.ops.aten) if name.startswith(("upsample", "_upsample"))]
     packets = [getattr(torch.ops.aten, name) for name in names]
@@ -227,11 +230,26 @@ def _upsampling_whole() -> Iterator[None]:
         for overload, _ in before:
             overload.py_kernels.clear()
             overload._dispatch_cache.clear()
+        for packet in packets:
+            if "vec" in packet.overloads():
+                key = torch._C.DispatchKey.CompositeImplicitAutograd
+                packet.vec.py_kernels[key] = functools.partial(_upsampled, packet)
         yield
     finally:
         for overload, kernels in before:
+            overload.py_kernels.clear()
             overload.py_kernels.update(kernels)
             overload._dispatch_cache.clear()
+
+
+def _upsampled(packet: Any, image: torch.Tensor, size: Any, *rest: Any) -> Any:
+    """``upsample_*.vec`` by the operator that takes the size of the result.
+
+    Args: `rest`: flags such as ``align_corners``, and the factors in place of `size`.
+    """
+    *flags, factors = rest
+    size = _decompositions.upsample_compute_output_size(image.size(), size, factors)
+    return packet.default(image, size, *flags, *(factors or [None] * len(size)))
 
 
 _AS_ON_CPU = {torch.ops.aten.native_dropout_backward.default: _dropout_backward}

@@ -233,7 +233,7 @@ class Trace:
                 found.setdefault(sympy.Eq(symbol, known), "the model made it so")
             else:
                 least = self.env.var_to_range[symbol].lower
-                found.setdefault(sympy.Ge(symbol, least), "smaller sizes broadcast, or are refused")
+                found.setdefault(sympy.Ge(symbol, least), "smaller ones go another way")
         for guard in self.env.guards:
             if guard.expr.free_symbols <= given:
                 found.setdefault(guard.expr, f"asked at {guard.sloc}")

@@ -65,12 +65,44 @@ RULES: dict[Any, Rule] = {
 }
 
 
+def upsampled(args: tuple[Any, ...]) -> Tensor:
+    """Of an image and the size that it gets: ``[N, C, *size]``, in the image's memory format."""
+    image, size = args[:2]
+    return _in_format_of(image, (*image.shape[:2], *size))
+
+
+def upsampled_backward(args: tuple[Any, ...]) -> Tensor:
+    """Of a gradient, its size and the shape of the image: that shape, in the gradient's format."""
+    return _in_format_of(args[0], args[2])
+
+
+def _in_format_of(image: Tensor, shape: Sequence[Any]) -> Tensor:
+    """Source: the meta functions in ATen/native/UpSample*.cpp, ``suggest_memory_format``."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(image.dim())
+    is_last = (
+        last is not None and not image.is_contiguous() and image.is_contiguous(memory_format=last)
+    )
+    kept = last if is_last and last is not None else torch.contiguous_format
+    return torch.empty(shape, dtype=image.dtype, device=image.device, memory_format=kept)
+
+
+# Where torch's own meta functions take plain numbers alone, and make constants of open sizes.
+OPEN: dict[Any, Rule] = {
+    getattr(aten, name).default: upsampled_backward if name.endswith("_backward") else upsampled
+    for name in dir(aten)
+    if name.startswith(("upsample_", "_upsample_"))
+}
+
+
 class KernelFakeMode(FakeTensorMode):
     """Fake tensors with the strides that kernels give."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func in OPEN and any(isinstance(n, torch.SymInt) for n in (*args[0].shape, *args[1])):
+            with self:
+                return OPEN[func](args)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func not in RULES or not isinstance(result, Tensor):
             return result

@@ -113,7 +113,8 @@ def test_ten_lengths_train_as_eager_in_two_programs(name: str) -> None:
             optimizer.zero_grad()
     for mine, theirs in zip(ours.parameters(), eager.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-    assert len(ours.variants) == 2
+    # The length 3 does not fill the window of 4 that gemma3's attention slides: another way.
+    assert len(ours.variants) == (3 if name == "gemma3" else 2)
 
 
 def test_other_lengths_leave_nothing_behind() -> None:
@@ -206,6 +207,26 @@ def test_sizes_are_computed_as_python_computes_them() -> None:
     for size in (3, 5, 6, 11):
         assert_step_as_eager(eager, ours, rows(4, size))
     assert len(ours.variants) == 2
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+def test_sizes_of_images_stay_open_where_they_are_interpolated(mode: str) -> None:
+    class Enlarges(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(2, 2, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = nn.functional.interpolate(self.conv(x), scale_factor=2, mode=mode)
+            return (self.conv(y) * y).sum()
+
+    eager, ours = pair(Enlarges())
+    for size in (2, 3, 5, 4):
+        assert_step_as_eager(eager, ours, rows(size, 2, 4, 4))
+    images = rows(6, 2, 4, 4).contiguous(memory_format=torch.channels_last)
+    assert_step_as_eager(eager, ours, images)
+    kinds = [variant.program.domain for variant in ours.variants.values()]
+    assert len(kinds) == 3 and kinds[1] is not None and kinds[1].free == ("args[0].shape[0]",)
 
 
 def test_buffers_of_other_shapes_or_dtypes_get_programs_of_their_own() -> None:
