@@ -225,8 +225,12 @@ def test_sizes_of_images_stay_open_where_they_are_interpolated(mode: str) -> Non
         assert_step_as_eager(eager, ours, rows(size, 2, 4, 4))
     images = rows(6, 2, 4, 4).contiguous(memory_format=torch.channels_last)
     assert_step_as_eager(eager, ours, images)
-    kinds = [variant.program.domain for variant in ours.variants.values()]
-    assert len(kinds) == 3 and kinds[1] is not None and kinds[1].free == ("args[0].shape[0]",)
+    domains = [variant.program.domain for variant in ours.variants.values()]
+    if mode != "nearest" and torch.__version__.startswith("2.11."):
+        # its autograd hands the backward of these a list that it then refuses ("Expected IntList")
+        assert domains == [None] * 5, "a program for each size, all of them right"
+    else:
+        assert len(domains) == 3 and domains[1].free == ("args[0].shape[0]",)
 
 
 def test_buffers_of_other_shapes_or_dtypes_get_programs_of_their_own() -> None:
