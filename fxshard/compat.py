@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import sympy
 import torch
 import torch._decomp.decompositions as _decompositions
 import torch._functorch._aot_autograd.descriptors as _desc
@@ -564,6 +565,42 @@ def symbolic_size(env: ShapeEnv, name: str, example: int) -> torch.SymInt:
 def expression(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> Any:
     """The sympy expression behind a symbolic number."""
     return value.node.expr
+
+
+def in_sympy(expression: sympy.Basic) -> sympy.Basic:
+    """`expression` with sympy's own functions in place of those of torch/utils/_sympy/functions.py.
+
+    Of sizes, which are not negative: there truncation is a floor.
+    """
+    if not expression.args:
+        return expression
+    args = tuple(map(in_sympy, expression.args))
+    made = _OF_SYMPY.get(type(expression).__name__)
+    if made is not None and type(expression).__module__.startswith("torch."):
+        return made(*args)
+    return expression if args == expression.args else expression.func(*args)
+
+
+_OF_SYMPY: dict[str, Callable[..., sympy.Basic]] = {
+    "FloorDiv": lambda a, b: sympy.floor(a / b),
+    "CeilDiv": lambda a, b: sympy.ceiling(a / b),
+    "CleanDiv": lambda a, b: a / b,
+    "IntTrueDiv": lambda a, b: a / b,
+    "FloatTrueDiv": lambda a, b: a / b,
+    "CeilToInt": sympy.ceiling,
+    "FloorToInt": sympy.floor,
+    "TruncToInt": sympy.floor,
+    "ToFloat": lambda a: a,
+    "Identity": lambda a: a,
+    "Mod": sympy.Mod,
+    "PythonMod": sympy.Mod,
+    "ModularIndexing": lambda base, divisor, modulus: sympy.Mod(
+        sympy.floor(base / divisor), modulus
+    ),
+    "Max": sympy.Max,
+    "Min": sympy.Min,
+    "PowByNatural": lambda a, b: a**b,
+}
 
 
 def boxed(given: tuple[Any, ...]) -> list[torch.Tensor | None]:

@@ -112,6 +112,40 @@ class Precision:
         )
 
 
+class SizeName(str):
+    """Name of an open size that was a ``torch.export.Dim``.
+
+    Attributes:
+        least, most: its bounds.
+    """
+
+    least: int
+    most: float
+
+    @classmethod
+    def of(cls, given: Any) -> str:
+        """The name that the user gave, or that of a ``Dim``."""
+        if isinstance(given, str):
+            return given
+        name = cls(given.__name__)
+        name.least, name.most = max(int(given.min), 1), float(given.max)
+        return name
+
+
+def _named_sizes(given: Any) -> dict[str, tuple[tuple[str, int], ...]]:
+    """``dynamic`` as names of sizes and where a call has them, however it is written."""
+    found: dict[str, list[tuple[str, int]]] = {}
+    for key, places in given.items():
+        if isinstance(places, Mapping):  # argument -> dimension -> Dim, as torch.export has it
+            for dim, name in places.items():
+                if name is not None:
+                    found.setdefault(SizeName.of(name), []).append((str(key), int(dim)))
+        else:
+            name = SizeName.of(key)
+            found.setdefault(name, []).extend((str(argument), int(dim)) for argument, dim in places)
+    return {name: tuple(places) for name, places in found.items()}
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Options of `plan`, `compile` and `validate`. Immutable; unknown names or values are refused.
@@ -174,7 +208,9 @@ class Config:
             sizes too. None: those that turn out to differ between calls; False: none; or names for
             dimensions, ``{"seq": [("input_ids", 1), ("labels", 1)]}``, which are open from the
             first call on (dimensions under one name have one size), besides those that turn out to
-            differ. With ``backend="inductor"``, none: each size is compiled for.
+            differ. A name may be a ``torch.export.Dim``; so may be written, as torch.export has it,
+            ``{"input_ids": {1: Dim("seq")}}``; formulas hold within its bounds. With
+            ``backend="inductor"``, none: each size is compiled for.
         max_variants: how many programs a model may get, for calls that no earlier one serves.
         device: None: plan for the device that the model is on. ``"cuda"`` (or torch's device of
             that type): `plan` for one on a machine without it (see docs/cuda.md).
@@ -323,6 +359,12 @@ class Config:
                 f"{self.device!r}."
             )
 
+    @property
+    def bounds(self) -> dict[str, tuple[int, float]]:
+        """The least and the largest size of each name of ``dynamic`` that was a ``Dim``."""
+        names = [name for name in self.dynamic or () if isinstance(name, SizeName)]
+        return {name: (name.least, name.most) for name in names}
+
     def _check_dynamic(self) -> None:
         if not _is_count(self.max_variants, least=1):
             raise ConfigError(f"max_variants={self.max_variants!r}: expected an integer >= 1.")
@@ -334,15 +376,15 @@ class Config:
                 "call, so that each size gets a program. Leave one of the two out."
             )
         try:
-            told = {
-                str(name): tuple((str(argument), int(dim)) for argument, dim in places)
-                for name, places in self.dynamic.items()
-            }
+            told = _named_sizes(self.dynamic)
         except (AttributeError, TypeError, ValueError):
             raise ConfigError(
-                f"dynamic={self.dynamic!r}: expected None, False, or names for dimensions, such as "
-                f'{{"batch": [("input_ids", 0), ("labels", 0)]}}.'
+                f"dynamic={self.dynamic!r}: expected None, False, names for dimensions, such as "
+                f'{{"batch": [("input_ids", 0), ("labels", 0)]}}, or what torch.export takes: '
+                f'{{"input_ids": {{0: Dim("batch")}}}}.'
             ) from None
+        if "world" in told:
+            raise ConfigError("dynamic={'world': ...}: so formulas call the number of ranks.")
         object.__setattr__(self, "dynamic", told)
 
     def _check_checkpoint(self) -> None:

@@ -35,6 +35,10 @@ class UnknownSizeError(FxshardError, ValueError):
     """Bytes or times are asked for, and a size depends on the data."""
 
 
+class OutOfRangeError(FxshardError, ValueError):
+    """A formula is asked for sizes that it does not hold for."""
+
+
 class VerifyError(FxshardError, AssertionError):
     """A program breaks one of the Facts (see `fxshard.program.Fact`).
 

@@ -13,6 +13,7 @@ from fxshard import compat
 from fxshard.config import Config, Precision
 from fxshard.errors import FxshardError
 from fxshard.memory.explain import Lever
+from fxshard.shapes import Symbols
 
 if TYPE_CHECKING:
     from fxshard.plans import Plan
@@ -111,17 +112,38 @@ def resized(
     plan: Plan, dim: int, before: int | None, after: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call on meta tensors, with dimension `dim` changed where its size is `before`."""
-    leaves, spec = compat.tree_flatten(plan.workload.call)
+    leaves, _ = compat.tree_flatten(plan.workload.call)
+    has = [
+        (number, dim)
+        for number, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > dim and leaf.shape[dim] == before
+    ]
+    return with_sizes(plan.workload.call, {"": tuple(has)}, {"": after})
+
+
+def with_sizes(
+    call: tuple[tuple[Any, ...], dict[str, Any]], places: Symbols, sizes: Mapping[str, int]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call with other sizes; its tensors that have them become meta tensors.
+
+    Args:
+        call: ``(args, kwargs)``.
+        places: per name of a size, where the call has it.
+        sizes: new ones, by name.
+    """
+    leaves, spec = compat.tree_flatten(call)
+    changed: dict[int, dict[int, int]] = {}
+    for name, size in sizes.items():
+        for leaf, dim in places[name]:
+            changed.setdefault(leaf, {})[dim if dim is not None else -1] = size
     made: dict[int, torch.Tensor] = {}
-    flat: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > dim and leaf.shape[dim] == before:
-            if id(leaf) not in made:
-                shape = (*leaf.shape[:dim], after, *leaf.shape[dim + 1 :])
-                new = torch.empty(shape, dtype=leaf.dtype, device="meta")
-                made[id(leaf)] = new.requires_grad_(leaf.requires_grad)
-            flat.append(made[id(leaf)])
-        else:
-            flat.append(leaf)
+    flat = list(leaves)
+    for number, dims in changed.items():
+        leaf = leaves[number]
+        if id(leaf) not in made:
+            shape = [dims.get(dim, size) for dim, size in enumerate(leaf.shape)]
+            new = torch.empty(shape, dtype=leaf.dtype, device="meta")
+            made[id(leaf)] = new.requires_grad_(leaf.requires_grad)
+        flat[number] = made[id(leaf)]
     args, kwargs = compat.tree_unflatten(flat, spec)
     return args, kwargs

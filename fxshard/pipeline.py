@@ -235,6 +235,7 @@ def make_program(
             said = str(error).splitlines()[0]
             log.info("fxshard: %s cannot be left open: %s", ", ".join(symbols), said)
             captures[key] = capture()
+            captures[key].closed = said
     program = captures[key].copied(units, world)
     program.replicas, program.sync = replicas, sync
     program.accumulated = frozenset(accumulated)

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import nn
 
@@ -19,17 +20,20 @@ from fxshard.cost.timeline import Estimate
 from fxshard.errors import ConfigError, UnknownSizeError
 from fxshard.executor import emit
 from fxshard.limits import Limit
-from fxshard.memory import liveness
+from fxshard.memory import liveness, symbolic
+from fxshard.memory.formula import Range, StepFormulas
 from fxshard.memory.in_backward import trace_in_backward
 from fxshard.memory.lifecycle.phases import lifecycle
 from fxshard.memory.lifecycle.script import LifecyclePhase
-from fxshard.memory.loss import trace_loss
-from fxshard.memory.optimizer import OptimizerStep, trace_step
+from fxshard.memory.loss import LossStep, trace_loss
+from fxshard.memory.loss import with_formulas as loss_with_formulas
+from fxshard.memory.optimizer import OptimizerStep, trace_step, with_formulas
 from fxshard.memory.report import MemoryReport
 from fxshard.memory.views.live import live_after
 from fxshard.mesh import grid
 from fxshard.pipeline import Observer, make_program
 from fxshard.program import Program
+from fxshard.sizes import is_size
 from fxshard.units import Unit, configured_units
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of a call of the model
@@ -155,10 +159,7 @@ class Plan:
 
     @functools.cached_property
     def _optimizer_step(self) -> OptimizerStep | None:
-        for_cuda = self.config.device == "cuda"
-        if self.config.optimizer_in_backward:
-            return trace_in_backward(self.program, self.config.optimizer, for_cuda=for_cuda)
-        return trace_step(self.program, self.config.optimizer, for_cuda=for_cuda)
+        return self._recorded(self.program, self.config.optimizer)
 
     @functools.cached_property
     def memory(self) -> MemoryReport:
@@ -175,7 +176,116 @@ class Plan:
         step_bytes = liveness.analyse(
             self.programs, held, step, loss, self.config.device or self.program.device.type
         )
-        return MemoryReport(step_bytes, lambda: levers.pulled(self), self._lifecycle)
+        return MemoryReport(
+            step_bytes, lambda: levers.pulled(self), self._lifecycle, _Elsewhere(self)
+        )
+
+    def at(self, **sizes: int) -> Plan:
+        """The plan of the same step for other sizes of ``dynamic=`` and of ``world``.
+
+        As `replan`: traced again only where the capture does not serve those sizes.
+
+        Raises:
+            ConfigError: there is no such size.
+        """
+        named, world = self._named_sizes(), sizes.pop("world", None)
+        for name in sizes.keys() - named.keys():
+            raise ConfigError(
+                f"no size {name!r}: this plan has {', '.join(map(repr, (*named, 'world')))}."
+            )
+        changes: dict[str, Any] = {}
+        if world is not None and self.config.hybrid:
+            changes["world_size"] = grid(self.workload.world_size, self.config)[0], world
+        elif world is not None:
+            changes["world_size"] = world
+        if any(size != named[name] for name, size in sizes.items()):
+            call = levers.with_sizes(self.workload.call, self._places(), sizes)
+            changes["args"], changes["kwargs"] = call
+        return self.replan(**changes) if changes else self
+
+    def _places(self) -> shapes.Symbols:
+        work = self.workload
+        return shapes.named(self.config.dynamic or {}, work.module, *work.call, least=1)
+
+    def _named_sizes(self) -> dict[str, int]:
+        """The sizes of the call by their names."""
+        leaves, _ = compat.tree_flatten(self.workload.call)
+        sizes = shapes.of_call(leaves)
+        return {name: shapes.size_at(sizes, at[0]) for name, at in self._places().items()}
+
+    @property
+    def _world(self) -> int:
+        """The number of ranks that formulas call ``world``."""
+        replicas, shards = grid(self.workload.world_size, self.config)
+        return replicas if self.config.strategy == "no_shard" else shards
+
+    def _kind_of_world(self, world: int) -> symbolic.WorldKind:
+        if self.config.strategy == "no_shard":
+            return world == 1, frozenset(), frozenset()
+        return symbolic.kind_of_world(self.units, world)
+
+    @functools.cached_property
+    def _formulas(self) -> StepFormulas:
+        """The live ranges of the step for all sizes that the capture leaves open."""
+        self._require_known_sizes()
+        if self.config.backend == "inductor":
+            raise ConfigError(
+                "formulas with backend='inductor': what compiled regions allocate is read off the "
+                "code that is made for the sizes of one call. Plan with backend='eager'."
+            )
+        if is_size(self.config.checkpoint):
+            raise ConfigError(
+                f"formulas with checkpoint={self.config.checkpoint!r}: what is kept within a "
+                f"number of bytes is another thing for every size. Plan with checkpoint='full', "
+                f"'selective', None or a policy."
+            )
+        step, loss, work = self._optimizer_step, None, self.workload
+        if step is not None:
+            record = functools.partial(self._recorded, optimizer=self.config.optimizer)
+            step = with_formulas(self.program, step, record)
+        if work.loss is not None:
+            loss = trace_loss(self.program, work.loss)
+        if loss is not None and work.loss is not None:
+            loss = loss_with_formulas(self.program, work.loss, loss)
+        held = liveness.held_ranges(work.module, work.call, self.program, loss, formulas=True)
+        found = liveness.analyse(
+            self.programs, held, step, loss, self.program.device.type, formulas=True
+        )
+        return StepFormulas((found.first, found.steady), self._range(loss))
+
+    def _range(self, loss: LossStep | None) -> Range:
+        """Where the formulas hold."""
+        named = self._named_sizes()
+        held: dict[Any, str] = {}
+        for program in self.programs:
+            domain = program.domain
+            known = {} if domain is None else domain.symbols
+            for name in named.keys() - known.keys():
+                why = program.closed or "sizes of 1 are broadcast, so that they stay as they are"
+                held[sympy.Eq(symbolic.symbol(name), named[name])] = why
+            if domain is not None:
+                held |= dict(symbolic.conditions(domain))
+            held |= dict(symbolic.coincidences(program))
+        held |= dict(loss.conditions if loss is not None else ())
+        for name, (least, most) in self.config.bounds.items():
+            if name in named:
+                size = symbolic.symbol(name)
+                held[sympy.And(size >= least, size <= most)] = "the bounds of its Dim"
+        held = {condition: why for condition, why in held.items() if condition != sympy.true}
+        fixed = {str(side) for c in held if isinstance(c, sympy.Eq) for side in c.args}
+        return Range(
+            {**named, "world": self._world},
+            tuple(name for name in named if name not in fixed),
+            tuple(held.items()),
+            self._kind_of_world(self._world),
+            self._kind_of_world,
+        )
+
+    def _recorded(self, program: Program, optimizer: Any) -> OptimizerStep | None:
+        for_cuda = self.config.device == "cuda"
+        if self.config.optimizer_in_backward:
+            return trace_in_backward(program, optimizer, for_cuda=for_cuda)
+        return trace_step(program, optimizer, for_cuda=for_cuda)
 
     def _require_known_sizes(self) -> None:
         for node in self.program.graph.nodes:
@@ -286,6 +396,26 @@ class Plan:
             exposed = self.estimate(hardware).exposed(len(self.programs) - 1)
         live = live_after(self.memory)
         return dump.schedule(self.program, folded=fold, phase=phase, live=live, exposed=exposed)
+
+
+class _Elsewhere:
+    """How the report of a plan is had for other sizes and ranks."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._kinds = {plan._kind_of_world(plan._world): plan}
+
+    def formulas(self) -> StepFormulas:
+        return self._plan._formulas
+
+    def of_world(self, world: int) -> MemoryReport:
+        kind = self._plan._kind_of_world(world)
+        if kind not in self._kinds:
+            self._kinds[kind] = self._plan.at(world=world)
+        return self._kinds[kind].memory
+
+    def planned(self, sizes: dict[str, int]) -> MemoryReport:
+        return self._plan.at(**sizes).memory
 
 
 def without_data(call: Call) -> Call:

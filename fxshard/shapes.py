@@ -139,10 +139,12 @@ def named(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    *,
+    least: int = 2,
 ) -> dict[str, tuple[Place, ...]]:
     """Where the call ``model(*args, **kwargs)`` has the sizes that the option ``dynamic`` names.
 
-    Sizes of 0 and 1 are left out: they broadcast, and are numbers in a program.
+    Sizes below `least` are left out: those of 0 and 1 broadcast, and are numbers in a program.
 
     Raises:
         ConfigError: a name is no argument of ``forward``, or an argument no contiguous tensor with
@@ -182,7 +184,7 @@ def named(
                 f"dynamic[{name!r}] names dimensions of different sizes: {sorted(sizes)}. Give "
                 f"each a name of its own."
             )
-        if sizes and min(sizes) > 1:
+        if sizes and min(sizes) >= least:
             found[name] = tuple(places)
     return found
 
@@ -210,13 +212,18 @@ class Trace:
         if not any((leaf, dim) in self._at for dim in range(like.dim())):
             return None
         shape = [self._at.get((leaf, dim), size) for dim, size in enumerate(like.shape)]
+        device = torch.device("cpu") if like.is_meta else like.device
         with mode:
-            fake: Tensor = torch.empty(shape, dtype=like.dtype, device=like.device)
+            fake: Tensor = torch.empty(shape, dtype=like.dtype, device=device)
         return fake.requires_grad_(like.requires_grad)
 
     def number(self, leaf: int, value: Any) -> Any:
         """The symbol of a leaf of the call that is an open size, or its value."""
         return self._at.get((leaf, None), value)
+
+    def size(self, name: str) -> torch.SymInt:
+        """The symbol of a name."""
+        return self._sizes[name]
 
     @property
     def example(self) -> dict[sympy.Symbol, int]:
@@ -257,11 +264,32 @@ def settle(graph: fx.Graph, trace: Trace, mode: FakeTensorMode) -> Domain:
             layout = tuple(map(_layout, _tensors(val)))
             if not _is_fixed(layout):
                 node.meta[LAYOUT] = layout
+                node.meta[SIZES] = example.sizes_of(_tensors(val))
             node.meta["val"] = example.of(val)
     return trace.domain()
 
 
-LAYOUT = "fxshard_layout"  # metadata key: the Layout of each tensor of a node that has symbols
+# Metadata keys of a node that has symbols:
+LAYOUT = "fxshard_layout"  # the Layout of each of its tensors
+SIZES = "fxshard_sizes"  # its OpenSizes
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenSizes:
+    """How large the value of a node is, as expressions of the trace's symbols.
+
+    Attributes:
+        nbytes: bytes of each of its distinct storages, in the order of `fxshard.meta.storages`.
+        shapes: shape of each of its tensors.
+    """
+
+    nbytes: tuple[sympy.Expr, ...]
+    shapes: tuple[tuple[sympy.Expr, ...], ...]
+
+
+def take_along(node: fx.Node, copy: fx.Node) -> None:
+    """Give a copy of `node` that runs on the same sizes what is known of them."""
+    copy.meta |= {key: node.meta[key] for key in (LAYOUT, SIZES) if key in node.meta}
 
 
 def same_layout(node: fx.Node, other: fx.Node) -> bool:
@@ -271,6 +299,21 @@ def same_layout(node: fx.Node, other: fx.Node) -> bool:
         return bool(mine == theirs)
     a, b = node.meta["val"], other.meta["val"]
     return bool(a.shape == b.shape and a.stride() == b.stride())
+
+
+def open_shapes(node: fx.Node, other: fx.Node) -> list[tuple[Any, Any]]:
+    """The shapes of two tensors as expressions, if they may be equal for some sizes."""
+    both = []
+    for each in (node, other):
+        known: OpenSizes | None = each.meta.get(SIZES)
+        fixed = (tuple(map(sympy.Integer, each.meta["val"].shape)),)
+        both.append((fixed if known is None else known.shapes)[0])
+    ours, theirs = both
+    if ours == theirs or len(ours) != len(theirs):
+        return []
+    if any(a != b and a.is_number and b.is_number for a, b in zip(ours, theirs, strict=True)):
+        return []
+    return [(ours, theirs)]
 
 
 def stride_like(tensor: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
@@ -313,6 +356,7 @@ class _Example:
         self.env, self.mode = trace.env, mode
         self._given = trace.example
         self._made_up: dict[sympy.Symbol, sympy.Number] = {}
+        self._simplified: dict[sympy.Expr, sympy.Expr] = {}
         self._storages: dict[int, tuple[Any, Tensor]] = {}  # the first keeps the number taken
         self._tensors: dict[int, tuple[Any, Tensor]] = {}
 
@@ -335,6 +379,21 @@ class _Example:
             number = sympy.Integer(5 + 2 * len(self._made_up))
             self._made_up[symbol] = min(max(number, bounds.lower), bounds.upper)
         return self._made_up[symbol]
+
+    def sizes_of(self, tensors: list[Tensor]) -> OpenSizes:
+        """The same as expressions."""
+        storages = {id(s): s for s in (tensor.untyped_storage() for tensor in tensors)}
+        nbytes = tuple(self._expression(storage.nbytes()) for storage in storages.values())
+        shapes = tuple(tuple(map(self._expression, tensor.shape)) for tensor in tensors)
+        return OpenSizes(nbytes, shapes)
+
+    def _expression(self, value: Any) -> sympy.Expr:
+        if not isinstance(value, compat.SYMBOLIC):
+            return sympy.Integer(value)
+        found = compat.expression(value)
+        if found not in self._simplified:
+            self._simplified[found] = self.env.simplify(found)
+        return self._simplified[found]
 
     def of(self, value: Any) -> Any:
         """The same value without symbols; aliases stay aliases."""

@@ -23,7 +23,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from fxshard import fakes, meta, rng
+from fxshard import fakes, meta, rng, shapes
 from fxshard.program import Fact, Program
 from fxshard.recompute import from_parameter, generator_of, random_before
 
@@ -163,6 +163,7 @@ def copy_in_front_of(
                 "call_function", node.target, args, kwargs, name=f"{node.name}_again"
             )
         copies[node] = meta.put(copy, tag, fakes.of_kernel(program, copy, program.refake(copy)))
+        shapes.take_along(node, copy)
     with graph.inserting_before(before):
         for device, (state, tag) in ends.items():
             set_state(program, state, device, tag)

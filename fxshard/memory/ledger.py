@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
+import sympy
 
 from fxshard.memory.category import CATEGORIES, COLUMN, Category, Curve, Matrix
 
@@ -40,6 +41,8 @@ class LiveRange:
             compute stream.)
         line: line of user code, ``path:line in function``; "" if there is none.
         born, died: ticks; died is None for what outlives the step.
+        formula: `bytes` as an expression of open sizes and of the number of ranks; None if it is
+            the same number for all, or nobody has asked.
     """
 
     storage: int
@@ -53,6 +56,7 @@ class LiveRange:
     line: str = ""
     born: int = BEFORE
     died: int | None = None
+    formula: sympy.Expr | None = None
 
     @property
     def column(self) -> int:

@@ -22,11 +22,13 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
+import sympy
 import torch
 from torch import fx, nn
 
 from fxshard import meta, ops
 from fxshard.compat import tree_flatten
+from fxshard.memory import symbolic
 from fxshard.memory.category import Category, is_reduce_copy
 from fxshard.memory.gradients import accumulated_bytes, gradient_categories
 from fxshard.memory.ledger import BEFORE, LOSS, OPTIMIZER, Ledger, LiveRange, Moment
@@ -58,22 +60,37 @@ class StepBytes:
 
 
 def held_ranges(
-    model: nn.Module, inputs: Any, program: Program, loss: LossStep | None = None
+    model: nn.Module,
+    inputs: Any,
+    program: Program,
+    loss: LossStep | None = None,
+    *,
+    formulas: bool = False,
 ) -> list[LiveRange]:
     """What the caller holds through the whole step: shards, buffers, batch.
 
     Shards count as they are stored: padded, trainable or not. Ignored parameters count as *Sharded
-    Param* too: what the rank holds between steps.
+    Param* too: what the rank holds between steps. With `formulas`, the ranges have theirs.
     """
     found: list[LiveRange] = []
 
-    def hold(name: str, module: str, category: Category, size: int, host: bool = False) -> None:
-        found.append(LiveRange(len(found), name, "", module, category, size, host))
+    def hold(
+        name: str,
+        module: str,
+        category: Category,
+        size: int,
+        host: bool = False,
+        formula: sympy.Expr | None = None,
+    ) -> None:
+        made = LiveRange(len(found), name, "", module, category, size, host)
+        made.formula = formula if formulas else None
+        found.append(made)
 
     flats: dict[Any, int] = {}  # the shards of a unit lie in one storage per dtype
     for fqn, param in program.params.items():
         size = nbytes(param.chunk(program.world_size), param.dtype)
-        hold(fqn, owner_of(fqn), Category.SHARDED_PARAM, size, program.offloaded)
+        formula = symbolic.chunk_numel(param, program.world_size) * param.dtype.itemsize
+        hold(fqn, owner_of(fqn), Category.SHARDED_PARAM, size, program.offloaded, formula)
         number = found[-1].storage
         found[-1].storage = flats.setdefault((param.unit, param.dtype), number)
     for fqn, param in program.wholes.items():
@@ -87,7 +104,7 @@ def held_ranges(
     ]
     keep = []
     for category, named in groups:
-        for name, value in named:
+        for leaf, (name, value) in enumerate(named):
             if not isinstance(value, torch.Tensor):
                 continue
             storage = value.untyped_storage()
@@ -97,7 +114,10 @@ def held_ranges(
                 size = storage.nbytes()
                 if category is Category.BUFFER and name in dtypes:
                     size = nbytes(tuple(value.shape), dtypes[name])
-                hold(name, owner_of(name) if category is Category.BUFFER else "", category, size)
+                formula, owner = None, owner_of(name)
+                if category is Category.INPUTS:
+                    formula, owner = symbolic.input_bytes(program, leaf, value), ""
+                hold(name, owner, category, size, formula=formula)
     for storage in loss.held if loss else ():
         if id(storage) not in seen:
             seen.add(id(storage))
@@ -116,6 +136,8 @@ def analyse(
     step: OptimizerStep | None,
     loss: LossStep | None = None,
     device: str = "cpu",
+    *,
+    formulas: bool = False,
 ) -> StepBytes:
     """The live ranges of the first and of the steady step.
 
@@ -125,9 +147,10 @@ def analyse(
         step: from `fxshard.memory.optimizer.trace_step`, or None.
         loss: from `fxshard.memory.loss.trace_loss`, or None.
         device: type of the device that it is planned for.
+        formulas: the ranges get `LiveRange.formula`; then `held`, `step` and `loss` have theirs.
     """
     with _no_collection():
-        first, steady = _walks(programs, held, step, loss)
+        first, steady = _walks(programs, held, step, loss, formulas)
     name = step.name if step else None
     return StepBytes(list(programs), first, steady, name, device)
 
@@ -149,10 +172,11 @@ def _walks(
     held: list[LiveRange],
     step: OptimizerStep | None,
     loss: LossStep | None,
+    formulas: bool,
 ) -> tuple[Ledger, Ledger]:
     if step is not None and step.words is not None:
-        return _walks_with_steps(programs, held, step, loss)
-    steady = Walk(held)
+        return _walks_with_steps(programs, held, step, loss, formulas)
+    steady = Walk(held, formulas=formulas)
     for number, program in enumerate(programs):
         steady.run(program, number, loss)
     last = programs[-1]
@@ -174,12 +198,13 @@ def _walks_with_steps(
     held: list[LiveRange],
     step: OptimizerStep,
     loss: LossStep | None,
+    formulas: bool,
 ) -> tuple[Ledger, Ledger]:
     """The same for programs that step: what the optimizer makes differs within backward."""
     assert step.words is not None
     ledgers = []
     for state, events in ((step.initial, step.words[0]), (step.held, step.words[1])):
-        walk = Walk(held, step, events)
+        walk = Walk(held, step, events, formulas=formulas)
         walk.hold_state(step, state, programs[-1].offloaded)
         for number, program in enumerate(programs):
             walk.run(program, number, loss)
@@ -199,8 +224,12 @@ class Walk:
         held: Sequence[LiveRange] = (),
         step: OptimizerStep | None = None,
         words: Words | None = None,
+        *,
+        formulas: bool = False,
     ) -> None:
         """Args: `step`, `words`: what the steps of the program allocate and free, if it has any."""
+        self._formulas = formulas
+        self._sizes: symbolic.Expressions = {}
         self.ledger = Ledger()
         self.ledger.ranges += [dataclasses.replace(each) for each in held]
         self.now = 0  # tick
@@ -237,6 +266,7 @@ class Walk:
         self.program = program
         self.schedule: Schedule = program.schedule
         self._params = program.params
+        self._sizes = symbolic.expressions(program) if self._formulas else {}
         self._dead_in: dict[int, dict[fx.Node, list[fx.Node]]] = {}  # by region
         self._categories = gradient_categories(program)
         caller: list[int] = []  # outputs and tangents: the caller holds them until backward ends
@@ -321,6 +351,7 @@ class Walk:
         name, owner = step.names.get(number, (f"temporary of {event.op}", OPTIMIZER))
         category = Category.OPT_STATE if number in step.state else Category.TEMP
         made = LiveRange(0, name, event.op, owner, category, size, host)
+        made.formula = step.formulas.get(number)
         self._optimizers[number] = self._new(made)
 
     def zero_grad(self) -> None:
@@ -343,6 +374,7 @@ class Walk:
                 self.now = 2 * point
                 for number, size in event.allocated:
                     new = LiveRange(0, event.op, event.op, LOSS, category, size)
+                    new.formula = loss.formulas.get(number)
                     made[number] = self._new(new)
                 self.now += 1
                 self._end([made.pop(number) for number in event.freed if number in made])
@@ -472,10 +504,10 @@ class Walk:
         dead = self._dead(region)
         for node, origin in zip(region.body, origins, strict=True):
             tokens = []
-            for storage in meta.storages(node):
+            for i, storage in enumerate(meta.storages(node)):
                 if id(storage) not in tokens_of:
                     category = labels.get(id(storage), default)
-                    tokens_of[id(storage)] = self._made(origin, category, storage.nbytes())
+                    tokens_of[id(storage)] = self._made(origin, category, storage.nbytes(), i)
                     tokens.append(tokens_of[id(storage)])
                 elif tokens_of[id(storage)] >= 0:
                     tokens.append(tokens_of[id(storage)])
@@ -578,17 +610,23 @@ class Walk:
 
     def _allocate(self, node: fx.Node, category: Category, host: bool = False) -> list[int]:
         return [
-            self._made(node, category, storage.nbytes(), host) for storage in meta.storages(node)
+            self._made(node, category, storage.nbytes(), i, host)
+            for i, storage in enumerate(meta.storages(node))
         ]
 
-    def _made(self, node: fx.Node, category: Category, size: int, host: bool = False) -> int:
-        """A storage that `node` makes; what is of a parameter is its module's."""
+    def _made(
+        self, node: fx.Node, category: Category, size: int, place: int = 0, host: bool = False
+    ) -> int:
+        """The storage at `place` among those that `node` makes; a parameter's is its module's."""
         tag = meta.get(node)
         of_parameter = tag.fqn in self._params
         name = tag.fqn if tag.fqn and (of_parameter or node.op == "placeholder") else node.name
         module = owner_of(tag.fqn or "") if of_parameter else tag.module
         op = operation_of(node)
-        return self._new(LiveRange(0, name, op, module, category, size, host, line=tag.line))
+        made = LiveRange(0, name, op, module, category, size, host, line=tag.line)
+        if self._sizes and node.name in self._sizes:
+            made.formula = self._sizes[node.name][place]
+        return self._new(made)
 
     def _new(self, made: LiveRange) -> int:
         token = self._storages

@@ -7,10 +7,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import sympy
 import torch
+from torch import fx
 
-from fxshard import compat, cuda
+from fxshard import compat, cuda, shapes
 from fxshard.errors import ConfigError
+from fxshard.memory import symbolic
 from fxshard.memory.recording import Event, Recorder
 from fxshard.program import Program
 
@@ -25,6 +28,9 @@ class LossStep:
         tangents: output (flat index, as text) -> storage of its gradient, where that arrives in the
             strides that the model's backward reads; of others it makes copies.
         taken: those of them that nobody but the engine holds: they die behind their last reader.
+        formulas: the bytes of each storage as an expression of the open sizes, where it depends on
+            them; empty if nobody has asked (see `with_formulas`).
+        conditions: what the loss takes for granted of the open sizes, and where.
     """
 
     forward: list[Event]
@@ -32,6 +38,8 @@ class LossStep:
     held: list[torch.UntypedStorage]
     tangents: dict[str, int]
     taken: set[int]
+    formulas: dict[int, sympy.Expr] = dataclasses.field(default_factory=dict)
+    conditions: list[tuple[sympy.Basic, str]] = dataclasses.field(default_factory=list)
 
 
 UNSEEN = -1  # storage that no operator made: a constant that the loss's own backward gave
@@ -55,12 +63,48 @@ class _Model(torch.autograd.Function):
         return (None, made, *(None for _ in grads))
 
 
-def trace_loss(program: Program, loss: Callable[[Any], torch.Tensor] | None) -> LossStep | None:
+def with_formulas(
+    program: Program, loss: Callable[[Any], torch.Tensor], step: LossStep
+) -> LossStep:
+    """`step`, with what its storages hold for other sizes: the loss runs again, on open sizes.
+
+    Raises:
+        ConfigError: the loss does something else there.
+    """
+    domain = program.domain
+    if domain is None:
+        return step
+    sizes = shapes.Trace(domain.places, domain.example)
+    again = trace_loss(program, loss, sizes)
+    assert again is not None
+    both = (step.forward + step.backward, again.forward + again.backward)
+    if len({tuple((e.op, len(e.allocated), tuple(e.freed)) for e in each) for each in both}) > 1:
+        raise ConfigError(
+            f"loss={loss!r} runs other operators where the sizes of the batch are open, so that "
+            f"there is no formula for it. Let the model compute the loss."
+        )
+    seen = sizes.domain()
+    names = {found: symbolic.symbol(name) for name, found in seen.symbols.items()}
+    made = {
+        number: compat.in_sympy(sizes.env.simplify(compat.expression(size)).xreplace(names))
+        for event in both[1]
+        for number, size in event.allocated
+        if isinstance(size, torch.SymInt)
+    }
+    return dataclasses.replace(step, formulas=made, conditions=symbolic.conditions(seen))
+
+
+def trace_loss(
+    program: Program,
+    loss: Callable[[Any], torch.Tensor] | None,
+    sizes: shapes.Trace | None = None,
+) -> LossStep | None:
     """Run the user's loss and its backward on fake outputs.
 
     Args:
         program: says what the outputs are, and which of them get a gradient.
         loss: from the model's return value to a scalar tensor.
+        sizes: the outputs have these symbols for sizes; so have the events.
 
     Raises:
         ConfigError: it fails, returns no scalar, or reaches none of the outputs that the model's
@@ -79,7 +123,15 @@ def trace_loss(program: Program, loss: Callable[[Any], torch.Tensor] | None) -> 
             values[position] = node.meta["val"]
         else:
             flat[position] = node.meta["val"]  # a size
-    recorder = Recorder(program.fake_mode)
+    mode = program.fake_mode
+    if sizes is not None:
+        mode = type(mode)(allow_non_fake_inputs=True, shape_env=sizes.env)
+        values = {
+            position: _open(program, node, sizes, mode)
+            for position, node in zip(signature.computed_outputs, computed, strict=True)
+            if position in values
+        }
+    recorder = Recorder(mode)
     on_cuda = isinstance(program.fake_mode, cuda.CudaFakeMode)
     parts: list[list[Event]] = []
     tangents: dict[str, int] = {}
@@ -105,9 +157,9 @@ def trace_loss(program: Program, loss: Callable[[Any], torch.Tensor] | None) -> 
             taken.update(gone & set(tangents.values()) - copied)
         recorder.events = [Event("rest of backward", [], [])]
 
-    with program.fake_mode:
+    with mode:
         trigger = torch.empty((), requires_grad=True)
-    with program.fake_mode, torch.enable_grad():
+    with mode, torch.enable_grad():
         outputs = [_like(value) for value in values.values()]
         trigger.register_post_accumulate_grad_hook(is_over)
         made = list(_Model.apply(arrived, trigger, *outputs))
@@ -136,6 +188,30 @@ def trace_loss(program: Program, loss: Callable[[Any], torch.Tensor] | None) -> 
                 f"with what the model returns, with tensors that hold no data."
             ) from error
     return LossStep(parts[0], parts[1], list(recorder.outside.values()), tangents, taken)
+
+
+def _open(
+    program: Program, node: fx.Node, sizes: shapes.Trace, mode: compat.FakeTensorMode
+) -> torch.Tensor:
+    """An output with symbols for sizes.
+
+    Raises:
+        ConfigError: it is not contiguous.
+    """
+    val: torch.Tensor = node.meta["val"]
+    known: shapes.OpenSizes | None = node.meta.get(shapes.SIZES)
+    if not val.is_contiguous():
+        raise ConfigError(
+            f"the output {node.name} of the model is not contiguous, so that there is no formula "
+            f"for what loss=... makes of it. Let the model compute the loss."
+        )
+    shape: Any = val.shape
+    if known is not None:
+        assert program.domain is not None
+        given = {program.domain.symbols[name].name: sizes.size(name) for name in sizes.places}
+        shape = [symbolic.evaluate(compat.in_sympy(size), given) for size in known.shapes[0]]
+    with mode:
+        return torch.empty(shape, dtype=val.dtype, device=val.device)
 
 
 def _like(value: torch.Tensor) -> torch.Tensor:

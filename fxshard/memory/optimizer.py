@@ -6,10 +6,13 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
+import sympy
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -17,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from fxshard import meta, ops
 from fxshard.compat import FakeTensorMode, TorchDispatchMode, tree_flatten_with_path
 from fxshard.errors import ConfigError
+from fxshard.memory import symbolic
 from fxshard.memory.recording import Event, Recorder
 from fxshard.program import Program
 
@@ -47,6 +51,8 @@ class OptimizerStep:
         shapes: per state, of this rank's tensor.
         initial: those that the optimizer makes when it is made (Adagrad), before the first step.
         has_state: the optimizer's ``state`` is not empty behind the first step.
+        formulas: the bytes of each storage as an expression of the number of ranks, where it
+            depends on it; empty if nobody has asked (see `with_formulas`).
     """
 
     name: str
@@ -59,6 +65,7 @@ class OptimizerStep:
     initial: list[int] = dataclasses.field(default_factory=list)
     has_state: bool = True
     words: tuple[Words, Words] | None = None
+    formulas: dict[int, sympy.Expr] = dataclasses.field(default_factory=dict)
 
 
 def trace_step(
@@ -98,6 +105,78 @@ def trace_step(
         f"DTensor communicates between ranks, or refuses; a plan knows this rank's rows alone. "
         f"Choose other options (fused, foreach) or another optimizer, or strategy='no_shard'."
     )
+
+
+def with_formulas(
+    program: Program, step: OptimizerStep, record: Callable[[Program], OptimizerStep | None]
+) -> OptimizerStep:
+    """`step`, with the bytes of its storages for other numbers of ranks.
+
+    The step is recorded twice more, with as many rows per parameter as tell parameters apart: what
+    it makes for one has a multiple of that one's elements, in all three recordings.
+
+    Args:
+        program: what was recorded.
+        step: the recording.
+        record: makes another, of a program with other parameters.
+
+    Raises:
+        ConfigError: a storage has no such size.
+    """
+    params = sorted(program.params.values(), key=lambda param: param.position)
+    many = 3 * (len(params) + 1)
+    rows = [{p.fqn: len(params) + 1 + i for i, p in enumerate(params, 1)}]
+    rows += [{p.fqn: many - i for i, p in enumerate(params, 1)}]
+    found = [step, *(record(_with_rows(program, each)) for each in rows)]
+    made = [_made(each) for each in found if each is not None]
+    if len({tuple(each) for each in made}) > 1:
+        raise ConfigError(
+            f"optimizer {step.name}: its step runs other operators for other sizes of parameters, "
+            f"so that there is no formula for it."
+        )
+    ratios = {
+        Fraction(rows[0][p.fqn], rows[1][p.fqn]): (p, rows[0][p.fqn] * math.prod(p.shape[1:]))
+        for p in params
+    }
+    world = program.world_size
+    formulas: dict[int, sympy.Expr] = {}
+    for number, size in made[0].items():
+        one, other = made[1][number], made[2][number]
+        if one == other == size:
+            continue
+        param, elements = ratios.get(Fraction(one, other), (None, 1))
+        each = Fraction(one, elements)
+        own = 0 if param is None else each * math.prod(param.chunk(world))
+        if param is None or own != size:
+            raise ConfigError(
+                f"optimizer {step.name}: its step makes something of {size} bytes that belongs to "
+                f"no single parameter, so that there is no formula for it."
+            )
+        formulas[number] = sympy.Rational(each) * symbolic.chunk_numel(param, world)
+    return dataclasses.replace(step, formulas=formulas)
+
+
+def _with_rows(program: Program, rows: dict[str, int]) -> Program:
+    """The program as if its shards had so many rows."""
+    world = program.world_size
+    units = tuple(
+        dataclasses.replace(
+            unit,
+            params=tuple(
+                dataclasses.replace(p, shape=(rows[p.fqn] * world, *p.shape[1:]))
+                for p in unit.params
+            ),
+        )
+        for unit in program.units
+    )
+    return dataclasses.replace(program, units=units)
+
+
+def _made(step: OptimizerStep) -> dict[int, int]:
+    """Bytes of each storage that a recording makes or holds, in order."""
+    words = [events for each in step.words or () for events in each.values()]
+    events = [event for part in (step.first, step.second, *words) for event in part]
+    return dict(pair for event in events for pair in event.allocated) | step.state
 
 
 def refusal(optimizer: Any, error: Exception) -> ConfigError:

@@ -7,15 +7,16 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fxshard.errors import ConfigError, FxshardError
-from fxshard.memory import queries
+from fxshard.memory import formula, queries
 from fxshard.memory.category import CATEGORIES, Category, State
 from fxshard.memory.cuda.kernels import kernel_temporaries_cuda
 from fxshard.memory.cuda.reserved import HOPPER, DeviceMemory, device_memory
 from fxshard.memory.cuda.settings import AllocatorSettings
 from fxshard.memory.explain import SIZES, Explanation, Lever, alive_things, size_text
+from fxshard.memory.formula import Formula, StepFormulas
 from fxshard.memory.kernels import KernelTemporary, kernel_temporaries
 from fxshard.memory.ledger import Ledger, LiveRange, PhaseBytes
 from fxshard.memory.lifecycle.script import LifecyclePhase
@@ -60,6 +61,22 @@ class PeakAt:
     micro_batch: int = 0
 
 
+class Elsewhere(Protocol):
+    """How a report is had for other sizes and ranks than those of the plan."""
+
+    def formulas(self) -> StepFormulas:
+        """The live ranges as formulas."""
+        ...
+
+    def of_world(self, world: int) -> MemoryReport:
+        """The report of a plan whose formulas hold for a number of ranks."""
+        ...
+
+    def planned(self, sizes: dict[str, int]) -> MemoryReport:
+        """The report of a plan of those sizes."""
+        ...
+
+
 class MemoryReport:
     """Bytes of tensors alive on one rank at each point of a step. All figures are bytes.
 
@@ -70,14 +87,18 @@ class MemoryReport:
     `kernel_temporaries` and in no other figure.
     """
 
+    _planned: Callable[[], MemoryReport] | None = None  # of `at`: the same, planned
+
     def __init__(
         self,
         step: StepBytes,
         levers: Callable[[], list[Lever]] | None = None,
         lifecycle: Callable[[], list[LifecyclePhase]] | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
-        """Args: `levers`, `lifecycle`: how those are found, if they are asked for."""
+        """Args: `levers`, `lifecycle`, `elsewhere`: how those are found, if they are asked for."""
         self._step, self._levers, self._lifecycle = step, levers, lifecycle
+        self._elsewhere = elsewhere
 
     @property
     def program(self) -> Program:
@@ -132,12 +153,102 @@ class MemoryReport:
         return int(self.ledger().bytes[:, len(CATEGORIES) :].sum(1).max())
 
     @functools.cached_property
+    def formulas(self) -> StepFormulas:
+        """Every live range as a vector over monomials of the open sizes and of ``world``.
+
+        Raises:
+            ConfigError: the plan is of a kind whose order depends on sizes; says which.
+        """
+        if self._elsewhere is None:
+            raise ConfigError("this report has no formulas: those of a plan have (plan.memory).")
+        return self._elsewhere.formulas()
+
+    def of_world(self, world: int) -> MemoryReport:
+        """The report whose formulas hold for `world` ranks: of the same kind as theirs."""
+        assert self._elsewhere is not None
+        return self._elsewhere.of_world(world)
+
+    def formula(
+        self,
+        *,
+        category: Category | str | None = None,
+        module: str | None = None,
+        state: State | str | None = None,
+        first_step: bool = False,
+        host: bool = False,
+        rounded: bool = False,
+        call: int = 0,
+        micro_batch: int = -1,
+    ) -> Formula:
+        """Bytes as a sympy expression of the open sizes (``dynamic=``) and of ``world``.
+
+        Args:
+            category: only what is of it.
+            module: with `state`, whose row of the table; alone, only what that module owns itself.
+            state: a `State`, or its name: bytes then; without, at the peak of the step.
+            first_step: of the first step, not of the steady state.
+            host: on the CPU, with offload, not on the device.
+            rounded: each storage counts as many blocks of 512 bytes as it needs, as in
+                ``torch.cuda.memory_allocated``.
+            call, micro_batch: as for `snapshot`.
+
+        Raises:
+            ConfigError: no such category, module or state; or the plan has no formulas.
+        """
+        return formula.ask(
+            self,
+            category=category,
+            module=module,
+            state=state,
+            first_step=first_step,
+            host=host,
+            rounded=rounded,
+            call=call,
+            micro_batch=micro_batch,
+        )
+
+    def at(self, **sizes: int) -> MemoryReport:
+        """This report for other sizes of ``dynamic=`` and of ``world``, from its formulas.
+
+        What is not a live range (kernel temporaries, CUDA's allocator, making and saving the model)
+        is planned anew when it is asked for.
+
+        Raises:
+            OutOfRangeError: the formulas do not hold there; says why, and what to do.
+            ConfigError: there is no such size.
+        """
+        valid = self.formulas.range
+        point: dict[str, int] = valid.complete(sizes)
+        base = self.of_world(point["world"]).formulas
+        base.range.check(point)
+        first, steady = (base.sized(point, first_step=first) for first in (True, False))
+        step = dataclasses.replace(self.of_world(point["world"])._step, first=first, steady=steady)
+        assert self._elsewhere is not None
+        found = MemoryReport(step, elsewhere=self._elsewhere)
+        found._planned = functools.partial(self._elsewhere.planned, point)
+        return found
+
+    def category_of(self, category: Category | str) -> Category:
+        """A category by its name. Raises ConfigError: there is none."""
+        if category not in (*CATEGORIES, *(c.value for c in CATEGORIES)):
+            raise ConfigError(
+                f"no category {category!r}; legal: {', '.join(c.value for c in CATEGORIES)}."
+            )
+        return Category(category)
+
+    def owners(self, *, first_step: bool = False) -> set[str]:
+        """Modules that own something, `LOSS` and `OPTIMIZER` among them."""
+        return {each.module for each in self.ledger(first_step=first_step).ranges}
+
+    @functools.cached_property
     def kernel_temporaries(self) -> list[KernelTemporary]:
         """Memory that kernels are known to take and give back inside one operator, per operator.
 
         Of the last micro-batch. Not in any other figure; see `fxshard.memory.kernels` and
         `fxshard.memory.cuda.kernels` for each formula and its source.
         """
+        if self._planned is not None:
+            return self._planned().kernel_temporaries
         return self._kernels(self.program)
 
     def _kernels(self, program: Program) -> list[KernelTemporary]:
@@ -178,6 +289,10 @@ class MemoryReport:
         Raises:
             ConfigError: the plan is for the CPU, which has no such allocator.
         """
+        if self._planned is not None:
+            return self._planned().device_memory(
+                capability=capability, settings=settings, capacity=capacity
+            )
         if self._step.device != "cuda":
             raise ConfigError(
                 f"device_memory: this plan is for {self._step.device!r}, where nothing is cached. "
@@ -229,6 +344,15 @@ class MemoryReport:
         Raises:
             ConfigError: no such module, state or micro-batch.
         """
+        where = self._where(module, state, call, micro_batch)
+        tick = self._ticks(first_step).get(where)
+        if tick is None:
+            return None
+        if owned:
+            return self.owned_at(tick, first_step=first_step).get(module, _nothing())
+        return _snapshot(self.ledger(first_step=first_step).bytes[tick])
+
+    def _where(self, module: str, state: State | str, call: int, micro_batch: int) -> Where:
         wanted = State(state) if state in {s.value for s in State} else state
         if module not in self.modules() or not isinstance(wanted, State):
             raise ConfigError(
@@ -236,13 +360,23 @@ class MemoryReport:
                 f"{', '.join(s.value for s in State)}, modules for example "
                 f"{', '.join(map(repr, self.modules()[:4]))}."
             )
-        number = self._micro_batch(micro_batch)
-        tick = self._ticks(first_step).get(Where(module, wanted, call, number))
-        if tick is None:
-            return None
-        if owned:
-            return self.owned_at(tick, first_step=first_step).get(module, _nothing())
-        return _snapshot(self.ledger(first_step=first_step).bytes[tick])
+        return Where(module, wanted, call, self._micro_batch(micro_batch))
+
+    def stretch(
+        self,
+        module: str,
+        state: State | str,
+        *,
+        first_step: bool = False,
+        call: int = 0,
+        micro_batch: int = -1,
+    ) -> range | None:
+        """The ticks of the ledger at which `module` is in `state`: one, or for a peak several.
+
+        Raises:
+            ConfigError: no such module, state or micro-batch.
+        """
+        return self._stretches(first_step).get(self._where(module, state, call, micro_batch))
 
     def _micro_batch(self, number: int) -> int:
         count = len(self._step.programs)
@@ -311,20 +445,28 @@ class MemoryReport:
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - a report lives as long as its plan
     def _ticks(self, first_step: bool) -> dict[Where, int]:
-        """The tick of every row of the table."""
+        """The tick of every row of the table: of a peak, the first at which it is the largest."""
+        totals = self.ledger(first_step=first_step).totals
+        return {
+            where: ticks[int(totals[ticks.start : ticks.stop : ticks.step].argmax())]
+            for where, ticks in self._stretches(first_step).items()
+        }
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019 - as above
+    def _stretches(self, first_step: bool) -> dict[Where, range]:
+        """The ticks of every row of the table."""
         ledger = self.ledger(first_step=first_step)
-        found: dict[Where, int] = {}
+        found: dict[Where, range] = {}
         starts = {(p.name, p.micro_batch): p.start for p in ledger.phases}
         for number, calls in enumerate(self._spans):
             for (module, call), each in calls:
                 for phase, span in each.items():
                     first = starts[phase, number] + 1
                     for state, point in span.moments(phase):
-                        found[Where(module, state, call, number)] = 2 * (first + point) + 1
+                        tick = 2 * (first + point) + 1
+                        found[Where(module, state, call, number)] = range(tick, tick + 1)
                     begin, end = first + span.before_pre + 1, first + span.after_post + 1
-                    stretch = ledger.totals[2 * begin : 2 * end : 2]
-                    tick = 2 * (begin + int(stretch.argmax()))
-                    found[Where(module, PEAKS[phase], call, number)] = tick
+                    found[Where(module, PEAKS[phase], call, number)] = range(2 * begin, 2 * end, 2)
         return found
 
     def timeline(self, *, first_step: bool = False) -> Iterator[tuple[str, str, str, int]]:
@@ -363,11 +505,7 @@ class MemoryReport:
         Raises:
             ConfigError: no such category.
         """
-        if category is not None and category not in (*CATEGORIES, *(c.value for c in CATEGORIES)):
-            raise ConfigError(
-                f"no category {category!r}; legal: {', '.join(c.value for c in CATEGORIES)}."
-            )
-        wanted = None if category is None else Category(category)
+        wanted = None if category is None else self.category_of(category)
         return queries.peak_by_module(self, wanted, depth)
 
     def unsharded(self) -> list[Unsharded]:
@@ -512,6 +650,8 @@ class MemoryReport:
     @functools.cached_property
     def lifecycle(self) -> list[LifecyclePhase]:
         """Bytes outside of the step: making the sharded model, loading and saving."""
+        if self._planned is not None:
+            return self._planned().lifecycle
         return self._lifecycle() if self._lifecycle is not None else []
 
     def to_dict(self) -> dict[str, Any]:

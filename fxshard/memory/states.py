@@ -110,6 +110,8 @@ def spans(program: Program) -> dict[tuple[Called, meta.Phase], Span]:
                 elif place.row.target is ops.free:
                     frees.setdefault(tag.module, []).append(i)
                 continue
+            if isinstance(place.node.meta.get("val"), int):  # a size, which no module computes
+                continue
             key = (tag.call, tag.module)
             if key not in chains:
                 chains[key] = list(_around(program.calls, ever, *key))

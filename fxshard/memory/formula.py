@@ -1,0 +1,560 @@
+"""The bytes of a step as formulas of open sizes and of the number of ranks.
+
+Every live range has a size that is a sum of a few monomials with whole coefficients (batch x
+sequence, batch x sequence squared, 1 / world, ...), and ranges are born and die in the same order
+for all sizes. So what is alive at a point is one vector of integers over those monomials,
+the peak is the largest of such vectors, and few of them can be the largest anywhere. sympy is how a
+formula is shown and handed out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import sympy
+
+from fxshard.errors import ConfigError, OutOfRangeError
+from fxshard.memory.category import Category, Matrix, State
+from fxshard.memory.explain import size_text
+from fxshard.memory.ledger import Ledger, LiveRange
+from fxshard.memory.symbolic import WORLD, WorldKind, evaluate
+
+if TYPE_CHECKING:
+    from fxshard.memory.report import MemoryReport
+
+EXACT = 2**53  # below it a float64 holds every integer
+BLOCK = 512  # bytes: CUDA's caching allocator rounds every size up to a multiple of it
+
+Point = Mapping[str, Any]  # sizes by name: ints or int64 arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Where a formula holds.
+
+    Attributes:
+        example: the sizes of the plan, and ``world``.
+        open: names of the sizes that may be others.
+        conditions: what must be true of the sizes, and where the trace asked for it.
+        kind: of the world sizes; others have a formula of their own.
+        kind_of: tells the kind of a world size.
+    """
+
+    example: dict[str, int]
+    open: tuple[str, ...]
+    conditions: tuple[tuple[sympy.Basic, str], ...]
+    kind: WorldKind
+    kind_of: Callable[[int], WorldKind]
+
+    def complete(self, sizes: Point) -> dict[str, Any]:
+        """`sizes`, with those of the plan for what is not named.
+
+        Raises:
+            ConfigError: there is no such name; names those that there are.
+            OutOfRangeError: a size is below 1.
+        """
+        for name, value in sizes.items():
+            if name not in self.example:
+                raise ConfigError(
+                    f"no size {name!r}: this plan has {', '.join(map(repr, self.example))}. Name "
+                    f"others where it is made: fxshard.plan(..., dynamic={{{name!r}: "
+                    f"[(argument, dimension)]}})."
+                )
+            if np.min(value) < 1:
+                raise OutOfRangeError(f"{name}={np.min(value)}: a size is at least 1.")
+        return {**self.example, **sizes}
+
+    def check(self, sizes: Point) -> None:
+        """Raise OutOfRangeError where a condition does not hold, with what to do instead."""
+        for condition, where in self.conditions:
+            holds = np.asarray(evaluate(condition, sizes), dtype=bool)
+            if not holds.all():
+                arrays = np.broadcast_arrays(holds, *sizes.values())
+                at = int(np.argmin(arrays[0].ravel()))
+                point = {n: int(a.ravel()[at]) for n, a in zip(sizes, arrays[1:], strict=True)}
+                open_sizes = {name: size for name, size in point.items() if name != "world"}
+                said = ", ".join(f"{name}={size}" for name, size in open_sizes.items())
+                raise OutOfRangeError(
+                    f"the formula holds while {condition} ({where}), and does not for {said}. Plan "
+                    f"such a call on its own: plan.at({said}).memory has its bytes and formulas."
+                )
+
+    def __str__(self) -> str:
+        names = [name for name in self.open if name != "world"]
+        held = [str(condition) for condition, _ in self.conditions]
+        alone, padded, _ = self.kind
+        ranks = "world = 1" if alone else "every world that divides all numbers of rows"
+        if padded:
+            ranks = f"every world that divides all numbers of rows but {sorted(padded)}"
+        text = f"{', '.join(names)} open; " if names else ""
+        return f"{text}{', '.join([*held, ranks])}"
+
+
+class Basis:
+    """Monomials, and expressions as vectors over them.
+
+    Attributes:
+        monomials: numerators of those of the second group included.
+        vectors: int64 ``[expressions, monomials]``, times `scale`.
+        over: per monomial: it is divided by ``world``.
+        scale: the least common denominator of all other coefficients.
+    """
+
+    def __init__(self, expressions: Sequence[sympy.Expr]) -> None:
+        places: dict[tuple[sympy.Expr, bool], int] = {}
+        entries: list[dict[int, sympy.Rational]] = []
+        for expression in expressions:
+            entry: dict[int, sympy.Rational] = defaultdict(lambda: sympy.Integer(0))
+            for monomial, factor in sympy.expand(expression).as_coefficients_dict().items():
+                if not factor.is_Rational:  # a float of the user's: a monomial as it is
+                    monomial, factor = monomial * factor, sympy.Integer(1)
+                over = WORLD in sympy.fraction(monomial)[1].free_symbols
+                numerator = monomial * WORLD if over else monomial
+                entry[places.setdefault((numerator, over), len(places))] += factor
+            entries.append(entry)
+        self.monomials = [monomial for monomial, _ in places]
+        self.over = np.array([over for _, over in places], dtype=bool)
+        factors = [factor for entry in entries for factor in entry.values()]
+        self.scale = math.lcm(1, *(int(factor.q) for factor in factors))
+        self.vectors = np.zeros((len(entries), len(places)), dtype=np.int64)
+        for i, entry in enumerate(entries):
+            for place, factor in entry.items():
+                self.vectors[i, place] = int(factor * self.scale)
+
+    def values(self, sizes: Point) -> Matrix:
+        """int64 ``[points, monomials]``: the monomials (numerators) at some points."""
+        found = [np.asarray(evaluate(monomial, sizes)) for monomial in self.monomials]
+        shape = np.broadcast_shapes((1,), *(np.shape(size) for size in sizes.values()))
+        columns = [np.broadcast_to(each, shape).astype(np.int64) for each in found]
+        return np.stack(columns, axis=1) if columns else np.zeros((*shape, 0), dtype=np.int64)
+
+    def bytes(self, rows: Matrix, sizes: Point, values: Matrix | None = None) -> Matrix:
+        """int64 ``[points, rows]``: vectors at some points.
+
+        Args:
+            rows: int64 ``[rows, monomials]``, times `scale`.
+            sizes: the points.
+            values: from `values`, if they are known.
+        """
+        values = self.values(sizes) if values is None else values
+        world = np.broadcast_to(np.asarray(sizes["world"], dtype=np.int64), (len(values),))
+        plain = _times(values[:, ~self.over], rows[:, ~self.over])
+        if self.over.any():
+            plain = plain + _times(values[:, self.over], rows[:, self.over]) // world[:, None]
+        return plain // self.scale if self.scale > 1 else plain
+
+    def expression(self, row: Matrix) -> sympy.Expr:
+        """A vector as a sum."""
+        terms = [
+            sympy.Integer(int(factor)) * monomial / (self.scale * (WORLD if over else 1))
+            for factor, monomial, over in zip(row, self.monomials, self.over, strict=True)
+            if factor
+        ]
+        return sympy.Add(*terms)
+
+
+def _times(values: Matrix, rows: Matrix) -> Matrix:
+    """``values @ rows.T``, by float64, which is faster, where that is exact."""
+    most = np.abs(values).max(axis=0, initial=0).astype(object) @ np.abs(rows).max(
+        axis=0, initial=0
+    ).astype(object)
+    if most < EXACT:
+        product = values.astype(np.float64) @ rows.T.astype(np.float64)
+        return product.astype(np.int64)
+    return values @ rows.T
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """A part of what is alive at a point.
+
+    Attributes:
+        count: of how many layers; 1 for what is in no layer, or differs between layers.
+        category, module: its name there; "*" stands for the number of a layer.
+        each: int64 ``[monomials]``: of one of them.
+    """
+
+    count: int
+    category: str
+    module: str
+    each: Matrix
+
+
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+class StepFormulas:
+    """The live ranges of a step, as vectors.
+
+    Attributes:
+        range: where they hold.
+        basis: monomials.
+    """
+
+    def __init__(self, ledgers: tuple[Ledger, Ledger], valid: Range) -> None:
+        """Args: `ledgers`: of the first and of the steady step, whose ranges have formulas.
+
+        Raises:
+            AssertionError: a formula is wrong at the sizes of the plan.
+        """
+        self.range, self._ledgers = valid, ledgers
+        distinct: dict[sympy.Expr, int] = {}
+        self._numbers = tuple(
+            np.array([distinct.setdefault(formula_of(r), len(distinct)) for r in ledger.ranges])
+            for ledger in ledgers
+        )
+        self.basis = Basis(list(distinct))
+        self._distinct = list(distinct)
+        found = self.basis.bytes(self.basis.vectors, valid.example)[0]
+        for ledger, numbers in zip(ledgers, self._numbers, strict=True):
+            for each, number in zip(ledger.ranges, numbers, strict=True):
+                assert found[number] == each.bytes, (
+                    f"the formula {formula_of(each)} of {each.name} ({each.op} of {each.module}) "
+                    f"gives {found[number]} bytes, and {each.bytes} are planned"
+                )
+
+    @functools.cached_property
+    def _rounded(self) -> Basis:
+        return Basis(list(map(_whole_blocks, self._distinct)))
+
+    def sized(self, sizes: Point, first_step: bool) -> Ledger:
+        """The ledger for other sizes."""
+        ledger = self._ledgers[0 if first_step else 1]
+        found = self.basis.bytes(self.basis.vectors, sizes)[0].tolist()
+        made = Ledger()
+        made.moments, made.phases = ledger.moments, ledger.phases
+        numbers = self._numbers[0 if first_step else 1].tolist()
+        made.ranges = [
+            dataclasses.replace(each, bytes=found[number])
+            for each, number in zip(ledger.ranges, numbers, strict=True)
+        ]
+        return made
+
+    def curve(
+        self,
+        ticks: Sequence[int],
+        *,
+        first_step: bool = False,
+        host: bool = False,
+        category: Category | None = None,
+        module: str | None = None,
+        rounded: bool = False,
+    ) -> Matrix:
+        """int64 ``[ticks, monomials]``: what is alive at some ticks, in ascending order.
+
+        Args:
+            ticks: of the ledger.
+            first_step: of the first step.
+            host: on the CPU, with offload.
+            category, module: only what is of that category, or owned by that module.
+            rounded: every storage takes whole blocks of CUDA's allocator.
+        """
+        ledger, numbers = self._ledgers[not first_step], self._numbers[not first_step]
+        vectors = self.basis_of(rounded).vectors
+        wanted = [
+            i
+            for i, each in enumerate(ledger.ranges)
+            if each.host == host
+            and category in (None, each.category)
+            and module in (None, each.module)
+        ]
+        end = 2 * len(ledger.moments)
+        born = [max(ledger.ranges[i].born, 0) for i in wanted]
+        died = [end if (d := ledger.ranges[i].died) is None else d for i in wanted]
+        change = np.zeros((len(ticks) + 1, vectors.shape[1]), dtype=np.int64)
+        of = vectors[numbers[wanted]] if wanted else np.zeros((0, vectors.shape[1]), dtype=np.int64)
+        np.add.at(change, np.searchsorted(ticks, born, side="left"), of)
+        np.add.at(change, np.searchsorted(ticks, died, side="left"), -of)
+        return change.cumsum(0)[:-1]
+
+    def basis_of(self, rounded: bool) -> Basis:
+        """The monomials of `curve`."""
+        return self._rounded if rounded else self.basis
+
+    def terms(
+        self, tick: int, first_step: bool, rounded: bool, wanted: Callable[[LiveRange], bool]
+    ) -> tuple[Term, ...]:
+        """What is alive at a tick, of what is wanted; equal layers as one term."""
+        vectors = self.basis_of(rounded).vectors
+        ledger, numbers = self._ledgers[not first_step], self._numbers[not first_step]
+        number = {id(each): n for each, n in zip(ledger.ranges, numbers, strict=True)}
+        sums: dict[tuple[str, str], Matrix] = {}
+        for each in filter(wanted, ledger.alive(tick)):
+            key = each.category.value, each.module
+            sums[key] = sums.get(key, 0) + vectors[number[id(each)]]
+        found: dict[tuple[str, str, bytes], Term] = {}
+        for (category, module), vector in sums.items():
+            place = category, _LAYER.sub("*", module) or "root", vector.tobytes()
+            count = found[place].count + 1 if place in found else 1
+            found[place] = Term(count, *place[:2], vector)
+        return tuple(term for term in found.values() if term.each.any())
+
+
+def formula_of(each: LiveRange) -> sympy.Expr:
+    """The bytes of a range as an expression."""
+    return sympy.Integer(each.bytes) if each.formula is None else each.formula
+
+
+def _whole_blocks(expression: sympy.Expr) -> sympy.Expr:
+    """Rounded up to blocks, without a ceiling where every coefficient is a multiple of one."""
+    factors = sympy.expand(expression).as_coefficients_dict()
+    whole = all(factor.is_Integer and factor % BLOCK == 0 for factor in factors.values())
+    if whole and WORLD not in expression.free_symbols:
+        return expression
+    return BLOCK * sympy.ceiling(expression / BLOCK)
+
+
+def largest_somewhere(rows: Matrix, positive: Any) -> list[int]:
+    """Those of `rows` that no other one is above in all monomials, in their order.
+
+    Monomials are never negative. Of equal rows the first stays.
+
+    Args:
+        rows: int64 ``[rows, monomials]``.
+        positive: per monomial: it is never 0 either, so that more of it is more.
+    """
+    _, firsts = np.unique(rows, axis=0, return_index=True)
+    order = sorted(firsts.tolist(), key=lambda i: -int(rows[i].sum()))
+    kept: list[int] = []
+    tops = np.zeros((len(order), rows.shape[1]), dtype=np.int64)
+    for i in order:
+        others = tops[: len(kept)]
+        above = (others >= rows[i]).all(axis=1)
+        if (above & (others > rows[i])[:, positive].any(axis=1)).any():
+            continue
+        tops[len(kept)] = rows[i]
+        kept.append(i)
+    return sorted(kept)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Vectors:
+    """What a formula is made of: at some points the row of `value` where `choose` is the largest.
+
+    Attributes:
+        basis: the monomials.
+        choose, value: int64 ``[rows, monomials]``.
+        report: what was asked.
+        asked: for what.
+        terms: what it is made of at the sizes of the plan.
+    """
+
+    basis: Basis
+    choose: Matrix
+    value: Matrix
+    report: MemoryReport
+    asked: dict[str, Any]
+    terms: tuple[Term, ...]
+
+    def bytes(self, sizes: Point) -> Matrix:
+        """int64 ``[points]``."""
+        monomials = self.basis.values(sizes)
+        totals = self.basis.bytes(self.choose, sizes, monomials)
+        if self.value is self.choose:
+            return totals.max(axis=1)
+        values = self.basis.bytes(self.value, sizes, monomials)
+        return np.take_along_axis(values, totals.argmax(axis=1)[:, None], axis=1)[:, 0]
+
+    @property
+    def expression(self) -> sympy.Expr:
+        """As sympy has it: a `Max`, or a `Piecewise` over which point is the peak."""
+        values = [self.basis.expression(row) for row in self.value]
+        if len(set(values)) == 1:
+            return values[0]
+        if self.value is self.choose:
+            return sympy.Max(*values, evaluate=False)
+        totals = [self.basis.expression(row) for row in self.choose]
+        pieces = [
+            (value, sympy.And(*(total >= other for other in totals if other is not total)))
+            for value, total in zip(values[:-1], totals[:-1], strict=True)
+        ]
+        return sympy.Piecewise(*pieces, (values[-1], True))
+
+
+class Formula(sympy.Expr):  # type: ignore[misc]  # sympy has no types
+    """Bytes as a sympy expression of open sizes and ``world``; all of them positive integers.
+
+    ``str()`` is short: what the bytes are at the sizes of the plan, per-layer terms folded, the
+    largest first. `expression` is all of it.
+    """
+
+    vectors: Vectors
+
+    def __new__(cls, expression: sympy.Expr, vectors: Vectors | None = None) -> Any:
+        if vectors is None:  # sympy makes parts anew when it replaces symbols: those are its own
+            return sympy.sympify(expression)
+        made = sympy.Expr.__new__(cls, expression)
+        made.vectors = vectors
+        return made
+
+    @property
+    def expression(self) -> sympy.Expr:
+        """The whole expression, of sympy's own classes."""
+        return self.args[0]
+
+    @property
+    def range(self) -> Range:
+        """Where it holds."""
+        return self.vectors.report.formulas.range
+
+    def at(self, **sizes: int) -> int:
+        """Bytes at some sizes; those that are not named are the plan's.
+
+        Raises:
+            OutOfRangeError: it does not hold there; says why, and what to do.
+            ConfigError: there is no such size.
+        """
+        return int(self.lambdify()(**sizes)[0])
+
+    def lambdify(self) -> Callable[..., Matrix]:
+        """A function of ints or int64 arrays by name: int64 bytes, one per point.
+
+        It raises as `at`. World sizes of another kind (other rows are padded) are planned at their
+        first use, from the same capture.
+        """
+
+        def bytes_at(**sizes: Any) -> Matrix:
+            arrays = {name: np.asarray(value, dtype=np.int64) for name, value in sizes.items()}
+            point = self.range.complete(arrays)
+            shape = np.broadcast_shapes((1,), *(np.shape(size) for size in point.values()))
+            world = np.broadcast_to(point["world"], shape)
+            if world.size and (world == world.flat[0]).all():
+                return self._for(int(world.flat[0]))._bytes(point)
+            point = {name: np.broadcast_to(size, shape) for name, size in point.items()}
+            kinds: dict[Any, list[int]] = defaultdict(list)
+            for each in np.unique(world).tolist():
+                kinds[self.range.kind_of(each)].append(each)
+            found = np.zeros(shape, dtype=np.int64)
+            for worlds in kinds.values():
+                here = np.isin(world, worlds)
+                part = {name: size[here] for name, size in point.items()}
+                found[here] = self._for(worlds[0])._bytes(part)
+            return found
+
+        return bytes_at
+
+    def _bytes(self, point: Point) -> Matrix:
+        self.range.check(point)
+        return self.vectors.bytes(point)
+
+    def _for(self, world: int) -> Formula:
+        """The same question to the kind of a world size."""
+        if self.range.kind_of(world) == self.range.kind:
+            return self
+        return self.vectors.report.of_world(world).formula(**self.vectors.asked)
+
+    def latex(self) -> str:
+        """The sum that is the largest at the sizes of the plan, and of how many, as LaTeX."""
+        return _latex(self)
+
+    def _latex(self, printer: Any) -> str:
+        return _latex(self)
+
+    def _sympystr(self, printer: Any) -> str:
+        return _text(self)
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return (self.args[0],)  # pickled as what sympy knows of it
+
+
+def _at_example(formula: Formula) -> tuple[int, int]:
+    """Bytes at the sizes of the plan, and which row they are."""
+    vectors, example = formula.vectors, formula.range.example
+    totals = vectors.basis.bytes(vectors.choose, example)[0]
+    place = int(totals.argmax())
+    return int(vectors.basis.bytes(vectors.value, example)[0][place]), place
+
+
+def _text(formula: Formula, most: int = 12) -> str:
+    vectors, example = formula.vectors, formula.range.example
+    total, _ = _at_example(formula)
+    sizes = ", ".join(f"{name}={size}" for name, size in example.items())
+    others = len(vectors.value) - 1
+    title = f"{size_text(total)} at {sizes}"
+    if others:
+        title += f" (elsewhere one of {others} other moments may be larger)"
+    weighed = []
+    for term in vectors.terms:
+        weight = term.count * int(vectors.basis.bytes(term.each[None], example)[0, 0])
+        text = str(vectors.basis.expression(term.each))
+        if term.count > 1:
+            text = f"{term.count} * ({text})" if " " in text else f"{term.count} * {text}"
+        weighed.append((weight, f"  {text}    # {term.category}, {term.module}"))
+    lines = [f"{text}: {size_text(w)}" for w, text in sorted(weighed, key=lambda pair: -pair[0])]
+    more = [f"  and {len(lines) - most} smaller terms"] if len(lines) > most else []
+    return "\n".join([title, *lines[:most], *more, f"  holds for {formula.range}"])
+
+
+def _latex(formula: Formula) -> str:
+    _, place = _at_example(formula)
+    largest = formula.vectors.basis.expression(formula.vectors.value[place])
+    text: str = sympy.latex(largest)
+    others = len(formula.vectors.value) - 1
+    return rf"\max\left({text},\ \ldots_{{{others}}}\right)" if others else text
+
+
+def ask(
+    report: MemoryReport,
+    *,
+    category: Category | str | None = None,
+    module: str | None = None,
+    state: State | str | None = None,
+    first_step: bool = False,
+    host: bool = False,
+    rounded: bool = False,
+    call: int = 0,
+    micro_batch: int = -1,
+) -> Formula:
+    """See `MemoryReport.formula`."""
+    asked = {
+        **{"category": category, "module": module, "state": state, "first_step": first_step},
+        **{"host": host, "rounded": rounded, "call": call, "micro_batch": micro_batch},
+    }
+    step = report.formulas
+    wanted = None if category is None else report.category_of(category)
+    owned = None
+    if state is None:
+        ticks = range(2 * len(report.ledger(first_step=first_step).moments))
+        owned = module
+        if module is not None and module not in report.owners(first_step=first_step):
+            raise ConfigError(
+                f"nothing is owned by module {module!r}; owners are for example "
+                f"{', '.join(map(repr, sorted(report.owners(first_step=first_step))[:4]))}."
+            )
+    else:
+        found = report.stretch(
+            module or "", state, first_step=first_step, call=call, micro_batch=micro_batch
+        )
+        if found is None:
+            raise ConfigError(f"module {module!r} computes nothing in a state {state!r}.")
+        ticks = found
+    same: dict[str, Any] = {"first_step": first_step, "rounded": rounded}
+    choose = step.curve(ticks, host=host, **same)
+    value = choose
+    if wanted is not None or owned is not None:
+        value = step.curve(ticks, host=host, category=wanted, module=owned, **same)
+    basis = step.basis_of(rounded)
+    positive = np.array([_is_positive(m) for m in basis.monomials], dtype=bool)
+    kept = largest_somewhere(choose, positive)
+    tick = ticks[kept[int(basis.bytes(choose[kept], step.range.example)[0].argmax())]]
+
+    def is_asked(each: LiveRange) -> bool:
+        right = wanted in (None, each.category) and owned in (None, each.module)
+        return right and each.host == host
+
+    terms = step.terms(tick, first_step, rounded, is_asked)
+    rows = choose[kept]
+    values = rows if value is choose else value[kept]
+    vectors = Vectors(basis, rows, values, report, asked, terms)
+    return Formula(vectors.expression, vectors)
+
+
+def _is_positive(monomial: sympy.Expr) -> bool:
+    return not monomial.has(sympy.floor, sympy.Mod)
