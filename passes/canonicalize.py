@@ -79,8 +79,16 @@ def strip_no_ops(program: Program) -> None:
                 program.graph.erase_node(once)
 
 
+# What is the tensor itself if it has its sizes. Eager makes no slice of a whole tensor
+# (torch/csrc/autograd/python_variable_indexing.cpp, ``applySlicing``), the trace of open sizes does.
+SAME_IF_ALIKE = (
+    *(aten._unsafe_view.default, aten.view.default),
+    *(aten.slice.Tensor, aten.slice_backward.default),
+)
+
+
 def _is_same_shape_view(node: fx.Node) -> bool:
-    if node.target not in (aten._unsafe_view.default, aten.view.default):
+    if node.target not in SAME_IF_ALIKE:
         return False
     return shapes.same_layout(meta.source(node), node)
 
