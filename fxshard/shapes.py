@@ -234,16 +234,19 @@ class Trace:
         """What the trace has asked of the symbols."""
         given = set(self._symbols.values())
         found: dict[sympy.Basic, str] = {}
+        asked = {guard.expr: f"asked at {guard.sloc}" for guard in self.env.guards}
         for symbol in self._symbols.values():
             known = self.env.replacements.get(symbol)
             if known is not None and known.free_symbols <= given:
-                found.setdefault(sympy.Eq(symbol, known), "the model made it so")
+                fixed = sympy.Eq(symbol, known)
+                where = asked.get(fixed, "the model made it so")
+                found.setdefault(fixed, f"{where}: Python, or an operator, takes it as a number")
             else:
                 least = self.env.var_to_range[symbol].lower
                 found.setdefault(sympy.Ge(symbol, least), "smaller ones go another way")
-        for guard in self.env.guards:
-            if guard.expr.free_symbols <= given:
-                found.setdefault(guard.expr, f"asked at {guard.sloc}")
+        for condition, where in asked.items():
+            if condition.free_symbols <= given:
+                found.setdefault(condition, where)
         conditions = tuple((c, where) for c, where in found.items() if c != sympy.true)
         return Domain(self.sizes, self.places, self._symbols, conditions)
 

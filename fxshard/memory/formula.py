@@ -274,6 +274,17 @@ class StepFormulas:
         np.add.at(change, np.searchsorted(ticks, died, side="left"), -of)
         return change.cumsum(0)[:-1]
 
+    @functools.cache  # noqa: B019 - lives as long as its plan
+    def largest(
+        self, ticks: range, *, first_step: bool, host: bool, rounded: bool
+    ) -> tuple[list[int], Matrix]:
+        """Those of some ticks at which most may be alive for some sizes, and `curve` there."""
+        rows = self.curve(ticks, first_step=first_step, host=host, rounded=rounded)
+        monomials = self.basis_of(rounded).monomials
+        positive = np.array([_is_positive(monomial) for monomial in monomials], dtype=bool)
+        kept = largest_somewhere(rows, positive)
+        return [ticks[i] for i in kept], rows[kept]
+
     def basis_of(self, rounded: bool) -> Basis:
         """The monomials of `curve`."""
         return self._rounded if rounded else self.basis
@@ -371,11 +382,12 @@ class Vectors:
         if self.value is self.choose:
             return sympy.Max(*values, evaluate=False)
         totals = [self.basis.expression(row) for row in self.choose]
+        most = sympy.Max(*totals, evaluate=False)  # sympy would try for seconds to decide which
         pieces = [
-            (value, sympy.And(*(total >= other for other in totals if other is not total)))
+            (value, sympy.Ge(total, most, evaluate=False))
             for value, total in zip(values[:-1], totals[:-1], strict=True)
         ]
-        return sympy.Piecewise(*pieces, (values[-1], True))
+        return sympy.Piecewise(*pieces, (values[-1], True), evaluate=False)
 
 
 class Formula(sympy.Expr):  # type: ignore[misc]  # sympy has no types
@@ -460,9 +472,6 @@ class Formula(sympy.Expr):  # type: ignore[misc]  # sympy has no types
     def _sympystr(self, printer: Any) -> str:
         return _text(self)
 
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        return (self.args[0],)  # pickled as what sympy knows of it
-
 
 def _at_example(formula: Formula) -> tuple[int, int]:
     """Bytes at the sizes of the plan, and which row they are."""
@@ -535,24 +544,20 @@ def ask(
         if found is None:
             raise ConfigError(f"module {module!r} computes nothing in a state {state!r}.")
         ticks = found
-    same: dict[str, Any] = {"first_step": first_step, "rounded": rounded}
-    choose = step.curve(ticks, host=host, **same)
+    kind = {"first_step": first_step, "host": host, "rounded": rounded}
+    kept, choose = step.largest(ticks, **kind)
     value = choose
     if wanted is not None or owned is not None:
-        value = step.curve(ticks, host=host, category=wanted, module=owned, **same)
+        value = step.curve(kept, category=wanted, module=owned, **kind)
     basis = step.basis_of(rounded)
-    positive = np.array([_is_positive(m) for m in basis.monomials], dtype=bool)
-    kept = largest_somewhere(choose, positive)
-    tick = ticks[kept[int(basis.bytes(choose[kept], step.range.example)[0].argmax())]]
+    tick = kept[int(basis.bytes(choose, step.range.example)[0].argmax())]
 
     def is_asked(each: LiveRange) -> bool:
         right = wanted in (None, each.category) and owned in (None, each.module)
         return right and each.host == host
 
     terms = step.terms(tick, first_step, rounded, is_asked)
-    rows = choose[kept]
-    values = rows if value is choose else value[kept]
-    vectors = Vectors(basis, rows, values, report, asked, terms)
+    vectors = Vectors(basis, choose, value, report, asked, terms)
     return Formula(vectors.expression, vectors)
 
 

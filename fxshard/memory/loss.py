@@ -89,7 +89,7 @@ def with_formulas(
         number: compat.in_sympy(sizes.env.simplify(compat.expression(size)).xreplace(names))
         for event in both[1]
         for number, size in event.allocated
-        if isinstance(size, torch.SymInt)
+        if not isinstance(size, int)
     }
     return dataclasses.replace(step, formulas=made, conditions=symbolic.conditions(seen))
 

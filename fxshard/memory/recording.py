@@ -26,7 +26,7 @@ class Event:
     """
 
     op: str
-    allocated: list[tuple[int, int]]
+    allocated: list[tuple[int, Any]]
     freed: list[int]
 
 
