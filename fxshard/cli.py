@@ -28,7 +28,16 @@ from fxshard.memory.explain import size_text
 from fxshard.memory.report import UNITS, MemoryReport, parse_bytes
 from fxshard.memory.views.diff import diff
 from fxshard.memory.views.live import live_after
-from fxshard.model_source import add_arguments, load, options, whole_number
+from fxshard.model_source import (
+    Call,
+    add_arguments,
+    load,
+    named_dimensions,
+    named_size,
+    open_sizes,
+    options,
+    whole_number,
+)
 
 NUMERICS_ROWS = 20  # of `validate --numerics`, the worst; --all shows the rest
 PATIENCE = 2.0  # seconds until a command says that it is at work
@@ -299,8 +308,24 @@ def _comparison(result: Validation) -> dict[str, Any]:
     }
 
 
+def solve(args: argparse.Namespace) -> int:
+    """``fxshard solve``."""
+    with progress("planning"):
+        model, inputs, keywords = load(args, "meta")
+        dynamic = dict(args.dynamic or open_sizes(model, inputs, keywords))
+        plan = _plan_of((model, inputs, keywords), args, dynamic=dynamic)
+        fixed = dict(args.at or ())
+        found = plan.solve(args.what, args.budget, multiple_of=args.multiple_of, **fixed)
+    print(found)
+    return 0
+
+
 def _plan(args: argparse.Namespace, **others: Any) -> Plan:
-    model, inputs, keywords = load(args, "meta")
+    return _plan_of(load(args, "meta"), args, **others)
+
+
+def _plan_of(call: Call, args: argparse.Namespace, **others: Any) -> Plan:
+    model, inputs, keywords = call
     more = {name: getattr(args, name, None) for name in ("micro_batches", "no_sync", "device")}
     given = {name: value for name, value in more.items() if value}
     plan = fxshard.plan(
@@ -344,6 +369,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_report(commands)
     _add_explain(commands)
     _add_fits(commands)
+    _add_solve(commands)
     _add_diff(commands)
     _add_dump(commands)
     _add_estimate(commands)
@@ -385,6 +411,31 @@ def _add_fits(commands: Any) -> None:
     _add_step(parser)
     parser.add_argument("--budget", metavar="80GiB", required=True, help="memory of one rank")
     parser.set_defaults(command=fits)
+
+
+def _add_solve(commands: Any) -> None:
+    parser = commands.add_parser(
+        "solve", help="the largest batch or sequence, or the fewest ranks, that fit a budget"
+    )
+    parser.add_argument("what", help="max_batch, max_seq, min_world, or max_<name> of --dynamic")
+    parser.add_argument("--budget", metavar="80GiB", required=True, help="memory of one rank")
+    add_arguments(parser)
+    _add_step(parser)
+    parser.set_defaults(batch=2, seq=128)  # sizes of 1 are not left open
+    parser.add_argument(
+        "--at", action="append", type=named_size, metavar="seq=8192", help="a size that is fixed"
+    )
+    parser.add_argument(
+        "--multiple-of", type=whole_number, default=1, metavar="N", help="ask for such sizes only"
+    )
+    parser.add_argument(
+        "--dynamic",
+        action="append",
+        type=named_dimensions,
+        metavar="batch=x:0,y:0",
+        help="a size by name, and which dimensions of which arguments have it",
+    )
+    parser.set_defaults(command=solve)
 
 
 def _add_diff(commands: Any) -> None:

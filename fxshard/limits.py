@@ -15,19 +15,21 @@ import bisect
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fxshard import compat, levers
-from fxshard.errors import CaptureError, ConfigError
+from fxshard.errors import CaptureError, ConfigError, OutOfRangeError
 from fxshard.memory.explain import size_text
 from fxshard.memory.report import DoesNotFitError, parse_bytes
 
 if TYPE_CHECKING:
     from fxshard.plans import Plan
 
+MOST_RANKS = 2**20
 FARTHEST = 16  # how many times the largest size that fits the next guess may be
 
 
@@ -84,6 +86,104 @@ class Limit:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Solution:
+    """The edge of what fits, in one size, with its proof; ``str()`` tells it.
+
+    Attributes:
+        what: "max_batch", "min_world", ...
+        size: fits, by the plan of a call of that size, traced on its own; `beyond` does not.
+        beyond: the next larger size, or the next smaller number of ranks; 0: there is none.
+        fixed: the other sizes.
+        budget_bytes: what it must fit, as `MemoryReport.assert_fits` says.
+        plan: the plan of `size`.
+        tried: per size that was planned the larger of its two peaks in bytes; None if it cannot
+            be planned.
+        why_not: why `beyond` does not fit, or cannot be planned; "" if there is none.
+    """
+
+    what: str
+    size: int
+    beyond: int
+    fixed: dict[str, int]
+    budget_bytes: int
+    plan: Plan
+    tried: dict[int, int | None]
+    why_not: str
+
+    @property
+    def peak_bytes(self) -> int:
+        """With `size`: the larger of the peaks of the first and of a later step."""
+        return self.tried[self.size] or 0
+
+    @property
+    def beyond_peak_bytes(self) -> int | None:
+        """The same with `beyond`; None if that cannot be planned, or is nothing."""
+        return self.tried.get(self.beyond)
+
+    def __str__(self) -> str:
+        others = ", ".join(f"{name}={size}" for name, size in self.fixed.items())
+        text = (
+            f"{self.what} = {self.size}{f' with {others}' if others else ''}: needs "
+            f"{size_text(self.peak_bytes)} of {size_text(self.budget_bytes)}"
+        )
+        if self.beyond:
+            text += f"; {self.beyond} does not fit: {self.why_not}"
+        return f"{text}.\nProof: {len(self.tried)} sizes were traced and planned on their own."
+
+
+def solve(
+    plan: Plan, what: str, budget: int | str, multiple_of: int, fixed: dict[str, int]
+) -> Solution:
+    """See `Plan.solve`."""
+    _check_step(multiple_of)
+    goal, _, name = what.partition("_")
+    sizes = plan.memory.formulas.range.example
+    names = [f"max_{n}" for n in sizes if n != "world"] + ["min_world"]
+    if what not in names:
+        raise ConfigError(
+            f"solve({what!r}): this plan knows {', '.join(names)}. Sizes get their names where it "
+            f"is made: fxshard.plan(..., dynamic={{name: [(argument, dimension)]}})."
+        )
+    point = plan.memory.formulas.range.complete(fixed)
+    before, limit = point.pop(name), parse_bytes(budget)
+
+    def planned(size: int) -> Plan:
+        return plan.at(**{**point, name: size}, traced=True)
+
+    peaks = [plan.memory.formula(first_step=first) for first in (False, True)]
+
+    def likely(size: int) -> bool | None:
+        try:
+            return max(peak.at(**{**point, name: size}) for peak in peaks) <= limit
+        except OutOfRangeError:
+            return None
+
+    search = _Search(planned, name, limit, before, multiple_of, likely=likely)
+    if goal == "max":
+        inputs = max(_bytes_of(plan.inputs_with(name)), 1)
+        search.beyond = (limit * sizes[name] // inputs) // multiple_of + 2
+        size = search.run()
+        beyond = size + multiple_of
+    else:
+        size = search.run_down()
+        beyond = size - multiple_of
+    return Solution(
+        *(what, size, max(beyond, 0), point, limit, search.best),
+        *(dict(sorted(search.tried.items())), search.refused.get(beyond, "")),
+    )
+
+
+def _check_step(multiple_of: int) -> None:
+    if not isinstance(multiple_of, int) or multiple_of < 1:
+        raise ConfigError(f"multiple_of={multiple_of!r}: expected an integer >= 1.")
+
+
+def _bytes_of(tensors: Iterable[Any]) -> int:
+    distinct = {id(t): t for t in tensors}.values()
+    return sum(t.numel() * t.element_size() for t in distinct)
+
+
 def largest(plan: Plan, budget: int | str, what: str, dim: int, multiple_of: int = 1) -> Limit:
     """The largest size of dimension `dim` of the batch with which the step fits.
 
@@ -102,17 +202,27 @@ def largest(plan: Plan, budget: int | str, what: str, dim: int, multiple_of: int
             or ``loss`` cannot take another size.
         CaptureError: the model refuses a size of `multiple_of`.
     """
-    if not isinstance(multiple_of, int) or multiple_of < 1:
-        raise ConfigError(f"multiple_of={multiple_of!r}: expected an integer >= 1.")
-    search = _Search(plan, parse_bytes(budget), what, dim, multiple_of)
+    _check_step(multiple_of)
+    limit = parse_bytes(budget)
+    tensors, before = _with_dimension(plan, what, dim)
+
+    def planned(size: int) -> Plan:
+        if size == before:
+            return plan
+        args, kwargs = levers.resized(plan, dim, before, size)
+        return plan.replan(args=args, kwargs=kwargs)
+
+    search = _Search(planned, what, limit, before, multiple_of, plan.workload.loss is not None)
+    # The inputs alone are above the budget from here on: no search goes farther.
+    search.beyond = (limit * before // _bytes_of(tensors.values())) // multiple_of + 1
     size = search.run()
     return Limit(
         what,
         dim,
         size,
-        search.tensors,
-        search.before,
-        search.budget,
+        tuple(tensors),
+        before,
+        limit,
         search.best,
         dict(sorted(search.tried.items())),
         multiple_of,
@@ -120,51 +230,72 @@ def largest(plan: Plan, budget: int | str, what: str, dim: int, multiple_of: int
     )
 
 
+def _with_dimension(plan: Plan, what: str, dim: int) -> tuple[dict[str, torch.Tensor], int]:
+    """The inputs that have the dimension, by name, and its size.
+
+    Raises:
+        ConfigError: none has; or they have no bytes.
+    """
+    leaves, _ = compat.tree_flatten(plan.workload.call)
+    names = plan.program.signature.input_names
+    has = [(n, t) for n, t in zip(names, leaves, strict=True) if _has(t, dim)]
+    if not has:
+        raise ConfigError(
+            f"no tensor of the call has a dimension {dim} for the {what}; its inputs are "
+            f"{', '.join(names) or 'none'}."
+        )
+    before = int(has[0][1].shape[dim])
+    same = {name: t for name, t in has if t.shape[dim] == before}
+    if not _bytes_of(same.values()):
+        raise ConfigError(f"{', '.join(same)}: no bytes, whatever the {what}.")
+    return same, before
+
+
 class _Search:
     """The sizes asked for so far.
 
     Attributes:
-        before: size of the dimension in the plan.
-        tensors: names of the inputs that have it.
+        before: the size in the plan that was asked.
+        beyond: a number of multiples that cannot fit.
         tried: per size its peak; None if it cannot be planned.
         refused: per size that does not fit, or cannot be planned, why.
         best: the plan of the largest size that fits.
         least: why the smallest does not.
     """
 
-    def __init__(self, plan: Plan, budget: int, what: str, dim: int, multiple_of: int) -> None:
-        self.plan, self.budget, self.what, self.dim = plan, budget, what, dim
-        self.multiple_of = multiple_of
-        leaves, _ = compat.tree_flatten(plan.workload.call)
-        names = plan.program.signature.input_names
-        has = [(n, t) for n, t in zip(names, leaves, strict=True) if _has(t, dim)]
-        if not has:
-            raise ConfigError(
-                f"no tensor of the call has a dimension {dim} for the {what}; its inputs are "
-                f"{', '.join(names) or 'none'}."
-            )
-        self.before = int(has[0][1].shape[dim])
-        same = {name: t for name, t in has if t.shape[dim] == self.before}
-        self.tensors = tuple(same)
-        distinct = {id(t): t for t in same.values()}.values()
-        whole = sum(t.numel() * t.element_size() for t in distinct)
-        if not whole:
-            raise ConfigError(f"{', '.join(same)}: no bytes, whatever the {what}.")
-        # The inputs alone are above the budget from here on: no search goes farther.
-        self.beyond = (budget * self.before // whole) // multiple_of + 1
+    best: Plan
+    beyond = 2
+
+    def __init__(
+        self,
+        planned: Callable[[int], Plan],
+        what: str,
+        budget: int,
+        before: int,
+        multiple_of: int,
+        has_loss: bool = False,
+        likely: Callable[[int], bool | None] | None = None,
+    ) -> None:
+        """Args: `planned`: makes the plan of a size. `likely`: says whether a size may fit."""
+        self.planned, self.what, self.budget = planned, what, budget
+        self.before, self.multiple_of = before, multiple_of
+        self.has_loss, self.likely = has_loss, likely
         self.tried: dict[int, int | None] = {}
         self.refused: dict[int, str] = {}
-        self.best = plan
 
     def run(self) -> int:
         """The largest size that fits."""
         low, high = max(self.before // self.multiple_of, 1), self.beyond
+        if self.likely is not None:
+            low = self._likely_edge(1, high)
         if not self.fits(low):
             low, high = 1, low
             if high == 1 or not self.fits(1):
                 raise DoesNotFitError(
                     f"not even a {self.what} of {self.multiple_of} fits: {self.least}"
                 )
+        elif self.likely is not None and not self.fits(low + 1):
+            return low * self.multiple_of
         for turn in itertools.count():
             guess = high  # of a size behind the last one, only by how much it is too large
             if high - low > 1:
@@ -177,17 +308,48 @@ class _Search:
                 high = guess
         return low * self.multiple_of
 
+    def _likely_edge(self, low: int, high: int) -> int:
+        """The largest number of multiples that is likely to fit, at least `low`."""
+        assert self.likely is not None
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.likely(middle * self.multiple_of):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def run_down(self) -> int:
+        """The smallest number of ranks that fits, of those with a smaller one that does not."""
+        assert self.likely is not None
+        step, good = self.multiple_of, max(self.before // self.multiple_of, 1)
+        while not self.likely(good * step) or not self.fits(good):
+            if good * step > MOST_RANKS:
+                self.fits(good)  # it may not be likely only, and why is to be told
+                raise DoesNotFitError(f"not even {good * step} ranks are enough: {self.least}")
+            good *= 2
+        bad = 0
+        while good - bad > 1:
+            low, high = bad, good
+            while high - low > 1:  # where it is likely: then that one is planned
+                middle = (low + high) // 2
+                low, high = (low, middle) if self.likely(middle * step) else (middle, high)
+            guess = high if high < good else high - 1
+            if self.fits(guess):
+                good = guess
+            else:
+                bad = guess
+        self.fits(good)  # so that its plan is the last that fitted
+        return good * step
+
     def fits(self, count: int) -> bool:
         """Plan the size of `count` multiples."""
         size = count * self.multiple_of
-        plan = self.plan
         try:
-            if size != self.before:
-                args, kwargs = levers.resized(plan, self.dim, self.before, size)
-                plan = plan.replan(args=args, kwargs=kwargs)
+            plan = self.planned(size)
             memory = plan.memory
         except ConfigError as error:
-            if plan.workload.loss is None:
+            if not self.has_loss:
                 raise
             raise ConfigError(
                 f"a {self.what} of {size} instead of {self.before}: {error} If it holds tensors of "
@@ -204,8 +366,7 @@ class _Search:
             memory.assert_fits(self.budget)
         except DoesNotFitError as error:
             self.refused[size] = str(error).partition("\n")[0].rstrip(".")
-            if count == 1:
-                self.least = error
+            self.least = error
             return False
         self.best = plan
         return True

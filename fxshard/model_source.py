@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import inspect
 import json
 import os
 import re
@@ -206,6 +207,39 @@ def whole_number(text: str) -> int:
     return value
 
 
+def named_size(text: str) -> tuple[str, int]:
+    """``seq=8192``."""
+    name, _, size = text.partition("=")
+    return name, whole_number(size)
+
+
+def named_dimensions(text: str) -> tuple[str, list[tuple[str, int]]]:
+    """``batch=x:0,y:0``: a size, and which dimensions of which arguments have it."""
+    name, _, places = text.partition("=")
+    return name, [
+        (place.partition(":")[0], int(place.partition(":")[2])) for place in places.split(",")
+    ]
+
+
+def open_sizes(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, list[tuple[str, int]]]:
+    """Of a call of ``[batch, seq]`` tensors alone, both sizes.
+
+    Raises:
+        ConfigError: it has others.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+    shapes = {t.shape if isinstance(t, torch.Tensor) else None for t in given.values()}
+    if len(shapes) != 1 or len(next(iter(shapes)) or ()) != 2:
+        raise ConfigError(
+            "which sizes are open? This call is not of tensors [batch, seq] alone: give "
+            "--dynamic batch=argument:0."
+        )
+    return {size: [(name, dim) for name in given] for dim, size in enumerate(("batch", "seq"))}
+
+
 def _ranks(text: str) -> int | tuple[int, int]:
     replicas, by, shards = text.partition("x")
     return (whole_number(replicas), whole_number(shards)) if by else whole_number(text)
@@ -216,5 +250,7 @@ def _reshard(text: str) -> bool | int:
 
 
 _ranks.__name__ = "number of ranks"
+named_size.__name__ = "size, such as seq=8192"
+named_dimensions.__name__ = "name of a size, such as batch=x:0"
 _reshard.__name__ = "yes, no or whole number"
 whole_number.__name__ = "whole number"  # argparse puts it into "invalid ... value"

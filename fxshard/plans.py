@@ -19,7 +19,7 @@ from fxshard.cost.hardware import Hardware, hardware_of
 from fxshard.cost.timeline import Estimate
 from fxshard.errors import ConfigError, UnknownSizeError
 from fxshard.executor import emit
-from fxshard.limits import Limit
+from fxshard.limits import Limit, Solution
 from fxshard.memory import liveness, symbolic
 from fxshard.memory.formula import Range, StepFormulas
 from fxshard.memory.in_backward import trace_in_backward
@@ -180,10 +180,14 @@ class Plan:
             step_bytes, lambda: levers.pulled(self), self._lifecycle, _Elsewhere(self)
         )
 
-    def at(self, **sizes: int) -> Plan:
+    def at(self, *, traced: bool = False, **sizes: int) -> Plan:
         """The plan of the same step for other sizes of ``dynamic=`` and of ``world``.
 
         As `replan`: traced again only where the capture does not serve those sizes.
+
+        Args:
+            traced: of a call that is traced on its own, with no size left open.
+            **sizes: by name; the others stay.
 
         Raises:
             ConfigError: there is no such size.
@@ -201,7 +205,15 @@ class Plan:
         if any(size != named[name] for name, size in sizes.items()):
             call = levers.with_sizes(self.workload.call, self._places(), sizes)
             changes["args"], changes["kwargs"] = call
+        if traced:
+            fresh = self.workload.changed({**changes, "dynamic": None})
+            return make_plan(fresh)
         return self.replan(**changes) if changes else self
+
+    def inputs_with(self, name: str) -> list[torch.Tensor]:
+        """The tensors of the call that have a size of ``dynamic=``."""
+        leaves, _ = compat.tree_flatten(self.workload.call)
+        return [leaves[leaf] for leaf, _ in self._places()[name]]
 
     def _places(self) -> shapes.Symbols:
         work = self.workload
@@ -354,6 +366,28 @@ class Plan:
         """
         return limits.largest(self, budget, "sequence", dim, multiple_of)
 
+    def solve(
+        self, what: str, budget: int | str, *, multiple_of: int = 1, **fixed: int
+    ) -> Solution:
+        """The largest size, or the smallest number of ranks, with which the step fits.
+
+        Exact: the formulas say where to look, and what they say is proven by plans of calls that
+        are traced on their own: the answer fits, the next one does not.
+
+        Args:
+            what: ``"max_<name>"`` of a size of ``dynamic=`` ("max_batch", "max_seq"), or
+                "min_world".
+            budget: bytes, or text such as "80GiB", as for `MemoryReport.assert_fits`.
+            multiple_of: ask only for multiples of this: 8 for whole nodes.
+            **fixed: the other sizes; those that are not named are the plan's.
+
+        Raises:
+            DoesNotFitError: nothing fits; tells what is alive at the peak of the smallest.
+            ConfigError: no such size, or the plan has no formulas.
+            CaptureError: the model refuses a size of `multiple_of`.
+        """
+        return limits.solve(self, what, budget, multiple_of, fixed)
+
     @property
     def code(self) -> str:
         """The Python source that the executor runs."""
@@ -415,7 +449,7 @@ class _Elsewhere:
         return self._kinds[kind].memory
 
     def planned(self, sizes: dict[str, int]) -> MemoryReport:
-        return self._plan.at(**sizes).memory
+        return self._plan.at(traced=False, **sizes).memory
 
 
 def without_data(call: Call) -> Call:
