@@ -277,7 +277,6 @@ class Plan:
                 held[sympy.Eq(symbolic.symbol(name), named[name])] = why
             if domain is not None:
                 held |= dict(symbolic.conditions(domain))
-            held |= dict(symbolic.coincidences(program))
         held |= dict(loss.conditions if loss is not None else ())
         for name, (least, most) in self.config.bounds.items():
             if name in named:

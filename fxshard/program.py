@@ -41,7 +41,6 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-import sympy
 import torch
 from torch import Tensor, fx
 
@@ -138,9 +137,6 @@ class Signature:
         return tuple(i for i, constant in enumerate(self.outputs) if constant is None)
 
 
-Shape = tuple[sympy.Expr, ...]
-
-
 @dataclasses.dataclass
 class Program:
     """One step of one model for one world size. Passes rewrite `graph` in place.
@@ -172,8 +168,6 @@ class Program:
             policy function, as in `Config`.
         schedule: the outer schedule and its regions, once outline-regions has run.
         closed: why the sizes that were to be open are not; "" if they are.
-        apart: shapes, in the symbols of `domain`, that a pass took for different ones: a call for
-            whose sizes two of them are equal would be rewritten otherwise, were it traced itself.
     """
 
     graph: fx.Graph
@@ -201,7 +195,6 @@ class Program:
     checkpoints: dict[str, Any] = dataclasses.field(default_factory=dict)
     schedule: Schedule | None = None
     closed: str = ""
-    apart: list[tuple[Shape, Shape]] = dataclasses.field(default_factory=list)
     _params: tuple[Any, dict[str, Param]] | None = dataclasses.field(
         default=None, init=False, repr=False, compare=False
     )
@@ -293,7 +286,6 @@ class Program:
             world_size=world_size,
             facts=set(),
             schedule=None,
-            apart=[],
         )
 
     def refresh_views(self, node: fx.Node, stale: frozenset[int]) -> None:

@@ -304,21 +304,6 @@ def same_layout(node: fx.Node, other: fx.Node) -> bool:
     return bool(a.shape == b.shape and a.stride() == b.stride())
 
 
-def open_shapes(node: fx.Node, other: fx.Node) -> list[tuple[Any, Any]]:
-    """The shapes of two tensors as expressions, if they may be equal for some sizes."""
-    both = []
-    for each in (node, other):
-        known: OpenSizes | None = each.meta.get(SIZES)
-        fixed = (tuple(map(sympy.Integer, each.meta["val"].shape)),)
-        both.append((fixed if known is None else known.shapes)[0])
-    ours, theirs = both
-    if ours == theirs or len(ours) != len(theirs):
-        return []
-    if any(a != b and a.is_number and b.is_number for a, b in zip(ours, theirs, strict=True)):
-        return []
-    return [(ours, theirs)]
-
-
 def stride_like(tensor: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a dense tensor of `shape`, its dimensions in the order in memory of `tensor`'s."""
     strides = [0] * len(shape)

@@ -79,8 +79,8 @@ def strip_no_ops(program: Program) -> None:
                 program.graph.erase_node(once)
 
 
-# What is the tensor itself if it has its sizes. Eager makes no slice of a whole tensor
-# (torch/csrc/autograd/python_variable_indexing.cpp, ``applySlicing``), the trace of open sizes does.
+# What is the tensor itself if it has its sizes. Eager makes no slice of a whole tensor, a trace of
+# open sizes does (torch/csrc/autograd/python_variable_indexing.cpp, ``applySlicing``).
 SAME_IF_ALIKE = (
     *(aten._unsafe_view.default, aten.view.default),
     *(aten.slice.Tensor, aten.slice_backward.default),

@@ -99,7 +99,7 @@ class Reinplace:
             if not over or makers[result] is not node or result in taken:
                 continue
             for source in over:
-                if not is_whole(node, source):
+                if not lies_alike(node, source):
                     continue
                 (storage,) = meta.storage_ids(source)
                 if storage in taken or last[storage] > order[node]:
@@ -107,9 +107,6 @@ class Reinplace:
                 if meta.get(makers[storage]).phase != meta.get(node).phase:
                     continue
                 if any(storage in meta.storage_ids(n) for n in node.all_input_nodes if n != source):
-                    continue
-                if not shapes.same_layout(node, source):
-                    program.apart += shapes.open_shapes(node, source)
                     continue
                 write_over(program, node, source)
                 last[storage] = last[result]
@@ -135,13 +132,14 @@ def _along_rows(node: fx.Node) -> bool:
     return bool(same and grad.is_contiguous() and dim % grad.dim() == grad.dim() - 1)
 
 
-def is_whole(node: fx.Node, source: fx.Node) -> bool:
-    """True if `source` is all of its storage, and of the dtype and device of what `node` makes."""
+def lies_alike(node: fx.Node, source: fx.Node) -> bool:
+    """True if the result of `node` would lie in all of the storage of `source` as that does."""
     made, val = node.meta["val"], source.meta["val"]
     if not isinstance(val, torch.Tensor) or len(meta.storage_ids(source)) != 1:
         return False
+    alike = shapes.same_layout(node, source)
     whole = val.untyped_storage().nbytes() == val.numel() * val.element_size()
-    return bool(whole and made.dtype is val.dtype and made.device == val.device)
+    return bool(alike and whole and made.dtype is val.dtype and made.device == val.device)
 
 
 def write_over(program: Program, node: fx.Node, source: fx.Node) -> None:

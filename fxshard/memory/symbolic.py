@@ -235,21 +235,6 @@ def conditions(domain: shapes.Domain) -> list[tuple[sympy.Basic, str]]:
     return [(compat.in_sympy(c.xreplace(names)), where) for c, where in domain.conditions]
 
 
-def coincidences(program: Program) -> list[tuple[sympy.Basic, str]]:
-    """Conditions under which tensors that a pass took for different are different.
-
-    The trace of a call of which two such shapes are equal, by chance, is rewritten otherwise.
-    """
-    read = _Reading(program)
-    found = []
-    for ours, theirs in program.apart:
-        same = [sympy.Eq(read.named(a), read.named(b)) for a, b in zip(ours, theirs, strict=True)]
-        apart = sympy.Not(sympy.And(*same))
-        if apart != sympy.true:
-            found.append((apart, "two tensors have equal shapes by chance otherwise"))
-    return list(dict.fromkeys(found))
-
-
 def evaluate(expression: sympy.Basic, sizes: Mapping[str, Any]) -> Any:
     """The value of an expression of integers, exactly.
 
