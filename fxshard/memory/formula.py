@@ -71,6 +71,17 @@ class Range:
                 raise OutOfRangeError(f"{name}={np.min(value)}: a size is at least 1.")
         return {**self.example, **sizes}
 
+    @property
+    def least(self) -> dict[sympy.Symbol, int]:
+        """The least that sizes can be, where a condition is just that."""
+        return {
+            condition.lhs: int(condition.rhs)
+            for condition, _ in self.conditions
+            if isinstance(condition, sympy.Ge)
+            and condition.lhs.is_Symbol
+            and condition.rhs.is_Integer
+        }
+
     def check(self, sizes: Point) -> None:
         """Raise OutOfRangeError where a condition does not hold, with what to do instead."""
         for condition, where in self.conditions:
@@ -127,6 +138,13 @@ class Basis:
         for i, entry in enumerate(entries):
             for place, factor in entry.items():
                 self.vectors[i, place] = int(factor * self.scale)
+
+    def shifted(self, least: Mapping[sympy.Symbol, int]) -> Basis:
+        """Each monomial, in terms of how far sizes are above the least that they can be."""
+        further = {size: size + count for size, count in least.items()}
+        both = zip(self.monomials, self.over, strict=True)
+        monomials = [monomial / WORLD if over else monomial for monomial, over in both]
+        return Basis([monomial.xreplace(further) for monomial in monomials])
 
     def values(self, sizes: Point) -> Matrix:
         """int64 ``[points, monomials]``: the monomials (numerators) at some points."""
@@ -280,9 +298,9 @@ class StepFormulas:
     ) -> tuple[list[int], Matrix]:
         """Those of some ticks at which most may be alive for some sizes, and `curve` there."""
         rows = self.curve(ticks, first_step=first_step, host=host, rounded=rounded)
-        monomials = self.basis_of(rounded).monomials
-        positive = np.array([_is_positive(monomial) for monomial in monomials], dtype=bool)
-        kept = largest_somewhere(rows, positive)
+        from_least = self.basis_of(rounded).shifted(self.range.least)
+        positive = np.array([_is_positive(m) for m in from_least.monomials], dtype=bool)
+        kept = largest_somewhere(rows @ from_least.vectors, positive)
         return [ticks[i] for i in kept], rows[kept]
 
     def basis_of(self, rounded: bool) -> Basis:
@@ -355,6 +373,7 @@ class Vectors:
         report: what was asked.
         asked: for what.
         terms: what it is made of at the sizes of the plan.
+        elsewhere: the same question to other kinds of world size, as far as asked.
     """
 
     basis: Basis
@@ -363,6 +382,7 @@ class Vectors:
     report: MemoryReport
     asked: dict[str, Any]
     terms: tuple[Term, ...]
+    elsewhere: dict[WorldKind, Formula] = dataclasses.field(default_factory=dict)
 
     def bytes(self, sizes: Point) -> Matrix:
         """int64 ``[points]``."""
@@ -458,9 +478,13 @@ class Formula(sympy.Expr):  # type: ignore[misc]  # sympy has no types
 
     def _for(self, world: int) -> Formula:
         """The same question to the kind of a world size."""
-        if self.range.kind_of(world) == self.range.kind:
+        kind = self.range.kind_of(world)
+        if kind == self.range.kind:
             return self
-        return self.vectors.report.of_world(world).formula(**self.vectors.asked)
+        known = self.vectors.elsewhere
+        if kind not in known:
+            known[kind] = self.vectors.report.of_world(world).formula(**self.vectors.asked)
+        return known[kind]
 
     def latex(self) -> str:
         """The sum that is the largest at the sizes of the plan, and of how many, as LaTeX."""

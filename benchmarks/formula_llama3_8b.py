@@ -1,0 +1,118 @@
+"""One capture of a Llama-3-8B shape, and every batch, sequence and number of ranks from it.
+
+    python -m benchmarks.formula_llama3_8b         # prints, and writes benchmarks/results/
+
+Prints the formula of the peak, what fits 80 GiB, and how long questions take. Nothing of the model
+is allocated. CPU seconds are the process's.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fxshard
+
+RESULTS = Path(__file__).parent / "results" / "formula_llama3_8b.json"
+POINTS = 1000
+
+
+def planned() -> fxshard.Plan:
+    """The plan, with batch and sequence open."""
+    config = transformers.LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131_072,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+        tokens = torch.zeros(2, 8192, dtype=torch.int64)
+    return fxshard.plan(
+        model,
+        kwargs={"input_ids": tokens, "labels": tokens.clone()},
+        world_size=64,
+        mixed_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+        checkpoint="full",
+        optimizer=functools.partial(torch.optim.AdamW, lr=3e-4),
+        dynamic={
+            "batch": [("input_ids", 0), ("labels", 0)],
+            "seq": [("input_ids", 1), ("labels", 1)],
+        },
+    )
+
+
+def seconds(function: Callable[[], Any], times: int = 9) -> float:
+    """Median CPU seconds of a call; the first is not counted."""
+    found = []
+    for _ in range(times + 1):
+        start = time.process_time()
+        function()
+        found.append(time.process_time() - start)
+    return statistics.median(found[1:])
+
+
+def main() -> None:
+    """Plan, ask, write the figures."""
+    start = time.process_time()
+    plan = planned()
+    planning = time.process_time() - start
+    start = time.process_time()
+    formula = plan.memory.formula()
+    print(formula, "\n")
+    building = time.process_time() - start
+    draw = np.random.default_rng(0)
+    sizes = {
+        "batch": draw.integers(2, 65, POINTS),
+        "seq": draw.integers(2, 131_072, POINTS),
+        "world": 2 ** draw.integers(1, 11, POINTS),
+    }
+    bytes_at = formula.lambdify()
+    cell = {"module": "model.layers.7", "state": "Peak Backward", "category": "Activation"}
+    figures = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "graph_nodes": len(plan.program.graph.nodes),
+        "live_ranges": len(plan.memory.ledger().ranges),
+        "monomials": len(formula.vectors.basis.monomials),
+        "candidates_of_the_peak": len(formula.vectors.choose),
+        "planning_cpu_seconds": round(planning, 2),
+        "first_formula_cpu_seconds": round(building, 2),
+        "thousand_points_cpu_milliseconds": round(1e3 * seconds(lambda: bytes_at(**sizes)), 2),
+        "cell_cpu_milliseconds": round(
+            1e3 * seconds(lambda: plan.memory.formula(**cell).at(seq=4096)), 2
+        ),
+    }
+    for what, fixed in (
+        ("max_batch", {"seq": 8192}),
+        ("max_seq", {"batch": 2}),
+        ("min_world", {"batch": 4, "seq": 8192}),
+    ):
+        start = time.process_time()
+        print(plan.solve(what, "80GiB", **fixed))
+        print(f"{time.process_time() - start:.1f} CPU-seconds\n")
+    print(json.dumps(figures, indent=2))
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
