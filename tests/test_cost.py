@@ -18,7 +18,7 @@ import fxshard
 from fxshard import meta, model_source, ops, pipeline, schedule
 from fxshard.config import Config, Precision
 from fxshard.cost import operators, timeline
-from fxshard.cost.hardware import PRESETS, Hardware, Link, hardware_of
+from fxshard.cost.hardware import PRESETS, Hardware, Link, Tree, hardware_of
 from fxshard.cost.timeline import Estimate
 from fxshard.errors import ConfigError
 from fxshard.program import Program
@@ -117,6 +117,8 @@ def test_presets_by_name() -> None:
         (lambda: toy(achievable=float("nan")), r"achievable=nan is not above 0"),
         (lambda: toy(link=Link(-1.0, 1.0)), r"link\.alpha=-1\.0 is below 0"),
         (lambda: toy(network=Link(0.0, 0.0)), r"network\.beta=0\.0 is not above 0"),
+        (lambda: toy(tree=Tree(0.0, -1.0, 0.9)), r"tree\.network_alpha=-1\.0 is below 0"),
+        (lambda: toy(tree=Tree(0.0, 0.0, 0.0)), r"tree\.share=0\.0 is not above 0"),
         (lambda: toy(flops={torch.bfloat16: 1.0}), r"flops has no torch\.float32"),
     ],
 )
@@ -282,6 +284,116 @@ def test_rings(ranks: int, stride: int, passes: int, expected: float) -> None:
 def test_many_cards_are_not_faster_than_the_link() -> None:
     hardware = toy(link=Link(0.0, 100.0), network=Link(0.0, 30.0), ranks_per_node=4)
     assert operators.ring_seconds(800, 8, hardware) == pytest.approx(700 / 100)
+
+
+def forest(**changes: Any) -> Hardware:
+    """A ring's step takes 1 s on a link and 5 s on the network, a tree's 2 s and 9 s."""
+    figures: dict[str, Any] = {
+        "link": Link(1.0, 100.0),
+        "network": Link(5.0, 20.0),
+        "collective_overhead": 10.0,
+        "ranks_per_node": 4,
+        "tree": Tree(2.0, 9.0, 0.5),
+    }
+    return toy(**figures | changes)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stride", "expected"),
+    [
+        (1, 1, 0.0),
+        # one node of 4: 3 ranks up and down; 1,000 bytes twice at half of 100 a second
+        (4, 1, 10 + 2 * 3 * 2 + 2000 / 50),
+        # 8 nodes of 4: and 3 levels; half of 4 cards of 20
+        (32, 1, 10 + 2 * (3 * 2 + 3 * 9) + 2000 / 40),
+        # 8 replicas, one in each node; half of one card
+        (8, 4, 10 + 2 * 3 * 9 + 2000 / 10),
+        # 9 nodes: the logarithm is rounded down
+        (9, 4, 10 + 2 * 3 * 9 + 2000 / 10),
+    ],
+)
+def test_trees(ranks: int, stride: int, expected: float) -> None:
+    found = operators.tree_seconds(1000, ranks, forest(), stride=stride)
+    assert found == pytest.approx(expected)
+
+
+def test_alone_in_its_node_a_rank_waits_as_in_a_tree() -> None:
+    """NCCL: "with ppn=1 latencies are fully exposed, use the Tree network latency"."""
+    found = operators.ring_seconds(1000, 2, forest(), stride=4, passes=2)
+    assert found == pytest.approx(10 + 2 * 9 + 1000 / 20)
+    both = operators.ring_seconds(1000, 8, forest(), passes=2)
+    assert both == pytest.approx(10 + 12 * 1 + 2 * 5 + 1750 / 80)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "expected"),
+    [
+        (2, 2 * 1 * 9 + 2 * 1 / 2 * 32 / 8),  # a ring: 8 s for the bytes of a tree
+        (64, 2 * 6 * 9 + 2 * 32 / 4),  # a tree: a ring has 126 steps
+    ],
+)
+def test_an_all_reduce_takes_the_faster_of_ring_and_tree(replicas: int, expected: float) -> None:
+    """Shards of 32 bytes; trees at 4 bytes a second, rings at 8."""
+    hardware = toy(network=Link(5.0, 8.0), ranks_per_node=2, tree=Tree(2.0, 9.0, 0.5))
+    found = took(graphs.chain(replicas=replicas), hardware)
+    across = spans(found, "all-reduce", phase="backward")
+    assert max(end - start for _, start, end in across) == pytest.approx(expected)
+    only = took(graphs.chain(replicas=replicas), dataclasses.replace(hardware, tree=None))
+    across = spans(only, "all-reduce", phase="backward")
+    ring = 2 * (replicas - 1) * 5 + 2 * (replicas - 1) / replicas * 32 / 8
+    assert max(end - start for _, start, end in across) == pytest.approx(ring, abs=1e-3)
+
+
+def test_gathers_have_no_tree() -> None:
+    """NCCL has rings alone for them with several ranks per node: a ring of 2 ranks, 1 s."""
+    found = took(graphs.chain(), toy(tree=Tree(0.0, 0.0, 1e9)))
+    assert {end - start for _, start, end in spans(found, "unshard")} == {1.0, 0.75}
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        (operators.Collective(1000, 1), (0, 0)),
+        (operators.Collective(1000, 4), (750, 0)),  # one node
+        (operators.Collective(1000, 4, passes=2), (1500, 0)),
+        (operators.Collective(1000, 8), (875 * 3 / 4, 875 / 4)),
+        (operators.Collective(1000, 2, stride=4, passes=2), (0, 1000)),  # one in each node
+        (operators.Collective(1000, 4, stride=2), (375, 375)),
+    ],
+)
+def test_bytes_on_the_wire(sent: operators.Collective, expected: tuple[float, float]) -> None:
+    found = operators.wire_bytes(sent, toy(ranks_per_node=4))
+    assert found == pytest.approx(expected)
+
+
+def test_bytes_of_a_ring_counted_hop_by_hop() -> None:
+    """Six ranks in two nodes: each part travels five hops, from 2 to 3 and from 5 to 0 across."""
+    parts, hops = 6, [(r, (r + 1) % 6) for r in range(6)]
+    sent = {"link": 0, "network": 0}
+    for part in range(parts):
+        for step in range(parts - 1):
+            start, end = hops[(part + step) % 6]
+            sent["network" if start // 3 != end // 3 else "link"] += 100
+    found = operators.wire_bytes(operators.Collective(600, 6), toy(ranks_per_node=3))
+    assert found == pytest.approx((sent["link"] / 6, sent["network"] / 6))
+
+
+def test_traffic_of_a_step_by_hand() -> None:
+    """Weights of 64, 64 and 48 bytes on two ranks of one node: a rank sends half of each.
+
+    All are gathered in forward, and again in backward but for the first layer, whose input has no
+    gradient; each is reduced once.
+    """
+    found = took(graphs.chain(), toy())
+    gathered, reduced = (32 + 32 + 24) + (32 + 24), 32 + 32 + 24
+    assert found.traffic() == {
+        "unshard": timeline.Traffic(5, gathered, 0, pytest.approx(gathered / 32)),
+        "reduce": timeline.Traffic(3, reduced, 0, pytest.approx(reduced / 32)),
+    }
+    across = took(graphs.chain(replicas=2), toy(ranks_per_node=2)).traffic()
+    assert across["reduce"] == found.traffic()["reduce"]
+    assert across["all-reduce"].network_bytes == 32 + 32 + 24
+    assert across["all-reduce"].link_bytes == 0
 
 
 # -- timelines, by hand ---------------------------------------------------------------------------

@@ -8,7 +8,7 @@ Note: sources
 [B200]  NVIDIA Blackwell data sheet, column HGX B200, figures of one GPU, halved likewise.
 [CX7]   NVIDIA ConnectX-7 data sheet: one 400 Gb/s port for each GPU of an HGX node.
 [NCCL]  NCCL, src/graph/topo.h (bytes/s of a link) and src/graph/tuning.cc (latencies, share of the
-        bandwidth), row Ring, protocol LL128; the same tables are in
+        bandwidth), rows Ring and Tree, protocol LL128; the same tables are in
         torch/_inductor/comm_analysis.py.
 [torch] torch/utils/_runtime_estimation.py: matrix products reach 75% of the peak.
 [guess] No source: an order of magnitude. docs/cost.md lists them.
@@ -40,6 +40,25 @@ class Link:
 
 
 @dataclasses.dataclass(frozen=True)
+class Tree:
+    """NCCL's double binary tree, by which it reduces over many nodes instead of around a ring.
+
+    A ring's latency grows with the nodes, a tree's with their logarithm. Source: Jeaugey, Massively
+    Scale Your Deep Learning Training with NCCL 2.4 (2019); the constants are those of [NCCL].
+
+    Attributes:
+        link_alpha: seconds of a step to the next rank of a node.
+        network_alpha: seconds of a step to another node. A ring with one rank in each node takes
+            as long per step: nothing hides it there ("with ppn=1 latencies are fully exposed").
+        share: the part of a ring's bytes per second that it reaches.
+    """
+
+    link_alpha: float
+    network_alpha: float
+    share: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Hardware:
     """One kind of GPU, and how many of them are connected.
 
@@ -56,6 +75,7 @@ class Hardware:
         host: between a GPU and the memory of its CPU.
         collective_overhead: seconds per collective, besides its steps.
         ranks_per_node: ranks ``k * n`` to ``k * n + n - 1`` share node ``k``.
+        tree: what an all-reduce takes by a tree; None: there are rings only.
     """
 
     name: str
@@ -69,6 +89,7 @@ class Hardware:
     host: Link
     collective_overhead: float = 0.0
     ranks_per_node: int = 8
+    tree: Tree | None = None
 
     def __post_init__(self) -> None:
         rates = {f"flops[{dtype}]": rate for dtype, rate in self.flops.items()}
@@ -77,6 +98,9 @@ class Hardware:
         rates |= {"memory_bytes": self.memory_bytes, "ranks_per_node": self.ranks_per_node}
         times = {f"{n}.alpha": getattr(self, n).alpha for n in ("link", "network", "host")}
         times |= {n: getattr(self, n) for n in ("launch_overhead", "collective_overhead")}
+        if self.tree is not None:
+            rates |= {"tree.share": self.tree.share}
+            times |= {f"tree.{n}": getattr(self.tree, n) for n in ("link_alpha", "network_alpha")}
         for name, value in rates.items():
             if not value > 0:
                 raise ConfigError(f"hardware {self.name!r}: {name}={value!r} is not above 0.")
@@ -112,6 +136,11 @@ _NETWORK = Link(
     alpha=4.0 * MICRO,  # [NCCL] hwLat, NET
     beta=50e9 * _LL128,  # [CX7] 400 Gb/s
 )
+_TREE = Tree(
+    link_alpha=1.25 * MICRO,  # [NCCL] hwLat, NVLINK, row Tree
+    network_alpha=8.5 * MICRO,  # [NCCL] hwLat, NET, row Tree
+    share=0.92,  # [NCCL] of the bus bandwidth, besides what LL128 takes
+)
 _PCIE5 = Link(
     alpha=10 * MICRO,  # [guess]
     beta=64e9,  # [H100], [B200] PCIe Gen5: 128 GB/s, half of it each way
@@ -132,6 +161,7 @@ _H100 = Hardware(
     host=_PCIE5,
     collective_overhead=14 * MICRO,  # [NCCL] baseLat
     ranks_per_node=8,  # HGX H100
+    tree=_TREE,
 )
 
 PRESETS: dict[str, Hardware] = {

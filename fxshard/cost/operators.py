@@ -5,9 +5,10 @@ Williams, Waterman and Patterson, CACM 2009), and the launch of its kernel::
 
     launch_overhead + max(executed FLOPs / (peak * achievable), bytes / memory_bandwidth)
 
-A collective takes what a ring takes (alpha-beta model: Thakur, Rabenseifner and Gropp, IJHPCA 2005;
-the bytes are those of nccl-tests' doc/PERFORMANCE.md, the split of the steps into those within a
-node and those between nodes that of NCCL's src/graph/tuning.cc)::
+A collective takes what a ring takes, or an all-reduce by a tree if that takes less (alpha-beta
+model: Thakur, Rabenseifner and Gropp, IJHPCA 2005; the bytes are those of nccl-tests'
+doc/PERFORMANCE.md, the split of the steps into those within a node and those between nodes, and the
+choice of the faster algorithm, those of NCCL's src/graph/tuning.cc)::
 
     collective_overhead + inner steps * link.alpha + outer steps * network.alpha + bytes / beta
 
@@ -16,6 +17,7 @@ docs/cost.md says more, and what is not modelled.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 from typing import Any, cast
@@ -165,45 +167,116 @@ def node_seconds(node: fx.Node, hardware: Hardware, world_size: int = 1) -> floa
     return hardware.launch_overhead + max(work, moved)
 
 
-def collective_seconds(node: fx.Node, hardware: Hardware, world_size: int) -> float:
-    """Seconds of a collective: a ring through all ranks of its group, node by node.
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """What is sent, and through whom.
 
-    A coalesced launch is one collective of all its bytes. A user's `comm_hook` counts as the
-    reduce-scatter, or with one shard the all-reduce, that stands there without it.
+    Attributes:
+        whole: bytes of what all ranks have together: the gathered result of an all-gather, the
+            operand of a reduction. Padding is in it.
+        ranks: of the group.
+        stride: distance between two ranks of the group: 1 for neighbours.
+        passes: rounds of the ring: 1 for all-gather and reduce-scatter, 2 for all-reduce.
+    """
+
+    whole: int
+    ranks: int
+    stride: int = 1
+    passes: int = 1
+
+
+def collective(node: fx.Node, world_size: int) -> Collective:
+    """A launch as one collective of all its bytes.
+
+    A user's `comm_hook` counts as the reduce-scatter, or with one shard the all-reduce, that stands
+    there without it.
+
+    Args:
+        node: one of `ops.COLLECTIVES`.
+        world_size: ranks that share a parameter; two ranks of a `replicate` group are so far apart.
     """
     group = "shard" if node.target is ops.comm_hook else str(argument(node, "group"))
     ranks = int(cast(int, node.args[1]))
-    stride = world_size if group == "replicate" else 1
-    whole = _sent(node) * (ranks if node.target is ops.all_gather else 1)
-    passes = 2 if node.target is ops.all_reduce else 1
-    return ring_seconds(whole, ranks, hardware, stride=stride, passes=passes)
+    return Collective(
+        whole=_sent(node) * (ranks if node.target is ops.all_gather else 1),
+        ranks=ranks,
+        stride=world_size if group == "replicate" else 1,
+        passes=2 if node.target is ops.all_reduce else 1,
+    )
+
+
+def collective_seconds(node: fx.Node, hardware: Hardware, world_size: int) -> float:
+    """Seconds of a collective: of a ring, or of a tree if NCCL has one for it and it is faster."""
+    sent = collective(node, world_size)
+    ring = ring_seconds(sent.whole, sent.ranks, hardware, stride=sent.stride, passes=sent.passes)
+    if node.target is not ops.all_reduce or hardware.tree is None:
+        return ring
+    return min(ring, tree_seconds(sent.whole, sent.ranks, hardware, stride=sent.stride))
+
+
+def together(ranks: int, stride: int, hardware: Hardware) -> int:
+    """How many members of a group share a node."""
+    return min(ranks, max(1, hardware.ranks_per_node // stride))
 
 
 def ring_seconds(
     whole: float, ranks: int, hardware: Hardware, *, stride: int = 1, passes: int = 1
 ) -> float:
-    """Seconds of a ring collective.
-
-    Args:
-        whole: bytes of what all ranks have together: the gathered result of an all-gather, the
-            operand of a reduction.
-        ranks: of the group.
-        hardware: link and network.
-        stride: distance between two ranks of the group: 1 for neighbours.
-        passes: rounds of the ring: 1 for all-gather and reduce-scatter, 2 for all-reduce.
-    """
+    """Seconds of a ring collective; `Collective` says what the arguments are."""
     if ranks <= 1:
         return 0.0
-    together = min(ranks, max(1, hardware.ranks_per_node // stride))  # members in one node
-    nodes = math.ceil(ranks / together)
-    rates = [hardware.link.beta] if together > 1 else []
-    if nodes > 1:  # each of a node's members has a network card of its own
-        rates.append(together * hardware.network.beta)
+    near = together(ranks, stride, hardware)
+    nodes = math.ceil(ranks / near)
+    across = hardware.network.alpha
+    if near == 1 and hardware.tree is not None:
+        across = hardware.tree.network_alpha
     outer = passes * (nodes - 1)
     inner = passes * (ranks - 1) - outer
-    latency = inner * hardware.link.alpha + outer * hardware.network.alpha
+    latency = inner * hardware.link.alpha + outer * across
     moved = passes * (ranks - 1) / ranks * whole
-    return hardware.collective_overhead + latency + moved / min(rates)
+    return hardware.collective_overhead + latency + moved / _slowest(near, nodes, hardware)
+
+
+def tree_seconds(whole: float, ranks: int, hardware: Hardware, *, stride: int = 1) -> float:
+    """Seconds of an all-reduce by NCCL's tree: up and down, a chain within each node.
+
+    Source: NCCL, src/graph/tuning.cc: latency ``2 * ((ranks / nodes - 1) * link + log2(nodes) *
+    network)``, the logarithm rounded down, and every byte passes a rank twice.
+
+    Args:
+        whole, ranks, stride: see `Collective`.
+        hardware: with a `tree`.
+    """
+    assert hardware.tree is not None, f"{hardware.name!r} has no tree"
+    if ranks <= 1:
+        return 0.0
+    near = together(ranks, stride, hardware)
+    nodes = math.ceil(ranks / near)
+    chain, levels = near - 1, nodes.bit_length() - 1
+    latency = 2 * (chain * hardware.tree.link_alpha + levels * hardware.tree.network_alpha)
+    rate = _slowest(near, nodes, hardware) * hardware.tree.share
+    return hardware.collective_overhead + latency + 2 * whole / rate
+
+
+def _slowest(near: int, nodes: int, hardware: Hardware) -> float:
+    """Bytes per second of the slowest part of a ring with `near` members in each of the nodes."""
+    rates = [hardware.link.beta] if near > 1 else []
+    if nodes > 1:  # each of a node's members has a network card of its own
+        rates.append(near * hardware.network.beta)
+    return min(rates)
+
+
+def wire_bytes(sent: Collective, hardware: Hardware) -> tuple[float, float]:
+    """Bytes that one rank sends in a collective: within its node, and to other nodes.
+
+    ``passes * (ranks - 1) / ranks`` of the whole. Of what the members in one node send to their
+    neighbours in a ring, one part in as many as they are leaves the node; the rings of a collective
+    begin at different members, so each sends alike. A tree sends as much in the mean over ranks.
+    """
+    moved = sent.passes * (sent.ranks - 1) / sent.ranks * sent.whole
+    near = together(sent.ranks, sent.stride, hardware)
+    crossing = moved / near if sent.ranks > near else 0.0
+    return moved - crossing, crossing
 
 
 def _sent(node: fx.Node) -> int:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fxshard.memory.report import MemoryReport
 
 OPTIMIZER = "(optimizer)"
+COLLECTIVES = tuple(dump.OPERATIONS[word] for word in ops.COLLECTIVES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ class Row:
         stream: where it runs.
         start, end: seconds from the beginning of the step.
         exposed: seconds that the compute stream stands still in front of it.
+        link_bytes, network_bytes: of a collective, what the rank sends within its node and to
+            others (`operators.wire_bytes`).
     """
 
     micro_batch: int
@@ -59,6 +62,8 @@ class Row:
     start: float
     end: float
     exposed: float = 0.0
+    link_bytes: float = 0.0
+    network_bytes: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -92,6 +97,22 @@ class UnitSeconds:
     compute: float = 0.0
     communication: float = 0.0
     exposed: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind in a step: how many, and the bytes that one rank sends in them.
+
+    Attributes:
+        collectives: launches; what is coalesced is one.
+        link_bytes, network_bytes: within the node, and to other nodes.
+        seconds: that they take, hidden or not.
+    """
+
+    collectives: int = 0
+    link_bytes: float = 0.0
+    network_bytes: float = 0.0
+    seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +178,20 @@ class Estimate:
                 now.communication + row.seconds * (not own),
                 now.exposed + row.exposed,
             )
+        return found
+
+    def traffic(self) -> dict[str, Traffic]:
+        """What a rank sends in a step, by operation: "unshard", "reduce", "all-reduce"."""
+        found: dict[str, Traffic] = {}
+        for row in self.rows:
+            if row.operation in COLLECTIVES:
+                now = found.get(row.operation, Traffic())
+                found[row.operation] = Traffic(
+                    now.collectives + 1,
+                    now.link_bytes + row.link_bytes,
+                    now.network_bytes + row.network_bytes,
+                    now.seconds + row.seconds,
+                )
         return found
 
     def exposed(self, micro_batch: int) -> dict[tuple[str, str], float]:
@@ -294,7 +329,16 @@ class _Walk:
                     tag, word = meta.get(node), dump.OPERATIONS.get(node.target, "compute")
                     unit = program.units[tag.unit or 0].name
                     self.rows.append(
-                        Row(micro_batch, phase, word, unit, node.name, tag.stream, *span)
+                        Row(
+                            micro_batch,
+                            phase,
+                            word,
+                            unit,
+                            node.name,
+                            tag.stream,
+                            *span,
+                            *self._sent(node),
+                        )
                     )
             self.phases.append(Phase(phase, micro_batch, start, tuple(names), tuple(ends)))
 
@@ -345,6 +389,12 @@ class _Walk:
             fqns = cast("list[str]", node.args[2])
             return optimizer_seconds(fqns, self._state, self._program, self.hardware)
         return operators.node_seconds(node, self.hardware, self._program.world_size)
+
+    def _sent(self, node: fx.Node) -> tuple[float, float]:
+        if node.target not in ops.COLLECTIVES:
+            return 0.0, 0.0
+        sent = operators.collective(node, self._program.world_size)
+        return operators.wire_bytes(sent, self.hardware)
 
     def _event(self, event: str) -> float:
         return self._events.get(event, 0.0)
