@@ -14,6 +14,7 @@ from benchmarks.shapes import LLAMA2_7B, LLAMA2_70B, LLAMA3_8B, LLAMA3_70B, Shap
 from fxshard.cost.hardware import PRESETS, Hardware, Link
 
 MICRO = 1e-6
+TORCHTITAN = "every second product"  # its selective policy, of operators
 LL128 = 0.92  # NCCL: the share of a link's bytes that are data
 
 SOURCES = {
@@ -82,7 +83,8 @@ class Measured:
         gpu: a key of `GPUS`.
         world: ranks; a pair is replicas x shards.
         batch, sequence: of a rank.
-        checkpoint: what we ask for; the nearest to what they did.
+        checkpoint: what we ask for, the nearest to what they did: as the option of `fxshard.plan`,
+            or `TORCHTITAN`.
         tokens: per second and GPU, bf16.
         compiled: the same with torch.compile, where they say it.
         reserved_gib: peak memory of a rank, where they say it.
@@ -100,15 +102,21 @@ class Measured:
     reserved_gib: float | None = None
 
 
+def _torchtitan(world: int, tokens: float, compiled: float, reserved: float) -> Measured:
+    gpu = "H100, 2.4 TB/s"
+    settings = ("torchtitan-h100", LLAMA3_8B, gpu, world, 2, 8192, TORCHTITAN)
+    return Measured(*settings, tokens, compiled, reserved)
+
+
 def _maxtext(world: int | tuple[int, int], seconds: float) -> Measured:
     tokens = 2 * 8192 / seconds
     return Measured("maxtext", LLAMA3_70B, "H100", world, 2, 8192, "full", tokens)
 
 
 MEASURED = (
-    Measured("torchtitan-h100", LLAMA3_8B, "H100, 2.4 TB/s", 8, 2, 8192, "selective", 5762, 6667, 82.4),
-    Measured("torchtitan-h100", LLAMA3_8B, "H100, 2.4 TB/s", 128, 2, 8192, "selective", 5605, 6514, 67.0),
-    Measured("torchtitan-a100", LLAMA3_8B, "A100", 64, 1, 8192, "selective", 2973),
+    _torchtitan(8, 5762, 6667, 82.4),
+    _torchtitan(128, 5605, 6514, 67.0),
+    Measured("torchtitan-a100", LLAMA3_8B, "A100", 64, 1, 8192, TORCHTITAN, 2973),
     Measured("torchtitan-a100", LLAMA3_70B, "A100", 64, 1, 8192, "full", 331),
     _maxtext(128, 15.563),
     _maxtext(256, 15.444),
@@ -119,7 +127,7 @@ MEASURED = (
     Measured("ibm", LLAMA2_7B, "H100, 800 Gb/s a node", (12, 8), 2, 4096, None, 7500),
     Measured("ibm", LLAMA2_70B, "A100, 400 Gb/s a node", 128, 2, 4096, "full", 370),
     Measured("ibm", LLAMA2_70B, "H100, 800 Gb/s a node", 96, 2, 4096, "full", 800),
-)  # fmt: skip
+)
 
 # What was measured of these shapes with other parallelism, or without the settings: shown, and
 # compared with nothing.

@@ -2,7 +2,7 @@
 
     python -m benchmarks.scale_page           # plans everything (20 CPU-minutes), page and plot
     python -m benchmarks.scale_page --page    # page and plot alone, from the last run's results
-    python -m benchmarks.scale_page --only 8B # plan one model again, the rest as it was
+    python -m benchmarks.scale_page --only 8B # plan this again, the rest as it was
 
 Nothing runs but captures on meta tensors. Bytes are those of the plan; times are those of the model
 in docs/cost.md. The plot needs matplotlib (`pip install fxshard[plot]`); without it the page is
@@ -12,7 +12,6 @@ written and the plot is left as it is.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import inspect
 import json
 import re
@@ -22,310 +21,42 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from tabulate import tabulate
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
-import fxshard
-from benchmarks.figures import RESULTS, ROOT, machine, write
-from benchmarks.published import GPUS, MEASURED, OTHER_SOURCES, OTHERS, SOURCES, Measured
-from benchmarks.shapes import LLAMA2_7B, LLAMA3_8B, LLAMA3_70B, LLAMA3_405B, Shape, call
-from fxshard import ops
+from benchmarks.figures import ROOT, geometric_mean, machine
+from benchmarks.page import table
+from benchmarks.published import MEASURED, OTHER_SOURCES, OTHERS, SOURCES
+from benchmarks.scale_cells import (
+    BATCH,
+    GIB,
+    HARDWARE,
+    LEVERS_WORLD,
+    MODELS,
+    PARTS,
+    RECORD,
+    SEQUENCE,
+    WORLDS,
+    Cell,
+    best,
+    crossover,
+    efficiency,
+    fits,
+    knee,
+    measure,
+    most_ranks,
+    seconds,
+    strategy,
+)
+from benchmarks.shapes import LLAMA3_8B
 from fxshard.cost import hardware as constants
 from fxshard.cost import operators
 from fxshard.cost.hardware import PRESETS, Hardware
-from fxshard.plans import Plan
 
 PAGE, PLOT = ROOT / "docs" / "scale.md", ROOT / "docs" / "scale.png"
-RECORD = RESULTS / "scale_page.json"
-HARDWARE = ("h100", "h200")
-SEQUENCE, BATCH = 8192, 1
-WORLDS = tuple(8 << n for n in range(12))  # 8 to 16,384
 KINDS = ("unshard", "reduce", "all-reduce")
 HALF, MOST = 0.5, 0.8  # shares of a link's bandwidth
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-GIB = 2**30
-Cell = dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """One model of the page.
-
-    Attributes:
-        shape: of it.
-        checkpoint: of its activations.
-        groups: sizes of the shard group that hybrid is tried with.
-    """
-
-    shape: Shape
-    checkpoint: str
-    groups: tuple[int, ...]
-
-
-MODELS = {
-    "8B": Model(LLAMA3_8B, "selective", (8, 64)),
-    "70B": Model(LLAMA3_70B, "full", (32, 128)),
-    "405B": Model(LLAMA3_405B, "full", (256, 1024)),
-}
-# What can be done where units are too small: the 8B model on that many H100, full shard.
-LEVERS_WORLD = 4096
-LEVERS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("as above", {}),
-    ("larger units: neighbours below 2 GiB together", {"min_bucket_bytes": "2GiB"}),
-    ("prefetch two units ahead", {"forward_prefetch": 2, "backward_prefetch": 2}),
-    ("not gathered again in backward (ZeRO-2)", {"strategy": "shard_grad_op"}),
-    ("gathered again from 8 neighbours (ZeRO++ hpZ)", {"reshard_after_forward": 8}),
-    ("hybrid over 1,024", {"strategy": "hybrid_shard", "world_size": (4, 1024)}),
-    ("hybrid over 64", {"strategy": "hybrid_shard", "world_size": (64, 64)}),
-    ("hybrid over 8", {"strategy": "hybrid_shard", "world_size": (512, 8)}),
-)
-
-
-# -- what a plan says ------------------------------------------------------------------------------
-
-
-def planned(shape: Shape, batch: int, sequence: int, **options: Any) -> Plan:
-    """A plan for CUDA: bf16, reduced in fp32, AdamW."""
-    return fxshard.plan(
-        shape.model(),
-        kwargs=call(batch, sequence),
-        optimizer=torch.optim.AdamW,
-        mixed_precision=BF16,
-        device="cuda",
-        **options,
-    )
-
-
-def on(world: int, group: int | None) -> dict[str, Any]:
-    """Options for full shard over `world` ranks, or hybrid over groups of `group`."""
-    if group is None:
-        return {"world_size": world, "strategy": "full_shard"}
-    return {"world_size": (world // group, group), "strategy": "hybrid_shard"}
-
-
-def cell(plan: Plan, hardware: Mapping[str, Hardware]) -> Cell:
-    """Bytes, traffic and times of one plan, as JSON."""
-    memory = plan.memory
-    estimates = {name: plan.estimate(each) for name, each in hardware.items()}
-    first = next(iter(estimates.values()))
-    return {
-        "peak_bytes": memory.peak_bytes,
-        "categories": {c.value: n for c, n in memory.peak_by_category.items()},
-        "traffic": {kind: dataclasses.asdict(each) for kind, each in first.traffic().items()},
-        "padding": padding(plan),
-        "message": message(plan),
-        "times": {
-            name: {
-                "step_seconds": each.step_seconds,
-                "compute_seconds": each.compute_seconds,
-                "exposed_seconds": each.exposed_communication_seconds,
-                "mfu": each.mfu,
-            }
-            for name, each in estimates.items()
-        },
-    }
-
-
-def padding(plan: Plan) -> float:
-    """Elements that are gathered, over those of the parameters: each is cut along its first dim.
-
-    A parameter with fewer rows than ranks is as large in a gather as if it had a row for each.
-    """
-    program = plan.program
-    ranks = program.world_size
-    whole = [(p.shape[0], ranks * p.chunk(ranks)[0], p.shape.numel()) for p in params(plan)]
-    return sum(n * padded / rows for rows, padded, n in whole) / sum(n for *_, n in whole)
-
-
-def params(plan: Plan) -> Iterable[Any]:
-    """The sharded parameters of a plan."""
-    return plan.program.params.values()
-
-
-def message(plan: Plan) -> int:
-    """Bytes that one rank contributes to the gather of a repeated unit; the median of all gathers."""
-    program = plan.program
-    sizes = sorted(
-        sent.whole // sent.ranks
-        for node in program.graph.nodes
-        if node.target is ops.all_gather
-        for sent in [operators.collective(node, program.world_size)]
-    )
-    return sizes[len(sizes) // 2]
-
-
-# -- the cost model, asked -------------------------------------------------------------------------
-
-
-def knee(hardware: Hardware, ranks: int) -> float:
-    """Bytes of a rank's shard with which a gather takes as long for its latency as for its bytes.
-
-    Half of the bandwidth is reached there; with four times as many, four fifths.
-    """
-    latency = operators.ring_seconds(0, ranks, hardware)
-    return latency / (operators.ring_seconds(ranks, ranks, hardware) - latency)
-
-
-def efficiency(shard: float, hardware: Hardware, ranks: int) -> float:
-    """The part of a gather's time that its bytes take; `shard` bytes from each rank."""
-    whole = operators.ring_seconds(shard * ranks, ranks, hardware)
-    return 1 - operators.ring_seconds(0, ranks, hardware) / whole if whole else 1.0
-
-
-def most_ranks(
-    unit: float, hardware: Hardware, share: float, worlds: Sequence[int] = WORLDS
-) -> int | None:
-    """The largest of the worlds in which a unit of so many bytes is gathered at that efficiency.
-
-    None: not even in the smallest.
-    """
-    fit = [w for w in worlds if efficiency(unit / w, hardware, w) >= share]
-    return max(fit, default=None)
-
-
-def crossover(cells: Iterable[Cell], hardware: str) -> int | None:
-    """The smallest world from which on hybrid is always faster than full shard, both fitting.
-
-    A world where only one of them fits or was planned says nothing; None: there is none.
-    """
-    wins: dict[int, bool] = {}
-    for world, (full, hybrid) in best(cells, hardware).items():
-        if full is not None and hybrid is not None:
-            wins[world] = seconds(hybrid, hardware) < seconds(full, hardware)
-    found = None
-    for world in sorted(wins, reverse=True):
-        if not wins[world]:
-            break
-        found = world
-    return found
-
-
-def best(cells: Iterable[Cell], hardware: str) -> dict[int, tuple[Cell | None, Cell | None]]:
-    """Of each world, full shard and the fastest hybrid, of those that fit."""
-    found: dict[int, list[Cell | None]] = {}
-    for each in cells:
-        both = found.setdefault(each["world"], [None, None])
-        if not fits(each, hardware):
-            continue
-        at = each["group"] is not None
-        now = both[at]
-        if now is None or seconds(each, hardware) < seconds(now, hardware):
-            both[at] = each
-    return {world: (full, hybrid) for world, (full, hybrid) in sorted(found.items())}
-
-
-def fits(each: Cell, hardware: str) -> bool:
-    """True if the peak of tensors is below the GPU's memory; what is besides them is not in it."""
-    return bool(each["peak_bytes"] < PRESETS[hardware].memory_bytes)
-
-
-def seconds(each: Cell, hardware: str) -> float:
-    """Of a step."""
-    return float(each["times"][hardware]["step_seconds"])
-
-
-# -- measuring -------------------------------------------------------------------------------------
-
-Say = Callable[[str], None]
-
-
-def scaled(name: str, say: Say, worlds: Sequence[int] = WORLDS) -> list[Cell]:
-    """All worlds and strategies of one model."""
-    model = MODELS[name]
-    hardware = {each: PRESETS[each] for each in HARDWARE}
-    say(f"{name}: capture")
-    first = planned(model.shape, BATCH, SEQUENCE, world_size=8, checkpoint=model.checkpoint)
-    found = []
-    for world in worlds:
-        for group in (None, *(g for g in model.groups if g < world)):
-            say(f"{name}: {world} ranks, {strategy(group)}")
-            made = first.replan(**on(world, group))
-            found.append({"world": world, "group": group, **cell(made, hardware)})
-    return found
-
-
-def pulled(say: Say) -> list[Cell]:
-    """The 8B model with each of `LEVERS`, and with more sequences."""
-    model, found = MODELS["8B"], []
-    hardware = {"h100": PRESETS["h100"]}
-    options = {"world_size": LEVERS_WORLD, "checkpoint": model.checkpoint}
-    first = planned(model.shape, BATCH, SEQUENCE, **options)
-    for title, changes in LEVERS:
-        say(f"lever: {title}")
-        found.append({"lever": title, "tokens": BATCH, **cell(first.replan(**changes), hardware)})
-    for batch in (2, 4):
-        say(f"lever: batch {batch}")
-        made = planned(model.shape, batch, SEQUENCE, **options)
-        found.append(
-            {"lever": f"{batch} sequences a rank", "tokens": batch, **cell(made, hardware)}
-        )
-    return found
-
-
-def compared(say: Say) -> list[Cell]:
-    """Our estimate beside each published figure, for the same settings."""
-    found: list[Cell] = []
-    made: tuple[Any, Plan] | None = None
-    for each in sorted(MEASURED, key=_capture):  # those of one capture one after the other
-        say(f"published: {each.source}, {each.shape.name}, {each.gpu}, {each.world}")
-        if made is None or made[0] != _capture(each):
-            options = {"world_size": 8, "checkpoint": each.checkpoint}
-            made = _capture(each), planned(each.shape, each.batch, each.sequence, **options)
-        plan = made[1].replan(**_world(each.world))
-        found.append(beside(each, plan))
-    return sorted(found, key=lambda row: row["at"])
-
-
-def _capture(each: Measured) -> tuple[str, int, int, str]:
-    return each.shape.name, each.batch, each.sequence, each.checkpoint or ""
-
-
-def _world(world: int | tuple[int, int]) -> dict[str, Any]:
-    hybrid = isinstance(world, tuple)
-    return {"world_size": world, "strategy": "hybrid_shard" if hybrid else "full_shard"}
-
-
-def beside(each: Measured, plan: Plan) -> Cell:
-    """One published figure and ours."""
-    estimate = plan.estimate(GPUS[each.gpu])
-    row = {
-        "at": MEASURED.index(each),
-        "tokens": each.batch * each.sequence / estimate.step_seconds,
-        "exposed": estimate.exposed_communication_seconds / estimate.step_seconds,
-        "mfu": estimate.mfu,
-    }
-    if each.reserved_gib is not None:
-        memory = plan.memory.device_memory()
-        row |= {"peak_bytes": plan.memory.peak_bytes, "reserved_bytes": memory.reserved}
-    return row
-
-
-def weak_scaling(say: Say) -> Cell:
-    """Llama 2 7B, 2 x 4,096 tokens on each H100, full shard over 128 and over 2,048 ranks."""
-    say("published: Fernandez et al.")
-    first = planned(LLAMA2_7B, 2, 4096, world_size=128)
-    few, many = (first.replan(world_size=w).estimate("h100").step_seconds for w in (128, 2048))
-    return {"slower": 1 - few / many}
-
-
-def out_of_memory(say: Say) -> Cell:
-    """Llama 3.1 405B, 2 x 8,192 tokens, full checkpointing, full shard over 128 ranks."""
-    say("published: 405B on 128 ranks")
-    plan = planned(LLAMA3_405B, 2, SEQUENCE, world_size=128, checkpoint="full")
-    return {"peak_bytes": plan.memory.peak_bytes}
 
 
 # -- the page --------------------------------------------------------------------------------------
-
-
-def table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """A Markdown table."""
-    return tabulate(list(rows), headers="keys", tablefmt="github", disable_numparse=True)
-
-
-def strategy(group: int | None) -> str:
-    """In a table."""
-    return "full" if group is None else f"hybrid {group:,}"
 
 
 def gib(count: float) -> str:
@@ -369,7 +100,7 @@ def wire_table(cells: Iterable[Cell]) -> str:
         row = {"ranks": f"{each['world']:,}", "strategy": strategy(each["group"])}
         for kind, title in zip(KINDS, ("gathers", "reduce-scatters", "all-reduces"), strict=True):
             node, net = (sent[kind].get(f"{link}_bytes", 0) for link in ("link", "network"))
-            row[f"{title}: node"], row["network " * 1 + title] = gib(node), gib(net)
+            row[f"{title}: node"], row[f"{title}: network"] = gib(node), gib(net)
         row["collectives"] = f"{sum(s.get('collectives', 0) for s in sent.values()):,}"
         row["padding"] = f"{each['padding'] - 1:.1%}"
         rows.append(row)
@@ -544,7 +275,7 @@ def reserved_table(cells: Iterable[Cell]) -> str:
 
 
 def constants_table() -> str:
-    """Every constant of the presets that the page uses, with the tag of its source in hardware.py."""
+    """Every constant of the presets, with the tag of its source in hardware.py."""
     tags = source_tags()
     rows = []
     for name, get, unit in CONSTANTS:
@@ -626,3 +357,338 @@ def sources_list() -> str:
     entries = re.findall(r"\[(\w+)\]\s+(.*?)(?=\n\[|\Z)", said, re.DOTALL)
     used = {tag for tags in source_tags().values() for tag in tags}
     return "\n".join(f"- **[{t}]** {' '.join(x.split())}" for t, x in entries if t in used)
+
+
+HEAD = """# Llama 3 at scale, on paper
+
+Written by `python -m benchmarks.scale_page`; do not edit. {date}: {machine} ({cpu}), Python
+{python}, torch {torch}, transformers {transformers}.
+
+Llama 3 of 8, 70 and 405 billion parameters (`LlamaForCausalLM` of transformers, from published
+shapes, on meta tensors), planned for {least:,} to {most:,} GPUs: bytes, collectives, and how long a
+step would take. **Nothing on this page ran on a GPU.** Bytes, collectives and what they move are
+read off the program that would run, exactly. Seconds are those of a model ([cost.md](cost.md)),
+which is optimistic: [against published measurements](#against-published-measurements) puts it
+beside {measured} of them, with no constant fitted. Read the times as what the program and the wires
+allow, and compare rows of this page with each other.
+
+## What is planned
+
+{models}
+
+- A rank has {batch} sequence of {sequence:,} tokens, one micro-batch a step. The global batch
+  grows with the ranks ({most:,} ranks: {tokens:,.0f} million tokens), which no one trains with:
+  it is the least work a rank can have, so the worst case for hiding communication. More sequences
+  a rank: [what to do](#what-to-do-about-it).
+- bf16 parameters and compute, gradients reduced in fp32, AdamW on fp32 shards (12 bytes a
+  parameter between steps, and 4 for its gradient).
+- Checkpointing where it is needed: the 8B model fits eight H100 with `checkpoint="selective"`
+  (what matrix products and attention return is kept), the others take `"full"` (a layer's input
+  is kept).
+- Strategies: `full` is `strategy="full_shard"` over all ranks. `hybrid n` shards over n
+  neighbours and keeps copies: gathers and reduce-scatters stay among the n, gradients are
+  all-reduced over the copies. n is 8 (one node, NVLink alone) where the model's states fit eight
+  GPUs, as 8B does; the others need more: n is near the fewest with which they fit, and four times
+  as many.
+- One unit a layer, the embedding and the head in the root, prefetch of one unit: the defaults.
+
+## Constants
+
+From `fxshard/cost/hardware.py`; nodes of 8 GPUs, one network card for each. A row without a
+source but **[guess]** is an order of magnitude.
+
+{constants}
+
+{sources}
+
+Collectives: all-gathers and reduce-scatters go around a ring through all ranks, node by node
+(NCCL has nothing else for them with several GPUs in a node and no switch that reduces); an
+all-reduce goes around a ring or along a tree, whichever is faster.
+"""
+
+MODEL = """
+## {title}
+
+Bytes of a rank at the peak of a step, GiB. `unsharded`: whole parameters and the buffers they are
+gathered into; `gradients`: also before they are reduced; `fits`: the peak is below the GPU's
+memory. The CUDA context, NCCL's buffers and what the allocator cannot use come on top of it
+([cuda.md](cuda.md)).
+
+{memory}
+
+What a rank sends in a step, GiB, within its node and to others, and how many collectives there
+are. `padding`: how much more is gathered than the parameters are.
+
+{wire}
+
+Times, where it fits. `exposed` is what the compute stream stands still for communication. MFU is
+the PaLM paper's: model FLOPs, nothing that is computed again, over the peak of bf16.
+
+{time}
+"""
+
+SCALE = """
+![MFU and exposed communication against ranks](scale.png)
+
+## Where hybrid beats full shard
+
+Full shard's time over that of the fastest hybrid that fits, on H100; above 1, hybrid is faster.
+
+{ratios}
+
+{crossover}
+
+Three things make full shard slower with more ranks, none of which hybrid has within its groups:
+
+1. **Latency.** A ring over n ranks has n - 1 steps. See the next section.
+2. **Padding.** Parameters are cut along their first dimension, as FSDP2 does. With more ranks
+   than a matrix has rows, most ranks hold a row of padding or nothing, and gathers move it: the
+   keys' and values' projections have {rows} rows, in all three models.
+3. **The network.** A full-shard gather crosses nodes; on these clusters the eight cards of a node
+   are together as fast as NVLink, so this costs little. It does with fewer cards: see the rows of
+   IBM's clusters below.
+
+Hybrid pays with bytes: parameters, gradients and states over n instead of all ranks, and an
+all-reduce of the sharded gradients, in fp32, over the network.
+
+## Where a unit gets too small
+
+A gather takes its latency whatever it moves. At the **knee** a rank's message takes as long for
+its bytes as for the latency: half of the bandwidth is lost. On H100:
+
+{knee}
+
+The knee hardly depends on the ranks: latency and steps grow alike, and each of a ring's steps
+costs about as much as {step:,.0f} KiB. So a unit should be worth about that much *for each rank*:
+
+{limits}
+
+Beyond, each gather and reduction of a layer takes about {per_rank:,.2f} µs for every rank,
+whatever is in it: it is exposed as soon as that is longer than the layer computes.
+
+## What to do about it
+
+The 8B model, full shard over {levers_world:,} H100, and one thing changed:
+
+{levers}
+
+In the order in which to try them:
+
+- **Hybrid**, over as few ranks as the model's states fit. It is the only one that ends the
+  padding.
+- **More sequences a rank**, if the batch allows: communication stays, compute grows. The table
+  has it per step: divide by the sequences.
+- **Larger units** (`min_bucket_bytes`, or `units=` of several layers): fewer, longer collectives,
+  for the bytes of larger units unsharded.
+- **Fewer gathers**: `strategy="shard_grad_op"` keeps parameters for backward, where there is
+  memory; `reshard_after_forward=8` gathers them from the node the second time.
+- Prefetching further ahead does not help where the links are busy all the time.
+- **Other parallelism.** Beyond that, tensor or pipeline parallelism divides the layers, so that
+  fewer ranks share one unit: what Llama 3 was trained with. fxshard does not do it.
+
+## Against published measurements
+
+The same settings as far as they are said, on GPUs with their figures. A ratio above 1: our
+estimate is too fast. `compiled`: with `torch.compile`, which fuses what our program runs operator
+by operator.
+
+{published}
+
+{published_sources}
+
+Over these {count} rows the estimate is {low:.2f} to {high:.2f} times the measurement; its
+geometric mean is {mean:.2f}. Why it is off:
+
+- Matrix products are taken to reach 75% of the peak at all sizes, memory all of its bandwidth,
+  and the clock never to drop: H100s at their power limit do less, those of torchtitan have 500 W.
+  That is all ranks' alike, so it changes the level and not the shape of a curve; and where
+  compute is too fast, less communication is hidden than in truth.
+- Kernels of communication take multiprocessors and bandwidth from those of compute; here they do
+  not.
+- JAX and torch.compile fuse elementwise operators, which in our program read and write memory.
+
+Memory that torchtitan read from the allocator (`max reserved`), and ours:
+
+{reserved}
+
+The policy is theirs, the implementation of the model is another one. The fall from 8 to 128 ranks,
+which sharding alone makes, is {measured_fall:.1f} GiB there and {our_fall:.1f} GiB of tensors here.
+
+- torchtitan says that 1-D FSDP2 of 405B, 2 x 8,192 tokens with full checkpointing, runs out of
+  memory on 128 H100 of 94 GB (docs/performance.md, a later version). Here its peak is {oom:.0f}
+  GiB: it does.
+- Fernandez et al., Hardware Scaling Trends and Diminishing Returns in Large-Scale Distributed
+  Training (2024, arXiv:2411.13055): with FSDP, throughput of each H100 falls by 37% from 128 to
+  2,048. Here Llama 2 7B with 2 x 4,096 tokens, our reading of their setting, falls by
+  {slower:.0%}: {verdict}
+
+What cannot be compared, since fxshard has no tensor or pipeline parallelism, or the settings are
+not said:
+
+{others}
+
+{other_sources}
+
+## What is not in it
+
+Stragglers, failures, congestion, oversubscribed networks, data loading, checkpoints to disk,
+clipping of gradients, and all of [cost.md](cost.md#what-is-not-modelled). At thousands of GPUs
+these decide as much as what is here.
+"""
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """The page, from what `measure` wrote."""
+    h100, models = PRESETS["h100"], result["models"]
+    latency = operators.ring_seconds(0, WORLDS[-1], h100) / WORLDS[-1]
+    parts = [
+        HEAD.format(
+            **{key: result[key] for key in machine()},
+            least=WORLDS[0],
+            most=WORLDS[-1],
+            measured=len(MEASURED),
+            models=models_table(),
+            batch=BATCH,
+            sequence=SEQUENCE,
+            tokens=WORLDS[-1] * BATCH * SEQUENCE / 1e6,
+            constants=constants_table(),
+            sources=sources_list(),
+        )
+    ]
+    for name, cells in models.items():
+        parts.append(
+            MODEL.format(
+                title=MODELS[name].shape.name,
+                memory=memory_table(cells),
+                wire=wire_table(cells),
+                time=time_table(cells),
+            )
+        )
+    ratios = [each["tokens"] / MEASURED[each["at"]].tokens for each in result["published"]]
+    slower = result["weak_scaling"]["slower"]
+    parts.append(
+        SCALE.format(
+            ratios=ratio_table(models, "h100"),
+            crossover=crossover_table(models),
+            rows=f"{LLAMA3_8B.hidden * LLAMA3_8B.kv_heads // LLAMA3_8B.heads:,}",
+            knee=knee_table(h100),
+            step=knee(h100, WORLDS[-1]) / 1024,
+            limits=limits_table(h100),
+            per_rank=1e6 * latency,
+            levers_world=LEVERS_WORLD,
+            levers=levers_table(result["levers"]),
+            published=published_table(result["published"]),
+            published_sources=listed(SOURCES),
+            count=len(ratios),
+            low=min(ratios),
+            high=max(ratios),
+            mean=geometric_mean(ratios),
+            reserved=reserved_table(result["published"]),
+            **falls(result["published"]),
+            oom=result["out_of_memory"]["peak_bytes"] / GIB,
+            slower=slower,
+            verdict="the cost model hides too much of it."
+            if slower < MEASURED_FALL
+            else "the cost model hides no more than the machine did.",
+            others=table(dict(zip(OTHER_HEADERS, each, strict=True)) for each in OTHERS),
+            other_sources=listed(OTHER_SOURCES),
+        )
+    )
+    return "".join(parts)
+
+
+OTHER_HEADERS = ("model", "GPUs", "parallelism", "measured", "source")
+MEASURED_FALL = 0.3722  # of a GPU's throughput from 128 to 2,048 ranks: Fernandez et al. (2024)
+
+
+def listed(sources: Mapping[str, str]) -> str:
+    """Sources by key, as a list."""
+    return "\n".join(f"- **{key}**: {text}." for key, text in sources.items())
+
+
+def models_table() -> str:
+    """Shapes and sizes."""
+    return table(
+        {
+            "model": model.shape.name,
+            "layers": model.shape.layers,
+            "hidden": f"{model.shape.hidden:,}",
+            "intermediate": f"{model.shape.intermediate:,}",
+            "heads": f"{model.shape.heads} / {model.shape.kv_heads}",
+            "vocabulary": f"{model.shape.vocabulary:,}",
+            "parameters": f"{model.shape.parameters:,}",
+            "checkpoint": model.checkpoint,
+            "hybrid over": " and ".join(f"{group:,}" for group in model.groups),
+        }
+        for model in MODELS.values()
+    )
+
+
+def falls(cells: Iterable[Cell]) -> dict[str, float]:
+    """By how many GiB the peak falls from the fewest to the most ranks: measured, and ours."""
+    said = [(MEASURED[each["at"]], each) for each in cells if "reserved_bytes" in each]
+    (first, ours), (last, fewer) = said[0], said[-1]
+    assert first.reserved_gib is not None and last.reserved_gib is not None
+    return {
+        "measured_fall": first.reserved_gib - last.reserved_gib,
+        "our_fall": (ours["peak_bytes"] - fewer["peak_bytes"]) / GIB,
+    }
+
+
+def plot(result: Mapping[str, Any]) -> bool:
+    """MFU and the exposed share against ranks, on H100. False: there is no matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharex=True)
+    titles = ("MFU", "exposed communication, share of the step")
+    for (name, cells), colour in zip(result["models"].items(), ("C0", "C1", "C2"), strict=True):
+        found = best(cells, "h100")
+        for at, (style, kind) in enumerate((("-", "full shard"), ("--", "hybrid, fastest"))):
+            shown = [(world, both[at]) for world, both in found.items() if both[at] is not None]
+            times = [(world, each["times"]["h100"]) for world, each in shown if each is not None]
+            label = f"{MODELS[name].shape.name}, {kind}"
+            worlds = [world for world, _ in times]
+            exposed = [took["exposed_seconds"] / took["step_seconds"] for _, took in times]
+            lines = ([took["mfu"] for _, took in times], exposed)
+            for axis, values in zip(axes, lines, strict=True):
+                axis.plot(worlds, values, style, color=colour, marker="o", ms=3, label=label)
+    for axis, title in zip(axes, titles, strict=True):
+        axis.set(title=f"{title} (estimated, H100)", xlabel="ranks", ylim=(0, None))
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(WORLDS, [f"{world:,}" for world in WORLDS], rotation=45)
+        axis.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8, loc="lower left")
+    figure.tight_layout()
+    figure.savefig(PLOT, dpi=110)
+    pyplot.close(figure)
+    return True
+
+
+def main() -> int:
+    """Plan unless told not to, and write the page and the plot."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--page", action="store_true", help="write page and plot alone")
+    parser.add_argument("--only", nargs="+", choices=[*MODELS, *PARTS], help="plan these alone")
+    chosen = parser.parse_args()
+    if not chosen.page:
+        began = time.process_time()
+
+        def say(what: str) -> None:
+            print(f"{time.process_time() - began:6.0f} CPU-s  {what}", flush=True)
+
+        measure(chosen.only or [*MODELS, *PARTS], say)
+    result = json.loads(RECORD.read_text())
+    PAGE.write_text(page(result))
+    print(f"wrote {PAGE}")
+    print(f"wrote {PLOT}" if plot(result) else "no matplotlib: the plot is as it was")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -160,7 +160,7 @@ _H100 = Hardware(
     network=_NETWORK,
     host=_PCIE5,
     collective_overhead=14 * MICRO,  # [NCCL] baseLat
-    ranks_per_node=8,  # HGX H100
+    ranks_per_node=8,  # [H100] HGX H100
     tree=_TREE,
 )
 
