@@ -21,11 +21,25 @@ from benchmarks.figures import RESULTS, machine, write
 from benchmarks.published import GPUS, MEASURED, TORCHTITAN, Measured
 from benchmarks.shapes import LLAMA2_7B, LLAMA3_8B, LLAMA3_70B, LLAMA3_405B, Shape, call
 from fxshard.cost import operators
-from fxshard.cost.hardware import PRESETS, Hardware
+from fxshard.cost.hardware import PRESETS, Hardware, Link, Tree
 from fxshard.plans import Plan
 
 RECORD = RESULTS / "scale_page.json"
 HARDWARE = ("h100", "h200")
+# What if NCCL took protocol Simple instead: its latencies and whole bandwidth, src/graph/tuning.cc.
+SIMPLE = "h100, Simple"
+_US = 1e-6
+VARIANTS = {
+    **{name: PRESETS[name] for name in HARDWARE},
+    SIMPLE: dataclasses.replace(
+        PRESETS["h100"],
+        name=SIMPLE,
+        link=Link(3.4 * _US, 18 * 20.6e9),
+        network=Link(14.0 * _US, 50e9),
+        collective_overhead=8.4 * _US,
+        tree=Tree(4.0 * _US, 14.0 * _US, 0.92),
+    ),
+}
 SEQUENCE, BATCH = 8192, 1
 WORLDS = tuple(8 << n for n in range(12))  # 8 to 16,384
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -96,6 +110,7 @@ def cell(plan: Plan, hardware: Mapping[str, Hardware]) -> Cell:
     first = next(iter(estimates.values()))
     return {
         "peak_bytes": memory.peak_bytes,
+        "peak_at": f"{memory.peak_at.phase}, {memory.peak_at.module or 'the root'}",
         "categories": {c.value: n for c, n in memory.peak_by_category.items()},
         "traffic": {kind: dataclasses.asdict(each) for kind, each in first.traffic().items()},
         "padding": padding(plan),
@@ -184,7 +199,7 @@ def best(cells: Iterable[Cell], hardware: str) -> dict[int, tuple[Cell | None, C
 
 def fits(each: Cell, hardware: str) -> bool:
     """True if the peak of tensors is below the GPU's memory; what is besides them is not in it."""
-    return bool(each["peak_bytes"] < PRESETS[hardware].memory_bytes)
+    return bool(each["peak_bytes"] < VARIANTS[hardware].memory_bytes)
 
 
 def seconds(each: Cell, hardware: str) -> float:
@@ -205,7 +220,6 @@ Say = Callable[[str], None]
 def scaled(name: str, say: Say, worlds: Sequence[int] = WORLDS) -> list[Cell]:
     """All worlds and strategies of one model."""
     model = MODELS[name]
-    hardware = {each: PRESETS[each] for each in HARDWARE}
     say(f"{name}: capture")
     first = planned(model.shape, BATCH, SEQUENCE, world_size=8, checkpoint=model.checkpoint)
     found = []
@@ -213,7 +227,7 @@ def scaled(name: str, say: Say, worlds: Sequence[int] = WORLDS) -> list[Cell]:
         for group in (None, *(g for g in model.groups if g < world)):
             say(f"{name}: {world} ranks, {strategy(group)}")
             made = first.replan(**on(world, group))
-            found.append({"world": world, "group": group, **cell(made, hardware)})
+            found.append({"world": world, "group": group, **cell(made, VARIANTS)})
     return found
 
 
@@ -302,12 +316,19 @@ def beside(each: Measured, plan: Plan) -> Cell:
     return row
 
 
-def weak_scaling(say: Say) -> Cell:
-    """Llama 2 7B, 2 x 4,096 tokens on each H100, full shard over 128 and over 2,048 ranks."""
+def weak_scaling(say: Say) -> dict[str, float]:
+    """By how much a GPU of 2,048 is slower than one of 128, with either protocol.
+
+    Llama 2 7B, 2 x 4,096 tokens on each H100, full shard: Fernandez et al. (2024), as we read them.
+    """
     say("published: Fernandez et al.")
     first = planned(LLAMA2_7B, 2, 4096, world_size=128)
-    few, many = (first.replan(world_size=w).estimate("h100").step_seconds for w in (128, 2048))
-    return {"slower": 1 - few / many}
+    few, many = first, first.replan(world_size=2048)
+    return {
+        name: 1
+        - few.estimate(VARIANTS[name]).step_seconds / many.estimate(VARIANTS[name]).step_seconds
+        for name in ("h100", SIMPLE)
+    }
 
 
 def out_of_memory(say: Say) -> Cell:
