@@ -3,7 +3,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo examples test test-slow test-versions bench models lint types clean
+.PHONY: help demo examples test test-slow test-versions bench models scale lint types clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ bench: .venv/.installed ## measure everything; writes benchmarks/results and doc
 
 models: .venv/.installed ## try every architecture of tests/zoo; writes docs/models.md
 	$(BIN)/python -m benchmarks.models_page
+
+scale: .venv/.installed ## plan Llama 3 on up to 16,384 GPUs; writes docs/scale.md
+	$(BIN)/python -m benchmarks.scale_page
 
 lint: .venv/.installed ## style, format, import layers, private imports
 	$(BIN)/ruff check

@@ -35,7 +35,8 @@ SOURCES = {
     "ibm": (
         "pytorch.org blog, Maximizing training throughput using PyTorch FSDP (2024-03-13, "
         "pytorch.github.io 2ad1005), table 1, and foundation-model-stack/fms-fsdp for the "
-        "strategies: FSDP1, 400 Gb/s for each node of A100s, 800 Gb/s for each node of H100s"
+        "strategies and for gradients reduced in bf16: FSDP1, 400 Gb/s for each node of A100s, "
+        "800 Gb/s for each node of H100s"
     ),
 }
 
@@ -88,6 +89,7 @@ class Measured:
         tokens: per second and GPU, bf16.
         compiled: the same with torch.compile, where they say it.
         reserved_gib: peak memory of a rank, where they say it.
+        reduce: dtype in which gradients are reduced.
     """
 
     source: str
@@ -100,6 +102,7 @@ class Measured:
     tokens: float
     compiled: float | None = None
     reserved_gib: float | None = None
+    reduce: torch.dtype = torch.float32
 
 
 def _torchtitan(world: int, tokens: float, compiled: float, reserved: float) -> Measured:
@@ -113,6 +116,13 @@ def _maxtext(world: int | tuple[int, int], seconds: float) -> Measured:
     return Measured("maxtext", LLAMA3_70B, "H100", world, 2, 8192, "full", tokens)
 
 
+def _ibm(
+    shape: Shape, gpu: str, world: int | tuple[int, int], checkpoint: str | None, tokens: float
+) -> Measured:
+    settings = ("ibm", shape, gpu, world, 2, 4096, checkpoint, tokens)
+    return Measured(*settings, reduce=torch.bfloat16)
+
+
 MEASURED = (
     _torchtitan(8, 5762, 6667, 82.4),
     _torchtitan(128, 5605, 6514, 67.0),
@@ -123,10 +133,10 @@ MEASURED = (
     _maxtext((4, 128), 15.519),
     _maxtext((8, 128), 15.603),
     _maxtext((16, 128), 15.898),
-    Measured("ibm", LLAMA2_7B, "A100, 400 Gb/s a node", (16, 8), 2, 4096, None, 3700),
-    Measured("ibm", LLAMA2_7B, "H100, 800 Gb/s a node", (12, 8), 2, 4096, None, 7500),
-    Measured("ibm", LLAMA2_70B, "A100, 400 Gb/s a node", 128, 2, 4096, "full", 370),
-    Measured("ibm", LLAMA2_70B, "H100, 800 Gb/s a node", 96, 2, 4096, "full", 800),
+    _ibm(LLAMA2_7B, "A100, 400 Gb/s a node", (16, 8), None, 3700),
+    _ibm(LLAMA2_7B, "H100, 800 Gb/s a node", (12, 8), None, 7500),
+    _ibm(LLAMA2_70B, "A100, 400 Gb/s a node", 128, "full", 370),
+    _ibm(LLAMA2_70B, "H100, 800 Gb/s a node", 96, "full", 800),
 )
 
 # What was measured of these shapes with other parallelism, or without the settings: shown, and

@@ -41,6 +41,7 @@ VARIANTS = {
     ),
 }
 SEQUENCE, BATCH = 8192, 1
+FASTER = 0.01  # less is a draw
 WORLDS = tuple(8 << n for n in range(12))  # 8 to 16,384
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 GIB = 2**30
@@ -85,14 +86,13 @@ LEVERS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def planned(shape: Shape, batch: int, sequence: int, **options: Any) -> Plan:
-    """A plan for CUDA: bf16, reduced in fp32, AdamW."""
+    """A plan for CUDA: bf16, reduced in fp32 if nothing else is said, AdamW."""
     return fxshard.plan(
         shape.model(),
         kwargs=call(batch, sequence),
         optimizer=torch.optim.AdamW,
-        mixed_precision=BF16,
         device="cuda",
-        **options,
+        **{"mixed_precision": BF16, **options},
     )
 
 
@@ -166,15 +166,20 @@ def most_ranks(
     return max(fit, default=None)
 
 
-def crossover(cells: Iterable[Cell], hardware: str) -> int | None:
+def crossover(cells: Iterable[Cell], hardware: str, by: float = FASTER) -> int | None:
     """The smallest world from which on hybrid is always faster than full shard, both fitting.
 
     A world where only one of them fits or was planned says nothing; None: there is none.
+
+    Args:
+        cells: of one model.
+        hardware: of `VARIANTS`.
+        by: what counts as faster: full shard takes more than ``1 + by`` times as long.
     """
     wins: dict[int, bool] = {}
     for world, (full, hybrid) in best(cells, hardware).items():
         if full is not None and hybrid is not None:
-            wins[world] = seconds(hybrid, hardware) < seconds(full, hardware)
+            wins[world] = seconds(hybrid, hardware) * (1 + by) < seconds(full, hardware)
     found = None
     for world in sorted(wins, reverse=True):
         if not wins[world]:
@@ -256,7 +261,11 @@ def compared(say: Say) -> list[Cell]:
     for each in sorted(MEASURED, key=_capture):  # those of one capture one after the other
         say(f"published: {each.source}, {each.shape.name}, {each.gpu}, {each.world}")
         if made is None or made[0] != _capture(each):
-            options = {"world_size": 8, "checkpoint": policy(each.checkpoint)}
+            options = {
+                "world_size": 8,
+                "checkpoint": policy(each.checkpoint),
+                "mixed_precision": MixedPrecisionPolicy(torch.bfloat16, each.reduce),
+            }
             made = _capture(each), planned(each.shape, each.batch, each.sequence, **options)
         plan = made[1].replan(**_world(each.world))
         found.append(beside(each, plan))
@@ -292,8 +301,9 @@ ATTENTION = (
 )
 
 
-def _capture(each: Measured) -> tuple[str, int, int, str]:
-    return each.shape.name, each.batch, each.sequence, each.checkpoint or ""
+def _capture(each: Measured) -> tuple[str, int, int, str, str]:
+    reduced = str(each.reduce)
+    return each.shape.name, each.batch, each.sequence, each.checkpoint or "", reduced
 
 
 def _world(world: int | tuple[int, int]) -> dict[str, Any]:

@@ -181,6 +181,7 @@ def test_crossover() -> None:
         cell_of(128, 8, 3.0),
     ]
     assert scale_cells.crossover(cells, "h100") == 64
+    assert scale_cells.crossover(cells, "h100", by=0.15) == 128  # 4.0 is not 1.15 times 3.5
     assert scale_cells.crossover(cells[:5], "h100") is None
     assert scale_cells.crossover(cells[:1], "h100") is None
     full, hybrid = scale_cells.best(cells, "h100")[64]
@@ -267,6 +268,7 @@ def test_every_measurement_names_its_source() -> None:
     for each in published.MEASURED:
         assert each.source in published.SOURCES and each.gpu in published.GPUS
         assert each.checkpoint in (None, "full", published.TORCHTITAN)
+        assert (each.reduce is torch.bfloat16) == (each.source == "ibm")
     assert {source for *_, source in published.OTHERS} == set(published.OTHER_SOURCES)
     # NVIDIA: 2 x 8,192 tokens of each GPU in 15.563 s on 128
     assert published.MEASURED[4].tokens == pytest.approx(134_752.43 / 128, rel=1e-3)
