@@ -225,6 +225,7 @@ def levers_table(cells: Sequence[Cell]) -> str:
                 "collectives": f"{sum(s['collectives'] for s in sent.values()):,}",
                 "padding": f"{each['padding'] - 1:.1%}",
                 "peak, GiB": gib(each["peak_bytes"]),
+                "fits": "yes" if fits(each, "h100") else "no",
             }
         )
     return table(rows)
@@ -393,8 +394,8 @@ allow, and compare rows of this page with each other.
 - Strategies: `full` is `strategy="full_shard"` over all ranks. `hybrid n` shards over n
   neighbours and keeps copies: gathers and reduce-scatters stay among the n, gradients are
   all-reduced over the copies. n is 8 (one node, NVLink alone) where the model's states fit eight
-  GPUs, as 8B does; the others need more: n is near the fewest with which they fit, and four times
-  as many.
+  GPUs, as 8B does; the others need more: 70B 32 H100, 405B 256 H200 or 512 H100. The second n is
+  four or more times that.
 - One unit a layer, the embedding and the head in the root, prefetch of one unit: the defaults.
 
 ## Constants
@@ -417,8 +418,8 @@ MODEL = """
 Bytes of a rank at the peak of a step, GiB. `unsharded`: whole parameters and the buffers they are
 gathered into; `gradients`: also before they are reduced; `fits`: the peak is below the GPU's
 memory. Where the peak is in the root, it is around the loss: no layer is unsharded, and the logits
-of the whole vocabulary are there, in fp32 too. Where it is in the optimizer, half of it are the
-step's own temporaries, which `fused=True` does without. The CUDA context, NCCL's buffers and what
+of the whole vocabulary are there, in fp32 too. Where it is in the optimizer, `other` are the step's
+own temporaries, which `fused=True` does without. The CUDA context, NCCL's buffers and what
 the allocator cannot use come on top of all ([cuda.md](cuda.md)).
 
 {memory}
