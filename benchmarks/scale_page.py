@@ -456,8 +456,7 @@ Three things make full shard slower with more ranks, none of which hybrid has wi
    than a matrix has rows, most ranks hold a row of padding or nothing, and gathers move it: the
    keys' and values' projections have {rows} rows, in all three models.
 3. **The network.** A full-shard gather crosses nodes; on these clusters the eight cards of a node
-   are together as fast as NVLink, so this costs little. It does with fewer cards: see the rows of
-   IBM's clusters below.
+   are together as fast as NVLink, so this costs little. With fewer cards it would.
 
 Hybrid pays with bytes: parameters, gradients and states over n instead of all ranks, and an
 all-reduce of the sharded gradients, in fp32, over the network.
@@ -523,7 +522,8 @@ Memory that torchtitan read from the allocator (`max reserved`), and ours:
 {reserved}
 
 The policy is theirs, the implementation of the model is another one. The fall from 8 to 128 ranks,
-which sharding alone makes, is {measured_fall:.1f} GiB there and {our_fall:.1f} GiB of tensors here.
+which sharding alone makes, is {measured_fall:.1f} GiB there; here {our_fall:.1f} GiB of tensors
+(gradients are not at this peak) and {reserved_fall:.1f} GiB reserved.
 
 - torchtitan says that 1-D FSDP2 of 405B, 2 x 8,192 tokens with full checkpointing, runs out of
   memory on 128 H100 of 94 GB (docs/performance.md, a later version). Here its peak is {oom:.0f}
@@ -647,6 +647,7 @@ def falls(cells: Iterable[Cell]) -> dict[str, float]:
     return {
         "measured_fall": first.reserved_gib - last.reserved_gib,
         "our_fall": (ours["peak_bytes"] - fewer["peak_bytes"]) / GIB,
+        "reserved_fall": (ours["reserved_bytes"] - fewer["reserved_bytes"]) / GIB,
     }
 
 

@@ -304,8 +304,12 @@ def test_ratios_are_ours_over_theirs() -> None:
 
 def test_a_fall_is_from_the_fewest_to_the_most_ranks() -> None:
     cells = [
-        {"at": 0, "reserved_bytes": 1, "peak_bytes": 50 * 2**30},
-        {"at": 1, "reserved_bytes": 1, "peak_bytes": 40 * 2**30},
+        {"at": 0, "reserved_bytes": 60 * 2**30, "peak_bytes": 50 * 2**30},
+        {"at": 1, "reserved_bytes": 43 * 2**30, "peak_bytes": 40 * 2**30},
         {"at": 2},
     ]
-    assert scale_page.falls(cells) == {"measured_fall": pytest.approx(15.4), "our_fall": 10}
+    assert scale_page.falls(cells) == {
+        "measured_fall": pytest.approx(15.4),
+        "our_fall": 10,
+        "reserved_fall": 17,
+    }
