@@ -104,10 +104,9 @@ class Bucket:
 
 
 def gathered_bytes(program: Program, fqn: str) -> int:
-    """Bytes that an all-gather of a parameter writes."""
+    """Bytes that an all-gather of a parameter is for: without padding, the same on all worlds."""
     param = program.params[fqn]
-    rows, *rest = param.chunk(program.world_size)
-    return nbytes((rows * program.world_size, *rest), param.compute_dtype)
+    return nbytes(param.shape, param.compute_dtype)
 
 
 def uses_in_forward(program: Program) -> dict[str, tuple[int, int]]:

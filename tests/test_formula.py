@@ -229,6 +229,20 @@ def test_equal_under_every_option(name: str) -> None:
     assert_equal_at_points("mlps", 2, **OPTIONS[name])
 
 
+def test_buckets_are_the_same_on_all_worlds() -> None:
+    """Padding to 128 rows makes 960 bytes of a parameter 5,120: it is packed as on 4 ranks."""
+    memory = open_plan("mlps", pack_bytes=1500).memory
+    assert_equal(memory, 3, 9, 128, planned("mlps", 3, 9, 128, pack_bytes=1500))
+    packs = [
+        sum(
+            n.name.startswith("pack_")
+            for n in planned("mlps", 3, 9, w, pack_bytes=1500).program.graph.nodes
+        )
+        for w in (4, 128)
+    ]
+    assert packs[0] == packs[1] > 0
+
+
 def test_in_a_smaller_group_between_forward_and_backward() -> None:
     memory = open_plan("mlps", reshard_after_forward=2).memory
     for world in (2, 4, 6, 16):
