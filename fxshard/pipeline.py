@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fxshard import compat, dump, trace, verify
+from fxshard import compat, dump, shapes, trace, verify
 from fxshard.config import Config, Precision, environment
 from fxshard.errors import CaptureError, ConfigError, VerifyError
 from fxshard.passes.annotate_streams import AnnotateStreams
@@ -39,7 +39,7 @@ from fxshard.passes.outline_regions import OutlineRegions
 from fxshard.passes.prefetch import Prefetch
 from fxshard.passes.reinplace import Reinplace
 from fxshard.program import Fact, Program
-from fxshard.shapes import Symbols
+from fxshard.shapes import Sizes, Symbols
 from fxshard.sizes import parse_bytes
 from fxshard.units import Unit, check_reshard, checkpointed_modules, with_precision
 
@@ -203,40 +203,41 @@ def make_program(
         comm_hook: the user's function reduces gradients.
         device: where parameters are when they are whole; None: where they are now.
         observe: called with the dump before and after each pass.
-        captures: earlier captures of this very call: one that serves is not made again.
+        captures: earlier captures of this model: one that serves the call is not made again, nor
+            one that serves it with other sizes (see `fxshard.shapes.resettled`).
         symbols: sizes that the program leaves open (see `fxshard.trace.capture`).
         every_tangent: see `trace.capture`.
     """
     check_reshard(units, world)
     if config.full_precision_in_eval and not model.training:
         units = tuple(with_precision(unit, Precision()) for unit in units)
-    leaves, _ = compat.tree_flatten((args, kwargs))
+    leaves, in_spec = compat.tree_flatten((args, kwargs))
     wanted = [p.requires_grad for unit in units for p in (*unit.params, *unit.ignored)]
     wanted += [leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor)]
     training = torch.is_grad_enabled() and any(wanted)
     captures = {} if captures is None else captures
-    key = (_capture_key(units, training, config), tuple((symbols or {}).items()))
-    if key not in captures:
-        capture = functools.partial(
-            trace.capture,
-            *(model, args, kwargs),
-            units=units,
-            world_size=world,
-            training=training,
-            device=device,
-            for_cuda=config.device is not None,
-            every_tangent=every_tangent,
+    symbols = symbols or {}
+    call = in_spec, shapes.alike(leaves, symbols)
+    key = _capture_key(units, training, config), tuple(symbols.items()), call
+    ints = any(dim is None for places in symbols.values() for _, dim in places)
+    sizes = shapes.of_call(leaves, ints=ints)
+    if (key, sizes) not in captures:
+        captures[key, sizes] = _captured(
+            functools.partial(
+                trace.capture,
+                *(model, args, kwargs),
+                units=units,
+                world_size=world,
+                training=training,
+                device=device,
+                for_cuda=config.device is not None,
+                every_tangent=every_tangent,
+            ),
+            symbols,
+            sizes,
+            [captured for (other, _), captured in captures.items() if other == key],
         )
-        try:
-            captures[key] = capture(symbols=symbols)
-        except CaptureError as error:
-            if not symbols:
-                raise
-            said = str(error).splitlines()[0]
-            log.info("fxshard: %s cannot be left open: %s", ", ".join(symbols), said)
-            captures[key] = capture()
-            captures[key].closed = said
-    program = captures[key].copied(units, world)
+    program = captures[key, sizes].copied(units, world)
     program.replicas, program.sync = replicas, sync
     program.accumulated = frozenset(accumulated)
     program.comm_hook = comm_hook
@@ -245,6 +246,44 @@ def make_program(
     program.checkpoints = checkpointed_modules(model, config, units)
     run(program, passes_of(config), observe=observe)
     return program
+
+
+def _captured(
+    capture: Callable[..., Program], symbols: Symbols, sizes: Sizes, before: Sequence[Program]
+) -> Program:
+    """One of the earlier captures with other sizes, where one serves, or a capture.
+
+    Args:
+        capture: traces the call.
+        symbols: sizes to be left open.
+        sizes: of the call.
+        before: captures of calls that differ in the open sizes alone.
+    """
+    for program in before:
+        made = shapes.resettled(program, sizes)
+        if made is not None:
+            return made
+    if not symbols:
+        return capture()
+    closed = next((program.closed for program in before if program.domain is None), None)
+    if closed is None:
+        try:
+            return capture(symbols=symbols)
+        except CaptureError as error:
+            closed = str(error).splitlines()[0]
+            log.info("fxshard: %s cannot be left open: %s", ", ".join(symbols), closed)
+    made = capture()
+    made.closed = closed
+    return made
+
+
+def open_captures(captures: dict[Any, Program]) -> dict[Any, Program]:
+    """Of some captures, those that serve calls of other sizes: the first of each kind."""
+    found: dict[Any, tuple[Any, Program]] = {}
+    for (key, sizes), program in captures.items():
+        if program.domain is not None:
+            found.setdefault(key, (sizes, program))
+    return {(key, sizes): program for key, (sizes, program) in found.items()}
 
 
 def _capture_key(units: tuple[Unit, ...], training: bool, config: Config) -> Any:

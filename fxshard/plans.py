@@ -31,7 +31,7 @@ from fxshard.memory.optimizer import OptimizerStep, trace_step, with_formulas
 from fxshard.memory.report import MemoryReport
 from fxshard.memory.views.live import live_after
 from fxshard.mesh import grid
-from fxshard.pipeline import Observer, make_program
+from fxshard.pipeline import Observer, make_program, open_captures
 from fxshard.program import Program
 from fxshard.sizes import is_size
 from fxshard.units import Unit, configured_units
@@ -91,7 +91,7 @@ def make_plan(
     Args:
         workload: what is asked.
         observe: called with the dump before and after each pass.
-        captures: of the same model and call, from before.
+        captures: of the same model, from before.
     """
     replicas, shards = grid(workload.world_size, workload.config)
     captures = {} if captures is None else captures
@@ -320,7 +320,8 @@ class Plan:
 
         The model is traced again only if the trace itself would differ (other inputs, dtypes,
         ignored parameters or device): ranks, units, strategy, resharding, prefetch, checkpointing,
-        offload, reduction, micro-batches and optimizer are free.
+        offload, reduction, micro-batches and optimizer are free, and so are sizes that ``dynamic``
+        leaves open, as far as the trace holds for them.
 
         Args:
             **changes: options of `fxshard.plan`, ``world_size``, ``args``, ``kwargs``,
@@ -330,7 +331,7 @@ class Plan:
             ConfigError, UnitError, CaptureError, VerifyError, DoesNotFitError: as `fxshard.plan`.
         """
         same_call = "args" not in changes and "kwargs" not in changes
-        captures = self._captures if same_call else None
+        captures = self._captures if same_call else open_captures(self._captures)
         if changes.get("memory_budget") is None:
             return make_plan(self.workload.changed(changes), captures=captures)
         asked = self.workload if self.picked is None else self.picked.asked

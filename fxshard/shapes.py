@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from fxshard import compat
 from fxshard.compat import FakeTensorMode
 from fxshard.errors import ConfigError
-from fxshard.program import input_name
+from fxshard.program import Program, input_name
 
 aten = torch.ops.aten
 
@@ -268,6 +268,7 @@ def settle(graph: fx.Graph, trace: Trace, mode: FakeTensorMode) -> Domain:
             if not _is_fixed(layout):
                 node.meta[LAYOUT] = layout
                 node.meta[SIZES] = example.sizes_of(_tensors(val))
+            node.meta[OPEN] = example.open(val)
             node.meta["val"] = example.of(val)
     return trace.domain()
 
@@ -293,6 +294,9 @@ class OpenSizes:
 def take_along(node: fx.Node, copy: fx.Node) -> None:
     """Give a copy of `node` that runs on the same sizes what is known of them."""
     copy.meta |= {key: node.meta[key] for key in (LAYOUT, SIZES) if key in node.meta}
+
+
+OPEN = "fxshard_open"  # metadata key: what `_Example.open` says; missing on what was made later
 
 
 def same_layout(node: fx.Node, other: fx.Node) -> bool:
@@ -337,6 +341,27 @@ def _tensors(value: Any) -> list[Tensor]:
     return [t for item in value for t in _tensors(item)] if isinstance(value, (list, tuple)) else []
 
 
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a tensor lies, in symbols of the inputs' sizes.
+
+    Attributes:
+        size, stride, offset: as of ``as_strided``, in elements.
+        nbytes: of its storage.
+    """
+
+    size: tuple[sympy.Basic, ...]
+    stride: tuple[sympy.Basic, ...]
+    offset: sympy.Basic
+    nbytes: sympy.Basic
+
+    @property
+    def is_fixed(self) -> bool:
+        """True if it has no symbols."""
+        every = (*self.size, *self.stride, self.offset, self.nbytes)
+        return not any(each.free_symbols for each in every)
+
+
 class _Example:
     """Values of the example call for values with symbols."""
 
@@ -347,17 +372,45 @@ class _Example:
         self._simplified: dict[sympy.Expr, sympy.Expr] = {}
         self._storages: dict[int, tuple[Any, Tensor]] = {}  # the first keeps the number taken
         self._tensors: dict[int, tuple[Any, Tensor]] = {}
+        self._expressions: dict[sympy.Basic, sympy.Basic] = {}
 
     def number(self, value: Any) -> Any:
         """A size as a number."""
         if not isinstance(value, compat.SYMBOLIC):
             return value
-        expression = self.env.simplify(compat.expression(value))
-        known = {s: self._known(s) for s in expression.free_symbols}
-        found = expression.xreplace(known)
+        found = self._in_inputs(value).xreplace(self._given)
         if isinstance(value, torch.SymBool):
             return bool(found)
         return float(found) if isinstance(value, torch.SymFloat) else int(found)
+
+    def _in_inputs(self, value: Any) -> sympy.Basic:
+        """A number as an expression of the inputs' sizes; what depends on the data is made up."""
+        if not isinstance(value, compat.SYMBOLIC):
+            return sympy.sympify(value)
+        given = compat.expression(value)
+        if given not in self._expressions:
+            expression = self.env.simplify(given)
+            made_up = {s: self._known(s) for s in expression.free_symbols - self._given.keys()}
+            self._expressions[given] = expression.xreplace(made_up)
+        return self._expressions[given]
+
+    def open(self, value: Any) -> Any:
+        """Of a value with symbols: a `_Place` per tensor, an expression per number, as a tree.
+
+        None for what has no symbols: such values are those of every call.
+        """
+        if isinstance(value, (list, tuple)):
+            each = [self.open(item) for item in value]
+            return None if all(item is None for item in each) else each
+        if isinstance(value, compat.SYMBOLIC):
+            number = self._in_inputs(value)
+            return number if number.free_symbols else None
+        if not isinstance(value, Tensor):
+            return None
+        size, stride = (tuple(map(self._in_inputs, at)) for at in (value.shape, value.stride()))
+        offset, nbytes = value.storage_offset(), value.untyped_storage().nbytes()
+        place = _Place(size, stride, self._in_inputs(offset), self._in_inputs(nbytes))
+        return None if place.is_fixed else place
 
     def _known(self, symbol: sympy.Symbol) -> sympy.Number:
         if symbol in self._given:
@@ -406,6 +459,113 @@ class _Example:
         _, flat = self._storages[id(storage)]
         made = compat.fake_view(self.mode, flat, lambda x: x.view(value.dtype).as_strided(*where))
         return made.requires_grad_() if value.requires_grad and value.is_leaf else made
+
+
+def resettled(program: Program, sizes: Sizes) -> Program | None:
+    """A captured program with the fake values of a call of other sizes; nothing is traced.
+
+    Equal to the capture of such a call. No pass may have touched `program`, which stays as it is;
+    fake values that are the same for all sizes are shared.
+
+    Args:
+        program: captured with open sizes.
+        sizes: of the call, as `of_call` gives them.
+
+    Returns:
+        None if the program has no open sizes, or does not hold for `sizes`.
+    """
+    domain = program.domain
+    if domain is None or domain.refusal(sizes) is not None:
+        return None
+    if sizes == domain.example:
+        return program
+    values = {domain.symbols[name]: size_at(sizes, at[0]) for name, at in domain.places.items()}
+    given = dict(enumerate(program.signature.inputs))
+    given |= {leaf: sizes[leaf] for at in domain.places.values() for leaf, dim in at if dim is None}
+    made = program.copied(program.units, program.world_size)
+    made.domain = dataclasses.replace(domain, example=sizes)
+    made.signature = dataclasses.replace(program.signature, inputs=tuple(given.values()))
+    other = _OtherSizes(values, program.fake_mode)
+    for node in made.graph.nodes:
+        if "val" not in node.meta:
+            continue
+        before = node.meta["val"]
+        node.meta["val"] = other.of(before, node.meta.get(OPEN))
+        if OPEN not in node.meta and node.op == "call_function" and node.meta["val"] is before:
+            node.meta["val"] = made.refake(node)  # `fxshard.normalize` made it, behind the trace
+    return made
+
+
+class _OtherSizes:
+    """Values of a call of other sizes for those of the example call."""
+
+    def __init__(self, values: Mapping[sympy.Symbol, int], mode: FakeTensorMode) -> None:
+        self.mode = mode
+        self._values = {symbol: sympy.Integer(size) for symbol, size in values.items()}
+        self._numbers: dict[sympy.Basic, Any] = {}
+        self._storages: dict[int, Tensor] = {}
+        self._tensors: dict[int, Tensor] = {}
+
+    def of(self, value: Any, opened: Any) -> Any:
+        """The same value for these sizes; aliases stay aliases.
+
+        Args:
+            value: of the example call.
+            opened: what `_Example.open` has said of it; None of what was made behind the trace.
+        """
+        if isinstance(value, (list, tuple)):
+            each = opened or [None] * len(value)
+            made = [self.of(*both) for both in zip(value, each, strict=True)]
+            same = all(a is b for a, b in zip(value, made, strict=True))
+            return value if same else type(value)(made)
+        if isinstance(value, Tensor):
+            if id(value) not in self._tensors and opened is not None:
+                self._tensors[id(value)] = self._tensor(value, opened)
+            return self._tensors.get(id(value), value)
+        return value if opened is None else type(value)(self._number(opened))
+
+    def _number(self, expression: sympy.Basic) -> Any:
+        if expression not in self._numbers:
+            self._numbers[expression] = expression.xreplace(self._values)
+        return self._numbers[expression]
+
+    def _tensor(self, value: Tensor, place: _Place) -> Tensor:
+        size, stride = (
+            tuple(int(self._number(n)) for n in at) for at in (place.size, place.stride)
+        )
+        where = size, stride, int(self._number(place.offset))
+        storage = value.untyped_storage()
+        if id(storage) not in self._storages:
+            flat = value
+            if place.nbytes.free_symbols:
+                count = int(self._number(place.nbytes)) // value.element_size()
+                flat = compat.fake_empty(self.mode, (count,), value.dtype, value.device)
+            self._storages[id(storage)] = flat
+        flat = self._storages[id(storage)]
+        made = compat.fake_view(self.mode, flat, lambda x: x.view(value.dtype).as_strided(*where))
+        return made.requires_grad_() if value.requires_grad and value.is_leaf else made
+
+
+def alike(leaves: Sequence[Any], symbols: Symbols) -> tuple[Any, ...]:
+    """Of the leaves of a call, all that its capture depends on but its open sizes; hashable.
+
+    Args:
+        leaves: flat, of the call.
+        symbols: the sizes that the capture leaves open.
+    """
+    open_at = {place for places in symbols.values() for place in places}
+
+    def of(number: int, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            is_open = (number, None) in open_at
+            plain = leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes))
+            return (type(leaf), None if is_open else repr(leaf) if plain else id(leaf))
+        sizes = [None if (number, dim) in open_at else n for dim, n in enumerate(leaf.shape)]
+        layout = "contiguous" if leaf.is_contiguous() else leaf.stride()
+        device = "cpu" if leaf.is_meta else str(leaf.device)
+        return (*sizes, layout, leaf.dtype, device, leaf.requires_grad)
+
+    return tuple(of(number, leaf) for number, leaf in enumerate(leaves))
 
 
 def _sizes_first(graph: fx.Graph, example: _Example) -> None:
