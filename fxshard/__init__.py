@@ -1,6 +1,6 @@
 """fxshard: fully sharded data parallelism as a compiler."""
 
-from fxshard.api import compile, plan, shard, validate
+from fxshard.api import compile, plan, shard, tune, validate
 from fxshard.checkpoint import load_checkpoint, save_checkpoint
 from fxshard.dynamo import reports
 from fxshard.module import ShardedModule
@@ -15,5 +15,6 @@ __all__ = [
     "reports",
     "save_checkpoint",
     "shard",
+    "tune",
     "validate",
 ]

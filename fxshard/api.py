@@ -1,21 +1,31 @@
-"""plan, compile, validate: the public verbs."""
+"""plan, compile, validate, tune: the public verbs."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard import budget, compat, dynamo, reading, shapes, trace
 from fxshard.certificate import agreement
 from fxshard.config import Config
+from fxshard.cost.hardware import Hardware, hardware_of
 from fxshard.errors import ConfigError, UnknownSizeError
 from fxshard.executor import Executor, TracedExecutor
 from fxshard.memory.compare import Validation, compare
@@ -28,6 +38,9 @@ from fxshard.pipeline import Observer, make_program
 from fxshard.plans import Plan, Workload, make_plan
 from fxshard.program import Program
 from fxshard.rehearsal import split_steps, tracked_steps
+from fxshard.sizes import parse_bytes
+from fxshard.tuning.result import Tuning
+from fxshard.tuning.search import PLANS, tuned
 from fxshard.units import Unit, check_reshard, configured_units
 from fxshard.world.c10d import C10dWorld
 from fxshard.world.in_process import InProcessWorld
@@ -261,6 +274,83 @@ def validate(
     if numerics:
         found.numerics = beside_eager(dataclasses.replace(workload, module=_plain_module(model)))
     return found
+
+
+def tune(
+    model: Any,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    world_size: int | tuple[int, int],
+    hardware: str | Hardware,
+    budget: int | str | None = None,
+    batches: Sequence[int] | None = None,
+    space: Mapping[str, Iterable[Any]] | None = None,
+    plans: int | None = PLANS,
+    micro_batches: int = 1,
+    no_sync: bool = False,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    progress: bool | None = None,
+    **options: Any,
+) -> Tuning:
+    """The fastest configuration that fits, the Pareto front, and why each other one lost.
+
+    Searched are strategy and resharding, checkpoints, prefetch, precision and batch, as far as
+    `options` leave them open, and offload where nothing fits without it; times are those of
+    `Plan.estimate`. The model is traced once for each dtype that the trace sees (and for a batch
+    of 1, which broadcasts); what is reported to fit was planned whole. docs/tune.md says how.
+
+    ``fxshard.compile(model, world_size=best.world_size, **best.options)`` takes the result's
+    ``best``, and any other `Trial`.
+
+    Args:
+        model, args, kwargs, world_size, micro_batches, no_sync, loss: as for `plan`.
+        hardware: "h100", "h200", "b200", or figures of your own.
+        budget: bytes of one rank, or text such as "80GiB"; None: all memory of `hardware`.
+        batches: samples per rank and micro-batch; None: that of the call, and doubled.
+        space: values by name of an option, in place of what is searched by default, such as
+            ``{"checkpoint": [None, "8GiB"], "max_bucket_bytes": ["25MiB", None]}``; what is named
+            with one value only stays at that.
+        plans: how many plans of the whole model are made at most. None: until every configuration
+            is planned, or proven to be no better.
+        progress: show a bar on standard error; None: on a terminal.
+        **options: see `fxshard.config.Config`; those that are given stay.
+
+    Raises:
+        DoesNotFitError: nothing fits; names the smallest.
+        ConfigError: no such hardware; an option or value that is not legal; ``memory_budget``,
+            which is the task of `budget` here.
+        CaptureError: as for `plan`.
+    """
+    chosen = hardware_of(hardware)
+    config = Config.from_options(options)
+    if config.memory_budget is not None:
+        raise ConfigError("memory_budget=... in fxshard.tune: say budget=... instead.")
+    limit = chosen.memory_bytes if budget is None else parse_bytes(budget)
+    workload = Workload(
+        *(_plain_module(model), _example(args, kwargs), world_size, config, micro_batches, no_sync),
+        loss,
+    )
+    with _bar(plans, progress) as tell:
+        return tuned(
+            *(workload, chosen, limit), batches=batches, space=space, plans=plans, progress=tell
+        )
+
+
+@contextlib.contextmanager
+def _bar(total: int | None, shown: bool | None) -> Iterator[Callable[[int, str], None]]:
+    """A progress bar on standard error; yields what is told of each step."""
+    console = Console(stderr=True, force_terminal=shown)
+    columns = TextColumn("tuning"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    bar = Progress(
+        *(*columns, TextColumn("{task.fields[what]}")),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task("tuning", total=total, what="tracing")
+        yield lambda count, what: bar.update(task, completed=count, what=what[:60])
 
 
 def _bytes_beside(

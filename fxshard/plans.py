@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import nn
 
-from fxshard import budget, certificate, compat, dump, levers, limits, meta, shapes
+from fxshard import budget, certificate, compat, dump, levers, limits, meta, ops, shapes
 from fxshard.budget import Picked
 from fxshard.config import Config
 from fxshard.cost import timeline
@@ -37,6 +37,8 @@ from fxshard.sizes import is_size
 from fxshard.units import Unit, configured_units
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of a call of the model
+# Recordings of optimizers, by what they depend on, each with its optimizer, whose id is in the key.
+Steps = dict[Any, tuple[Any, OptimizerStep | None]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +87,7 @@ def make_plan(
     *,
     observe: Observer | None = None,
     captures: dict[Any, Program] | None = None,
+    steps: Steps | None = None,
 ) -> Plan:
     """Capture the call and run the passes, once per kind of micro-batch.
 
@@ -92,6 +95,7 @@ def make_plan(
         workload: what is asked.
         observe: called with the dump before and after each pass.
         captures: of the same model, from before.
+        steps: recordings of optimizers, from before.
     """
     replicas, shards = grid(workload.world_size, workload.config)
     captures = {} if captures is None else captures
@@ -119,7 +123,7 @@ def make_plan(
         program = made[sync, accumulated]
         programs.append(program)
         accumulated |= {r.name for r in program.results if r.kind == "accumulated"}
-    return Plan(programs, workload, captures)
+    return Plan(programs, workload, captures, steps)
 
 
 class Plan:
@@ -138,9 +142,11 @@ class Plan:
         programs: Sequence[Program],
         workload: Workload,
         captures: dict[Any, Program] | None = None,
+        steps: Steps | None = None,
     ) -> None:
         self.programs, self.workload = tuple(programs), workload
         self._captures = {} if captures is None else captures
+        self._steps = {} if steps is None else steps
 
     @property
     def config(self) -> Config:
@@ -158,8 +164,27 @@ class Plan:
         return self.program.units
 
     @functools.cached_property
-    def _optimizer_step(self) -> OptimizerStep | None:
-        return self._recorded(self.program, self.config.optimizer)
+    def optimizer_step(self) -> OptimizerStep | None:
+        """What the optimizer allocates and frees; None without one."""
+        if self.config.optimizer_in_backward:
+            return self._recorded(self.program, self.config.optimizer)
+        return self.step_behind()
+
+    def step_behind(self) -> OptimizerStep | None:
+        """The optimizer's step behind backward; plans made from each other record equal ones once.
+
+        It sees this rank's rows of the parameters, and which of them have gradients.
+        """
+        program, for_cuda = self.program, self.config.device == "cuda"
+        params = *program.params.values(), *program.wholes.values()
+        rows = tuple((p.fqn, p.shape, p.dtype, p.requires_grad, p.position) for p in params)
+        trained = frozenset(r.name for r in program.results if r.kind == "grad")
+        optimizer = self.config.optimizer
+        key = id(optimizer), program.world_size, rows, len(program.wholes), trained
+        key = *key, for_cuda, frozenset(ops.stepped(program))
+        if key not in self._steps:
+            self._steps[key] = optimizer, trace_step(program, optimizer, for_cuda=for_cuda)
+        return self._steps[key][1]
 
     @functools.cached_property
     def memory(self) -> MemoryReport:
@@ -169,7 +194,7 @@ class Plan:
             UnknownSizeError: a size depends on the data.
         """
         self._require_known_sizes()
-        step = self._optimizer_step
+        step = self.optimizer_step
         loss = trace_loss(self.program, self.workload.loss)
         work = self.workload
         held = liveness.held_ranges(work.module, work.call, self.program, loss)
@@ -251,7 +276,7 @@ class Plan:
                 f"number of bytes is another thing for every size. Plan with checkpoint='full', "
                 f"'selective', None or a policy."
             )
-        step, loss, work = self._optimizer_step, None, self.workload
+        step, loss, work = self.optimizer_step, None, self.workload
         if step is not None:
             record = functools.partial(self._recorded, optimizer=self.config.optimizer)
             step = with_formulas(self.program, step, record)
@@ -311,7 +336,7 @@ class Plan:
 
     def _lifecycle(self) -> list[LifecyclePhase]:
         work, config = self.workload, self.config
-        step = trace_step(self.program, config.optimizer, for_cuda=config.device == "cuda")
+        step = self.step_behind()
         held = liveness.held_ranges(work.module, work.call, self.program)
         return lifecycle(self.program, config, work.module, held, step)
 
@@ -333,9 +358,11 @@ class Plan:
         same_call = "args" not in changes and "kwargs" not in changes
         captures = self._captures if same_call else open_captures(self._captures)
         if changes.get("memory_budget") is None:
-            return make_plan(self.workload.changed(changes), captures=captures)
+            workload = self.workload.changed(changes)
+            return make_plan(workload, captures=captures, steps=self._steps)
         asked = self.workload if self.picked is None else self.picked.asked
-        return budget.fitting(make_plan(asked.changed(changes), captures=captures))
+        plan = make_plan(asked.changed(changes), captures=captures, steps=self._steps)
+        return budget.fitting(plan)
 
     def largest_batch(self, budget: int | str, *, multiple_of: int = 1) -> Limit:
         """The largest batch per rank with which the first and every later step fit.
@@ -411,7 +438,7 @@ class Plan:
         """
         self._require_known_sizes()
         chosen = hardware_of(hardware, ranks_per_node)
-        return timeline.estimate(self.programs, chosen, self._optimizer_step)
+        return timeline.estimate(self.programs, chosen, self.optimizer_step)
 
     def dump(
         self, phase: str | None = None, fold: bool = True, hardware: str | Hardware | None = None

@@ -1,0 +1,1 @@
+"""The fastest configuration that fits: space, bounds, search, and what came out."""

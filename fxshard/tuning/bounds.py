@@ -1,0 +1,209 @@
+"""What a configuration takes at least, in seconds and bytes, before it is planned.
+
+A stem is a captured program behind the first passes alone, up to checkpoint: those that decide what
+is computed and what is saved for backward, whatever is sharded how. Later passes add to it, and
+take nothing away. So of every plan with this trace, checkpoint policy and batch
+
+- the step takes no less than the stem's operators one behind the other (`fxshard.cost.operators`);
+- between forward and backward its saved values are alive, with this rank's parameters and optimizer
+  states; at the end of backward its gradients are, with both.
+
+tests/test_tune.py holds both against plans.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from fxshard import meta, shapes
+from fxshard.config import Config, Precision
+from fxshard.cost import operators, timeline
+from fxshard.cost.hardware import Hardware
+from fxshard.mesh import grid
+from fxshard.pipeline import Pass
+from fxshard.plans import Plan
+from fxshard.program import Program, nbytes
+from fxshard.recompute import from_parameter
+
+STEM = ("canonicalize", "assign-units", "assign-checkpoints", "checkpoint")
+
+
+def stem_passes(passes: list[Pass]) -> list[Pass]:
+    """The value of the option ``passes`` that makes a stem."""
+    return [step for step in passes if step.name in STEM]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stem:
+    """What all plans of one trace, checkpoint policy and batch have in common.
+
+    Attributes:
+        seconds: of all operators of compute, one behind the other.
+        flop_seconds: what their FLOPs alone take; in proportion to the batch.
+        flops_by_dtype: FLOPs by dtype of the operands.
+        saved: per storage that is saved for backward its bytes, and the expression of its bytes in
+            the open sizes; None where those are the same for all sizes.
+        symbols: of the open sizes, by name.
+        reread_bytes: of the unsharded parameters that backward reads, the root's aside: who does
+            not reshard them holds them in between.
+    """
+
+    seconds: float
+    flop_seconds: float
+    flops_by_dtype: Mapping[torch.dtype, float]
+    saved: tuple[tuple[int, sympy.Basic | None], ...]
+    symbols: Mapping[str, sympy.Symbol]
+    reread_bytes: int
+
+    @classmethod
+    def of(cls, program: Program, hardware: Hardware) -> Stem:
+        """Of a program behind `stem_passes`."""
+        computes = [
+            node
+            for phase in ("forward", "backward")
+            for node in program.phase(phase)  # type: ignore[arg-type]  # mypy widens the literals
+            if not from_parameter(node)
+        ]
+        by_dtype: dict[torch.dtype, float] = collections.defaultdict(float)
+        for node in computes:
+            executed = operators.executed_flops(node)
+            if executed:
+                by_dtype[operators.operand_dtype(node)] += executed
+        return cls(
+            sum(operators.node_seconds(node, hardware) for node in computes),
+            flop_seconds(by_dtype, hardware),
+            dict(by_dtype),
+            tuple(_saved(program)),
+            program.domain.symbols if program.domain is not None else {},
+            _reread_bytes(program),
+        )
+
+    def saved_bytes(self, sizes: Mapping[str, int]) -> int:
+        """Bytes that are saved for backward, with other sizes of the inputs, by their names."""
+        values = {self.symbols[name]: sympy.Integer(size) for name, size in sizes.items()}
+        counted = collections.Counter(each for _, each in self.saved if each is not None)
+        fixed = sum(size for size, each in self.saved if each is None)
+        return fixed + sum(n * int(each.xreplace(values)) for each, n in counted.items())
+
+
+def flop_seconds(by_dtype: Mapping[torch.dtype, float], hardware: Hardware) -> float:
+    """What FLOPs take at the achievable rate of their dtypes."""
+    return sum(n / (hardware.rate(d) * hardware.achievable) for d, n in by_dtype.items())
+
+
+def _saved(program: Program) -> list[tuple[int, sympy.Basic | None]]:
+    """Bytes of each storage that forward makes and backward reads, parameters' views aside."""
+    found: dict[int, tuple[int, sympy.Basic | None]] = {}
+    held = {
+        storage
+        for node in program.graph.find_nodes(op="placeholder")
+        for storage in meta.storage_ids(node)
+    }
+    for node in program.phase("forward"):
+        if from_parameter(node) or not any(_is_backward(user) for user in node.users):
+            continue
+        place = node.meta.get(shapes.OPEN)
+        for storage in meta.storages(node):
+            if id(storage) not in held:
+                expression = getattr(place, "nbytes", None)
+                is_open = expression is not None and expression.free_symbols
+                found[id(storage)] = storage.nbytes(), expression if is_open else None
+    return list(found.values())
+
+
+def _reread_bytes(program: Program) -> int:
+    total = 0
+    for node in program.graph.find_nodes(op="placeholder"):
+        param = program.params.get(meta.get(node).fqn or "")
+        if meta.get(node).role != "param" or param is None or not param.unit:
+            continue
+        todo, reread = [node], False
+        while todo and not reread:
+            users = todo.pop().users
+            reread = any(_is_backward(user) for user in users)
+            todo += [user for user in users if from_parameter(user)]
+        total += nbytes(param.shape, param.compute_dtype) * reread
+    return total
+
+
+def _is_backward(user: fx.Node) -> bool:
+    return user.op == "call_function" and meta.get(user).phase == "backward"
+
+
+class Resident:
+    """Bytes of parameters, gradients and optimizer states on a rank, whatever else is done."""
+
+    def __init__(self, plan: Plan) -> None:
+        """Args: `plan`: of the model, with any sharding; its optimizer is recorded."""
+        program, step = plan.program, plan.step_behind()
+        world = program.world_size
+        self._params = (*program.params.values(), *program.wholes.values())
+        self._whole = set(program.wholes)
+        self._trained = {result.name for result in program.results if result.kind == "grad"}
+        state = timeline.state_bytes(step)
+        self._state = {
+            param.fqn: state.get(param.fqn, 0) // rows
+            for param in self._params
+            if (rows := self._elements(param, world))
+        }
+
+    def of(
+        self, config: Config, world_size: int | tuple[int, int], saved: int, reread: int = 0
+    ) -> int:
+        """Least bytes on the device at once.
+
+        Args:
+            config, world_size: of the plan.
+            saved: bytes saved for backward.
+            reread: see `Stem`.
+        """
+        sharded = grid(world_size, config)[1] > 1 and config.max_bucket_bytes is None
+        if config.keeps_unsharded and config.reshard_after_forward is None and sharded:
+            saved += reread
+        if config.offload is not None:
+            return saved
+        _, world = grid(world_size, config)
+        held, states, grads = self._sums(world)
+        narrow = any(Precision.of(p).keep_low_precision_grads for p in config.precisions.values())
+        grads = 0 if config.optimizer_in_backward or narrow else grads
+        return held + states + max(saved, grads)
+
+    def optimizer_seconds(
+        self, config: Config, world_size: int | tuple[int, int], hardware: Hardware
+    ) -> float:
+        """What an optimizer's step takes at least (see `fxshard.cost.timeline`)."""
+        if config.offload is not None or config.optimizer is None:
+            return 0.0
+        _, states, grads = self._sums(grid(world_size, config)[1])
+        return (3 * grads + 2 * states) / hardware.memory_bandwidth
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - lives as long as a search
+    def _sums(self, world: int) -> tuple[int, int, int]:
+        held = states = grads = 0
+        for param in self._params:
+            elements = self._elements(param, world)
+            held += elements * param.dtype.itemsize
+            states += elements * self._state.get(param.fqn, 0)
+            grads += elements * param.dtype.itemsize if param.fqn in self._trained else 0
+        return held, states, grads
+
+    def _elements(self, param: Any, world: int) -> int:
+        shape = param.shape
+        if param.fqn not in self._whole:
+            shape = (len(param.rows(0, world)), *param.shape[1:]) if param.shape else ()
+        return math.prod(shape)
+
+
+def bounded(config: Config) -> bool:
+    """True if plans with these options run the default passes, which the bounds are about."""
+    return config.passes is None and config.backend == "eager"
+

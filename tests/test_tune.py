@@ -1,0 +1,274 @@
+"""fxshard.tune against plans of every configuration, made one by one from scratch."""
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+import fxshard
+from fxshard import pipeline, trace
+from fxshard.cost.hardware import PRESETS
+from fxshard.errors import ConfigError
+from fxshard.memory.report import DoesNotFitError
+from fxshard.tuning import bounds
+from fxshard.tuning.result import Tuning
+
+adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+BATCHES = (2, 8)
+OPEN = {"batch": [("x", 0)]}  # a size that is open may cost an operator of its own: mean's divisor
+SPACE: dict[str, list[Any]] = {
+    "strategy": ["full_shard", "shard_grad_op"],
+    "checkpoint": [None, "full"],
+    "forward_prefetch": [1],
+    "mixed_precision": [None, BF16],
+    "offload": [None],
+}
+
+
+class Blocks(nn.Module):
+    """f32 (batch, 64) -> a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2)
+        )
+        self.head = nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x).logsumexp(-1).mean()
+
+
+def tuned(budget: int | str, **more: Any) -> Tuning:
+    given = {"world_size": 4, "hardware": "h100", "optimizer": adamw, "batches": BATCHES}
+    given |= {"space": SPACE, "plans": None, "budget": budget}
+    return fxshard.tune(Blocks(), (torch.zeros(2, 64),), **given | more)
+
+
+@pytest.fixture(scope="module")
+def every() -> dict[Any, tuple[int, float]]:
+    """Peak and seconds per sample of every configuration, each planned on its own."""
+    found = {}
+    for values in itertools.product(*SPACE.values()):
+        options = dict(zip(SPACE, values, strict=True))
+        for batch in BATCHES:
+            call = (torch.zeros(batch, 64),)
+            plan = fxshard.plan(
+                Blocks(), call, world_size=4, optimizer=adamw, dynamic=OPEN, **options
+            )
+            peak = max(plan.memory.peak_bytes, plan.memory.first_step_peak_bytes)
+            found[(*values, batch)] = peak, plan.estimate("h100").step_seconds / batch
+    return found
+
+
+def key_of(trial: Any) -> tuple[Any, ...]:
+    return (*(trial.options[name] for name in SPACE), trial.batch)
+
+
+def pareto(every: dict[Any, tuple[int, float]], budget: int) -> set[tuple[int, float]]:
+    fitting = [each for each in every.values() if each[0] <= budget]
+    return {
+        (peak, seconds)
+        for peak, seconds in fitting
+        if not any(
+            p <= peak and s <= seconds and (p, s) != (peak, seconds) for p, s in fitting
+        )
+    }
+
+
+@pytest.mark.parametrize("at", [0.0, 0.5, 1.0])
+def test_best_and_front_are_those_of_all_plans(
+    every: dict[Any, tuple[int, float]], at: float
+) -> None:
+    peaks = sorted(peak for peak, _ in every.values())
+    budget = peaks[int(at * (len(peaks) - 1))]
+    result = tuned(budget)
+    best = min((seconds, peak) for peak, seconds in every.values() if peak <= budget)
+    assert (result.best.sample_time, result.best.peak_bytes) == best and result.slack == 0
+    assert {(t.peak_bytes, t.sample_time) for t in result.front} == pareto(every, budget)
+    assert {key_of(trial) for trial in result.trials} == every.keys()
+    for trial in result.trials:
+        peak, seconds = every[key_of(trial)]
+        if trial.peak_bytes is not None:  # planned: to the byte
+            assert (trial.peak_bytes, trial.sample_time) == (peak, seconds)
+            assert trial.fits == (peak <= budget)
+        elif trial.why.startswith("does not fit"):
+            assert peak > budget
+        else:
+            assert trial.why.startswith("pruned") and not trial.fits
+    assert result.planned < len(every) or at == 1.0
+
+
+def test_bounds_are_below_every_plan(every: dict[Any, tuple[int, float]]) -> None:
+    hardware = PRESETS["h100"]
+    call = (torch.zeros(2, 64),)
+    options: dict[str, Any] = {"world_size": 4, "optimizer": adamw}
+    resident = None
+    for checkpoint, precision in itertools.product((None, "full"), (None, BF16)):
+        chosen = {"checkpoint": checkpoint, "mixed_precision": precision, "dynamic": OPEN}
+        stem_plan = fxshard.plan(Blocks(), call, passes=bounds.stem_passes, **options, **chosen)
+        stem = bounds.Stem.of(stem_plan.program, hardware)
+        resident = resident or bounds.Resident(stem_plan)
+        for key, (peak, seconds) in every.items():
+            if key[1] != checkpoint or key[3] is not precision:
+                continue
+            saved = stem.saved_bytes({"batch": key[-1]})
+            least = resident.of(stem_plan.config, 4, saved)
+            assert 0.3 * peak < least <= peak, key
+            if key[-1] == 2:
+                optimizer = resident.optimizer_seconds(stem_plan.config, 4, hardware)
+                assert 0 < stem.flop_seconds < stem.seconds + optimizer <= 2 * seconds, key
+            by_flops = stem.flop_seconds / 2
+            assert by_flops <= seconds, key
+            plan = stem_plan.replan(passes=None, args=(torch.zeros(key[-1], 64),))
+            kept = sum(k.bytes for k in plan.memory.kept_for_backward())
+            assert saved <= kept <= saved + 1024  # what the loss and outputs hold besides
+            if key[-1] == 2:
+                assert stem.seconds <= plan.estimate(hardware).compute_seconds
+
+
+@pytest.mark.parametrize("precisions", [[None], [None, BF16]])
+def test_one_trace_for_each_dtype(
+    precisions: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    capture = trace.capture
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        made.append(kwargs.get("symbols"))
+        return capture(*args, **kwargs)
+
+    monkeypatch.setattr(pipeline.trace, "capture", counted)
+    result = tuned("1GiB", space=SPACE | {"mixed_precision": precisions})
+    assert len(made) == len(precisions)
+    assert len({trial.batch for trial in result.trials if trial.peak_bytes}) == len(BATCHES)
+    made.clear()
+    tuned("1GiB", batches=[1, 2], space={"checkpoint": [None]}, mixed_precision=BF16, plans=4)
+    assert made == [{"batch": ((0, 0),)}, None] or len(made) == 2, "a batch of 1 broadcasts"
+
+
+def test_compile_takes_the_best_and_trains() -> None:
+    result = tuned("1GiB", space={}, batches=[4], plans=6)
+    best = result.best
+    torch.manual_seed(0)
+    model = fxshard.compile(Blocks(), world_size=best.world_size, **best.options)
+    optimizer = adamw(model.parameters())
+    x = torch.randn(best.batch, 64)
+    before = model(x)
+    before.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert model(x) < before
+    assert best.config is not None and best.plan is not None
+    for name, value in best.options.items():
+        assert getattr(best.config, name) == getattr(best.plan.config, name) == value
+    plan = fxshard.plan(
+        Blocks(), (torch.zeros(4, 64),), world_size=best.world_size, **best.options
+    )
+    assert max(plan.memory.peak_bytes, plan.memory.first_step_peak_bytes) == best.peak_bytes
+    assert plan.replan(dynamic=OPEN).estimate("h100").step_seconds == best.step_time
+    assert plan.config.optimizer is adamw, "what was given stays"
+
+
+def test_losers_say_why(every: dict[Any, tuple[int, float]]) -> None:
+    peaks = sorted(peak for peak, _ in every.values())
+    result = tuned(
+        peaks[len(peaks) // 2], space=SPACE | {"reshard_after_forward": [None, 3]}
+    )
+    reasons = [trial.why for trial in result.trials]
+    assert reasons[0] == "best" and reasons.count("best") == 1
+    starts = ("does not fit: ", "dominated by #", "slower: ", "pruned: at least ", "refused: ")
+    assert all(reason.startswith(starts) for reason in reasons[1:])
+    refused = [t for t in result.trials if t.options["reshard_after_forward"] == 3]
+    assert all("cannot be cut into groups of 3" in t.why or not t.peak_bytes for t in refused)
+    assert any("cannot be cut into groups of 3" in t.why for t in refused)
+    for trial in result.trials[1:]:
+        if trial.why.startswith("dominated by #"):
+            other = result.trials[int(trial.why.split("#")[1].split(":")[0]) - 1]
+            assert other.on_front and other.fits and not trial.on_front
+            assert other.peak_bytes <= trial.peak_bytes
+            assert other.sample_time <= trial.sample_time
+        if trial.on_front:
+            ratio = trial.sample_time / result.best.sample_time
+            assert f"{ratio:.2f}x" in trial.why or f"{ratio:.4f}x" in trial.why
+    table = str(result)
+    assert "Best of" in table and "does not fit: " in table and "refused: " in result.table(rows=None)
+
+
+def test_a_limit_of_plans_tells_what_was_left(every: dict[Any, tuple[int, float]]) -> None:
+    result = tuned("1GiB", plans=3)
+    assert result.planned == 3 == sum(trial.peak_bytes is not None for trial in result.trials)
+    fastest = min(seconds for _, seconds in every.values())
+    assert fastest >= result.best.sample_time * (1 - result.slack)
+    left = [t.why for t in result.trials if t.peak_bytes is None]
+    assert left and all(why.startswith(("not planned, 3 others", "pruned")) for why in left)
+
+
+def test_nothing_fits(every: dict[Any, tuple[int, float]]) -> None:
+    smallest = min(peak for peak, _ in every.values())
+    with pytest.raises(DoesNotFitError, match="nothing fits") as raised:
+        tuned(smallest - 1)
+    assert f"needs {fxshard.sizes.size_text(smallest)} (" in str(raised.value)
+    assert "batch 2)" in str(raised.value)
+    with pytest.raises(DoesNotFitError, match="the smallest of"):
+        tuned("1KiB", plans=2)
+
+
+def test_offload_is_the_last_resort() -> None:
+    space = {n: values for n, values in SPACE.items() if n != "offload"}
+    roomy = tuned("1GiB", space=space, batches=[2])
+    offloaded = [t for t in roomy.trials if t.options["offload"] is not None]
+    assert offloaded and all("offload is for what fits in no other way" in t.why for t in offloaded)
+    least = min(t.peak_bytes for t in roomy.trials if t.peak_bytes)
+    tight = tuned(least - 1, space=space, batches=[2])
+    assert isinstance(tight.best.options["offload"], CPUOffloadPolicy)
+    asked = tuned("1GiB", space=space | {"offload": [None, CPUOffloadPolicy()]}, batches=[2])
+    assert any(t.fits and t.options["offload"] is not None for t in asked.trials)
+
+
+def test_the_default_space_has_all_that_is_left_open() -> None:
+    result = tuned("1GiB", space=None, world_size=16, batches=None, plans=2)
+    names = ("strategy", "checkpoint", "forward_prefetch", "mixed_precision", "offload")
+    seen = {n: {repr(t.options[n]) for t in result.trials} for n in names}
+    assert [len(seen[name]) for name in names] == [5, 3, 3, 3, 2]
+    assert {t.world_size for t in result.trials} == {16, (2, 8)}
+    assert {t.batch for t in result.trials} == {2 << power for power in range(9)}
+    fixed = tuned("1GiB", space=None, strategy="full_shard", checkpoint="full", plans=2)
+    assert {t.options["strategy"] for t in fixed.trials} == {"full_shard"}
+    assert {t.options["checkpoint"] for t in fixed.trials} == {"full"}
+    assert len({t.options["backward_prefetch"] for t in fixed.trials}) == 3
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"hardware": "a100"}, "hardware='a100': expected one of h100"),
+        ({"memory_budget": "1GiB"}, "say budget=... instead"),
+        ({"space": {"checkpiont": [None]}}, "expected the name of an option"),
+        ({"space": {"checkpoint": "full"}}, "a list of its values"),
+        ({"space": {"checkpoint": []}}, "a list of its values"),
+        ({"batches": [0]}, "whole numbers >= 1"),
+        ({"plans": 0}, "an integer >= 1"),
+        ({"space": {"strategy": ["fastest"]}}, "'fastest' is not supported"),
+        ({"checkpiont": "full"}, "Did you mean 'checkpoint'"),
+    ],
+)
+def test_what_is_refused(more: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        tuned("1GiB", **more)
+    assert said in str(raised.value)
+
+
+def test_a_bar_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    tuned("1GiB", batches=[2], space={"checkpoint": [None]}, plans=1, progress=True)
+    told = capsys.readouterr()
+    assert "tuning" in told.err and not told.out
+    tuned("1GiB", batches=[2], space={"checkpoint": [None]}, plans=1)
+    assert not capsys.readouterr().err
