@@ -38,6 +38,7 @@ from fxshard.model_source import (
     options,
     whole_number,
 )
+from fxshard.tuning.search import PLANS
 
 NUMERICS_ROWS = 20  # of `validate --numerics`, the worst; --all shows the rest
 PATIENCE = 2.0  # seconds until a command says that it is at work
@@ -211,6 +212,37 @@ def estimate(args: argparse.Namespace) -> int:
     return 0
 
 
+def tune(args: argparse.Namespace) -> int:
+    """``fxshard tune``."""
+    model, inputs, keywords = load(args, "meta")
+    more = {name: getattr(args, name) for name in ("micro_batches", "no_sync", "device")}
+    given = {name: value for name, value in more.items() if value} | options(args)
+    found = fxshard.tune(
+        *(model, inputs, keywords),
+        world_size=args.world_size,
+        hardware=args.hardware,
+        budget=args.budget,
+        batches=args.batches,
+        plans=args.plans,
+        **given,
+    )
+    best, written = found.best.plan, []
+    assert best is not None  # of the best it is kept
+    if args.plot is not None:
+        write = _Output(lambda _, path: found.plot(path), "Memory against time, as PNG")
+        written.append(write(best.memory, args.plot))
+    if args.html is not None:
+        dots, budget = found.dots(), found.budget_bytes
+        write = _Output(
+            lambda memory, path: memory.to_html(path, front=dots, budget=budget),
+            "The best, and memory against time, for a browser",
+        )
+        written.append(write(best.memory, args.html))
+    table = found.table(rows=None) if args.all else found.table()
+    print(found.summary(), table, *written, sep="\n\n")
+    return 0
+
+
 def validate(args: argparse.Namespace) -> int:
     """``fxshard validate``."""
     model, inputs, keywords = load(args, "cpu")
@@ -373,6 +405,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_diff(commands)
     _add_dump(commands)
     _add_estimate(commands)
+    _add_tune(commands)
     _add_validate(commands)
     _add_train(commands)
     return parser
@@ -476,6 +509,26 @@ def _add_estimate(commands: Any) -> None:
     )
     parser.add_argument("--perfetto", metavar="FILE", help="a trace for ui.perfetto.dev")
     parser.set_defaults(command=estimate)
+
+
+def _add_tune(commands: Any) -> None:
+    parser = commands.add_parser(
+        "tune", help="the fastest configuration that fits, and why the others lost"
+    )
+    add_arguments(parser)
+    _add_step(parser)
+    parser.add_argument("--hardware", required=True, metavar="NAME", help=", ".join(PRESETS))
+    parser.add_argument("--budget", metavar="80GiB", help="memory of one rank (the hardware's)")
+    parser.add_argument(
+        "--batches", type=whole_number, nargs="+", metavar="N", help="(--batch, and doubled)"
+    )
+    parser.add_argument(
+        "--plans", type=whole_number, default=PLANS, help=f"to be made at most ({PLANS})"
+    )
+    parser.add_argument("--all", action="store_true", help="every configuration")
+    parser.add_argument("--plot", metavar="FILE", help="memory against time, as PNG")
+    parser.add_argument("--html", metavar="FILE", help="a page for a browser")
+    parser.set_defaults(command=tune)
 
 
 def _add_validate(commands: Any) -> None:

@@ -180,8 +180,16 @@ class Plan:
         rows = tuple((p.fqn, p.shape, p.dtype, p.requires_grad, p.position) for p in params)
         trained = frozenset(r.name for r in program.results if r.kind == "grad")
         optimizer = self.config.optimizer
-        key = id(optimizer), program.world_size, rows, len(program.wholes), trained
-        key = *key, for_cuda, frozenset(ops.stepped(program))
+        stepped = frozenset(ops.stepped(program))
+        key = (
+            id(optimizer),
+            program.world_size,
+            rows,
+            len(program.wholes),
+            trained,
+            stepped,
+            for_cuda,
+        )
         if key not in self._steps:
             self._steps[key] = optimizer, trace_step(program, optimizer, for_cuda=for_cuda)
         return self._steps[key][1]

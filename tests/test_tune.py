@@ -2,6 +2,9 @@
 
 import functools
 import itertools
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import fxshard
-from fxshard import pipeline, trace
+from fxshard import cli, pipeline, trace
 from fxshard.cost.hardware import PRESETS
 from fxshard.errors import ConfigError
 from fxshard.memory.report import DoesNotFitError
+from fxshard.memory.views import html, plots
+from fxshard.memory.views.plots import Dot
 from fxshard.tuning import bounds
 from fxshard.tuning.result import Tuning
 
@@ -77,9 +82,7 @@ def pareto(every: dict[Any, tuple[int, float]], budget: int) -> set[tuple[int, f
     return {
         (peak, seconds)
         for peak, seconds in fitting
-        if not any(
-            p <= peak and s <= seconds and (p, s) != (peak, seconds) for p, s in fitting
-        )
+        if not any(p <= peak and s <= seconds and (p, s) != (peak, seconds) for p, s in fitting)
     }
 
 
@@ -135,9 +138,7 @@ def test_bounds_are_below_every_plan(every: dict[Any, tuple[int, float]]) -> Non
 
 
 @pytest.mark.parametrize("precisions", [[None], [None, BF16]])
-def test_one_trace_for_each_dtype(
-    precisions: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_trace_for_each_dtype(precisions: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     capture = trace.capture
 
@@ -169,9 +170,7 @@ def test_compile_takes_the_best_and_trains() -> None:
     assert best.config is not None and best.plan is not None
     for name, value in best.options.items():
         assert getattr(best.config, name) == getattr(best.plan.config, name) == value
-    plan = fxshard.plan(
-        Blocks(), (torch.zeros(4, 64),), world_size=best.world_size, **best.options
-    )
+    plan = fxshard.plan(Blocks(), (torch.zeros(4, 64),), world_size=best.world_size, **best.options)
     assert max(plan.memory.peak_bytes, plan.memory.first_step_peak_bytes) == best.peak_bytes
     assert plan.replan(dynamic=OPEN).estimate("h100").step_seconds == best.step_time
     assert plan.config.optimizer is adamw, "what was given stays"
@@ -179,9 +178,7 @@ def test_compile_takes_the_best_and_trains() -> None:
 
 def test_losers_say_why(every: dict[Any, tuple[int, float]]) -> None:
     peaks = sorted(peak for peak, _ in every.values())
-    result = tuned(
-        peaks[len(peaks) // 2], space=SPACE | {"reshard_after_forward": [None, 3]}
-    )
+    result = tuned(peaks[len(peaks) // 2], space=SPACE | {"reshard_after_forward": [None, 3]})
     reasons = [trial.why for trial in result.trials]
     assert reasons[0] == "best" and reasons.count("best") == 1
     starts = ("does not fit: ", "dominated by #", "slower: ", "pruned: at least ", "refused: ")
@@ -199,7 +196,9 @@ def test_losers_say_why(every: dict[Any, tuple[int, float]]) -> None:
             ratio = trial.sample_time / result.best.sample_time
             assert f"{ratio:.2f}x" in trial.why or f"{ratio:.4f}x" in trial.why
     table = str(result)
-    assert "Best of" in table and "does not fit: " in table and "refused: " in result.table(rows=None)
+    assert (
+        "Best of" in table and "does not fit: " in table and "refused: " in result.table(rows=None)
+    )
 
 
 def test_a_limit_of_plans_tells_what_was_left(every: dict[Any, tuple[int, float]]) -> None:
@@ -272,3 +271,89 @@ def test_a_bar_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tuning" in told.err and not told.out
     tuned("1GiB", batches=[2], space={"checkpoint": [None]}, plans=1)
     assert not capsys.readouterr().err
+
+
+# -- the command line, and plots -------------------------------------------------------------------
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    png, page = tmp_path / "front.png", tmp_path / "page.html"
+    command = "tune --hf-config tiny-llama --seq 16 --batch 2 --batches 2 --world-size 4 --bf16"
+    more = f"--hardware h100 --plans 4 --plot {png} --html {page}"
+    assert cli.main([*command.split(), *more.split()]) == 0
+    told = capsys.readouterr().out
+    assert "Best of" in told and "ms / sample" in told and "best" in told
+    assert png.read_bytes().startswith(b"\x89PNG")
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text())[1])
+    assert data["front"]["budget"] == PRESETS["h100"].memory_bytes
+    assert len(data["front"]["dots"]) == 4 and "curves" not in data
+    assert cli.main([*command.split(), "--hardware", "h100", "--budget", "1KiB"]) == 1
+    assert "nothing fits" in capsys.readouterr().err
+    assert cli.main([*command.split(), "--hardware", "a100"]) == 2
+
+
+DOTS = [
+    Dot("small", 2 * 2**30, 3e-3, True, True),
+    Dot("best", 6 * 2**30, 1e-3, True, True, True),
+    Dot("worse", 7 * 2**30, 2e-3, True),
+    Dot("large", 9 * 2**30, 0.5e-3, False),
+]
+
+
+def quadratic(batch: Any, seq: Any, world: Any) -> Any:
+    """A peak by hand."""
+    return 1000 // world + 10 * batch * seq + batch * seq**2
+
+
+def test_curves_are_those_of_the_function() -> None:
+    here = {"batch": 2, "seq": 8, "world": 4}
+    drawn = plots.curves(quadratic, {"batch": range(1, 5), "world": [1, 10, 1000]}, here)
+    assert [c.name for c in drawn] == ["batch", "world"]
+    assert drawn[0].at == (1, 2, 3, 4)
+    assert drawn[0].bytes == tuple(250 + 80 * b + 64 * b for b in (1, 2, 3, 4))
+    assert drawn[1].bytes == (1288, 388, 289) and drawn[1].fixed == "batch 2, seq 8"
+    assert drawn[1].is_log and not drawn[0].is_log
+    (many,) = plots.curves(quadratic, {"seq": range(1, 9999)}, here)
+    assert len(many.at) == plots.POINTS and many.at[0] == 1 and many.at[-1] == 9998
+
+
+def test_plots_show_what_they_were_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure))
+    plots.plot_front("", DOTS, 8 * 2**30)
+    (axes,) = figures[0].axes
+    grey, star = axes.collections
+    assert grey.get_offsets().tolist() == [[7.0, 2.0], [9.0, 0.5]]
+    assert star.get_offsets().tolist() == [[6.0, 1.0]]
+    front, budget = axes.lines
+    assert front.get_xydata().tolist() == [[2.0, 3.0], [6.0, 1.0]]
+    assert list(budget.get_xdata()) == [8.0, 8.0]
+    here = {"batch": 2, "seq": 8, "world": 4}
+    drawn = plots.curves(quadratic, {"batch": [1, 2, 4], "seq": [8, 16]}, here)
+    plots.plot_curves("", drawn, 600)
+    first, second = figures[1].axes
+    assert first.lines[0].get_xydata().tolist() == [[1, 394], [2, 538], [4, 826]]
+    assert list(first.lines[1].get_ydata()) == [600, 600] and second.get_xlabel() == "seq"
+    monkeypatch.undo()
+    plots.plot_curves(tmp_path / "curves.png", drawn, 600)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigError, match="cannot write"):
+        plots.plot_front(tmp_path / "no" / "such.png", DOTS, 2**30)
+    with pytest.raises(ConfigError, match="no curve"):
+        plots.plot_curves(tmp_path / "none.png", [])
+
+
+def test_sections_of_the_page_are_there_if_there_is_data() -> None:
+    drawn = plots.curves(quadratic, {"batch": [1, 2, 4]}, {"batch": 2, "seq": 8, "world": 4})
+    found = html.tuning(DOTS, drawn, 8 * 2**30)
+    assert found["front"]["unit"] == "GiB" and found["front"]["dots"][1][1:3] == (6 * 2**30, 1.0)
+    assert found["curves"]["drawn"][0]["bytes"] == (394, 538, 826)
+    assert html.tuning((), (), None) == {}
+    with pytest.raises(ConfigError, match="needs the budget"):
+        html.tuning(DOTS, (), None)
+
+
+def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=re.escape("pip install 'fxshard[plot]'")):
+        plots.plot_front(tmp_path / "front.png", DOTS, 2**30)

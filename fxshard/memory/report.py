@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,6 +30,7 @@ from fxshard.sizes import parse_bytes as parse_bytes
 
 if TYPE_CHECKING:
     from fxshard.memory.views.diff import Diff
+    from fxshard.memory.views.plots import Curve, Dot
 
 Snapshot = dict[Category, int]
 
@@ -666,15 +667,32 @@ class MemoryReport:
 
         return tables.csv_text(self)
 
-    def to_html(self, path: str | Path, *, first_step: bool = False) -> None:
+    def to_html(
+        self,
+        path: str | Path,
+        *,
+        first_step: bool = False,
+        front: Sequence[Dot] = (),
+        curves: Sequence[Curve] = (),
+        budget: int | None = None,
+    ) -> None:
         """Write one page that needs no network: timeline, schedule, what is alive, all rows.
 
+        Args:
+            path: of the file.
+            first_step: of the first step, not of the steady state.
+            front: configurations, as `fxshard.tune` gives them in `Tuning.dots()`: adds a chart of
+                memory against time.
+            curves: peaks, as `fxshard.memory.views.plots.curves` gives them: adds a chart of each.
+            budget: bytes, a line in both.
+
         Raises:
-            ConfigError: plotly is not installed.
+            ConfigError: plotly is not installed, or a front has no budget.
         """
         from fxshard.memory.views import html
 
-        Path(path).write_text(html.page(self, first_step=first_step), "utf-8")
+        text = html.page(self, first_step=first_step, front=front, curves=curves, budget=budget)
+        Path(path).write_text(text, "utf-8")
 
     def to_perfetto(self, path: str | Path, *, first_step: bool = False) -> None:
         """Write a trace for ui.perfetto.dev: counters per category, a track per stream."""

@@ -70,7 +70,7 @@ class Stem:
         computes = [
             node
             for phase in ("forward", "backward")
-            for node in program.phase(phase)  # type: ignore[arg-type]  # mypy widens the literals
+            for node in program.phase(phase)
             if not from_parameter(node)
         ]
         by_dtype: dict[torch.dtype, float] = collections.defaultdict(float)
@@ -206,4 +206,3 @@ class Resident:
 def bounded(config: Config) -> bool:
     """True if plans with these options run the default passes, which the bounds are about."""
     return config.passes is None and config.backend == "eager"
-

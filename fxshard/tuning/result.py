@@ -228,9 +228,7 @@ def _front(fitting: Sequence[Outcome]) -> set[int]:
     return found
 
 
-def _why(
-    ordered: Sequence[Outcome], at: int, front: set[int], best: Outcome | None
-) -> str:
+def _why(ordered: Sequence[Outcome], at: int, front: set[int], best: Outcome | None) -> str:
     """Of what fits: how it compares with the best, or with what dominates it."""
     mine = ordered[at]
     if best is None or mine is best:

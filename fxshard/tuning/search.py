@@ -204,9 +204,7 @@ class _Search:
             sizes = dict.fromkeys(self._batch_names(stem), batch)
             fixed = {n: s for n, s in self._other_sizes(stem).items() if n not in sizes}
             saved = stem.saved_bytes({**fixed, **sizes}) if sizes else 0
-        each.least_bytes = self.resident.of(
-            each.config, each.world_size, saved, stem.reread_bytes
-        )
+        each.least_bytes = self.resident.of(each.config, each.world_size, saved, stem.reread_bytes)
 
     def _batch_names(self, stem: Stem) -> list[str]:
         domain = self.first.program.domain
@@ -282,14 +280,16 @@ class _Search:
             return
         if each.least_bytes == 0 or _traced(each.config.mixed_precision) not in self._captured():
             self._bound(each)
-        stem = each.closed or self._stem(each, each.point.batch)
+        if each.closed:
+            return
+        stem = self._stem(each, each.point.batch)
         if isinstance(stem, Stem):
             each.least_seconds = max(each.least_seconds, self._per_sample(each, stem.seconds))
             saved = sum(size for size, _ in stem.saved)
             least = self.resident.of(each.config, each.world_size, saved, stem.reread_bytes)
             each.least_bytes = max(each.least_bytes, least)
             self._close_if_too_large(each)
-        elif not each.closed:
+        else:
             each.closed = _refused(stem)
 
     def _close_if_too_large(self, each: Outcome) -> None:
@@ -388,7 +388,7 @@ class _Search:
             seconds = plan.estimate(self.hardware).step_seconds
             each.seconds = seconds / self._samples(each.point.batch)
             each.closed = self._too_large(each, plan)
-        except (FxshardError,) as error:
+        except FxshardError as error:
             each.closed = _refused(error)
         each.fits = not each.closed
         if each.peak_bytes is not None:
@@ -475,10 +475,10 @@ class _Search:
         small = min(known, key=lambda o: (o.peak_bytes, o.point.rank))
         batch = f", batch {small.point.batch}" if small.point.batch is not None else ""
         raise DoesNotFitError(
-            f"nothing fits {size_text(self.budget)}: the smallest of {len(known)} that were planned "
-            f"needs {size_text(small.peak_bytes or 0)} ({small.point.text}{batch}). Use more ranks, "
-            f"a smaller batch or other values in space=...; of {len(self.outcomes)} configurations "
-            f"all others need more by their bounds, or were not planned."
+            f"nothing fits {size_text(self.budget)}: the smallest of {len(known)} that were "
+            f"planned needs {size_text(small.peak_bytes or 0)} ({small.point.text}{batch}). Of "
+            f"{len(self.outcomes)} configurations all others need more by their bounds, or were "
+            f"not planned. Use more ranks, a smaller batch or other values in space=..."
         )
 
 
@@ -505,4 +505,3 @@ def _traced(policy: Any) -> Any:
 
 def _refused(error: Exception) -> str:
     return "refused: " + " ".join(str(error).split("\n")[0].split())
-

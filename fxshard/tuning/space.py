@@ -111,11 +111,13 @@ def points(
     dimensions += [
         [{name: value} for value in values] for name, values in space.items() if name not in taken
     ]
-    each = itertools.product(*dimensions, sorted(batches, key=lambda b: -(b or 0)))
-    return [
-        Point({n: v for choice in chosen for n, v in choice.items()}, batch, rank)
-        for rank, (*chosen, batch) in enumerate(each)
+    chosen = [
+        {name: value for choice in each for name, value in choice.items()}
+        for each in itertools.product(*dimensions)
     ]
+    largest_first = sorted(batches, key=lambda batch: -(batch or 0))
+    both = itertools.product(chosen, largest_first)
+    return [Point(changes, batch, rank) for rank, (changes, batch) in enumerate(both)]
 
 
 def _product(values: Mapping[str, Sequence[Any]]) -> list[Choice]:

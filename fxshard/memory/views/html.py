@@ -26,6 +26,7 @@ from fxshard.memory.explain import size_text
 from fxshard.memory.ledger import Ledger, LiveRange
 from fxshard.memory.owners import owned_rows
 from fxshard.memory.report import UNITS, MemoryReport
+from fxshard.memory.views.plots import Curve, Dot, scale_of
 from fxshard.memory.views.tables import peak_place, phase_name
 from fxshard.provenance import line_text
 
@@ -91,8 +92,15 @@ class Bar:
     name: str
 
 
-def page(report: MemoryReport, *, first_step: bool = False) -> str:
-    """The page as text.
+def page(
+    report: MemoryReport,
+    *,
+    first_step: bool = False,
+    front: Sequence[Dot] = (),
+    curves: Sequence[Curve] = (),
+    budget: int | None = None,
+) -> str:
+    """The page as text. Args: `front`, `curves`, `budget`: see `MemoryReport.to_html`.
 
     Raises:
         ConfigError: plotly is not installed.
@@ -101,7 +109,7 @@ def page(report: MemoryReport, *, first_step: bool = False) -> str:
         raise ConfigError("the HTML page needs plotly: pip install 'fxshard[html]'.")
     from plotly.offline import get_plotlyjs
 
-    data = contents(report, first_step=first_step)
+    data = contents(report, first_step=first_step) | tuning(front, curves, budget)
     height = 12 + 17 * max(data["lane_count"], 2)
     optimizer = f", {report.optimizer}" if report.optimizer else ""
     filled = {
@@ -113,6 +121,28 @@ def page(report: MemoryReport, *, first_step: bool = False) -> str:
     }
     text = resources.files("fxshard.memory.views").joinpath("page.html").read_text("utf-8")
     return re.sub(rf"\$({'|'.join(filled)})", lambda match: filled[match[1]], text)
+
+
+def tuning(front: Sequence[Dot], curves: Sequence[Curve], budget: int | None) -> dict[str, Any]:
+    """The figures of the sections on tuning and sizes; each is there if there is data for it.
+
+    Raises:
+        ConfigError: a front without its budget.
+    """
+    found: dict[str, Any] = {}
+    if front:
+        if budget is None:
+            raise ConfigError("the front of a page needs the budget that it is for: budget=...")
+        unit, scale = scale_of(max(budget, *(dot.peak_bytes for dot in front)))
+        dots = [
+            (d.label, d.peak_bytes, 1e3 * d.seconds, d.fits, d.on_front, d.is_best) for d in front
+        ]
+        found["front"] = {"unit": unit, "scale": scale, "budget": budget, "dots": dots}
+    if curves:
+        unit, scale = scale_of(max(budget or 0, *(max(curve.bytes) for curve in curves)))
+        drawn = [dataclasses.asdict(curve) | {"log": curve.is_log} for curve in curves]
+        found["curves"] = {"unit": unit, "scale": scale, "budget": budget, "drawn": drawn}
+    return found
 
 
 def contents(report: MemoryReport, *, first_step: bool = False) -> dict[str, Any]:

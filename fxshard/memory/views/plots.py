@@ -55,10 +55,13 @@ class Curve:
     bytes: tuple[int, ...]
     fixed: str = ""
 
+    @property
+    def is_log(self) -> bool:
+        """True if its values span so much that they are drawn by powers of 2."""
+        return min(self.at) > 0 and max(self.at) >= 100 * min(self.at)
 
-def curves(
-    peak: Peak, sizes: Mapping[str, Sequence[int]], here: Mapping[str, int]
-) -> list[Curve]:
+
+def curves(peak: Peak, sizes: Mapping[str, Sequence[int]], here: Mapping[str, int]) -> list[Curve]:
     """A curve along each size.
 
     Args:
@@ -130,7 +133,7 @@ def plot_curves(path: str | Path, drawn: Sequence[Curve], budget: int | None = N
         if budget is not None:
             text = f"budget, {size_text(budget)}"
             axes.axhline(budget / scale, color=RED, linestyle="--", label=text)
-        if min(curve.at) > 0 and max(curve.at) >= 100 * min(curve.at):
+        if curve.is_log:
             axes.set_xscale("log", base=2)
         axes.set(xlabel=curve.name, ylabel=f"peak of one rank, {unit}", title=curve.fixed)
         axes.set_ylim(bottom=0)
