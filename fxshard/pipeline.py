@@ -62,6 +62,9 @@ class Pass(Protocol):
         """Rewrite `program` in place."""
 
 
+# The first passes: they decide what is computed and saved, whatever is sharded how.
+STEM = ("canonicalize", "assign-units", "assign-checkpoints", "checkpoint")
+
 Observer = Callable[[str, str, str], None]  # (pass name, text before, text after)
 
 
@@ -189,6 +192,7 @@ def make_program(
     captures: dict[Any, Program] | None = None,
     symbols: Symbols | None = None,
     every_tangent: bool = False,
+    stems: dict[Any, Program] | None = None,
 ) -> Program:
     """Capture one call and run the passes over it.
 
@@ -207,6 +211,8 @@ def make_program(
             one that serves it with other sizes (see `fxshard.shapes.resettled`).
         symbols: sizes that the program leaves open (see `fxshard.trace.capture`).
         every_tangent: see `trace.capture`.
+        stems: earlier programs of this model behind `STEM`, which see no ranks and no sharding: one
+            that serves is not made again.
     """
     check_reshard(units, world)
     if config.full_precision_in_eval and not model.training:
@@ -237,14 +243,27 @@ def make_program(
             sizes,
             [captured for (other, _), captured in captures.items() if other == key],
         )
-    program = captures[key, sizes].copied(units, world)
+    captured, passes = captures[key, sizes], passes_of(config)
+    checkpoints = checkpointed_modules(model, config, units)
+    stem = None
+    if stems is not None and tuple(step.name for step in passes[: len(STEM)]) == STEM:
+        named = tuple((fqn, repr(policy)) for fqn, policy in checkpoints.items())
+        stem = key, sizes, tuple(unit.fqn for unit in units), named
+        if stem not in stems:
+            stems[stem] = captured.copied(units, world)
+            stems[stem].checkpoints = checkpoints
+            run(stems[stem], passes[: len(STEM)], observe=observe)
+        captured, passes = stems[stem], passes[len(STEM) :]
+    program = captured.copied(units, world)
+    if stem is not None:
+        program.facts = set(captured.facts)
     program.replicas, program.sync = replicas, sync
     program.accumulated = frozenset(accumulated)
     program.comm_hook = comm_hook
     program.offloaded = config.offload is not None
     program.compiled = config.backend == "inductor"
-    program.checkpoints = checkpointed_modules(model, config, units)
-    run(program, passes_of(config), observe=observe)
+    program.checkpoints = checkpoints
+    run(program, passes, observe=observe)
     return program
 
 

@@ -88,6 +88,7 @@ def make_plan(
     observe: Observer | None = None,
     captures: dict[Any, Program] | None = None,
     steps: Steps | None = None,
+    stems: dict[Any, Program] | None = None,
 ) -> Plan:
     """Capture the call and run the passes, once per kind of micro-batch.
 
@@ -96,6 +97,7 @@ def make_plan(
         observe: called with the dump before and after each pass.
         captures: of the same model, from before.
         steps: recordings of optimizers, from before.
+        stems: see `make_program`.
     """
     replicas, shards = grid(workload.world_size, workload.config)
     captures = {} if captures is None else captures
@@ -116,6 +118,7 @@ def make_plan(
                 accumulated=sorted(accumulated),
                 observe=observe,
                 captures=captures,
+                stems=stems,
                 symbols=shapes.named(
                     workload.config.dynamic or {}, workload.module, *workload.call
                 ),

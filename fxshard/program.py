@@ -272,7 +272,7 @@ class Program:
     def copied(self, units: tuple[Unit, ...], world_size: int) -> Program:
         """A copy that passes may rewrite, for other units and ranks; fake values are shared.
 
-        Only of a program that no pass has touched.
+        Only of a program that no pass has touched, or those of `fxshard.pipeline.STEM` alone.
         """
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}

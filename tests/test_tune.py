@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import fxshard
-from fxshard import cli, pipeline, trace
+from fxshard import cli, dump, pipeline, trace
+from fxshard.config import Config
 from fxshard.cost.hardware import PRESETS
 from fxshard.errors import ConfigError
 from fxshard.memory.report import DoesNotFitError
 from fxshard.memory.views import html, plots
 from fxshard.memory.views.plots import Dot
+from fxshard.plans import Workload, make_plan
 from fxshard.tuning import bounds
 from fxshard.tuning.result import Tuning
 
@@ -155,6 +157,21 @@ def test_one_trace_for_each_dtype(precisions: list[Any], monkeypatch: pytest.Mon
     assert made == [{"batch": ((0, 0),)}, None] or len(made) == 2, "a batch of 1 broadcasts"
 
 
+@pytest.mark.parametrize("checkpoint", [None, "full", "selective"])
+def test_a_stem_made_once_gives_the_program_of_all_passes(checkpoint: str | None) -> None:
+    options = {"optimizer": adamw, "dynamic": OPEN, "checkpoint": checkpoint}
+    call: Any = (torch.zeros(2, 64),), {}
+    stems: dict[Any, Any] = {}
+    for more in ({"strategy": "shard_grad_op"}, {"offload": CPUOffloadPolicy()}, {}):
+        config = Config.from_options(options | more)
+        workload = Workload(Blocks(), call, 4, config)
+        mine, whole = make_plan(workload, stems=stems), make_plan(workload)
+        assert dump.text(mine.program) == dump.text(whole.program)
+        assert mine.dump() == whole.dump() and mine.certificate == whole.certificate
+        assert mine.memory.to_dict() == whole.memory.to_dict()
+    assert len(stems) == 1
+
+
 def test_compile_takes_the_best_and_trains() -> None:
     result = tuned("1GiB", space={}, batches=[4], plans=6)
     best = result.best
@@ -278,7 +295,7 @@ def test_a_bar_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     png, page = tmp_path / "front.png", tmp_path / "page.html"
-    command = "tune --hf-config tiny-llama --seq 16 --batch 2 --batches 2 --world-size 4 --bf16"
+    command = "tune --model tests.test_tune:example --batches 2 --world-size 4 --bf16"
     more = f"--hardware h100 --plans 4 --plot {png} --html {page}"
     assert cli.main([*command.split(), *more.split()]) == 0
     told = capsys.readouterr().out
@@ -290,6 +307,11 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert cli.main([*command.split(), "--hardware", "h100", "--budget", "1KiB"]) == 1
     assert "nothing fits" in capsys.readouterr().err
     assert cli.main([*command.split(), "--hardware", "a100"]) == 2
+
+
+def example() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
+    """For the command line."""
+    return Blocks(), (torch.zeros(2, 64),), {}
 
 
 DOTS = [

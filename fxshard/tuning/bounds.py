@@ -1,8 +1,8 @@
 """What a configuration takes at least, in seconds and bytes, before it is planned.
 
-A stem is a captured program behind the first passes alone, up to checkpoint: those that decide what
-is computed and what is saved for backward, whatever is sharded how. Later passes add to it, and
-take nothing away. So of every plan with this trace, checkpoint policy and batch
+A stem is a captured program behind the first passes alone (`fxshard.pipeline.STEM`): those that
+decide what is computed and what is saved for backward, whatever is sharded how. Later passes add to
+it, and take nothing away. So of every plan with this trace, checkpoint policy and batch
 
 - the step takes no less than the stem's operators one behind the other (`fxshard.cost.operators`);
 - between forward and backward its saved values are alive, with this rank's parameters and optimizer
@@ -29,12 +29,10 @@ from fxshard.config import Config, Precision
 from fxshard.cost import operators, timeline
 from fxshard.cost.hardware import Hardware
 from fxshard.mesh import grid
-from fxshard.pipeline import Pass
+from fxshard.pipeline import STEM, Pass
 from fxshard.plans import Plan
 from fxshard.program import Program, nbytes
 from fxshard.recompute import from_parameter
-
-STEM = ("canonicalize", "assign-units", "assign-checkpoints", "checkpoint")
 
 
 def stem_passes(passes: list[Pass]) -> list[Pass]:

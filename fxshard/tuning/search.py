@@ -87,6 +87,7 @@ class _Search:
         self.user_dynamic = workload.config.dynamic
         self.captures: dict[Any, Program] = {}
         self.steps: Steps = {}
+        self.programs: dict[Any, Program] = {}  # stems
         self.planned = 0
         self.tried: list[Outcome] = []  # what was planned
         self.kinds: dict[int, Any] = {}  # per place of a point, what `_is_like` compares
@@ -166,7 +167,7 @@ class _Search:
         return self.workload.changed({**changes, "args": args, "kwargs": kwargs})
 
     def _planned(self, workload: Workload) -> Plan:
-        return make_plan(workload, captures=self.captures, steps=self.steps)
+        return make_plan(workload, captures=self.captures, steps=self.steps, stems=self.programs)
 
     def _samples(self, batch: int | None) -> int:
         return (batch or 1) * self.workload.micro_batches

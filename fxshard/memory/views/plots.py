@@ -106,7 +106,8 @@ def plot_front(path: str | Path, dots: Sequence[Dot], budget: int) -> None:
     front = sorted((dot for dot in dots if dot.on_front), key=lambda dot: dot.peak_bytes)
     best = [dot for dot in dots if dot.is_best]
     axes.scatter(*at(others), s=22, color=GREY, label="planned", zorder=2)
-    axes.plot(*at(front), "o-", color=BLUE, markersize=5, label="front", zorder=3)
+    style = {"drawstyle": "steps-post", "color": BLUE, "markersize": 5}
+    axes.plot(*at(front), "o-", label="front", zorder=3, **style)
     if best:
         label = f"best: {size_text(best[0].peak_bytes)}, {1e3 * best[0].seconds:.4g} ms"
         style = {"marker": "*", "s": 190, "color": GREEN, "edgecolors": "white"}
