@@ -92,7 +92,7 @@ class _Search:
         self.tried: list[Outcome] = []  # what was planned
         self.kinds: dict[int, Any] = {}  # per place of a point, what `_is_like` compares
         self.made: dict[Any, bool] = {}  # whether the model can be made: that needs no schedule
-        self.stems: dict[Any, Stem | ConfigError] = {}
+        self.stems: dict[Any, Stem | FxshardError] = {}
         self.calls: dict[int | None, Any] = {}
         self.example = _batch_of(workload)
         sizes = self._batches(batches)
@@ -195,7 +195,7 @@ class _Search:
     def _bound(self, each: Outcome) -> None:
         """By the stem of the open batch: its FLOPs, and what it saves at the point's batch."""
         stem = self._stem(each, self.open)
-        if isinstance(stem, ConfigError):
+        if isinstance(stem, FxshardError):
             each.closed = _refused(stem)
             return
         batch, opened = each.point.batch or 1, self.open or 1
@@ -230,7 +230,7 @@ class _Search:
         """
         first = self._stem(self.outcomes[0], self.open, self.first.config)
         there, here = self._dtype(self.first.config), self._dtype(each.config)
-        if isinstance(first, ConfigError) or there is None or here is None:
+        if isinstance(first, FxshardError) or there is None or here is None:
             return 0.0
         flops: dict[torch.dtype, float] = {}
         for dtype, count in first.flops_by_dtype.items():
@@ -256,7 +256,7 @@ class _Search:
 
     def _stem(
         self, each: Outcome, batch: int | None, config: Config | None = None
-    ) -> Stem | ConfigError:
+    ) -> Stem | FxshardError:
         config = config or each.config
         checkpoint, key = config.checkpoint, self._stem_key(config, batch)
         if key not in self.stems:
@@ -267,7 +267,7 @@ class _Search:
             try:
                 plan = self._planned(self._at(batch, changes))
                 self.stems[key] = Stem.of(plan.program, self.hardware)
-            except ConfigError as error:
+            except FxshardError as error:
                 self.stems[key] = error
         return self.stems[key]
 
