@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fxshard.memory.views.plots import Dot
     from fxshard.plans import Plan
 
-ROWS = 16  # of losers in the table
+ROWS = 10  # of losers in the table
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,7 +45,7 @@ from fxshard.units import configured_units
 
 ENOUGH = 0.02  # what is not faster by more than this part is not searched for
 TOO_SLOW = 2.0
-PLANS = 16  # of the whole model, unless told otherwise
+PLANS = 8  # of the whole model, unless told otherwise
 BATCH = "batch"  # name of the open size
 
 Progress = Callable[[int, str], None]  # (plans made, what is going on)
@@ -332,7 +332,7 @@ class _Search:
         faster = [each for each in left if each.least_seconds < best * (1 - self.enough)]
         slowest = best * TOO_SLOW if self.limit < math.inf else math.inf
         moves = [
-            (gain / (1 + self._unlikely(each)), -each.point.rank, i)
+            (gain / (1 + 4 * self._unlikely(each)), -each.point.rank, i)
             for i, each in enumerate(left)
             if each.least_seconds <= slowest
             and (gain := self._gain(each, fitting)) > math.log1p(self.enough)
