@@ -31,7 +31,7 @@ def main() -> None:
     """Tune, print the table, write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--world-size", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=2, help="of the example; doubled from there")
+    parser.add_argument("--batch", type=int, default=1, help="of the example; doubled from there")
     parser.add_argument("--precision", action="store_true", help="search it too; else bf16, fp32")
     parser.add_argument("--plans", type=int, default=8)
     given = parser.parse_args()
