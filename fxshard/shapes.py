@@ -267,7 +267,6 @@ def settle(graph: fx.Graph, trace: Trace, mode: FakeTensorMode) -> Domain:
             layout = tuple(map(_layout, _tensors(val)))
             if not _is_fixed(layout):
                 node.meta[LAYOUT] = layout
-                node.meta[SIZES] = example.sizes_of(_tensors(val))
             node.meta[OPEN] = example.open(val)
             node.meta["val"] = example.of(val)
     return trace.domain()
@@ -275,28 +274,24 @@ def settle(graph: fx.Graph, trace: Trace, mode: FakeTensorMode) -> Domain:
 
 # Metadata keys of a node that has symbols:
 LAYOUT = "fxshard_layout"  # the Layout of each of its tensors
-SIZES = "fxshard_sizes"  # its OpenSizes
-
-
-@dataclasses.dataclass(frozen=True)
-class OpenSizes:
-    """How large the value of a node is, as expressions of the trace's symbols.
-
-    Attributes:
-        nbytes: bytes of each of its distinct storages, in the order of `fxshard.meta.storages`.
-        shapes: shape of each of its tensors.
-    """
-
-    nbytes: tuple[sympy.Expr, ...]
-    shapes: tuple[tuple[sympy.Expr, ...], ...]
+OPEN = "fxshard_open"  # what `_Example.open` says; missing on what was made behind the trace
 
 
 def take_along(node: fx.Node, copy: fx.Node) -> None:
     """Give a copy of `node` that runs on the same sizes what is known of them."""
-    copy.meta |= {key: node.meta[key] for key in (LAYOUT, SIZES) if key in node.meta}
+    copy.meta |= {key: node.meta[key] for key in (LAYOUT, OPEN) if key in node.meta}
 
 
-OPEN = "fxshard_open"  # metadata key: what `_Example.open` says; missing on what was made later
+def open_tensors(node: fx.Node) -> list[tuple[Tensor, OpenTensor | None]]:
+    """The tensors of `node`, each with where it lies; None for what is the same in all calls."""
+
+    def pairs(value: Any, opened: Any) -> list[tuple[Tensor, OpenTensor | None]]:
+        if isinstance(value, (list, tuple)):
+            each = opened or [None] * len(value)
+            return [pair for both in zip(value, each, strict=True) for pair in pairs(*both)]
+        return [(value, opened)] if isinstance(value, Tensor) else []
+
+    return pairs(node.meta.get("val"), node.meta.get(OPEN))
 
 
 def same_layout(node: fx.Node, other: fx.Node) -> bool:
@@ -342,7 +337,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class OpenTensor:
     """Where a tensor lies, in symbols of the inputs' sizes.
 
     Attributes:
@@ -369,7 +364,6 @@ class _Example:
         self.env, self.mode = trace.env, mode
         self._given = trace.example
         self._made_up: dict[sympy.Symbol, sympy.Number] = {}
-        self._simplified: dict[sympy.Expr, sympy.Expr] = {}
         self._storages: dict[int, tuple[Any, Tensor]] = {}  # the first keeps the number taken
         self._tensors: dict[int, tuple[Any, Tensor]] = {}
         self._expressions: dict[sympy.Basic, sympy.Basic] = {}
@@ -395,7 +389,7 @@ class _Example:
         return self._expressions[given]
 
     def open(self, value: Any) -> Any:
-        """Of a value with symbols: a `_Place` per tensor, an expression per number, as a tree.
+        """Of a value with symbols: a `OpenTensor` per tensor, an expression per number, as a tree.
 
         None for what has no symbols: such values are those of every call.
         """
@@ -409,7 +403,7 @@ class _Example:
             return None
         size, stride = (tuple(map(self._in_inputs, at)) for at in (value.shape, value.stride()))
         offset, nbytes = value.storage_offset(), value.untyped_storage().nbytes()
-        place = _Place(size, stride, self._in_inputs(offset), self._in_inputs(nbytes))
+        place = OpenTensor(size, stride, self._in_inputs(offset), self._in_inputs(nbytes))
         return None if place.is_fixed else place
 
     def _known(self, symbol: sympy.Symbol) -> sympy.Number:
@@ -420,21 +414,6 @@ class _Example:
             number = sympy.Integer(5 + 2 * len(self._made_up))
             self._made_up[symbol] = min(max(number, bounds.lower), bounds.upper)
         return self._made_up[symbol]
-
-    def sizes_of(self, tensors: list[Tensor]) -> OpenSizes:
-        """The same as expressions."""
-        storages = {id(s): s for s in (tensor.untyped_storage() for tensor in tensors)}
-        nbytes = tuple(self._expression(storage.nbytes()) for storage in storages.values())
-        shapes = tuple(tuple(map(self._expression, tensor.shape)) for tensor in tensors)
-        return OpenSizes(nbytes, shapes)
-
-    def _expression(self, value: Any) -> sympy.Expr:
-        if not isinstance(value, compat.SYMBOLIC):
-            return sympy.Integer(value)
-        found = compat.expression(value)
-        if found not in self._simplified:
-            self._simplified[found] = self.env.simplify(found)
-        return self._simplified[found]
 
     def of(self, value: Any) -> Any:
         """The same value without symbols; aliases stay aliases."""
@@ -529,7 +508,7 @@ class _OtherSizes:
             self._numbers[expression] = expression.xreplace(self._values)
         return self._numbers[expression]
 
-    def _tensor(self, value: Tensor, place: _Place) -> Tensor:
+    def _tensor(self, value: Tensor, place: OpenTensor) -> Tensor:
         size, stride = (
             tuple(int(self._number(n)) for n in at) for at in (place.size, place.stride)
         )

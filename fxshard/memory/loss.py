@@ -199,17 +199,17 @@ def _open(
         ConfigError: it is not contiguous.
     """
     val: torch.Tensor = node.meta["val"]
-    known: shapes.OpenSizes | None = node.meta.get(shapes.SIZES)
+    _, opened = shapes.open_tensors(node)[0]
     if not val.is_contiguous():
         raise ConfigError(
             f"the output {node.name} of the model is not contiguous, so that there is no formula "
             f"for what loss=... makes of it. Let the model compute the loss."
         )
     shape: Any = val.shape
-    if known is not None:
+    if opened is not None:
         assert program.domain is not None
         given = {program.domain.symbols[name].name: sizes.size(name) for name in sizes.places}
-        shape = [symbolic.evaluate(compat.in_sympy(size), given) for size in known.shapes[0]]
+        shape = [symbolic.evaluate(compat.in_sympy(size), given) for size in opened.size]
     with mode:
         return torch.empty(shape, dtype=val.dtype, device=val.device)
 

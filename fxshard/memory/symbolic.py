@@ -1,7 +1,7 @@
 """How many bytes each storage of a program has, as an expression of open sizes and of the ranks.
 
-The trace knows the sizes of what it has seen (`fxshard.shapes.OpenSizes`). What passes have made is
-of parameters: a shard has ``ceil(rows / world)`` rows, and the operators between shards, unsharded
+The trace knows the sizes of what it has seen (`fxshard.shapes.OpenTensor`). What passes have made
+is of parameters: a shard has ``ceil(rows / world)`` rows, and the operators between shards, unsharded
 parameters and reduced gradients move, join, pad and cut such rows. Whatever is neither has one size
 in all calls.
 """
@@ -80,10 +80,8 @@ def expressions(program: Program) -> Expressions:
     read = _Reading(program)
     found: dict[str, tuple[sympy.Expr, ...]] = {}
     for node in program.graph.nodes:
-        known: shapes.OpenSizes | None = node.meta.get(shapes.SIZES)
-        if known is not None:
-            read.numels[node] = tuple(map(read.product, known.shapes))
-            nbytes = tuple(map(read.named, known.nbytes))
+        if node.meta.get(shapes.OPEN) is not None:
+            nbytes = read.traced(node)
         else:
             made = read.made(node)
             if made is None:
@@ -110,6 +108,21 @@ class _Reading:
         self._names = {found: symbol(name) for name, found in symbols.items()}
         self._named: dict[sympy.Expr, sympy.Expr] = {}
         self._products: dict[tuple[sympy.Expr, ...], sympy.Expr] = {}
+
+    def traced(self, node: fx.Node) -> tuple[sympy.Expr, ...]:
+        """Note the elements of what the trace has seen; returns bytes of its distinct storages."""
+        numels: list[sympy.Expr] = []
+        nbytes: dict[int, sympy.Expr] = {}
+        for tensor, opened in shapes.open_tensors(node):
+            storage = tensor.untyped_storage()
+            if opened is None:
+                numels.append(sympy.Integer(tensor.numel()))
+                nbytes.setdefault(id(storage), sympy.Integer(storage.nbytes()))
+            else:
+                numels.append(self.product(opened.size))
+                nbytes.setdefault(id(storage), self.named(opened.nbytes))
+        self.numels[node] = tuple(numels)
+        return tuple(nbytes.values())
 
     def named(self, traced: sympy.Expr) -> sympy.Expr:
         """A size of the trace in the names of the sizes, by sympy's own functions."""
