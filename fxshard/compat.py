@@ -470,8 +470,18 @@ def checkpoint_of(node: fx.Node) -> int | None:
 
     (``copy_fwd_metadata_to_bw_nodes`` in torch/_functorch/_aot_autograd/utils.py)
     """
-    number: int | None = (node.meta.get("custom") or {}).get(_CHECKPOINT)
+    return checkpoint_number(node.meta)
+
+
+def checkpoint_number(metadata: dict[str, Any]) -> int | None:
+    """The same of a node's metadata, or of `current_meta`."""
+    number: int | None = (metadata.get("custom") or {}).get(_CHECKPOINT)
     return number
+
+
+def in_checkpoint(metadata: dict[str, Any], number: int) -> dict[str, Any]:
+    """A copy of a node's metadata for checkpoint `number` in place of its own."""
+    return {**metadata, "custom": {**metadata["custom"], _CHECKPOINT: number}}
 
 
 def is_saved_by_policy(node: fx.Node) -> bool:
@@ -546,6 +556,49 @@ def casts_gradient(node: fx.Node) -> bool:
     """
     is_cast = node.target is torch.ops.aten._to_copy.default
     return is_cast and bool(node.meta.get("autograd_backward")) and set(node.kwargs) == {"dtype"}
+
+
+def fake_storage(nbytes: int) -> torch.UntypedStorage:
+    """A storage without memory, for `fake_in`."""
+    return torch.UntypedStorage(nbytes, device="meta")
+
+
+def fake_in(
+    mode: FakeTensorMode, storage: torch.UntypedStorage, like: torch.Tensor
+) -> torch.Tensor:
+    """A fake tensor that lies in `storage` as `like`, another fake one, lies in its own.
+
+    Without the dispatch of `mode`; call it outside of it.
+    """
+    plain = torch.empty((0,), dtype=like.dtype, device="meta")
+    plain.set_(storage, like.storage_offset(), like.size(), like.stride())  # type: ignore[call-overload]
+    return FakeTensor(mode, plain, like.device)
+
+
+def autograd_number() -> int:
+    """The number that autograd gives to the next node of its graph (``Node._sequence_nr``)."""
+    return int(torch.autograd._get_sequence_nr())
+
+
+def all_names_used(graph: fx.Graph) -> bool:
+    """False if nodes have been erased from `graph`: their names are not given again."""
+    return len(graph._graph_namespace._used_names) == len(graph.nodes)
+
+
+def of_name(desc: Any, name: Any) -> Any:
+    """The descriptor `desc` of a parameter or buffer, of its gradient or of its change in forward,
+    for the one of another name.
+
+    Args:
+        name: called with the old name.
+    """
+    if isinstance(desc, (_desc.ParamAOTInput, _desc.BufferAOTInput)):
+        return dataclasses.replace(desc, target=name(desc.target))
+    if isinstance(desc, _desc.GradAOTOutput):
+        return dataclasses.replace(desc, grad_of=of_name(desc.grad_of, name))
+    if isinstance(desc, _desc.InputMutationAOTOutput):
+        return dataclasses.replace(desc, mutated_input=of_name(desc.mutated_input, name))
+    return desc
 
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -494,23 +494,29 @@ class Environment:
         debug: 0 quiet; 1 pass list and timing; 2 op-count differences; 3 text differences per
             pass; 4 full dumps.
         dump_dir: where dumps go (None: standard error).
+        flat_capture: trace every block of a deep model (see `fxshard.stamp`).
     """
 
     debug: int = 0
     dump_dir: Path | None = None
+    flat_capture: bool = False
 
 
 def environment() -> Environment:
     """Parse the environment.
 
     Raises:
-        ConfigError: ``FXSHARD_DEBUG`` is not an integer from 0 to 4.
+        ConfigError: ``FXSHARD_DEBUG`` is not an integer from 0 to 4, or ``FXSHARD_FLAT_CAPTURE``
+            neither 0 nor 1.
     """
     raw = os.environ.get("FXSHARD_DEBUG", "0")
     if raw not in {"0", "1", "2", "3", "4"}:
         raise ConfigError(f"FXSHARD_DEBUG={raw!r}: expected 0, 1, 2, 3 or 4 (docs/env.md).")
     dump_dir = os.environ.get("FXSHARD_DUMP_DIR")
-    return Environment(debug=int(raw), dump_dir=Path(dump_dir) if dump_dir else None)
+    flat = os.environ.get("FXSHARD_FLAT_CAPTURE", "0")
+    if flat not in {"0", "1"}:
+        raise ConfigError(f"FXSHARD_FLAT_CAPTURE={flat!r}: expected 0 or 1 (docs/env.md).")
+    return Environment(int(raw), Path(dump_dir) if dump_dir else None, flat == "1")
 
 
 def notice(line: str) -> None:

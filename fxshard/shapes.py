@@ -230,6 +230,11 @@ class Trace:
         """The sizes of the example call."""
         return {self._symbols[name]: size for name, size in self._examples.items()}
 
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """The conditions of `domain` as text, to compare traces by."""
+        return tuple(f"{condition}: {where}" for condition, where in self.domain().conditions)
+
     def domain(self) -> Domain:
         """What the trace has asked of the symbols."""
         given = set(self._symbols.values())

@@ -8,23 +8,25 @@ checkpoints run inline; their nodes are marked, and `passes/checkpoint.py` does 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import logging
 import traceback
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from fxshard import bytecode, compat, cuda, hf, precision, provenance, rng, shapes
+from fxshard import bytecode, compat, cuda, hf, precision, provenance, rng, shapes, stamp
 from fxshard.compat import FakeTensorMode
+from fxshard.config import environment
 from fxshard.errors import CaptureError
 from fxshard.normalize import fake_like, normalize
 from fxshard.program import Program, Signature, input_name, path_name
-from fxshard.shapes import Symbols
+from fxshard.shapes import Domain, Symbols
 from fxshard.strides import KernelFakeMode
 from fxshard.units import Unit
 
@@ -100,10 +102,11 @@ def capture(
         if not _is_worth(way, failures, symbols):
             continue
         try:
-            return _captured(
-                *(model, args, kwargs, units, world_size, training, device, for_cuda, symbols),
-                *(every_tangent, way),
-            )
+            with hf.while_tracing(model):  # all of its traces: what it logs, it logs once
+                return _captured(
+                    *(model, args, kwargs, units, world_size, training, device, for_cuda, symbols),
+                    *(every_tangent, way),
+                )
         except CaptureError as error:
             if not failures and not isinstance(error, _TracerError):
                 raise
@@ -170,35 +173,33 @@ def _captured(
     computes_on = where_it_computes(model, device)
     stands_for_cuda = for_cuda and computes_on.type != "cuda"
     mode_class = cuda.CudaFakeMode if stands_for_cuda else KernelFakeMode
-    fake_mode = tracing_mode = mode_class(allow_non_fake_inputs=True)
+    fake_mode = mode_class(allow_non_fake_inputs=True)
     leaves, in_spec = compat.tree_flatten_with_path((args, kwargs))
     flat = [leaf for _, leaf in leaves]
     names = tuple(input_name(path) for path, _ in leaves)
     _refuse_opaque(names, flat, "argument")
     positions = tuple(i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor))
     is_open = symbols or way != DIRECT
-    sizes = None
-    if is_open:
-        ints = any(dim is None for places in (symbols or {}).values() for _, dim in places)
-        sizes = shapes.Trace(symbols or {}, shapes.of_call(flat, ints=ints))
-        tracing_mode = mode_class(allow_non_fake_inputs=True, shape_env=sizes.env)
-    fakes = tuple(_fake_input(i, flat[i], tracing_mode, sizes) for i in positions)
-    given = flat if sizes is None else [sizes.number(i, leaf) for i, leaf in enumerate(flat)]
-    call = _Call(model, given, in_spec, positions, training, units, computes_on, stands_for_cuda)
-    call.every_tangent = every_tangent
-    dtypes = precision.traced_dtypes(model, units)
-    with (
-        cuda.substituted() if stands_for_cuda else contextlib.nullcontext(),
-        _fake_state(model, tracing_mode, dtypes, device),
-        _read_by_dynamo(call, fakes, tracing_mode) if way == DYNAMO else contextlib.nullcontext(),
-        provenance.calls_noted(model) as calls,
-        rng.only_torch_s(model),
-        precision.casting(model, units),
-    ):
-        graph_module, sources, targets = _export(call, fakes)
-    domain = None
-    if sizes is not None:
-        domain = shapes.settle(graph_module.graph, sizes, fake_mode)
+
+    def prepare(mode: KernelFakeMode | None = None) -> _Prepared:
+        """The call in a trace of its own."""
+        sizes, tracing_mode = None, mode or mode_class(allow_non_fake_inputs=True)
+        if is_open:
+            ints = any(dim is None for places in (symbols or {}).values() for _, dim in places)
+            sizes = shapes.Trace(symbols or {}, shapes.of_call(flat, ints=ints))
+            tracing_mode = mode_class(allow_non_fake_inputs=True, shape_env=sizes.env)
+        given = flat if sizes is None else [sizes.number(i, leaf) for i, leaf in enumerate(flat)]
+        fakes = tuple(_fake_input(i, flat[i], tracing_mode, sizes) for i in positions)
+        call = _Call(
+            model, given, in_spec, positions, training, units, computes_on, stands_for_cuda
+        )
+        call.every_tangent = every_tangent
+        return _Prepared(call, fakes, tracing_mode, sizes, device)
+
+    found = _stamped(prepare, fake_mode) if way == DIRECT else None
+    if found is None:
+        found = _flat(prepare(fake_mode), fake_mode, way)
+    call, traced = found.call, found.traced
     signature = Signature(
         in_spec=in_spec,
         out_spec=call.out_spec,
@@ -212,7 +213,7 @@ def _captured(
         differentiable=call.differentiable,
     )
     program = Program(
-        graph=graph_module.graph,
+        graph=traced.graph,
         results=[],
         signature=signature,
         constants={},
@@ -220,12 +221,126 @@ def _captured(
         world_size=world_size,
         device=computes_on,
         fake_mode=fake_mode,
-        calls=call.graph.calls if call.graph is not None else tuple(calls),
-        domain=domain,
+        calls=call.graph.calls if call.graph is not None else tuple(found.calls),
+        domain=found.domain,
     )
-    normalize(program, graph_module, sources, targets, call.replaced)
+    normalize(program, found.owner, traced.sources, traced.targets, call.replaced)
     hf.refuse_packed(program.graph)
     return program
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prepared:
+    """A call that is about to be traced, with the fake tensors and symbols of that trace."""
+
+    call: _Call
+    fakes: tuple[torch.Tensor, ...]
+    mode: KernelFakeMode
+    sizes: shapes.Trace | None
+    device: torch.device | None
+
+    @contextlib.contextmanager
+    def ready(self, way: str = DIRECT, *, told: bool = True) -> Iterator[list[provenance.Call]]:
+        """The model in the state in which it is traced; yields its calls as they are made."""
+        call, model = self.call, self.call.model
+        dtypes = precision.traced_dtypes(model, call.units)
+        reads = way == DYNAMO
+        with (
+            cuda.substituted() if call.stands_for_cuda else contextlib.nullcontext(),
+            _fake_state(model, self.mode, dtypes, self.device, told),
+            _read_by_dynamo(call, self.fakes, self.mode) if reads else contextlib.nullcontext(),
+            provenance.calls_noted(model) as calls,
+            rng.only_torch_s(model),
+            precision.casting(model, call.units),
+        ):
+            yield calls
+
+    def settled(self, graph: fx.Graph, mode: FakeTensorMode) -> Domain | None:
+        """Make every value of `graph` a fake one of `mode`, of the example call."""
+        return None if self.sizes is None else shapes.settle(graph, self.sizes, mode)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """A call that has been traced.
+
+    Attributes:
+        call: it.
+        traced: its graph; every value is a fake one of the example call.
+        owner: holds the constants of the graph.
+        calls: of modules, in the order of forward.
+        domain: the sizes that it serves.
+    """
+
+    call: _Call
+    traced: stamp.Traced
+    owner: fx.GraphModule
+    calls: Sequence[provenance.Call]
+    domain: Domain | None
+
+
+def _flat(prepared: _Prepared, mode: FakeTensorMode, way: str) -> _Found:
+    """All of the model, traced."""
+    with prepared.ready(way) as calls:
+        owner, *ends = _export(prepared.call, prepared.fakes)
+    domain = prepared.settled(owner.graph, mode)
+    return _Found(prepared.call, stamp.Traced(owner.graph, *ends), owner, calls, domain)
+
+
+def _stamped(prepare: Callable[..., _Prepared], mode: KernelFakeMode) -> _Found | None:
+    """The same from a trace of fewer blocks, where that is proven; else None, and a line says why.
+
+    An error of the model is left to `_flat`, which tells it.
+    """
+    whole = prepare()
+    model = whole.call.model
+    if environment().flat_capture or not stamp.candidates(model):
+        return None
+    try:
+        full = _rehearsed(whole, ())
+        for right in stamp.RIGHT:
+            repeats = stamp.proven(
+                model, full, lambda runs: _rehearsed(prepare(), runs), right
+            )
+            try:
+                return _of_blocks(prepare(mode), mode, repeats)
+            except stamp.Unproven:
+                if right == stamp.RIGHT[-1]:
+                    raise
+    except Exception as reason:
+        said = str(reason).splitlines() or [type(reason).__name__]
+        log.info("fxshard: %s is captured block by block: %s", type(model).__name__, said[0])
+    return None
+
+
+def _of_blocks(prepared: _Prepared, mode: KernelFakeMode, repeats: stamp.Repeats) -> _Found:
+    """What is left of the model, traced; the blocks left out, stamped."""
+    call = prepared.call
+    with prepared.ready() as calls, stamp.shortened(call.model, repeats.runs):
+        owner, *ends = _export(call, prepared.fakes)
+    noted = stamp.note(owner.graph, calls, repeats)
+    domain = prepared.settled(owner.graph, mode)
+    traced = stamp.Traced(owner.graph, *ends)
+    traced = stamp.written(traced, noted, repeats, mode, call.grad)
+    return _Found(call, traced, owner, repeats.full.calls, domain)
+
+
+def _rehearsed(prepared: _Prepared, runs: stamp.Runs) -> stamp.Rehearsal:
+    """Forward on fake tensors, without the blocks that `runs` leave out."""
+    call = prepared.call
+    with prepared.ready(told=False) as calls:
+        leaves = stamp.leaves_of(call.model)
+        recorder = stamp.Recorder(leaves)
+        recorder.given(prepared.fakes)
+        with stamp.shortened(call.model, runs), _while_traced(call), stamp.no_tensor_hooks():
+            with prepared.mode, recorder:
+                outputs = call.forward(*prepared.fakes)
+            recorder.finish(outputs)
+    facts = [call.out_spec, call.out_names, call.out_constants, call.differentiable]
+    facts += [call.tangents, call.replaced]
+    if prepared.sizes is not None:
+        facts.append(prepared.sizes.asked)
+    return stamp.Rehearsal(recorder.lines, list(calls), facts, leaves)
 
 
 @contextlib.contextmanager
@@ -399,8 +514,14 @@ def _refuse_opaque(names: tuple[str, ...], values: list[Any], what: str) -> None
 def _export(
     call: _Call, fakes: tuple[torch.Tensor, ...]
 ) -> tuple[fx.GraphModule, list[Any], list[Any]]:
+    with _failures_told(call), _while_traced(call):
+        return compat.export_joint(call, fakes, call.stands_for_cuda)
+
+
+@contextlib.contextmanager
+def _while_traced(call: _Call) -> Iterator[None]:
+    """What is true of torch around a trace."""
     with (
-        _failures_told(call),
         torch.set_grad_enabled(call.grad),
         torch.autocast(call.autocast.device, enabled=False),
         compat.compiling(),
@@ -408,7 +529,7 @@ def _export(
         hf.while_tracing(call.model),
         torch.fx.traceback.preserve_node_meta(),
     ):
-        return compat.export_joint(call, fakes, call.stands_for_cuda)
+        yield
 
 
 @contextlib.contextmanager
@@ -461,11 +582,13 @@ def _fake_state(
     fake_mode: KernelFakeMode,
     dtypes: dict[str, torch.dtype],
     device: torch.device | None,
+    told: bool = True,
 ) -> Iterator[None]:
     """Replace every parameter and buffer by a whole fake one; put all modules back afterwards.
 
     `dtypes`: by name, of those that the trace sees in another dtype. `device`: where parameters are
-    whole, wherever they or their shards lie now; None: where they are.
+    whole, wherever they or their shards lie now; None: where they are. `told`: warn of attributes
+    that forward assigns.
     """
     before = [(module, _snapshot(module)) for module in model.modules()]
     made: dict[int, torch.Tensor] = {}
@@ -485,7 +608,7 @@ def _fake_state(
                         made[id(tensor)] = fake
                     slots[name] = made[id(tensor)]
         yield
-        for module, snapshot in before:
+        for module, snapshot in before if told else ():
             for name in _assigned(module, snapshot):
                 log.warning(
                     "fxshard: forward of %s assigns self.%s; the traced program repeats what it "

@@ -1,0 +1,135 @@
+"""Which blocks of a model may be left out: those that a rehearsal shows to do what others do."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+from torch import nn
+
+from fxshard import compat
+from fxshard.stamp.places import Item, Run, Unproven, relations
+from fxshard.stamp.rehearse import Rehearsal
+
+DEEP = 7  # blocks of a list below which a capture is not worth a rehearsal
+LONGEST = 8  # period that is looked for
+WORTH = 2  # blocks that must be left out
+LEFT = 1  # periods that stay in front of those left out, and
+RIGHT = (2, 3)  # behind them: three where sums of gradients reach over blocks
+
+
+def lists(model: nn.Module) -> list[Run]:
+    """The lists of blocks of `model` that are deep enough; siblings of one length are one run.
+
+    Lists inside of the blocks of another one stay with their block.
+    """
+    paths: dict[int, list[str]] = {}
+    found: list[tuple[str, int]] = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            paths.setdefault(id(module), []).append(path)
+            whole = len(set(map(id, module))) == len(module)
+            if len(module) >= DEEP and whole and path:
+                found.append((path, id(module)))
+    outer = [
+        path
+        for path, key in found
+        if len(paths[key]) == 1 and not any(path.startswith(other + ".") for other, _ in found)
+    ]
+    siblings: dict[tuple[str, int], list[str]] = {}
+    for path in outer:
+        length = len(list(model.get_submodule(path).children()))
+        siblings.setdefault((path.rpartition(".")[0], length), []).append(path)
+    return [Run(tuple(names), length) for (_, length), names in siblings.items()]
+
+
+def repeats(model: nn.Module, run: Run, full: Rehearsal, right: int) -> Run | str:
+    """`run` with the blocks that can be left out, or why none can.
+
+    Args:
+        right: periods that stay behind those that are left out.
+    """
+    try:
+        sequences = full.sequences((run,), lambda _, block: block)
+    except Unproven as reason:
+        return str(reason)
+    blocks: dict[str, list[list[Item]]] = {}
+    for kind, items in sequences.items():
+        stretches: list[list[Item]] = [[] for _ in range(run.length)]
+        for item in items:
+            if item.place.run == 0:
+                stretches[item.place.block].append(item)
+        blocks[kind] = stretches
+    if not all(blocks["line"]):
+        return "blocks do not run, or not all of them"
+    prints = [_fingerprint(model, run, block, full) for block in range(run.length)]
+    keys = [[hash(tuple(i.key for i in stretch)) for stretch in blocks[k]] for k in sorted(blocks)]
+    best = run
+    why = "no block does what the one before it does"
+    for period in range(1, min(LONGEST, run.length // 4) + 1):
+        same: list[bool] = []
+        for i in range(run.length - period):
+            j = i + period
+            alike = prints[i] == prints[j] and all(of[i] == of[j] for of in keys)
+            if alike:
+                differ = [relations(b[i], b[j], 0, period) for b in blocks.values()]
+                texts = [text for text in differ if isinstance(text, str)]
+                alike = not texts
+                why = texts[0] if texts else why
+            same.append(alike)
+        start, end = _longest(same)
+        removed = (end - start) // period * period - (LEFT + right - 1) * period
+        if removed > best.removed:
+            kept = start + LEFT * period
+            best = dataclasses.replace(run, period=period, kept=kept, removed=removed)
+            if run.length - removed <= LEFT + right + 2:
+                break
+    return best if best.removed >= WORTH else why
+
+
+def _longest(same: list[bool]) -> tuple[int, int]:
+    """Start and end of the longest stretch of True."""
+    best, start = (0, 0), 0
+    for i, alike in enumerate([*same, False]):
+        if not alike:
+            best = max(best, (start, i), key=lambda at: at[1] - at[0])
+            start = i + 1
+    return best
+
+
+def _fingerprint(model: nn.Module, run: Run, block: int, full: Rehearsal) -> object:
+    """What of a block its operators do not tell: all its parameters, and hooks of its backward."""
+    tensors: list[object] = []
+    for path in run.paths:
+        prefix = f"{path}.{block}."
+        found = [n for n in full.leaves if n.startswith(prefix)]
+        tensors += [(name[len(prefix) :], full.leaves[name][1]) for name in found]
+        for module in model.get_submodule(f"{path}.{block}").modules():
+            hooks = [kind for kind, _, _ in compat.module_hooks(module) if "backward" in kind]
+            if hooks:
+                tensors.append(object())  # like no other
+    return tensors
+
+
+@contextlib.contextmanager
+def shortened(model: nn.Module, runs: tuple[Run, ...]) -> Iterator[None]:
+    """Leave the blocks out of their lists while the context is open."""
+    before = [
+        (owner, list(owner._modules.items()))
+        for run in runs
+        for owner in (model.get_submodule(path) for path in run.paths)
+    ]
+    try:
+        for run in runs:
+            for path in run.paths:
+                owner = model.get_submodule(path)
+                blocks = list(owner._modules.values())
+                left = blocks[: run.kept] + blocks[run.kept + run.removed :]
+                owner._modules.clear()
+                owner._modules.update({str(i): block for i, block in enumerate(left)})
+        yield
+    finally:
+        for owner, modules in before:
+            owner._modules.clear()
+            owner._modules.update(modules)

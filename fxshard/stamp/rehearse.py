@@ -1,0 +1,282 @@
+"""A forward at full depth, on fake tensors and without a graph: what a stamp is proven against.
+
+Every operator that forward dispatches is noted, with its constants, where each tensor comes from,
+whether that needs a gradient, the call and the line that it is in. That is a tenth of the cost of a
+capture, because nothing is traced and no backward runs.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxshard import compat, provenance
+from fxshard.compat import TorchDispatchMode
+from fxshard.provenance import Call
+from fxshard.stamp.places import Item, Label, Place, Runs, Unproven, cut, place_of
+
+Token = str | tuple[int, int]  # FQN of a leaf, or the line and which of its results
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One operator of a rehearsal.
+
+    Attributes:
+        key: operator, constants, line of code, and whether gradients are off and wanted.
+        tokens: where each of its tensors comes from.
+        call: the call that it ran in.
+        region: the checkpoint that it ran in.
+    """
+
+    key: Any
+    tokens: tuple[Token, ...]
+    call: int | None
+    region: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Rehearsal:
+    """What a forward did.
+
+    Attributes:
+        lines: its operators, in order.
+        calls: its calls of modules, in order.
+        facts: what it returned beside tensors.
+        leaves: name -> identity, and kind, shape, strides, dtype, device and requires_grad of each
+            parameter and buffer.
+    """
+
+    lines: list[Line]
+    calls: list[Call]
+    facts: Any
+    leaves: dict[str, tuple[int, Any]]
+
+    def sequences(self, runs: Runs, real: Callable[[int, int], int | None]) -> dict[str, list[Item]]:
+        """Its calls and lines as items.
+
+        Args:
+            runs: the blocks to cut at.
+            real: run and number among all blocks -> number among those that ran.
+        """
+        labels = call_labels(self.calls, runs, real)
+        calls = call_items(self.calls, labels, runs, real)
+        where = [
+            Place("line", *at)
+            for at in cut([None if l.call is None else labels[l.call] for l in self.lines])
+        ]
+        regions: dict[int | None, Place] = {}
+        counts: dict[tuple[int, int], int] = {}
+        items: list[Item] = []
+        for line, place in zip(self.lines, where, strict=True):
+            refs: list[Place] = []
+            for token in line.tokens:
+                if isinstance(token, str):
+                    refs.append(_at(place_of(token, runs), real))
+                else:
+                    at = where[token[0]]
+                    refs.append(Place("line", at.run, at.block, (at.position, token[1])))
+            if line.call is not None:
+                refs.append(calls[line.call].place)
+            if line.region is not None:
+                if line.region not in regions:
+                    number = counts.get((place.run, place.block), 0)
+                    counts[place.run, place.block] = number + 1
+                    regions[line.region] = Place("region", place.run, place.block, number)
+                refs.append(regions[line.region])
+            items.append(Item(place, line.key, tuple(refs)))
+        return {"call": calls, "line": items}
+
+
+def _at(place: Place, real: Callable[[int, int], int | None]) -> Place:
+    if place.run < 0:
+        return place
+    block = real(place.run, place.block)
+    if block is None:
+        raise Unproven("a block that was left out is read")
+    return place._replace(block=block)
+
+
+def call_labels(
+    calls: list[Call], runs: Runs, real: Callable[[int, int], int | None]
+) -> list[Label]:
+    """The block that each call is in: of its module, or of the call that it ran inside of.
+
+    Raises:
+        Unproven: a block is called inside of another.
+    """
+    labels: list[Label] = []
+    for call in calls:
+        place = _at(place_of(call.module, runs), real)
+        own = None if place.run < 0 else (place.run, place.block)
+        outer = None if call.parent is None else labels[call.parent]
+        if own and outer and own != outer:
+            raise Unproven(f"{call.module} runs inside of another block")
+        labels.append(outer or own)
+    return labels
+
+
+def call_items(
+    calls: list[Call], labels: list[Label], runs: Runs, real: Callable[[int, int], int | None]
+) -> list[Item]:
+    """Calls as items: the module, and the call that it ran inside of."""
+    items: list[Item] = []
+    for call, at in zip(calls, cut(labels), strict=True):
+        module = _at(place_of(call.module, runs, "module"), real)
+        parent = () if call.parent is None else (items[call.parent].place,)
+        items.append(Item(Place("call", *at), "call", (module, *parent)))
+    return items
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every operator inside.
+
+    Args:
+        leaves: what `leaves_of` gave.
+    """
+
+    def __init__(self, leaves: dict[str, tuple[int, Any]]) -> None:
+        super().__init__()
+        self.lines: list[Line] = []
+        self._tokens: dict[int, Token] = {}
+        for name, (number, _) in leaves.items():
+            self._tokens.setdefault(number, name)
+        self._alive: list[Any] = []  # an identity is one only while its tensor lives
+        self._numbers: list[int] = []  # autograd's, at each line
+
+    def given(self, tensors: tuple[Tensor, ...]) -> None:
+        """Name the tensors of the call."""
+        for i, tensor in enumerate(tensors):
+            self._tokens[id(tensor)] = f"input[{i}]"
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        stack = compat.current_meta().get(provenance.STACK, {})
+        tokens: list[Token] = []
+        flags: list[bool] = []
+        said: list[Any] = []
+        self._read((args, kwargs), tokens, flags, said)
+        if compat.saved_tensors_hooks_on_top() is not None:
+            raise Unproven("hooks for saved tensors run inside of the model")
+        key = (
+            *(func, tuple(said), tuple(flags), provenance.line_in(stack)),
+            provenance.without_gradient(stack),
+        )
+        region = compat.checkpoint_number(compat.current_meta())
+        self.lines.append(Line(key, tuple(tokens), provenance.call_in(stack), region))
+        self._numbers.append(compat.autograd_number())
+        out = func(*args, **(kwargs or {}))
+        for i, tensor in enumerate(_tensors(out)):
+            if id(tensor) not in self._tokens:
+                self._tokens[id(tensor)] = (len(self.lines) - 1, i)
+                self._alive.append(tensor)
+        return out
+
+    def _read(self, value: Any, tokens: list[Token], flags: list[bool], said: list[Any]) -> None:
+        """Split arguments into tensors and constants, in order."""
+        if isinstance(value, Tensor):
+            token = self._tokens.get(id(value))
+            if token is None:  # one that the model holds: the same wherever it is read
+                token = self._tokens[id(value)] = f"constant {len(self._alive)}"
+                self._alive.append(value)
+            tokens.append(token)
+            flags.append(value.requires_grad)
+            said.append(Tensor)
+        elif isinstance(value, (list, tuple)):
+            said.append(len(value))
+            for item in value:
+                self._read(item, tokens, flags, said)
+        elif isinstance(value, dict):
+            said.extend(value)
+            for item in value.values():
+                self._read(item, tokens, flags, said)
+        else:
+            said.append(said_of(value))
+
+    def finish(self, outputs: list[Any]) -> None:
+        """Note what custom functions of autograd keep for backward, at the operators inside."""
+        for node in _custom_functions(outputs):
+            kept = tuple(sorted((k, said_of(v)) for k, v in node.__dict__.items()))
+            at = bisect.bisect_right(self._numbers, node._sequence_nr())
+            line = self.lines[min(at, len(self.lines) - 1)]
+            key = (*line.key, type(node).__name__, kept)
+            self.lines[min(at, len(self.lines) - 1)] = dataclasses.replace(line, key=key)
+
+
+def said_of(value: Any) -> str:
+    """A constant as text that tells 1, 1.0 and True apart; an object by its identity."""
+    if value is None or isinstance(value, (bool, int, float, complex, str, *_PLAIN)):
+        return f"{type(value).__name__} {value!r}"
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__} {[said_of(v) for v in value]}"
+    if isinstance(value, dict):
+        return f"{type(value).__name__} { {k: said_of(v) for k, v in value.items()} }"
+    if isinstance(value, compat.SYMBOLIC):
+        return f"symbol {compat.expression(value)}"
+    return f"{type(value).__name__} at {id(value)}"
+
+
+_PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _custom_functions(outputs: list[Any]) -> list[Any]:
+    """The autograd nodes of `outputs` whose backward is Python, in the order of forward."""
+    todo = [t.grad_fn for t in _tensors(outputs) if t.grad_fn is not None]
+    seen: set[Any] = set(todo)
+    found: list[Any] = []
+    while todo:
+        node = todo.pop()
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            found.append(node)
+        for before, _ in node.next_functions:
+            if before is not None and before not in seen:
+                seen.add(before)
+                todo.append(before)
+    return sorted(found, key=lambda node: node._sequence_nr())
+
+
+@contextlib.contextmanager
+def no_tensor_hooks() -> Iterator[None]:
+    """Refuse hooks on tensors, which no operator of forward tells of.
+
+    Raises:
+        Unproven: the model registers one.
+    """
+    before = Tensor.register_hook
+
+    def register_hook(self: Tensor, hook: Any) -> Any:
+        raise Unproven("forward registers a hook on a tensor")
+
+    Tensor.register_hook = register_hook  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Tensor.register_hook = before  # type: ignore[method-assign]
+
+
+def leaves_of(model: nn.Module) -> dict[str, tuple[int, Any]]:
+    """Name -> identity and metadata of every parameter and buffer, under each of its names."""
+    found: dict[str, tuple[int, Any]] = {}
+    params = dict(model.named_parameters(remove_duplicate=False))
+    for name, tensor in (*params.items(), *model.named_buffers(remove_duplicate=False)):
+        what = (
+            *(type(tensor).__name__, name in params, tuple(tensor.shape), tensor.stride()),
+            *(tensor.dtype, tensor.device, tensor.requires_grad),
+        )
+        found[name] = (id(tensor), what)
+    return found
