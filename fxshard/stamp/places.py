@@ -7,6 +7,7 @@ blocks are written as further images, and whatever lies behind them is what it w
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -144,6 +145,11 @@ def cut(labels: Sequence[Label], *, descending: bool = False) -> list[tuple[int,
 
 
 def _numbered(owner: Sequence[Label]) -> list[tuple[int, int, int]]:
+    """Positions count back from the end of a stretch: the first block's begins later than others'.
+
+    Outside they count from 0.
+    """
+    sizes = collections.Counter(label for label in owner if label is not None)
     found: list[tuple[int, int, int]] = []
     counts: dict[tuple[int, int], int] = {}
     left: set[int] = set()
@@ -151,7 +157,7 @@ def _numbered(owner: Sequence[Label]) -> list[tuple[int, int, int]]:
         if label is not None:
             left.add(label[0])
         place = label or (OUTSIDE, len(left))
-        position = counts.get(place, 0)
+        position = counts.get(place, -sizes[label] if label else 0)
         counts[place] = position + 1
         found.append((*place, position))
     return found
