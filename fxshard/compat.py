@@ -42,7 +42,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.fx.graph import _PyTreeCodeGen
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 __all__ = [
@@ -575,14 +575,41 @@ def fake_in(
     return FakeTensor(mode, plain, like.device)
 
 
+def values_as_text(tensor: torch.Tensor) -> str:
+    """The values of a real tensor, also under a fake mode."""
+    with _disable_current_modes():
+        return str(tensor.tolist())
+
+
 def autograd_number() -> int:
     """The number that autograd gives to the next node of its graph (``Node._sequence_nr``)."""
     return int(torch.autograd._get_sequence_nr())
 
 
-def all_names_used(graph: fx.Graph) -> bool:
-    """False if nodes have been erased from `graph`: their names are not given again."""
-    return len(graph._graph_namespace._used_names) == len(graph.nodes)
+@contextlib.contextmanager
+def nodes_made() -> Iterator[dict[fx.Graph, list[fx.Node]]]:
+    """Per graph that dead code is eliminated from in the block: the nodes that were there before.
+
+    A trace ends with that, and the names of dead nodes are not given again.
+    (torch/_functorch/_aot_autograd/graph_capture.py, ``aot_dispatch_autograd_graph``)
+    """
+    found: dict[fx.Graph, list[fx.Node]] = {}
+    eliminate = fx.Graph.eliminate_dead_code
+
+    def noted(self: fx.Graph, *args: Any, **kwargs: Any) -> Any:
+        found.setdefault(self, list(self.nodes))
+        return eliminate(self, *args, **kwargs)
+
+    fx.Graph.eliminate_dead_code = noted  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        fx.Graph.eliminate_dead_code = eliminate  # type: ignore[method-assign]
+
+
+def has_names_of(graph: fx.Graph, nodes: Sequence[fx.Node]) -> bool:
+    """True if the names that `graph` has ever given are those of `nodes`."""
+    return graph._graph_namespace._used_names == {node.name for node in nodes}
 
 
 def of_name(desc: Any, name: Any) -> Any:

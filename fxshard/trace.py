@@ -317,8 +317,9 @@ def _of_blocks(prepared: _Prepared, mode: KernelFakeMode, repeats: stamp.Repeats
     """What is left of the model, traced; the blocks left out, stamped."""
     call = prepared.call
     with prepared.ready() as calls, stamp.shortened(call.model, repeats.runs):
-        owner, *ends = _export(call, prepared.fakes)
-    noted = stamp.note(owner.graph, calls, repeats)
+        with compat.nodes_made() as made:
+            owner, *ends = _export(call, prepared.fakes)
+    noted = stamp.note(owner.graph, made, calls, repeats)
     domain = prepared.settled(owner.graph, mode)
     traced = stamp.Traced(owner.graph, *ends)
     traced = stamp.written(traced, noted, repeats, mode, call.grad)

@@ -113,13 +113,21 @@ def _what(item: Item) -> str:
     return text if len(text) < 160 else text[:159] + "…"
 
 
-def note(graph: fx.Graph, calls: list[Call], repeats: Repeats) -> Noted:
+def note(
+    graph: fx.Graph, made: dict[fx.Graph, list[fx.Node]], calls: list[Call], repeats: Repeats
+) -> Noted:
     """Where the nodes of the shortened model's graph were traced: right behind the trace.
+
+    Args:
+        graph: as it was traced.
+        made: what `compat.nodes_made` found in it.
+        calls: of the shortened model.
+        repeats: what was left out.
 
     Raises:
         Unproven: its blocks cannot be told apart.
     """
-    return write.note(graph, calls, repeats.runs)
+    return write.note(graph, made.get(graph) or list(graph.nodes), calls, repeats.runs)
 
 
 def written(

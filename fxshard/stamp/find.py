@@ -66,7 +66,10 @@ def repeats(model: nn.Module, run: Run, full: Rehearsal, right: int) -> Run | st
     prints = [_fingerprint(model, run, block, full) for block in range(run.length)]
     keys = [[hash(tuple(i.key for i in stretch)) for stretch in blocks[k]] for k in sorted(blocks)]
     best = run
-    why = "no block does what the one before it does"
+    middle = run.length // 2
+    differ = [relations(b[middle], b[middle + 1], 0, 1) for b in blocks.values()]
+    texts = [text for text in differ if isinstance(text, str)]
+    why = texts[0] if texts else "parameters or hooks of one block are not those of the next"
     for period in range(1, min(LONGEST, run.length // 4) + 1):
         same: list[bool] = []
         for i in range(run.length - period):

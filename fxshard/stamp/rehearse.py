@@ -162,7 +162,10 @@ class Recorder(TorchDispatchMode):
         tokens: list[Token] = []
         flags: list[bool] = []
         said: list[Any] = []
-        self._read((args, kwargs), tokens, flags, said)
+        if func in _LITERALS and not isinstance(args[0], compat.FakeTensor):
+            said.append((args[0].dtype, compat.values_as_text(args[0])))
+        else:
+            self._read((args, kwargs), tokens, flags, said)
         if compat.saved_tensors_hooks_on_top() is not None:
             raise Unproven("hooks for saved tensors run inside of the model")
         key = (
@@ -184,7 +187,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(value, Tensor):
             token = self._tokens.get(id(value))
             if token is None:  # one that the model holds: the same wherever it is read
-                token = self._tokens[id(value)] = f"constant {len(self._alive)}"
+                token = self._tokens[id(value)] = f"tensor at {id(value)}"
                 self._alive.append(value)
             tokens.append(token)
             flags.append(value.requires_grad)
@@ -203,11 +206,14 @@ class Recorder(TorchDispatchMode):
     def finish(self, outputs: list[Any]) -> None:
         """Note what custom functions of autograd keep for backward, at the operators inside."""
         for node in _custom_functions(outputs):
-            kept = tuple(sorted((k, said_of(v)) for k, v in node.__dict__.items()))
             at = bisect.bisect_right(self._numbers, node._sequence_nr())
-            line = self.lines[min(at, len(self.lines) - 1)]
-            key = (*line.key, type(node).__name__, kept)
-            self.lines[min(at, len(self.lines) - 1)] = dataclasses.replace(line, key=key)
+            at = min(at, len(self.lines) - 1)
+            line = self.lines[at]
+            tokens: list[Token] = [*line.tokens]
+            said: list[Any] = [*line.key, type(node).__name__]
+            self._read(dict(sorted(node.__dict__.items())), tokens, [], said)
+            key, read = tuple(said), tuple(tokens)
+            self.lines[at] = dataclasses.replace(line, key=key, tokens=read)
 
 
 def said_of(value: Any) -> str:
@@ -223,6 +229,7 @@ def said_of(value: Any) -> str:
     return f"{type(value).__name__} at {id(value)}"
 
 
+_LITERALS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 _PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 

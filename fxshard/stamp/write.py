@@ -50,18 +50,21 @@ class Noted:
     firsts: dict[str, int]
 
 
-def note(graph: fx.Graph, calls: Sequence[Call], runs: Runs) -> Noted:
+def note(
+    graph: fx.Graph, made: Sequence[fx.Node], calls: Sequence[Call], runs: Runs
+) -> Noted:
     """Note where the nodes of `graph`, just traced, belong.
 
     Args:
         graph: of the model with fewer blocks.
+        made: its nodes, and those that were dead (see `compat.nodes_made`).
         calls: its calls; FQNs are those among all blocks.
         runs: what was left out.
 
     Raises:
         Unproven: the blocks cannot be told apart in it.
     """
-    if not compat.all_names_used(graph):
+    if not compat.has_names_of(graph, made):
         raise Unproven("the trace has dropped operators, and their names with them")
 
     def short(run: int, block: int) -> int | None:
@@ -69,7 +72,7 @@ def note(graph: fx.Graph, calls: Sequence[Call], runs: Runs) -> Noted:
 
     labels = call_labels(list(calls), runs, short)
     items = call_items(list(calls), labels, runs, short)
-    order = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+    order = [n for n in made if n.op not in ("placeholder", "output")]
     count: dict[str, int] = {}
     firsts: dict[str, int] = {}
     phase = "forward"
@@ -302,6 +305,7 @@ class Writer:
                 place = self.noted.places[template]
                 name = names[self.stamp.place(Item(place, None, ()), shift)]
                 self._node(item, shift, template.op, template.target, name)
+        self._reserve(names)
         values, targets = self._full_results(full)
         output = self.graph.output(tuple(values))
         (before,) = self.traced.graph.find_nodes(op="output")
@@ -357,6 +361,16 @@ class Writer:
                 base, _ = _numbered(nodes[item.place].name)
                 found[naming.place(item, shift)] = _next_name(count, base)
         return found
+
+    def _reserve(self, names: dict[Place, str]) -> None:
+        """Take the names of nodes that are dead, as the trace has."""
+        taken = {node.name for node in self.graph.nodes}
+        for place, name in names.items():
+            if name not in taken:
+                dead = self.graph.create_node("call_function", _dead, (), {}, name)
+                if dead.name != name:
+                    raise Unproven(f"the name {name} is taken")
+                self.graph.erase_node(dead)
 
     def _node(self, item: Item, shift: int, op: str, target: Any, name: str) -> fx.Node:
         template = self._nodes[item.place]
@@ -485,6 +499,10 @@ class Writer:
                 put(place, 0, None)
         leaves("grad")
         return values, found
+
+
+def _dead() -> None:
+    """Stands for the operator of a node that is dead."""
 
 
 _LEFT = ("fxshard_storages",)
