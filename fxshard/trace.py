@@ -299,12 +299,12 @@ def _stamped(prepare: Callable[..., _Prepared], mode: KernelFakeMode) -> _Found 
     try:
         full = _rehearsed(whole, ())
         for right in stamp.RIGHT:
-            repeats = stamp.proven(
-                model, full, lambda runs: _rehearsed(prepare(), runs), right
-            )
             try:
+                repeats = stamp.proven(
+                    model, full, lambda runs: _rehearsed(prepare(), runs), right
+                )
                 return _of_blocks(prepare(mode), mode, repeats)
-            except stamp.Unproven:
+            except stamp.Wider:
                 if right == stamp.RIGHT[-1]:
                     raise
     except Exception as reason:

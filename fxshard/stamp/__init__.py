@@ -20,13 +20,19 @@ from fxshard.compat import FakeTensorMode
 from fxshard.provenance import Call
 from fxshard.stamp import find, write
 from fxshard.stamp.find import shortened
-from fxshard.stamp.places import Item, Run, Runs, Stamp, Unproven
-from fxshard.stamp.rehearse import Recorder, Rehearsal, leaves_of, no_tensor_hooks
+from fxshard.stamp.places import Item, Run, Runs, Stamp, Unproven, Wider, said
+from fxshard.stamp.rehearse import (
+    Recorder,
+    Rehearsal,
+    gathers_gradients,
+    leaves_of,
+    no_tensor_hooks,
+)
 from fxshard.stamp.write import Noted, Traced
 
 __all__ = [
-    *("RIGHT", "Recorder", "Rehearsal", "Repeats", "Runs", "Traced", "Unproven", "candidates"),
-    *("leaves_of", "no_tensor_hooks", "note", "proven", "shortened", "written"),
+    *("RIGHT", "Recorder", "Rehearsal", "Repeats", "Runs", "Traced", "Unproven", "Wider"),
+    *("candidates", "leaves_of", "no_tensor_hooks", "note", "proven", "shortened", "written"),
 ]
 
 RIGHT, candidates = find.RIGHT, find.lists
@@ -63,6 +69,7 @@ def proven(
         right: periods that stay behind those left out.
 
     Raises:
+        Wider: gradients of blocks are summed up; try the next of `RIGHT`.
         Unproven: there are none, or the shortened model does not say what the whole one does.
     """
     runs, why = _runs(model, full, right)
@@ -72,6 +79,8 @@ def proven(
     if short.facts != full.facts:
         raise Unproven("what the model returns depends on the number of its blocks")
     stamp = Stamp(runs, short.sequences(runs, lambda run, block: runs[run].short(block)))
+    if right == RIGHT[0] and any(gathers_gradients(item, i) for item, i in stamp.shared):
+        raise Wider("sums of gradients reach over several blocks")
     sequences = full.sequences(runs, lambda _, block: block)
     for kind, items in sequences.items():
         _check(stamp, kind, items)
@@ -105,12 +114,7 @@ def _check(stamp: Stamp, kind: str, items: list[Item]) -> None:
         short, shift = image
         same = stamp.place(short, shift) == item.place and short.key == item.key
         if not same or tuple(stamp.refs(short, shift)) != item.refs:
-            raise Unproven(f"{_what(item)} is not what the other blocks say")
-
-
-def _what(item: Item) -> str:
-    text = str(item.key)
-    return text if len(text) < 160 else text[:159] + "…"
+            raise Unproven(f"{said(item.key)} is not what the other blocks say")
 
 
 def note(

@@ -16,7 +16,7 @@ DEEP = 7  # blocks of a list below which a capture is not worth a rehearsal
 LONGEST = 8  # period that is looked for
 WORTH = 2  # blocks that must be left out
 LEFT = 1  # periods that stay in front of those left out, and
-RIGHT = (2, 3)  # behind them: three where sums of gradients reach over blocks
+RIGHT = (2, 4)  # behind them: more where sums of gradients reach over blocks
 
 
 def lists(model: nn.Module) -> list[Run]:

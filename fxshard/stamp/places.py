@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+
+from fxshard import compat
 
 OUTSIDE = -1  # the "run" of what is in no block
 
 
 class Unproven(Exception):  # noqa: N818, nothing failed: the model is captured flat
     """Why a model is not stamped."""
+
+
+class Wider(Unproven):
+    """More blocks must stay: sums of gradients reach over several."""
 
 
 class Place(NamedTuple):
@@ -138,8 +145,8 @@ def cut(labels: Sequence[Label], *, descending: bool = False) -> list[tuple[int,
         start = end + 1 if follows else first[label]
         owner[start : last[label] + 1] = [label] * (last[label] + 1 - start)
         before, end = label, last[label]
-    runs = [run for i, (run, _) in enumerate(o for o in owner if o)]  # in order of appearance
-    if len(list(dict.fromkeys(runs))) != sum(a != b for a, b in zip([None, *runs], runs)):  # noqa: B905
+    runs = [key for key, _ in itertools.groupby(label[0] for label in owner if label)]
+    if len(set(runs)) != len(runs):
         raise Unproven("blocks of two lists take turns")
     return _numbered(owner)
 
@@ -203,6 +210,13 @@ class Stamp:
         for a, b, relative in zip(first, second, moves, strict=True):
             self._moves[a.place] = self._moves[b.place] = relative
             self._known.update(ref for ref, moved in zip(a.refs, relative, strict=True) if not moved)
+
+    @property
+    def shared(self) -> Iterator[tuple[Item, int]]:
+        """Items of templates, and the number of a reference that all blocks have in common."""
+        for place, moves in self._moves.items():
+            item = self.sequences[place.kind][self._index[place]]
+            yield from ((item, i) for i, relative in enumerate(moves) if not relative)
 
     def written(self, kind: str) -> Iterator[tuple[Item, int]]:
         """Each item of the full sequence: the one that it is an image of, and blocks between."""
@@ -282,7 +296,7 @@ def relations(
     found: list[tuple[bool, ...]] = []
     for a, b in zip(first, second, strict=True):
         if a.key != b.key or len(a.refs) != len(b.refs):
-            return f"{_short(a.key)} and {_short(b.key)}"
+            return f"{said(a.key)} and {said(b.key)}, or their constants"
         moves: list[bool] = []
         for u, v in zip(a.refs, b.refs, strict=True):
             if u == v:
@@ -290,11 +304,15 @@ def relations(
             elif u.run == run and v == (u.kind, run, u.block + distance, u.position):
                 moves.append(True)
             else:
-                return f"{_short(a.key)} refers to {tuple(u)} and {tuple(v)}"
+                return f"{said(a.key)} reads what is elsewhere"
         found.append(tuple(moves))
     return found
 
 
-def _short(key: Any) -> str:
+def said(key: Any) -> str:
+    """What an item is, for people: its operator, else the beginning of all of it."""
+    for part in key if isinstance(key, tuple) else ():
+        if isinstance(part, compat.OpOverload):
+            return str(part)
     text = str(key)
-    return text if len(text) < 120 else text[:119] + "…"
+    return text if len(text) < 100 else text[:99] + "…"

@@ -134,6 +134,14 @@ def call_items(
     return items
 
 
+def gathers_gradients(item: Item, number: int) -> bool:
+    """True if a reference of an operator is a tensor that needs a gradient."""
+    if item.place.kind != "line":
+        return False
+    flags: tuple[bool, ...] = item.key[2]
+    return number < len(flags) and flags[number]
+
+
 class Recorder(TorchDispatchMode):
     """Notes every operator inside.
 

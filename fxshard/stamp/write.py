@@ -23,6 +23,7 @@ from fxshard.stamp.places import (
     Runs,
     Stamp,
     Unproven,
+    Wider,
     cut,
     name_at,
     place_of,
@@ -168,7 +169,10 @@ class Writer:
         self._written: dict[Place, _Written] = {}
         self._items: dict[Place, Item] = {}
         self.graph = fx.Graph()
-        self.stamp = Stamp(runs, self._sequences())
+        try:
+            self.stamp = Stamp(runs, self._sequences())
+        except Unproven as reason:  # forward is proven: what reaches over blocks is backward
+            raise Wider(str(reason)) from None
 
     # -- what was traced ---------------------------------------------------------------------------
 
