@@ -31,6 +31,8 @@ NO_GRAD = "fxshard_no_grad"
 NOTES = (LINE, CALL, NO_GRAD)
 SAID = "fxshard_said_line"  # beside that stack: the line, where frames do not tell it
 
+DEVICE_OF = torch.ops.prim.device.default
+
 SOURCE_WIDTH = 48  # of a line of code that people are shown
 
 
@@ -101,6 +103,8 @@ class LinesNoted(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is DEVICE_OF:  # what C++ asks of every fake tensor that it meets: no node
+            return func(*args)
         stack = compat.current_meta().get(STACK, {})
         noted = {
             LINE: (compat.current_meta().get(SAID) or user_line(), LinesNoted),

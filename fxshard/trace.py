@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import functools
+import gc
 import logging
 import traceback
 import types
@@ -240,19 +242,39 @@ class _Prepared:
     device: torch.device | None
 
     @contextlib.contextmanager
-    def ready(self, way: str = DIRECT, *, told: bool = True) -> Iterator[list[provenance.Call]]:
-        """The model in the state in which it is traced; yields its calls as they are made."""
+    def ready(
+        self, way: str = DIRECT, runs: stamp.Runs = (), *, told: bool = True
+    ) -> Iterator[list[provenance.Call]]:
+        """The model in the state in which it is traced; yields its calls as they are made.
+
+        Args:
+            runs: blocks that are left out; calls have the names of the whole model.
+            told: warn of attributes that forward assigns.
+        """
         call, model = self.call, self.call.model
         dtypes = precision.traced_dtypes(model, call.units)
-        reads = way == DYNAMO
-        with (
-            cuda.substituted() if call.stands_for_cuda else contextlib.nullcontext(),
-            _fake_state(model, self.mode, dtypes, self.device, told),
-            _read_by_dynamo(call, self.fakes, self.mode) if reads else contextlib.nullcontext(),
-            provenance.calls_noted(model) as calls,
-            rng.only_torch_s(model),
-            precision.casting(model, call.units),
-        ):
+        named = (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+        state = functools.partial(
+            *(_fake_state, model, self.mode),
+            {id(tensor): dtypes[name] for name, tensor in named if name in dtypes},
+            *(self.device, told),
+        )
+        with contextlib.ExitStack() as stack:
+            enter = stack.enter_context
+            if call.stands_for_cuda:
+                enter(cuda.substituted())
+            if way == DYNAMO:
+                enter(state())
+                enter(_read_by_dynamo(call, self.fakes, self.mode))
+            calls = enter(provenance.calls_noted(model))
+            enter(rng.only_torch_s(model))
+            enter(precision.casting(model, call.units))
+            if way != DYNAMO:
+                enter(stamp.shortened(model, runs))
+                enter(state())
             yield calls
 
     def settled(self, graph: fx.Graph, mode: FakeTensorMode) -> Domain | None:
@@ -297,28 +319,40 @@ def _stamped(prepare: Callable[..., _Prepared], mode: KernelFakeMode) -> _Found 
     if environment().flat_capture or not stamp.candidates(model):
         return None
     try:
-        full = _rehearsed(whole, ())
-        for right in stamp.RIGHT:
-            try:
-                repeats = stamp.proven(
-                    model, full, lambda runs: _rehearsed(prepare(), runs), right
-                )
-                return _of_blocks(prepare(mode), mode, repeats)
-            except stamp.Wider:
-                if right == stamp.RIGHT[-1]:
-                    raise
+        with _uncollected():
+            full = _rehearsed(whole, ())
+            for right in stamp.RIGHT:
+                try:
+                    repeats = stamp.proven(
+                        model, full, lambda runs: _rehearsed(prepare(), runs), right
+                    )
+                    return _of_blocks(prepare(mode), mode, repeats)
+                except stamp.Wider:
+                    if right == stamp.RIGHT[-1]:
+                        raise
     except Exception as reason:
         said = str(reason).splitlines() or [type(reason).__name__]
         log.info("fxshard: %s is captured block by block: %s", type(model).__name__, said[0])
     return None
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage is looked for: it would walk all the nodes that are made, many times over."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
 def _of_blocks(prepared: _Prepared, mode: KernelFakeMode, repeats: stamp.Repeats) -> _Found:
     """What is left of the model, traced; the blocks left out, stamped."""
     call = prepared.call
-    with prepared.ready() as calls, stamp.shortened(call.model, repeats.runs):
-        with compat.nodes_made() as made:
-            owner, *ends = _export(call, prepared.fakes)
+    with prepared.ready(runs=repeats.runs) as calls, compat.nodes_made() as made:
+        owner, *ends = _export(call, prepared.fakes)
     noted = stamp.note(owner.graph, made, calls, repeats)
     domain = prepared.settled(owner.graph, mode)
     traced = stamp.Traced(owner.graph, *ends)
@@ -329,14 +363,13 @@ def _of_blocks(prepared: _Prepared, mode: KernelFakeMode, repeats: stamp.Repeats
 def _rehearsed(prepared: _Prepared, runs: stamp.Runs) -> stamp.Rehearsal:
     """Forward on fake tensors, without the blocks that `runs` leave out."""
     call = prepared.call
-    with prepared.ready(told=False) as calls:
-        leaves = stamp.leaves_of(call.model)
+    with prepared.ready(runs=runs, told=False) as calls:
+        leaves = stamp.leaves_of(call.model, runs)
         recorder = stamp.Recorder(leaves)
         recorder.given(prepared.fakes)
-        with stamp.shortened(call.model, runs), _while_traced(call), stamp.no_tensor_hooks():
-            with prepared.mode, recorder:
-                outputs = call.forward(*prepared.fakes)
-            recorder.finish(outputs)
+        with _while_traced(call), stamp.no_tensor_hooks(), prepared.mode, recorder:
+            outputs = call.forward(*prepared.fakes)
+        recorder.finish(outputs)
     facts = [call.out_spec, call.out_names, call.out_constants, call.differentiable]
     facts += [call.tangents, call.replaced]
     if prepared.sizes is not None:
@@ -581,27 +614,27 @@ def _user_line(error: BaseException) -> str:
 def _fake_state(
     model: nn.Module,
     fake_mode: KernelFakeMode,
-    dtypes: dict[str, torch.dtype],
+    dtypes: dict[int, torch.dtype],
     device: torch.device | None,
     told: bool = True,
 ) -> Iterator[None]:
     """Replace every parameter and buffer by a whole fake one; put all modules back afterwards.
 
-    `dtypes`: by name, of those that the trace sees in another dtype. `device`: where parameters are
+    `dtypes`: by identity, of those that the trace sees in another dtype. `device`: where parameters are
     whole, wherever they or their shards lie now; None: where they are. `told`: warn of attributes
     that forward assigns.
     """
     before = [(module, _snapshot(module)) for module in model.modules()]
     made: dict[int, torch.Tensor] = {}
     try:
-        for path, module in model.named_modules():
+        for module in model.modules():
             both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for slots in both:
                 for name, tensor in slots.items():
                     if tensor is None:
                         continue
                     if id(tensor) not in made:
-                        dtype = dtypes.get(f"{path}.{name}" if path else name)
+                        dtype = dtypes.get(id(tensor))
                         home = device if isinstance(tensor, nn.Parameter) else None
                         fake: torch.Tensor = fake_like(tensor, fake_mode, dtype, home)
                         if isinstance(tensor, nn.Parameter):

@@ -19,7 +19,17 @@ from torch import Tensor, nn
 from fxshard import compat, provenance
 from fxshard.compat import TorchDispatchMode
 from fxshard.provenance import Call
-from fxshard.stamp.places import Item, Label, Place, Runs, Unproven, cut, place_of
+from fxshard.stamp.places import (
+    OUTSIDE,
+    Item,
+    Label,
+    Place,
+    Runs,
+    Unproven,
+    cut,
+    name_at,
+    place_of,
+)
 
 Token = str | tuple[int, int]  # FQN of a leaf, or the line and which of its results
 
@@ -166,6 +176,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is provenance.DEVICE_OF:
+            return func(*args)
         stack = compat.current_meta().get(provenance.STACK, {})
         tokens: list[Token] = []
         flags: list[bool] = []
@@ -284,8 +296,11 @@ def no_tensor_hooks() -> Iterator[None]:
         Tensor.register_hook = before  # type: ignore[method-assign]
 
 
-def leaves_of(model: nn.Module) -> dict[str, tuple[int, Any]]:
-    """Name -> identity and metadata of every parameter and buffer, under each of its names."""
+def leaves_of(model: nn.Module, runs: Runs) -> dict[str, tuple[int, Any]]:
+    """Name -> identity and metadata of every parameter and buffer, under each of its names.
+
+    Names are those of the whole model, where `runs` are left out.
+    """
     found: dict[str, tuple[int, Any]] = {}
     params = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in (*params.items(), *model.named_buffers(remove_duplicate=False)):
@@ -293,5 +308,8 @@ def leaves_of(model: nn.Module) -> dict[str, tuple[int, Any]]:
             *(type(tensor).__name__, name in params, tuple(tensor.shape), tensor.stride()),
             *(tensor.dtype, tensor.device, tensor.requires_grad),
         )
-        found[name] = (id(tensor), what)
+        place = place_of(name, runs)
+        if place.run != OUTSIDE:
+            place = place._replace(block=runs[place.run].real(place.block))
+        found[name_at(place, runs)] = (id(tensor), what)
     return found

@@ -185,7 +185,7 @@ class Writer:
         ):
             what, name = compat.input_source(desc)
             inside = what in ("param", "buffer")
-            place = place_of(_user(name), self.runs) if inside else _outside("leaf", node.name)
+            place = place_of(_user(name), self.runs) if inside else _outside("leaf", (what, name))
             found["leaf"].append(self._item(node, place, what))
         for node in self.traced.graph.nodes:
             if node.op in ("placeholder", "output"):
@@ -283,10 +283,8 @@ class Writer:
 
     def _leaf(self, source: Any) -> Place:
         what, name = source
-        if what in ("param", "buffer"):
-            return place_of(_user(name), self.runs)
-        inputs = [p for p in self._leaves() if p.run == OUTSIDE and not _is_tangent(p)]
-        return [p for p in inputs if str(p.position).startswith("primals_")][name]
+        inside = what in ("param", "buffer")
+        return place_of(_user(name), self.runs) if inside else _outside("leaf", source)
 
     # -- what is written ---------------------------------------------------------------------------
 
@@ -299,7 +297,7 @@ class Writer:
         full = self._full_leaves()
         for i, (item, shift, desc) in enumerate(full):
             template = self._nodes[item.place]
-            name = template.name if _is_tangent(item.place) else f"primals_{i + 1}"
+            name = template.name if _is_tangent(item.place) else self._input(i)
             node = self._node(item, shift, "placeholder", name, name)
             node.meta["desc"] = desc
         names = self._names()
@@ -334,9 +332,13 @@ class Writer:
             raise Unproven("parameters and buffers are traced in another order")
         found += [(self._items[p], 0, d) for p, d in descs.items() if p not in set(kept)]
         for i, node in enumerate(placeholders):
-            if not _is_tangent(self._places[node]) and node.name != f"primals_{i + 1}":
+            if not _is_tangent(self._places[node]) and node.name != self._input(i):
                 raise Unproven(f"the trace names an input {node.name}")
         return found
+
+    def _input(self, i: int) -> str:
+        """The name that the trace gives to its input `i`."""
+        return f"primals_{i + 1}" if self.training else f"arg{i}_1"
 
     def _source(self, place: Place) -> tuple[Place, int]:
         """What a place of the full model is an image of, and how many blocks from it."""
@@ -530,7 +532,7 @@ def _of(leaf: Place, what: str) -> Place:
 
 
 def _is_tangent(leaf: Place) -> bool:
-    return leaf.run == OUTSIDE and str(leaf.position).startswith("tangents_")
+    return leaf.run == OUTSIDE and leaf.position[0] == "tangent"
 
 
 def _is_size(node: fx.Node) -> bool:
