@@ -570,9 +570,44 @@ def fake_in(
 
     Without the dispatch of `mode`; call it outside of it.
     """
-    plain = torch.empty((0,), dtype=like.dtype, device="meta")
-    plain.set_(storage, like.storage_offset(), like.size(), like.stride())  # type: ignore[call-overload]
-    return FakeTensor(mode, plain, like.device)
+    where = (like.size(), like.stride(), like.storage_offset())
+    return fake_of(mode, storage, *where, like.dtype, like.device)
+
+
+def fake_of(
+    mode: FakeTensorMode,
+    storage: torch.UntypedStorage,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """A fake tensor in `storage`, which is one of `fake_storage`."""
+    plain = torch.empty((0,), dtype=dtype, device="meta")
+    plain.set_(storage, offset, shape, stride)  # type: ignore[call-overload]
+    return FakeTensor(mode, plain, device)
+
+
+def wrapper(
+    cls: type[torch.Tensor],
+    shape: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    requires_grad: bool,
+) -> Any:
+    """A tensor of a subclass that has no memory (``Tensor._make_wrapper_subclass``)."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls,
+        shape,
+        strides=stride,
+        storage_offset=offset,
+        dtype=dtype,
+        device=device,
+        requires_grad=requires_grad,
+    )
 
 
 def values_as_text(tensor: torch.Tensor) -> str:

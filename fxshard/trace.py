@@ -240,6 +240,15 @@ class _Prepared:
     mode: KernelFakeMode
     sizes: shapes.Trace | None
     device: torch.device | None
+    ghosts: bool = False
+
+    def like(
+        self, tensor: torch.Tensor, dtype: torch.dtype | None, device: torch.device | None
+    ) -> torch.Tensor:
+        """What stands for a tensor of the model."""
+        if self.ghosts:
+            return stamp.ghost_like(tensor, dtype, device)
+        return fake_like(tensor, self.mode, dtype, device)
 
     @contextlib.contextmanager
     def ready(
@@ -258,7 +267,7 @@ class _Prepared:
             *model.named_buffers(remove_duplicate=False),
         )
         state = functools.partial(
-            *(_fake_state, model, self.mode),
+            *(_fake_state, model, self.like),
             {id(tensor): dtypes[name] for name, tensor in named if name in dtypes},
             *(self.device, told),
         )
@@ -362,13 +371,20 @@ def _of_blocks(prepared: _Prepared, mode: KernelFakeMode, repeats: stamp.Repeats
 
 def _rehearsed(prepared: _Prepared, runs: stamp.Runs) -> stamp.Rehearsal:
     """Forward on fake tensors, without the blocks that `runs` leave out."""
-    call = prepared.call
+    call, ghosts = prepared.call, prepared.sizes is None
+    prepared = dataclasses.replace(prepared, ghosts=ghosts)
     with prepared.ready(runs=runs, told=False) as calls:
         leaves = stamp.leaves_of(call.model, runs)
-        recorder = stamp.Recorder(leaves)
-        recorder.given(prepared.fakes)
-        with _while_traced(call), stamp.no_tensor_hooks(), prepared.mode, recorder:
-            outputs = call.forward(*prepared.fakes)
+        recorder = stamp.Recorder(leaves, stamp.Table(prepared.mode) if ghosts else None)
+        fakes = prepared.fakes
+        if ghosts:
+            fakes = tuple(map(stamp.ghost_like, fakes))
+        recorder.given(fakes)
+        with _while_traced(call), stamp.no_tensor_hooks(), contextlib.ExitStack() as stack:
+            if not ghosts:
+                stack.enter_context(prepared.mode)
+            stack.enter_context(recorder)
+            outputs = call.forward(*fakes)
         recorder.finish(outputs)
     facts = [call.out_spec, call.out_names, call.out_constants, call.differentiable]
     facts += [call.tangents, call.replaced]
@@ -613,13 +629,14 @@ def _user_line(error: BaseException) -> str:
 @contextlib.contextmanager
 def _fake_state(
     model: nn.Module,
-    fake_mode: KernelFakeMode,
+    like: Callable[..., torch.Tensor],
     dtypes: dict[int, torch.dtype],
     device: torch.device | None,
     told: bool = True,
 ) -> Iterator[None]:
     """Replace every parameter and buffer by a whole fake one; put all modules back afterwards.
 
+    `like`: tensor, dtype and device -> what replaces it.
     `dtypes`: by identity, of those that the trace sees in another dtype. `device`: where parameters are
     whole, wherever they or their shards lie now; None: where they are. `told`: warn of attributes
     that forward assigns.
@@ -636,7 +653,7 @@ def _fake_state(
                     if id(tensor) not in made:
                         dtype = dtypes.get(id(tensor))
                         home = device if isinstance(tensor, nn.Parameter) else None
-                        fake: torch.Tensor = fake_like(tensor, fake_mode, dtype, home)
+                        fake = like(tensor, dtype, home)
                         if isinstance(tensor, nn.Parameter):
                             fake = nn.Parameter(fake, tensor.requires_grad)
                         made[id(tensor)] = fake

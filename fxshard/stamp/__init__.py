@@ -20,6 +20,7 @@ from fxshard.compat import FakeTensorMode
 from fxshard.provenance import Call
 from fxshard.stamp import find, write
 from fxshard.stamp.find import shortened
+from fxshard.stamp.ghosts import Table, ghost_like
 from fxshard.stamp.places import Item, Run, Runs, Stamp, Unproven, Wider, said
 from fxshard.stamp.rehearse import (
     Recorder,
@@ -31,7 +32,8 @@ from fxshard.stamp.rehearse import (
 from fxshard.stamp.write import Noted, Traced
 
 __all__ = [
-    *("RIGHT", "Recorder", "Rehearsal", "Repeats", "Runs", "Traced", "Unproven", "Wider"),
+    *("RIGHT", "Recorder", "Rehearsal", "Repeats", "Runs", "Table", "Traced"),
+    *("Unproven", "Wider", "ghost_like"),
     *("candidates", "leaves_of", "no_tensor_hooks", "note", "proven", "shortened", "written"),
 ]
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fxshard import compat, provenance
 from fxshard.compat import TorchDispatchMode
 from fxshard.provenance import Call
+from fxshard.stamp.ghosts import Table
 from fxshard.stamp.places import (
     OUTSIDE,
     Item,
@@ -157,10 +158,12 @@ class Recorder(TorchDispatchMode):
 
     Args:
         leaves: what `leaves_of` gave.
+        table: of what operators make of ghosts; None where tensors are fake ones.
     """
 
-    def __init__(self, leaves: dict[str, tuple[int, Any]]) -> None:
+    def __init__(self, leaves: dict[str, tuple[int, Any]], table: Table | None) -> None:
         super().__init__()
+        self._table = table
         self.lines: list[Line] = []
         self._tokens: dict[int, Token] = {}
         for name, (number, _) in leaves.items():
@@ -180,12 +183,14 @@ class Recorder(TorchDispatchMode):
             return func(*args)
         stack = compat.current_meta().get(provenance.STACK, {})
         tokens: list[Token] = []
-        flags: list[bool] = []
+        tensors: list[Tensor] = []
         said: list[Any] = []
-        if func in _LITERALS and not isinstance(args[0], compat.FakeTensor):
+        if func in _LITERALS and type(args[0]) is Tensor:
+            tensors.append(args[0])
             said.append((args[0].dtype, compat.values_as_text(args[0])))
         else:
-            self._read((args, kwargs), tokens, flags, said)
+            self._read((args, kwargs), tokens, tensors, said)
+        flags = [tensor.requires_grad for tensor in tensors]
         if compat.saved_tensors_hooks_on_top() is not None:
             raise Unproven("hooks for saved tensors run inside of the model")
         key = (
@@ -195,14 +200,19 @@ class Recorder(TorchDispatchMode):
         region = compat.checkpoint_number(compat.current_meta())
         self.lines.append(Line(key, tuple(tokens), provenance.call_in(stack), region))
         self._numbers.append(compat.autograd_number())
-        out = func(*args, **(kwargs or {}))
+        if self._table is None:
+            out = func(*args, **(kwargs or {}))
+        else:
+            out = self._table.run(func, args, kwargs or {}, key[1], tensors)
         for i, tensor in enumerate(_tensors(out)):
             if id(tensor) not in self._tokens:
                 self._tokens[id(tensor)] = (len(self.lines) - 1, i)
                 self._alive.append(tensor)
         return out
 
-    def _read(self, value: Any, tokens: list[Token], flags: list[bool], said: list[Any]) -> None:
+    def _read(
+        self, value: Any, tokens: list[Token], tensors: list[Tensor], said: list[Any]
+    ) -> None:
         """Split arguments into tensors and constants, in order."""
         if isinstance(value, Tensor):
             token = self._tokens.get(id(value))
@@ -210,16 +220,16 @@ class Recorder(TorchDispatchMode):
                 token = self._tokens[id(value)] = f"tensor at {id(value)}"
                 self._alive.append(value)
             tokens.append(token)
-            flags.append(value.requires_grad)
+            tensors.append(value)
             said.append(Tensor)
         elif isinstance(value, (list, tuple)):
             said.append(len(value))
             for item in value:
-                self._read(item, tokens, flags, said)
+                self._read(item, tokens, tensors, said)
         elif isinstance(value, dict):
             said.extend(value)
             for item in value.values():
-                self._read(item, tokens, flags, said)
+                self._read(item, tokens, tensors, said)
         else:
             said.append(said_of(value))
 
