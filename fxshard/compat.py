@@ -570,8 +570,8 @@ def fake_in(
 
     Without the dispatch of `mode`; call it outside of it.
     """
-    where = (like.size(), like.stride(), like.storage_offset())
-    return fake_of(mode, storage, *where, like.dtype, like.device)
+    offset = int(like.storage_offset())
+    return fake_of(mode, storage, like.size(), like.stride(), offset, like.dtype, like.device)
 
 
 def fake_of(
@@ -585,8 +585,12 @@ def fake_of(
 ) -> torch.Tensor:
     """A fake tensor in `storage`, which is one of `fake_storage`."""
     plain = torch.empty((0,), dtype=dtype, device="meta")
-    plain.set_(storage, offset, shape, stride)  # type: ignore[call-overload]
+    plain.set_(storage, offset, shape, stride)
     return FakeTensor(mode, plain, device)
+
+
+# For a subclass whose operators are not to give the subclass by themselves.
+NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 
 
 def wrapper(
@@ -618,7 +622,7 @@ def values_as_text(tensor: torch.Tensor) -> str:
 
 def autograd_number() -> int:
     """The number that autograd gives to the next node of its graph (``Node._sequence_nr``)."""
-    return int(torch.autograd._get_sequence_nr())
+    return int(torch._C._autograd._get_sequence_nr())
 
 
 @contextlib.contextmanager

@@ -266,11 +266,8 @@ class _Prepared:
             *model.named_parameters(remove_duplicate=False),
             *model.named_buffers(remove_duplicate=False),
         )
-        state = functools.partial(
-            *(_fake_state, model, self.like),
-            {id(tensor): dtypes[name] for name, tensor in named if name in dtypes},
-            *(self.device, told),
-        )
+        by_id = {id(tensor): dtypes[name] for name, tensor in named if name in dtypes}
+        state = functools.partial(_fake_state, model, self.like, by_id, self.device, told)
         with contextlib.ExitStack() as stack:
             enter = stack.enter_context
             if call.stands_for_cuda:
@@ -637,9 +634,9 @@ def _fake_state(
     """Replace every parameter and buffer by a whole fake one; put all modules back afterwards.
 
     `like`: tensor, dtype and device -> what replaces it.
-    `dtypes`: by identity, of those that the trace sees in another dtype. `device`: where parameters are
-    whole, wherever they or their shards lie now; None: where they are. `told`: warn of attributes
-    that forward assigns.
+    `dtypes`: by identity, of those that the trace sees in another dtype. `device`: where
+    parameters are whole, wherever they or their shards lie now; None: where they are. `told`: warn
+    of attributes that forward assigns.
     """
     before = [(module, _snapshot(module)) for module in model.modules()]
     made: dict[int, torch.Tensor] = {}

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 from torch import fx, nn
 
@@ -32,9 +31,23 @@ from fxshard.stamp.rehearse import (
 from fxshard.stamp.write import Noted, Traced
 
 __all__ = [
-    *("RIGHT", "Recorder", "Rehearsal", "Repeats", "Runs", "Table", "Traced"),
-    *("Unproven", "Wider", "ghost_like"),
-    *("candidates", "leaves_of", "no_tensor_hooks", "note", "proven", "shortened", "written"),
+    "RIGHT",
+    "Recorder",
+    "Rehearsal",
+    "Repeats",
+    "Runs",
+    "Table",
+    "Traced",
+    "Unproven",
+    "Wider",
+    "candidates",
+    "ghost_like",
+    "leaves_of",
+    "no_tensor_hooks",
+    "note",
+    "proven",
+    "shortened",
+    "written",
 ]
 
 RIGHT, candidates = find.RIGHT, find.lists

@@ -44,7 +44,7 @@ class Ghost(Tensor):
         return ghost
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Outside of a rehearsal: `nn.Parameter` detaches what it is given."""
@@ -52,7 +52,7 @@ class Ghost(Tensor):
             return cls.of(args[0].form)
         raise Unproven(f"{func} runs outside of the model")
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = compat.NO_TORCH_FUNCTION
 
 
 def ghost_like(
@@ -89,7 +89,8 @@ class Table:
         """
         if not all(isinstance(tensor, Ghost) for tensor in tensors):
             return self._worked_out(func, args, kwargs, tensors)[1]  # reads values, perhaps
-        key = (func, said, tuple([tensor.form for tensor in tensors]))
+        forms: list[Any] = [tensor.form for tensor in tensors]  # type: ignore[attr-defined]
+        key = (func, said, tuple(forms))
         known = self._made.get(key)
         if known is not None:
             return _result(known[0], tensors)
@@ -130,10 +131,9 @@ class Table:
 
 def form_of(tensor: Tensor) -> Form:
     """The form of a fake tensor."""
-    return Form(
-        *(tuple(tensor.shape), tensor.stride(), tensor.storage_offset()),
-        *(tensor.dtype, tensor.device, tensor.untyped_storage().nbytes()),
-    )
+    offset, nbytes = int(tensor.storage_offset()), tensor.untyped_storage().nbytes()
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    return Form(shape, stride, offset, tensor.dtype, tensor.device, nbytes)
 
 
 def _recipe(out: Any, order: list[int]) -> Any:

@@ -18,8 +18,8 @@ from fxshard import compat
 OUTSIDE = -1  # the "run" of what is in no block
 
 
-class Unproven(Exception):  # noqa: N818, nothing failed: the model is captured flat
-    """Why a model is not stamped."""
+class Unproven(Exception):
+    """Why a model is not stamped: nothing failed, it is captured flat."""
 
 
 class Wider(Unproven):
@@ -209,7 +209,9 @@ class Stamp:
             raise Unproven(f"the {kind} of {where} is not that of the next one: {moves}")
         for a, b, relative in zip(first, second, moves, strict=True):
             self._moves[a.place] = self._moves[b.place] = relative
-            self._known.update(ref for ref, moved in zip(a.refs, relative, strict=True) if not moved)
+            self._known.update(
+                ref for ref, moved in zip(a.refs, relative, strict=True) if not moved
+            )
 
     @property
     def shared(self) -> Iterator[tuple[Item, int]]:

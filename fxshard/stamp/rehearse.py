@@ -69,7 +69,9 @@ class Rehearsal:
     facts: Any
     leaves: dict[str, tuple[int, Any]]
 
-    def sequences(self, runs: Runs, real: Callable[[int, int], int | None]) -> dict[str, list[Item]]:
+    def sequences(
+        self, runs: Runs, real: Callable[[int, int], int | None]
+    ) -> dict[str, list[Item]]:
         """Its calls and lines as items.
 
         Args:
@@ -80,7 +82,7 @@ class Rehearsal:
         calls = call_items(self.calls, labels, runs, real)
         where = [
             Place("line", *at)
-            for at in cut([None if l.call is None else labels[l.call] for l in self.lines])
+            for at in cut([None if line.call is None else labels[line.call] for line in self.lines])
         ]
         regions: dict[int | None, Place] = {}
         counts: dict[tuple[int, int], int] = {}
@@ -299,7 +301,7 @@ def no_tensor_hooks() -> Iterator[None]:
     def register_hook(self: Tensor, hook: Any) -> Any:
         raise Unproven("forward registers a hook on a tensor")
 
-    Tensor.register_hook = register_hook  # type: ignore[method-assign, assignment]
+    Tensor.register_hook = register_hook  # type: ignore[method-assign]
     try:
         yield
     finally:

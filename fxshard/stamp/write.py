@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -51,9 +52,7 @@ class Noted:
     firsts: dict[str, int]
 
 
-def note(
-    graph: fx.Graph, made: Sequence[fx.Node], calls: Sequence[Call], runs: Runs
-) -> Noted:
+def note(graph: fx.Graph, made: Sequence[fx.Node], calls: Sequence[Call], runs: Runs) -> Noted:
     """Note where the nodes of `graph`, just traced, belong.
 
     Args:
@@ -272,8 +271,11 @@ class Writer:
             said = "" if isinstance(value, fx.Node) else said_of(value)
             item = self._items[place] = Item(place, (kind, said), refs)
             items.append(item)
-        order = [leaves.index(i.place._replace(kind="leaf", position=i.place.position[1]))
-                 for i in items if i.place.position[0] == "mutation"]
+        order = [
+            leaves.index(i.place._replace(kind="leaf", position=i.place.position[1]))
+            for i in items
+            if i.place.position[0] == "mutation"
+        ]
         if order != sorted(order):
             raise Unproven("changes are not in the order of what they are of")
         return items
@@ -325,7 +327,7 @@ class Writer:
             source, shift = self._source(place)
             if source not in descs:
                 raise Unproven(f"the trace does not have {name}")
-            desc = compat.of_name(descs[source], lambda old, new=name: _prefixed(old, new))
+            desc = compat.of_name(descs[source], functools.partial(_prefixed, name))
             found.append((self._items[source], shift, desc))
         kept = [item.place for item, shift, _ in found if not shift]
         if kept != of_model or [self._places[n] for n in placeholders][: len(kept)] != kept:
@@ -371,7 +373,7 @@ class Writer:
     def _reserve(self, names: dict[Place, str]) -> None:
         """Take the names of nodes that are dead, as the trace has."""
         taken = {node.name for node in self.graph.nodes}
-        for place, name in names.items():
+        for name in names.values():
             if name not in taken:
                 dead = self.graph.create_node("call_function", _dead, (), {}, name)
                 if dead.name != name:
@@ -440,9 +442,7 @@ class Writer:
             return type(value)([self._moved(v, storages) for v in value])
         return value
 
-    def _origin(
-        self, item: Item, template: fx.Node, node: fx.Node, refs: Iterator[Place]
-    ) -> None:
+    def _origin(self, item: Item, template: fx.Node, node: fx.Node, refs: Iterator[Place]) -> None:
         """Say the module, the call, the line and the checkpoint of the node."""
         stack = _stack(template, item.place.kind)
         if stack:
@@ -497,7 +497,7 @@ class Writer:
                 if place in results:
                     kind, name = compat.input_source(desc)
                     named = kind in ("param", "buffer")
-                    put(place, shift, (lambda _, new=name: new) if named else None)
+                    put(place, shift, functools.partial(_other, name) if named else None)
 
         leaves("mutation")
         for place in results:
@@ -519,8 +519,12 @@ def _user(name: Any) -> str:
     return str(name).removeprefix("model.")
 
 
-def _prefixed(old: str, name: str) -> str:
+def _prefixed(name: str, old: str) -> str:
     return f"model.{name}" if old.startswith("model.") else name
+
+
+def _other(name: str, _: str) -> str:
+    return name
 
 
 def _outside(kind: str, position: Any) -> Place:
