@@ -933,3 +933,96 @@ def test_in_backward_is_true_in_hooks_of_the_engine() -> None:
 def test_tree_map_tensors_leaves_the_rest() -> None:
     made = compat.tree_map_tensors(lambda t: t + 1, ({"a": torch.zeros(1)}, 3, None))
     assert made[0]["a"].item() == 1 and made[1:] == (3, None)
+
+
+# -- what stamping takes ---------------------------------------------------------------------------
+
+
+def test_fakes_in_one_storage_are_aliases() -> None:
+    mode = compat.FakeTensorMode()
+    with mode:
+        like = torch.empty(4, 6).t()[1:]
+    storage = compat.fake_storage(96)
+    made = [compat.fake_in(mode, storage, like) for _ in range(2)]
+    for fake in made:
+        assert fake.untyped_storage() is storage or fake.untyped_storage()._cdata == storage._cdata
+        assert (fake.shape, fake.stride(), fake.storage_offset()) == ((5, 4), (1, 6), 1)
+        assert (fake.dtype, fake.device.type) == (torch.float32, "cpu")
+    assert storage.nbytes() == 96
+    with mode:
+        assert (made[0] + made[1]).shape == (5, 4)
+
+
+def test_a_wrapper_has_a_form_and_its_operators_come_to_dispatch() -> None:
+    seen: list[Any] = []
+
+    class Wrapper(Tensor):
+        __torch_function__ = compat.NO_TORCH_FUNCTION
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(func)
+            return args[0]
+
+    shape = ((2, 3), (1, 2), 4, torch.bfloat16, torch.device("cpu"), False)
+    made = compat.wrapper(Wrapper, *shape)
+    assert (tuple(made.shape), made.stride(), made.storage_offset()) == shape[:3]
+    assert (made.dtype, made.device, made.requires_grad) == shape[3:]
+    torch.relu(made)
+    assert seen == [aten.relu.default]
+
+
+def test_nodes_made_has_the_dead_ones(joint: Any) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    dead, live = graph.call_function(torch.relu, (x,)), graph.call_function(torch.relu, (x,))
+    graph.output(live)
+    with compat.nodes_made() as made:
+        graph.eliminate_dead_code()
+        graph.eliminate_dead_code()
+    assert dead not in graph.nodes
+    assert [node.name for node in made[graph]] == ["x", "relu", "relu_1", "output"]
+    assert compat.has_names_of(graph, made[graph])
+    assert not compat.has_names_of(graph, list(graph.nodes))
+    with compat.nodes_made() as found, compat.FakeTensorMode():
+        module = Small()
+        traced, _, _ = compat.export_joint(
+            module, (torch.ones(4, 3), torch.ones(4, 2, dtype=torch.bool))
+        )
+    assert compat.has_names_of(traced.graph, found[traced.graph])
+
+
+def test_autograd_counts_its_nodes() -> None:
+    x = torch.ones(2, requires_grad=True)
+    number = compat.autograd_number()
+    y = x * 2
+    assert y.grad_fn._sequence_nr() == number
+    assert compat.autograd_number() == number + 1
+
+
+def test_descriptors_of_another_name(joint: Any) -> None:
+    _, sources, targets = joint
+    named = [compat.of_name(desc, lambda name: f"other.{name}") for desc in sources]
+    params = [s for kind, s in map(compat.input_source, named) if kind == "param"]
+    assert params == ["other.linear.weight", "other.linear.bias"]
+    renamed = [compat.of_name(desc, lambda name: "new") for desc in targets if desc is not None]
+    found = [compat.output_source(desc) for desc in renamed]
+    assert ("grad", ("param", "new")) in found
+    assert ("mutation", ("buffer", "new")) in found
+    assert ("output", 0) in found
+
+
+def test_values_of_a_literal_under_a_fake_mode() -> None:
+    literal = torch.tensor([1.5, 2.0])
+    with compat.FakeTensorMode():
+        assert compat.values_as_text(literal) == "[1.5, 2.0]"
+
+
+def test_a_node_goes_to_another_checkpoint() -> None:
+    inside = {"custom": {compat._CHECKPOINT: 3, "mine": 1}, "val": 0}
+    assert compat.checkpoint_number(inside) == 3
+    moved = compat.in_checkpoint(inside, 7)
+    assert compat.checkpoint_number(moved) == 7
+    assert moved["custom"]["mine"] == 1
+    assert compat.checkpoint_number(inside) == 3
+    assert compat.checkpoint_number({}) is None

@@ -169,8 +169,8 @@ class Siblings(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(DEPTH))
-        self.fcs = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(DEPTH + 2))
+        self.fcs = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH + 2))
 
     def forward(self, x: Tensor) -> Tensor:
         for i in range(len(self.fcs)):

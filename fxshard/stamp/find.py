@@ -63,13 +63,15 @@ def repeats(model: nn.Module, run: Run, full: Rehearsal, right: int) -> Run | st
         blocks[kind] = stretches
     if not all(blocks["line"]):
         return "blocks do not run, or not all of them"
-    prints = [_fingerprint(model, run, block, full) for block in range(run.length)]
+    prints = _fingerprints(model, run, full)
     keys = [[hash(tuple(i.key for i in stretch)) for stretch in blocks[k]] for k in sorted(blocks)]
     best = run
     middle = run.length // 2
     differ = [relations(b[middle], b[middle + 1], 0, 1) for b in blocks.values()]
     texts = [text for text in differ if isinstance(text, str)]
-    why = texts[0] if texts else "parameters or hooks of one block are not those of the next"
+    why = texts[0] if texts else "too few of its blocks repeat"
+    if prints[middle] != prints[middle + 1]:
+        why = "parameters or hooks of one block are not those of the next"
     for period in range(1, min(LONGEST, run.length // 4) + 1):
         same: list[bool] = []
         for i in range(run.length - period):
@@ -101,18 +103,19 @@ def _longest(same: list[bool]) -> tuple[int, int]:
     return best
 
 
-def _fingerprint(model: nn.Module, run: Run, block: int, full: Rehearsal) -> object:
-    """What of a block its operators do not tell: all its parameters, and hooks of its backward."""
-    tensors: list[object] = []
+def _fingerprints(model: nn.Module, run: Run, full: Rehearsal) -> list[list[object]]:
+    """Per block, what its operators do not tell: all its parameters, and hooks of its backward."""
+    found: list[list[object]] = [[] for _ in range(run.length)]
+    for name, (_, form) in full.leaves.items():
+        place = run.split(name)
+        if place is not None:
+            found[place[0]].append((place[1], form))
     for path in run.paths:
-        prefix = f"{path}.{block}."
-        found = [n for n in full.leaves if n.startswith(prefix)]
-        tensors += [(name[len(prefix) :], full.leaves[name][1]) for name in found]
-        for module in model.get_submodule(f"{path}.{block}").modules():
-            hooks = [kind for kind, _, _ in compat.module_hooks(module) if "backward" in kind]
-            if hooks:
-                tensors.append(object())  # like no other
-    return tensors
+        for block, module in enumerate(model.get_submodule(path).children()):
+            inner = (hook for each in module.modules() for hook in compat.module_hooks(each))
+            if any("backward" in kind for kind, _, _ in inner):
+                found[block].append(object())  # like no other
+    return found
 
 
 @contextlib.contextmanager
