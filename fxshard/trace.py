@@ -198,7 +198,7 @@ def _captured(
         call.every_tangent = every_tangent
         return _Prepared(call, fakes, tracing_mode, sizes, device)
 
-    found = _stamped(prepare, fake_mode) if way == DIRECT else None
+    found = _stamped(model, prepare, fake_mode) if way == DIRECT else None
     if found is None:
         found = _flat(prepare(fake_mode), fake_mode, way)
     call, traced = found.call, found.traced
@@ -240,7 +240,7 @@ class _Prepared:
     mode: KernelFakeMode
     sizes: shapes.Trace | None
     device: torch.device | None
-    ghosts: bool = False
+    ghosts: bool = False  # stand for the tensors of the model
 
     def like(
         self, tensor: torch.Tensor, dtype: torch.dtype | None, device: torch.device | None
@@ -266,7 +266,7 @@ class _Prepared:
             *model.named_parameters(remove_duplicate=False),
             *model.named_buffers(remove_duplicate=False),
         )
-        by_id = {id(tensor): dtypes[name] for name, tensor in named if name in dtypes}
+        by_id = {id(tensor): dtypes.get(name) for name, tensor in reversed(named)}  # first name
         state = functools.partial(_fake_state, model, self.like, by_id, self.device, told)
         with contextlib.ExitStack() as stack:
             enter = stack.enter_context
@@ -315,22 +315,23 @@ def _flat(prepared: _Prepared, mode: FakeTensorMode, way: str) -> _Found:
     return _Found(prepared.call, stamp.Traced(owner.graph, *ends), owner, calls, domain)
 
 
-def _stamped(prepare: Callable[..., _Prepared], mode: KernelFakeMode) -> _Found | None:
+def _stamped(
+    model: nn.Module, prepare: Callable[..., _Prepared], mode: KernelFakeMode
+) -> _Found | None:
     """The same from a trace of fewer blocks, where that is proven; else None, and a line says why.
 
     An error of the model is left to `_flat`, which tells it.
     """
-    whole = prepare()
-    model = whole.call.model
-    if environment().flat_capture or not stamp.candidates(model):
+    is_graph = isinstance(model, fx.GraphModule)
+    if is_graph or environment().flat_capture or not stamp.candidates(model):
         return None
     try:
         with _uncollected():
-            full = _rehearsed(whole, ())
+            full = _rehearsed(prepare, ())
             for right in stamp.RIGHT:
                 try:
                     repeats = stamp.proven(
-                        model, full, lambda runs: _rehearsed(prepare(), runs), right
+                        model, full, lambda runs: _rehearsed(prepare, runs), right
                     )
                     return _of_blocks(prepare(mode), mode, repeats)
                 except stamp.Wider:
@@ -366,10 +367,19 @@ def _of_blocks(prepared: _Prepared, mode: KernelFakeMode, repeats: stamp.Repeats
     return _Found(call, traced, owner, repeats.full.calls, domain)
 
 
-def _rehearsed(prepared: _Prepared, runs: stamp.Runs) -> stamp.Rehearsal:
-    """Forward on fake tensors, without the blocks that `runs` leave out."""
-    call, ghosts = prepared.call, prepared.sizes is None
-    prepared = dataclasses.replace(prepared, ghosts=ghosts)
+def _rehearsed(prepare: Callable[[], _Prepared], runs: stamp.Runs) -> stamp.Rehearsal:
+    """Forward without the blocks that `runs` leave out: on ghosts where they do, else on fakes."""
+    prepared = prepare()
+    if prepared.sizes is None:
+        try:
+            return _rehearsal(dataclasses.replace(prepared, ghosts=True), runs)
+        except stamp.Formless:
+            prepared = prepare()
+    return _rehearsal(prepared, runs)
+
+
+def _rehearsal(prepared: _Prepared, runs: stamp.Runs) -> stamp.Rehearsal:
+    call, ghosts = prepared.call, prepared.ghosts
     with prepared.ready(runs=runs, told=False) as calls:
         leaves = stamp.leaves_of(call.model, runs)
         recorder = stamp.Recorder(leaves, stamp.Table(prepared.mode) if ghosts else None)
@@ -627,7 +637,7 @@ def _user_line(error: BaseException) -> str:
 def _fake_state(
     model: nn.Module,
     like: Callable[..., torch.Tensor],
-    dtypes: dict[int, torch.dtype],
+    dtypes: dict[int, torch.dtype | None],
     device: torch.device | None,
     told: bool = True,
 ) -> Iterator[None]:

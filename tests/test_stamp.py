@@ -282,7 +282,7 @@ STAMPED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "every other one checkpointed": (lambda: Checkpointed(depth=12), {}),
     "prefix and suffix": (Ends, {}),
     "shared by all": (Shared, {}),
-    "a loss each": (Losses, {}),
+    "a loss each": (lambda: Losses(depth=10), {}),
     "an index unused": (lambda: Net(Indexed), {}),
     "some frozen": (frozen, {}),
     "eval": (lambda: Net(Dropped).eval(), {}),

@@ -20,7 +20,7 @@ from fxshard.provenance import Call
 from fxshard.stamp import find, write
 from fxshard.stamp.find import shortened
 from fxshard.stamp.ghosts import Table, ghost_like
-from fxshard.stamp.places import Item, Run, Runs, Stamp, Unproven, Wider, said
+from fxshard.stamp.places import Formless, Item, Run, Runs, Stamp, Unproven, Wider, said
 from fxshard.stamp.rehearse import (
     Recorder,
     Rehearsal,
@@ -32,6 +32,7 @@ from fxshard.stamp.write import Noted, Traced
 
 __all__ = [
     "RIGHT",
+    "Formless",
     "Recorder",
     "Rehearsal",
     "Repeats",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fxshard import compat
 from fxshard.compat import FakeTensorMode
-from fxshard.stamp.places import Unproven
+from fxshard.stamp.places import Formless
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Ghost(Tensor):
         """Outside of a rehearsal: `nn.Parameter` detaches what it is given."""
         if func is torch.ops.aten.detach.default:
             return cls.of(args[0].form)
-        raise Unproven(f"{func} runs outside of the model")
+        raise Formless(f"{func} runs outside of the model")
 
     __torch_function__ = compat.NO_TORCH_FUNCTION
 
@@ -116,7 +116,7 @@ class Table:
             out = func(*swap(args), **swap(kwargs))
         for tensor in tensors:
             if isinstance(tensor, Ghost) and form_of(fakes[id(tensor)]) != tensor.form:
-                raise Unproven(f"{func} changes the shape of a tensor in place")
+                raise Formless(f"{func} changes the shape of a tensor in place")
         order = [id(fakes.get(id(tensor), tensor)) for tensor in tensors]
         recipe = _recipe(out, order)
         return recipe, _result(recipe, tensors)
@@ -143,7 +143,7 @@ def _recipe(out: Any, order: list[int]) -> Any:
     if isinstance(out, (list, tuple)):
         return [type(out), *(_recipe(item, order) for item in out)]
     if isinstance(out, compat.SYMBOLIC):
-        raise Unproven("a size depends on data")
+        raise Formless("a size depends on data")
     return {"is": out}
 
 

@@ -26,6 +26,10 @@ class Wider(Unproven):
     """More blocks must stay: sums of gradients reach over several."""
 
 
+class Formless(Unproven):
+    """A rehearsal needs tensors that are more than their form."""
+
+
 class Place(NamedTuple):
     """Where something is written.
 
