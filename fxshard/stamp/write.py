@@ -14,7 +14,6 @@ from torch import Tensor, fx
 from fxshard import compat, meta, provenance
 from fxshard.compat import FakeTensorMode
 from fxshard.provenance import Call
-from fxshard.shapes import LAYOUT
 from fxshard.stamp.places import (
     OUTSIDE,
     Item,
@@ -218,7 +217,7 @@ class Writer:
             owner, ordinal = self._owners[number]
             refs.append(owner)
             key.append(ordinal)
-        key += [str(node.meta.get(LAYOUT)), sorted(set(node.meta) & _FLAGS)]
+        key += [_own(node), sorted(set(node.meta) & _FLAGS)]
         if place.kind in STACKS:
             stack = _stack(node, place.kind)
             module, call = provenance.module_in(stack), provenance.call_in(stack)
@@ -513,6 +512,12 @@ def _dead() -> None:
 
 _LEFT = ("fxshard_storages",)
 _FLAGS = frozenset({"is_gradient_acc", "autograd_backward", "recompute"})
+
+
+def _own(node: fx.Node) -> tuple[tuple[str, str], ...]:
+    """What fxshard has noted of the value (`shapes.LAYOUT`, say): copies carry it along."""
+    noted = (k for k in node.meta if k.startswith("fxshard_") and k not in _LEFT)
+    return tuple((key, str(node.meta[key])) for key in sorted(noted))
 
 
 def _user(name: Any) -> str:
