@@ -529,6 +529,15 @@ def fake_view(
     return FakeTensor(mode, view(plain), base.device)
 
 
+def fake_over(
+    mode: FakeTensorMode, like: torch.Tensor, storage: torch.UntypedStorage
+) -> torch.Tensor:
+    """A fake tensor that lies in `storage` as `like` does in its own, outside of `mode`."""
+    plain = torch.empty((0,), dtype=like.dtype, device="meta")
+    plain.set_(storage, like.storage_offset(), like.size(), like.stride())
+    return FakeTensor(mode, plain, like.device)
+
+
 # Whether autograd hands a Function its gradients in a list to empty (torch/autograd/function.py);
 # where it does not, its caller holds them until backward is over.
 BOXED_GRADS = hasattr(torch.autograd.Function, "boxed_grads_call")

@@ -59,30 +59,48 @@ class Checkpoint:
     ensures: ClassVar[frozenset[Fact]] = frozenset()
 
     def apply(self, program: Program) -> None:
-        regions: dict[int, list[fx.Node]] = {}
-        for node in program.phase("forward"):
-            number = meta.get(node).checkpoint
-            if number is not None:
-                regions.setdefault(number, []).append(node)
+        regions = by_checkpoint(program.phase("forward"))
+        backward = by_checkpoint(program.phase("backward"))
+        previous = random_before(program)
         # From the last to the first: what one makes again reads values of those in front of it.
         for number in sorted(regions, reverse=True):
-            recompute(program, number, regions[number])
+            recompute(program, number, regions[number], backward.get(number, []), previous)
 
 
-def recompute(program: Program, number: int, region: list[fx.Node]) -> None:
-    """Let the backward nodes of checkpoint `number` read copies of what they need of `region`."""
+def by_checkpoint(nodes: list[fx.Node]) -> dict[int, list[fx.Node]]:
+    """Those of `nodes` that are in a checkpoint, by its number."""
+    found: dict[int, list[fx.Node]] = {}
+    for node in nodes:
+        number = meta.get(node).checkpoint
+        if number is not None:
+            found.setdefault(number, []).append(node)
+    return found
+
+
+def recompute(
+    program: Program,
+    number: int,
+    region: list[fx.Node],
+    backward: list[fx.Node],
+    previous: dict[fx.Node, fx.Node | None],
+) -> None:
+    """Let the backward nodes of checkpoint `number` read copies of what they need of `region`.
+
+    Args:
+        region, backward: the nodes of the checkpoint in forward and in backward, in order.
+        previous: from `random_before`.
+    """
     inside = set(region)
     kept = {node for node in region if is_kept(node, number)}
     readers = {
         reader: wanted
-        for reader in program.phase("backward")
-        if meta.get(reader).checkpoint == number
-        and (wanted := [n for n in reader.all_input_nodes if n in inside and n not in kept])
+        for reader in backward
+        if (wanted := [n for n in reader.all_input_nodes if n in inside and n not in kept])
     }
     if not readers:
         return
-    chain = needed(program, [n for wanted in readers.values() for n in wanted], inside - kept)
-    copies = copy_in_front_of(program, chain, next(iter(readers)), number)
+    chain = needed([n for wanted in readers.values() for n in wanted], inside - kept)
+    copies = copy_in_front_of(program, chain, next(iter(readers)), number, previous)
     for reader, wanted in readers.items():
         for node in wanted:
             reader.replace_input_with(node, copies[node])
@@ -110,7 +128,7 @@ def backward_users(node: fx.Node) -> list[fx.Node]:
     return [u for u in node.users if u.op != "output" and meta.get(u).phase == "backward"]
 
 
-def needed(program: Program, wanted: list[fx.Node], lost: set[fx.Node]) -> list[fx.Node]:
+def needed(wanted: list[fx.Node], lost: set[fx.Node]) -> list[fx.Node]:
     """What must be made again for `wanted`, of the values that are not saved, in forward order."""
     found: set[fx.Node] = set()
     todo = list(wanted)
@@ -124,16 +142,19 @@ def needed(program: Program, wanted: list[fx.Node], lost: set[fx.Node]) -> list[
             for source in node.all_input_nodes
             if source in lost or (source.op == "call_function" and from_parameter(source))
         ]
-    return [node for node in program.phase("forward") if node in found]
+    return sorted(found)  # nodes know their place in the graph
 
 
 def copy_in_front_of(
-    program: Program, chain: list[fx.Node], before: fx.Node, number: int
+    program: Program,
+    chain: list[fx.Node],
+    before: fx.Node,
+    number: int,
+    previous: dict[fx.Node, fx.Node | None],
 ) -> dict[fx.Node, fx.Node]:
     """Repeat the nodes of `chain` in front of `before`; returns the copy of each."""
     graph = program.graph
     copies: dict[fx.Node, fx.Node] = {}
-    previous = random_before(program)
     ends: dict[torch.device, tuple[fx.Node, meta.Meta]] = {}  # where each generator was
     last: dict[torch.device, fx.Node] = {}  # random operator that was made again last
 
@@ -162,7 +183,10 @@ def copy_in_front_of(
             copy = graph.create_node(
                 "call_function", node.target, args, kwargs, name=f"{node.name}_again"
             )
-        copies[node] = meta.put(copy, tag, fakes.of_kernel(program, copy, program.refake(copy)))
+        val = program.repeated(copy, node)
+        if val is None:
+            val = fakes.of_kernel(program, copy, program.refake(copy))
+        copies[node] = meta.put(copy, tag, val)
         shapes.take_along(node, copy)
     with graph.inserting_before(before):
         for device, (state, tag) in ends.items():
@@ -190,7 +214,7 @@ def unwritten(program: Program, node: fx.Node) -> fx.Node:
     for user in node.users:  # writes stand at the end of forward: any copy will do
         if user.target is aten.clone.default and meta.get(user).checkpoint is None:
             return user
-    first = program.phase("forward")[0]
+    first = next(n for n in program.graph.nodes if n.op == "call_function")
     name = f"{node.name}_before"
     with program.graph.inserting_before(first):
         copy = program.graph.create_node("call_function", aten.clone.default, (node,), name=name)
