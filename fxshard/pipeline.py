@@ -7,21 +7,19 @@ times it, lints the graph, dumps and compares by FXSHARD_DEBUG, and verifies wha
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import difflib
 import functools
-import gc
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from fxshard import compat, dump, shapes, trace, verify
+from fxshard import collector, compat, dump, shapes, trace, verify
 from fxshard.config import Config, Precision, environment
 from fxshard.errors import CaptureError, ConfigError, VerifyError
 from fxshard.passes.annotate_streams import AnnotateStreams
@@ -158,23 +156,7 @@ def run(
     _verify(program, None)
 
 
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Python's collector waits: it would walk all nodes again each time that some were made.
-
-    Capture and passes make hundreds of thousands of objects that stay; with the collector, their
-    time grows faster than the graph (benchmarks/overhead.py).
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@_collector_paused()
+@collector.paused()
 def make_program(
     model: nn.Module,
     args: tuple[Any, ...],

@@ -11,7 +11,18 @@ import sympy
 import torch
 from torch import nn
 
-from fxshard import budget, certificate, compat, dump, levers, limits, meta, ops, shapes
+from fxshard import (
+    budget,
+    certificate,
+    collector,
+    compat,
+    dump,
+    levers,
+    limits,
+    meta,
+    ops,
+    shapes,
+)
 from fxshard.budget import Picked
 from fxshard.config import Config
 from fxshard.cost import timeline
@@ -167,6 +178,7 @@ class Plan:
         return self.program.units
 
     @functools.cached_property
+    @collector.paused()
     def optimizer_step(self) -> OptimizerStep | None:
         """What the optimizer allocates and frees; None without one."""
         if self.config.optimizer_in_backward:
@@ -345,6 +357,7 @@ class Plan:
                     f"torch.where, or nonzero_static) to have them."
                 )
 
+    @collector.paused()
     def _lifecycle(self) -> list[LifecyclePhase]:
         work, config = self.workload, self.config
         step = self.step_behind()

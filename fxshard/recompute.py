@@ -36,8 +36,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
 from torch import fx
 
 from fxshard import meta, rng
@@ -387,6 +385,10 @@ class _Problem:
         """Whole numbers for the columns at the least sum, with another sum at most a limit."""
         if not self.columns:
             return np.zeros(0, dtype=np.int64)
+        # Only a number of bytes needs a solver, and importing it takes a third of a second.
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csr_array
+
         rows = list(self.rows)
         if limit is not None:
             sums, most = limit

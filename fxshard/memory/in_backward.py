@@ -22,7 +22,7 @@ from fxshard.memory.optimizer import (
     state_of,
     step_of,
 )
-from fxshard.memory.recording import Event, Recorder
+from fxshard.memory.recording import Event, Kernels, Recorder
 from fxshard.optimizer import on_shards
 from fxshard.program import Program
 
@@ -64,7 +64,7 @@ def _record(
     words: list[tuple[str, ...]] = [
         tuple(node.args[2]) for node in program.graph.nodes if node.target is ops.step
     ]
-    recorder = Recorder()
+    recorder = Recorder(kernels=Kernels())
     with mode:
         params: dict[str, nn.Parameter] = {}
         for fqn, param in sorted(everything, key=lambda item: item[1].position):

@@ -14,10 +14,8 @@ they need any, dropped.
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
 import dataclasses
-import gc
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
@@ -26,7 +24,7 @@ import sympy
 import torch
 from torch import fx, nn
 
-from fxshard import meta, ops
+from fxshard import collector, meta, ops
 from fxshard.compat import tree_flatten
 from fxshard.memory import symbolic
 from fxshard.memory.category import Category, is_reduce_copy
@@ -130,6 +128,7 @@ def owner_of(fqn: str) -> str:
     return fqn.rpartition(".")[0]
 
 
+@collector.paused()
 def analyse(
     programs: Sequence[Program],
     held: list[LiveRange],
@@ -149,22 +148,9 @@ def analyse(
         device: type of the device that it is planned for.
         formulas: the ranges get `LiveRange.formula`; then `held`, `step` and `loss` have theirs.
     """
-    with _no_collection():
-        first, steady = _walks(programs, held, step, loss, formulas)
+    first, steady = _walks(programs, held, step, loss, formulas)
     name = step.name if step else None
     return StepBytes(list(programs), first, steady, name, device)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """A walk makes many objects and no cycles; looking for some in a large graph takes long."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _walks(

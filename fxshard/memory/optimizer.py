@@ -8,7 +8,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from fxshard import meta, ops
 from fxshard.compat import FakeTensorMode, TorchDispatchMode, tree_flatten_with_path
 from fxshard.errors import ConfigError
 from fxshard.memory import symbolic
-from fxshard.memory.recording import Event, Recorder
+from fxshard.memory.recording import Event, Kernels, Recorder, name_of
 from fxshard.program import Program
 
 
@@ -179,6 +179,18 @@ def _made(step: OptimizerStep) -> dict[int, int]:
     return dict(pair for event in events for pair in event.allocated) | step.state
 
 
+def _trained(program: Program) -> set[str]:
+    """FQNs of the parameters that a gradient arrives at."""
+    return {r.name for r in program.results if r.kind == "grad"} | ops.stepped(program).keys()
+
+
+def unused(program: Program) -> bool:
+    """True if a parameter requires a gradient and none arrives at it."""
+    trained = _trained(program)
+    every = (*program.params.items(), *program.wholes.items())
+    return any(param.requires_grad and fqn not in trained for fqn, param in every)
+
+
 def refusal(optimizer: Any, error: Exception) -> ConfigError:
     """Why a step cannot be recorded, in words."""
     named = getattr(optimizer, "func", optimizer)
@@ -233,12 +245,19 @@ class _Mixing(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        name = str(func)
-        rows = any(t.dim() for t in meta.tensors((args, kwargs)))
-        alone = torch.Tag.pointwise in func.tags or _ALONE.match(name)
-        if rows and not alone and not name.startswith("prim."):
-            self.found = self.found or name.removesuffix(".default")
+        if not _runs_alone(func) and any(t.dim() for t in meta.tensors((args, kwargs))):
+            self.found = self.found or name_of(func).removesuffix(".default")
         return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _runs_alone(func: Any) -> bool:
+    name = name_of(func)
+    pointwise = torch.Tag.pointwise in func.tags
+    return pointwise or bool(_ALONE.match(name)) or name.startswith("prim.")
+
+
+_META = torch.device("meta")
 
 
 class RealScalars(TorchFunctionMode):
@@ -252,7 +271,7 @@ class RealScalars(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
-        if kwargs.get("device") != torch.device("meta") or not isinstance(made, Tensor):
+        if "device" not in kwargs or kwargs["device"] != _META or not isinstance(made, Tensor):
             return made
         if made.dim() or any(t.is_meta for t in meta.tensors(args)):
             return made
@@ -270,12 +289,11 @@ def _record(
     for_cuda: bool,
     unused: bool,
 ) -> OptimizerStep:
-    trained = {result.name for result in program.results if result.kind == "grad"}
-    trained |= ops.stepped(program).keys()
+    trained = _trained(program)
     world = program.world_size
     params: list[nn.Parameter] = []
     fqns: list[str] = []
-    recorder = Recorder()
+    recorder = Recorder(kernels=Kernels())
     steps: list[list[Event]] = []
     with mode:
         everything = [*program.params.items(), *program.wholes.items()]
@@ -339,15 +357,22 @@ def state_of(
     found: dict[int, State] = {}
     for param, state in optimizer.state.items():
         fqn = fqns.get(id(param), "")
-        leaves, _ = tree_flatten_with_path(state)
-        for path, leaf in leaves:
+        for key, leaf in _leaves(state):
             if isinstance(leaf, torch.Tensor) and id(leaf.untyped_storage()) in recorder.numbers:
                 storage = leaf.untyped_storage()
-                key = "".join(str(part).strip("[]'") for part in path[:1])
                 found[recorder.numbers[id(storage)]] = State(
                     storage.nbytes(), f"{key} of {fqn}", fqn.rpartition(".")[0], tuple(leaf.shape)
                 )
     return found
+
+
+def _leaves(state: Any) -> Iterator[tuple[str, Any]]:
+    """What the state of a parameter holds, each with the name that it has there."""
+    if type(state) is dict and all(isinstance(leaf, (Tensor, int, float)) for leaf in state.values()):
+        yield from ((str(key), leaf) for key, leaf in state.items())
+        return
+    for path, leaf in tree_flatten_with_path(state)[0]:
+        yield "".join(str(part).strip("[]'") for part in path[:1]), leaf
 
 
 def choose_foreach(optimizer: torch.optim.Optimizer) -> None:

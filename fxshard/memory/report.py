@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fxshard import collector
 from fxshard.errors import ConfigError, FxshardError
 from fxshard.memory import formula, queries
 from fxshard.memory.category import CATEGORIES, Category, State
@@ -572,6 +573,7 @@ class MemoryReport:
         """The tick of the ledger that each row of the table lies at."""
         return self._ticks(first_step)
 
+    @collector.paused()
     def table(
         self,
         depth: int | None = None,
@@ -655,12 +657,14 @@ class MemoryReport:
             return self._planned().lifecycle
         return self._lifecycle() if self._lifecycle is not None else []
 
+    @collector.paused()
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-ready values, in bytes; docs/report-json.md describes the schema."""
         from fxshard.memory.views import serialize
 
         return serialize.to_dict(self)
 
+    @collector.paused()
     def to_csv(self) -> str:
         """Every phase and every row, of the first and of the steady step, as CSV, in bytes."""
         from fxshard.memory.views import tables

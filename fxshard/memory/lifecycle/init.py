@@ -17,7 +17,7 @@ from fxshard.materialise import join, own_tensors, put_back
 from fxshard.memory.category import Category
 from fxshard.memory.ledger import LiveRange
 from fxshard.memory.lifecycle.script import LifecyclePhase, Script
-from fxshard.memory.lifecycle.tree import Tree, dense
+from fxshard.memory.lifecycle.tree import Filled, Tree, dense
 from fxshard.memory.recording import Event, Recorder
 from fxshard.program import nbytes
 from fxshard.units import Param, buffer_dtypes
@@ -222,9 +222,37 @@ def _record_fill(
     alive: list[LiveRange],
 ) -> dict[str, LiveRange]:
     """Run an initialisation on fake tensors; what it makes is added to the script and `alive`."""
+    key = _kind(module, tree.config.param_init_fn)
+    filled = None if key is None else tree.filled.get(key)
+    if filled is None:
+        filled = _recorded(tree, module, empty, call)
+        if key is not None:
+            tree.filled[key] = filled
+    slots = {**module._parameters, **module._buffers}
+    ranges = {number: copies[id(slots[name])] for name, number in filled.given}
+    for event in filled.events:
+        made = {
+            number: LiveRange(
+                0, f"temporary of {event.op}", event.op, path, Category.TEMP, size, False
+            )
+            for number, size in event.allocated
+        }
+        ranges |= made
+        alive += made.values()
+        script.run(event.op, *made.values(), op=event.op, module=path)
+        gone = [ranges[number] for number in event.freed if number in ranges]
+        script.drop(*gone)
+        for each in gone:
+            alive[:] = [other for other in alive if other is not each]
+    return {name: ranges[number] for name, number in filled.left if number in ranges}
+
+
+def _recorded(
+    tree: Tree, module: nn.Module, empty: Sequence[str], call: Callable[[], Any]
+) -> Filled:
     device = tree.device if torch.accelerator.is_available() else torch.device("cpu")
     recorder = Recorder()
-    ranges: dict[int, LiveRange] = {}
+    given: list[tuple[str, int]] = []
     with put_back(module), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         fakes: dict[int, Tensor] = {}
         both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -236,7 +264,7 @@ def _record_fill(
                     fake = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=device)
                     number = recorder.know(fake.untyped_storage())
                     if number is not None:
-                        ranges[number] = copies[id(tensor)]
+                        given.append((name, number))
                     if isinstance(tensor, nn.Parameter):
                         fake = nn.Parameter(fake, tensor.requires_grad)
                     fakes[id(tensor)] = fake
@@ -252,21 +280,45 @@ def _record_fill(
             if tensor is not None
         }
         del left
-    for event in events:
-        made = {
-            number: LiveRange(
-                0, f"temporary of {event.op}", event.op, path, Category.TEMP, size, False
-            )
-            for number, size in event.allocated
-        }
-        ranges |= made
-        alive += made.values()
-        script.run(event.op, *made.values(), op=event.op, module=path)
-        gone = [ranges[number] for number in event.freed if number in ranges]
-        script.drop(*gone)
-        for each in gone:
-            alive[:] = [other for other in alive if other is not each]
-    return {name: ranges[number] for name, number in numbers.items() if number in ranges}
+    return Filled(
+        events, tuple(given), tuple((n, i) for n, i in numbers.items() if i is not None)
+    )
+
+
+def _kind(module: nn.Module, init: Any) -> Any:
+    """Equal for modules that are filled by the same operators; None where that is not known.
+
+    What has no ``reset_parameters`` runs none; torch's own modules look at their tensors and their
+    plain attributes. A user's function may look at anything.
+    """
+    ready = getattr(module, "reset_parameters", None)
+    own = ready is None or (
+        type(module).__module__.startswith("torch.nn.modules.")
+        and "reset_parameters" not in module.__dict__
+        and not module._modules
+    )
+    if init is not None or not own:
+        return None
+    plain = [(n, v) for n, v in module.__dict__.items() if not isinstance(v, (dict, set))]
+    if ready is not None and not all(_is_plain(v) for _, v in plain):
+        return None
+    numbers: dict[int, int] = {}
+    tensors = tuple(
+        (name, t if t is None else (numbers.setdefault(id(t), len(numbers)), *_shaped(t)))
+        for slots in (module._parameters, module._buffers)
+        for name, t in slots.items()
+    )
+    return type(module), ready is None or tuple(plain), tensors
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(map(_is_plain, value))
+    return isinstance(value, (int, float, str, type(None), torch.device, torch.dtype))
+
+
+def _shaped(tensor: Tensor) -> tuple[Any, ...]:
+    return type(tensor), tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.is_meta
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from fxshard.memory.lifecycle.load import load_checkpoint, load_state_dict
 from fxshard.memory.lifecycle.save import full_state_dict, save_checkpoint
 from fxshard.memory.lifecycle.script import LifecyclePhase
 from fxshard.memory.lifecycle.tree import Tree
-from fxshard.memory.optimizer import OptimizerStep, trace_step
+from fxshard.memory.optimizer import OptimizerStep, trace_step, unused
 from fxshard.program import Program
 
 
@@ -56,7 +56,9 @@ def lifecycle(
     """
     tree = Tree(program, config, model, [h for h in held if h.category is not Category.INPUTS])
     on_cuda = config.device == "cuda" or tree.device.type == "cuda"
-    new = trace_step(program, config.optimizer, for_cuda=on_cuda, unused=True) if step else None
+    new = step
+    if step is not None and (unused(program) or on_cuda != (config.device == "cuda")):
+        new = trace_step(program, config.optimizer, for_cuda=on_cuda, unused=True)
     phases = [init(tree)]
     if config.sync_module_states and program.world_size * program.replicas > 1:
         phases.append(init_receiving(tree))

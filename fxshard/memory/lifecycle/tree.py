@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from fxshard.config import Config
 from fxshard.memory.category import Category
 from fxshard.memory.ledger import LiveRange
+from fxshard.memory.recording import Event
 from fxshard.program import Program, nbytes
 from fxshard.units import Param
 
@@ -36,6 +39,21 @@ class Item:
     host: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class Filled:
+    """What the initialisation of a module allocates and frees.
+
+    Attributes:
+        events: in order.
+        given: ``(name, storage number)`` of each tensor that it has at the beginning.
+        left: the same at the end, of the tensors that had no data.
+    """
+
+    events: Sequence[Event]
+    given: tuple[tuple[str, int], ...]
+    left: tuple[tuple[str, int], ...]
+
+
 @dataclasses.dataclass
 class Tree:
     """The module tree beside the program.
@@ -43,12 +61,14 @@ class Tree:
     Attributes:
         program, config, model: see `lifecycle`.
         held: what the rank holds between phases, but the optimizer's state.
+        filled: how modules that have been filled were, by their kind (see `init`).
     """
 
     program: Program
     config: Config
     model: nn.Module
     held: list[LiveRange]
+    filled: dict[Any, Filled] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def params(self) -> dict[str, Param]:
