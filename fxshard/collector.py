@@ -10,14 +10,34 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
+SWEEP = 2_000_000  # objects made old since the last full collection, before there is another
+
+_kept = 0
+
 
 @contextlib.contextmanager
-def paused() -> Iterator[None]:
-    """No collection inside; a decorator too."""
+def paused(*, sweep: bool = False) -> Iterator[None]:
+    """No collection inside; a decorator too.
+
+    What was made inside is old afterwards: else it would be walked at the next collection of each
+    generation, three times in all, which takes as long as a pass over the graph each time.
+
+    Args:
+        sweep: where earlier work may have been dropped: a full collection first, if so much has
+            been made old that some may be garbage. The collector itself does not count that.
+    """
+    global _kept
     enabled = gc.isenabled()
+    if sweep and enabled and _kept > SWEEP:
+        _kept = 0
+        gc.collect()
     gc.disable()
     try:
         yield
     finally:
         if enabled:
+            _kept += gc.get_count()[0]
+            if not gc.get_freeze_count():  # the user's own frozen objects stay frozen
+                gc.freeze()
+                gc.unfreeze()  # into the oldest generation
             gc.enable()

@@ -156,7 +156,6 @@ def run(
     _verify(program, None)
 
 
-@collector.paused()
 def make_program(
     model: nn.Module,
     args: tuple[Any, ...],

@@ -449,6 +449,7 @@ class Plan:
         """SHA-256 of the collective sequence; equal on all ranks."""
         return certificate.certificate(self.program)
 
+    @collector.paused()
     def estimate(self, hardware: str | Hardware, *, ranks_per_node: int | None = None) -> Estimate:
         """What a step takes: a timeline of every stream, estimated without running anything.
 
@@ -464,6 +465,7 @@ class Plan:
         chosen = hardware_of(hardware, ranks_per_node)
         return timeline.estimate(self.programs, chosen, self.optimizer_step)
 
+    @collector.paused()
     def dump(
         self, phase: str | None = None, fold: bool = True, hardware: str | Hardware | None = None
     ) -> str:
