@@ -156,6 +156,7 @@ def run(
     _verify(program, None)
 
 
+@collector.paused(sweep=True)
 def make_program(
     model: nn.Module,
     args: tuple[Any, ...],
