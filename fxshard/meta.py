@@ -138,6 +138,17 @@ def storage_ids(node: fx.Node) -> frozenset[int]:
 _STORAGES = "fxshard_storages"  # (value, identities of its storages)
 
 
+def read_ids(node: fx.Node) -> frozenset[int]:
+    """Identity of each storage that `node` reads; a pick reads what it picks, not all of a list."""
+    if node.target is operator.getitem:
+        return storage_ids(node)
+    inputs = node.all_input_nodes
+    return storage_ids(inputs[0]) if len(inputs) == 1 else _NONE.union(*map(storage_ids, inputs))
+
+
+_NONE: frozenset[int] = frozenset()
+
+
 def aliases_input(node: fx.Node) -> bool:
     """True if `node` is a view of (or a pick from) one of its inputs: it allocates nothing."""
     if node.op != "call_function":

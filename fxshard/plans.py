@@ -178,7 +178,6 @@ class Plan:
         return self.program.units
 
     @functools.cached_property
-    @collector.paused()
     def optimizer_step(self) -> OptimizerStep | None:
         """What the optimizer allocates and frees; None without one."""
         if self.config.optimizer_in_backward:

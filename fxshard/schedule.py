@@ -89,7 +89,7 @@ def saved_values(program: Program) -> list[fx.Node]:
 
 def build(program: Program) -> Schedule:
     """Outline the joint graph. The graph itself is left as it is."""
-    regions: dict[str, Region] = {}
+    regions: dict[str, Region] = {}  # by digest
     saved = saved_values(program)
     values = program.values
     outputs = [v for v, r in zip(values, program.results, strict=True) if r.kind == "output"]
@@ -98,7 +98,7 @@ def build(program: Program) -> Schedule:
     backward = None
     if program.signature.training:
         backward = _outer(program, "backward", saved, tuple(grads), regions)
-    return Schedule(forward, backward, regions)
+    return Schedule(forward, backward, {region.name: region for region in regions.values()})
 
 
 def _outer(
@@ -158,10 +158,10 @@ def _call_region(
     outputs = [node for node in run if any(user not in inside for user in node.users)]
     text = describe(run, inputs, outputs, unit.fqn)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    region = next((r for r in regions.values() if r.digest == digest), None)
-    if region is None:
-        region = _make_region(f"region_{len(regions)}", run, inputs, outputs, unit.fqn, digest)
-        regions[region.name] = region
+    if digest not in regions:
+        name = f"region_{len(regions)}"
+        regions[digest] = _make_region(name, run, inputs, outputs, unit.fqn, digest)
+    region = regions[digest]
     given, name = tuple(env[n] for n in inputs), _next_name(region.name, outer)
     call = outer.create_node("call_module", region.name, given, name=name)
     tag = meta.Meta(meta.get(run[0]).phase, "compute", module=unit.fqn, unit=unit.index)

@@ -63,20 +63,31 @@ class Canonicalize:
 
 def strip_no_ops(program: Program) -> None:
     """Remove nodes whose value is their input's."""
+    # What is returned is replaced once, at the end: each time costs as much as there are results.
+    returned, program.values = program.values, []
+    kept = set(returned)
+    instead: dict[fx.Node, fx.Node] = {}
+
+    def remove(node: fx.Node, source: fx.Node) -> None:
+        node.replace_all_uses_with(source)
+        program.graph.erase_node(node)
+        if node in kept:
+            instead[node] = source
+            kept.add(source)
+
     for node in list(program.graph.nodes):
         if node.op != "call_function":
             continue
-        if node.target in ASSERTS and not node.users:
+        if node.target in ASSERTS and not node.users and node not in kept:
             program.graph.erase_node(node)
         elif node.target in NO_OPS or _is_same_shape_view(node):
-            node.replace_all_uses_with(meta.source(node))
-            program.graph.erase_node(node)
+            remove(node, meta.source(node))
         elif node.target is aten.t.default and meta.source(node).target is aten.t.default:
             once = meta.source(node)
-            node.replace_all_uses_with(meta.source(once))
-            program.graph.erase_node(node)
-            if not once.users:
+            remove(node, meta.source(once))
+            if not once.users and once not in kept:
                 program.graph.erase_node(once)
+    program.values = [instead.get(value, value) for value in returned]
 
 
 # What is the tensor itself if it has its sizes. Eager makes no slice of a whole tensor, a trace of

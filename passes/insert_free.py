@@ -41,9 +41,8 @@ class InsertFree:
         last_reader: dict[int, fx.Node] = {}
         for node in program.graph.nodes:
             if node.op == "call_function":
-                for source in (node, *node.all_input_nodes):
-                    for storage in meta.storage_ids(source):
-                        last_reader[storage] = node
+                last_reader.update(dict.fromkeys(meta.read_ids(node), node))
+                last_reader.update(dict.fromkeys(meta.storage_ids(node), node))
 
         def phase_of_last_reader(pick: fx.Node) -> meta.Phase:
             readers = [last_reader[storage] for storage in meta.storage_ids(pick)]

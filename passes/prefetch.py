@@ -191,8 +191,8 @@ def last_readers(nodes: list[fx.Node], launches: list[fx.Node]) -> dict[fx.Node,
     """Per unshard the last operator that reads, through any alias, what it leaves."""
     last: dict[int, int] = {}
     for i, node in enumerate(nodes):
-        for source in (node, *node.all_input_nodes):
-            last |= dict.fromkeys(meta.storage_ids(source), i)
+        last.update(dict.fromkeys(meta.storage_ids(node), i))
+        last.update(dict.fromkeys(meta.read_ids(node), i))
     found: dict[fx.Node, fx.Node] = {}
     for launch in launches:
         storages = set().union(*map(meta.storage_ids, ops.unsharded(launch)))

@@ -85,12 +85,12 @@ class Reinplace:
         taken: set[int] = set()  # storages that others than compute operators read or write
         for node in program.graph.nodes:
             private = node.op == "call_function" and meta.get(node).role == "compute"
-            inputs = [s for source in node.all_input_nodes for s in meta.storage_ids(source)]
-            for storage in (*inputs, *meta.storage_ids(node)):
-                last[storage] = order[node]
+            touched = meta.read_ids(node) | meta.storage_ids(node)
+            last.update(dict.fromkeys(touched, order[node]))
+            for storage in touched:
                 makers.setdefault(storage, node)
-                if not private:
-                    taken.add(storage)
+            if not private:
+                taken.update(touched)
         for node in program.phase("forward") + program.phase("backward"):
             over = overwritten(node)
             if meta.get(node).role != "compute" or len(meta.storage_ids(node)) != 1:

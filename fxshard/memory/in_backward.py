@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxshard import ops
+from fxshard import collector, ops
 from fxshard.compat import FakeTensorMode
 from fxshard.errors import ConfigError
 from fxshard.memory.optimizer import (
@@ -27,6 +27,7 @@ from fxshard.optimizer import on_shards
 from fxshard.program import Program
 
 
+@collector.paused()
 def trace_in_backward(
     program: Program, optimizer: Any, *, for_cuda: bool = False
 ) -> OptimizerStep | None:

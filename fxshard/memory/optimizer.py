@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fxshard import meta, ops
+from fxshard import collector, meta, ops
 from fxshard.compat import FakeTensorMode, TorchDispatchMode, tree_flatten_with_path
 from fxshard.errors import ConfigError
 from fxshard.memory import symbolic
@@ -68,6 +68,7 @@ class OptimizerStep:
     formulas: dict[int, sympy.Expr] = dataclasses.field(default_factory=dict)
 
 
+@collector.paused()
 def trace_step(
     program: Program, optimizer: Any, *, for_cuda: bool = False, unused: bool = False
 ) -> OptimizerStep | None:

@@ -153,9 +153,9 @@ def _stretches(
     calls: dict[str, list[Called]] = {}
     for called in sorted(first, key=first.__getitem__):
         calls.setdefault(called[0], []).append(called)
+    place = {called: at for same in calls.values() for at, called in enumerate(same)}
     for called in first:
-        same = calls[called[0]]
-        at = same.index(called)
+        same, at = calls[called[0]], place[called]
         end = first[same[at + 1]] if at + 1 < len(same) else math.inf
         yield called, last[same[at - 1]] if at else -1, end
 

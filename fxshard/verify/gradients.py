@@ -27,6 +27,7 @@ def reduced_once(program: Program) -> None:
     need += [ops.store] if program.offloaded else []
     need = [ops.comm_hook] if program.comm_hook else need
     seen: dict[fx.Node, str] = {}
+    packs: dict[fx.Node, dict[str | None, tuple[int, int]]] = {}  # pick -> what it holds
     left = _left_by_backward(program)
     for value, result in left:
         if result.kind == "accumulated" and program.sync:
@@ -45,7 +46,9 @@ def reduced_once(program: Program) -> None:
                 _one_reduction(program, pick, result.name, seen)
                 continue
             seen[pick] = result.name
-            packed = _packed(meta.operands(meta.source(pick))[walk.picked(pick)])
+            if pick not in packs:
+                packs[pick] = _packed(meta.operands(meta.source(pick))[walk.picked(pick)])
+            packed = packs[pick]
             if _piece(value, pick) != packed.get(result.name):
                 what = f"the gradient of {result.name!r} is not in what %{pick.name} reduced."
                 if result.name in packed:
@@ -103,8 +106,9 @@ def _all_returned(program: Program, seen: dict[fx.Node, str]) -> None:
 
 def _divided_alike(program: Program) -> None:
     """All gradients are reduced by one operation and divided by one number in all."""
+    rows: Rows = {}
     found = {
-        value: (result.name, _divided(program, value, result.name))
+        value: (result.name, _divided(program, value, result.name, rows))
         for value, result in _left_by_backward(program)
         if result.kind == "grad" and result.name in program.params
     }
@@ -122,7 +126,12 @@ def _said(how: tuple[float, tuple[str, ...]]) -> str:
     return f"reduced by {', '.join(operations) or 'nothing'} and divided by {divisor:g}"
 
 
-def _divided(program: Program, value: fx.Node, fqn: str) -> tuple[float, tuple[str, ...]]:
+Rows = dict[fx.Node, dict[str | None, fx.Node]]  # packed tensor -> FQN -> what it has of it
+
+
+def _divided(
+    program: Program, value: fx.Node, fqn: str, known: Rows
+) -> tuple[float, tuple[str, ...]]:
     """What the sum over ranks is divided by, and the operations that are no sum."""
     divisor, operations, node = 1.0, [], value
     sizes = {"shard": program.world_size, "replicate": program.replicas}
@@ -140,10 +149,12 @@ def _divided(program: Program, value: fx.Node, fqn: str) -> tuple[float, tuple[s
             if not isinstance(node.args[0], (list, tuple)):
                 node = meta.source(node)
                 continue
-            rows = [row for row in node.all_input_nodes if fqn in _names_of(row)]
-            if not rows:
+            if node not in known:
+                inputs = reversed(node.all_input_nodes)  # the first of a name counts
+                known[node] = {name: row for row in inputs for name in _names_of(row)}
+            if fqn not in known[node]:
                 break
-            node = rows[0]
+            node = known[node][fqn]
         else:
             break
     return round(divisor, 6), tuple(operations)
@@ -202,7 +213,8 @@ def _accumulated_once(program: Program) -> None:
     """What steps before have left is read once: added to, or sent; and sent if there is a sync."""
     fact = Fact.REDUCED_ONCE
     both = _left_by_backward(program)
-    made = {r.name: _origin(v, r.name) for v, r in both if r.name in program.params}
+    rows: Rows = {}
+    made = {r.name: _origin(v, r.name, rows) for v, r in both if r.name in program.params}
     for node in program.graph.find_nodes(op="placeholder"):
         if meta.get(node).role != "accumulated":
             continue
@@ -217,12 +229,15 @@ def _accumulated_once(program: Program) -> None:
             fail(program, fact, made.get(fqn, node), what)
 
 
-def _origin(value: fx.Node, fqn: str) -> fx.Node:
+def _origin(value: fx.Node, fqn: str, known: Rows) -> fx.Node:
     """The gradient that `value` was made of by reductions, paddings, divisions and casts."""
     node = value
     for pick in _reductions_of(value):
         node = meta.operands(meta.source(pick))[walk.picked(pick)]
-        node = next((row for row in walk.packed_rows(node) if meta.get(row).fqn == fqn), node)
+        if node not in known:
+            rows = reversed(walk.packed_rows(node))  # the first of a name counts
+            known[node] = {meta.get(row).fqn: row for row in rows}
+        node = known[node].get(fqn, node)
     while node.op == "call_function" and meta.get(node).role in ("pad", "settle"):
         node = meta.source(node)
     return node

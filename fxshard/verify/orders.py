@@ -131,9 +131,8 @@ class _Walker:
         last: dict[int, fx.Node] = {}
         for node in program.graph.nodes:
             if node.op == "call_function":
-                for source in (node, *node.all_input_nodes):
-                    for storage in self.ids[source]:
-                        last[storage] = node
+                last.update(dict.fromkeys(self.ids[node], node))
+                last.update(dict.fromkeys(meta.read_ids(node), node))
         self.dying: dict[fx.Node, list[int]] = {}
         for storage, node in last.items():
             if storage not in kept:
@@ -165,7 +164,9 @@ class _Walker:
         reads, writes, fresh = self.touches(node)
         allocates = reads or writes if stream == "compute" else fresh
         if allocates and node.target is not ops.store:
-            needs |= {other: need for other, need in self.dead.items() if other != stream}
+            for other, need in self.dead.items():
+                if other != stream:
+                    needs[other] = need
         for storage in reads:
             access = self.accesses.get(storage)
             if access is not None:
@@ -191,7 +192,7 @@ class _Walker:
         """Storages that `node` reads, writes, and makes."""
         if node.target in (operator.getitem, ops.wait, ops.free):
             return set(), set(), set()
-        inputs = {storage for source in node.all_input_nodes for storage in self.ids[source]}
+        inputs = set(meta.read_ids(node))
         own = set(self.ids[node])
         written = own if ops.is_in_place(node) else walk.written(node)
         if own and own <= inputs and not written:

@@ -39,8 +39,7 @@ def freed(program: Program) -> None:
 def no_use_after_free(program: Program) -> None:
     gone: dict[int, fx.Node] = {}
     for node in program.graph.nodes:
-        reads = set().union(*map(meta.storage_ids, node.all_input_nodes), set())
-        for storage in reads & gone.keys():
+        for storage in meta.read_ids(node) & gone.keys():
             fail(
                 program,
                 Fact.NO_USE_AFTER_FREE,
@@ -73,16 +72,25 @@ def bounded_inflight(program: Program) -> None:
     order, first = walk.order(program), _first_uses(program)
     _limited(program)
     alive: dict[int | None, fx.Node] = {}
+    last: dict[fx.Node, int] = {}  # of what is alive, where it is read last
+    unused: dict[fx.Node, None] = {}  # of what is alive, what waits for its first use
     for node in _launches_and_frees(program):
         tag = meta.get(node)
+        gone = alive.pop(tag.pair, None) if node.target is ops.free else alive.get(tag.pair)
+        if gone is not None:
+            unused.pop(gone, None)
+            del last[gone]
         if node.target is ops.free:
-            alive.pop(tag.pair, None)
             continue
         alive[tag.pair] = node
         cuts = ("unshard", "unpack")
-        if all(meta.get(reader).role in cuts for reader in walk.alias_readers(program, node)):
+        readers = walk.alias_readers(program, node)
+        if all(meta.get(reader).role in cuts for reader in readers):
             fail(program, fact, node, f"nothing reads what %{node.name} gathers.")
-        ahead = [launch for launch in alive.values() if order[first[launch]] > order[node]]
+        last[node] = max(order[reader] for reader in readers)
+        unused[node] = None
+        ahead = [launch for launch in unused if order[first[launch]] > order[node]]
+        unused = dict.fromkeys(ahead)
         limit = prefetch[tag.phase] + 1
         if len({first[launch] for launch in ahead}) > limit:
             names = ", ".join(walk.unit_name(program, launch) for launch in ahead)
@@ -93,15 +101,15 @@ def bounded_inflight(program: Program) -> None:
                 f"with %{node.name}, {len(ahead)} units are unsharded ahead of their use ({names});"
                 f" the limit is prefetch + 1 = {limit}.",
             )
-        for launch in alive.values():
-            if all(order[reader] < order[node] for reader in walk.alias_readers(program, launch)):
-                fail(
-                    program,
-                    fact,
-                    node,
-                    f"%{node.name} is launched while {walk.unit_name(program, launch)!r} is still "
-                    f"unsharded, though nothing reads it any more.",
-                )
+        if min(last.values()) < order[node]:
+            launch = next(each for each in alive.values() if last[each] < order[node])
+            fail(
+                program,
+                fact,
+                node,
+                f"%{node.name} is launched while {walk.unit_name(program, launch)!r} is still "
+                f"unsharded, though nothing reads it any more.",
+            )
     _freed_in_time(program)
 
 
@@ -111,7 +119,7 @@ def _freed_in_time(program: Program) -> None:
         storages = set().union(*map(meta.storage_ids, meta.operands(free)))
         node = free.prev
         while node.op == "call_function":
-            uses = set().union(*map(meta.storage_ids, (node, *node.all_input_nodes)))
+            uses = meta.read_ids(node) | meta.storage_ids(node)
             mine = node.target is ops.wait and meta.get(node).pair == meta.get(free).pair
             if mine or (uses & storages and node.target is not ops.free):
                 break
@@ -165,7 +173,7 @@ def _first_uses(program: Program) -> dict[fx.Node, fx.Node]:
         if node.target is ops.wait and meta.get(node).pair in launches:
             waited.append(launches[meta.get(node).pair])
         elif node.op == "call_function" and meta.get(node).role in ("compute", "pad"):
-            reads = set().union(*map(meta.storage_ids, node.all_input_nodes), set())
+            reads = meta.read_ids(node)
             for launch in list(waited):
                 if meta.get(launch).unit == meta.get(node).unit or written[launch] & reads:
                     found[launch] = node

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any, cast
 
@@ -144,16 +145,24 @@ def group(node: fx.Node) -> str:
 
 def written(node: fx.Node) -> set[int]:
     """Storages that `node` writes in place."""
-    schema = getattr(node.target, "_schema", None)
     found: set[int] = set()
-    for i, argument in enumerate(schema.arguments if schema is not None else ()):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+    for i, name in _writable(node.target):
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(name)
         for each in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(each, fx.Node):
                 found |= meta.storage_ids(each)
     return found
+
+
+@functools.cache
+def _writable(target: Any) -> tuple[tuple[int, str], ...]:
+    """Place and name of each argument that an operator writes to."""
+    schema = getattr(target, "_schema", None)
+    return tuple(
+        (i, argument.name)
+        for i, argument in enumerate(schema.arguments if schema is not None else ())
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
 
 
 def word(target: Any) -> str:
