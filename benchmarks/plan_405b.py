@@ -1,0 +1,247 @@
+"""Llama-3 405B on 1,024 ranks: what its report costs, beside torch's FSDPMemTracker.
+
+    python -m benchmarks.plan_405b
+    python -m benchmarks.plan_405b --layers 8                 # a shallower model
+
+126 layers, batch 1, sequence 8,192, bf16 with fp32 reduction, every layer checkpointed, AdamW; built
+from a config on the meta device: nothing is downloaded, nothing of it is allocated. Each side runs
+in a fresh process; CPU seconds (user and system) and peak RSS are the process's as the kernel
+counts them, from the start of the interpreter, with all imports.
+
+fxshard: `fxshard.plan` and the whole report: peak, peak by category, and the table of every module's
+states as text. FSDPMemTracker: the same model under FakeTensorMode, `fully_shard` on each layer and
+the root over a fake process group of 1,024 ranks, watched for one iteration (forward, backward,
+AdamW's step), and its own summary. What the tracker's figures mean, and its faults:
+docs/memory-vs-fsdp2.md; its step is the first, in which the optimizer's states are made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+LAYERS, SEQUENCE, WORLD = 126, 8192, 1024
+CPU_TARGET, RSS_TARGET = 10.0, 2**30
+MARK = "RESULT "
+
+
+def model_of(layers: int) -> Any:
+    """Hugging Face's Llama of the 405B shape, on the current device."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=16_384,
+        intermediate_size=53_248,
+        num_hidden_layers=layers,
+        num_attention_heads=128,
+        num_key_value_heads=8,
+        max_position_embeddings=SEQUENCE,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config)
+
+
+def fxshard_side(layers: int) -> dict[str, Any]:
+    """Plan, and the whole report."""
+    seconds: dict[str, float] = {}
+
+    def done(stage: str) -> None:
+        seconds[stage] = round(time.process_time() - sum(seconds.values()), 3)
+
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    done("import torch")
+    import transformers  # noqa: F401
+    from transformers import LlamaForCausalLM  # noqa: F401
+
+    done("import transformers")
+    import fxshard
+    from fxshard import trace
+
+    done("import fxshard")
+    with torch.device("meta"):
+        model, tokens = model_of(layers), torch.zeros(1, SEQUENCE, dtype=torch.int64)
+    done("model")
+    traced = [0.0]
+    capture = trace.capture
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        began = time.process_time()
+        try:
+            return capture(*args, **kwargs)
+        finally:
+            traced[0] += time.process_time() - began
+
+    trace.capture = timed
+    plan = fxshard.plan(
+        model,
+        kwargs={"input_ids": tokens, "labels": tokens},
+        world_size=WORLD,
+        mixed_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+        checkpoint="full",
+        optimizer=torch.optim.AdamW,
+    )
+    done("passes and checks")
+    seconds["passes and checks"] = round(seconds["passes and checks"] - traced[0], 3)
+    seconds["capture"] = round(traced[0], 3)
+    memory = plan.memory
+    found = {
+        "peak_bytes": memory.peak_bytes,
+        "by_category": {c.value: size for c, size in memory.peak_by_category.items() if size},
+    }
+    done("live ranges")
+    text = memory.table(units="GiB")
+    done("table")
+    print(text)
+    return {
+        **found,
+        "first_step_peak_bytes": memory.first_step_peak_bytes,
+        "modules": len(memory.modules()),
+        "nodes": len(plan.program.graph.nodes),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "cpu_seconds_by_stage": seconds,
+    }
+
+
+def tracker_side(layers: int) -> dict[str, Any]:
+    """One iteration of FSDP2 under FakeTensorMode, watched by torch's tracker."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from transformers import masking_utils
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
+    mesh = init_device_mesh("cpu", (WORLD,))
+    # It looks at the values of position_ids, which fake tensors have not; fxshard does the same.
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    with FakeTensorMode():
+        with torch.device("cpu"):
+            model, tokens = model_of(layers), torch.zeros(1, SEQUENCE, dtype=torch.int64)
+        parameters = sum(p.numel() for p in model.parameters())
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters())
+        tracker = FSDPMemTracker(model, optimizer)
+        tracker.track_inputs((tokens,))
+        with tracker:
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        (peak,) = tracker.get_tracker_snapshot("peak").values()
+        found = {str(getattr(kind, "value", kind)): int(size) for kind, size in peak.items()}
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text):
+            tracker.display_modulewise_snapshots(depth=5, units="GiB", tabulate=True)
+    print(text.getvalue())
+    return {
+        "peak_bytes": found.pop("Total"),
+        "by_category": {kind: size for kind, size in found.items() if size},
+        "modules": len(tracker.memory_tracking),
+        "parameters": parameters,
+    }
+
+
+SIDES = {"fxshard": fxshard_side, "FSDPMemTracker": tracker_side}
+
+
+def alone(side: str, layers: int) -> dict[str, Any]:
+    """A side in a process of its own, and what the process took.
+
+    Raises:
+        RuntimeError: it failed; with what it printed last.
+    """
+    command = [sys.executable, "-m", "benchmarks.plan_405b", "--side", side, "--layers", f"{layers}"]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    began = time.monotonic()
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    said = process.stdout.read()
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    results = [line for line in said.splitlines() if line.startswith(MARK)]
+    if process.returncode or not results:
+        last = "\n".join(said.splitlines()[-30:])
+        raise RuntimeError(f"{side} ended with {process.returncode}:\n{last}")
+    print(said.replace(results[-1], ""))
+    return {
+        "side": side,
+        "cpu_seconds": round(used.ru_utime + used.ru_stime, 2),
+        "wall_seconds": round(time.monotonic() - began, 1),
+        "peak_rss_bytes": used.ru_maxrss * 1024,
+        **json.loads(results[-1].removeprefix(MARK)),
+    }
+
+
+def claims_of(ours: dict[str, Any], theirs: dict[str, Any]) -> list[dict[str, Any]]:
+    """The targets, and the mark to beat."""
+    ratio = ours["cpu_seconds"] / theirs["cpu_seconds"]
+    said = [
+        ("CPU seconds of the whole report, with imports", ours["cpu_seconds"], CPU_TARGET),
+        ("peak RSS, GiB", ours["peak_rss_bytes"] / 2**30, RSS_TARGET / 2**30),
+        ("CPU seconds, fxshard / FSDPMemTracker", ratio, 1.0),
+    ]
+    return [
+        {"claim": claim, "value": round(value, 3), "target": target, "met": value < target}
+        for claim, value, target in said
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run both sides, print the table, and write where --out says."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--side", choices=[*SIDES], help="only that side, in this process")
+    parser.add_argument("--smoke", action="store_true", help="two layers")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/plan_405b.json")
+    given = parser.parse_args(arguments)
+    if given.side:
+        print(MARK + json.dumps(SIDES[given.side](given.layers)))
+        return 0
+    layers = 2 if given.smoke else given.layers
+    sides = [alone(side, layers) for side in SIDES]
+    result = {"layers": layers, "sides": sides, "claims": claims_of(*sides)}
+    for side in sides:
+        print(
+            f"{side['side']:16} {side['cpu_seconds']:7.2f} CPU s {side['peak_rss_bytes'] / 2**20:7,.0f}"
+            f" MiB RSS  peak {side['peak_bytes'] / 2**30:8.2f} GiB  {side['modules']:,} modules"
+        )
+    print(sides[0]["cpu_seconds_by_stage"])
+    for claim in result["claims"]:
+        print(claim)
+    if given.out or layers == LAYERS:
+        from benchmarks.figures import RESULTS, write
+
+        write(given.out or RESULTS / "plan_405b.json", result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
