@@ -3,16 +3,16 @@
     python -m benchmarks.plan_405b
     python -m benchmarks.plan_405b --layers 8                 # a shallower model
 
-126 layers, batch 1, sequence 8,192, bf16 with fp32 reduction, every layer checkpointed, AdamW; built
-from a config on the meta device: nothing is downloaded, nothing of it is allocated. Each side runs
-in a fresh process; CPU seconds (user and system) and peak RSS are the process's as the kernel
-counts them, from the start of the interpreter, with all imports.
+126 layers, batch 1, sequence 8,192, bf16 with fp32 reduction, every layer checkpointed, AdamW;
+built from a config on the meta device: nothing is downloaded, nothing of it is allocated. Each side
+runs in a fresh process; CPU seconds (user and system) and peak RSS are the process's as the kernel
+counts them, from the start of the interpreter until the report is there, with all imports.
 
-fxshard: `fxshard.plan` and the whole report: peak, peak by category, and the table of every module's
-states as text. FSDPMemTracker: the same model under FakeTensorMode, `fully_shard` on each layer and
-the root over a fake process group of 1,024 ranks, watched for one iteration (forward, backward,
-AdamW's step), and its own summary. What the tracker's figures mean, and its faults:
-docs/memory-vs-fsdp2.md; its step is the first, in which the optimizer's states are made.
+fxshard: `fxshard.plan` and the whole report: peak, peak by category, and the table of every
+module's states as text. FSDPMemTracker: the same model under FakeTensorMode, `fully_shard` on each
+layer and the root over a fake process group of 1,024 ranks, watched for one iteration (forward,
+backward, AdamW's step), and its own tables. What its figures mean, and its faults:
+docs/memory-vs-fsdp2.md; its step is the first, in which the optimizer makes its states.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import contextlib
 import io
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -169,10 +170,10 @@ def alone(side: str, layers: int) -> dict[str, Any]:
     Raises:
         RuntimeError: it failed; with what it printed last.
     """
-    command = [sys.executable, "-m", "benchmarks.plan_405b", "--side", side, "--layers", f"{layers}"]
+    command = [sys.executable, "-m", "benchmarks.plan_405b"]
+    command += ["--side", side, "--layers", f"{layers}"]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    began = time.monotonic()
-    process = subprocess.Popen(
+    process = subprocess.run(
         command,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path},
@@ -180,22 +181,13 @@ def alone(side: str, layers: int) -> dict[str, Any]:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    assert process.stdout is not None
-    said = process.stdout.read()
-    _, status, used = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    results = [line for line in said.splitlines() if line.startswith(MARK)]
+    results = [line for line in process.stdout.splitlines() if line.startswith(MARK)]
     if process.returncode or not results:
-        last = "\n".join(said.splitlines()[-30:])
+        last = "\n".join(process.stdout.splitlines()[-30:])
         raise RuntimeError(f"{side} ended with {process.returncode}:\n{last}")
-    print(said.replace(results[-1], ""))
-    return {
-        "side": side,
-        "cpu_seconds": round(used.ru_utime + used.ru_stime, 2),
-        "wall_seconds": round(time.monotonic() - began, 1),
-        "peak_rss_bytes": used.ru_maxrss * 1024,
-        **json.loads(results[-1].removeprefix(MARK)),
-    }
+    print(process.stdout.replace(results[-1], ""))
+    found: dict[str, Any] = json.loads(results[-1].removeprefix(MARK))
+    return {"side": side, **found}
 
 
 def claims_of(ours: dict[str, Any], theirs: dict[str, Any]) -> list[dict[str, Any]]:
@@ -223,15 +215,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/plan_405b.json")
     given = parser.parse_args(arguments)
     if given.side:
-        print(MARK + json.dumps(SIDES[given.side](given.layers)))
+        found = SIDES[given.side](given.layers)
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        found["cpu_seconds"] = round(used.ru_utime + used.ru_stime, 2)
+        found["peak_rss_bytes"] = used.ru_maxrss * 1024
+        print(MARK + json.dumps(found))
         return 0
     layers = 2 if given.smoke else given.layers
     sides = [alone(side, layers) for side in SIDES]
     result = {"layers": layers, "sides": sides, "claims": claims_of(*sides)}
     for side in sides:
+        rss, peak = side["peak_rss_bytes"] / 2**20, side["peak_bytes"] / 2**30
         print(
-            f"{side['side']:16} {side['cpu_seconds']:7.2f} CPU s {side['peak_rss_bytes'] / 2**20:7,.0f}"
-            f" MiB RSS  peak {side['peak_bytes'] / 2**30:8.2f} GiB  {side['modules']:,} modules"
+            f"{side['side']:16} {side['cpu_seconds']:7.2f} CPU s {rss:7,.0f} MiB RSS  "
+            f"peak {peak:8.2f} GiB  {side['modules']:,} modules"
         )
     print(sides[0]["cpu_seconds_by_stage"])
     for claim in result["claims"]:

@@ -17,6 +17,9 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
+import itertools
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +34,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fxshard
 from benchmarks.analysis_speed import Block
 from benchmarks.figures import RESULTS, ROOT, write
-from fxshard import trace, verify
+from fxshard import collector, trace, verify
 from fxshard.memory import liveness
 from fxshard.memory.optimizer import trace_step
 from fxshard.memory.report import MemoryReport
@@ -99,6 +102,7 @@ class Timed:
 def measure(make: Callable[..., fxshard.Plan], **options: Any) -> dict[str, Any]:
     """One row: CPU seconds of every stage of the plan that `make` makes with these options."""
     clock = Clock()
+    gc.collect()  # what was dropped of the row before
     checks = {
         fact: clock.timed(f"check {fact.name.lower()}", check)
         for fact, check in verify.CHECKS.items()
@@ -106,6 +110,7 @@ def measure(make: Callable[..., fxshard.Plan], **options: Any) -> dict[str, Any]
     with (
         mock.patch.dict(verify.CHECKS, checks),
         mock.patch.object(trace, "capture", clock.timed("trace", trace.capture)),
+        mock.patch.object(collector, "SWEEP", math.inf),
     ):
         began = time.process_time()
         plan = make(passes=lambda default: [Timed(step, clock) for step in default], **options)
@@ -173,7 +178,7 @@ def deeper(blocks: int) -> dict[str, Any]:
 
 def regrouped(counts: Sequence[int], leaves: int) -> list[dict[str, Any]]:
     """The second table: `leaves` blocks in ever more units; each count divides the next."""
-    sizes = [count // before for before, count in zip((1, *counts), (*counts, leaves))]
+    sizes = [count // before for before, count in itertools.pairwise((1, *counts, leaves))]
     with torch.device("meta"):
         model, x = Grouped(sizes), torch.empty(4, WIDTH)
     plan = fxshard.plan(model, (x,), **OPTIONS, units=["groups.*"])
@@ -193,11 +198,9 @@ def claims_of(
     by_nodes: Sequence[dict[str, Any]], by_units: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Linear or not, table by table and group by group."""
-    said = {
-        f"microseconds per node, {by_nodes[-1]['nodes']:,} nodes / {by_nodes[0]['nodes']:,}": by_nodes,
-        f"microseconds per node, {by_units[-1]['units'] - 1:,} units / "
-        f"{by_units[0]['units'] - 1:,}": by_units,
-    }
+    said = {}
+    for rows, what in ((by_nodes, "nodes"), (by_units, "units")):
+        said[f"µs per node, {rows[-1][what]:,} {what} / {rows[0][what]:,}"] = rows
     found = []
     for claim, rows in said.items():
         for group in GROUPS:
@@ -256,7 +259,7 @@ def main(arguments: list[str] | None = None) -> int:
     everything = (given.blocks, given.units, given.leaves) == ([*BLOCKS], [*UNITS], LEAVES)
     if given.smoke:
         given.blocks, given.units, given.leaves, everything = [1, 2], [2, 4], 4, False
-    if any(b % a for a, b in zip(given.units, [*given.units[1:], given.leaves])):
+    if any(b % a for a, b in itertools.pairwise([*given.units, given.leaves])):
         parser.error("each number of units must divide the next, and the last one --leaves")
     deeper(2)  # imports and caches
     by_nodes = []

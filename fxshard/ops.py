@@ -33,7 +33,6 @@ that hold the same shard), "reshard<n>" (n neighbours). ``size`` is their number
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import operator
 from collections.abc import Callable
@@ -287,11 +286,11 @@ def insert_word(
     meta.put(made, tag, values)
     picks = [program.graph.call_function(operator.getitem, (made, i)) for i in range(len(fqns))]
     for pick, fqn, value in zip(picks, fqns, values, strict=True):
-        meta.put(pick, dataclasses.replace(tag, fqn=fqn), value)
+        meta.put(pick, meta.changed(tag, fqn=fqn), value)
     return picks
 
 
 def insert_wait(program: Program, picks: list[fx.Node], tag: meta.Meta) -> fx.Node:
     """Append the wait for the launch that made `picks`, which has the tag `tag`."""
     made = node(program.graph, wait, (picks,), f"wait_{tag.pair}")
-    return meta.put(made, dataclasses.replace(tag, role="wait", fqn=None))
+    return meta.put(made, meta.changed(tag, role="wait", fqn=None))

@@ -169,7 +169,7 @@ def _call_region(
     call.meta["run"] = tuple(run)  # where the operators of the region come from, in this call
     for i, node in enumerate(outputs):
         pick = outer.create_node("call_function", operator.getitem, (call, i), name=node.name)
-        env[node] = meta.put(pick, dataclasses.replace(tag, module=meta.get(node).module))
+        env[node] = meta.put(pick, meta.changed(tag, module=meta.get(node).module))
         pick.meta["val"] = node.meta["val"]
 
 

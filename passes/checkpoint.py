@@ -162,7 +162,7 @@ def copy_in_front_of(
         return copies[node] if node in copies else unwritten(program, node)
 
     for node in chain:
-        tag = dataclasses.replace(
+        tag = meta.changed(
             meta.get(node), phase="backward", checkpoint=number, again=True, save=False
         )
         device = generator_of(node)
@@ -172,7 +172,7 @@ def copy_in_front_of(
                     ends[device] = (get_state(program, device, tag, f"{node.name}_now"), tag)
             if device not in last or last[device] is not previous[node]:
                 with graph.inserting_before(node):
-                    own = dataclasses.replace(meta.get(node), save=False)
+                    own = meta.changed(meta.get(node), save=False)
                     state = get_state(program, device, own, f"{node.name}_state")
                 with graph.inserting_before(before):
                     set_state(program, state, device, tag)
@@ -218,5 +218,5 @@ def unwritten(program: Program, node: fx.Node) -> fx.Node:
     name = f"{node.name}_before"
     with program.graph.inserting_before(first):
         copy = program.graph.create_node("call_function", aten.clone.default, (node,), name=name)
-    tag = dataclasses.replace(meta.get(first), checkpoint=None, save=False)
+    tag = meta.changed(meta.get(first), checkpoint=None, save=False)
     return meta.put(copy, tag, program.refake(copy))

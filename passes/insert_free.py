@@ -80,7 +80,5 @@ def insert_free(
     with program.graph.inserting_after(behind):
         free = ops.node(program.graph, ops.free, (freed,), name)
     phase = meta.get(behind).phase
-    made = dataclasses.replace(
-        tag, phase=phase, role="free", stream="compute", waits=(), records=None
-    )
+    made = meta.changed(tag, phase=phase, role="free", stream="compute", waits=(), records=None)
     meta.put(free, made)

@@ -171,9 +171,7 @@ class InsertReduce:
                 nodes = ops.insert_word(program, ops.reduce_scatter, args, fqns, tag, name)
                 ops.insert_wait(program, nodes, tag)
             if program.replicas > 1:
-                tag = dataclasses.replace(
-                    tag, pair=pair + self._launches(program).index("all_reduce")
-                )
+                tag = meta.changed(tag, pair=pair + self._launches(program).index("all_reduce"))
                 args = (nodes, program.replicas, "replicate", op)
                 name = f"all_reduce_{tag.pair}"
                 nodes = ops.insert_word(program, ops.all_reduce, args, fqns, tag, name)
@@ -184,7 +182,7 @@ class InsertReduce:
                 both = zip(nodes, dtypes, strict=True)
                 nodes = [cast(program, node, dtype, "settle", tag) for node, dtype in both]
             if program.offloaded:
-                tag = dataclasses.replace(tag, pair=pair + self._launches(program).index("store"))
+                tag = meta.changed(tag, pair=pair + self._launches(program).index("store"))
                 name = f"store_{tag.pair}"
                 nodes = ops.insert_word(program, ops.store, (nodes,), fqns, tag, name)
                 ops.insert_wait(program, nodes, tag)
@@ -230,7 +228,7 @@ def packed_together(
 
 def as_rows(program: Program, param: Param, grad: fx.Node, tag: meta.Meta) -> fx.Node:
     """A view of `grad`, padded, of shape ``[world_size, n]``: what each rank gets of it."""
-    tag = dataclasses.replace(tag, role="pad", fqn=param.fqn)
+    tag = meta.changed(tag, role="pad", fqn=param.fqn)
     pad = program.world_size * param.chunk(program.world_size)[0] - param.shape[0]
     node = grad
     if pad:
@@ -242,7 +240,7 @@ def as_rows(program: Program, param: Param, grad: fx.Node, tag: meta.Meta) -> fx
 
 def flat_copy(program: Program, rows: list[fx.Node], tag: meta.Meta) -> fx.Node:
     """Append a flat copy of all of `rows`, rank by rank."""
-    tag = dataclasses.replace(tag, role="pad", fqn="")
+    tag = meta.changed(tag, role="pad", fqn="")
     whole = operation(program, aten.cat.default, (rows, 1), tag)
     return operation(program, aten.view.default, (whole, [-1]), tag)
 
@@ -256,7 +254,7 @@ def parts_of(
     """
     start = 0
     for param in params:
-        settle = dataclasses.replace(tag, role="settle", fqn=param.fqn)
+        settle = meta.changed(tag, role="settle", fqn=param.fqn)
         shape = param.chunk(program.world_size)
         end = start + math.prod(shape)
         piece = operation(program, aten.slice.Tensor, (flat, 0, start, end), settle)
@@ -279,7 +277,7 @@ def through_hook(
     """
     world = program.world_size
     both = zip(params, sent, strict=True)
-    pads = [(node, dataclasses.replace(tag, role="pad", fqn=p.fqn)) for p, node in both]
+    pads = [(node, meta.changed(tag, role="pad", fqn=p.fqn)) for p, node in both]
     rows = [operation(program, aten.view.default, (node, [world, -1]), pad) for node, pad in pads]
     flat = flat_copy(program, rows, tag)
     name = f"hook_{tag.pair}"
@@ -316,7 +314,7 @@ def accumulate(program: Program, grads: dict[str, fx.Node]) -> dict[str, fx.Node
             with program.graph.inserting_before(following(program, grad)):
                 added = program.graph.call_function(aten.add_.Tensor, (total, grad))
             like = meta.get(grad) if grad.op == "call_function" else tag
-            made = dataclasses.replace(like, phase="backward", role="pad", fqn=fqn)
+            made = meta.changed(like, phase="backward", role="pad", fqn=fqn)
             total = meta.put(added, made, total.meta["val"])
         sums[fqn] = total
     return sums
@@ -346,7 +344,7 @@ def as_own(program: Program, grad: fx.Node) -> fx.Node:
         return grad
     tag = meta.get(grad)
     with program.graph.inserting_before(following(program, grad)):
-        return contiguous(program, grad, dataclasses.replace(tag, phase="backward"))
+        return contiguous(program, grad, meta.changed(tag, phase="backward"))
 
 
 def divided(
@@ -360,7 +358,7 @@ def divided(
     if factor is None or factor == 1:
         return node
     made = program.graph.call_function(aten.div_.Scalar, (node, factor))
-    like = dataclasses.replace(tag or meta.get(node), role=role, fqn=meta.get(node).fqn)
+    like = meta.changed(tag or meta.get(node), role=role, fqn=meta.get(node).fqn)
     return meta.put(made, like, node.meta["val"])
 
 
@@ -373,7 +371,7 @@ def cast(
         return node
     made = program.graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
     fake = program.fake(tuple(val.shape), dtype, val.device)
-    return meta.put(made, dataclasses.replace(tag, role=role, fqn=meta.get(node).fqn), fake)
+    return meta.put(made, meta.changed(tag, role=role, fqn=meta.get(node).fqn), fake)
 
 
 def as_sendable(
@@ -383,7 +381,7 @@ def as_sendable(
 
     What is sent is tagged with the FQN of the parameter whose gradient it is.
     """
-    tag = dataclasses.replace(tag, fqn=param.fqn)
+    tag = meta.changed(tag, fqn=param.fqn)
     val, world = grad.meta["val"], program.world_size
     rows = world * param.chunk(world)[0]
     pad = rows - param.shape[0]
@@ -410,7 +408,7 @@ def padded(program: Program, grad: fx.Node, pad: int, tag: meta.Meta) -> fx.Node
     source = grad if val.is_contiguous() else contiguous(program, grad, tag)
     node = program.graph.call_function(aten.constant_pad_nd.default, (source, padding))
     fake = program.fake((val.shape[0] + pad, *val.shape[1:]), val.dtype, val.device)
-    return meta.put(node, dataclasses.replace(tag, role="pad"), fake)
+    return meta.put(node, meta.changed(tag, role="pad"), fake)
 
 
 def contiguous(program: Program, grad: fx.Node, tag: meta.Meta) -> fx.Node:
@@ -419,7 +417,7 @@ def contiguous(program: Program, grad: fx.Node, tag: meta.Meta) -> fx.Node:
     kwargs: dict[str, Any] = {"memory_format": torch.contiguous_format}
     node = program.graph.call_function(aten.clone.default, (grad,), kwargs)
     fake = program.fake(tuple(val.shape), val.dtype, val.device)
-    return meta.put(node, dataclasses.replace(tag, role="pad"), fake)
+    return meta.put(node, meta.changed(tag, role="pad"), fake)
 
 
 def returned_storages(program: Program) -> collections.Counter[int]:

@@ -196,7 +196,8 @@ def unshard(
         args = (nodes, program.device)
         nodes = ops.insert_word(program, ops.load, args, fqns, tag, f"load_{tag.pair}")
     packs = packed_together(params, packed) if size > 1 else []
-    alone = [i for i in range(len(params)) if not any(i in pack for pack in packs)]
+    small = {i for pack in packs for i in pack}
+    alone = [i for i in range(len(params)) if i not in small]
     casts = [i for i in alone if nodes[i].meta["val"].dtype is not params[i].compute_dtype]
     if casts:
         cast = ([nodes[i] for i in casts], params[casts[0]].compute_dtype)
@@ -206,8 +207,8 @@ def unshard(
             nodes[i] = node
     flats: list[fx.Node] = []
     for pack in packs:
-        small = ([nodes[i] for i in pack], params[pack[0]].compute_dtype)
-        flats += ops.insert_word(program, ops.pack, small, [""], tag, f"pack_{tag.pair}")
+        sent = ([nodes[i] for i in pack], params[pack[0]].compute_dtype)
+        flats += ops.insert_word(program, ops.pack, sent, [""], tag, f"pack_{tag.pair}")
     made = [*(nodes[i] for i in alone), *flats]
     if size > 1:
         gather = (made, size) if group == "shard" else (made, size, group)
@@ -239,7 +240,7 @@ def unpack(
     for param in params:
         rows, *rest = param.chunk(program.world_size)
         chunks.append([rows * program.world_size // size, *rest])
-    copies = dataclasses.replace(tag, role="unpack")
+    copies = meta.changed(tag, role="unpack")
     fqns = [param.fqn for param in params]
     args = ([flat], size, chunks)
     made = ops.insert_word(program, ops.unpack, args, fqns, copies, f"unpack_{tag.pair}")
@@ -257,7 +258,7 @@ def cut_padding(
         node = pick
         if pick.meta["val"].shape[0] != param.shape[0]:
             node = program.graph.call_function(aten.slice.Tensor, (pick, 0, 0, param.shape[0]))
-            meta.put(node, dataclasses.replace(tag, fqn=param.fqn), program.refake(node))
+            meta.put(node, meta.changed(tag, fqn=param.fqn), program.refake(node))
         full.append(node)
     return full
 
@@ -278,13 +279,16 @@ def reshard(
     """Behind the last reader in forward, keep this rank's rows in a smaller group."""
     size, group = int(unit.reshard), f"reshard{unit.reshard}"
     storages = set().union(*map(meta.storage_ids, picks))
-    last = [
-        node
-        for node in program.phase("forward")
-        if any(meta.storage_ids(source) & storages for source in node.all_input_nodes)
-    ][-1]
+    reading: set[fx.Node] = set()
+    todo = list(picks)
+    while todo:
+        for user in todo.pop().users:
+            if user not in reading and user.op == "call_function":
+                reading.add(user)
+                todo += [user] if meta.storage_ids(user) & storages else []
+    last = max(node for node in reading if meta.get(node).phase == "forward")
     fqns = [param.fqn for param in params]
-    role = dataclasses.replace(tag, role="reshard")
+    role = meta.changed(tag, role="reshard")
     with program.graph.inserting_before(last.next):
         args = (picks, size, group)
         parts = ops.insert_word(program, ops.reshard, args, fqns, role, f"reshard_{tag.pair}")

@@ -27,9 +27,13 @@ class Category(enum.Enum):
     OPT_STATE = "OptState"
     INPUTS = "Inputs"
 
+    column: int  # its place in `CATEGORIES`: a dictionary of an Enum hashes in Python
+
 
 CATEGORIES = tuple(Category)
 COLUMN = {category: i for i, category in enumerate(CATEGORIES)}
+for _category, _column in COLUMN.items():
+    _category.column = _column
 
 
 class State(enum.Enum):

@@ -17,7 +17,7 @@ import collections
 import copy
 import dataclasses
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import sympy
@@ -217,7 +217,7 @@ class Walk:
         self._formulas = formulas
         self._sizes: symbolic.Expressions = {}
         self.ledger = Ledger()
-        self.ledger.ranges += [dataclasses.replace(each) for each in held]
+        self.ledger.ranges += [each.copied() for each in held]
         self.now = 0  # tick
         self._open: dict[int, LiveRange] = {}  # storage -> its range, if it is alive and not held
         self._refs: dict[int, int] = {}  # storage -> values that refer to it
@@ -233,7 +233,7 @@ class Walk:
         other.ledger = Ledger()
         other.ledger.moments = list(self.ledger.moments)
         other.ledger.phases = list(self.ledger.phases)
-        copies = {id(each): dataclasses.replace(each) for each in self.ledger.ranges}
+        copies = {id(each): each.copied() for each in self.ledger.ranges}
         other.ledger.ranges = list(copies.values())
         other._open = {token: copies[id(each)] for token, each in self._open.items()}
         other._refs, other._grads = dict(self._refs), dict(self._grads)
@@ -648,7 +648,8 @@ class Walk:
         """`node` writes its result over what the storage held: from now on it is that result."""
         before, tag = self._open[token], meta.get(node)
         before.died = self.now
-        after = dataclasses.replace(before, born=self.now, died=None, module=tag.module)
+        after = before.copied()
+        after.born, after.died, after.module = self.now, None, tag.module
         after.name, after.op, after.line = node.name, operation_of(node), tag.line
         self._open[token] = after
         self.ledger.ranges.append(after)
@@ -657,7 +658,8 @@ class Walk:
         for token in tokens:
             before = self._open[token]
             before.died = self.now
-            after = dataclasses.replace(before, category=category, born=self.now, died=None)
+            after = before.copied()
+            after.category, after.born, after.died = category, self.now, None
             self._open[token] = after
             self.ledger.ranges.append(after)
 

@@ -369,7 +369,8 @@ def state_of(
 
 def _leaves(state: Any) -> Iterator[tuple[str, Any]]:
     """What the state of a parameter holds, each with the name that it has there."""
-    if type(state) is dict and all(isinstance(leaf, (Tensor, int, float)) for leaf in state.values()):
+    plain = (Tensor, int, float)
+    if type(state) is dict and all(isinstance(leaf, plain) for leaf in state.values()):
         yield from ((str(key), leaf) for key, leaf in state.items())
         return
     for path, leaf in tree_flatten_with_path(state)[0]:

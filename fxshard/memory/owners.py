@@ -25,11 +25,14 @@ def owned_rows(
         shown: owner -> the module that its bytes are shown with; the identity, if each is shown.
     """
     events: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
-    for each in ledger.ranges:
-        owner = shown(each.module)
-        events[owner].append((max(each.born, 0), each.column, each.bytes))
+    names: dict[str, str] = {}
+    for each, column in zip(ledger.ranges, ledger.columns, strict=True):
+        if each.module not in names:
+            names[each.module] = shown(each.module)
+        mine = events[names[each.module]]
+        mine.append((max(each.born, 0), column, each.bytes))
         if each.died is not None:
-            events[owner].append((each.died, each.column, -each.bytes))
+            mine.append((each.died, column, -each.bytes))
     curves = {owner: _curve(found) for owner, found in events.items()}
     nothing = np.zeros(WIDTH, dtype=np.int64)
     found = {}

@@ -101,9 +101,8 @@ def _layout(value: Any) -> Any:
     return (kind, value) if kind in _PLAIN else None
 
 
-_PLAIN = frozenset(
-    {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
-)
+_PLAIN = {int, float, bool, str, type(None)}
+_PLAIN |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
 
 
 def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

@@ -280,9 +280,7 @@ def _recorded(
             if tensor is not None
         }
         del left
-    return Filled(
-        events, tuple(given), tuple((n, i) for n, i in numbers.items() if i is not None)
-    )
+    return Filled(events, tuple(given), tuple((n, i) for n, i in numbers.items() if i is not None))
 
 
 def _kind(module: nn.Module, init: Any) -> Any:

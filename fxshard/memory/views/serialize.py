@@ -67,7 +67,10 @@ def streams(ledger: Ledger) -> list[str]:
 
 def by_category(sizes: Iterable[int]) -> dict[str, int]:
     """Category -> bytes, without zeros."""
-    return {c.value: int(v) for c, v in zip(CATEGORIES, sizes, strict=True) if v}
+    return {name: int(v) for name, v in zip(_NAMES, sizes, strict=True) if v}
+
+
+_NAMES = tuple(category.value for category in CATEGORIES)
 
 
 def _alive(report: MemoryReport) -> Iterator[dict[str, Any]]:
