@@ -28,24 +28,25 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).parents[1]
-LAYERS, SEQUENCE, WORLD = 126, 8192, 1024
+LAYERS, WIDTH, SEQUENCE, WORLD = 126, 16_384, 8192, 1024
 CPU_TARGET, RSS_TARGET = 10.0, 2**30
 MARK = "RESULT "
 
 
-def model_of(layers: int) -> Any:
-    """Hugging Face's Llama of the 405B shape, on the current device."""
+def model_of(layers: int, width: int) -> Any:
+    """Hugging Face's Llama of the 405B shape if `width` is 16,384, on the current device."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=128_256,
-        hidden_size=16_384,
-        intermediate_size=53_248,
+        hidden_size=width,
+        intermediate_size=13 * width // 4,
         num_hidden_layers=layers,
-        num_attention_heads=128,
-        num_key_value_heads=8,
+        num_attention_heads=width // 128,
+        num_key_value_heads=max(width // 2048, 1),
         max_position_embeddings=SEQUENCE,
         use_cache=False,
         attn_implementation="sdpa",
@@ -53,7 +54,7 @@ def model_of(layers: int) -> Any:
     return LlamaForCausalLM(config)
 
 
-def fxshard_side(layers: int) -> dict[str, Any]:
+def fxshard_side(layers: int, width: int) -> dict[str, Any]:
     """Plan, and the whole report."""
     seconds: dict[str, float] = {}
 
@@ -73,7 +74,7 @@ def fxshard_side(layers: int) -> dict[str, Any]:
 
     done("import fxshard")
     with torch.device("meta"):
-        model, tokens = model_of(layers), torch.zeros(1, SEQUENCE, dtype=torch.int64)
+        model, tokens = model_of(layers, width), torch.zeros(1, SEQUENCE, dtype=torch.int64)
     done("model")
     traced = [0.0]
     capture = trace.capture
@@ -85,15 +86,15 @@ def fxshard_side(layers: int) -> dict[str, Any]:
         finally:
             traced[0] += time.process_time() - began
 
-    trace.capture = timed
-    plan = fxshard.plan(
-        model,
-        kwargs={"input_ids": tokens, "labels": tokens},
-        world_size=WORLD,
-        mixed_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-        checkpoint="full",
-        optimizer=torch.optim.AdamW,
-    )
+    with mock.patch.object(trace, "capture", timed):
+        plan = fxshard.plan(
+            model,
+            kwargs={"input_ids": tokens, "labels": tokens},
+            world_size=WORLD,
+            mixed_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+            checkpoint="full",
+            optimizer=torch.optim.AdamW,
+        )
     done("passes and checks")
     seconds["passes and checks"] = round(seconds["passes and checks"] - traced[0], 3)
     seconds["capture"] = round(traced[0], 3)
@@ -116,7 +117,7 @@ def fxshard_side(layers: int) -> dict[str, Any]:
     }
 
 
-def tracker_side(layers: int) -> dict[str, Any]:
+def tracker_side(layers: int, width: int) -> dict[str, Any]:
     """One iteration of FSDP2 under FakeTensorMode, watched by torch's tracker."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -127,31 +128,35 @@ def tracker_side(layers: int) -> dict[str, Any]:
     from transformers import masking_utils
 
     torch.distributed.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
-    mesh = init_device_mesh("cpu", (WORLD,))
-    # It looks at the values of position_ids, which fake tensors have not; fxshard does the same.
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    with FakeTensorMode():
-        with torch.device("cpu"):
-            model, tokens = model_of(layers), torch.zeros(1, SEQUENCE, dtype=torch.int64)
-        parameters = sum(p.numel() for p in model.parameters())
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
-        optimizer = torch.optim.AdamW(model.parameters())
-        tracker = FSDPMemTracker(model, optimizer)
-        tracker.track_inputs((tokens,))
-        with tracker:
-            loss = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        (peak,) = tracker.get_tracker_snapshot("peak").values()
-        found = {str(getattr(kind, "value", kind)): int(size) for kind, size in peak.items()}
-        text = io.StringIO()
-        with contextlib.redirect_stdout(text):
-            tracker.display_modulewise_snapshots(depth=5, units="GiB", tabulate=True)
+    try:
+        mesh = init_device_mesh("cpu", (WORLD,))
+        # It looks at values of position_ids, which fake tensors have not; fxshard does the same.
+        nothing = mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None)
+        with nothing, FakeTensorMode():
+            with torch.device("cpu"):
+                model = model_of(layers, width)
+                tokens = torch.zeros(1, SEQUENCE, dtype=torch.int64)
+            parameters = sum(p.numel() for p in model.parameters())
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh, mp_policy=policy)
+            fully_shard(model, mesh=mesh, mp_policy=policy)
+            optimizer = torch.optim.AdamW(model.parameters())
+            tracker = FSDPMemTracker(model, optimizer)
+            tracker.track_inputs((tokens,))
+            with tracker:
+                loss = model(input_ids=tokens, labels=tokens).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            (peak,) = tracker.get_tracker_snapshot("peak").values()
+            found = {str(getattr(kind, "value", kind)): int(size) for kind, size in peak.items()}
+            text = io.StringIO()
+            with contextlib.redirect_stdout(text):
+                tracker.display_modulewise_snapshots(depth=5, units="GiB", tabulate=True)
+    finally:
+        torch.distributed.destroy_process_group()
     print(text.getvalue())
     return {
         "peak_bytes": found.pop("Total"),
@@ -164,8 +169,20 @@ def tracker_side(layers: int) -> dict[str, Any]:
 SIDES = {"fxshard": fxshard_side, "FSDPMemTracker": tracker_side}
 
 
+def measured(side: str, layers: int, width: int) -> dict[str, Any]:
+    """A side in this process, and what the process has taken until it was done."""
+    found = SIDES[side](layers, width)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "side": side,
+        "cpu_seconds": round(used.ru_utime + used.ru_stime, 2),
+        "peak_rss_bytes": used.ru_maxrss * 1024,
+        **found,
+    }
+
+
 def alone(side: str, layers: int) -> dict[str, Any]:
-    """A side in a process of its own, and what the process took.
+    """`measured`, in a process of its own.
 
     Raises:
         RuntimeError: it failed; with what it printed last.
@@ -187,7 +204,7 @@ def alone(side: str, layers: int) -> dict[str, Any]:
         raise RuntimeError(f"{side} ended with {process.returncode}:\n{last}")
     print(process.stdout.replace(results[-1], ""))
     found: dict[str, Any] = json.loads(results[-1].removeprefix(MARK))
-    return {"side": side, **found}
+    return found
 
 
 def claims_of(ours: dict[str, Any], theirs: dict[str, Any]) -> list[dict[str, Any]]:
@@ -211,18 +228,14 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--side", choices=[*SIDES], help="only that side, in this process")
-    parser.add_argument("--smoke", action="store_true", help="two layers")
+    parser.add_argument("--smoke", action="store_true", help="two narrow layers, in this process")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/plan_405b.json")
     given = parser.parse_args(arguments)
     if given.side:
-        found = SIDES[given.side](given.layers)
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        found["cpu_seconds"] = round(used.ru_utime + used.ru_stime, 2)
-        found["peak_rss_bytes"] = used.ru_maxrss * 1024
-        print(MARK + json.dumps(found))
+        print(MARK + json.dumps(measured(given.side, given.layers, WIDTH)))
         return 0
     layers = 2 if given.smoke else given.layers
-    sides = [alone(side, layers) for side in SIDES]
+    sides = [measured(side, 2, 128) if given.smoke else alone(side, layers) for side in SIDES]
     result = {"layers": layers, "sides": sides, "claims": claims_of(*sides)}
     for side in sides:
         rss, peak = side["peak_rss_bytes"] / 2**20, side["peak_bytes"] / 2**30

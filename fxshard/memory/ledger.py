@@ -164,7 +164,8 @@ class Ledger:
         first = len(self.moments)
         self.moments += moments
         last = self.phases[-1]
-        self.phases[-1] = last._replace(points=len(self.moments) - last.start - 1)
+        points = len(self.moments) - last.start - 1
+        self.phases[-1] = Phase(last.name, last.micro_batch, last.start, points)
         return first
 
     @functools.cached_property

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Literal
 
 from torch import fx
@@ -81,6 +81,10 @@ class Step:
     needs: dict[meta.Stream, Need]
 
 
+Storages = Set[int]  # identities
+_NONE: Storages = frozenset()
+
+
 class _Access:
     """Who touched a storage: its last writer, and per stream the last reader since."""
 
@@ -116,6 +120,7 @@ def steps(program: Program) -> Iterator[Step]:
 class _Walker:
     def __init__(self, program: Program) -> None:
         self.ids = {node: tuple(meta.storage_ids(node)) for node in program.graph.nodes}
+        self.reads: dict[fx.Node, frozenset[int]] = {}
         self.positions: dict[meta.Stream, int] = {}
         self.accesses: dict[int, _Access] = {}
         self.dead: dict[meta.Stream, Need] = {}  # what touched memory that is free again
@@ -131,8 +136,9 @@ class _Walker:
         last: dict[int, fx.Node] = {}
         for node in program.graph.nodes:
             if node.op == "call_function":
+                self.reads[node] = meta.read_ids(node)
                 last.update(dict.fromkeys(self.ids[node], node))
-                last.update(dict.fromkeys(meta.read_ids(node), node))
+                last.update(dict.fromkeys(self.reads[node], node))
         self.dying: dict[fx.Node, list[int]] = {}
         for storage, node in last.items():
             if storage not in kept:
@@ -188,16 +194,17 @@ class _Walker:
                 self.dead[stream] = Need(position, node, GONE)
         return Step("run", node, stream, position, needs)
 
-    def touches(self, node: fx.Node) -> tuple[set[int], set[int], set[int]]:
+    def touches(self, node: fx.Node) -> tuple[Storages, Storages, Storages]:
         """Storages that `node` reads, writes, and makes."""
         if node.target in (operator.getitem, ops.wait, ops.free):
-            return set(), set(), set()
-        inputs = set(meta.read_ids(node))
-        own = set(self.ids[node])
+            return _NONE, _NONE, _NONE
+        inputs = self.reads[node]
+        own = meta.storage_ids(node)
         written = own if ops.is_in_place(node) else walk.written(node)
         if own and own <= inputs and not written:
-            return set(), set(), set()
-        return inputs, written | (own - inputs), own - inputs
+            return _NONE, _NONE, _NONE
+        fresh = own - inputs
+        return inputs, written | fresh, fresh
 
     def bury(self, node: fx.Node) -> None:
         """Behind `node`, what it is the last to refer to is gone, or what it frees."""

@@ -105,7 +105,8 @@ class Script:
 
     def hold(self, made: LiveRange) -> LiveRange:
         """What is there from before."""
-        made = dataclasses.replace(made, storage=len(self.ledger.ranges), born=BEFORE)
+        made = made.copied()
+        made.storage, made.born = len(self.ledger.ranges), BEFORE
         self.ledger.ranges.append(made)
         return made
 
