@@ -14,7 +14,10 @@ import time
 from benchmarks import page
 from benchmarks.figures import ROOT
 
-SCRIPTS = ("step_time", "peak_bytes", "first_step", "overhead", "passes")
+SCRIPTS = (
+    *("step_time", "peak_bytes", "first_step", "overhead", "passes"),
+    *("scale", "plan_405b"),
+)
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from benchmarks import first_step, overhead, passes, peak_bytes, step_time
+from benchmarks import first_step, overhead, passes, peak_bytes, plan_405b, scale, step_time
 from benchmarks.figures import RESULTS, ROOT
 from benchmarks.sides import TITLES
 
@@ -156,12 +156,67 @@ def passes_section(result: Result) -> str:
     return table(rows)
 
 
+def scale_section(result: Result) -> str:
+    """Tables of benchmarks/scale.py, and its plot."""
+    parts = []
+    for which in ("by_nodes", "by_units"):
+        rows = [
+            {
+                "nodes": f"{row['nodes']:,}",
+                "units": f"{row['units'] - 1:,} and the root",
+                **{
+                    f"{k}, µs per node": f"{v:.1f}" for k, v in row["microseconds_per_node"].items()
+                },
+                "all, CPU s": f"{row['microseconds_per_node']['all'] * row['nodes'] / 1e6:.2f}",
+            }
+            for row in result[which]
+        ]
+        parts.append(table(rows))
+    first, last = result["by_nodes"][0], result["by_nodes"][-1]
+    stages = [
+        {
+            "stage": stage,
+            **{
+                f"{row['nodes']:,} nodes, µs per node": (
+                    f"{1e6 * row['cpu_seconds'].get(stage, 0.0) / row['nodes']:.2f}"
+                )
+                for row in (first, last)
+            },
+        }
+        for stage in last["cpu_seconds"]
+    ]
+    picture = "![CPU seconds over nodes, and microseconds per node over units](scaling.png)"
+    return "\n\n".join([*parts, picture, "Stage by stage, a unit per block:", table(stages)])
+
+
+def plan_405b_section(result: Result) -> str:
+    """Table of benchmarks/plan_405b.py."""
+    rows = [
+        {
+            "": side["side"],
+            "CPU s": f"{side['cpu_seconds']:.1f}",
+            "peak RSS, MiB": f"{side['peak_rss_bytes'] / MIB:,.0f}",
+            "says as peak, GiB": f"{side['peak_bytes'] / 2**30:.2f}",
+            "modules with figures": f"{side['modules']:,}",
+        }
+        for side in result["sides"]
+    ]
+    ours = result["sides"][0]
+    stages = [
+        {"stage of fxshard": stage, "CPU s": f"{seconds:.2f}"}
+        for stage, seconds in ours["cpu_seconds_by_stage"].items()
+    ]
+    return f"{table(rows)}\n\n{table(stages)}"
+
+
 SECTIONS: tuple[tuple[str, Any, Callable[[Result], str]], ...] = (
     ("Step time", step_time, step_time_section),
     ("Peak bytes", peak_bytes, peak_bytes_section),
     ("Time to the first step", first_step, first_step_section),
     ("Own overhead", overhead, overhead_section),
     ("What each pass wins", passes, passes_section),
+    ("Scale", scale, scale_section),
+    ("405 billion parameters", plan_405b, plan_405b_section),
 )
 
 

@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import figures, first_step, overhead, page, passes, peak_bytes, step_time
+from benchmarks import (
+    figures,
+    first_step,
+    overhead,
+    page,
+    passes,
+    peak_bytes,
+    plan_405b,
+    scale,
+    step_time,
+)
 from benchmarks.models import MODELS, SMOKE
 from benchmarks.ranks import RankFailed, alone, on_ranks
 from benchmarks.sides import Setting, available
@@ -85,6 +95,29 @@ def test_first_step_is_flat_or_not() -> None:
     assert versus["layers"] == {"4": 0.5, "32": 0.45} and versus["met"]
     assert peer["value"] == 2.0 and peer["met"] is None
     assert flat["value"] == 1.8 and flat["target"] == 1.5 and not flat["met"]
+
+
+def test_scale_is_linear_or_not() -> None:
+    per_node = {"passes": 10.0, "verifier": 4.0, "liveness": 5.0, "report": 2.0}
+    flat = [
+        {"nodes": n, "units": n // 10 + 1, "microseconds_per_node": per_node} for n in (100, 1000)
+    ]
+    grown = [flat[0], {**flat[1], "microseconds_per_node": {**per_node, "verifier": 8.0}}]
+    found = scale.claims_of(flat, grown)
+    assert len(found) == 8 and [c["met"] for c in found].count(False) == 1
+    (failed,) = (claim for claim in found if not claim["met"])
+    assert failed["value"] == 2.0 and failed["claim"].startswith("verifier: µs per node, 101 units")
+    assert scale.totals({"pass a": 1.0, "copy, lint": 2.0, "check b": 4.0, "ledger": 8.0, "table": 16.0}) == {
+        "passes": 3.0, "verifier": 4.0, "liveness": 8.0, "report": 16.0, "all": 31.0
+    }  # fmt: skip
+
+
+def test_the_mark_of_405b_is_beaten_or_not() -> None:
+    ours, theirs = ({"cpu_seconds": seconds, "peak_rss_bytes": 2**29} for seconds in (12.0, 48.0))
+    report, memory, ratio = plan_405b.claims_of(ours, theirs)
+    assert (report["value"], report["met"]) == (12.0, False)
+    assert (memory["value"], memory["met"]) == (0.5, True)
+    assert (ratio["value"], ratio["met"]) == (0.25, True)
 
 
 # -- what is measured ------------------------------------------------------------------------------
@@ -168,7 +201,7 @@ def test_a_failing_rank_is_told_with_its_last_words() -> None:
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What --smoke of each script writes."""
     folder = tmp_path_factory.mktemp("results")
-    for script in (step_time, peak_bytes, first_step, overhead, passes):
+    for script in (step_time, peak_bytes, first_step, overhead, passes, scale, plan_405b):
         name = script.__name__.rpartition(".")[2]
         assert script.main(["--smoke", "--out", str(folder / f"{name}.json")]) == 0
     return folder
@@ -241,10 +274,33 @@ def test_passes_smoke(results: Path) -> None:
     assert without["exposed_ms"] > default["exposed_ms"]
 
 
+def test_scale_smoke(results: Path) -> None:
+    found = read(results, "scale")
+    assert [row["units"] for row in found["by_nodes"]] == [2, 3]
+    assert [row["units"] for row in found["by_units"]] == [3, 5]
+    assert found["by_units"][0]["parameters"] == found["by_units"][1]["parameters"] == 4 * 6
+    for row in (*found["by_nodes"], *found["by_units"]):
+        stages = row["cpu_seconds"]
+        assert {"pass checkpoint", "check freed", "record optimizer", "liveness"} <= stages.keys()
+        whole = 1e6 * sum(stages.values()) / row["nodes"]
+        assert row["microseconds_per_node"]["all"] == pytest.approx(whole, rel=0.01, abs=0.5)
+
+
+def test_plan_405b_smoke(results: Path) -> None:
+    ours, theirs = read(results, "plan_405b")["sides"]
+    assert ours["parameters"] == theirs["parameters"]
+    for side in (ours, theirs):
+        assert sum(side["by_category"].values()) == side["peak_bytes"] > 0
+    # Shards and AdamW's states of the same parameters: the same bytes on both sides.
+    kinds = ("Sharded Param",)
+    assert [ours["by_category"][k] for k in kinds] == [theirs["by_category"][k] for k in kinds]
+    assert ours["modules"] > theirs["modules"]
+
+
 def test_the_page_has_every_script_and_names_what_is_missing(results: Path, tmp_path: Path) -> None:
     text = page.page(results)
     for title, script, _ in page.SECTIONS:
         assert f"\n## {title}\n" in text
         assert f"python -m {script.__name__}" in text
     assert "No result yet" not in text
-    assert page.page(tmp_path).count("No result yet: run `python -m benchmarks.") == 5
+    assert page.page(tmp_path).count("No result yet: run `python -m benchmarks.") == 7
