@@ -107,7 +107,8 @@ def test_scale_is_linear_or_not() -> None:
     assert len(found) == 8 and [c["met"] for c in found].count(False) == 1
     (failed,) = (claim for claim in found if not claim["met"])
     assert failed["value"] == 2.0 and failed["claim"].startswith("verifier: µs per node, 101 units")
-    assert scale.totals({"pass a": 1.0, "copy, lint": 2.0, "check b": 4.0, "ledger": 8.0, "table": 16.0}) == {
+    stages = {"pass a": 1.0, "copy, lint": 2.0, "check b": 4.0, "ledger": 8.0, "table": 16.0}
+    assert scale.totals(stages) == {
         "passes": 3.0, "verifier": 4.0, "liveness": 8.0, "report": 16.0, "all": 31.0
     }  # fmt: skip
 

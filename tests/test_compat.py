@@ -504,6 +504,12 @@ def test_fake_tensors_made_directly_are_those_of_the_mode() -> None:
         assert (ours.storage_offset(), ours.device) == (theirs.storage_offset(), theirs.device)
         assert ours.untyped_storage().nbytes() == 48
     assert len({id(t.untyped_storage()) for t in [made, *views]}) == 1
+    # The same views, in storages of another that lies alike.
+    storage = torch.UntypedStorage(48, device="meta")
+    for over, view in zip((compat.fake_over(mode, v, storage) for v in views), views, strict=True):
+        assert compat.is_fake(over) and over.untyped_storage() is storage
+        assert (over.shape, over.stride(), over.dtype) == (view.shape, view.stride(), view.dtype)
+        assert (over.storage_offset(), over.device) == (view.storage_offset(), view.device)
     with mode:  # operators take them
         assert (made + views[2].view(4, 6)).shape == (4, 6)
 

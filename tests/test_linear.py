@@ -204,6 +204,8 @@ def _calls() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         yield aten._foreach_add.Scalar, ([x, y, tensor(5)], 1.0), {}
         yield aten._foreach_sqrt.default, ([x, tensor(5, dtype=torch.bfloat16), y],), {}
         yield aten._foreach_mul_.Scalar, ([x, y, tensor(7)], 2.0), {}
+        yield aten._foreach_add_.List, ([x, tensor(5)], [y, tensor(5)]), {"alpha": -0.5}
+        yield aten._foreach_div.ScalarList, ([x, y, tensor(5)], [1.0, 2.0, 3.0]), {}
         yield aten._foreach_addcmul_.Scalar, ([x, tensor(5)], [y, tensor(5)], [y, tensor(5)]), {}
 
 

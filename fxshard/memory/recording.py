@@ -110,7 +110,9 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> in
 
     Source: the slow paths in aten/src/ATen/native/ForeachOpsKernels.cpp, which meta tensors take.
     """
-    if not name_of(func).startswith("aten._foreach_") or kwargs:
+    if not name_of(func).startswith("aten._foreach_"):
+        return None
+    if any(isinstance(value, (list, tuple, torch.Tensor)) for value in kwargs.values()):
         return None
     lengths = {len(a) for a in args if isinstance(a, (list, tuple))}
     returns = [str(made.type) for made in func._schema.returns]
