@@ -132,10 +132,11 @@ def storage_ids(node: fx.Node) -> frozenset[int]:
 
     Passes and checks ask for it a hundred times per node, so that it is kept beside the value.
     """
-    val = node.meta.get("val")
-    known = node.meta.get(_STORAGES)
+    held = node.meta
+    val = held.get("val")
+    known = held.get(_STORAGES)
     if known is None or known[0] is not val:
-        known = node.meta[_STORAGES] = (val, frozenset(map(id, storages(node))))
+        known = held[_STORAGES] = (val, frozenset(map(id, storages(node))))
     ids: frozenset[int] = known[1]
     return ids
 
