@@ -11,14 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-)
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -340,10 +332,13 @@ def tune(
 @contextlib.contextmanager
 def _bar(total: int | None, shown: bool | None) -> Iterator[Callable[[int, str], None]]:
     """A progress bar on standard error; yields what is told of each step."""
+    from rich import progress  # who plans has no use for it
+    from rich.console import Console
+
     console = Console(stderr=True, force_terminal=shown)
-    columns = TextColumn("tuning"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    bar = Progress(
-        *(*columns, TextColumn("{task.fields[what]}")),
+    columns = [progress.TextColumn("tuning"), progress.BarColumn(), progress.MofNCompleteColumn()]
+    bar = progress.Progress(
+        *(*columns, progress.TimeElapsedColumn(), progress.TextColumn("{task.fields[what]}")),
         console=console,
         transient=True,
         disable=not console.is_terminal,

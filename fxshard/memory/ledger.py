@@ -67,7 +67,7 @@ class LiveRange:
         """One like it (`dataclasses.replace` takes six times as long)."""
         return LiveRange(
             *(self.storage, self.name, self.op, self.module, self.category, self.bytes),
-            *(self.host, self.stream, self.line, self.born, self.died),
+            *(self.host, self.stream, self.line, self.born, self.died, self.formula),
         )
 
 
