@@ -2,8 +2,8 @@
 
     python -m benchmarks.formula_llama3_8b         # prints, and writes benchmarks/results/
 
-Prints the formula of the peak, what fits 80 GiB, and how long questions take. Nothing of the model
-is allocated. CPU seconds are the process's.
+Prints the formula of the peak, what fits 80 GiB, and how long questions take; draws the peak
+against each size. Nothing of the model is allocated. CPU seconds are the process's.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fxshard
 
 RESULTS = Path(__file__).parent / "results" / "formula_llama3_8b.json"
+PLOT = Path(__file__).parents[1] / "docs" / "formula-llama3-8b.png"
 POINTS = 1000
 
 
@@ -101,6 +102,13 @@ def main() -> None:
             1e3 * seconds(lambda: plan.memory.formula(**cell).at(seq=4096)), 2
         ),
     }
+    plan.memory.plot(
+        PLOT,
+        budget="80GiB",
+        batch=range(2, 17),
+        seq=range(2048, 65_537, 2048),
+        world=[2**n for n in range(11)],
+    )
     for what, fixed in (
         ("max_batch", {"seq": 8192}),
         ("max_seq", {"batch": 2}),

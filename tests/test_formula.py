@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -463,3 +464,24 @@ def test_expressions_are_evaluated_exactly() -> None:
         found = symbolic.evaluate(expression, arrays)
         expected = [int(expression.subs({a: p[0], b: p[1]})) for p in points]
         assert np.asarray(found).tolist() == expected, expression
+
+
+# -- plots ----------------------------------------------------------------------------------------
+
+
+def test_curves_and_their_plot(tmp_path: Path) -> None:
+    plan = open_plan("mlps")
+    batch, world = plan.memory.curves(batch=[2, 5, 9], world=[1, 4, 7])
+    assert batch.bytes == tuple(planned("mlps", b, 14, 4).memory.peak_bytes for b in (2, 5, 9))
+    assert world.bytes == tuple(planned("mlps", 5, 14, w).memory.peak_bytes for w in (1, 4, 7))
+    drawn = {curve.name: curve for curve in plan.memory.curves()}
+    assert drawn["batch"].at == tuple(range(2, 21)) and drawn["seq"].at[0] == 2
+    assert drawn["world"].at == (1, 2, 4, 8, 16, 32, 64)
+    plan.memory.plot(tmp_path / "peak.png", budget="200KiB", batch=range(2, 30))
+    assert (tmp_path / "peak.png").read_bytes().startswith(b"\x89PNG")
+    plan.memory.to_html(tmp_path / "page.html", curves=[batch, world], budget=200_000)
+    assert '"drawn"' in (tmp_path / "page.html").read_text()
+    with pytest.raises(ConfigError, match="no size 'length'"):
+        plan.memory.curves(length=[1, 2])
+    with pytest.raises(OutOfRangeError, match="batch >= 2"):
+        plan.memory.curves(batch=[1, 2])

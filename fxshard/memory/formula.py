@@ -82,6 +82,21 @@ class Range:
             and condition.rhs.is_Integer
         }
 
+    def around(self) -> dict[str, list[int]]:
+        """Sizes near those of the plan for which the formula holds, by name."""
+        found: dict[str, list[int]] = {}
+        for name, here in self.example.items():
+            many = np.arange(1, 4 * here + 1)
+            if name == "world":
+                many = 2 ** np.arange(len(bin(16 * here)) - 2)
+            elif name not in self.open:
+                continue
+            point = {other: np.full_like(many, size) for other, size in self.example.items()}
+            point[name] = many
+            held = [np.asarray(evaluate(c, point), dtype=bool) for c, _ in self.conditions]
+            found[name] = many[np.logical_and.reduce(held, initial=True)].tolist()
+        return found
+
     def check(self, sizes: Point) -> None:
         """Raise OutOfRangeError where a condition does not hold, with what to do instead."""
         for condition, where in self.conditions:

@@ -230,6 +230,37 @@ class MemoryReport:
         found._planned = functools.partial(self._elsewhere.planned, point)
         return found
 
+    def curves(self, **sizes: Sequence[int]) -> list[Curve]:
+        """The peak along each size, the others as in the plan: for `plot`, and for `to_html`.
+
+        Args:
+            **sizes: by name, the values to be drawn; without any, each open size up to four times
+                what it is and the number of ranks by powers of 2, as far as the formula holds.
+
+        Raises:
+            OutOfRangeError, ConfigError: as `formula` and `Formula.at`.
+        """
+        from fxshard.memory.views import plots
+
+        peak = self.formula()
+        valid = peak.range
+        valid.complete(dict(sizes))
+        chosen = {name: sorted(values) for name, values in sizes.items()} or valid.around()
+        return plots.curves(peak.lambdify(), chosen, valid.example)
+
+    def plot(
+        self, path: str | Path, *, budget: int | str | None = None, **sizes: Sequence[int]
+    ) -> None:
+        """Write the `curves` as a PNG, with the budget as a line.
+
+        Raises:
+            ConfigError: matplotlib is not installed; or as `curves`.
+        """
+        from fxshard.memory.views import plots
+
+        limit = None if budget is None else parse_bytes(budget)
+        plots.plot_curves(path, self.curves(**sizes), limit)
+
     def category_of(self, category: Category | str) -> Category:
         """A category by its name. Raises ConfigError: there is none."""
         if category not in (*CATEGORIES, *(c.value for c in CATEGORIES)):
@@ -687,7 +718,7 @@ class MemoryReport:
             first_step: of the first step, not of the steady state.
             front: configurations, as `fxshard.tune` gives them in `Tuning.dots()`: adds a chart of
                 memory against time.
-            curves: peaks, as `fxshard.memory.views.plots.curves` gives them: adds a chart of each.
+            curves: peaks, as `curves` gives them: adds a chart of each.
             budget: bytes, a line in both.
 
         Raises:
