@@ -48,8 +48,8 @@ def test_other_sizes_may_be_fixed_to_others() -> None:
 
 
 def test_min_world_is_the_first_that_fits() -> None:
-    peaks = {world: peak(5, 14, world) for world in range(1, 20)}
-    for budget in (peaks[3], peaks[5], peaks[17], peaks[3] - 1):
+    peaks = {world: peak(5, 14, world) for world in range(1, 8)}
+    for budget in (peaks[3], peaks[5] - 1):
         found = open_plan().solve("min_world", budget)
         assert peaks[found.size] <= budget < peaks[found.beyond]
         assert found.beyond == found.size - 1

@@ -220,7 +220,7 @@ class Term:
     each: Matrix
 
 
-_LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_LAYER = re.compile(r"(?<![^.])\d+(?![^.])")  # a number between dots
 
 
 class StepFormulas:
