@@ -23,6 +23,7 @@ import transformers
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fxshard
+from benchmarks.shapes import LLAMA3_8B, call
 
 RESULTS = Path(__file__).parent / "results" / "formula_llama3_8b.json"
 PLOT = Path(__file__).parents[1] / "docs" / "formula-llama3-8b.png"
@@ -31,22 +32,9 @@ POINTS = 1000
 
 def planned() -> fxshard.Plan:
     """The plan, with batch and sequence open."""
-    config = transformers.LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131_072,
-        use_cache=False,
-    )
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-        tokens = torch.zeros(2, 8192, dtype=torch.int64)
     return fxshard.plan(
-        model,
-        kwargs={"input_ids": tokens, "labels": tokens.clone()},
+        LLAMA3_8B.model(),
+        kwargs=call(2, 8192),
         world_size=64,
         mixed_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
         checkpoint="full",

@@ -1,6 +1,6 @@
 """Tune a Llama-3-8B shape for H100s: the fastest configuration that fits 80 GB, and the front.
 
-    python benchmarks/tune_llama3_8b.py            # 64 ranks; --world-size 8 for one node
+    python -m benchmarks.tune_llama3_8b            # 64 ranks; --world-size 8 for one node
 
 Nothing runs and nothing is allocated. CPU seconds are the process's: `tune` alone, and with imports
 and the building of the model. Writes benchmarks/results/tune_llama3_8b_<ranks>.json and .png.
@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fxshard
 from benchmarks.plan_llama3_8b import SEQUENCE
+from benchmarks.shapes import LLAMA3_8B, call
 
 RESULTS = Path(__file__).parent / "results"
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -35,23 +36,10 @@ def main() -> None:
     parser.add_argument("--precision", action="store_true", help="search it too; else bf16, fp32")
     parser.add_argument("--plans", type=int, default=8)
     given = parser.parse_args()
-    config = transformers.LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=SEQUENCE,
-        use_cache=False,
-    )
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-        tokens = torch.zeros(given.batch, SEQUENCE, dtype=torch.int64)
     start = time.process_time()
     result = fxshard.tune(
-        model,
-        kwargs={"input_ids": tokens, "labels": tokens},
+        LLAMA3_8B.model(),
+        kwargs=call(given.batch, SEQUENCE),
         world_size=given.world_size,
         hardware="h100",
         optimizer=functools.partial(torch.optim.AdamW, lr=3e-4),
