@@ -308,6 +308,15 @@ def same_layout(node: fx.Node, other: fx.Node) -> bool:
     return bool(a.shape == b.shape and a.stride() == b.stride())
 
 
+def fills_storage(node: fx.Node) -> bool:
+    """True if a tensor is all of its storage, whatever the inputs' sizes are."""
+    ((val, opened),) = open_tensors(node)
+    if opened is None:
+        return val.untyped_storage().nbytes() == val.numel() * val.element_size()
+    left = opened.nbytes - sympy.Mul(*opened.size) * val.element_size()
+    return bool(sympy.expand(left) == 0)
+
+
 def stride_like(tensor: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a dense tensor of `shape`, its dimensions in the order in memory of `tensor`'s."""
     strides = [0] * len(shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import fx
@@ -69,7 +69,10 @@ def strip_no_ops(program: Program) -> None:
     instead: dict[fx.Node, fx.Node] = {}
 
     def remove(node: fx.Node, source: fx.Node) -> None:
+        stale = meta.storage_ids(node) - meta.storage_ids(source)
         node.replace_all_uses_with(source)
+        if stale:  # it was a copy: views of it are views of what it copied
+            program.refresh_views(source, stale)
         program.graph.erase_node(node)
         if node in kept:
             instead[node] = source
@@ -82,6 +85,8 @@ def strip_no_ops(program: Program) -> None:
             program.graph.erase_node(node)
         elif node.target in NO_OPS or _is_same_shape_view(node):
             remove(node, meta.source(node))
+        elif node.target in SCATTERS and _is_alike(node, node.args[1]):
+            remove(node, cast("fx.Node", node.args[1]))
         elif node.target is aten.t.default and meta.source(node).target is aten.t.default:
             once = meta.source(node)
             remove(node, meta.source(once))
@@ -96,12 +101,15 @@ SAME_IF_ALIKE = (
     *(aten._unsafe_view.default, aten.view.default),
     *(aten.slice.Tensor, aten.slice_backward.default),
 )
+SCATTERS = (aten.slice_scatter.default,)  # what is the second argument if that covers the first
 
 
 def _is_same_shape_view(node: fx.Node) -> bool:
-    if node.target not in SAME_IF_ALIKE:
-        return False
-    return shapes.same_layout(meta.source(node), node)
+    return node.target in SAME_IF_ALIKE and _is_alike(node, meta.source(node))
+
+
+def _is_alike(node: fx.Node, other: Any) -> bool:
+    return isinstance(other, fx.Node) and shapes.same_layout(other, node)
 
 
 def merge_parameter_free(program: Program) -> list[fx.Node]:

@@ -138,8 +138,12 @@ def lies_alike(node: fx.Node, source: fx.Node) -> bool:
     if not isinstance(val, torch.Tensor) or len(meta.storage_ids(source)) != 1:
         return False
     alike = shapes.same_layout(node, source)
-    whole = val.untyped_storage().nbytes() == val.numel() * val.element_size()
-    return bool(alike and whole and made.dtype is val.dtype and made.device == val.device)
+    return bool(
+        alike
+        and shapes.fills_storage(source)
+        and made.dtype is val.dtype
+        and made.device == val.device
+    )
 
 
 def write_over(program: Program, node: fx.Node, source: fx.Node) -> None:
