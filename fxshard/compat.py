@@ -629,11 +629,6 @@ def values_as_text(tensor: torch.Tensor) -> str:
         return str(tensor.tolist())
 
 
-def autograd_number() -> int:
-    """The number that autograd gives to the next node of its graph (``Node._sequence_nr``)."""
-    return int(torch._C._autograd._get_sequence_nr())
-
-
 @contextlib.contextmanager
 def nodes_made() -> Iterator[dict[fx.Graph, list[fx.Node]]]:
     """Per graph that dead code is eliminated from in the block: the nodes that were there before.

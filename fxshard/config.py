@@ -379,8 +379,8 @@ class Config:
             told = _named_sizes(self.dynamic)
         except (AttributeError, TypeError, ValueError):
             raise ConfigError(
-                f"dynamic={self.dynamic!r}: expected None, False, names for dimensions, such as "
-                f'{{"batch": [("input_ids", 0), ("labels", 0)]}}, or what torch.export takes: '
+                f"dynamic={self.dynamic!r}: expected None, False, or names for dimensions, such as "
+                f'{{"batch": [("input_ids", 0), ("labels", 0)]}}; or as torch.export has it, '
                 f'{{"input_ids": {{0: Dim("batch")}}}}.'
             ) from None
         if "world" in told:

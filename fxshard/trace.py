@@ -387,7 +387,8 @@ def _rehearsal(prepared: _Prepared, runs: stamp.Runs) -> stamp.Rehearsal:
         if ghosts:
             fakes = tuple(map(stamp.ghost_like, fakes))
         recorder.given(fakes)
-        with _while_traced(call), stamp.no_tensor_hooks(), contextlib.ExitStack() as stack:
+        hooks = stamp.NoTensorHooks(recorder)
+        with _while_traced(call), hooks, contextlib.ExitStack() as stack:
             if not ghosts:
                 stack.enter_context(prepared.mode)
             stack.enter_context(recorder)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy
 import torch
 import torch._decomp.decompositions as _decompositions
 import torch._dynamo
@@ -998,12 +999,24 @@ def test_nodes_made_has_the_dead_ones(joint: Any) -> None:
     assert compat.has_names_of(traced.graph, found[traced.graph])
 
 
-def test_autograd_counts_its_nodes() -> None:
-    x = torch.ones(2, requires_grad=True)
-    number = compat.autograd_number()
-    y = x * 2
-    assert y.grad_fn._sequence_nr() == number
-    assert compat.autograd_number() == number + 1
+def test_sizes_are_in_functions_of_sympy() -> None:
+    import torch.utils._sympy.functions as torchs
+
+    a, b = sympy.symbols("a b", integer=True, positive=True)
+    made = {
+        torchs.FloorDiv(a, b): sympy.floor(a / b),
+        torchs.CeilToInt(torchs.IntTrueDiv(a, b)): sympy.ceiling(a / b),
+        torchs.Mod(a, b) * 2: 2 * sympy.Mod(a, b),
+        torchs.Max(a, b) + torchs.Min(a, 3): sympy.Max(a, b) + sympy.Min(a, 3),
+        torchs.ModularIndexing(a, 2, b): sympy.Mod(sympy.floor(a / 2), b),
+        torchs.PowByNatural(a, b): a**b,
+    }
+    for theirs, ours in made.items():
+        assert compat.in_sympy(theirs) == ours
+        for values in ({a: 7, b: 3}, {a: 12, b: 4}):
+            assert int(theirs.xreplace({s: sympy.Integer(n) for s, n in values.items()})) == int(
+                ours.subs(values)
+            )
 
 
 def test_descriptors_of_another_name(joint: Any) -> None:

@@ -1,7 +1,9 @@
 """Truncate and stamp: equal to the flat capture, byte for byte, or captured flat with one line."""
 
+import contextlib
 import logging
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
@@ -485,6 +487,79 @@ class TensorHook(Block):
         return x
 
 
+class Saved(torch.autograd.Function):
+    """A custom function that saves another tensor in one block."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, number: int) -> Tensor:
+        ctx.save_for_backward(x if number == 5 else y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        (saved,) = ctx.saved_tensors
+        return grad * saved, grad * saved, None
+
+
+class Saving(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = Saved.apply(x, super().forward(x), self.index)
+        return out
+
+
+class NodeHook(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if x.grad_fn is not None and self.index == 5:
+            x.grad_fn.register_hook(
+                lambda given, _: tuple(g if g is None else g * 3 for g in given)
+            )
+        return x
+
+
+register_hook = Tensor.register_hook  # an alias of it
+
+
+class Swallowing(Block):
+    """Hides that a hook is refused."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        with contextlib.suppress(Exception):
+            register_hook(x, lambda grad: grad * (3 if self.index == 5 else 2))
+        return x
+
+
+class OtherDefault(Block):
+    """One block makes a constant in another default dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.index == 5:
+            torch.set_default_dtype(torch.float64)
+        try:
+            ones = torch.ones(8)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        return super().forward(x) + (ones / 3).sum().float()
+
+
+class Padded(Net):
+    """Its blocks have names of two digits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = {f"{i:02d}": layer for i, layer in enumerate(self.layers)}
+        self.layers = nn.Sequential(OrderedDict(blocks))  # type: ignore[assignment]
+
+
+class Twofold(Net):
+    """One block has a second name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = self.layers[5]
+
+
 class Literal(Block):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * torch.tensor(2.0 if self.index == 5 else 1.0)
@@ -562,6 +637,10 @@ TRAPS: dict[str, Callable[[], nn.Module]] = {
     "counter": Counter,
     "custom backward": lambda: Net(InBackward),
     "hook on a tensor": lambda: Net(TensorHook),
+    "what is saved": lambda: Net(Saving),
+    "hook on a node": lambda: Net(NodeHook),
+    "a refusal is caught": lambda: Net(Swallowing),
+    "another default dtype": lambda: Net(OtherDefault),
     "literal": lambda: Net(Literal),
     "detached": lambda: Net(Detached),
     "no_grad": lambda: Net(NoGrad),
@@ -575,6 +654,7 @@ TRAPS: dict[str, Callable[[], nn.Module]] = {
 FAST_TRAPS = (
     *("1 / len", "i % 4 == 3", "one block is special", "the index scales", "linear drop rates"),
     *("states collected", "reversed", "counter", "custom backward", "hook on a tensor"),
+    *("what is saved", "hook on a node", "a refusal is caught", "another default dtype"),
     *("literal", "dense", "one hooked in backward", "one frozen"),
 )
 
@@ -600,6 +680,12 @@ DEEP_TRAPS: dict[str, Callable[[], nn.Module]] = {
     "one hooked": hooked,
     "a state in the middle": lambda: Third(depth=16),
 }
+
+
+@pytest.mark.parametrize("make", [Padded, Twofold])
+def test_blocks_of_other_names_are_captured_flat(make: Any, monkeypatch: Any, caplog: Any) -> None:
+    seen = both(make, ((x(),), {}), monkeypatch, caplog)
+    assert seen.stamped == 0
 
 
 @pytest.mark.slow

@@ -22,17 +22,18 @@ from fxshard.stamp.find import shortened
 from fxshard.stamp.ghosts import Table, ghost_like
 from fxshard.stamp.places import Formless, Item, Run, Runs, Stamp, Unproven, Wider, said
 from fxshard.stamp.rehearse import (
+    NoTensorHooks,
     Recorder,
     Rehearsal,
     gathers_gradients,
     leaves_of,
-    no_tensor_hooks,
 )
 from fxshard.stamp.write import Noted, Traced
 
 __all__ = [
     "RIGHT",
     "Formless",
+    "NoTensorHooks",
     "Recorder",
     "Rehearsal",
     "Repeats",
@@ -44,7 +45,6 @@ __all__ = [
     "candidates",
     "ghost_like",
     "leaves_of",
-    "no_tensor_hooks",
     "note",
     "proven",
     "shortened",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 from collections.abc import Iterator
@@ -26,10 +27,13 @@ def lists(model: nn.Module) -> list[Run]:
     """
     paths: dict[int, list[str]] = {}
     found: list[tuple[str, int]] = []
+    names = collections.Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
             paths.setdefault(id(module), []).append(path)
             whole = len(set(map(id, module))) == len(module)
+            whole = whole and list(module._modules) == [str(i) for i in range(len(module))]
+            whole = whole and all(names[id(block)] == 1 for block in module)
             if len(module) >= DEEP and whole and path:
                 found.append((path, id(module)))
     outer = [

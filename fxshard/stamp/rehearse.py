@@ -7,14 +7,14 @@ capture, because nothing is traced and no backward runs.
 
 from __future__ import annotations
 
-import bisect
-import contextlib
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fxshard import compat, provenance
 from fxshard.compat import TorchDispatchMode
@@ -22,6 +22,7 @@ from fxshard.provenance import Call
 from fxshard.stamp.ghosts import Table
 from fxshard.stamp.places import (
     OUTSIDE,
+    Formless,
     Item,
     Label,
     Place,
@@ -171,18 +172,29 @@ class Recorder(TorchDispatchMode):
         for name, (number, _) in leaves.items():
             self._tokens.setdefault(number, name)
         self._alive: list[Any] = []  # an identity is one only while its tensor lives
-        self._numbers: list[int] = []  # autograd's, at each line
+        self.refused: Exception | None = None  # why, told when forward is over: it may catch errors
 
     def given(self, tensors: tuple[Tensor, ...]) -> None:
         """Name the tensors of the call."""
         for i, tensor in enumerate(tensors):
             self._tokens[id(tensor)] = f"input[{i}]"
 
+    def refuse(self, why: Exception) -> None:
+        """Nothing can be proven: forward goes on, so that it leaves nothing half done behind."""
+        self.refused = self.refused or why
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is provenance.DEVICE_OF:
             return func(*args)
+        try:
+            return self._noted(func, args, kwargs)
+        except (Unproven, Formless) as error:
+            self.refuse(error)
+            raise
+
+    def _noted(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         stack = compat.current_meta().get(provenance.STACK, {})
         tokens: list[Token] = []
         tensors: list[Tensor] = []
@@ -194,18 +206,17 @@ class Recorder(TorchDispatchMode):
             self._read((args, kwargs), tokens, tensors, said)
         flags = [tensor.requires_grad for tensor in tensors]
         if compat.saved_tensors_hooks_on_top() is not None:
-            raise Unproven("hooks for saved tensors run inside of the model")
+            self.refuse(Unproven("hooks for saved tensors run inside of the model"))
         key = (
             *(func, tuple(said), tuple(flags), provenance.line_in(stack)),
-            provenance.without_gradient(stack),
+            *(provenance.without_gradient(stack), *_settings()),
         )
         region = compat.checkpoint_number(compat.current_meta())
         self.lines.append(Line(key, tuple(tokens), provenance.call_in(stack), region))
-        self._numbers.append(compat.autograd_number())
         if self._table is None:
             out = func(*args, **(kwargs or {}))
         else:
-            out = self._table.run(func, args, kwargs or {}, key[1], tensors)
+            out = self._table.run(func, args, kwargs or {}, (key[1], *_settings()), tensors)
         for i, tensor in enumerate(_tensors(out)):
             if id(tensor) not in self._tokens:
                 self._tokens[id(tensor)] = (len(self.lines) - 1, i)
@@ -236,16 +247,27 @@ class Recorder(TorchDispatchMode):
             said.append(said_of(value))
 
     def finish(self, outputs: list[Any]) -> None:
-        """Note what custom functions of autograd keep for backward, at the operators inside."""
-        for node in _custom_functions(outputs):
-            at = bisect.bisect_right(self._numbers, node._sequence_nr())
-            at = min(at, len(self.lines) - 1)
-            line = self.lines[at]
-            tokens: list[Token] = [*line.tokens]
-            said: list[Any] = [*line.key, type(node).__name__]
-            self._read(dict(sorted(node.__dict__.items())), tokens, [], said)
-            key, read = tuple(said), tuple(tokens)
-            self.lines[at] = dataclasses.replace(line, key=key, tokens=read)
+        """Raise what was refused on the way.
+
+        Raises:
+            Unproven, Formless: something of forward decides about backward, or about a block, out
+                of the sight of its operators.
+        """
+        if self.refused is not None:
+            raise self.refused
+        if _has_custom_functions(outputs):
+            # What it saves, the class that it is of, which gradients are made for it: all of that
+            # decides about its backward, and torch tells little of it.
+            raise Unproven("custom autograd functions have a backward of their own")
+
+
+def _settings() -> tuple[Any, ...]:
+    """What operators and autograd go by besides their arguments."""
+    return (
+        torch.get_default_dtype(),
+        torch.is_inference_mode_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 def said_of(value: Any) -> str:
@@ -273,39 +295,41 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _custom_functions(outputs: list[Any]) -> list[Any]:
-    """The autograd nodes of `outputs` whose backward is Python, in the order of forward."""
+def _has_custom_functions(outputs: list[Any]) -> bool:
+    """True if the backward of an autograd node behind `outputs` is Python."""
     todo = [t.grad_fn for t in _tensors(outputs) if t.grad_fn is not None]
     seen: set[Any] = set(todo)
-    found: list[Any] = []
     while todo:
         node = todo.pop()
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            found.append(node)
+            return True
         for before, _ in node.next_functions:
             if before is not None and before not in seen:
                 seen.add(before)
                 todo.append(before)
-    return sorted(found, key=lambda node: node._sequence_nr())
+    return False
 
 
-@contextlib.contextmanager
-def no_tensor_hooks() -> Iterator[None]:
-    """Refuse hooks on tensors, which no operator of forward tells of.
+class NoTensorHooks(TorchFunctionMode):
+    """Lets `recorder` refuse hooks on tensors and on autograd nodes: no operator tells of them."""
 
-    Raises:
-        Unproven: the model registers one.
-    """
-    before = Tensor.register_hook
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
 
-    def register_hook(self: Tensor, hook: Any) -> Any:
-        raise Unproven("forward registers a hook on a tensor")
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _BY_HOOKS:
+            self._recorder.refuse(Unproven("forward may register a hook on a tensor"))
+        return func(*args, **(kwargs or {}))
 
-    Tensor.register_hook = register_hook  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Tensor.register_hook = before  # type: ignore[method-assign]
+
+# Through these a model reaches hooks: of a tensor, and of the node that made it.
+_BY_HOOKS: tuple[Any, ...] = (
+    *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
+    *(inspect.getattr_static(Tensor, name).__get__ for name in ("grad_fn", "_backward_hooks")),
+)
 
 
 def leaves_of(model: nn.Module, runs: Runs) -> dict[str, tuple[int, Any]]:
