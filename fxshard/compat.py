@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    FakeTensorConfig,
     FakeTensorMode,
     is_fake,
 )
@@ -479,9 +480,9 @@ def checkpoint_number(metadata: dict[str, Any]) -> int | None:
     return number
 
 
-def in_checkpoint(metadata: dict[str, Any], number: int) -> dict[str, Any]:
-    """A copy of a node's metadata for checkpoint `number` in place of its own."""
-    return {**metadata, "custom": {**metadata["custom"], _CHECKPOINT: number}}
+def in_checkpoint(metadata: dict[str, Any], number: int) -> None:
+    """Note checkpoint `number` in a node's metadata, in place of the one that it was in."""
+    metadata["custom"] = {**metadata["custom"], _CHECKPOINT: number}
 
 
 def is_saved_by_policy(node: fx.Node) -> bool:
@@ -510,32 +511,64 @@ def run_wrap_policy(policy: Any, model: nn.Module) -> set[nn.Module]:
     return set(policy._run_policy(model, ignored_modules=set(), root_kwargs={}))
 
 
+def _fake(mode: FakeTensorMode, plain: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``FakeTensor(mode, plain, device)``, of a plain meta tensor that needs no gradient.
+
+    The constructor spends most of its time on its arguments and on attributes that are the same for
+    all new fakes; where that is so, it is asked once, and its answer is taken over. A device
+    without its index is normalised each time: which one is meant may change.
+    (torch/_subclasses/fake_tensor.py, ``FakeTensor.__new__``)
+    """
+    indexed = device.type == "cpu" or (device.index is not None and device.type != "meta")
+    if not indexed or mode._allow_unsafe_data_ptr_access or FakeTensorConfig.debug:
+        return FakeTensor(mode, plain, device)
+    attributes = _attributes(device).copy()
+    attributes["fake_mode"] = mode
+    fake = torch.Tensor._make_subclass(
+        FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=device
+    )
+    torch._C._set_throw_on_mutable_data_ptr(fake)
+    fake.__dict__ = attributes
+    return fake
+
+
+@functools.cache
+def _attributes(device: torch.device) -> dict[str, Any]:
+    """The attributes of a new fake tensor on `device`, of no mode."""
+    fake = FakeTensor(FakeTensorMode(), torch.empty((0,), device=_META), device)
+    fake.__dict__["fake_mode"] = None
+    return fake.__dict__
+
+
+_META = torch.device("meta")
+
+
 def fake_empty(
     mode: FakeTensorMode, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """What ``torch.empty`` makes under `mode`, without its dispatch: that takes five times as long.
+    """What ``torch.empty`` makes under `mode`, without its dispatch: that takes ten times as long.
 
     Call it outside of `mode`.
     """
-    return FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), device)
+    return _fake(mode, torch.empty(shape, dtype=dtype, device=_META), device)
 
 
 def fake_view(
     mode: FakeTensorMode, base: torch.Tensor, view: Callable[[torch.Tensor], Any]
 ) -> torch.Tensor:
     """``view(base)`` of a fake tensor under `mode`, without its dispatch, outside of `mode`."""
-    plain = torch.empty((0,), dtype=base.dtype, device="meta")
+    plain = torch.empty((0,), dtype=base.dtype, device=_META)
     plain.set_(base.untyped_storage(), base.storage_offset(), base.size(), base.stride())
-    return FakeTensor(mode, view(plain), base.device)
+    return _fake(mode, view(plain), base.device)
 
 
 def fake_over(
     mode: FakeTensorMode, like: torch.Tensor, storage: torch.UntypedStorage
 ) -> torch.Tensor:
     """A fake tensor that lies in `storage` as `like` does in its own, outside of `mode`."""
-    plain = torch.empty((0,), dtype=like.dtype, device="meta")
+    plain = torch.empty((0,), dtype=like.dtype, device=_META)
     plain.set_(storage, like.storage_offset(), like.size(), like.stride())
-    return FakeTensor(mode, plain, like.device)
+    return _fake(mode, plain, like.device)
 
 
 # Whether autograd hands a Function its gradients in a list to empty (torch/autograd/function.py);
@@ -568,19 +601,8 @@ def casts_gradient(node: fx.Node) -> bool:
 
 
 def fake_storage(nbytes: int) -> torch.UntypedStorage:
-    """A storage without memory, for `fake_in`."""
-    return torch.UntypedStorage(nbytes, device="meta")
-
-
-def fake_in(
-    mode: FakeTensorMode, storage: torch.UntypedStorage, like: torch.Tensor
-) -> torch.Tensor:
-    """A fake tensor that lies in `storage` as `like`, another fake one, lies in its own.
-
-    Without the dispatch of `mode`; call it outside of it.
-    """
-    offset = int(like.storage_offset())
-    return fake_of(mode, storage, like.size(), like.stride(), offset, like.dtype, like.device)
+    """A storage without memory, for `fake_of`."""
+    return torch.UntypedStorage(nbytes, device=_META)
 
 
 def fake_of(
@@ -592,10 +614,13 @@ def fake_of(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """A fake tensor in `storage`, which is one of `fake_storage`."""
-    plain = torch.empty((0,), dtype=dtype, device="meta")
+    """A fake tensor in `storage`, which is one of `fake_storage`.
+
+    Without the dispatch of `mode`; call it outside of it.
+    """
+    plain = torch.empty((0,), dtype=dtype, device=_META)
     plain.set_(storage, offset, shape, stride)
-    return FakeTensor(mode, plain, device)
+    return _fake(mode, plain, device)
 
 
 # For a subclass whose operators are not to give the subclass by themselves.
@@ -648,6 +673,40 @@ def nodes_made() -> Iterator[dict[fx.Graph, list[fx.Node]]]:
         yield found
     finally:
         fx.Graph.eliminate_dead_code = eliminate  # type: ignore[method-assign]
+
+
+def append_node(
+    graph: fx.Graph, op: str, target: Any, args: Any, kwargs: Any, name: str, type_: Any = None
+) -> fx.Node:
+    """``graph.create_node``, of a graph that no GraphModule owns, without its look at all constants
+    in `args` and `kwargs`: that is for a warning of symbolic ones, and takes half of its time.
+
+    (torch/fx/graph.py, ``Graph.create_node``)
+    """
+    assert graph.owning_module is None, "hooks of a GraphModule want to see each node"
+    names = graph._graph_namespace
+    name = names.create_name(name, None)
+    node = fx.Node(graph, name, op, target, args, kwargs, type_)
+    names._obj_to_name[node] = name
+    graph._insert(node)
+    graph._find_nodes_lookup_table.insert(node)
+    graph._len += 1
+    return node
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A graph with a copy of each node; metadata is copied one level deep.
+
+    (torch/fx/graph.py, ``Graph.node_copy``)
+    """
+    copy = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    of = made.__getitem__
+    for node in graph.nodes:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), of)
+        made[node] = append_node(copy, node.op, node.target, args, kwargs, node.name, node.type)
+        made[node].meta.update(node.meta)
+    return copy
 
 
 def has_names_of(graph: fx.Graph, nodes: Sequence[fx.Node]) -> bool:

@@ -139,27 +139,42 @@ def _tag_compute(program: Program) -> None:
 
     Backward nodes carry the forward module of the autograd node that ran them. Sums of gradients
     (where a value had several uses) carry none: they take that of the node before them.
-    Checkpoints are numbered in the order in which forward runs them.
+    Checkpoints are numbered in the order in which forward runs them. Nodes alike share one tag.
     """
     numbers: dict[int | None, int | None] = {None: None}
     places: dict[str, Place] = {"forward": ("", None, ""), "backward": ("", None, "")}
+    known: dict[Any, Any] = {}  # tags that many nodes have in common; places, by their stack
     phase: meta.Phase = "forward"
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
-        if node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward"):
+        held = node.meta
+        if held.get("partitioner_tag") in ("is_backward", "must_be_in_backward"):
             phase = "backward"
         key = "nn_module_stack" if phase == "forward" else "fwd_nn_module_stack"
-        stack = node.meta.get(key) or node.meta.get("nn_module_stack")
-        module = provenance.module_in(stack)
-        if module is not None:
-            places[phase] = (module, provenance.call_in(stack), provenance.line_in(stack))
+        stack = held.get(key) or held.get("nn_module_stack")
+        place = known.get(id(stack))
+        if place is None:
+            module = provenance.module_in(stack)
+            place = module, provenance.call_in(stack), provenance.line_in(stack)
+            known[id(stack)] = place
+        if place[0] is not None:
+            places[phase] = place
         region = compat.checkpoint_of(node)
         checkpoint = numbers.setdefault(region, len(numbers) - 1)
         save = phase == "forward" and region is not None and compat.is_saved_by_policy(node)
-        module, call, line = places[phase]
-        tag = meta.Meta(phase, "compute", module, checkpoint=checkpoint, save=save)
-        meta.put(node, dataclasses.replace(tag, call=call, line=line))
+        what = (phase, places[phase], checkpoint, save)
+        tag = known.get(what)
+        if tag is None:
+            module, call, line = places[phase]
+            tag = known[what] = meta.Meta(
+                *(phase, "compute", module),
+                checkpoint=checkpoint,
+                save=save,
+                call=call,
+                line=line,
+            )
+        held["fxshard"] = tag
     meta.put(
         program.output, meta.Meta("backward" if program.signature.training else "forward", "output")
     )

@@ -286,13 +286,9 @@ class Program:
 
         Only of a program that no pass has touched, or those of `fxshard.pipeline.STEM` alone.
         """
-        graph = fx.Graph()
-        env: dict[fx.Node, fx.Node] = {}
-        for node in self.graph.nodes:
-            env[node] = graph.node_copy(node, env.__getitem__)
         return dataclasses.replace(
             self,
-            graph=graph,
+            graph=compat.copy_graph(self.graph),
             results=list(self.results),
             units=units,
             world_size=world_size,

@@ -67,11 +67,15 @@ set_rng_state = torch.ops.fxshard.set_rng_state.default
 
 
 @contextlib.contextmanager
-def only_torch_s(model: nn.Module) -> Iterator[None]:
+def only_torch_s(model: nn.Module, *, told: bool = True) -> Iterator[None]:
     """While `model` is traced, refuse numbers that a module draws outside of PyTorch.
 
     The program would hold what was drawn while tracing: the same mask in every step, without a
     word. (transformers' SpecAugment draws its masks by numpy, LayerDrop by hand Python's numbers.)
+
+    Args:
+        told: name the module that drew, which takes a look around each call of one; else one look
+            at the end, which is enough where the same is to be traced again.
 
     Raises:
         CaptureError: a module drew from the global generator of `random` or `numpy.random`.
@@ -81,7 +85,8 @@ def only_torch_s(model: nn.Module) -> Iterator[None]:
     outside = Outside()
 
     def look() -> None:
-        drawn = outside.drawn() if running else None
+        looks = len(running) == 1 or (running and told)
+        drawn = outside.drawn() if looks else None
         if drawn:
             outside.restore()
             who = names[id(running[-1])] or "the model"

@@ -258,7 +258,7 @@ class _Prepared:
 
         Args:
             runs: blocks that are left out; calls have the names of the whole model.
-            told: warn of attributes that forward assigns.
+            told: warn of attributes that forward assigns, name modules that draw numbers.
         """
         call, model = self.call, self.call.model
         dtypes = precision.traced_dtypes(model, call.units)
@@ -276,7 +276,7 @@ class _Prepared:
                 enter(state())
                 enter(_read_by_dynamo(call, self.fakes, self.mode))
             calls = enter(provenance.calls_noted(model))
-            enter(rng.only_torch_s(model))
+            enter(rng.only_torch_s(model, told=told))
             enter(precision.casting(model, call.units))
             if way != DYNAMO:
                 enter(stamp.shortened(model, runs))

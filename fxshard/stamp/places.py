@@ -193,6 +193,7 @@ class Stamp:
         self._blocks: dict[tuple[str, int, int], list[Item]] = {}
         self._starts: dict[tuple[str, int], int] = {}  # first index of a run in a sequence
         self._index: dict[Place, int] = {}
+        self._where: dict[Place, list[tuple[Place, bool]]] = {}
         for kind, items in sequences.items():
             for i, item in enumerate(items):
                 place = item.place
@@ -258,19 +259,28 @@ class Stamp:
         Raises:
             Unproven: it cannot be said if the distance or the number of a block is meant.
         """
+        where = self._where.get(item.place)
+        if where is None:
+            where = self._where[item.place] = self._meant(item)
+        return [
+            Place(place.kind, place.run, place.block + shift, place.position) if moves else place
+            for place, moves in where
+        ]
+
+    def _meant(self, item: Item) -> list[tuple[Place, bool]]:
+        """What `item` itself refers to, and whether its images refer to the image of that."""
         moves = self._moves.get(item.place)
         own, own_block = item.place.run, item.place.block
-        found: list[Place] = []
+        found: list[tuple[Place, bool]] = []
         for i, ref in enumerate(item.refs):
             number = ref.run
             if number == OUTSIDE:
-                found.append(ref)
+                found.append((ref, False))
             elif moves is not None and moves[i]:
-                block = self.runs[own].real(own_block) + shift + ref.block - own_block
-                found.append(Place(ref.kind, number, block, ref.position))
+                block = self.runs[own].real(own_block) + ref.block - own_block
+                found.append((ref._replace(block=block), True))
             elif ref in self._known or self._same_side(item, ref):
-                block = self.runs[number].real(ref.block)
-                found.append(Place(ref.kind, number, block, ref.position))
+                found.append((ref._replace(block=self.runs[number].real(ref.block)), False))
             else:
                 name = self.runs[number].joined(ref.block, "0")
                 raise Unproven(f"something outside of its neighbours refers to {name}")

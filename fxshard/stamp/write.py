@@ -123,12 +123,38 @@ class Traced:
     targets: list[Any]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class _Written:
     """What a place holds in the full graph."""
 
     node: fx.Node
     storages: list[torch.UntypedStorage]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Recipe:
+    """What all images of a node have in common; a deep model has a hundred of each.
+
+    Attributes:
+        template: the node.
+        reads: how many nodes its arguments name, in front of its other references.
+        metadata: of its images, without those of its `stack`.
+        storages: each storage of its value, and which one of the node that owns it; that is itself
+            if it says so.
+        stack: of its module, by the phase that it is in.
+        module: FQN in that stack.
+        call: it names a call.
+        checkpoint: it ran in one.
+    """
+
+    template: fx.Node
+    reads: int
+    metadata: dict[str, Any]
+    storages: list[tuple[torch.UntypedStorage, int, bool]]
+    stack: dict[str, Any] | None
+    module: str | None
+    call: bool
+    checkpoint: bool
 
 
 class Writer:
@@ -166,6 +192,8 @@ class Writer:
         self._region_numbers: dict[Place, int] = {}
         self._written: dict[Place, _Written] = {}
         self._items: dict[Place, Item] = {}
+        self._recipes: dict[Place, _Recipe] = {}
+        self._stacks: dict[Any, dict[str, Any]] = {}  # one for all that were run in one line
         self.graph = fx.Graph()
         try:
             self.stamp = Stamp(runs, self._sequences())
@@ -305,8 +333,8 @@ class Writer:
         for kind in ("size", "forward", "backward"):
             for item, shift in self.stamp.written(kind):
                 template = self._nodes[item.place]
-                place = self.noted.places[template]
-                name = names[self.stamp.place(Item(place, None, ()), shift)]
+                traced = item if kind != "size" else Item(self.noted.places[template], None, ())
+                name = names[self.stamp.place(traced, shift)]
                 self._node(item, shift, template.op, template.target, name)
         self._reserve(names)
         values, targets = self._full_results(full)
@@ -380,23 +408,48 @@ class Writer:
                 self.graph.erase_node(dead)
 
     def _node(self, item: Item, shift: int, op: str, target: Any, name: str) -> fx.Node:
-        template = self._nodes[item.place]
-        refs = iter(self.stamp.refs(item, shift))
-
-        def argument(_: fx.Node) -> fx.Node:
-            return self._at(next(refs)).node
-
-        args, kwargs = fx.node.map_arg((template.args, template.kwargs), argument)
-        node = self.graph.create_node(op, target, args, kwargs, name)
+        recipe = self._recipes.get(item.place)
+        if recipe is None:
+            recipe = self._recipes[item.place] = self._recipe(item)
+        rest = iter(self.stamp.refs(item, shift))
+        template = recipe.template
+        if recipe.reads:
+            args, kwargs = fx.node.map_arg(
+                (template.args, template.kwargs), lambda _: self._at(next(rest)).node
+            )
+        else:
+            args, kwargs = template.args, template.kwargs
+        node = compat.append_node(self.graph, op, target, args, kwargs, name)
         if node.name != name:
             raise Unproven(f"the name {name} is taken")
-        place = self.stamp.place(item, shift)
-        node.meta = {k: v for k, v in template.meta.items() if k not in _LEFT}
-        written = self._written[place] = _Written(node, [])
-        self._value(item, template, node, written, place, refs)
+        node.meta.update(recipe.metadata)
+        own = self._value(recipe, node, shift == 0, rest)
+        self._written[self.stamp.place(item, shift)] = _Written(node, own)
         if item.place.kind in STACKS:
-            self._origin(item, template, node, refs)
+            self._origin(recipe, item.place.kind, node, rest)
         return node
+
+    def _recipe(self, item: Item) -> _Recipe:
+        template = self._nodes[item.place]
+        read: list[fx.Node] = []
+        fx.node.map_arg((template.args, template.kwargs), read.append)
+        kind = item.place.kind
+        stack = _stack(template, kind) if kind in STACKS else None
+        left = {*_LEFT, *(STACKS.values() if stack else ())}
+        storages = []
+        for storage in meta.storages(template):
+            owner, ordinal = self._owners[id(storage)]
+            storages.append((storage, ordinal, owner == item.place))
+        return _Recipe(
+            template=template,
+            reads=len(read),
+            metadata={k: v for k, v in template.meta.items() if k not in left},
+            storages=storages,
+            stack=stack,
+            module=provenance.module_in(stack),
+            call=provenance.call_in(stack) is not None,
+            checkpoint=kind in STACKS and compat.checkpoint_of(template) is not None,
+        )
 
     def _at(self, place: Place) -> _Written:
         found = self._written.get(place)
@@ -405,67 +458,69 @@ class Writer:
         return found
 
     def _value(
-        self,
-        item: Item,
-        template: fx.Node,
-        node: fx.Node,
-        written: _Written,
-        place: Place,
-        refs: Iterator[Place],
-    ) -> None:
-        """Give the node the value of its template, in storages of its own or in those it reads."""
-        before = meta.storages(template)
-        storages: dict[int, torch.UntypedStorage] = {}
-        for storage in before:
-            owner, ordinal = self._owners[id(storage)]
-            at = next(refs)
-            if owner != item.place:
-                storages[id(storage)] = self._at(at).storages[ordinal]
-                continue
-            own = storage if self._stays(item, place) else compat.fake_storage(storage.nbytes())
-            storages[id(storage)] = own
-            written.storages.append(own)
-        if any(key != id(new) for key, new in storages.items()):
-            node.meta["val"] = self._moved(template.meta["val"], storages)
+        self, recipe: _Recipe, node: fx.Node, stays: bool, refs: Iterator[Place]
+    ) -> list[torch.UntypedStorage]:
+        """Give the node the value of its template, in storages of its own or in those it reads.
 
-    def _stays(self, item: Item, place: Place) -> bool:
-        """True if `place` holds the template itself."""
-        return self._source(place) == (item.place, 0)
+        Args: `stays`: the node is the template itself, in the full graph.
+
+        Returns those of its own.
+        """
+        moved = False
+        own: list[torch.UntypedStorage] = []
+        storages: dict[int, torch.UntypedStorage] = {}
+        for before, ordinal, is_own in recipe.storages:
+            at = next(refs)
+            if not is_own:
+                after = self._at(at).storages[ordinal]
+            else:
+                after = before if stays else compat.fake_storage(before.nbytes())
+                own.append(after)
+            storages[id(before)] = after
+            moved = moved or after is not before
+        if moved:
+            node.meta["val"] = self._moved(recipe.metadata["val"], storages)
+        return own
 
     def _moved(self, value: Any, storages: dict[int, torch.UntypedStorage]) -> Any:
         if isinstance(value, Tensor):
             storage = storages[id(value.untyped_storage())]
-            moved = compat.fake_in(self.mode, storage, value)
+            where = value.size(), value.stride(), int(value.storage_offset())
+            moved = compat.fake_of(self.mode, storage, *where, value.dtype, value.device)
             return moved.requires_grad_() if value.requires_grad and value.is_leaf else moved
         if isinstance(value, (list, tuple)):
             return type(value)([self._moved(v, storages) for v in value])
         return value
 
-    def _origin(self, item: Item, template: fx.Node, node: fx.Node, refs: Iterator[Place]) -> None:
+    def _origin(self, recipe: _Recipe, kind: str, node: fx.Node, refs: Iterator[Place]) -> None:
         """Say the module, the call, the line and the checkpoint of the node."""
-        stack = _stack(template, item.place.kind)
+        stack = recipe.stack
         if stack:
-            here: dict[str, Any] = {
-                key: stack[key] for key in (provenance.LINE, provenance.NO_GRAD) if key in stack
-            }
-            module = provenance.module_in(stack)
-            if module is not None:
-                kind = stack[module][1]
-                name = name_at(next(refs), self.runs)
-                here = {name: (name, kind), **here}
-            call = provenance.call_in(stack)
-            if call is not None:
-                number = self._call_numbers.get(next(refs))
-                if number is None:
-                    raise Unproven("an operator runs in a call that the rehearsal does not have")
-                here[provenance.CALL] = (number, stack[provenance.CALL][1])
-            for key in STACKS.values():
-                node.meta.pop(key, None)
-            node.meta[STACKS[item.place.kind]] = here
-        if compat.checkpoint_of(template) is not None:
+            module = None if recipe.module is None else next(refs)
+            call = next(refs) if recipe.call else None
+            said = (stack.get(provenance.LINE), stack.get(provenance.NO_GRAD), module, call)
+            here = self._stacks.get(said)
+            if here is None:
+                here = self._stacks[said] = self._stack_at(recipe, module, call)
+            node.meta[STACKS[kind]] = here
+        if recipe.checkpoint:
             region = next(refs)
             number = self._region_numbers.setdefault(region, len(self._region_numbers))
-            node.meta = compat.in_checkpoint(node.meta, number)
+            compat.in_checkpoint(node.meta, number)
+
+    def _stack_at(self, recipe: _Recipe, module: Place | None, call: Place | None) -> Any:
+        """The stack of `recipe` in another module and call."""
+        stack = recipe.stack or {}
+        here = {key: stack[key] for key in (provenance.LINE, provenance.NO_GRAD) if key in stack}
+        if module is not None and recipe.module is not None:
+            name = name_at(module, self.runs)
+            here = {name: (name, stack[recipe.module][1]), **here}
+        if call is not None:
+            number = self._call_numbers.get(call)
+            if number is None:
+                raise Unproven("an operator runs in a call that the rehearsal does not have")
+            here[provenance.CALL] = (number, stack[provenance.CALL][1])
+        return here
 
     def _full_results(self, full: list[tuple[Item, int, Any]]) -> tuple[list[Any], list[Any]]:
         """Values and descriptors of the full graph's output."""
