@@ -520,14 +520,17 @@ def _fake(mode: FakeTensorMode, plain: torch.Tensor, device: torch.device) -> to
     (torch/_subclasses/fake_tensor.py, ``FakeTensor.__new__``)
     """
     indexed = device.type == "cpu" or (device.index is not None and device.type != "meta")
-    if not indexed or mode._allow_unsafe_data_ptr_access or FakeTensorConfig.debug:
+    if not indexed or FakeTensorConfig.debug:
         return FakeTensor(mode, plain, device)
     attributes = _attributes(device).copy()
     attributes["fake_mode"] = mode
     fake = torch.Tensor._make_subclass(
         FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=device
     )
-    torch._C._set_throw_on_mutable_data_ptr(fake)
+    if mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(fake)
     fake.__dict__ = attributes
     return fake
 

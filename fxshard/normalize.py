@@ -6,7 +6,6 @@ metadata.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from typing import Any
 
@@ -143,7 +142,8 @@ def _tag_compute(program: Program) -> None:
     """
     numbers: dict[int | None, int | None] = {None: None}
     places: dict[str, Place] = {"forward": ("", None, ""), "backward": ("", None, "")}
-    known: dict[Any, Any] = {}  # tags that many nodes have in common; places, by their stack
+    by_stack: dict[int, tuple[str | None, int | None, str]] = {}
+    tags: dict[Any, meta.Meta] = {}
     phase: meta.Phase = "forward"
     for node in program.graph.nodes:
         if node.op != "call_function":
@@ -153,27 +153,22 @@ def _tag_compute(program: Program) -> None:
             phase = "backward"
         key = "nn_module_stack" if phase == "forward" else "fwd_nn_module_stack"
         stack = held.get(key) or held.get("nn_module_stack")
-        place = known.get(id(stack))
+        place = by_stack.get(id(stack))
         if place is None:
-            module = provenance.module_in(stack)
-            place = module, provenance.call_in(stack), provenance.line_in(stack)
-            known[id(stack)] = place
-        if place[0] is not None:
-            places[phase] = place
+            at = provenance.call_in(stack), provenance.line_in(stack)
+            place = by_stack[id(stack)] = (provenance.module_in(stack), *at)
+        module, call, line = place
+        if module is not None:
+            places[phase] = module, call, line
         region = compat.checkpoint_of(node)
         checkpoint = numbers.setdefault(region, len(numbers) - 1)
         save = phase == "forward" and region is not None and compat.is_saved_by_policy(node)
         what = (phase, places[phase], checkpoint, save)
-        tag = known.get(what)
+        tag = tags.get(what)
         if tag is None:
             module, call, line = places[phase]
-            tag = known[what] = meta.Meta(
-                *(phase, "compute", module),
-                checkpoint=checkpoint,
-                save=save,
-                call=call,
-                line=line,
-            )
+            more: dict[str, Any] = {"checkpoint": checkpoint, "save": save, "call": call}
+            tag = tags[what] = meta.Meta(phase, "compute", module, line=line, **more)
         held["fxshard"] = tag
     meta.put(
         program.output, meta.Meta("backward" if program.signature.training else "forward", "output")

@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import gc
 import io
+import itertools
 import operator
 import re
 import weakref
@@ -515,6 +516,115 @@ def test_fake_tensors_made_directly_are_those_of_the_mode() -> None:
         assert (made + views[2].view(4, 6)).shape == (4, 6)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda:0", "cuda", "meta"])
+def test_a_fake_tensor_made_directly_is_what_its_constructor_makes(device: str) -> None:
+    home = torch.device(device)
+    mode = compat.FakeTensorMode()
+    mode.allow_meta = True
+    plain = [torch.empty(2, 3, dtype=torch.float16, device="meta") for _ in range(2)]
+    theirs = compat.FakeTensor(mode, plain[0], home)
+    ours = compat._fake(mode, plain[1], home)
+    assert type(ours) is type(theirs)
+    mine = {**vars(ours)}
+    assert mine == vars(theirs) and mine["fake_mode"] is mode
+    assert ours.untyped_storage() is plain[1].untyped_storage()
+    for said in (
+        *(torch._C._dispatch_keys, Tensor.size, Tensor.stride, Tensor.storage_offset),
+        *(lambda t: t.dtype, lambda t: t.device, lambda t: t.requires_grad, lambda t: t.is_leaf),
+        *(lambda t: t._version, lambda t: t._is_view(), lambda t: t.grad_fn, lambda t: t.layout),
+    ):
+        assert said(ours) == said(theirs)  # type: ignore[operator]
+    mode._allow_unsafe_data_ptr_access = False
+    refusals = []
+    for make in (compat.FakeTensor, compat._fake):
+        fake = make(mode, torch.empty(2, device="meta"), home)
+        with pytest.raises(RuntimeError) as refused:
+            fake.data_ptr()
+        refusals.append(str(refused.value))
+    assert refusals[0] == refusals[1]
+    # Attributes are each one's own, and no other mode's.
+    ours.constant = plain[0]  # type: ignore[attr-defined]
+    other = compat.FakeTensorMode()
+    other.allow_meta = True
+    third = compat._fake(other, plain[0], home)
+    assert third.fake_mode is other and third.constant is None  # type: ignore[attr-defined]
+    assert ours.fake_mode is mode  # type: ignore[attr-defined]
+
+
+def test_a_fake_tensor_made_directly_computes_and_needs_gradients() -> None:
+    mode = compat.FakeTensorMode()
+    ours = compat.fake_empty(mode, (2, 3), torch.float32, torch.device("cpu"))
+    ours.requires_grad_()
+    with mode:
+        (ours @ torch.ones(3, 4)).sum().backward()
+        mask = torch.ones(2, 3, dtype=torch.bool)
+    assert ours.grad is not None and ours.grad.shape == (2, 3)
+    assert ours.grad.fake_mode is mode  # type: ignore[attr-defined]
+    with mode, pytest.raises(compat.DATA_DEPENDENT_ERRORS):
+        bool(ours.detach().masked_fill(mask, 0.0).sum() > 0)
+
+
+def _graph_by_hand() -> fx.Graph:
+    """Arguments in lists, slices and keywords, a name of Python's, a dead name, metadata."""
+    graph = fx.Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b", type_expr=Tensor)
+    dead = graph.call_function(aten.add.Tensor, (a, b))
+    total = graph.call_function(aten.sum.dim_IntList, (a, [0, 1]), {"keepdim": True})
+    picked = graph.call_function(operator.getitem, (b, (slice(None, None, 2), None)))
+    again = graph.call_function(aten.cat.default, ([a, picked, a],), {})
+    again.meta["custom"] = {"mine": [1]}
+    graph.call_function(aten.add.Tensor, (again, total), {"alpha": 2}, type_expr=Tensor)
+    graph.erase_node(dead)
+    graph.output((again, [total, None], {"last": again}))
+    return graph
+
+
+def _all_of(graph: fx.Graph) -> Any:
+    names = graph._graph_namespace
+    nodes = list(graph.nodes)
+    table = graph._find_nodes_lookup_table.table
+    return (
+        [(n.op, n.name, n.target, n.type, str(n.args), str(n.kwargs)) for n in nodes],
+        [(type(n.args), type(n.kwargs), [type(x) for x in n.args]) for n in nodes],
+        [([u.name for u in n.users], [i.name for i in n.all_input_nodes]) for n in nodes],
+        [list(n.meta.items()) for n in nodes],
+        [(key, [n.name for n in found]) for key, found in table.items() if found],
+        {n.name: name for n, name in names._obj_to_name.items() if n in set(nodes)},
+        (names._used_names, names._base_count, len(nodes), len(graph.nodes)),
+        [a < b for a, b in itertools.pairwise(nodes)],
+        graph.create_node("call_function", aten.add.Tensor, (nodes[0], nodes[1])).name,
+    )
+
+
+def test_a_graph_copied_at_once_is_that_of_node_copy() -> None:
+    graph = _graph_by_hand()
+    by_node = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        made[node] = by_node.node_copy(node, made.__getitem__)
+    at_once = compat.copy_graph(graph)
+    at_once.lint()
+    for one, other in zip(at_once.nodes, graph.nodes, strict=True):
+        assert one.graph is at_once and one.meta == other.meta and one.meta is not other.meta
+    before = _all_of(graph)
+    assert _all_of(at_once) == _all_of(by_node)
+    at_once.erase_node(next(reversed(at_once.nodes)))
+    assert _all_of(_graph_by_hand()) == before
+
+
+def test_a_node_appended_is_that_of_create_node() -> None:
+    one, other = fx.Graph(), fx.Graph()
+    for graph, make in ((one, partial(compat.append_node, one)), (other, other.create_node)):
+        a = graph.placeholder("a")
+        for _ in range(2):  # the second time the name is taken
+            make("call_function", aten.cat.default, ([a, a], 1), {}, "cat_3")
+        make("call_function", aten.add.Tensor, (a, 1), {"alpha": 2}, "sum")
+    assert _all_of(one) == _all_of(other)
+    owned = fx.GraphModule({}, one).graph
+    with pytest.raises(AssertionError, match="hooks"):
+        compat.append_node(owned, "placeholder", "b", (), {}, "b")
+
+
 def test_gradients_arrive_in_a_list_whose_items_die_when_they_are_taken_out() -> None:
     seen: list[Any] = []
 
@@ -950,7 +1060,8 @@ def test_fakes_in_one_storage_are_aliases() -> None:
     with mode:
         like = torch.empty(4, 6).t()[1:]
     storage = compat.fake_storage(96)
-    made = [compat.fake_in(mode, storage, like) for _ in range(2)]
+    where = like.size(), like.stride(), int(like.storage_offset())
+    made = [compat.fake_of(mode, storage, *where, like.dtype, like.device) for _ in range(2)]
     for fake in made:
         assert fake.untyped_storage() is storage or fake.untyped_storage()._cdata == storage._cdata
         assert (fake.shape, fake.stride(), fake.storage_offset()) == ((5, 4), (1, 6), 1)
@@ -1040,7 +1151,8 @@ def test_values_of_a_literal_under_a_fake_mode() -> None:
 def test_a_node_goes_to_another_checkpoint() -> None:
     inside = {"custom": {compat._CHECKPOINT: 3, "mine": 1}, "val": 0}
     assert compat.checkpoint_number(inside) == 3
-    moved = compat.in_checkpoint(inside, 7)
+    moved = dict(inside)
+    compat.in_checkpoint(moved, 7)
     assert compat.checkpoint_number(moved) == 7
     assert moved["custom"]["mine"] == 1
     assert compat.checkpoint_number(inside) == 3
