@@ -29,7 +29,7 @@ from fxshard.memory.report import DoesNotFitError, parse_bytes
 if TYPE_CHECKING:
     from fxshard.plans import Plan
 
-MOST_RANKS = 2**20
+MOST_DOUBLED = 18  # times: more ranks than anyone has
 FARTHEST = 16  # how many times the largest size that fits the next guess may be
 
 
@@ -161,7 +161,7 @@ def solve(
 
     search = _Search(planned, name, limit, before, multiple_of, likely=likely)
     if goal == "max":
-        inputs = max(_bytes_of(plan.inputs_with(name)), 1)
+        inputs = max(_bytes_of(plan.inputs_with(name, {**point, name: sizes[name]})), 1)
         search.beyond = (limit * sizes[name] // inputs) // multiple_of + 2
         size = search.run()
         beyond = size + multiple_of
@@ -303,7 +303,7 @@ class _Search:
             elif high * self.multiple_of in self.tried:
                 break
             if self.fits(guess):
-                low, high = guess, max(high, guess + 1)
+                low, high = guess, high if guess < high else 2 * guess
             else:
                 high = guess
         return low * self.multiple_of
@@ -322,12 +322,18 @@ class _Search:
     def run_down(self) -> int:
         """The smallest number of ranks that fits, of those with a smaller one that does not."""
         assert self.likely is not None
-        step, good = self.multiple_of, max(self.before // self.multiple_of, 1)
-        while not self.likely(good * step) or not self.fits(good):
-            if good * step > MOST_RANKS:
-                self.fits(good)  # it may not be likely only, and why is to be told
-                raise DoesNotFitError(f"not even {good * step} ranks are enough: {self.least}")
-            good *= 2
+        step, first = self.multiple_of, max(self.before // self.multiple_of, 1)
+        # Doubled from both: padding makes the peak of some numbers of ranks larger than of fewer.
+        doubled = {count << turn for count in (1, first) for turn in range(MOST_DOUBLED)}
+        counts = [count for count in sorted(doubled) if count >= first]
+        counts += [count for count in sorted(doubled) if count < first]
+        good = next((c for c in counts if self.likely(c * step) and self.fits(c)), None)
+        if good is None:
+            self.fits(first)  # why is to be told
+            raise DoesNotFitError(
+                f"no number of ranks is enough, of {counts[0] * step} doubled {MOST_DOUBLED} times "
+                f"and of powers of 2. With {first * step}: {self.least}"
+            )
         bad = 0
         while good - bad > 1:
             low, high = bad, good

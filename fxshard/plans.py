@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -239,6 +240,10 @@ class Plan:
         Raises:
             ConfigError: there is no such size.
         """
+        for name, size in sizes.items():
+            if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 1:
+                raise ConfigError(f"{name}={size!r}: a size is an integer, at least 1.")
+        sizes = {name: int(size) for name, size in sizes.items()}
         named, world = self._named_sizes(), sizes.pop("world", None)
         for name in sizes.keys() - named.keys():
             raise ConfigError(
@@ -257,10 +262,12 @@ class Plan:
             return make_plan(fresh)
         return self.replan(**changes) if changes else self
 
-    def inputs_with(self, name: str) -> list[torch.Tensor]:
-        """The tensors of the call that have a size of ``dynamic=``."""
-        leaves, _ = compat.tree_flatten(self.workload.call)
-        return [leaves[leaf] for leaf, _ in self._places()[name]]
+    def inputs_with(self, name: str, sizes: dict[str, int]) -> list[torch.Tensor]:
+        """The tensors of the call that have a size of ``dynamic=``, of other sizes, on meta."""
+        places = self._places()
+        given = {other: size for other, size in sizes.items() if other in places}
+        leaves, _ = compat.tree_flatten(levers.with_sizes(self.workload.call, places, given))
+        return [leaves[leaf] for leaf, _ in places[name]]
 
     def _places(self) -> shapes.Symbols:
         work = self.workload
@@ -325,6 +332,13 @@ class Plan:
             if domain is not None:
                 held |= dict(symbolic.conditions(domain))
         held |= dict(loss.conditions if loss is not None else ())
+        leaves, _ = compat.tree_flatten(self.workload.call)
+        for name, places in self._places().items():
+            parts = [leaves[leaf] for leaf, _ in places if not _is_own(leaves[leaf])]
+            if parts:
+                held[sympy.Eq(symbolic.symbol(name), named[name])] = (
+                    "an input is a part of a larger tensor, which is held whole: pass a clone of it"
+                )
         for name, (least, most) in self.config.bounds.items():
             if name in named:
                 size = symbolic.symbol(name)
@@ -482,6 +496,11 @@ class Plan:
             exposed = self.estimate(hardware).exposed(len(self.programs) - 1)
         live = live_after(self.memory)
         return dump.schedule(self.program, folded=fold, phase=phase, live=live, exposed=exposed)
+
+
+def _is_own(tensor: torch.Tensor) -> bool:
+    """True if a tensor is all of its storage."""
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 class _Elsewhere:

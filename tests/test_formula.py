@@ -485,3 +485,71 @@ def test_curves_and_their_plot(tmp_path: Path) -> None:
         plan.memory.curves(length=[1, 2])
     with pytest.raises(OutOfRangeError, match="batch >= 2"):
         plan.memory.curves(batch=[1, 2])
+
+
+# -- found by review ------------------------------------------------------------------------------
+
+
+class Sliced(nn.Module):
+    """f32 (batch, seq, 8) -> a scalar, through `part` of what it computes."""
+
+    def __init__(self, part: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.part = nn.Linear(8, 12), part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(self.up(x)).relu().sum()
+
+
+def written(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[:, 0].zero_()
+    x[:, 1:] = 0.5
+    return x
+
+
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "without the first": lambda x: x[:, 1:],
+    "shifted": lambda x: x[:, :-1].reshape(-1, 12),
+    "expanded": lambda x: x[:, :, None].expand(-1, -1, 3, -1),
+    "written": written,
+    "a fixed number": lambda x: x.flatten()[:240].mul(2).exp(),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_tensors(name: str) -> None:
+    model = Sliced(PARTS[name])
+    plan = fxshard.plan(model, kwargs=floats(5, 6, width=8), world_size=2, dynamic=OF_X)
+    for batch, seq, world in ((9, 23, 3), (4, 40, 4)):
+        alone = fxshard.plan(model, kwargs=floats(batch, seq, width=8), world_size=world)
+        assert_equal(plan.memory, batch, seq, world, alone)
+
+
+def test_a_batch_that_is_a_part_of_a_larger_tensor_stays() -> None:
+    x = torch.zeros(100, 14, 24)[:5]
+    plan = fxshard.plan(Mlps(), kwargs={"x": x}, world_size=4, dynamic=OF_X)
+    with pytest.raises(OutOfRangeError, match=r"part of a larger tensor.*pass a clone"):
+        plan.memory.at(batch=9)
+    assert plan.memory.at(world=7).peak_bytes == (
+        fxshard.plan(Mlps(), kwargs={"x": x}, world_size=7).memory.peak_bytes
+    )
+
+
+def test_sizes_that_are_none() -> None:
+    plan = open_plan("mlps")
+    formula = plan.memory.formula()
+    for wrong in (2.5, "7", True, [[2, 3]]):
+        with pytest.raises(ConfigError, match="a size is an int"):
+            formula.at(seq=wrong)  # type: ignore[arg-type]
+    for wrong in (2.5, "7", True, 0, -3):
+        with pytest.raises(ConfigError, match="a size is an integer, at least 1"):
+            plan.at(seq=wrong)  # type: ignore[arg-type]
+    assert formula.lambdify()(batch=np.array([], dtype=np.int64)).tolist() == []
+    assert formula.at(seq=np.int64(9)) == formula.at(seq=9)  # type: ignore[arg-type]
+    with pytest.raises(OutOfRangeError, match="no one has that memory"):
+        formula.at(batch=2**31, seq=2**31)
+    exact = formula.expression.subs(
+        dict(zip(sorted(formula.free_symbols, key=str), (2**20, 2**20, 8), strict=True))
+    )
+    assert formula.at(batch=2**20, seq=2**20, world=8) == exact

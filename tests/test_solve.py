@@ -93,7 +93,7 @@ def test_what_cannot_be_answered_says_why() -> None:
     plan = open_plan()
     with pytest.raises(DoesNotFitError, match="not even a batch of 1 fits"):
         plan.solve("max_batch", 1000)
-    with pytest.raises(DoesNotFitError, match=r"not even \d+ ranks are enough"):
+    with pytest.raises(DoesNotFitError, match=r"no number of ranks is enough"):
         plan.solve("min_world", 1000)
     with pytest.raises(ConfigError, match="this plan knows max_batch, max_seq, min_world"):
         plan.solve("max_length", "1GiB")

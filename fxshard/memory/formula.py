@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fxshard.memory.report import MemoryReport
 
 EXACT = 2**53  # below it a float64 holds every integer
+MOST = 2**62  # bytes, and products of sizes: up to there int64 counts right
 BLOCK = 512  # bytes: CUDA's caching allocator rounds every size up to a multiple of it
 
 Point = Mapping[str, Any]  # sizes by name: ints or int64 arrays
@@ -58,6 +59,7 @@ class Range:
 
         Raises:
             ConfigError: there is no such name; names those that there are.
+            ConfigError: or a size is no integer.
             OutOfRangeError: a size is below 1.
         """
         for name, value in sizes.items():
@@ -67,8 +69,14 @@ class Range:
                     f"others where it is made: fxshard.plan(..., dynamic={{{name!r}: "
                     f"[(argument, dimension)]}})."
                 )
-            if np.min(value) < 1:
-                raise OutOfRangeError(f"{name}={np.min(value)}: a size is at least 1.")
+            found = np.asarray(value)
+            is_bool = found.dtype == np.bool_ or isinstance(value, bool)
+            if found.ndim > 1 or is_bool or not np.issubdtype(found.dtype, np.integer):
+                raise ConfigError(
+                    f"{name}={value!r}: a size is an int, or an array [points] of ints."
+                )
+            if found.size and found.min() < 1:
+                raise OutOfRangeError(f"{name}={found.min()}: a size is at least 1.")
         return {**self.example, **sizes}
 
     @property
@@ -163,6 +171,12 @@ class Basis:
 
     def values(self, sizes: Point) -> Matrix:
         """int64 ``[points, monomials]``: the monomials (numerators) at some points."""
+        floats = {name: np.asarray(size, dtype=np.float64) for name, size in sizes.items()}
+        rough = [np.asarray(evaluate(monomial, floats)) for monomial in self.monomials]
+        if any((np.abs(each) > MOST).any() for each in rough):
+            raise OutOfRangeError(
+                "sizes of which a product is beyond 2**62: no one has that memory."
+            )
         found = [np.asarray(evaluate(monomial, sizes)) for monomial in self.monomials]
         shape = np.broadcast_shapes((1,), *(np.shape(size) for size in sizes.values()))
         columns = [np.broadcast_to(each, shape).astype(np.int64) for each in found]
@@ -198,6 +212,8 @@ def _times(values: Matrix, rows: Matrix) -> Matrix:
     most = np.abs(values).max(axis=0, initial=0).astype(object) @ np.abs(rows).max(
         axis=0, initial=0
     ).astype(object)
+    if most > MOST:
+        raise OutOfRangeError("sizes that need more than 2**62 bytes: no one has that memory.")
     if most < EXACT:
         product = values.astype(np.float64) @ rows.T.astype(np.float64)
         return product.astype(np.int64)
@@ -468,8 +484,8 @@ class Formula(sympy.Expr):  # type: ignore[misc]  # sympy has no types
         """
 
         def bytes_at(**sizes: Any) -> Matrix:
-            arrays = {name: np.asarray(value, dtype=np.int64) for name, value in sizes.items()}
-            point = self.range.complete(arrays)
+            point = self.range.complete(sizes)
+            point = {name: np.asarray(value, dtype=np.int64) for name, value in point.items()}
             shape = np.broadcast_shapes((1,), *(np.shape(size) for size in point.values()))
             world = np.broadcast_to(point["world"], shape)
             if world.size and (world == world.flat[0]).all():

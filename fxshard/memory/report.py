@@ -220,7 +220,7 @@ class MemoryReport:
             ConfigError: there is no such size.
         """
         valid = self.formulas.range
-        point: dict[str, int] = valid.complete(sizes)
+        point = {name: int(size) for name, size in valid.complete(sizes).items()}
         base = self.of_world(point["world"]).formulas
         base.range.check(point)
         first, steady = (base.sized(point, first_step=first) for first in (True, False))

@@ -93,8 +93,14 @@ def points(
         ConfigError: a name is no option, or has no values.
     """
     legal = {field.name for field in dataclasses.fields(Config)} | {"world_size"}
+    space = {
+        name: list(values)
+        if isinstance(values, Iterable) and not isinstance(values, str)
+        else values
+        for name, values in space.items()
+    }
     for name, values in space.items():
-        if name not in legal or isinstance(values, str) or not list(values):
+        if name not in legal or not isinstance(values, list) or not values:
             raise ConfigError(
                 f"space[{name!r}]={values!r}: expected the name of an option and a list of its "
                 f"values, such as space={{'checkpoint': [None, 'full']}}. Options are: "
