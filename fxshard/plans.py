@@ -160,6 +160,7 @@ class Plan:
         steps: Steps | None = None,
     ) -> None:
         self.programs, self.workload = tuple(programs), workload
+        self._kinds: dict[int, symbolic.WorldKind] = {}
         self._captures = {} if captures is None else captures
         self._steps = {} if steps is None else steps
 
@@ -286,9 +287,12 @@ class Plan:
         return replicas if self.config.strategy == "no_shard" else shards
 
     def _kind_of_world(self, world: int) -> symbolic.WorldKind:
-        if self.config.strategy == "no_shard":
-            return world == 1, frozenset(), frozenset()
-        return symbolic.kind_of_world(self.units, world)
+        if world not in self._kinds:
+            kind: symbolic.WorldKind = world == 1, frozenset(), frozenset()
+            if self.config.strategy != "no_shard":
+                kind = symbolic.kind_of_world(self.units, world)
+            self._kinds[world] = kind
+        return self._kinds[world]
 
     @functools.cached_property
     def _formulas(self) -> StepFormulas:
