@@ -9,6 +9,7 @@ it is. What the trace took for granted of the symbols is its `Domain`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import re
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,7 @@ aten = torch.ops.aten
 Place = tuple[int, int | None]  # flat leaf of the call, and its dimension; None: the leaf, an int
 Symbols = Mapping[str, tuple[Place, ...]]  # name of a size -> where the call has it
 Sizes = tuple[tuple[int, ...] | int | None, ...]  # per leaf: of a tensor, an int, anything else
-Layout = tuple[tuple[str, ...], tuple[str, ...]]  # sizes and strides of a tensor, as expressions
+Layout = tuple[tuple[sympy.Basic, ...], tuple[sympy.Basic, ...]]  # sizes and strides of a tensor
 
 FIXED = "a size that the program has as a number is another in this call"
 OF_A_TENSOR = (aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default)
@@ -269,8 +270,8 @@ def settle(graph: fx.Graph, trace: Trace, mode: FakeTensorMode) -> Domain:
     for node in graph.nodes:
         if "val" in node.meta:
             val = node.meta["val"]
-            layout = tuple(map(_layout, _tensors(val)))
-            if not _is_fixed(layout):
+            layout = tuple(map(example.layout, _tensors(val)))
+            if any(size.free_symbols for each in layout for side in each for size in side):
                 node.meta[LAYOUT] = layout
             node.meta[OPEN] = example.open(val)
             node.meta["val"] = example.of(val)
@@ -330,18 +331,10 @@ def stride_like(tensor: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
 def depends_on_data(node: fx.Node) -> bool:
     """True if a size of `node` is that of what the model found in its data: its fake is made up."""
     sizes = (size for each in node.meta.get(LAYOUT, ()) for side in each for size in side)
-    return any(_FROM_DATA.search(size) for size in sizes)
+    return any(_FROM_DATA.search(str(size)) for size in sizes)
 
 
 _FROM_DATA = re.compile(r"\bu\d+\b")  # torch's names of symbols without an example
-
-
-def _is_fixed(layout: tuple[Layout, ...]) -> bool:
-    return all(size.isdigit() for each in layout for side in each for size in side)
-
-
-def _layout(tensor: Tensor) -> Layout:
-    return tuple(map(str, tensor.shape)), tuple(map(str, tensor.stride()))
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -381,6 +374,13 @@ class _Example:
         self._storages: dict[int, tuple[Any, Tensor]] = {}  # the first keeps the number taken
         self._tensors: dict[int, tuple[Any, Tensor]] = {}
         self._expressions: dict[sympy.Basic, sympy.Basic] = {}
+        self._conditions = trace.domain().conditions
+        self._divisible = {
+            side
+            for condition, _ in self._conditions
+            if isinstance(condition, sympy.Eq) and 0 in condition.args
+            for side in condition.args
+        }
 
     def number(self, value: Any) -> Any:
         """A size as a number."""
@@ -393,14 +393,62 @@ class _Example:
 
     def _in_inputs(self, value: Any) -> sympy.Basic:
         """A number as an expression of the inputs' sizes; what depends on the data is made up."""
+        expression = self._expression(value)
+        made_up = {s: self._known(s) for s in expression.free_symbols - self._given.keys()}
+        return expression.xreplace(made_up) if made_up else expression
+
+    def _expression(self, value: Any) -> sympy.Basic:
+        """A number as an expression; those that the trace has shown to be equal are the same."""
         if not isinstance(value, compat.SYMBOLIC):
             return sympy.sympify(value)
         given = compat.expression(value)
         if given not in self._expressions:
-            expression = self.env.simplify(given)
-            made_up = {s: self._known(s) for s in expression.free_symbols - self._given.keys()}
-            self._expressions[given] = expression.xreplace(made_up)
+            self._expressions[given] = self._simplified(given)
         return self._expressions[given]
+
+    def _simplified(self, given: sympy.Basic) -> sympy.Basic:
+        """What torch makes simpler; divisions and maxima that the trace has decided are made out."""
+        expression = self.env.simplify(given)
+        while True:
+            known = {
+                division: division.args[0] / division.args[1]
+                for division in expression.atoms(compat.FloorDiv)
+                if compat.Mod(*division.args) in self._divisible
+            } or {
+                maximum: each
+                for maximum in expression.atoms(compat.Max)
+                for each in maximum.args
+                if all(self._is_at_least(each, other) for other in maximum.args)
+            }
+            if not known:
+                break
+            expression = expression.xreplace(known)
+        return sympy.expand(expression) if isinstance(expression, sympy.Expr) else expression
+
+    def _is_at_least(self, one: sympy.Expr, other: sympy.Expr) -> bool:
+        further = {
+            symbol: least + sympy.Dummy(integer=True, nonnegative=True)
+            for symbol, least in self._least.items()
+        }
+        return bool(sympy.expand((one - other).xreplace(further)).is_nonnegative)
+
+    @functools.cached_property
+    def _least(self) -> dict[sympy.Symbol, int]:
+        """Per size of the inputs, the smallest that what was asked of it alone lets through."""
+        found = {}
+        for symbol, size in self._given.items():
+            asked = [c for c, _ in self._conditions if c.free_symbols == {symbol}]
+            found[symbol] = next(
+                n
+                for n in range(1, size + 1)
+                if all(c.xreplace({symbol: sympy.Integer(n)}) == sympy.true for c in asked)
+            )
+        return found
+
+    def layout(self, tensor: Tensor) -> Layout:
+        """Sizes and strides of a tensor, also where they depend on the data."""
+        size, stride = (tuple(map(self._expression, at)) for at in (tensor.shape, tensor.stride()))
+        return size, stride
 
     def open(self, value: Any) -> Any:
         """Of a value with symbols: a `OpenTensor` per tensor, an expression per number, as a tree.

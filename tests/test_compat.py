@@ -1130,6 +1130,18 @@ def test_sizes_are_in_functions_of_sympy() -> None:
             )
 
 
+def test_divisions_of_a_trace_are_torchs() -> None:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    env = ShapeEnv(duck_shape=False)
+    size = compat.symbolic_size(env, "seq", 6)
+    assert size % 2 == 0
+    (division,) = compat.expression(12 * (size // 2)).atoms(compat.FloorDiv)
+    assert sympy.Eq(compat.Mod(*division.args), 0) in [guard.expr for guard in env.guards]
+    (largest,) = compat.expression(torch.sym_max(size - 4, 1)).atoms(compat.Max)
+    assert set(largest.args) == {1, compat.expression(size) - 4}
+
+
 def test_descriptors_of_another_name(joint: Any) -> None:
     _, sources, targets = joint
     named = [compat.of_name(desc, lambda name: f"other.{name}") for desc in sources]

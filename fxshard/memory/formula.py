@@ -137,24 +137,24 @@ class Basis:
     Attributes:
         monomials: numerators of those of the second group included.
         vectors: int64 ``[expressions, monomials]``, times `scale`.
-        over: per monomial: it is divided by ``world``.
+        denominators: what monomials are divided by; the first is 1.
+        over: per monomial, the place of its denominator among them.
         scale: the least common denominator of all other coefficients.
     """
 
     def __init__(self, expressions: Sequence[sympy.Expr]) -> None:
-        places: dict[tuple[sympy.Expr, bool], int] = {}
+        places: dict[tuple[sympy.Expr, sympy.Expr], int] = {}
         entries: list[dict[int, sympy.Rational]] = []
         for expression in expressions:
             entry: dict[int, sympy.Rational] = defaultdict(lambda: sympy.Integer(0))
             for monomial, factor in sympy.expand(expression).as_coefficients_dict().items():
                 if not factor.is_Rational:  # a float of the user's: a monomial as it is
                     monomial, factor = monomial * factor, sympy.Integer(1)
-                over = WORLD in sympy.fraction(monomial)[1].free_symbols
-                numerator = monomial * WORLD if over else monomial
-                entry[places.setdefault((numerator, over), len(places))] += factor
+                entry[places.setdefault(sympy.fraction(monomial), len(places))] += factor
             entries.append(entry)
         self.monomials = [monomial for monomial, _ in places]
-        self.over = np.array([over for _, over in places], dtype=bool)
+        self.denominators = list(dict.fromkeys([sympy.Integer(1), *(over for _, over in places)]))
+        self.over = np.array([self.denominators.index(over) for _, over in places], dtype=int)
         factors = [factor for entry in entries for factor in entry.values()]
         self.scale = math.lcm(1, *(int(factor.q) for factor in factors))
         self.vectors = np.zeros((len(entries), len(places)), dtype=np.int64)
@@ -166,7 +166,7 @@ class Basis:
         """Each monomial, in terms of how far sizes are above the least that they can be."""
         further = {size: size + count for size, count in least.items()}
         both = zip(self.monomials, self.over, strict=True)
-        monomials = [monomial / WORLD if over else monomial for monomial, over in both]
+        monomials = [monomial / self.denominators[over] for monomial, over in both]
         return Basis([monomial.xreplace(further) for monomial in monomials])
 
     def values(self, sizes: Point) -> Matrix:
@@ -191,16 +191,18 @@ class Basis:
             values: from `values`, if they are known.
         """
         values = self.values(sizes) if values is None else values
-        world = np.broadcast_to(np.asarray(sizes["world"], dtype=np.int64), (len(values),))
-        plain = _times(values[:, ~self.over], rows[:, ~self.over])
-        if self.over.any():
-            plain = plain + _times(values[:, self.over], rows[:, self.over]) // world[:, None]
-        return plain // self.scale if self.scale > 1 else plain
+        found = np.zeros((len(values), len(rows)), dtype=np.int64)
+        for number, denominator in enumerate(self.denominators):
+            at = self.over == number
+            if at.any():
+                below = np.broadcast_to(evaluate(denominator, sizes), (len(values),))
+                found += _times(values[:, at], rows[:, at]) // below[:, None]
+        return found // self.scale if self.scale > 1 else found
 
     def expression(self, row: Matrix) -> sympy.Expr:
         """A vector as a sum."""
         terms = [
-            sympy.Integer(int(factor)) * monomial / (self.scale * (WORLD if over else 1))
+            sympy.Integer(int(factor)) * monomial / (self.scale * self.denominators[over])
             for factor, monomial, over in zip(row, self.monomials, self.over, strict=True)
             if factor
         ]

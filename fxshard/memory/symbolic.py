@@ -136,6 +136,18 @@ class _Reading:
             self._products[shape] = sympy.Mul(*map(self.named, shape))
         return self._products[shape]
 
+    def broadcast(self, node: fx.Node, other: fx.Node) -> sympy.Expr:
+        """Elements of a tensor that two of the trace are broadcast to."""
+        shapes_of = [
+            tensor.shape if opened is None else opened.size
+            for each in (node, other)
+            for tensor, opened in shapes.open_tensors(each)
+        ]
+        longest = max(map(len, shapes_of))
+        filled = [(1,) * (longest - len(shape)) + tuple(shape) for shape in shapes_of]
+        both = zip(*filled, strict=True)
+        return self.product(tuple(sympy.sympify(a if b == 1 else b) for a, b in both))
+
     def numel(self, node: fx.Node) -> sympy.Expr:
         """Elements of the one tensor that `node` is."""
         if node in self.numels:
@@ -213,7 +225,7 @@ class _Reading:
             return self.dense(node)
         size = vals[0].element_size()
         if rule is fakes.unreduced and vals[0].dim() == 0:
-            return (sympy.Max(*map(self.numel, node.all_input_nodes[:2])) * size,)
+            return (self.broadcast(*node.args[:2]) * size,)  # type: ignore[arg-type]
         if rule is fakes.grown:
             return (sympy.Max(self.numel(base), self.numel(node)) * size,)
         storages = meta.storages(node), meta.storages(base)
