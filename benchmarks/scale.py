@@ -142,7 +142,7 @@ def measure(make: Callable[..., fxshard.Plan], **options: Any) -> dict[str, Any]
         "units": len(plan.units),
         "parameters": len(plan.program.params),
         "trace_cpu_seconds": round(traced, 3),
-        "cpu_seconds": {stage: round(spent, 4) for stage, spent in clock.seconds.items()},
+        "cpu_seconds": {stage: round(spent, 6) for stage, spent in clock.seconds.items()},
         "microseconds_per_node": {
             name: round(1e6 * spent / nodes, 2) for name, spent in totals(clock.seconds).items()
         },
