@@ -15,7 +15,7 @@ from fxshard.memory.lifecycle.script import LifecyclePhase, Script
 from fxshard.memory.lifecycle.tree import MESSAGES, Item, Tree
 from fxshard.memory.optimizer import OptimizerStep
 from fxshard.program import nbytes
-from fxshard.units import Param, buffer_dtypes
+from fxshard.units import buffer_dtypes
 
 
 def state_held(tree: Tree, step: OptimizerStep | None) -> list[LiveRange]:
@@ -126,18 +126,8 @@ def full_state_dict(tree: Tree, step: OptimizerStep | None, *, alone: bool) -> L
 
 def detached(tree: Tree, script: Script, item: Item) -> None:
     """An entry of ``state_dict``: a view, but see `fxshard.state`, ``_make_savable``."""
-    if item.sharded and _offset(tree, tree.params[item.name]):
+    if item.sharded and tree.params[item.name].fqn not in tree.in_front:
         stand_in(tree, script, tree.params[item.name].fqn, tree.params[item.name])
-
-
-def _offset(tree: Tree, param: Param) -> bool:
-    """True if others come before it in its flat storage."""
-    first = next(
-        p
-        for p in tree.program.params.values()
-        if (p.unit, p.dtype) == (param.unit, param.dtype) and tree.shards[p.fqn].bytes
-    )
-    return first.fqn != param.fqn
 
 
 def model_items(tree: Tree) -> list[Item]:

@@ -90,6 +90,15 @@ class Tree:
             sizes[key] = sizes.get(key, 0) + self.shards[fqn].bytes
         return {fqn: sizes[p.unit, p.dtype] for fqn, p in self.program.params.items()}
 
+    @functools.cached_property
+    def in_front(self) -> frozenset[str]:
+        """FQNs of the sharded parameters that no other comes before in its flat storage."""
+        first: dict[tuple[int, torch.dtype], str] = {}
+        for fqn, param in self.program.params.items():
+            if self.shards[fqn].bytes:
+                first.setdefault((param.unit, param.dtype), fqn)
+        return frozenset(first.values())
+
     @property
     def device(self) -> torch.device:
         """Where the program computes, and sharded parameters get their data."""
