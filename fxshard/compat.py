@@ -44,8 +44,8 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.fx.graph import _PyTreeCodeGen
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._sympy.functions import FloorDiv, Max, Mod
 from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils._sympy.functions import FloorDiv, Max, Mod
 
 __all__ = [
     "DATA_DEPENDENT_ERRORS",

@@ -9,7 +9,6 @@ it is. What the trace took for granted of the symbols is its `Domain`.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import re
 from collections.abc import Mapping, Sequence
@@ -364,6 +363,17 @@ class OpenTensor:
         return not any(each.free_symbols for each in every)
 
 
+def _sides(relation: type[sympy.Basic], conditions: list[sympy.Basic]) -> set[sympy.Basic]:
+    """What conditions compare with 0 by `relation`."""
+    with_zero = [c for c in conditions if isinstance(c, relation) and 0 in c.args]
+    return {side for condition in with_zero for side in condition.args if side != 0}
+
+
+def _primitive(expression: sympy.Expr) -> sympy.Expr:
+    """An expression without a common factor of its numbers."""
+    return sympy.expand(expression).primitive()[1]
+
+
 class _Example:
     """Values of the example call for values with symbols."""
 
@@ -374,12 +384,12 @@ class _Example:
         self._storages: dict[int, tuple[Any, Tensor]] = {}  # the first keeps the number taken
         self._tensors: dict[int, tuple[Any, Tensor]] = {}
         self._expressions: dict[sympy.Basic, sympy.Basic] = {}
-        self._conditions = trace.domain().conditions
-        self._divisible = {
-            side
-            for condition, _ in self._conditions
-            if isinstance(condition, sympy.Eq) and 0 in condition.args
-            for side in condition.args
+        asked = [condition for condition, _ in trace.domain().conditions]
+        self._divisible = _sides(sympy.Eq, asked)
+        self._not_empty = {
+            _primitive(factor)
+            for side in _sides(sympy.Ne, asked)
+            for factor in (side, *sympy.Mul.make_args(side))
         }
 
     def number(self, value: Any) -> Any:
@@ -407,43 +417,27 @@ class _Example:
         return self._expressions[given]
 
     def _simplified(self, given: sympy.Basic) -> sympy.Basic:
-        """What torch makes simpler; divisions and maxima that the trace has decided are made out."""
+        """What torch makes simpler, and what the trace has decided: no rest, no empty tensor.
+
+        Strides have ``Max(1, size)``.
+        """
         expression = self.env.simplify(given)
         while True:
             known = {
                 division: division.args[0] / division.args[1]
                 for division in expression.atoms(compat.FloorDiv)
                 if compat.Mod(*division.args) in self._divisible
-            } or {
-                maximum: each
+            }
+            known |= {
+                maximum: size
                 for maximum in expression.atoms(compat.Max)
-                for each in maximum.args
-                if all(self._is_at_least(each, other) for other in maximum.args)
+                for size in maximum.args
+                if {1, size} == set(maximum.args) and _primitive(size) in self._not_empty
             }
             if not known:
                 break
             expression = expression.xreplace(known)
         return sympy.expand(expression) if isinstance(expression, sympy.Expr) else expression
-
-    def _is_at_least(self, one: sympy.Expr, other: sympy.Expr) -> bool:
-        further = {
-            symbol: least + sympy.Dummy(integer=True, nonnegative=True)
-            for symbol, least in self._least.items()
-        }
-        return bool(sympy.expand((one - other).xreplace(further)).is_nonnegative)
-
-    @functools.cached_property
-    def _least(self) -> dict[sympy.Symbol, int]:
-        """Per size of the inputs, the smallest that what was asked of it alone lets through."""
-        found = {}
-        for symbol, size in self._given.items():
-            asked = [c for c, _ in self._conditions if c.free_symbols == {symbol}]
-            found[symbol] = next(
-                n
-                for n in range(1, size + 1)
-                if all(c.xreplace({symbol: sympy.Integer(n)}) == sympy.true for c in asked)
-            )
-        return found
 
     def layout(self, tensor: Tensor) -> Layout:
         """Sizes and strides of a tensor, also where they depend on the data."""

@@ -161,9 +161,7 @@ def lives(report: MemoryReport, first: bool) -> list[tuple[Any, ...]]:
     ranges = report.ledger(first_step=first).ranges
     ticks = sorted({t for r in ranges for t in (r.born, r.died) if t is not None})
     moment = {None: None} | {tick: number for number, tick in enumerate(ticks)}
-    return [
-        (r.category, r.module, r.bytes, r.host, moment[r.born], moment[r.died]) for r in ranges
-    ]
+    return [(r.category, r.module, r.bytes, r.host, moment[r.born], moment[r.died]) for r in ranges]
 
 
 def peak_of_blocks(report: MemoryReport, first: bool) -> int:
@@ -521,6 +519,9 @@ PARTS: dict[str, Callable[[Tensor], Tensor]] = {
     "split, contiguous": lambda x: x.split([4, x.shape[1] - 4], 1)[1].contiguous().mul(2).exp(),
     "split, written twice": lambda x: (
         x.split([4, x.shape[1] - 4], 1)[1].mul(2).view(-1, 12).view(x.shape[0], -1, 12).exp()
+    ),
+    "the second half, twice": lambda x: (
+        torch.cat([x[:, x.shape[1] // 2 :]] * 2, 1).view(-1, 12).view(x.shape[0], -1, 12).exp()
     ),
     "joined again": lambda x: torch.cat(x.split([4, x.shape[1] - 4], 1), 1).mul(2).exp(),
     "halves": lambda x: x.view(x.shape[0], 2, -1).mul(2).view(x.shape).exp(),
