@@ -303,7 +303,7 @@ WAYS: dict[str, tuple[Options, Options]] = {
     "all, kept": (ALL | {"strategy": "shard_grad_op"}, {"reshard_after_forward": False}),
     "packed, no prefetch": (PACKED | {"forward_prefetch": 0, "backward_prefetch": 0}, {}),
     "all, far ahead": (
-        ALL | {"forward_prefetch": 9, "backward_prefetch": 9, "max_inflight": 3},
+        ALL | {"forward_prefetch": 9, "backward_prefetch": 9, "max_inflight": 4},
         {},
     ),
     "all, post": (ALL | {"backward_prefetch": "post"}, {}),
@@ -328,9 +328,17 @@ def test_bitwise_with_fsdp2(ranks: Any, way: str) -> None:
     ranks(2).run(like_fsdp2, "mlp13", way)
 
 
+# Eager's batch norm takes no bf16 weights beside its fp32 statistics on the CPU.
+CASES = [
+    (way, name)
+    for way in WAYS
+    for name in ("transformer", "llama", "tied", "convnet")
+    if (way, name) != ("all, bf16", "convnet")
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["transformer", "llama", "tied", "convnet"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "name"), CASES)
 def test_bitwise_with_fsdp2_on_more_models(ranks: Any, way: str, name: str) -> None:
     ranks(2).run(like_fsdp2, name, way)
 
@@ -397,7 +405,7 @@ EXACT_SLOWLY: dict[str, tuple[Any, Options]] = {
         2,
         SMALL | {"mixed_precision": BF16, "micro_batches": 2, "no_sync": True},
     ),
-    "far ahead": (2, SMALL | {"forward_prefetch": 4, "backward_prefetch": 4, "max_inflight": 3}),
+    "far ahead": (2, SMALL | {"forward_prefetch": 4, "backward_prefetch": 4, "max_inflight": 4}),
 }
 
 
