@@ -223,13 +223,6 @@ def test_a_rehearsal_that_breaks_leaves_nothing_behind(monkeypatch: Any, caplog:
     assert deep.Leaving.count == 0
 
 
-def test_a_rehearsal_that_breaks_gives_back_the_numbers_of_python() -> None:
-    drawn = random.getstate()
-    with broken_rehearsals(), pytest.raises(CaptureError, match="draws from random"):
-        fxshard.plan(deep.LayerDrop(), (x(),), world_size=2)
-    assert random.getstate() == drawn
-
-
 def test_a_parent_that_counts_its_blocks_is_captured_flat(monkeypatch: Any, caplog: Any) -> None:
     seen = both(deep.Restless, ((x(),), {}), monkeypatch, caplog)
     assert seen.stamped == 0
