@@ -20,8 +20,10 @@ import sympy
 import torch
 import torch._decomp.decompositions as _decompositions
 import torch._functorch._aot_autograd.descriptors as _desc
+import torch._library.autograd as _library_autograd
 import torch.utils.checkpoint as _checkpoint
 from torch import fx, nn
+from torch._dynamo.utils import preserve_rng_state as rng_kept
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
@@ -64,6 +66,7 @@ __all__ = [
     "input_source",
     "is_fake",
     "output_source",
+    "rng_kept",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_unflatten",
@@ -885,6 +888,17 @@ def hook_numbers(modules: list[nn.Module]) -> tuple[int, ...]:
         if hooks
         for number in hooks
     )
+
+
+def is_custom_function(node: Any) -> bool:
+    """True if an autograd node is of an ``autograd.Function`` that is not an operator's formula.
+
+    The formula of a custom operator becomes such a function too.
+    (torch/_library/autograd.py, ``make_autograd_impl``)
+    """
+    if not isinstance(node, torch.autograd.function.BackwardCFunction):
+        return False
+    return bool(type(node)._forward_cls.__module__ != _library_autograd.__name__)  # type: ignore[attr-defined]
 
 
 def version(tensor: torch.Tensor) -> int:

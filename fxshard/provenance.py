@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import linecache
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -98,7 +98,15 @@ def calls_noted(model: nn.Module) -> Iterator[list[Call]]:
 
 
 class LinesNoted(TorchDispatchMode):
-    """Notes the line of user code of every operator inside, and if gradients are off there."""
+    """Notes the line of user code of every operator inside, and if gradients are off there.
+
+    Args:
+        told: called with each operator, its arguments and what is noted.
+    """
+
+    def __init__(self, told: Callable[..., None] | None = None) -> None:
+        super().__init__()
+        self._told = told
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -111,6 +119,8 @@ class LinesNoted(TorchDispatchMode):
             NO_GRAD: (not torch.is_grad_enabled(), bool),
         }
         compat.with_current_meta(STACK, {**stack, **noted})
+        if self._told is not None:
+            self._told(func, args, kwargs, noted)
         return func(*args, **(kwargs or {}))
 
 

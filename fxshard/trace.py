@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxshard import bytecode, compat, cuda, hf, precision, provenance, rng, shapes, stamp
+from fxshard import bytecode, compat, counters, cuda, hf, precision, provenance, rng, shapes, stamp
 from fxshard.compat import FakeTensorMode
 from fxshard.config import environment
 from fxshard.errors import CaptureError
@@ -275,6 +275,7 @@ class _Prepared:
             if way == DYNAMO:
                 enter(state())
                 enter(_read_by_dynamo(call, self.fakes, self.mode))
+            enter(counters.put_back(model))
             calls = enter(provenance.calls_noted(model))
             enter(rng.only_torch_s(model, told=told))
             enter(precision.casting(model, call.units))
@@ -323,10 +324,18 @@ def _stamped(
     An error of the model is left to `_flat`, which tells it.
     """
     is_graph = isinstance(model, fx.GraphModule)
-    if is_graph or environment().flat_capture or not stamp.candidates(model):
+    if is_graph or environment().flat_capture:
         return None
+    lists, why = stamp.candidates(model)
+    if not (lists or why):
+        return None
+    outside = rng.Outside()
     try:
-        with _uncollected():
+        with _uncollected(), compat.rng_kept():
+            if not lists:
+                raise stamp.Unproven(why)
+            if counters.has_iterators(model):
+                raise stamp.Unproven("its code holds an iterator, which no rehearsal can put back")
             full = _rehearsed(prepare, ())
             for right in stamp.RIGHT:
                 try:
@@ -338,6 +347,7 @@ def _stamped(
                     if right == stamp.RIGHT[-1]:
                         raise
     except Exception as reason:
+        outside.restore()
         said = str(reason).splitlines() or [type(reason).__name__]
         log.info("fxshard: %s is captured block by block: %s", type(model).__name__, said[0])
     return None
@@ -357,9 +367,11 @@ def _uncollected() -> Iterator[None]:
 
 def _of_blocks(prepared: _Prepared, mode: KernelFakeMode, repeats: stamp.Repeats) -> _Found:
     """What is left of the model, traced; the blocks left out, stamped."""
-    call = prepared.call
+    call, runs = prepared.call, stamp.Alike()
+    call.told = runs.one
     with prepared.ready(runs=repeats.runs) as calls, compat.nodes_made() as made:
         owner, *ends = _export(call, prepared.fakes)
+    runs.check()
     noted = stamp.note(owner.graph, made, calls, repeats)
     domain = prepared.settled(owner.graph, mode)
     traced = stamp.Traced(owner.graph, *ends)
@@ -445,6 +457,7 @@ class _Call(nn.Module):
         self.flat, self.in_spec, self.positions, self.grad = list(flat), in_spec, positions, grad
         self.stands_for_cuda, self.every_tangent = stands_for_cuda, False
         self.autocast = _autocast(device.type, stands_for_cuda)
+        self.told: Callable[[], Callable[..., None]] | None = None  # who is, of each run
         self.graph: bytecode.Graph | None = None
         self.out_spec: Any = None
         self.out_names: tuple[str, ...] = ()
@@ -469,7 +482,7 @@ class _Call(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         args, kwargs = self.inputs(tensors)
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
-        with self.autocast, provenance.LinesNoted():
+        with self.autocast, provenance.LinesNoted(self.told and self.told()):
             args, kwargs = precision.root_inputs(self.units, (args, kwargs))
             if self.graph is not None:
                 out = self.graph.call(self.model, args, kwargs)

@@ -1169,3 +1169,35 @@ def test_a_node_goes_to_another_checkpoint() -> None:
     assert moved["custom"]["mine"] == 1
     assert compat.checkpoint_number(inside) == 3
     assert compat.checkpoint_number({}) is None
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad * 2
+
+
+def test_a_custom_function_is_told_from_the_formula_of_an_operator() -> None:
+    with torch.library._scoped_library("fxshard_contract", "FRAGMENT") as library:
+        library.define("doubled(Tensor x) -> Tensor")
+        library.impl("doubled", lambda x: x * 2, "CompositeExplicitAutograd")
+        formula = partial(lambda ctx, grad: grad * 2)
+        torch.library.register_autograd("fxshard_contract::doubled", formula, lib=library)
+        x = torch.ones(2, requires_grad=True)
+        operator = torch.ops.fxshard_contract.doubled(x)
+        assert "fxshard_contract_doubled" in operator.grad_fn.name()
+        assert not compat.is_custom_function(operator.grad_fn)
+        assert compat.is_custom_function(Doubled.apply(x).grad_fn)
+        assert not compat.is_custom_function((x * 2).grad_fn)
+
+
+def test_rng_is_kept() -> None:
+    before = torch.get_rng_state()
+    with compat.rng_kept():
+        torch.manual_seed(before[0].item() + 1)
+        torch.rand(3)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -22,6 +22,7 @@ from fxshard.stamp.find import shortened
 from fxshard.stamp.ghosts import Table, ghost_like
 from fxshard.stamp.places import Formless, Item, Run, Runs, Stamp, Unproven, Wider, said
 from fxshard.stamp.rehearse import (
+    Alike,
     NoTensorHooks,
     Recorder,
     Rehearsal,
@@ -32,6 +33,7 @@ from fxshard.stamp.write import Noted, Traced
 
 __all__ = [
     "RIGHT",
+    "Alike",
     "Formless",
     "NoTensorHooks",
     "Recorder",
@@ -109,15 +111,15 @@ def _runs(model: nn.Module, full: Rehearsal, right: int) -> tuple[Runs, str]:
     """The runs of blocks that repeat, and why another one does not."""
     found: list[Run] = []
     why = "no list of blocks"
-    for run in find.lists(model):
-        alone = [Run((path,), run.length) for path in run.paths] if len(run.paths) > 1 else []
+    for run in find.lists(model)[0]:
+        alone = [Run((path,), run.names) for path in run.paths] if len(run.paths) > 1 else []
         each = [find.repeats(model, one, full, right) for one in (run, *alone)]
         good = [one for one in each if isinstance(one, Run)]
         if isinstance(each[0], Run):
             good = good[:1]
         found += good
         if not good:
-            why = f"{run.paths[0]}: {each[0]}"
+            why = f"{run.paths[0] or 'the model'}: {each[0]}"
     return tuple(found), why
 
 

@@ -15,37 +15,39 @@ from fxshard.stamp.rehearse import Rehearsal
 
 DEEP = 7  # blocks of a list below which a capture is not worth a rehearsal
 LONGEST = 8  # period that is looked for
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 WORTH = 2  # blocks that must be left out
 LEFT = 1  # periods that stay in front of those left out, and
 RIGHT = (2, 4)  # behind them: more where sums of gradients reach over blocks
 
 
-def lists(model: nn.Module) -> list[Run]:
-    """The lists of blocks of `model` that are deep enough; siblings of one length are one run.
+def lists(model: nn.Module) -> tuple[list[Run], str | None]:
+    """The lists of blocks of `model` that are deep enough; siblings with like names are one run.
 
-    Lists inside of the blocks of another one stay with their block.
+    Lists inside of the blocks of another one stay with their block. A text says why a list that is
+    deep enough is none of them.
     """
-    paths: dict[int, list[str]] = {}
-    found: list[tuple[str, int]] = []
     names = collections.Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
+    found: list[tuple[str, tuple[str, ...]]] = []
+    why = None
     for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, (nn.ModuleList, nn.Sequential)):
-            paths.setdefault(id(module), []).append(path)
-            whole = len(set(map(id, module))) == len(module)
-            whole = whole and list(module._modules) == [str(i) for i in range(len(module))]
-            whole = whole and all(names[id(block)] == 1 for block in module)
-            if len(module) >= DEEP and whole and path:
-                found.append((path, id(module)))
+        if not isinstance(module, CONTAINERS) or len(module) < DEEP:
+            continue
+        if all(names[id(m)] == 1 for m in (module, *module.children())):
+            found.append((path, tuple(module._modules)))
+        else:
+            why = f"{path or 'the model'} or a block of it is held in two places"
     outer = [
-        path
-        for path, key in found
-        if len(paths[key]) == 1 and not any(path.startswith(other + ".") for other, _ in found)
+        (path, of) for path, of in found if not any(_inside(path, other) for other, _ in found)
     ]
-    siblings: dict[tuple[str, int], list[str]] = {}
-    for path in outer:
-        length = len(list(model.get_submodule(path).children()))
-        siblings.setdefault((path.rpartition(".")[0], length), []).append(path)
-    return [Run(tuple(names), length) for (_, length), names in siblings.items()]
+    siblings: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for path, of in outer:
+        siblings.setdefault((path.rpartition(".")[0], of), []).append(path)
+    return [Run(tuple(paths), of) for (_, of), paths in siblings.items()], why
+
+
+def _inside(path: str, other: str) -> bool:
+    return path != other and path.startswith(f"{other}." if other else "")
 
 
 def repeats(model: nn.Module, run: Run, full: Rehearsal, right: int) -> Run | str:
@@ -137,7 +139,7 @@ def shortened(model: nn.Module, runs: tuple[Run, ...]) -> Iterator[None]:
                 blocks = list(owner._modules.values())
                 left = blocks[: run.kept] + blocks[run.kept + run.removed :]
                 owner._modules.clear()
-                owner._modules.update({str(i): block for i, block in enumerate(left)})
+                owner._modules.update(dict(zip(run.names, left, strict=False)))
         yield
     finally:
         for owner, modules in before:

@@ -50,7 +50,11 @@ class Ghost(Tensor):
         """Outside of a rehearsal: `nn.Parameter` detaches what it is given."""
         if func is torch.ops.aten.detach.default:
             return cls.of(args[0].form)
-        raise Formless(f"{func} runs outside of the model")
+        raise Formless(
+            f"{func} reads what forward made in a rehearsal of the capture, and kept outside of "
+            f"its modules: in a functools.cache, say. Let it be filled by a call of the model "
+            f"before the capture, or hold it in a buffer"
+        )
 
     __torch_function__ = compat.NO_TORCH_FUNCTION
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -61,18 +62,27 @@ class Run:
     """Blocks in which a pattern of `period` blocks repeats, some of which are left out.
 
     Attributes:
-        paths: FQNs of the lists that hold them, of equal length.
-        length: number of blocks.
+        paths: FQNs of the lists that hold them; "" is the model itself.
+        names: of the blocks, the same in each list.
         period: blocks after which the next is like the first.
         kept: blocks in front of those that are left out.
         removed: blocks that are left out, a multiple of `period`.
     """
 
     paths: tuple[str, ...]
-    length: int
+    names: tuple[str, ...]
     period: int = 1
     kept: int = 0
     removed: int = 0
+
+    @property
+    def length(self) -> int:
+        """Number of blocks."""
+        return len(self.names)
+
+    @functools.cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.names)}
 
     def real(self, block: int) -> int:
         """Number among all blocks of one of those that are left."""
@@ -87,16 +97,19 @@ class Run:
     def split(self, name: str) -> tuple[int, str] | None:
         """Block, and the rest with the number of its list, of an FQN inside of a block."""
         for number, path in enumerate(self.paths):
-            if name.startswith(path + "."):
-                index, _, rest = name[len(path) + 1 :].partition(".")
-                if index.isdigit():
-                    return int(index), f"{number}.{rest}"
+            prefix = f"{path}." if path else ""
+            if name.startswith(prefix):
+                first, _, rest = name[len(prefix) :].partition(".")
+                if first in self._numbers:
+                    return self._numbers[first], f"{number}.{rest}"
         return None
 
     def joined(self, block: int, rest: str) -> str:
         """The FQN that `split` split."""
         number, _, inner = rest.partition(".")
-        return f"{self.paths[int(number)]}.{block}" + (f".{inner}" if inner else "")
+        return ".".join(
+            part for part in (self.paths[int(number)], self.names[block], inner) if part
+        )
 
 
 Runs = tuple[Run, ...]

@@ -120,18 +120,15 @@ def _at(place: Place, real: Callable[[int, int], int | None]) -> Place:
 def call_labels(
     calls: list[Call], runs: Runs, real: Callable[[int, int], int | None]
 ) -> list[Label]:
-    """The block that each call is in: of its module, or of the call that it ran inside of.
+    """The block that each call is in: that of the call that it ran inside of, or of its module.
 
-    Raises:
-        Unproven: a block is called inside of another.
+    They are two where blocks share a module.
     """
     labels: list[Label] = []
     for call in calls:
         place = _at(place_of(call.module, runs), real)
         own = None if place.run < 0 else (place.run, place.block)
         outer = None if call.parent is None else labels[call.parent]
-        if own and outer and own != outer:
-            raise Unproven(f"{call.module} runs inside of another block")
         labels.append(outer or own)
     return labels
 
@@ -203,7 +200,8 @@ class Recorder(TorchDispatchMode):
             tensors.append(args[0])
             said.append((args[0].dtype, compat.values_as_text(args[0])))
         else:
-            self._read((args, kwargs), tokens, tensors, said)
+            read((args, kwargs), tensors, said)
+            tokens += map(self._token, tensors)
         flags = [tensor.requires_grad for tensor in tensors]
         if compat.saved_tensors_hooks_on_top() is not None:
             self.refuse(Unproven("hooks for saved tensors run inside of the model"))
@@ -223,28 +221,12 @@ class Recorder(TorchDispatchMode):
                 self._alive.append(tensor)
         return out
 
-    def _read(
-        self, value: Any, tokens: list[Token], tensors: list[Tensor], said: list[Any]
-    ) -> None:
-        """Split arguments into tensors and constants, in order."""
-        if isinstance(value, Tensor):
-            token = self._tokens.get(id(value))
-            if token is None:  # one that the model holds: the same wherever it is read
-                token = self._tokens[id(value)] = f"tensor at {id(value)}"
-                self._alive.append(value)
-            tokens.append(token)
-            tensors.append(value)
-            said.append(Tensor)
-        elif isinstance(value, (list, tuple)):
-            said.append(len(value))
-            for item in value:
-                self._read(item, tokens, tensors, said)
-        elif isinstance(value, dict):
-            said.extend(value)
-            for item in value.values():
-                self._read(item, tokens, tensors, said)
-        else:
-            said.append(said_of(value))
+    def _token(self, tensor: Tensor) -> Token:
+        token = self._tokens.get(id(tensor))
+        if token is None:  # one that the model holds: the same wherever it is read
+            token = self._tokens[id(tensor)] = f"tensor at {id(tensor)}"
+            self._alive.append(tensor)
+        return token
 
     def finish(self, outputs: list[Any]) -> None:
         """Raise what was refused on the way.
@@ -259,6 +241,47 @@ class Recorder(TorchDispatchMode):
             # What it saves, the class that it is of, which gradients are made for it: all of that
             # decides about its backward, and torch tells little of it.
             raise Unproven("custom autograd functions have a backward of their own")
+
+
+def read(value: Any, tensors: list[Tensor], said: list[Any]) -> None:
+    """Split arguments into tensors and constants, in order."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        said.append(Tensor)
+    elif isinstance(value, (list, tuple)):
+        said.append(len(value))
+        for item in value:
+            read(item, tensors, said)
+    elif isinstance(value, dict):
+        said.extend(value)
+        for item in value.values():
+            read(item, tensors, said)
+    else:
+        said.append(said_of(value))
+
+
+class Alike:
+    """The runs of forward in one trace, which must do the same."""
+
+    def __init__(self) -> None:
+        self._runs: list[list[Any]] = []
+
+    def one(self) -> Callable[..., None]:
+        """To be told the operators of the next run."""
+        run: list[Any] = []
+        self._runs.append(run)
+
+        def told(func: Any, args: Any, kwargs: Any, noted: Any) -> None:
+            said: list[Any] = []
+            read((args, kwargs), [], said)
+            run.append((func, tuple(said), noted))
+
+        return told
+
+    def check(self) -> None:
+        """Raises Unproven: they do not."""
+        if any(run != self._runs[0] for run in self._runs):
+            raise Unproven("forward does otherwise when it is run again")
 
 
 def _settings() -> tuple[Any, ...]:
@@ -296,12 +319,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _has_custom_functions(outputs: list[Any]) -> bool:
-    """True if the backward of an autograd node behind `outputs` is Python."""
+    """True if the backward of an autograd node behind `outputs` is that of no operator."""
     todo = [t.grad_fn for t in _tensors(outputs) if t.grad_fn is not None]
     seen: set[Any] = set(todo)
     while todo:
         node = todo.pop()
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
+        if compat.is_custom_function(node):
             return True
         for before, _ in node.next_functions:
             if before is not None and before not in seen:

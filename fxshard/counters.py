@@ -1,0 +1,109 @@
+"""Numbers that forward may count outside of its modules.
+
+A capture runs forward several times, with fewer blocks too, and what a class, a global or a closure
+counts decides in some models what a block does. `trace` puts the attributes of modules back itself;
+here is what else the code of a model is seen to hold. Numbers only: a flag or a registry may belong
+together with something that is out of sight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+LONG = 1000  # items of a list or a dict that nobody counts in
+_FOREIGN = (sys.stdlib_module_names | {"torch", "numpy", "fxshard"}) - {"types"}
+
+
+@contextlib.contextmanager
+def put_back(model: nn.Module) -> Iterator[None]:
+    """Afterwards the numbers that the code of `model` holds are what they were."""
+    before = [(holder, found) for holder in _held(model) if (found := _numbers(holder))]
+    try:
+        yield
+    finally:
+        for holder, found in before:
+            now = _numbers(holder)
+            for key, number in found.items():
+                if key in now and now[key] is not number:
+                    _put(holder, key, number)
+
+
+def has_iterators(model: nn.Module) -> bool:
+    """True if the code of `model` holds an iterator: it goes on in each run, and never back."""
+    kinds = types.GeneratorType
+    return any(isinstance(v, kinds) or type(v).__module__ == "itertools" for v in _held(model))
+
+
+def _held(model: nn.Module) -> Iterator[Any]:
+    """What the code of `model` holds beside tensors and modules, each object once."""
+    todo: list[Any] = [v for m in model.modules() for v in (type(m), *vars(m).values())]
+    seen: set[int] = set()
+    while todo:
+        value = todo.pop()
+        if id(value) not in seen and not isinstance(value, (Tensor, nn.Module, int, float, str)):
+            seen.add(id(value))
+            yield value
+            todo += _parts(value)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """What is held by one thing; nothing where it is not the model's."""
+    match value:
+        case dict() if "__builtins__" in value:  # of a file: what it defines itself
+            here = value.get("__name__")
+            own = (v for v in value.values() if getattr(v, "__module__", None) == here)
+            return [*own, *(v for v in value.values() if isinstance(v, (dict, list)))]
+        case dict() | list() if len(value) > LONG:
+            return ()
+        case dict():
+            return list(value.values())
+        case list() | tuple() | set():
+            return list(value)
+        case types.CellType():
+            return _numbers(value, object).values()
+        case functools.partial():
+            return (value.func, value.args, value.keywords)
+        case types.MethodType():
+            return (value.__func__, value.__self__)
+        case types.FunctionType() if _is_users(value):
+            return (value.__closure__, value.__defaults__, value.__globals__)
+        case type() if _is_users(value):
+            return (*value.__bases__, *vars(value).values())
+        case type() | types.ModuleType() | types.FunctionType():
+            return ()
+    return (getattr(value, "__dict__", None),) if _is_users(type(value)) else ()
+
+
+def _is_users(code: Any) -> bool:
+    return str(code.__module__).partition(".")[0] not in _FOREIGN
+
+
+def _numbers(holder: Any, kind: Any = (int, float)) -> dict[Any, Any]:
+    """The numbers in what can be assigned to, by key; flags are none."""
+    items: Iterable[tuple[Any, Any]] = ()
+    match holder:
+        case dict() | list() if len(holder) <= LONG or "__builtins__" in holder:
+            items = holder.items() if isinstance(holder, dict) else enumerate(holder)
+        case types.CellType():
+            with contextlib.suppress(ValueError):  # it is empty
+                items = [("", holder.cell_contents)]
+        case type():
+            items = vars(holder).items()
+    return {k: v for k, v in items if isinstance(v, kind) and not isinstance(v, bool)}
+
+
+def _put(holder: Any, key: Any, number: float) -> None:
+    match holder:
+        case dict() | list():
+            holder[key] = number
+        case types.CellType():
+            holder.cell_contents = number
+        case _:
+            setattr(holder, key, number)
