@@ -10,23 +10,21 @@ from __future__ import annotations
 
 import functools
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fxshard
+from benchmarks.figures import RESULTS, ROOT, write
 from benchmarks.shapes import LLAMA3_8B, call
 
-RESULTS = Path(__file__).parent / "results" / "formula_llama3_8b.json"
-PLOT = Path(__file__).parents[1] / "docs" / "formula-llama3-8b.png"
+RECORD = RESULTS / "formula_llama3_8b.json"
+PLOT = ROOT / "docs" / "formula-llama3-8b.png"
 POINTS = 1000
 
 
@@ -74,11 +72,6 @@ def main() -> None:
     bytes_at = formula.lambdify()
     cell = {"module": "model.layers.7", "state": "Peak Backward", "category": "Activation"}
     figures = {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
         "graph_nodes": len(plan.program.graph.nodes),
         "live_ranges": len(plan.memory.ledger().ranges),
         "monomials": len(formula.vectors.basis.monomials),
@@ -106,8 +99,7 @@ def main() -> None:
         print(plan.solve(what, "80GiB", **fixed))
         print(f"{time.process_time() - start:.1f} CPU-seconds\n")
     print(json.dumps(figures, indent=2))
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(figures, indent=2) + "\n")
+    write(RECORD, figures)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Plan a 32-layer Llama-3-8B shape for 1,024 ranks on CPU: the report, its time and its memory.
 
-    python benchmarks/plan_llama3_8b.py            # prints, and writes benchmarks/results/
+    python -m benchmarks.plan_llama3_8b            # prints, and writes benchmarks/results/
 
 Nothing is downloaded and nothing of the model is allocated: it is built on the meta device from a
 config. CPU seconds are the process's, imports and all; RSS is its peak.
@@ -10,41 +10,26 @@ from __future__ import annotations
 
 import functools
 import json
-import platform
 import resource
 import time
-from pathlib import Path
 
 import torch
-import transformers
 
 import fxshard
+from benchmarks.figures import RESULTS, write
+from benchmarks.shapes import LLAMA3_8B, call
 
 SEQUENCE, WORLD = 8192, 1024
-RESULTS = Path(__file__).parent / "results" / "plan_llama3_8b.json"
+RECORD = RESULTS / "plan_llama3_8b.json"
 
 
 def main() -> None:
     """Plan, print the table, write the figures."""
-    config = transformers.LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=SEQUENCE,
-        use_cache=False,
-    )
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-        tokens = torch.zeros(1, SEQUENCE, dtype=torch.int64)
-    optimizer = functools.partial(torch.optim.AdamW, lr=3e-4)
     plan = fxshard.plan(
-        model,
-        kwargs={"input_ids": tokens, "labels": tokens},
+        LLAMA3_8B.model(),
+        kwargs=call(1, SEQUENCE),
         world_size=WORLD,
-        optimizer=optimizer,
+        optimizer=functools.partial(torch.optim.AdamW, lr=3e-4),
     )
     print(plan.dump())
     print()
@@ -52,12 +37,7 @@ def main() -> None:
     print()
     print(plan.memory.explain_peak(5, levers=False))
     figures = {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": LLAMA3_8B.parameters,
         "world_size": WORLD,
         "sequence": SEQUENCE,
         "graph_nodes": len(plan.program.graph.nodes),
@@ -67,8 +47,7 @@ def main() -> None:
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     print(json.dumps(figures, indent=2))
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(figures, indent=2) + "\n")
+    write(RECORD, figures)
 
 
 if __name__ == "__main__":

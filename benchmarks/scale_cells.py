@@ -22,6 +22,7 @@ from benchmarks.published import GPUS, MEASURED, TORCHTITAN, Measured
 from benchmarks.shapes import LLAMA2_7B, LLAMA3_8B, LLAMA3_70B, LLAMA3_405B, Shape, call
 from fxshard.cost import operators
 from fxshard.cost.hardware import PRESETS, Hardware, Link, Tree
+from fxshard.memory.cuda.settings import AllocatorSettings
 from fxshard.plans import Plan
 
 RECORD = RESULTS / "scale_page.json"
@@ -44,6 +45,7 @@ SEQUENCE, BATCH = 8192, 1
 FASTER = 0.01  # less is a draw
 WORLDS = tuple(8 << n for n in range(12))  # 8 to 16,384
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+EXPANDABLE = AllocatorSettings(expandable_segments=True)  # as torchtitan sets it
 GIB = 2**30
 Cell = dict[str, Any]
 
@@ -66,7 +68,7 @@ class Model:
 MODELS = {
     "8B": Model(LLAMA3_8B, "selective", (8, 64)),
     "70B": Model(LLAMA3_70B, "full", (32, 128)),
-    "405B": Model(LLAMA3_405B, "full", (256, 1024)),
+    "405B": Model(LLAMA3_405B, "full", (128, 2048)),
 }
 # What can be done where units are too small: the 8B model on that many H100, full shard.
 LEVERS_WORLD = 4096
@@ -106,10 +108,12 @@ def on(world: int, group: int | None) -> dict[str, Any]:
 def cell(plan: Plan, hardware: Mapping[str, Hardware]) -> Cell:
     """Bytes, traffic and times of one plan, as JSON."""
     memory = plan.memory
+    on_device = memory.device_memory(settings=EXPANDABLE)
     estimates = {name: plan.estimate(each) for name, each in hardware.items()}
     first = next(iter(estimates.values()))
     return {
         "peak_bytes": memory.peak_bytes,
+        "device_bytes": on_device.reserved + on_device.outside,
         "peak_at": f"{memory.peak_at.phase}, {memory.peak_at.module or 'the root'}",
         "categories": {c.value: n for c, n in memory.peak_by_category.items()},
         "traffic": {kind: dataclasses.asdict(each) for kind, each in first.traffic().items()},
@@ -166,6 +170,23 @@ def most_ranks(
     return max(fit, default=None)
 
 
+def simple_is_faster_to(unit: float, worlds: Sequence[int] = WORLDS) -> int:
+    """The largest of the worlds in which protocol Simple gathers so many bytes faster than LL128.
+
+    Raises:
+        ValueError: it does in none.
+    """
+    ll128, simple = PRESETS["h100"], VARIANTS[SIMPLE]
+    seconds_of = operators.ring_seconds
+    return max(w for w in worlds if seconds_of(unit, w, simple) < seconds_of(unit, w, ll128))
+
+
+def fits_from(cells: Iterable[Cell], hardware: str) -> int | None:
+    """The fewest ranks on which full shard fits; None: it does on none."""
+    full = (each["world"] for each in cells if each["group"] is None and fits(each, hardware))
+    return min(full, default=None)
+
+
 def crossover(cells: Iterable[Cell], hardware: str, by: float = FASTER) -> int | None:
     """The smallest world from which on hybrid is always faster than full shard, both fitting.
 
@@ -203,8 +224,8 @@ def best(cells: Iterable[Cell], hardware: str) -> dict[int, tuple[Cell | None, C
 
 
 def fits(each: Cell, hardware: str) -> bool:
-    """True if the peak of tensors is below the GPU's memory; what is besides them is not in it."""
-    return bool(each["peak_bytes"] < VARIANTS[hardware].memory_bytes)
+    """True if the GPU has what the allocator reserves, with context and NCCL's buffers."""
+    return bool(each["device_bytes"] <= VARIANTS[hardware].memory_bytes)
 
 
 def seconds(each: Cell, hardware: str) -> float:
@@ -321,7 +342,7 @@ def beside(each: Measured, plan: Plan) -> Cell:
         "mfu": estimate.mfu,
     }
     if each.reserved_gib is not None:
-        memory = plan.memory.device_memory()
+        memory = plan.memory.device_memory(settings=EXPANDABLE)
         row |= {"peak_bytes": plan.memory.peak_bytes, "reserved_bytes": memory.reserved}
     return row
 

@@ -1,6 +1,6 @@
 """Writes docs/scale.md: Llama 3 of 8, 70 and 405 billion parameters on 8 to 16,384 GPUs, on paper.
 
-    python -m benchmarks.scale_page           # plans everything (20 CPU-minutes), page and plot
+    python -m benchmarks.scale_page           # plans everything (8 CPU-minutes), page and plot
     python -m benchmarks.scale_page --page    # page and plot alone, from the last run's results
     python -m benchmarks.scale_page --only 8B # plan this again, the rest as it was
 
@@ -43,16 +43,20 @@ from benchmarks.scale_cells import (
     crossover,
     efficiency,
     fits,
+    fits_from,
     knee,
     measure,
     most_ranks,
     seconds,
+    simple_is_faster_to,
     strategy,
 )
 from benchmarks.shapes import LLAMA3_8B
 from fxshard.cost import hardware as constants
 from fxshard.cost import operators
 from fxshard.cost.hardware import PRESETS, Hardware
+from fxshard.memory.cuda.fixed_costs import fixed_costs
+from fxshard.memory.cuda.reserved import HOPPER
 
 PAGE, PLOT = ROOT / "docs" / "scale.md", ROOT / "docs" / "scale.png"
 KINDS = ("unshard", "reduce", "all-reduce")
@@ -90,6 +94,7 @@ def memory_table(cells: Iterable[Cell]) -> str:
                 "peak, GiB": gib(each["peak_bytes"]),
                 **{n: gib(sum(own.get(c, 0) for c in names)) for n, names in CATEGORIES.items()},
                 "peak in": each["peak_at"],
+                "on the GPU": gib(each["device_bytes"]),
                 "fits": ", ".join(where) or "no",
             }
         )
@@ -131,21 +136,24 @@ def time_table(cells: Iterable[Cell]) -> str:
 
 
 def crossover_table(models: Mapping[str, list[Cell]]) -> str:
-    """From which world on hybrid is faster, and by how much at the largest."""
+    """From which world on hybrid is faster, and by how much at the largest in which both fit."""
     rows = []
     for name, cells in models.items():
         for gpu in VARIANTS:
-            both = best(cells, gpu)
-            full, hybrid = both[max(both)]
-            assert full is not None and hybrid is not None
+            world, full, hybrid = [
+                (world, full, hybrid)
+                for world, (full, hybrid) in best(cells, gpu).items()
+                if full is not None and hybrid is not None
+            ][-1]
             at = crossover(cells, gpu)
             rows.append(
                 {
                     "model": MODELS[name].shape.name,
                     "GPU": gpu,
                     f"hybrid is {FASTER:.0%} faster from": "nowhere" if at is None else f"{at:,}",
-                    f"full at {max(both):,}, ms": f"{1e3 * seconds(full, gpu):,.0f}",
-                    "best hybrid there, ms": f"{1e3 * seconds(hybrid, gpu):,.0f}",
+                    "at ranks": f"{world:,}",
+                    "full, ms": f"{1e3 * seconds(full, gpu):,.0f}",
+                    "best hybrid, ms": f"{1e3 * seconds(hybrid, gpu):,.0f}",
                     "its group": f"{hybrid['group']:,}",
                     "full / hybrid": f"{seconds(full, gpu) / seconds(hybrid, gpu):.2f}",
                 }
@@ -225,6 +233,7 @@ def levers_table(cells: Sequence[Cell]) -> str:
                 "collectives": f"{sum(s['collectives'] for s in sent.values()):,}",
                 "padding": f"{each['padding'] - 1:.1%}",
                 "peak, GiB": gib(each["peak_bytes"]),
+                "on the GPU": gib(each["device_bytes"]),
                 "fits": "yes" if fits(each, "h100") else "no",
             }
         )
@@ -388,14 +397,12 @@ allow, and compare rows of this page with each other.
   a rank: [what to do](#what-to-do-about-it).
 - bf16 parameters and compute, gradients reduced in fp32, AdamW on fp32 shards (12 bytes a
   parameter between steps, and 4 for its gradient), as torch runs it by default (foreach).
-- Checkpointing where it is needed: the 8B model fits eight H100 with `checkpoint="selective"`
-  (what matrix products and attention return is kept), the others take `"full"` (a layer's input
-  is kept).
+- Checkpointing: `"selective"` keeps what matrix products and attention return, `"full"` a layer's
+  input alone.
 - Strategies: `full` is `strategy="full_shard"` over all ranks. `hybrid n` shards over n
   neighbours and keeps copies: gathers and reduce-scatters stay among the n, gradients are
-  all-reduced over the copies. n is 8 (one node, NVLink alone) where the model's states fit eight
-  GPUs, as 8B does; the others need more: 70B 32 H100, 405B 256 H200 or 512 H100. The second n is
-  four or more times that.
+  all-reduced over the copies. The smaller n is one node (NVLink alone) for 8B, and for the others
+  about as few ranks as hold them on one of the two GPUs; the larger n leaves more room.
 - One unit a layer, the embedding and the head in the root, prefetch of one unit: the defaults.
 
 ## Constants
@@ -412,25 +419,36 @@ Collectives: all-gathers and reduce-scatters go around a ring through all ranks,
 all-reduce goes around a ring or along a tree, whichever is faster.
 """
 
+READING = """
+## How to read the tables
+
+- **Bytes** of a rank at the peak of a step, GiB. `unsharded`: whole parameters and the buffers they
+  are gathered into; `gradients`: also before they are reduced. Where the peak is in the root, it is
+  around the loss: no layer is unsharded, and the logits of the whole vocabulary are there, in fp32
+  too. Where it is in the optimizer, `other` are the step's own temporaries, which `fused=True` does
+  without. `on the GPU`: what CUDA's caching allocator reserves for it, by our model of it
+  ([cuda.md](cuda.md)), with `expandable_segments:True`; and at most {outside} GiB for the CUDA
+  context and NCCL's buffers ({outside_hybrid} with hybrid, which has two communicators). `fits`:
+  that is within the GPU's memory.
+- **Sent** by a rank in a step, GiB, within its node and to others, on the average of a node's ranks
+  (a ring leaves a node once), and how many collectives there are. `padding`: how much more is
+  gathered than the parameters are.
+- **Times**, where it fits. `exposed` is what the compute stream stands still for communication. MFU
+  is the PaLM paper's: model FLOPs, nothing that is computed again, over the peak of bf16.
+"""
+
 MODEL = """
 ## {title}
 
-Bytes of a rank at the peak of a step, GiB. `unsharded`: whole parameters and the buffers they are
-gathered into; `gradients`: also before they are reduced; `fits`: the peak is below the GPU's
-memory. Where the peak is in the root, it is around the loss: no layer is unsharded, and the logits
-of the whole vocabulary are there, in fp32 too. Where it is in the optimizer, `other` are the step's
-own temporaries, which `fused=True` does without. The CUDA context, NCCL's buffers and what
-the allocator cannot use come on top of all ([cuda.md](cuda.md)).
+Bytes at the peak, GiB:
 
 {memory}
 
-What a rank sends in a step, GiB, within its node and to others, and how many collectives there
-are. `padding`: how much more is gathered than the parameters are.
+Sent in a step, GiB:
 
 {wire}
 
-Times, where it fits. `exposed` is what the compute stream stands still for communication. MFU is
-the PaLM paper's: model FLOPs, nothing that is computed again, over the peak of bf16.
+Times, estimated:
 
 {time}
 """
@@ -441,20 +459,24 @@ SCALE = """
 ## Where hybrid beats full shard
 
 Full shard's time over that of the fastest hybrid that fits, on H100, and which group that is; above
-1, hybrid is faster. `h100` is the page's: NCCL's protocol LL128, which its own tuning prefers here.
-`h100, Simple` has the latencies of the other protocol for large messages (14 µs a step between
-nodes, 3.4 µs within), as a measure of how much hangs on that choice.
+1, hybrid is faster; `-`: not both fit. `h100` is the page's: NCCL's protocol LL128. `h100, Simple`
+has the latencies of the other protocol for large messages (14 µs a step between nodes, 3.4 µs
+within) and its bandwidth, as a measure of how much hangs on that choice. By these figures Simple is
+the faster one for a layer's gather on up to {simple} ranks; there nearly
+nothing is exposed with either.
 
 {ratios}
 
 {crossover}
 
-Three things make full shard slower with more ranks, none of which hybrid has within its groups:
+Three things make full shard slower with more ranks; with hybrid each of them stops at the group:
 
 1. **Latency.** A ring over n ranks has n - 1 steps. See the next section.
 2. **Padding.** Parameters are cut along their first dimension, as FSDP2 does. With more ranks
    than a matrix has rows, most ranks hold a row of padding or nothing, and gathers move it: the
-   keys' and values' projections have {rows} rows, in all three models.
+   keys' and values' projections have {rows} rows, in all three models. And where rows do not divide
+   by the ranks, gradients are copied to be padded, which is compute: that is why 405B loses MFU on
+   8,192 ranks (its MLP has 53,248 rows) with nothing more exposed.
 3. **The network.** A full-shard gather crosses nodes; on these clusters the eight cards of a node
    are together as fast as NVLink, so this costs little. With fewer cards it would.
 
@@ -484,8 +506,9 @@ The 8B model, full shard over {levers_world:,} H100, and one thing changed:
 
 In the order in which to try them:
 
-- **Hybrid**, over as few ranks as the model's states fit. It is the only one that ends the
-  padding.
+- **Hybrid**, over few enough ranks that units are large for each, and no more than the shortest
+  matrix has rows: it is the only one that ends the padding. Not over fewer than that: with 8 ranks
+  a step of AdamW has eight times as many rows to update as with 64, and as many more to all-reduce.
 - **More sequences a rank**, if the batch allows: communication stays, compute grows. The table
   has it per step: divide by the sequences.
 - **Larger units** (`min_bucket_bytes`, or `units=` of several layers): fewer, longer collectives,
@@ -517,13 +540,15 @@ geometric mean is {mean:.2f}. Why it is off:
   not.
 - JAX and torch.compile fuse elementwise operators, which in our program read and write memory.
 
-Memory that torchtitan read from the allocator (`max reserved`), and ours:
+Memory that torchtitan read from the allocator (`max reserved`), and ours, both with
+`expandable_segments:True` (its run_llama_train.sh at 9dec370 sets it):
 
 {reserved}
 
-The policy is theirs, the implementation of the model is another one. The fall from 8 to 128 ranks,
-which sharding alone makes, is {measured_fall:.1f} GiB there; here {our_fall:.1f} GiB of tensors
-(gradients are not at this peak) and {reserved_fall:.1f} GiB reserved.
+So ours is too little. The policy is theirs, the implementation of the model is another one; what
+makes up the rest is not known. The fall from 8 to 128 ranks, which sharding alone makes, is
+{measured_fall:.1f} GiB there; here {our_fall:.1f} GiB of tensors (gradients are not at this peak)
+and {reserved_fall:.1f} GiB reserved.
 
 - torchtitan says that 1-D FSDP2 of 405B, 2 x 8,192 tokens with full checkpointing, runs out of
   memory on 128 H100 of 94 GB (docs/performance.md, a later version). Here its peak is {oom:.0f}
@@ -559,7 +584,7 @@ def page(result: Mapping[str, Any]) -> str:
             least=WORLDS[0],
             most=WORLDS[-1],
             measured=len(MEASURED),
-            models=models_table(),
+            models=models_table(models),
             batch=BATCH,
             sequence=SEQUENCE,
             tokens=WORLDS[-1] * BATCH * SEQUENCE / 1e6,
@@ -567,6 +592,7 @@ def page(result: Mapping[str, Any]) -> str:
             sources=sources_list(),
         )
     ]
+    parts.append(READING.format(outside=outside(1), outside_hybrid=outside(2)))
     for name, cells in models.items():
         parts.append(
             MODEL.format(
@@ -582,6 +608,7 @@ def page(result: Mapping[str, Any]) -> str:
         SCALE.format(
             ratios=ratio_table(models, ("h100", SIMPLE)),
             crossover=crossover_table(models),
+            simple=simple_text(),
             rows=f"{LLAMA3_8B.hidden * LLAMA3_8B.kv_heads // LLAMA3_8B.heads:,}",
             knee=knee_table(h100),
             step=knee(h100, WORLDS[-1]) / 1024,
@@ -621,22 +648,43 @@ def listed(sources: Mapping[str, str]) -> str:
     return "\n".join(f"- **{key}**: {text}." for key, text in sources.items())
 
 
-def models_table() -> str:
-    """Shapes and sizes."""
-    return table(
-        {
-            "model": model.shape.name,
-            "layers": model.shape.layers,
-            "hidden": f"{model.shape.hidden:,}",
-            "intermediate": f"{model.shape.intermediate:,}",
-            "heads": f"{model.shape.heads} / {model.shape.kv_heads}",
-            "vocabulary": f"{model.shape.vocabulary:,}",
-            "parameters": f"{model.shape.parameters:,}",
-            "checkpoint": model.checkpoint,
-            "hybrid over": " and ".join(f"{group:,}" for group in model.groups),
-        }
+def outside(communicators: int) -> str:
+    """GiB at most of the CUDA context and NCCL's buffers."""
+    costs = fixed_costs(HOPPER, communicators=communicators)
+    return gib(sum(each.bytes for each in costs if each.bound))
+
+
+def simple_text() -> str:
+    """Up to how many ranks protocol Simple is faster, by model."""
+    ranks = {
+        model.shape.name.removeprefix("Llama 3 "): simple_is_faster_to(
+            2 * model.shape.layer_parameters
+        )
         for model in MODELS.values()
-    )
+    }
+    return ", ".join(f"{count:,} ({name})" for name, count in ranks.items())
+
+
+def models_table(models: Mapping[str, list[Cell]]) -> str:
+    """Shapes and sizes, and from how many ranks on full shard fits."""
+    rows = []
+    for name, cells in models.items():
+        shape = MODELS[name].shape
+        rows.append(
+            {
+                "model": shape.name,
+                "layers": shape.layers,
+                "hidden": f"{shape.hidden:,}",
+                "intermediate": f"{shape.intermediate:,}",
+                "heads": f"{shape.heads} / {shape.kv_heads}",
+                "vocabulary": f"{shape.vocabulary:,}",
+                "parameters": f"{shape.parameters:,}",
+                "checkpoint": MODELS[name].checkpoint,
+                "hybrid over": " and ".join(f"{group:,}" for group in MODELS[name].groups),
+                **{f"fits from, {gpu}": _ranks(fits_from(cells, gpu)) for gpu in HARDWARE},
+            }
+        )
+    return table(rows)
 
 
 def falls(cells: Iterable[Cell]) -> dict[str, float]:

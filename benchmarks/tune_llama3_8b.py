@@ -11,20 +11,17 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import platform
 import resource
 import time
-from pathlib import Path
 
 import torch
-import transformers
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fxshard
+from benchmarks.figures import RESULTS, write
 from benchmarks.plan_llama3_8b import SEQUENCE
 from benchmarks.shapes import LLAMA3_8B, call
 
-RESULTS = Path(__file__).parent / "results"
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -49,11 +46,6 @@ def main() -> None:
     seconds = time.process_time() - start
     print(result)
     figures = {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
         "world_size": given.world_size,
         "sequence": SEQUENCE,
         "configurations": len(result.trials),
@@ -68,9 +60,8 @@ def main() -> None:
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     print(json.dumps(figures, indent=2))
-    RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"tune_llama3_8b_{given.world_size}.json"
-    path.write_text(json.dumps(figures, indent=2) + "\n")
+    write(path, figures)
     result.plot(path.with_suffix(".png"))
 
 

@@ -128,7 +128,8 @@ class SizeName(str):
         if isinstance(given, str):
             return given
         name = cls(given.__name__)
-        name.least, name.most = max(int(given.min), 1), float(given.max)
+        most = float(given.max)
+        name.least, name.most = max(int(given.min), 1), int(most) if most.is_integer() else most
         return name
 
 

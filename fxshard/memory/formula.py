@@ -396,6 +396,20 @@ def largest_somewhere(rows: Matrix, positive: Any) -> list[int]:
     return sorted(kept)
 
 
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What `MemoryReport.formula` was asked; the attributes are its arguments."""
+
+    category: Category | str | None
+    module: str | None
+    state: State | str | None
+    first_step: bool
+    host: bool
+    rounded: bool
+    call: int
+    micro_batch: int
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Vectors:
     """What a formula is made of: at some points the row of `value` where `choose` is the largest.
@@ -403,8 +417,7 @@ class Vectors:
     Attributes:
         basis: the monomials.
         choose, value: int64 ``[rows, monomials]``.
-        report: what was asked.
-        asked: for what.
+        report, question: what was asked, and for what.
         terms: what it is made of at the sizes of the plan.
         elsewhere: the same question to other kinds of world size, as far as asked.
     """
@@ -413,7 +426,7 @@ class Vectors:
     choose: Matrix
     value: Matrix
     report: MemoryReport
-    asked: dict[str, Any]
+    question: Question
     terms: tuple[Term, ...]
     elsewhere: dict[WorldKind, Formula] = dataclasses.field(default_factory=dict)
 
@@ -516,7 +529,7 @@ class Formula(sympy.Expr):  # type: ignore[misc]  # sympy has no types
             return self
         known = self.vectors.elsewhere
         if kind not in known:
-            known[kind] = self.vectors.report.of_world(world).formula(**self.vectors.asked)
+            known[kind] = ask(self.vectors.report.of_world(world), self.vectors.question)
         return known[kind]
 
     def latex(self) -> str:
@@ -566,25 +579,11 @@ def _latex(formula: Formula) -> str:
     return rf"\max\left({text},\ \ldots_{{{others}}}\right)" if others else text
 
 
-def ask(
-    report: MemoryReport,
-    *,
-    category: Category | str | None = None,
-    module: str | None = None,
-    state: State | str | None = None,
-    first_step: bool = False,
-    host: bool = False,
-    rounded: bool = False,
-    call: int = 0,
-    micro_batch: int = -1,
-) -> Formula:
+def ask(report: MemoryReport, question: Question) -> Formula:
     """See `MemoryReport.formula`."""
-    asked = {
-        **{"category": category, "module": module, "state": state, "first_step": first_step},
-        **{"host": host, "rounded": rounded, "call": call, "micro_batch": micro_batch},
-    }
+    module, state, first_step = question.module, question.state, question.first_step
     step = report.formulas
-    wanted = None if category is None else report.category_of(category)
+    wanted = None if question.category is None else report.category_of(question.category)
     owned = None
     if state is None:
         ticks = range(2 * len(report.ledger(first_step=first_step).moments))
@@ -596,25 +595,28 @@ def ask(
             )
     else:
         found = report.stretch(
-            module or "", state, first_step=first_step, call=call, micro_batch=micro_batch
+            *(module or "", state),
+            first_step=first_step,
+            call=question.call,
+            micro_batch=question.micro_batch,
         )
         if found is None:
             raise ConfigError(f"module {module!r} computes nothing in a state {state!r}.")
         ticks = found
-    kind = {"first_step": first_step, "host": host, "rounded": rounded}
+    kind = {"first_step": first_step, "host": question.host, "rounded": question.rounded}
     kept, choose = step.largest(ticks, **kind)
     value = choose
     if wanted is not None or owned is not None:
         value = step.curve(kept, category=wanted, module=owned, **kind)
-    basis = step.basis_of(rounded)
+    basis = step.basis_of(question.rounded)
     tick = kept[int(basis.bytes(choose, step.range.example)[0].argmax())]
 
     def is_asked(each: LiveRange) -> bool:
         right = wanted in (None, each.category) and owned in (None, each.module)
-        return right and each.host == host
+        return right and each.host == question.host
 
-    terms = step.terms(tick, first_step, rounded, is_asked)
-    vectors = Vectors(basis, choose, value, report, asked, terms)
+    terms = step.terms(tick, first_step, question.rounded, is_asked)
+    vectors = Vectors(basis, choose, value, report, question, terms)
     return Formula(vectors.expression, vectors)
 
 

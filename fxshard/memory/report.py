@@ -197,17 +197,10 @@ class MemoryReport:
         Raises:
             ConfigError: no such category, module or state; or the plan has no formulas.
         """
-        return formula.ask(
-            self,
-            category=category,
-            module=module,
-            state=state,
-            first_step=first_step,
-            host=host,
-            rounded=rounded,
-            call=call,
-            micro_batch=micro_batch,
+        question = formula.Question(
+            *(category, module, state, first_step, host, rounded, call, micro_batch)
         )
+        return formula.ask(self, question)
 
     def at(self, **sizes: int) -> MemoryReport:
         """This report for other sizes of ``dynamic=`` and of ``world``, from its formulas.
