@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,7 +44,7 @@ from fxshard.memory.views.live import live_after
 from fxshard.mesh import grid
 from fxshard.pipeline import Observer, make_program, open_captures
 from fxshard.program import Program
-from fxshard.sizes import is_size
+from fxshard.sizes import counts, is_size
 from fxshard.units import Unit, configured_units
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of a call of the model
@@ -241,10 +240,7 @@ class Plan:
         Raises:
             ConfigError: there is no such size.
         """
-        for name, size in sizes.items():
-            if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 1:
-                raise ConfigError(f"{name}={size!r}: a size is an integer, at least 1.")
-        sizes = {name: int(size) for name, size in sizes.items()}
+        sizes = counts(sizes)
         named, world = self._named_sizes(), sizes.pop("world", None)
         for name in sizes.keys() - named.keys():
             raise ConfigError(

@@ -26,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -35,12 +35,13 @@ from fxshard.config import Config, Precision
 from fxshard.cost.hardware import Hardware
 from fxshard.errors import ConfigError, FxshardError
 from fxshard.memory.report import DoesNotFitError
+from fxshard.mesh import grid
 from fxshard.plans import Plan, Steps, Workload, make_plan
 from fxshard.program import Program, input_name
-from fxshard.sizes import size_text
+from fxshard.sizes import is_count, size_text
 from fxshard.tuning.bounds import Resident, Stem, bounded, flop_seconds, stem_passes
 from fxshard.tuning.result import Outcome, Tuning, verdicts
-from fxshard.tuning.space import DOUBLINGS, PREFETCH, points
+from fxshard.tuning.space import DOUBLINGS, PREFETCH, SHARDING, given_space, points
 from fxshard.units import configured_units
 
 ENOUGH = 0.02  # what is not faster by more than this part is not searched for
@@ -62,9 +63,7 @@ def tuned(
     progress: Progress = lambda count, what: None,
 ) -> Tuning:
     """Search; see `fxshard.tune`."""
-    if plans is not None and plans < 1:
-        raise ConfigError(f"plans={plans!r}: expected None or an integer >= 1.")
-    return _Search(workload, hardware, budget, batches, space or {}, plans, progress).run()
+    return _Search(workload, hardware, budget, batches, space, plans, progress).run()
 
 
 class _Search:
@@ -76,7 +75,7 @@ class _Search:
         hardware: Hardware,
         budget: int,
         batches: Sequence[int] | None,
-        space: Mapping[str, Iterable[Any]],
+        space: Mapping[str, Iterable[Any]] | None,
         limit: int | None,
         progress: Progress,
     ) -> None:
@@ -95,14 +94,11 @@ class _Search:
         self.stems: dict[Any, Stem | FxshardError] = {}
         self.calls: dict[int | None, Any] = {}
         self.example = _batch_of(workload)
-        sizes = self._batches(batches)
+        sizes, space = self._batches(batches), given_space(space)
         self.open = next((size for size in sizes if size and size > 1), sizes[0])
         self.workload = self._opened(workload)
         units = len(configured_units(workload.module, workload.config))
         every = points(workload.config, workload.world_size, hardware, units, sizes, space)
-        traced = {n: v for n, v in every[0].changes.items() if n == "mixed_precision"}
-        self.first = self._planned(self._at(self.open, {**traced, "passes": stem_passes}))
-        self.resident = Resident(self.first)
         self.last_resort = "offload" not in space
         self.outcomes: list[Outcome] = []
         for point in every:
@@ -110,9 +106,17 @@ class _Search:
             world = point.changes.get("world_size", workload.world_size)
             try:
                 config, closed = workload.config.changed(changes), ""
+                grid(world, config)
             except ConfigError as error:
                 config, closed = workload.config, _refused(error)
             self.outcomes.append(Outcome(point, config, world, closed=closed))
+        legal = next((each for each in self.outcomes if not each.closed), None)
+        if legal is None:
+            self._refuse()
+        self.sharding = {n: v for n, v in legal.point.changes.items() if n in SHARDING}
+        precision = {"mixed_precision": legal.config.mixed_precision}
+        self.first = self._planned(self._at(self.open, self._stem_changes(precision)))
+        self.resident = Resident(self.first)
 
     def run(self) -> Tuning:
         self._bound_all()
@@ -136,10 +140,12 @@ class _Search:
             return [None]
         if asked is None:
             return [self.example << power for power in range(DOUBLINGS + 1)]
-        sizes = sorted({int(size) for size in asked})
-        if not sizes or sizes[0] < 1:
-            raise ConfigError(f"batches={asked!r}: expected whole numbers >= 1.")
-        return list(sizes)
+        sizes = list(asked) if isinstance(asked, Iterable) else []
+        if not sizes or not all(map(is_count, sizes)):
+            raise ConfigError(
+                f"batches={asked!r}: expected a list of whole numbers >= 1, such as [1, 2, 4]."
+            )
+        return [*sorted(set(sizes))]
 
     def _opened(self, workload: Workload) -> Workload:
         """With the batch left open, as the user has named it or else wherever tensors have it."""
@@ -261,15 +267,19 @@ class _Search:
         checkpoint, key = config.checkpoint, self._stem_key(config, batch)
         if key not in self.stems:
             self.progress(self.planned, f"tracing and bounding checkpoint={checkpoint}")
-            changes = {"mixed_precision": config.mixed_precision, "passes": stem_passes}
+            changes = {"mixed_precision": config.mixed_precision}
             if checkpoint is not None or "checkpoint" in self.given:
                 changes["checkpoint"] = checkpoint
             try:
-                plan = self._planned(self._at(batch, changes))
+                plan = self._planned(self._at(batch, self._stem_changes(changes)))
                 self.stems[key] = Stem.of(plan.program, self.hardware)
             except FxshardError as error:
                 self.stems[key] = error
         return self.stems[key]
+
+    def _stem_changes(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """Those that make a stem; how it is sharded is of no matter, as long as that is legal."""
+        return {**self.sharding, **changes, "passes": stem_passes}
 
     def _stem_key(self, config: Config, batch: int | None) -> tuple[str, str, int | None]:
         return _traced(config.mixed_precision), repr(config.checkpoint), batch
@@ -380,11 +390,11 @@ class _Search:
 
     def _plan(self, each: Outcome) -> None:
         self.progress(self.planned, each.point.text)
-        self.planned += 1
         changes = each.point.changes
         try:
             plan = self._planned(self._at(each.point.batch, changes))
             memory = plan.memory
+            self.planned += 1
             each.peak_bytes = max(memory.peak_bytes, memory.first_step_peak_bytes)
             seconds = plan.estimate(self.hardware).step_seconds
             each.seconds = seconds / self._samples(each.point.batch)
@@ -460,7 +470,7 @@ class _Search:
             else:
                 each.closed = f"not planned, {self.planned} others were: {least}"
 
-    def _refuse(self) -> None:
+    def _refuse(self) -> NoReturn:
         """Raise DoesNotFitError that names the smallest."""
         known = [o for o in self.outcomes if o.peak_bytes is not None]
         rest = [o for o in self.outcomes if o.peak_bytes is None and o.least_bytes]
@@ -471,7 +481,7 @@ class _Search:
                 lowest = min(lowest, each.peak_bytes or math.inf)
         known = [o for o in self.outcomes if o.peak_bytes is not None]
         if not known:
-            reasons = "; ".join(dict.fromkeys(o.closed for o in self.outcomes))
+            reasons = "; ".join(dict.fromkeys(o.closed for o in self.outcomes if o.closed))
             raise ConfigError(f"no configuration can be planned: {reasons}")
         small = min(known, key=lambda o: (o.peak_bytes, o.point.rank))
         batch = f", batch {small.point.batch}" if small.point.batch is not None else ""
