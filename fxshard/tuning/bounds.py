@@ -17,7 +17,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import sympy
@@ -33,6 +33,13 @@ from fxshard.pipeline import STEM, Pass
 from fxshard.plans import Plan
 from fxshard.program import Program, nbytes
 from fxshard.recompute import from_parameter
+
+# Options that may differ; others decide what is traced, what is a unit, or what the optimizer holds.
+FREE = {
+    *("strategy", "reshard_after_forward", "world_size", "mixed_precision", "checkpoint", "offload"),
+    *("forward_prefetch", "backward_prefetch", "max_inflight", "optimizer_in_backward"),
+    *("max_bucket_bytes", "min_bucket_bytes", "pack_bytes"),
+}
 
 
 def stem_passes(passes: list[Pass]) -> list[Pass]:
@@ -201,6 +208,11 @@ class Resident:
         return math.prod(shape)
 
 
-def bounded(config: Config) -> bool:
-    """True if plans with these options run the default passes, which the bounds are about."""
-    return config.passes is None and config.backend == "eager"
+def bounded(config: Config, varied: Iterable[str]) -> bool:
+    """True if the bounds are about plans with these options.
+
+    Args:
+        config: the options.
+        varied: names of those in which a plan differs from the one that a stem is made of.
+    """
+    return config.passes is None and config.backend == "eager" and FREE.issuperset(varied)

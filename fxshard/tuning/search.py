@@ -41,7 +41,7 @@ from fxshard.program import Program, input_name
 from fxshard.sizes import is_count, size_text
 from fxshard.tuning.bounds import Resident, Stem, bounded, flop_seconds, stem_passes
 from fxshard.tuning.result import Outcome, Tuning, verdicts
-from fxshard.tuning.space import DOUBLINGS, PREFETCH, SHARDING, given_space, points
+from fxshard.tuning.space import DOUBLINGS, PREFETCH, given_space, points
 from fxshard.units import configured_units
 
 ENOUGH = 0.02  # what is not faster by more than this part is not searched for
@@ -113,7 +113,8 @@ class _Search:
         legal = next((each for each in self.outcomes if not each.closed), None)
         if legal is None:
             self._refuse()
-        self.sharding = {n: v for n, v in legal.point.changes.items() if n in SHARDING}
+        ranks = ("strategy", "world_size")  # of a strategy only some worlds are legal
+        self.sharding = {n: v for n, v in legal.point.changes.items() if n in ranks}
         precision = {"mixed_precision": legal.config.mixed_precision}
         self.first = self._planned(self._at(self.open, self._stem_changes(precision)))
         self.resident = Resident(self.first)
@@ -183,7 +184,7 @@ class _Search:
     def _bound_all(self) -> None:
         """Bytes and FLOPs of every point; what is above the budget is closed."""
         for each in self.outcomes:
-            if each.closed or not bounded(each.config):
+            if each.closed or not bounded(each.config, each.point.changes):
                 continue
             precision = _traced(each.config.mixed_precision)
             if precision not in self._captured():
@@ -278,7 +279,7 @@ class _Search:
         return self.stems[key]
 
     def _stem_changes(self, changes: dict[str, Any]) -> dict[str, Any]:
-        """Those that make a stem; how it is sharded is of no matter, as long as that is legal."""
+        """Those that make a stem; how it is sharded does not matter, as long as it is legal."""
         return {**self.sharding, **changes, "passes": stem_passes}
 
     def _stem_key(self, config: Config, batch: int | None) -> tuple[str, str, int | None]:
@@ -287,7 +288,7 @@ class _Search:
     def _refine(self, each: Outcome) -> None:
         """Count all operators at the point's own batch."""
         each.refined = True
-        if not bounded(each.config):
+        if not bounded(each.config, each.point.changes):
             return
         if each.least_bytes == 0 or _traced(each.config.mixed_precision) not in self._captured():
             self._bound(each)
@@ -468,7 +469,8 @@ class _Search:
                 slower = f"at least {ratio:.2f}x the best's time by {by}"
                 each.closed = f"pruned: {slower}, and {size_text(each.least_bytes)}"
             else:
-                each.closed = f"not planned, {self.planned} others were: {least}"
+                others = "1 other was" if self.planned == 1 else f"{self.planned} others were"
+                each.closed = f"not planned, {others}: {least}"
 
     def _refuse(self) -> NoReturn:
         """Raise DoesNotFitError that names the smallest."""
