@@ -436,7 +436,9 @@ class Plan:
         """The largest size, or the smallest number of ranks, with which the step fits.
 
         Exact: the formulas say where to look, and what they say is proven by plans of calls that
-        are traced on their own: the answer fits, the next one does not.
+        are traced on their own: the answer fits, the next one does not. Where a larger size needs
+        less (another program, such as other kernels from some batch on; other padded rows with
+        other numbers of ranks), there are several such edges, and the answer is one of them.
 
         Args:
             what: ``"max_<name>"`` of a size of ``dynamic=`` ("max_batch", "max_seq"), or
@@ -447,7 +449,7 @@ class Plan:
 
         Raises:
             DoesNotFitError: nothing fits; tells what is alive at the peak of the smallest.
-            ConfigError: no such size, or the plan has no formulas.
+            ConfigError: no such size, a size or `budget` that is none, or the plan has no formulas.
             CaptureError: the model refuses a size of `multiple_of`.
         """
         return limits.solve(self, what, budget, multiple_of, fixed)
