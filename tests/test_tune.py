@@ -130,11 +130,11 @@ def test_bounds_are_below_every_plan(every: dict[Any, tuple[int, float]]) -> Non
             saved = stem.saved_bytes({"batch": key[-1]})
             least = resident.of(stem_plan.config, 4, saved)
             assert 0.3 * peak < least <= peak, key
+            by_flops = bounds.flop_seconds(stem.flops(key[-1] / 2), hardware)
             if key[-1] == 2:
                 optimizer = resident.optimizer_seconds(stem_plan.config, 4, hardware)
-                assert 0 < stem.flop_seconds < stem.seconds + optimizer <= 2 * seconds, key
-            by_flops = stem.flop_seconds / 2
-            assert by_flops <= seconds, key
+                assert 0 < by_flops < stem.seconds + optimizer <= 2 * seconds, key
+            assert by_flops <= seconds * key[-1], key
             plan = stem_plan.replan(passes=None, args=(torch.zeros(key[-1], 64),))
             kept = sum(k.bytes for k in plan.memory.kept_for_backward())
             assert saved <= kept <= saved + 1024  # what the loss and outputs hold besides
@@ -161,6 +161,38 @@ def test_one_trace_for_each_dtype(precisions: list[Any], monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("checkpoint", [None, "full", "selective"])
+class Quadratic(nn.Module):
+    """f32 (batch, 16) -> a scalar: FLOPs without the batch, with it, and with its square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.zeros(16, 16)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ (self.first @ self.second)
+        rows = torch.cat([x, x[:1]]) @ self.first
+        return (x @ x.t()).logsumexp(-1).sum() + rows.sum()
+
+
+def test_flops_need_not_be_in_proportion_to_the_batch() -> None:
+    def stem(batch: int) -> bounds.Stem:
+        call = (torch.zeros(batch, 16),)
+        options = {"world_size": 2, "dynamic": OPEN if batch > 1 else None}
+        plan = fxshard.plan(Quadratic(), call, passes=bounds.stem_passes, **options)
+        return bounds.Stem.of(plan.program, PRESETS["h100"])
+
+    def by_hand(batch: int) -> float:
+        rows = 3 * 16 + 2 * batch + 3 * (batch + 1)  # forward and backward; x has no gradient
+        return 2 * (rows * 16 * 16 + 3 * batch * batch * 16)
+
+    for opened, batches in ((4, (1, 4, 5, 64)), (64, (1, 64, 128))):
+        made = stem(opened)
+        for batch in batches:
+            (exact,) = stem(batch).flops(1).values()
+            assert exact == by_hand(batch)
+            assert sum(made.flops(batch / opened).values()) <= exact, (opened, batch)
+
+
 def test_a_stem_made_once_gives_the_program_of_all_passes(checkpoint: str | None) -> None:
     options = {"optimizer": adamw, "dynamic": OPEN, "checkpoint": checkpoint}
     call: Any = (torch.zeros(2, 64),), {}

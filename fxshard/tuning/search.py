@@ -90,7 +90,7 @@ class _Search:
         self.planned = 0
         self.tried: list[Outcome] = []  # what was planned
         self.kinds: dict[int, Any] = {}  # per place of a point, what `_is_like` compares
-        self.made: dict[Any, bool] = {}  # whether the model can be made: that needs no schedule
+        self.made: set[Any] = set()  # what is known to fit while the model is made
         self.stems: dict[Any, Stem | FxshardError] = {}
         self.calls: dict[int | None, Any] = {}
         self.example = _batch_of(workload)
@@ -206,7 +206,8 @@ class _Search:
             each.closed = _refused(stem)
             return
         batch, opened = each.point.batch or 1, self.open or 1
-        each.least_seconds = self._per_sample(each, stem.flop_seconds * batch / opened)
+        flops = stem.flops(batch / opened)
+        each.least_seconds = self._per_sample(each, flop_seconds(flops, self.hardware))
         saved = stem.saved_bytes({n: self.open or 1 for n in stem.symbols})
         if batch != opened:
             sizes = dict.fromkeys(self._batch_names(stem), batch)
@@ -240,12 +241,10 @@ class _Search:
         if isinstance(first, FxshardError) or there is None or here is None:
             return 0.0
         flops: dict[torch.dtype, float] = {}
-        for dtype, count in first.flops_by_dtype.items():
+        for dtype, count in first.flops((each.point.batch or 1) / (self.open or 1)).items():
             own = here if dtype == there else dtype
             flops[own] = flops.get(own, 0.0) + count
-        return self._per_sample(
-            each, flop_seconds(flops, self.hardware) * (each.point.batch or 1) / (self.open or 1)
-        )
+        return self._per_sample(each, flop_seconds(flops, self.hardware))
 
     def _dtype(self, config: Config) -> torch.dtype | None:
         """In which parameters are multiplied, if it is one."""
@@ -407,23 +406,23 @@ class _Search:
             self.tried.append(each)
         if each.fits:
             self._keep(each, plan)
-        elif each.peak_bytes is not None:
+        elif each.peak_bytes is not None and each.peak_bytes > self.budget:
             self._close_larger(each)
 
     def _too_large(self, each: Outcome, plan: Plan) -> str:
-        """Why it does not fit, or ""; of equal shards the model is made once."""
+        """Why it does not fit, or ""; where only the schedule differs the model is made once."""
         peak = each.peak_bytes or 0
         if peak > self.budget:
             return f"does not fit: {size_text(peak)} of {size_text(self.budget)}"
-        config = each.config
-        key = config.strategy, each.world_size, repr(config.mixed_precision), repr(config.offload)
-        if key in self.made and config.device != "cuda":
+        schedule = {*PREFETCH, "checkpoint", "reshard_after_forward"}
+        key = tuple((n, repr(v)) for n, v in each.point.changes.items() if n not in schedule)
+        if key in self.made and each.config.device != "cuda":
             return ""
         try:
             plan.memory.assert_fits(self.budget)
         except DoesNotFitError as error:
             return f"does not fit: {str(error).splitlines()[0]}"
-        self.made[key] = True
+        self.made.add(key)
         return ""
 
     def _keep(self, each: Outcome, plan: Plan) -> None:
