@@ -160,7 +160,6 @@ def test_one_trace_for_each_dtype(precisions: list[Any], monkeypatch: pytest.Mon
     assert made == [{"batch": ((0, 0),)}, None] or len(made) == 2, "a batch of 1 broadcasts"
 
 
-@pytest.mark.parametrize("checkpoint", [None, "full", "selective"])
 class Quadratic(nn.Module):
     """f32 (batch, 16) -> a scalar: FLOPs without the batch, with it, and with its square."""
 
@@ -193,6 +192,7 @@ def test_flops_need_not_be_in_proportion_to_the_batch() -> None:
             assert sum(made.flops(batch / opened).values()) <= exact, (opened, batch)
 
 
+@pytest.mark.parametrize("checkpoint", [None, "full", "selective"])
 def test_a_stem_made_once_gives_the_program_of_all_passes(checkpoint: str | None) -> None:
     options = {"optimizer": adamw, "dynamic": OPEN, "checkpoint": checkpoint}
     call: Any = (torch.zeros(2, 64),), {}

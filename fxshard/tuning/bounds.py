@@ -34,17 +34,10 @@ from fxshard.plans import Plan
 from fxshard.program import Program, nbytes
 from fxshard.recompute import from_parameter
 
-# Options that may differ; others decide what is traced, what is a unit, or what the optimizer holds.
+# Options that may differ; others decide what is traced, what is a unit or what the optimizer holds.
 FREE = {
-    *(
-        "strategy",
-        "reshard_after_forward",
-        "world_size",
-        "mixed_precision",
-        "checkpoint",
-        "offload",
-    ),
-    *("forward_prefetch", "backward_prefetch", "max_inflight", "optimizer_in_backward"),
+    *("strategy", "reshard_after_forward", "world_size", "mixed_precision", "checkpoint"),
+    *("forward_prefetch", "backward_prefetch", "max_inflight", "optimizer_in_backward", "offload"),
     *("max_bucket_bytes", "min_bucket_bytes", "pack_bytes"),
 }
 
@@ -61,8 +54,8 @@ class Stem:
     Attributes:
         seconds: of all operators of compute, one behind the other.
         flops_by_dtype: FLOPs by dtype of the operands.
-        growing: those of them that grow with the batch, or with its square.
-        fixed: those of them that are the same for all batches.
+        growing: those of operators whose FLOPs are in proportion to the batch, or to its square.
+        fixed: those of operators that are the same for all batches.
         saved: per storage that is saved for backward its bytes, and the expression of its bytes in
             the open sizes; None where those are the same for all sizes.
         symbols: of the open sizes, by name.
@@ -89,7 +82,9 @@ class Stem:
         ]
         batch = _batch_symbols(program)
         by_dtype: dict[torch.dtype, float] = collections.defaultdict(float)
-        parts = {grows: collections.defaultdict(float) for grows in (True, False, None)}
+        parts: dict[bool | None, dict[torch.dtype, float]] = {
+            grows: collections.defaultdict(float) for grows in (True, False, None)
+        }
         for node in computes:
             executed = operators.executed_flops(node)
             if executed:
@@ -161,7 +156,10 @@ def _batch_symbols(program: Program) -> set[sympy.Symbol]:
 
 
 def _grows(node: fx.Node, batch: set[sympy.Symbol]) -> bool | None:
-    """True if the sizes of an operator's tensors are products with the batch in one; None: sums."""
+    """True if sizes of an operator's tensors are products of the batch; None if they are sums.
+
+    What is in proportion to ``batch + 1`` is not to the batch, and counts in no other batch.
+    """
     found = False
     for each in (node, *node.all_input_nodes):
         for _, opened in shapes.open_tensors(each):
