@@ -203,7 +203,8 @@ class _Search:
         """By the stem of the open batch: its FLOPs, and what it saves at the point's batch."""
         stem = self._stem(each, self.open)
         if isinstance(stem, FxshardError):
-            each.closed = _refused(stem)
+            if each.point.batch == self.open:  # another batch may do
+                each.closed = _refused(stem)
             return
         batch, opened = each.point.batch or 1, self.open or 1
         flops = stem.flops(batch / opened)
