@@ -30,7 +30,7 @@ from fxshard.pipeline import Observer, make_program
 from fxshard.plans import Plan, Workload, make_plan
 from fxshard.program import Program
 from fxshard.rehearsal import split_steps, tracked_steps
-from fxshard.sizes import parse_bytes
+from fxshard.sizes import is_count, parse_budget
 from fxshard.tuning.result import Tuning
 from fxshard.tuning.search import PLANS, tuned
 from fxshard.units import Unit, check_reshard, configured_units
@@ -316,9 +316,11 @@ def tune(
     """
     chosen = hardware_of(hardware)
     config = Config.from_options(options)
+    if plans is not None and not is_count(plans):
+        raise ConfigError(f"plans={plans!r}: expected None or an integer >= 1.")
     if config.memory_budget is not None:
         raise ConfigError("memory_budget=... in fxshard.tune: say budget=... instead.")
-    limit = chosen.memory_bytes if budget is None else parse_bytes(budget)
+    limit = chosen.memory_bytes if budget is None else parse_budget(budget)
     workload = Workload(
         *(_plain_module(model), _example(args, kwargs), world_size, config, micro_batches, no_sync),
         loss,

@@ -25,7 +25,7 @@ from fxshard.demo.recipe import Settings
 from fxshard.errors import CaptureError, ConfigError, FxshardError, UnitError
 from fxshard.memory.compare import Validation
 from fxshard.memory.explain import size_text
-from fxshard.memory.report import UNITS, MemoryReport, parse_bytes
+from fxshard.memory.report import UNITS, MemoryReport
 from fxshard.memory.views.diff import diff
 from fxshard.memory.views.live import live_after
 from fxshard.model_source import (
@@ -38,6 +38,7 @@ from fxshard.model_source import (
     options,
     whole_number,
 )
+from fxshard.sizes import parse_budget
 from fxshard.tuning.search import PLANS
 
 NUMERICS_ROWS = 20  # of `validate --numerics`, the worst; --all shows the rest
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def report(args: argparse.Namespace) -> int:
     """``fxshard report``."""
-    budget = None if args.budget is None else parse_bytes(args.budget)
+    budget = None if args.budget is None else parse_budget(args.budget)
     with progress("planning") as say:
         memory = _plan(args).memory
         say("writing")
@@ -128,7 +129,7 @@ def explain(args: argparse.Namespace) -> int:
 
 def fits(args: argparse.Namespace) -> int:
     """``fxshard fits``."""
-    budget = parse_bytes(args.budget)
+    budget = parse_budget(args.budget)
     with progress("planning"):
         memory = _plan(args).memory
     memory.assert_fits(budget)

@@ -79,6 +79,13 @@ DATA_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
     GuardOnDataDependentSymNode,
 )
 
+# How texts begin that torch raises where a trace meets a tensor that another trace has made.
+KEPT_BY_FORWARD = (
+    "Unexpected fake buffer",
+    "Attempting to use FunctionalTensor on its own",
+    "Mixing fake modes NYI",
+)
+
 
 class _Record:
     """A dataclass instance on its way into a tree: pytree knows dataclasses only by registration,

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from fxshard.compat import REDUCES_AS_STORED
 from fxshard.errors import ConfigError
-from fxshard.sizes import is_size, parse_bytes
+from fxshard.sizes import is_size, parse_budget, parse_bytes
 
 log = logging.getLogger("fxshard")
 
@@ -305,7 +305,7 @@ class Config:
         self._check_reshard()
         self._check_checkpoint()
         if self.memory_budget is not None:
-            object.__setattr__(self, "memory_budget", parse_bytes(self.memory_budget))
+            object.__setattr__(self, "memory_budget", parse_budget(self.memory_budget))
         for policy in self.precisions.values():
             if Precision.of(policy).buffer_dtype is not None and self.full_precision_in_eval:
                 raise ConfigError(

@@ -24,7 +24,8 @@ import torch
 from fxshard import compat, levers
 from fxshard.errors import CaptureError, ConfigError, OutOfRangeError
 from fxshard.memory.explain import size_text
-from fxshard.memory.report import DoesNotFitError, parse_bytes
+from fxshard.memory.report import DoesNotFitError
+from fxshard.sizes import counts, is_count, parse_budget
 
 if TYPE_CHECKING:
     from fxshard.plans import Plan
@@ -137,7 +138,6 @@ def solve(
 ) -> Solution:
     """See `Plan.solve`."""
     _check_step(multiple_of)
-    goal, _, name = what.partition("_")
     sizes = plan.memory.formulas.range.example
     names = [f"max_{n}" for n in sizes if n != "world"] + ["min_world"]
     if what not in names:
@@ -145,8 +145,11 @@ def solve(
             f"solve({what!r}): this plan knows {', '.join(names)}. Sizes get their names where it "
             f"is made: fxshard.plan(..., dynamic={{name: [(argument, dimension)]}})."
         )
-    point = plan.memory.formulas.range.complete(fixed)
-    before, limit = point.pop(name), parse_bytes(budget)
+    goal, _, name = what.partition("_")
+    if name in fixed:
+        raise ConfigError(f"solve({what!r}, {name}={fixed[name]!r}): leave out what is asked for.")
+    point = plan.memory.formulas.range.complete(counts(fixed))
+    before, limit = point.pop(name), parse_budget(budget)
 
     def planned(size: int) -> Plan:
         return plan.at(**{**point, name: size}, traced=True)
@@ -175,7 +178,7 @@ def solve(
 
 
 def _check_step(multiple_of: int) -> None:
-    if not isinstance(multiple_of, int) or multiple_of < 1:
+    if not is_count(multiple_of):
         raise ConfigError(f"multiple_of={multiple_of!r}: expected an integer >= 1.")
 
 
@@ -203,7 +206,7 @@ def largest(plan: Plan, budget: int | str, what: str, dim: int, multiple_of: int
         CaptureError: the model refuses a size of `multiple_of`.
     """
     _check_step(multiple_of)
-    limit = parse_bytes(budget)
+    limit = parse_budget(budget)
     tensors, before = _with_dimension(plan, what, dim)
 
     def planned(size: int) -> Plan:

@@ -166,6 +166,12 @@ def aliases_input(node: fx.Node) -> bool:
     return bool(own) and own <= inputs
 
 
+def shares_by_schema(node: fx.Node) -> bool:
+    """True if a result of its operator is of an input's storage: a view, or written in place."""
+    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    return any(getattr(returned, "alias_info", None) for returned in returns)
+
+
 def writes(node: fx.Node) -> bool:
     """True if the operator of `node` changes what it reads."""
     schema = getattr(node.target, "_schema", None)

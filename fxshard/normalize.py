@@ -7,6 +7,7 @@ metadata.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -118,19 +119,31 @@ def _tag_placeholders(program: Program, sources: list[Any]) -> None:
 
 def _lift_constants(program: Program, graph_module: fx.GraphModule) -> None:
     """Tensors that the model holds outside of parameters and buffers become placeholders."""
-    placeholders = list(program.graph.find_nodes(op="placeholder"))
-    for node in list(program.graph.find_nodes(op="get_attr")):
-        value = getattr(graph_module, str(node.target))
-        if str(node.target) not in program.constants:
-            program.constants[str(node.target)] = value
-            with program.graph.inserting_after(placeholders[-1]):
-                lifted = program.graph.placeholder(str(node.target))
-            placeholders.append(lifted)
-            tag = meta.Meta("forward", "buffer", fqn=str(node.target))
-            meta.put(lifted, tag, fake_like(value, program.fake_mode))
-        target = next(n for n in placeholders if n.target == str(node.target))
-        node.replace_all_uses_with(target)
-        program.graph.erase_node(node)
+    last = list(program.graph.find_nodes(op="placeholder"))[-1]
+    found: dict[str, list[fx.Node]] = defaultdict(list)
+    for node in program.graph.find_nodes(op="get_attr"):
+        found[str(node.target)].append(node)
+    for name, nodes in found.items():
+        value = program.constants[name] = getattr(graph_module, name)
+        with program.graph.inserting_after(last):
+            last = program.graph.placeholder(name)
+        readers = [user for node in nodes for user in node.users]
+        fake = _fake_constant(value, readers, program.fake_mode)
+        meta.put(last, meta.Meta("forward", "buffer", fqn=name), fake)
+        for node in nodes:
+            node.replace_all_uses_with(last)
+            program.graph.erase_node(node)
+
+
+def _fake_constant(
+    value: torch.Tensor, readers: list[fx.Node], fake_mode: FakeTensorMode
+) -> torch.Tensor:
+    """The fake value of a constant; if the trace has views of it, they are of its storage."""
+    for reader in readers:
+        if meta.shares_by_schema(reader):
+            view = next(meta.tensors(reader.meta["val"]))
+            return view.as_strided(value.shape, value.stride(), value.storage_offset())
+    return fake_like(value, fake_mode)
 
 
 def _tag_compute(program: Program) -> None:

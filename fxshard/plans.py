@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,7 +44,7 @@ from fxshard.memory.views.live import live_after
 from fxshard.mesh import grid
 from fxshard.pipeline import Observer, make_program, open_captures
 from fxshard.program import Program
-from fxshard.sizes import is_size
+from fxshard.sizes import counts, is_size
 from fxshard.units import Unit, configured_units
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of a call of the model
@@ -241,10 +240,7 @@ class Plan:
         Raises:
             ConfigError: there is no such size.
         """
-        for name, size in sizes.items():
-            if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 1:
-                raise ConfigError(f"{name}={size!r}: a size is an integer, at least 1.")
-        sizes = {name: int(size) for name, size in sizes.items()}
+        sizes = counts(sizes)
         named, world = self._named_sizes(), sizes.pop("world", None)
         for name in sizes.keys() - named.keys():
             raise ConfigError(
@@ -440,7 +436,9 @@ class Plan:
         """The largest size, or the smallest number of ranks, with which the step fits.
 
         Exact: the formulas say where to look, and what they say is proven by plans of calls that
-        are traced on their own: the answer fits, the next one does not.
+        are traced on their own: the answer fits, the next one does not. Where a larger size needs
+        less (another program, such as other kernels from some batch on; other padded rows with
+        other numbers of ranks), there are several such edges, and the answer is one of them.
 
         Args:
             what: ``"max_<name>"`` of a size of ``dynamic=`` ("max_batch", "max_seq"), or
@@ -451,7 +449,7 @@ class Plan:
 
         Raises:
             DoesNotFitError: nothing fits; tells what is alive at the peak of the smallest.
-            ConfigError: no such size, or the plan has no formulas.
+            ConfigError: no such size, a size or `budget` that is none, or the plan has no formulas.
             CaptureError: the model refuses a size of `multiple_of`.
         """
         return limits.solve(self, what, budget, multiple_of, fixed)

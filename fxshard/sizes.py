@@ -1,35 +1,68 @@
-"""Bytes as text: "80GiB" -> bytes, bytes -> "80.00 GiB"."""
+"""Sizes: bytes as text ("80GiB" -> bytes, bytes -> "80.00 GiB"), and numbers that users give."""
 
 from __future__ import annotations
 
+import numbers
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from fxshard.errors import ConfigError
 
 SIZES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_SIZE = re.compile(r"\s*([0-9.]+)\s*(B|KiB|MiB|GiB|TiB)?\s*")
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(B|KiB|MiB|GiB|TiB)?\s*")
 
 
-def parse_bytes(budget: int | str) -> int:
+def parse_bytes(size: int | str) -> int:
     """Bytes of 123, "123", "80GiB", "512 MiB".
 
     Raises:
         ConfigError: not of that form.
     """
-    if isinstance(budget, int):
-        return budget
-    match = _SIZE.fullmatch(budget)
-    if match is None:
-        raise ConfigError(f"{budget!r} is no size; write bytes or for example '80GiB'.")
-    scale = {**SIZES, "TiB": 2**40}[match[2] or "B"]
-    return int(float(match[1]) * scale)
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if match is not None:
+        return int(float(match[1]) * {**SIZES, "TiB": 2**40}[match[2] or "B"])
+    if isinstance(size, str) or not _is_integer(size):
+        raise ConfigError(f"{size!r} is no size; write bytes or for example '80GiB'.")
+    return int(size)
+
+
+def parse_budget(budget: int | str) -> int:
+    """As `parse_bytes`, of what must hold something.
+
+    Raises:
+        ConfigError: not of that form, or no byte.
+    """
+    found = parse_bytes(budget)
+    if found < 1:
+        raise ConfigError(f"a budget of {budget!r}: expected at least 1 byte, such as '80GiB'.")
+    return found
 
 
 def is_size(value: object) -> bool:
     """True if `parse_bytes` takes it."""
-    if isinstance(value, str):
-        return _SIZE.fullmatch(value) is not None
-    return isinstance(value, int) and not isinstance(value, bool)
+    return _SIZE.fullmatch(value) is not None if isinstance(value, str) else _is_integer(value)
+
+
+def is_count(value: Any) -> bool:
+    """True if it is an integer, at least 1."""
+    return _is_integer(value) and value >= 1
+
+
+def counts(sizes: Mapping[str, Any]) -> dict[str, int]:
+    """Sizes of dimensions, by name, as ints.
+
+    Raises:
+        ConfigError: one is no integer, or below 1.
+    """
+    for name, size in sizes.items():
+        if not is_count(size):
+            raise ConfigError(f"{name}={size!r}: a size is an integer, at least 1.")
+    return {name: int(size) for name, size in sizes.items()}
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def size_text(size: int) -> str:

@@ -619,6 +619,14 @@ def _failures_told(call: _Call) -> Iterator[None]:
     except CaptureError:
         raise
     except Exception as error:
+        if isinstance(error, stamp.Formless) or str(error).startswith(compat.KEPT_BY_FORWARD):
+            raise CaptureError(
+                f"{type(call.model).__name__} cannot be traced: forward reads a tensor that an "
+                f"earlier run of forward has made and kept{_kept(call.model)}{_user_line(error)}\n"
+                f"While tracing forward runs more than once, on tensors without data. Make that "
+                f"tensor in __init__ (register_buffer), or empty the cache and call the model once "
+                f"before it is planned or compiled."
+            ) from error
         text = (
             f"{type(call.model).__name__} cannot be traced ({type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else ''}){_user_line(error)}"
@@ -628,6 +636,15 @@ def _failures_told(call: _Call) -> Iterator[None]:
         if isinstance(error, (RuntimeError, TypeError)):  # others are the model's own
             raise _TracerError(text, from_data=False) from error
         raise CaptureError(text) from error
+
+
+def _kept(model: nn.Module) -> str:
+    """``, as self.<name> of <class>``; or where else it may be."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if compat.is_fake(value):
+                return f", as self.{name} of {type(module).__name__}"
+    return ", in a global, a closure or a collection"
 
 
 def _user_line(error: BaseException) -> str:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 import fxshard
 from fxshard import certificate, dump, meta, trace, verify
 from fxshard.errors import CaptureError
+from fxshard.memory.category import Category
 from fxshard.program import Program
 from fxshard.units import find_units
 from tests import fsdp2
@@ -416,6 +417,31 @@ def test_a_tensor_that_is_no_buffer() -> None:
     assert_trains_like_eager(Holds, batch())
 
 
+POSITIONS = torch.arange(6.0)
+
+
+class Masked(nn.Module):
+    """Multiplies by views of tensors that are no parameters and no buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(5, 6)
+        self.scale = torch.linspace(0, 1, 48).reshape(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.a(x).tanh().chunk(2, dim=-1)
+        return (a * self.scale[: x.shape[0], :3] + b * POSITIONS[1:4] + self.scale[0, 3:]).sum()
+
+
+@pytest.mark.parametrize("dynamic", [None, {"batch": [("x", 0)]}])
+def test_views_of_tensors_that_are_not_registered(dynamic: Any) -> None:
+    assert_trains_like_eager(Masked, batch())
+    plan = fxshard.plan(Masked(), kwargs={"x": batch()}, world_size=2, dynamic=dynamic)
+    held = [range_ for range_ in plan.memory.ledger().ranges if range_.category is Category.BUFFER]
+    assert sorted(range_.bytes for range_ in held) == [4 * 6, 4 * 48]
+    assert fxshard.validate(Masked(), (batch(),), world_size=2).max_abs_difference == 0
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_batch_norm_statistics_are_written_back(world_size: int) -> None:
     def build() -> nn.Module:
@@ -783,6 +809,56 @@ def test_an_error_of_the_user_is_told_with_its_line() -> None:
     ) as failure:
         fxshard.plan(Net(forward), (batch(),), world_size=2)
     assert isinstance(failure.value.__cause__, KeyError)
+
+
+KEPT: dict[str, Tensor] = {}
+
+
+def keeps_in_a_global(net: Net, x: Tensor) -> Tensor:
+    if "ones" not in KEPT:
+        KEPT["ones"] = torch.ones(6)
+    return (net.a(x) * KEPT["ones"]).sum()
+
+
+def keeps_in_itself(net: Net, x: Tensor) -> Tensor:
+    if not hasattr(net, "ones"):
+        net.ones = torch.ones(6)
+    return (net.a(x) * net.ones).sum()
+
+
+class Keeper(nn.Module):
+    """Blocks enough for the trace to leave some out; each reads what the first has kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Net(keeps_in_a_global) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(layer(x) for layer in self.layers)
+
+
+@pytest.mark.parametrize(
+    ("build", "where"),
+    [
+        (lambda: Net(keeps_in_a_global), "in a global, a closure or a collection"),
+        (lambda: Net(keeps_in_itself), "as self.ones of Net"),
+        (Keeper, "in a global, a closure or a collection"),
+    ],
+)
+@pytest.mark.parametrize("dynamic", [None, {"batch": [("x", 0)]}])
+def test_what_forward_makes_and_keeps(
+    build: Callable[[], nn.Module], where: str, dynamic: Any
+) -> None:
+    KEPT.clear()
+    call: dict[str, Any] = {"kwargs": {"x": batch()}, "world_size": 2, "dynamic": dynamic}
+    for _ in range(2):  # the second time it is there from the beginning
+        with pytest.raises(CaptureError, match=f"has made and kept, {where}") as failure:
+            fxshard.plan(build(), **call)
+        assert "register_buffer" in str(failure.value)
+    KEPT.clear()  # the remedy
+    model = build()
+    model(batch())
+    assert fxshard.plan(model, **call).memory.peak_bytes
 
 
 # -- transformers ---------------------------------------------------------------------------------

@@ -269,6 +269,29 @@ def test_fake_tensors_refuse_to_tell_values(read: str) -> None:
                 x.nonzero() if read == "nonzero" else x[x > 0]
 
 
+def test_what_torch_says_of_tensors_that_another_trace_has_made() -> None:
+    kept: list[Tensor] = []
+
+    class Keeps(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if not kept:
+                kept.append(torch.ones(3))
+            return x * kept[0]
+
+    said = []
+    with compat.FakeTensorMode():
+        x = torch.ones(3, requires_grad=True)
+    for use in (
+        lambda: compat.export_joint(Keeps(), (x,)),  # runs forward twice
+        lambda: kept[0] + torch.ones(3),
+        lambda: torch.add(x, compat.FakeTensorMode().from_tensor(torch.ones(3))),
+    ):
+        with pytest.raises((AssertionError, RuntimeError)) as failure:
+            use()
+        said.append(next(t for t in compat.KEPT_BY_FORWARD if str(failure.value).startswith(t)))
+    assert tuple(said) == compat.KEPT_BY_FORWARD
+
+
 def test_fake_tensors_allocate_nothing_and_share_storages() -> None:
     with compat.FakeTensorMode():
         huge = torch.empty(2**40)

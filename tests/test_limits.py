@@ -100,6 +100,10 @@ def test_questions_without_an_answer() -> None:
         plan.largest_batch("1MiB", multiple_of=0)
     with pytest.raises(ConfigError, match="80 gigs"):
         plan.largest_batch("80 gigs")
+    with pytest.raises(ConfigError, match="a budget of -5: expected at least 1 byte"):
+        plan.largest_batch(-5)
+    with pytest.raises(ConfigError, match="a budget of 0: expected at least 1 byte"):
+        plan.memory.assert_fits(0)
     with pytest.raises(ConfigError, match="no bytes"):
         made(seq=0).largest_batch("1MiB")
 

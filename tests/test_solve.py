@@ -1,13 +1,14 @@
 """What fits a budget, against a search that plans every size from scratch."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import fxshard
-from fxshard import cli, trace
+from fxshard import cli, limits, trace
 from fxshard.errors import ConfigError
 from fxshard.memory.report import DoesNotFitError
 from tests.test_formula import ADAMW, OF_X, Convolutions, Mlps, Positioned, floats, squares
@@ -57,6 +58,41 @@ def test_min_world_is_the_first_that_fits() -> None:
     assert (found.size, found.beyond, found.why_not) == (1, 0, "")
 
 
+def test_min_world_looks_past_ranks_whose_padding_costs_more() -> None:
+    peaks = {world: peak(5, 14, world) for world in (*range(1, 9), 25)}
+    budget = peaks[8]
+    assert all(found > budget for world, found in peaks.items() if world != 8)
+    for world in (5, 25):
+        plan = open_plan().replan(world_size=world)
+        found = plan.solve("min_world", budget)
+        assert (found.size, found.beyond, found.peak_bytes) == (8, 7, budget)
+
+
+def test_no_search_ends_below_the_inputs_at_the_sizes_that_are_fixed() -> None:
+    plan = fxshard.plan(Mlps(), kwargs=floats(5, 280), world_size=4, dynamic=OF_X, **OPTIONS)
+    budget = peak(900, 2, 4)  # inputs of 280 would fill it with a batch of 60
+    found = plan.solve("max_batch", budget, seq=2)
+    assert (found.size, found.peak_bytes, len(found.tried)) == (900, budget, 2)
+
+
+def test_the_upper_end_of_a_search_doubles_while_it_fits() -> None:
+    def planned(size: int) -> Any:
+        def assert_fits(budget: int) -> None:
+            if 100 * size > budget:
+                raise DoesNotFitError(f"{100 * size} needed")
+
+        return SimpleNamespace(
+            memory=SimpleNamespace(
+                peak_bytes=100 * size, first_step_peak_bytes=0, assert_fits=assert_fits
+            )
+        )
+
+    search = limits._Search(planned, "batch", 98765, 1, 1, likely=lambda size: size < 3)
+    search.beyond = 4  # as if there were hardly any room
+    assert search.run() == 987
+    assert search.tried[987] == 98700 and search.tried[988] == 98800 and len(search.tried) < 20
+
+
 def test_the_proof_is_traced_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, seen = open_plan(), []
     plan.memory.formula()
@@ -99,8 +135,22 @@ def test_what_cannot_be_answered_says_why() -> None:
         plan.solve("max_length", "1GiB")
     with pytest.raises(ConfigError, match="no size 'length'"):
         plan.solve("max_batch", "1GiB", length=3)
-    with pytest.raises(ConfigError, match="multiple_of=0"):
-        plan.solve("max_batch", "1GiB", multiple_of=0)
+    for step in (0, 2.0, True):
+        with pytest.raises(ConfigError, match=f"multiple_of={step}: expected an integer >= 1"):
+            plan.solve("max_batch", "1GiB", multiple_of=step)
+    for seq in (3.0, "3", 0, True):
+        with pytest.raises(ConfigError, match=f"seq={seq!r}: a size is an integer, at least 1"):
+            plan.solve("max_batch", "1GiB", seq=seq)
+    with pytest.raises(ConfigError, match=r"'max_batch', batch=3\): leave out what is asked for"):
+        plan.solve("max_batch", "1GiB", batch=3)
+    with pytest.raises(ConfigError, match="this plan knows max_batch"):
+        plan.solve(3, "1GiB")
+    for budget in (-5, 0, "0GiB"):
+        with pytest.raises(ConfigError, match=f"a budget of {budget!r}: expected at least 1 byte"):
+            plan.solve("max_batch", budget)
+    for budget in (1.5e9, None, "1.2.3GiB", "80GB", True):
+        with pytest.raises(ConfigError, match="is no size; write bytes or for example '80GiB'"):
+            plan.solve("max_batch", budget)
 
 
 def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ from fxshard.memory.queries import Kept, Unsharded
 from fxshard.memory.states import PEAKS, Span, Where, spans
 from fxshard.program import Program
 from fxshard.provenance import line_text
-from fxshard.sizes import parse_bytes as parse_bytes
+from fxshard.sizes import parse_budget
 
 if TYPE_CHECKING:
     from fxshard.memory.views.diff import Diff
@@ -251,7 +251,7 @@ class MemoryReport:
         """
         from fxshard.memory.views import plots
 
-        limit = None if budget is None else parse_bytes(budget)
+        limit = None if budget is None else parse_budget(budget)
         plots.plot_curves(path, self.curves(**sizes), limit)
 
     def category_of(self, category: Category | str) -> Category:
@@ -633,8 +633,12 @@ class MemoryReport:
 
         Args:
             budget: bytes, or text such as "80GiB".
+
+        Raises:
+            DoesNotFitError: says how much is too much, and what is alive at the peak.
+            ConfigError: `budget` is no size.
         """
-        limit = parse_bytes(budget)
+        limit = parse_budget(budget)
         worst = max(self.peak_bytes, self.first_step_peak_bytes)
         if worst > limit:
             raise DoesNotFitError(

@@ -17,7 +17,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import sympy
@@ -34,6 +34,13 @@ from fxshard.plans import Plan
 from fxshard.program import Program, nbytes
 from fxshard.recompute import from_parameter
 
+# Options that may differ; others decide what is traced, what is a unit or what the optimizer holds.
+FREE = {
+    *("strategy", "reshard_after_forward", "world_size", "mixed_precision", "checkpoint"),
+    *("forward_prefetch", "backward_prefetch", "max_inflight", "optimizer_in_backward", "offload"),
+    *("max_bucket_bytes", "min_bucket_bytes", "pack_bytes"),
+}
+
 
 def stem_passes(passes: list[Pass]) -> list[Pass]:
     """The value of the option ``passes`` that makes a stem."""
@@ -46,8 +53,9 @@ class Stem:
 
     Attributes:
         seconds: of all operators of compute, one behind the other.
-        flop_seconds: what their FLOPs alone take; in proportion to the batch.
         flops_by_dtype: FLOPs by dtype of the operands.
+        growing: those of operators whose FLOPs are in proportion to the batch, or to its square.
+        fixed: those of operators that are the same for all batches.
         saved: per storage that is saved for backward its bytes, and the expression of its bytes in
             the open sizes; None where those are the same for all sizes.
         symbols: of the open sizes, by name.
@@ -56,8 +64,9 @@ class Stem:
     """
 
     seconds: float
-    flop_seconds: float
     flops_by_dtype: Mapping[torch.dtype, float]
+    growing: Mapping[torch.dtype, float]
+    fixed: Mapping[torch.dtype, float]
     saved: tuple[tuple[int, sympy.Basic | None], ...]
     symbols: Mapping[str, sympy.Symbol]
     reread_bytes: int
@@ -71,19 +80,35 @@ class Stem:
             for node in program.phase(phase)
             if not from_parameter(node)
         ]
+        batch = _batch_symbols(program)
         by_dtype: dict[torch.dtype, float] = collections.defaultdict(float)
+        parts: dict[bool | None, dict[torch.dtype, float]] = {
+            grows: collections.defaultdict(float) for grows in (True, False, None)
+        }
         for node in computes:
             executed = operators.executed_flops(node)
             if executed:
-                by_dtype[operators.operand_dtype(node)] += executed
+                dtype = operators.operand_dtype(node)
+                by_dtype[dtype] += executed
+                parts[_grows(node, batch)][dtype] += executed
         return cls(
             sum(operators.node_seconds(node, hardware) for node in computes),
-            flop_seconds(by_dtype, hardware),
             dict(by_dtype),
+            dict(parts[True]),
+            dict(parts[False]),
             tuple(_saved(program)),
             program.domain.symbols if program.domain is not None else {},
             _reread_bytes(program),
         )
+
+    def flops(self, growth: float) -> dict[torch.dtype, float]:
+        """FLOPs by dtype of `growth` times the batch, at least."""
+        if growth == 1:
+            return dict(self.flops_by_dtype)
+        if growth < 1:
+            return {dtype: n * growth**2 for dtype, n in self.growing.items()}
+        both = self.growing.keys() | self.fixed.keys()
+        return {d: self.growing.get(d, 0.0) * growth + self.fixed.get(d, 0.0) for d in both}
 
     def saved_bytes(self, sizes: Mapping[str, int]) -> int:
         """Bytes that are saved for backward, with other sizes of the inputs, by their names."""
@@ -116,6 +141,34 @@ def _saved(program: Program) -> list[tuple[int, sympy.Basic | None]]:
                 is_open = expression is not None and expression.free_symbols
                 found[id(storage)] = storage.nbytes(), expression if is_open else None
     return list(found.values())
+
+
+def _batch_symbols(program: Program) -> set[sympy.Symbol]:
+    """The open sizes that are first dimensions of inputs."""
+    domain = program.domain
+    if domain is None:
+        return set()
+    return {
+        symbol
+        for name, symbol in domain.symbols.items()
+        if any(dim == 0 for _, dim in domain.places[name])
+    }
+
+
+def _grows(node: fx.Node, batch: set[sympy.Symbol]) -> bool | None:
+    """True if sizes of an operator's tensors are products of the batch; None if they are sums.
+
+    What is in proportion to ``batch + 1`` is not to the batch, and counts in no other batch.
+    """
+    found = False
+    for each in (node, *node.all_input_nodes):
+        for _, opened in shapes.open_tensors(each):
+            for size in () if opened is None else opened.size:
+                if batch & size.free_symbols:
+                    if any(not factor.is_Atom for factor in sympy.Mul.make_args(size)):
+                        return None
+                    found = True
+    return found
 
 
 def _reread_bytes(program: Program) -> int:
@@ -201,6 +254,11 @@ class Resident:
         return math.prod(shape)
 
 
-def bounded(config: Config) -> bool:
-    """True if plans with these options run the default passes, which the bounds are about."""
-    return config.passes is None and config.backend == "eager"
+def bounded(config: Config, varied: Iterable[str]) -> bool:
+    """True if the bounds are about plans with these options.
+
+    Args:
+        config: the options.
+        varied: names of those in which a plan differs from the one that a stem is made of.
+    """
+    return config.passes is None and config.backend == "eager" and FREE.issuperset(varied)

@@ -129,14 +129,15 @@ class Tuning:
     def summary(self) -> str:
         """What was searched, and what the best is."""
         best = self.best
-        held = f"at most {self.slack:.1%} slower than anything that was not planned"
-        proof = "nothing else is faster" if not self.slack else held
+        proof = f"what was not planned may take up to {self.slack:.1%} less time"
+        if not self.slack:
+            proof = "nothing else is faster"
         return (
             f"Best of {len(self.trials)} configurations for {size_text(self.budget_bytes)} on "
             f"{self.hardware.name}: {best.setting}"
             f"{f', batch {best.batch}' if best.batch is not None else ''}; "
             f"{size_text(best.peak_bytes or 0)}, {1e3 * (best.step_time or 0):.4g} ms a step "
-            f"estimated.\n{self.planned} planned whole, {proof} (docs/tune.md)."
+            f"estimated.\n{self.planned} planned whole; {proof} (docs/tune.md)."
         )
 
     def __str__(self) -> str:

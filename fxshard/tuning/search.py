@@ -26,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -35,12 +35,13 @@ from fxshard.config import Config, Precision
 from fxshard.cost.hardware import Hardware
 from fxshard.errors import ConfigError, FxshardError
 from fxshard.memory.report import DoesNotFitError
+from fxshard.mesh import grid
 from fxshard.plans import Plan, Steps, Workload, make_plan
 from fxshard.program import Program, input_name
-from fxshard.sizes import size_text
+from fxshard.sizes import is_count, size_text
 from fxshard.tuning.bounds import Resident, Stem, bounded, flop_seconds, stem_passes
 from fxshard.tuning.result import Outcome, Tuning, verdicts
-from fxshard.tuning.space import DOUBLINGS, PREFETCH, points
+from fxshard.tuning.space import DOUBLINGS, PREFETCH, given_space, points
 from fxshard.units import configured_units
 
 ENOUGH = 0.02  # what is not faster by more than this part is not searched for
@@ -62,9 +63,7 @@ def tuned(
     progress: Progress = lambda count, what: None,
 ) -> Tuning:
     """Search; see `fxshard.tune`."""
-    if plans is not None and plans < 1:
-        raise ConfigError(f"plans={plans!r}: expected None or an integer >= 1.")
-    return _Search(workload, hardware, budget, batches, space or {}, plans, progress).run()
+    return _Search(workload, hardware, budget, batches, space, plans, progress).run()
 
 
 class _Search:
@@ -76,7 +75,7 @@ class _Search:
         hardware: Hardware,
         budget: int,
         batches: Sequence[int] | None,
-        space: Mapping[str, Iterable[Any]],
+        space: Mapping[str, Iterable[Any]] | None,
         limit: int | None,
         progress: Progress,
     ) -> None:
@@ -91,18 +90,15 @@ class _Search:
         self.planned = 0
         self.tried: list[Outcome] = []  # what was planned
         self.kinds: dict[int, Any] = {}  # per place of a point, what `_is_like` compares
-        self.made: dict[Any, bool] = {}  # whether the model can be made: that needs no schedule
+        self.made: set[Any] = set()  # what is known to fit while the model is made
         self.stems: dict[Any, Stem | FxshardError] = {}
         self.calls: dict[int | None, Any] = {}
         self.example = _batch_of(workload)
-        sizes = self._batches(batches)
+        sizes, space = self._batches(batches), given_space(space)
         self.open = next((size for size in sizes if size and size > 1), sizes[0])
         self.workload = self._opened(workload)
         units = len(configured_units(workload.module, workload.config))
         every = points(workload.config, workload.world_size, hardware, units, sizes, space)
-        traced = {n: v for n, v in every[0].changes.items() if n == "mixed_precision"}
-        self.first = self._planned(self._at(self.open, {**traced, "passes": stem_passes}))
-        self.resident = Resident(self.first)
         self.last_resort = "offload" not in space
         self.outcomes: list[Outcome] = []
         for point in every:
@@ -110,9 +106,18 @@ class _Search:
             world = point.changes.get("world_size", workload.world_size)
             try:
                 config, closed = workload.config.changed(changes), ""
+                grid(world, config)
             except ConfigError as error:
                 config, closed = workload.config, _refused(error)
             self.outcomes.append(Outcome(point, config, world, closed=closed))
+        legal = next((each for each in self.outcomes if not each.closed), None)
+        if legal is None:
+            self._refuse()
+        ranks = ("strategy", "world_size")  # of a strategy only some worlds are legal
+        self.sharding = {n: v for n, v in legal.point.changes.items() if n in ranks}
+        precision = {"mixed_precision": legal.config.mixed_precision}
+        self.first = self._planned(self._at(self.open, self._stem_changes(precision)))
+        self.resident = Resident(self.first)
 
     def run(self) -> Tuning:
         self._bound_all()
@@ -136,10 +141,12 @@ class _Search:
             return [None]
         if asked is None:
             return [self.example << power for power in range(DOUBLINGS + 1)]
-        sizes = sorted({int(size) for size in asked})
-        if not sizes or sizes[0] < 1:
-            raise ConfigError(f"batches={asked!r}: expected whole numbers >= 1.")
-        return list(sizes)
+        sizes = list(asked) if isinstance(asked, Iterable) else []
+        if not sizes or not all(map(is_count, sizes)):
+            raise ConfigError(
+                f"batches={asked!r}: expected a list of whole numbers >= 1, such as [1, 2, 4]."
+            )
+        return [*sorted(set(sizes))]
 
     def _opened(self, workload: Workload) -> Workload:
         """With the batch left open, as the user has named it or else wherever tensors have it."""
@@ -177,7 +184,7 @@ class _Search:
     def _bound_all(self) -> None:
         """Bytes and FLOPs of every point; what is above the budget is closed."""
         for each in self.outcomes:
-            if each.closed or not bounded(each.config):
+            if each.closed or not bounded(each.config, each.point.changes):
                 continue
             precision = _traced(each.config.mixed_precision)
             if precision not in self._captured():
@@ -196,10 +203,12 @@ class _Search:
         """By the stem of the open batch: its FLOPs, and what it saves at the point's batch."""
         stem = self._stem(each, self.open)
         if isinstance(stem, FxshardError):
-            each.closed = _refused(stem)
+            if each.point.batch == self.open:  # another batch may do
+                each.closed = _refused(stem)
             return
         batch, opened = each.point.batch or 1, self.open or 1
-        each.least_seconds = self._per_sample(each, stem.flop_seconds * batch / opened)
+        flops = stem.flops(batch / opened)
+        each.least_seconds = self._per_sample(each, flop_seconds(flops, self.hardware))
         saved = stem.saved_bytes({n: self.open or 1 for n in stem.symbols})
         if batch != opened:
             sizes = dict.fromkeys(self._batch_names(stem), batch)
@@ -233,12 +242,10 @@ class _Search:
         if isinstance(first, FxshardError) or there is None or here is None:
             return 0.0
         flops: dict[torch.dtype, float] = {}
-        for dtype, count in first.flops_by_dtype.items():
+        for dtype, count in first.flops((each.point.batch or 1) / (self.open or 1)).items():
             own = here if dtype == there else dtype
             flops[own] = flops.get(own, 0.0) + count
-        return self._per_sample(
-            each, flop_seconds(flops, self.hardware) * (each.point.batch or 1) / (self.open or 1)
-        )
+        return self._per_sample(each, flop_seconds(flops, self.hardware))
 
     def _dtype(self, config: Config) -> torch.dtype | None:
         """In which parameters are multiplied, if it is one."""
@@ -261,15 +268,19 @@ class _Search:
         checkpoint, key = config.checkpoint, self._stem_key(config, batch)
         if key not in self.stems:
             self.progress(self.planned, f"tracing and bounding checkpoint={checkpoint}")
-            changes = {"mixed_precision": config.mixed_precision, "passes": stem_passes}
+            changes = {"mixed_precision": config.mixed_precision}
             if checkpoint is not None or "checkpoint" in self.given:
                 changes["checkpoint"] = checkpoint
             try:
-                plan = self._planned(self._at(batch, changes))
+                plan = self._planned(self._at(batch, self._stem_changes(changes)))
                 self.stems[key] = Stem.of(plan.program, self.hardware)
             except FxshardError as error:
                 self.stems[key] = error
         return self.stems[key]
+
+    def _stem_changes(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """Those that make a stem; how it is sharded does not matter, as long as it is legal."""
+        return {**self.sharding, **changes, "passes": stem_passes}
 
     def _stem_key(self, config: Config, batch: int | None) -> tuple[str, str, int | None]:
         return _traced(config.mixed_precision), repr(config.checkpoint), batch
@@ -277,7 +288,7 @@ class _Search:
     def _refine(self, each: Outcome) -> None:
         """Count all operators at the point's own batch."""
         each.refined = True
-        if not bounded(each.config):
+        if not bounded(each.config, each.point.changes):
             return
         if each.least_bytes == 0 or _traced(each.config.mixed_precision) not in self._captured():
             self._bound(each)
@@ -380,11 +391,11 @@ class _Search:
 
     def _plan(self, each: Outcome) -> None:
         self.progress(self.planned, each.point.text)
-        self.planned += 1
         changes = each.point.changes
         try:
             plan = self._planned(self._at(each.point.batch, changes))
             memory = plan.memory
+            self.planned += 1
             each.peak_bytes = max(memory.peak_bytes, memory.first_step_peak_bytes)
             seconds = plan.estimate(self.hardware).step_seconds
             each.seconds = seconds / self._samples(each.point.batch)
@@ -396,23 +407,23 @@ class _Search:
             self.tried.append(each)
         if each.fits:
             self._keep(each, plan)
-        elif each.peak_bytes is not None:
+        elif each.peak_bytes is not None and each.peak_bytes > self.budget:
             self._close_larger(each)
 
     def _too_large(self, each: Outcome, plan: Plan) -> str:
-        """Why it does not fit, or ""; of equal shards the model is made once."""
+        """Why it does not fit, or ""; where only the schedule differs the model is made once."""
         peak = each.peak_bytes or 0
         if peak > self.budget:
             return f"does not fit: {size_text(peak)} of {size_text(self.budget)}"
-        config = each.config
-        key = config.strategy, each.world_size, repr(config.mixed_precision), repr(config.offload)
-        if key in self.made and config.device != "cuda":
+        schedule = {*PREFETCH, "checkpoint", "reshard_after_forward"}
+        key = tuple((n, repr(v)) for n, v in each.point.changes.items() if n not in schedule)
+        if key in self.made and each.config.device != "cuda":
             return ""
         try:
             plan.memory.assert_fits(self.budget)
         except DoesNotFitError as error:
             return f"does not fit: {str(error).splitlines()[0]}"
-        self.made[key] = True
+        self.made.add(key)
         return ""
 
     def _keep(self, each: Outcome, plan: Plan) -> None:
@@ -458,9 +469,10 @@ class _Search:
                 slower = f"at least {ratio:.2f}x the best's time by {by}"
                 each.closed = f"pruned: {slower}, and {size_text(each.least_bytes)}"
             else:
-                each.closed = f"not planned, {self.planned} others were: {least}"
+                others = "1 other was" if self.planned == 1 else f"{self.planned} others were"
+                each.closed = f"not planned, {others}: {least}"
 
-    def _refuse(self) -> None:
+    def _refuse(self) -> NoReturn:
         """Raise DoesNotFitError that names the smallest."""
         known = [o for o in self.outcomes if o.peak_bytes is not None]
         rest = [o for o in self.outcomes if o.peak_bytes is None and o.least_bytes]
@@ -471,7 +483,7 @@ class _Search:
                 lowest = min(lowest, each.peak_bytes or math.inf)
         known = [o for o in self.outcomes if o.peak_bytes is not None]
         if not known:
-            reasons = "; ".join(dict.fromkeys(o.closed for o in self.outcomes))
+            reasons = "; ".join(dict.fromkeys(o.closed for o in self.outcomes if o.closed))
             raise ConfigError(f"no configuration can be planned: {reasons}")
         small = min(known, key=lambda o: (o.peak_bytes, o.point.rank))
         batch = f", batch {small.point.batch}" if small.point.batch is not None else ""

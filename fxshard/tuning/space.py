@@ -71,13 +71,38 @@ def value_text(name: str, value: Any) -> str:
     return f"{'reshard' if name == 'reshard_after_forward' else name}={value}"
 
 
+def given_space(space: Mapping[str, Iterable[Any]] | None) -> dict[str, list[Any]]:
+    """Values by name of an option (or ``world_size``), in place of the default ones.
+
+    Raises:
+        ConfigError: not of that form, a name is no option, or has no values.
+    """
+    legal = {field.name for field in dataclasses.fields(Config)} | {"world_size"}
+    legal -= {"memory_budget"}  # the task of `budget`
+    example = "space={'checkpoint': [None, 'full']}"
+    if space is None:
+        return {}
+    if not isinstance(space, Mapping):
+        raise ConfigError(f"space={space!r}: expected a dict by name of an option, as {example}.")
+    found = {}
+    for name, values in space.items():
+        several = isinstance(values, Iterable) and not isinstance(values, (str, Mapping))
+        found[name] = list(values) if several else []
+        if name not in legal or not found[name]:
+            raise ConfigError(
+                f"space[{name!r}]={values!r}: expected the name of an option and a list of its "
+                f"values, such as {example}. Options are: {', '.join(sorted(legal))}."
+            )
+    return found
+
+
 def points(
     config: Config,
     world_size: int | tuple[int, int],
     hardware: Hardware,
     units: int,
     batches: Sequence[int | None],
-    space: Mapping[str, Iterable[Any]],
+    space: Mapping[str, Sequence[Any]],
 ) -> list[Point]:
     """All configurations, in the order in which they are tried where nothing else decides.
 
@@ -87,28 +112,11 @@ def points(
         hardware: how many ranks share a node.
         units: number of units of the model.
         batches: to be tried with each.
-        space: values by name of an option (or ``world_size``), in place of the default ones.
-
-    Raises:
-        ConfigError: a name is no option, or has no values.
+        space: from `given_space`.
     """
-    legal = {field.name for field in dataclasses.fields(Config)} | {"world_size"}
-    space = {
-        name: list(values)
-        if isinstance(values, Iterable) and not isinstance(values, str)
-        else values
-        for name, values in space.items()
-    }
-    for name, values in space.items():
-        if name not in legal or not isinstance(values, list) or not values:
-            raise ConfigError(
-                f"space[{name!r}]={values!r}: expected the name of an option and a list of its "
-                f"values, such as space={{'checkpoint': [None, 'full']}}. Options are: "
-                f"{', '.join(sorted(legal))}."
-            )
     dimensions: list[list[Choice]] = []
     for names in DIMENSIONS:
-        wanted = {name: list(space[name]) for name in names if name in space}
+        wanted = {name: space[name] for name in names if name in space}
         if wanted:
             dimensions.append(_product(wanted))
         elif not config.given & set(names):

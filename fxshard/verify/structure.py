@@ -30,8 +30,7 @@ def tagged(program: Program) -> None:
         if returns and "val" not in node.meta:
             fail(program, Fact.TAGGED, node, f"%{node.name} has no fake value.")
         # Who reads a storage is found through the aliases of fake values: they must be right.
-        views = any(getattr(returned, "alias_info", None) for returned in returns)
-        if views and not meta.aliases_input(node):
+        if meta.shares_by_schema(node) and not meta.aliases_input(node):
             what = f"%{node.name} is a view, but its fake value is no alias of its input's."
             fail(program, Fact.TAGGED, node, what)
 
