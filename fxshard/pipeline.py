@@ -232,9 +232,10 @@ def make_program(
         named = tuple((fqn, repr(policy)) for fqn, policy in checkpoints.items())
         stem = key, sizes, tuple(unit.fqn for unit in units), named
         if stem not in stems:
-            stems[stem] = captured.copied(units, world)
-            stems[stem].checkpoints = checkpoints
-            run(stems[stem], passes[: len(STEM)], observe=observe)
+            made = captured.copied(units, world)
+            made.checkpoints = checkpoints
+            run(made, passes[: len(STEM)], observe=observe)
+            stems[stem] = made  # now that no pass has refused it
         captured, passes = stems[stem], passes[len(STEM) :]
     program = captured.copied(units, world)
     if stem is not None:

@@ -207,6 +207,16 @@ def test_a_stem_made_once_gives_the_program_of_all_passes(checkpoint: str | None
     assert len(stems) == 1
 
 
+def test_what_a_pass_refuses_is_refused_again() -> None:
+    """Half of a stem was taken for one: with ``checkpoint`` of few bytes the second plan was made."""
+    call = ((torch.zeros(2, 64),), {})
+    stems: dict[Any, Any] = {}
+    workload = Workload(Blocks(), call, 4, Config.from_options({"checkpoint": 100}))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="at least .* of activations live"):
+            make_plan(workload, stems=stems)
+
+
 def test_compile_takes_the_best_and_trains() -> None:
     result = tuned("1GiB", space={}, batches=[4], plans=6)
     best = result.best
