@@ -208,12 +208,12 @@ def test_a_stem_made_once_gives_the_program_of_all_passes(checkpoint: str | None
 
 
 def test_what_a_pass_refuses_is_refused_again() -> None:
-    """Half of a stem was taken for one: with ``checkpoint`` of few bytes the second plan was made."""
+    """Half of a stem was taken for one: with bytes too few for it, the second plan was made."""
     call = ((torch.zeros(2, 64),), {})
     stems: dict[Any, Any] = {}
     workload = Workload(Blocks(), call, 4, Config.from_options({"checkpoint": 100}))
     for _ in range(2):
-        with pytest.raises(ConfigError, match="at least .* of activations live"):
+        with pytest.raises(ConfigError, match=r"at least .* of activations live"):
             make_plan(workload, stems=stems)
 
 
