@@ -138,7 +138,11 @@ FAMILIES: dict[str, Made] = {
     "gpt2": (partial(hf, "GPT2LMHeadModel", **GPT2), tokens, BATCH_SEQ),
     "bert": (partial(hf, "BertForMaskedLM", **SMALL, intermediate_size=40), tokens, BATCH_SEQ),
     "qwen3": (partial(hf, "Qwen3ForCausalLM", **LM, head_dim=6), tokens, BATCH_SEQ),
-    "encoder": (encoder, lambda b, s: {"input": floats(b, s)["x"]}, {"batch": [("input", 0)]}),
+    "encoder": (
+        encoder,
+        lambda b, s: {"input": floats(b, s)["x"]},
+        {"batch": [("input", 0)], "seq": [("input", 1)]},
+    ),
 }
 WORLDS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 24, 32, 48, 64, 96, 100, 128)
 FAST = ("llama", "convolutions", "mlps")
