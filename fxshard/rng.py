@@ -88,7 +88,6 @@ def only_torch_s(model: nn.Module, *, told: bool = True) -> Iterator[None]:
         looks = len(running) == 1 or (running and told)
         drawn = outside.drawn() if looks else None
         if drawn:
-            outside.restore()
             who = names[id(running[-1])] or "the model"
             raise refusal(model, f"{who} ({type(running[-1]).__name__})", drawn)
 
@@ -105,6 +104,9 @@ def only_torch_s(model: nn.Module, *, told: bool = True) -> Iterator[None]:
     handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
     try:
         yield
+    except BaseException:  # in the middle of a module that has drawn, say
+        outside.restore()
+        raise
     finally:
         for handle in handles:
             handle.remove()

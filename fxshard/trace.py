@@ -329,7 +329,6 @@ def _stamped(
     lists, why = stamp.candidates(model)
     if not (lists or why):
         return None
-    outside = rng.Outside()
     try:
         with _uncollected(), compat.rng_kept():
             if not lists:
@@ -347,7 +346,6 @@ def _stamped(
                     if right == stamp.RIGHT[-1]:
                         raise
     except Exception as reason:
-        outside.restore()
         said = str(reason).splitlines() or [type(reason).__name__]
         log.info("fxshard: %s is captured block by block: %s", type(model).__name__, said[0])
     return None

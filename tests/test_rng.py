@@ -42,6 +42,18 @@ def test_numbers_drawn_outside_of_torch_are_refused(draw: Callable[[], float], n
     assert (random.getstate(), numpy.random.get_state()[1].tolist()) == states
 
 
+@pytest.mark.parametrize("depth", [1, 8])  # eight blocks are rehearsed before they are traced
+def test_a_model_that_draws_and_fails_leaves_the_generators_as_they_were(depth: int) -> None:
+    def draw() -> float:
+        raise ValueError(f"{random.random()} and {numpy.random.rand()}")
+
+    model = nn.Sequential(*(Draws(draw) for _ in range(depth)))
+    states = random.getstate(), numpy.random.get_state()[1].tolist()
+    with pytest.raises(CaptureError, match="cannot be traced"):
+        fxshard.plan(model, (batch(),), world_size=2)
+    assert (random.getstate(), numpy.random.get_state()[1].tolist()) == states
+
+
 def test_a_draw_of_the_whole_model_is_named() -> None:
     with pytest.raises(CaptureError, match=r"of the model \(Net\) draws from random"):
         fxshard.plan(Net(lambda net, x: net.a(x * random.random())), (batch(),), world_size=2)
