@@ -369,6 +369,12 @@ def _sides(relation: type[sympy.Basic], conditions: list[sympy.Basic]) -> set[sy
     return {side for condition in with_zero for side in condition.args if side != 0}
 
 
+def _positive(conditions: list[sympy.Basic]) -> set[sympy.Basic]:
+    """What conditions hold above a positive number."""
+    above = (c for c in conditions if isinstance(c, (sympy.Ge, sympy.Gt)))
+    return {condition.lhs for condition in above if condition.rhs.is_positive}
+
+
 def _primitive(expression: sympy.Expr) -> sympy.Expr:
     """An expression without a common factor of its numbers."""
     return sympy.expand(expression).primitive()[1]
@@ -388,7 +394,7 @@ class _Example:
         self._divisible = _sides(sympy.Eq, asked)
         self._not_empty = {
             _primitive(factor)
-            for side in _sides(sympy.Ne, asked)
+            for side in (*_sides(sympy.Ne, asked), *_positive(asked))
             for factor in (side, *sympy.Mul.make_args(side))
         }
 

@@ -289,7 +289,9 @@ def test_what_torch_says_of_tensors_that_another_trace_has_made() -> None:
         with pytest.raises((AssertionError, RuntimeError)) as failure:
             use()
         said.append(next(t for t in compat.KEPT_BY_FORWARD if str(failure.value).startswith(t)))
-    assert tuple(said) == compat.KEPT_BY_FORWARD
+    first, *others, first_of_2_11 = compat.KEPT_BY_FORWARD
+    assert said[0] in (first, first_of_2_11)
+    assert said[1:] == others
 
 
 def test_fake_tensors_allocate_nothing_and_share_storages() -> None:
@@ -631,7 +633,7 @@ def test_a_graph_copied_at_once_is_that_of_node_copy() -> None:
         assert one.graph is at_once and one.meta == other.meta and one.meta is not other.meta
     before = _all_of(graph)
     assert _all_of(at_once) == _all_of(by_node)
-    at_once.erase_node(next(reversed(at_once.nodes)))
+    at_once.erase_node(list(at_once.nodes)[-1])
     assert _all_of(_graph_by_hand()) == before
 
 
@@ -715,10 +717,12 @@ def test_what_autograd_itself_does_to_gradients_is_told_from_what_the_model_does
     by_source = dict(zip(sources, output.args[0], strict=True))
     gain, offset = (by_source["grad", ("param", name)] for name in ("gain", "offset"))
     assert compat.sums_gradients(gain)
-    assert [compat.casts_gradient(part) for part in gain.args] == [True, True]
+    marked = {"autograd_backward" in node.meta for node in graph.nodes} != {False}
+    assert marked or not compat.REDUCES_AS_STORED  # torch 2.11 has no such mark, and nobody asks
+    assert [compat.casts_gradient(part) for part in gain.args] == [marked, marked]
     assert offset.target is aten._to_copy.default and not compat.casts_gradient(offset)
     ours = [node for node in graph.nodes if compat.casts_gradient(node)]
-    assert len(ours) == 2 and sum(compat.sums_gradients(node) for node in graph.nodes) == 1
+    assert len(ours) == 2 * marked and sum(compat.sums_gradients(node) for node in graph.nodes) == 1
 
 
 def test_versions_count_changes_in_place_through_views() -> None:
