@@ -51,6 +51,7 @@ from torch.utils._sympy.functions import FloorDiv, Max, Mod
 
 __all__ = [
     "DATA_DEPENDENT_ERRORS",
+    "FakeTensor",
     "FakeTensorMode",
     "FloorDiv",
     "Max",
