@@ -220,12 +220,17 @@ class Graph:
         places = self.graph_module.graph.find_nodes(op="placeholder")
         for node, arg in zip(places, args, strict=True):
             plain = isinstance(arg, nn.Parameter) and not isinstance(arg, DTensor)
-            if plain and arg.requires_grad and _handle_of(arg)[0] is None and id(arg) not in ignored:
+            if (
+                plain
+                and arg.requires_grad
+                and _handle_of(arg)[0] is None
+                and id(arg) not in ignored
+            ):
                 raise ConfigError(
                     f'torch.compile(backend="fxshard"): parameter {node.name!r} '
                     f"{list(arg.shape)} is of no model that fxshard.shard sharded, and nothing "
-                    f"would reduce its gradient over the {_ranks()} ranks. Call fxshard.shard(model)"
-                    f" before torch.compile, or freeze it."
+                    f"would reduce its gradient over the {_ranks()} ranks. Call "
+                    f"fxshard.shard(model) before torch.compile, or freeze it."
                 )
 
     def _configured(self, owner: ShardedModule) -> Config:

@@ -358,7 +358,7 @@ def _has_own_operators(cls: type[torch.Tensor]) -> bool:
     if cls is torch.Tensor:
         return False
     plain = nn.Parameter
-    same = cls.__torch_function__ is plain.__torch_function__  # type: ignore[comparison-overlap]
+    same = cls.__torch_function__ is plain.__torch_function__
     return not (same and cls.__torch_dispatch__ is plain.__torch_dispatch__)
 
 
@@ -374,8 +374,8 @@ def _check_memory(model: nn.Module, out_params: Container[int]) -> None:
         if id(tensor) in seen or isinstance(tensor, DTensor) or not tensor.numel():
             continue
         seen.add(id(tensor))
-        first = tensor.storage_offset() * tensor.element_size()
-        spans = (s * (n - 1) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        first = int(tensor.storage_offset()) * tensor.element_size()
+        spans = [s * (n - 1) for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
         end = first + (sum(spans) + 1) * tensor.element_size()
         place = (first, end, kind, fqn, id(tensor) in out_params)
         places.setdefault(tensor.untyped_storage()._cdata, []).append(place)

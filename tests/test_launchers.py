@@ -86,7 +86,7 @@ def test_plans_are_made_without_a_process_group(monkeypatch: pytest.MonkeyPatch)
     assert not dist.is_initialized()
 
 
-# -- torch.compile(backend="fxshard") without fxshard.shard ------------------------------------------
+# -- torch.compile(backend="fxshard") without fxshard.shard ----------------------------------------
 
 
 class Two(nn.Module):

@@ -165,7 +165,7 @@ def test_ignored_parameters_stay_in_the_memory_that_they_share() -> None:
     assert model[0].weight.data_ptr() == model[1].weight.data_ptr()
 
 
-# -- parameters that forward finds elsewhere than in its modules ------------------------------------
+# -- parameters that forward finds elsewhere than in its modules -----------------------------------
 
 
 class Hidden(nn.Module):
