@@ -20,7 +20,6 @@ import io
 import json
 import linecache
 import operator
-import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
