@@ -848,7 +848,7 @@ def new_group(ranks: list[int], parent: dist.ProcessGroup) -> dist.ProcessGroup:
     number = group_store(parent).add(f"fxshard/groups/{dist.get_rank()}", 1)
     name = f"fxshard.{parent.group_name}.{number}.{'_'.join(map(str, ranks))}"
     named = distributed_c10d._hash_ranks_to_str
-    distributed_c10d._hash_ranks_to_str = lambda _: name
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
     try:
         return dist.new_group(ranks, timeout=group_timeout(parent), use_local_synchronization=True)
     finally:
