@@ -21,7 +21,13 @@ from fxshard.verify.schedules import outlined
 from fxshard.verify.steps import stepped_once
 from fxshard.verify.storages import bounded_inflight, freed, no_use_after_free
 from fxshard.verify.streams import streams_ordered
-from fxshard.verify.structure import tagged, units_assigned, unshard_paired, well_formed
+from fxshard.verify.structure import (
+    one_dtype,
+    tagged,
+    units_assigned,
+    unshard_paired,
+    well_formed,
+)
 
 __all__ = ["APPLIES", "CHECKS", "fail", "verify"]
 
@@ -55,6 +61,7 @@ CHECKS: dict[Fact, Callable[[Program], None]] = {
     Fact.PARAMS_UNSHARDED: params_unsharded,
     Fact.NO_PARAM_SAVED: no_param_saved,
     Fact.REDUCED_ONCE: reduced_once,
+    Fact.ONE_DTYPE: one_dtype,
     Fact.EQUAL_CHUNKS: equal_chunks,
     Fact.STEPPED_ONCE: stepped_once,
     Fact.BOUNDED_INFLIGHT: bounded_inflight,

@@ -73,6 +73,7 @@ APPLIES: dict[Fact, Applies] = {
     Fact.NO_PARAM_SAVED: sharded,
     Fact.REDUCED_ONCE: reduced,
     Fact.EQUAL_CHUNKS: has(*ops.COLLECTIVES, ops.reshard),
+    Fact.ONE_DTYPE: has(*ops.COLLECTIVES),
     Fact.STEPPED_ONCE: stepped,
     Fact.FREED: has(ops.free),
     Fact.NO_USE_AFTER_FREE: has(ops.free),
