@@ -47,7 +47,9 @@ def verify(program: Program) -> None:
         except VerifyError:
             raise
         except Exception as error:  # of a program so wrong that a check cannot read it
-            what = f"it cannot be checked, for the program is none ({type(error).__name__}: {error})."
+            what = (
+                f"it cannot be checked, for the program is none ({type(error).__name__}: {error})."
+            )
             raise VerifyError(fact.name.lower(), what) from error
 
 

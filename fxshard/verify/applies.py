@@ -54,7 +54,8 @@ reductions = has(ops.reduce_scatter, ops.all_reduce, ops.comm_hook, ops.store)
 def stepped(program: Program) -> bool:
     """The program steps parameters, or is to do so."""
     steps = program.graph.find_nodes(op="call_function", target=ops.step)
-    return bool(steps) or (finished(program) and program.optimizer_in_backward and program.signature.training)
+    asked = program.optimizer_in_backward and program.signature.training
+    return bool(steps) or (finished(program) and asked)
 
 
 def on_streams(program: Program) -> bool:
