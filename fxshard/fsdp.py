@@ -10,23 +10,21 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from fxshard import state
 from fxshard.errors import ConfigError, StepError
+from fxshard.runtime import Runtime
 from fxshard.world.c10d import C10dWorld
-
-if TYPE_CHECKING:
-    from fxshard.runtime import Runtime
 
 
 class FsdpMethods(nn.Module):
     """Gradients, whole parameters and states of a compiled model."""
 
-    _fxshard: Runtime
+    _fxshard: Runtime  # a real name: transformers evaluates the annotations of subclasses
 
     # -- gradients --------------------------------------------------------------------------------
 

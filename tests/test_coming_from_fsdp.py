@@ -425,10 +425,9 @@ def sayings(rank: int, world_size: int) -> None:
     assert torch.equal(full(even.b.bias.grad), torch.full((6,), 2.0))  # 4 rows, half the ranks
 
     order: list[str] = []
-    reduce = plain._fxshard.world.reduce_scatter
-    plain._fxshard.world.reduce_scatter = lambda *a, **k: (order.append("reduce"), reduce(*a, **k))[
-        1
-    ]
+    world = plain._fxshard.world
+    reduce = world.reduce_scatter
+    world.reduce_scatter = lambda *a, **k: (order.append("reduce"), reduce(*a, **k))[1]
     for param in plain.parameters():
         param.register_post_accumulate_grad_hook(lambda _: order.append("gradient"))
     call(MODELS["mlp13"], plain).backward()

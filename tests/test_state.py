@@ -644,11 +644,10 @@ def test_tensor_operations_of_hooks_are_part_of_the_program(caplog: Any) -> None
         assert_close(mine.grad, other.grad)
 
 
-@pytest.mark.parametrize("place", ["a", "original"])
+@pytest.mark.parametrize("place", ["a", ""])
 def test_hooks_that_come_and_go_are_traced_anew(place: str) -> None:
     eager, ours = pair(lambda: Net(lambda self, x: self.b(torch.relu(self.a(x)[:, :5]))))
-    others = eager if place == "original" else eager.a
-    module = getattr(ours, place)
+    module, others = ours.get_submodule(place), eager.get_submodule(place)
     for _ in range(2):
         assert_close(ours(batch()), eager(batch()))
         handles = [where.register_forward_hook(doubled) for where in (module, others)]
@@ -656,10 +655,11 @@ def test_hooks_that_come_and_go_are_traced_anew(place: str) -> None:
         for handle in handles:
             handle.remove()
         assert_close(ours(batch()), eager(batch()))
-    assert len(ours._fxshard.variants) == 3  # without a hook, with the first, with the second
+    # Without a hook, with the first, with the second; those on the model run around its program.
+    assert len(ours._fxshard.variants) == (3 if place else 1)
 
 
-def test_hooks_on_the_sharded_module_fire_on_every_call(caplog: Any) -> None:
+def test_hooks_on_the_model_fire_on_every_call(caplog: Any) -> None:
     _, ours = pair(lambda: Net(lambda self, x: self.a(x)))
     forward, backward = Recorder(), Recorder()
     ours.register_forward_hook(forward)
