@@ -24,7 +24,7 @@ from fxshard.program import Program
 from fxshard.shapes import Symbols
 from fxshard.step import Call, Step, differentiated
 from fxshard.store import ParameterStore
-from fxshard.swapped import Inside
+from fxshard.swapped import Inside, as_users_own
 from fxshard.units import Unit
 from fxshard.variants import Kind, Variant, reason_for, symbols_for
 from fxshard.world.c10d import C10dWorld
@@ -98,9 +98,13 @@ class Runtime(ParameterStore):
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one forward; the result is what the user's model returns.
 
+        Inside of `summon_full_params` there is no program: it runs as the user wrote it.
         Inside ``torch.compile`` it runs as it is, in a graph break.
         """
         self.reshard()  # of an `unshard` that nobody ended
+        if self.summoned and not torch.is_grad_enabled():
+            with as_users_own(self.model):
+                return self.model(*args, **kwargs)
         self.require_sharded("forward")
         for slot in self.slots.values():
             slot.settle()
