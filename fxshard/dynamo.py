@@ -154,7 +154,7 @@ class Graph:
         bound = bind(root.owner, args)
         _settle(root.owner, bound)
         if isinstance(root.owner.world, C10dWorld):
-            root.owner.world.begin_call()
+            root.owner.world.require_joined()
         if self.first is None:
             self.first = bound
             names = root.owner.original.named_modules()

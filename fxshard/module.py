@@ -7,7 +7,8 @@ import dataclasses
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -194,7 +195,7 @@ class ShardedModule(FsdpMethods):
         """
         kind = self.kind(args, kwargs)
         if isinstance(self.world, C10dWorld):
-            self.world.begin_call()
+            self.world.require_joined()
         found = self.variants.get(kind)
         if found is None:
             found = next((v for v in self.variants.values() if v.serves(kind)), None)
@@ -395,9 +396,19 @@ class ShardedModule(FsdpMethods):
         }
         return Kind.of(args, kwargs, mode)
 
-    def as_traced(self) -> torch.autocast:
-        """The context that a program runs in: its casts are in it, autocast must add none."""
-        return torch.autocast(self._device, enabled=False)
+    @contextlib.contextmanager
+    def as_traced(self) -> Iterator[None]:
+        """The context that a program runs in: its casts are in it, autocast must add none.
+
+        An exception refers to the frames that it came through, and they to unsharded parameters,
+        activations and gradients: these die here, and not with the exception.
+        """
+        with torch.autocast(self._device, enabled=False):
+            try:
+                yield
+            except BaseException as error:
+                traceback.clear_frames(error.__traceback__)
+                raise
 
     def arguments(self, variant: Variant, batch: Sequence[Tensor]) -> list[list[Tensor]]:
         """Per rank that this process runs, the values of forward's placeholders."""
