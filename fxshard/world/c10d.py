@@ -20,6 +20,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from fxshard import compat
 from fxshard.errors import RankDiedError, RankMismatchError
 from fxshard.world import peers as patience
+from fxshard.world.backends import backend_of
 from fxshard.world.peers import Cause, Peers
 
 OPS: dict[str, Any] = {
@@ -46,10 +47,11 @@ class _Launch:
 class C10dWorld:
     """Runs the collectives of a schedule on the process groups of a mesh.
 
-    Each launch is one coalesced collective. On CUDA it is issued from the stream that its tag says
-    (`fxshard.verify.orders.STREAMS`); streams wait for events as the program's annotations say, and
-    for nothing else. Buffers are allocated and freed on the compute stream, so that the caching
-    allocator needs no ``record_stream`` (`fxshard.verify.orders` says why).
+    A launch makes the calls that `fxshard.world.backends` states. On CUDA they are issued from the
+    stream that its tag says (`fxshard.verify.orders.STREAMS`); streams wait for events as the
+    program's annotations say, and for nothing else. Buffers are allocated and freed on the compute
+    stream, so that the caching allocator needs no ``record_stream`` (`fxshard.verify.orders` says
+    why).
 
     Attributes:
         cuda: where streams and events come from; None on CPU, where nothing needs them.
@@ -90,9 +92,7 @@ class C10dWorld:
             if size < self.size:
                 rows = mesh.mesh.reshape(-1, size).tolist()
                 (mine,) = [row for row in rows if dist.get_rank() in row]
-                # Not by all ranks of the process group: some may be in another mesh, or in none.
-                group = dist.new_group(mine, use_local_synchronization=True)
-                self.groups[f"reshard{size}"] = group
+                self.groups[f"reshard{size}"] = compat.new_group(mine, self.groups["shard"])
         self.reductions: dist.ProcessGroup | None = None
         self.peers = {name: Peers(group) for name, group in self.groups.items()}
         self._everyone = [peers for name, peers in self.peers.items() if "reshard" not in name]
@@ -109,12 +109,12 @@ class C10dWorld:
         self._events: dict[str, Any] = {}
 
     def all_gather(self, shards: list[Tensor], pair: int, group: str = "shard") -> list[Tensor]:
-        size = self.groups[group].size()
+        members = self.groups[group]
+        size = members.size()
         buffers = [s.new_empty((s.shape[0] * size, *s.shape[1:])) for s in shards]
         with self._launch("unshard", pair, group) as launch:
-            launch.works.append(
-                self.groups[group].allgather_into_tensor_coalesced(buffers, shards)
-            )
+            for work in backend_of(members).all_gather(members, buffers, shards):
+                launch.works.append(work)
         return buffers
 
     def reduce_scatter(
@@ -372,7 +372,7 @@ class C10dWorld:
     def separate_reductions(self) -> None:
         """Give reduce-scatters a communicator of their own; collective over the shard group."""
         ranks = dist.get_process_group_ranks(self.groups["shard"])
-        self.reductions = dist.new_group(ranks, use_local_synchronization=True)
+        self.reductions = compat.new_group(ranks, self.groups["shard"])
 
     def require_joined(self) -> None:
         """Before a call of the model, and before each of its phases.
