@@ -431,7 +431,7 @@ class _Variant:
             call = Call(owner, self.variant, len(params))
             outputs = _as_views(list(Step.apply(call, *params, *batch)))
         else:
-            with torch.no_grad(), owner.as_traced():
+            with torch.no_grad(), owner.as_traced(self.variant):
                 outputs, _ = self.variant.executor.forward(owner.arguments(self.variant, batch))
         given = iter(outputs)
         leaves = [next(given) if c is None else c[0] for c in signature.outputs]

@@ -46,6 +46,7 @@ class FsdpMethods(nn.Module):
     slots: dict[str, Slot]
     variants: dict[Any, Any]
     accumulated: dict[str, list[Tensor]]
+    _torn: dict[str, str]
     _sync: bool
     _comm_hook: bool
     _summoned: bool
@@ -75,6 +76,7 @@ class FsdpMethods(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `nn.Module.zero_grad`; also drops gradients accumulated under `no_sync`."""
         self.accumulated.clear()
+        self._torn.pop("accumulated", None)
         super().zero_grad(set_to_none)
 
     def register_comm_hook(self, state: Any, hook: Callable[..., None]) -> None:
@@ -214,6 +216,8 @@ class FsdpMethods(nn.Module):
 
         Of a whole tensor each rank takes its own rows, without communication.
         """
+        for what in ("stepped", "buffers"):
+            self._torn.pop(what, None)
         return self.original.load_state_dict(*args, **kwargs)
 
     def full_state_dict(self, cpu_offload: bool = True, rank0_only: bool = True) -> dict[str, Any]:

@@ -79,6 +79,8 @@ class ShardedModule(FsdpMethods):
         self.variants: dict[Kind, Variant] = {}
         self.wholes = {p.fqn: p for unit in units for p in unit.ignored}
         self.accumulated: dict[str, list[Tensor]] = {}  # per rank that this process runs
+        self._torn: dict[str, str] = {}  # why calls are refused: what a failed backward has begun
+        self._stepped: list[str] = []  # parameters that the last backward has stepped
         self._sync = True
         self._comm_hook = False
         self._optimizer: OnShards | None = None
@@ -132,6 +134,7 @@ class ShardedModule(FsdpMethods):
             grads: per rank of this process and parameter, the reduced gradient of a padded shard.
         """
         optimizer, world = self._made_optimizer(), self.world
+        self._stepped += fqns
         slots = [self.slots[fqn] for fqn in fqns]
         mine = []
         for slot, *shards in zip(slots, *grads, strict=True):
@@ -181,7 +184,7 @@ class ShardedModule(FsdpMethods):
             self._require_no_hooks(variant.program)
             outputs = list(Step.apply(Call(self, variant, len(params)), *params, *batch))
         else:
-            with torch.no_grad(), self.as_traced():
+            with torch.no_grad(), self.as_traced(variant):
                 outputs, _ = variant.executor.forward(self.arguments(variant, batch))
         rest = iter(outputs)
         leaves = [next(rest) if constant is None else constant[0] for constant in signature.outputs]
@@ -397,21 +400,41 @@ class ShardedModule(FsdpMethods):
         return Kind.of(args, kwargs, mode)
 
     @contextlib.contextmanager
-    def as_traced(self) -> Iterator[None]:
+    def as_traced(self, variant: Variant | None = None) -> Iterator[None]:
         """The context that a program runs in: its casts are in it, autocast must add none.
 
         An exception refers to the frames that it came through, and they to unsharded parameters,
-        activations and gradients: these die here, and not with the exception.
+        activations and gradients: these die here, and not with the exception. Forward writes its
+        buffers last, one behind the other: all calls are refused if an exception came in between.
+
+        Args:
+            variant: what runs, if it is forward.
         """
+        names = [n for role, n in variant.written if role == "buffer"] if variant else []
+        buffers = [module._buffers[key] for module, key in map(self._buffer_slots.get, names)]
+        before = [compat.version(buffer) for buffer in buffers]
         with torch.autocast(self._device, enabled=False):
             try:
                 yield
             except BaseException as error:
                 traceback.clear_frames(error.__traceback__)
+                same = [compat.version(b) == v for b, v in zip(buffers, before, strict=True)]
+                if any(same) and not all(same):
+                    self._torn["buffers"] = (
+                        f"forward ended with an exception ({type(error).__name__}): it had "
+                        f"written buffer {names[same.index(False)]!r} and not {names[same.index(True)]!r}: "
+                        f"load the last checkpoint, by load_state_dict."
+                    )
                 raise
 
     def arguments(self, variant: Variant, batch: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Per rank that this process runs, the values of forward's placeholders."""
+        """Per rank that this process runs, the values of forward's placeholders.
+
+        Raises:
+            StepError: a backward failed, and has left gradients or parameters in parts.
+        """
+        for why in self._torn.values():
+            raise StepError(why)
         rows = [
             [
                 self.value(node, variant.program, batch, rank)

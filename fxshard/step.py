@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,7 +42,7 @@ class Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         batch = tensors[call.params :]
-        with call.module.as_traced():
+        with call.module.as_traced(call.variant):
             outputs, saved = call.variant.executor.forward(
                 call.module.arguments(call.variant, batch)
             )
@@ -70,8 +72,8 @@ class Step(torch.autograd.Function):
         program = call.variant.program
         if ctx.saved is None:
             raise StepError(
-                "backward was called twice on one forward: its saved activations are gone. Run "
-                "forward again, or sum the losses and call backward once."
+                "backward was called twice on one forward, or has failed before: its saved "
+                "activations are gone. Run forward again, or sum the losses and call backward once."
             )
         signature = program.signature
         for position, k in ctx.places.items():
@@ -109,12 +111,49 @@ class Step(torch.autograd.Function):
         call.module.require_accumulated(program)
         args = _backward_arguments(call, batch, saved, tangents)
         tangents.clear()
-        if program.sync:
-            for fqn in program.accumulated:  # reduced by this backward, which frees them
-                call.module.accumulated.pop(fqn, None)
-        with call.module.as_traced():
+        with call.module.as_traced(), _whole_or_refused(call):
             results = call.variant.executor.backward(args)
         return (None, *_gradients(call, results, len(batch)))
+
+
+@contextlib.contextmanager
+def _whole_or_refused(call: Call) -> Iterator[None]:
+    """If backward ends with an exception, its sums and steps are not begun, or calls are refused.
+
+    Gradients are added to accumulated ones in place, and these are freed once they are reduced: a
+    copy to go back to would take as much memory again.
+    """
+    module, program = call.module, call.variant.program
+    sums = {fqn: module.accumulated[fqn] for fqn in program.accumulated & {*module.accumulated}}
+    before = [(weakref.ref(t), compat.version(t)) for each in sums.values() for t in each]
+    names = {fqn: len(each) for fqn, each in sums.items()}
+    if program.sync:
+        for fqn in sums:  # reduced by this backward, which frees them
+            del module.accumulated[fqn]
+    del sums
+    module._stepped.clear()
+    try:
+        yield
+    except BaseException as error:
+        said = f"backward ended with an exception ({type(error).__name__})"
+        left = [(ref(), version) for ref, version in before]
+        if all(t is not None and compat.version(t) == version for t, version in left):
+            rest = iter(left)
+            kept = {fqn: [next(rest)[0] for _ in range(n)] for fqn, n in names.items()}
+            module.accumulated.update(kept)  # type: ignore[arg-type]
+        else:
+            for fqn in names:
+                module.accumulated.pop(fqn, None)
+            module._torn["accumulated"] = (
+                f"{said} that had added to the gradients accumulated under no_sync, and they are "
+                f"lost: call zero_grad() of this module, and begin with the first micro-batch."
+            )
+        if module._stepped:
+            module._torn["stepped"] = (
+                f"{said} that had stepped {module._stepped[0]!r} (optimizer_in_backward=True), and "
+                f"not all parameters: load the last checkpoint, by load_state_dict."
+            )
+        raise
 
 
 def _versions(call: Call, batch: Sequence[Tensor]) -> list[tuple[str, tuple[int, ...]]]:
