@@ -418,12 +418,13 @@ class ShardedModule(FsdpMethods):
                 yield
             except BaseException as error:
                 traceback.clear_frames(error.__traceback__)
-                same = [compat.version(b) == v for b, v in zip(buffers, before, strict=True)]
-                if any(same) and not all(same):
+                changed = [compat.version(b) != v for b, v in zip(buffers, before, strict=True)]
+                if any(changed) and not all(changed):
                     self._torn["buffers"] = (
                         f"forward ended with an exception ({type(error).__name__}): it had "
-                        f"written buffer {names[same.index(False)]!r} and not {names[same.index(True)]!r}: "
-                        f"load the last checkpoint, by load_state_dict."
+                        f"written buffer {names[changed.index(True)]!r} and not "
+                        f"{names[changed.index(False)]!r}. Load the last checkpoint, by "
+                        f"load_state_dict."
                     )
                 raise
 
