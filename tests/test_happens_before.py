@@ -107,7 +107,7 @@ def watched(case: Case, options: dict[str, Any]) -> Iterator[Watched]:
         model: Any = fxshard.compile(case.build(), mesh=mesh, units=case.units, **options)
         machine = Machine()
         watch = Watch(machine)
-        world, free = model.world, model.world.free
+        world, free = model._fxshard.world, model._fxshard.world.free
 
         def freed(tensors: list[Tensor]) -> None:
             watch.freed(tensors)
@@ -138,7 +138,7 @@ def test_no_race_in_the_zoo(name: str, setting: str) -> None:
 def waits(found: Watched) -> list[tuple[str, str]]:
     """Stream and event of every wait of a step, in order."""
     seen: list[tuple[str, str]] = []
-    world, wait = found.model.world, found.model.world.wait_event
+    world, wait = found.model._fxshard.world, found.model._fxshard.world.wait_event
 
     def noted(stream: str, event: str) -> None:
         seen.append((stream, event))
@@ -158,13 +158,13 @@ def but(skipped: tuple[str, str], wait: Callable[[str, str], None]) -> Callable[
 def test_every_wait_that_is_left_out_is_found(setting: str) -> None:
     """So that none is there for nothing, too."""
     with watched(LAYERS, SETTINGS[setting]) as found:
-        wait = found.model.world.wait_event
+        wait = found.model._fxshard.world.wait_event
         missed = []
         for skipped in waits(found):
-            found.model.world.wait_event = but(skipped, wait)
+            found.model._fxshard.world.wait_event = but(skipped, wait)
             if not found.races(steps=2):
                 missed.append(skipped)
-            found.model.world.wait_event = wait
+            found.model._fxshard.world.wait_event = wait
             for stream in found.machine.streams:
                 stream.synchronize()
         assert not missed
@@ -199,5 +199,7 @@ def test_no_race_after_an_exception(setting: str) -> None:
 
 def test_streams_that_are_not_joined_after_an_exception_race(monkeypatch: Any) -> None:
     with watched(LAYERS, SETTINGS["half_apart"]) as found:
-        monkeypatch.setattr(found.model.world, "_let_go", list)  # nothing in flight, nothing joined
+        monkeypatch.setattr(
+            found.model._fxshard.world, "_let_go", list
+        )  # nothing in flight, nothing joined
         assert after_exceptions(found, 9) > 0
