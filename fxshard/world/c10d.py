@@ -343,7 +343,7 @@ class C10dWorld:
                 if over and time.monotonic() - over > patience.STOP_SECONDS:
                     return False
                 time.sleep(pause)
-                pause = min(2 * pause, patience.LOOK_SECONDS)
+                pause = min(2 * pause, 0.05)
         except (RuntimeError, KeyboardInterrupt):  # no store, or who waits is in a hurry
             return False
 
