@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 Clock = Counter[int]  # per stream: how many of its operators are over
 COMPUTE = 0
+HOST = -1  # the pool of pinned memory: its allocator waits for copies before it gives memory again
 
 
 class Stream:
@@ -118,8 +119,18 @@ class Watch(TorchDispatchMode):
         self.machine = machine
         self.races: Counter[tuple[str, int, str]] = Counter()
         self.operators = 0
+        self._pinned = False
         self._memory: dict[int, _Memory] = {}
         self._gone: dict[int, Clock] = {}  # per pool: who touched memory that is free again
+
+    @contextlib.contextmanager
+    def pinned(self) -> Iterator[None]:
+        """What is made inside is pinned memory."""
+        self._pinned = True
+        try:
+            yield
+        finally:
+            self._pinned = False
 
     def freed(self, tensors: Iterable[Tensor]) -> None:
         """The storages of `tensors` are about to give their memory back."""
@@ -135,7 +146,7 @@ class Watch(TorchDispatchMode):
         made = [t for t in _tensors(result) if key(t) not in given | self._memory.keys()]
         stream = self.machine.current_stream()
         for tensor in made:
-            self._of(tensor, stream, Counter(self._gone.get(stream.number, Counter())))
+            self._of(tensor, HOST if self._pinned else stream.number)
         if _runs_nothing(function, written, made, _tensors(result)):
             return result
         self.operators += 1
@@ -143,11 +154,11 @@ class Watch(TorchDispatchMode):
         at = stream.clock[stream.number]
         name = str(function)
         for tensor in read:
-            memory = self._of(tensor, stream)
+            memory = self._of(tensor)
             self._check(name, stream, "reads", memory, writes=False)
             memory.reads[stream.number] = at
         for tensor in (*written, *made):
-            memory = self._of(tensor, stream)
+            memory = self._of(tensor)
             self._check(name, stream, "writes", memory, writes=True)
             memory.write, memory.reads = (stream.number, at), Counter()
         if stream.number == COMPUTE:
@@ -156,17 +167,22 @@ class Watch(TorchDispatchMode):
             gone[COMPUTE] = at
         return result
 
-    def _of(self, tensor: Tensor, stream: Stream, since: Clock | None = None) -> _Memory:
+    def _of(self, tensor: Tensor, pool: int = HOST) -> _Memory:
+        """What is known of a storage; of a new one, where its memory comes from.
+
+        One that was there before this looked is nobody's.
+        """
         storage = tensor.untyped_storage()
         number = storage._cdata
         if number not in self._memory:
-            self._memory[number] = _Memory(stream.number, since or Counter())
+            since = Counter(self._gone[pool]) if pool in self._gone else Counter()
+            self._memory[number] = _Memory(pool, since)
             weakref.finalize(storage, self._free, number)
         return self._memory[number]
 
     def _free(self, number: int) -> None:
         memory = self._memory.pop(number, None)
-        if memory is not None:
+        if memory is not None and memory.pool != HOST:
             gone = self._gone.setdefault(memory.pool, Counter())
             gone |= memory.reads
             if memory.write is not None:

@@ -107,13 +107,18 @@ def watched(case: Case, options: dict[str, Any]) -> Iterator[Watched]:
         model: Any = fxshard.compile(case.build(), mesh=mesh, units=case.units, **options)
         machine = Machine()
         watch = Watch(machine)
-        world, free = model._fxshard.world, model._fxshard.world.free
+        world = model._fxshard.world
+        free, store = world.free, world.store
 
         def freed(tensors: list[Tensor]) -> None:
             watch.freed(tensors)
             free(tensors)
 
-        world.cuda, world.free = machine, freed
+        def stored(tensors: list[Tensor], pair: int) -> list[Tensor]:
+            with watch.pinned():
+                return store(tensors, pair)
+
+        world.cuda, world.free, world.store = machine, freed, stored
         found = Watched(model, case, machine, watch, torch.optim.AdamW(model.parameters()))
         found.step()  # traced, and the optimizer's state made
         yield found

@@ -232,15 +232,7 @@ class C10dWorld:
 
     def _finish(self, work: dist.Work) -> None:
         """Wait for `work`, unless another rank says that it will never be over."""
-        pause = datetime.timedelta(seconds=patience.LOOK_SECONDS)
-        while True:
-            try:
-                work.wait(pause)
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    work.wait()  # raises what it failed with
-                    return
+        while not _over(work, patience.LOOK_SECONDS):
             cause = self._cause() or _first(p.never_over(self._issued) for p in self._everyone)
             if cause is not None:
                 self._note_cause(cause)
@@ -326,12 +318,12 @@ class C10dWorld:
         if isinstance(error, RankDiedError | RankMismatchError):
             return False
         what = f"stopped in the middle of {name} ({_said(error)})"
-        pause, over = 0.001, 0.0
+        pause, over = 0.001, 0.0  # seconds; when all works of this rank were over
         try:
             for peers in self._everyone:
                 peers.note_stop(self._issued, what)
             while True:
-                if not over and all(work.is_completed() for work in works):
+                if not over and not (works := _pending(works)):
                     over = time.monotonic()
                     for peers in self._everyone:
                         peers.note_over()
@@ -357,9 +349,9 @@ class C10dWorld:
         for peers in self._peers:
             with contextlib.suppress(RuntimeError):
                 peers.note_left(why)
-        while not all(work.is_completed() for work in works) and time.monotonic() < deadline:
+        while (works := _pending(works)) and time.monotonic() < deadline:
             time.sleep(0.01)
-        if all(work.is_completed() for work in works):
+        if not works:
             self._leave(why)
         self._left = why
         if not isinstance(error, RankDiedError | RankMismatchError):
@@ -421,6 +413,34 @@ class C10dWorld:
         self.groups.clear()
         compat.forget_groups(self.mesh)
         self.reductions = None
+
+
+def _over(work: dist.Work, seconds: float) -> bool:
+    """Wait for `work`, at most so long; True if it is over.
+
+    Not all works of gloo say by themselves whether they are (``is_completed``).
+
+    Raises:
+        RuntimeError: it has failed.
+    """
+    start = time.monotonic()
+    try:
+        work.wait(datetime.timedelta(seconds=seconds))
+    except RuntimeError:
+        if time.monotonic() - start < seconds:
+            raise
+        return False
+    return True
+
+
+def _pending(works: list[dist.Work]) -> list[dist.Work]:
+    """Those that have neither failed nor are over."""
+    pending = []
+    for work in works:
+        with contextlib.suppress(RuntimeError):
+            if not _over(work, 0.01):
+                pending.append(work)
+    return pending
 
 
 def _first(causes: Iterable[Cause | None]) -> Cause | None:
