@@ -32,6 +32,7 @@ from fxshard.memory.category import CATEGORIES
 from fxshard.memory.report import MemoryReport
 from fxshard.memory.views import diff as differences
 from fxshard.memory.views import html, memory_viz
+from tests import browser as chromium
 from tests.zoo import MODELS
 
 adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
