@@ -67,11 +67,11 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def hasty() -> Iterator[Callable[[int], Ranks]]:
-    """Pools of their own, whose collectives wait 16 s."""
+    """Pools of their own, which failures end: the session's stay up."""
     pools: list[Ranks] = []
 
     def pool(world_size: int) -> Ranks:
-        pools.append(Ranks(world_size, timeout_s=24))
+        pools.append(Ranks(world_size, timeout_s=90))
         return pools[-1]
 
     yield pool

@@ -729,7 +729,7 @@ def test_page_without_plotly_says_what_to_install(
 
 def test_what_a_page_quotes_cannot_break_it(browse: Any, tmp_path: Path) -> None:
     """Hovered, clicked and listed, a name is text."""
-    names = ("</script><b>$DATA</b>", "<!--<script>", "<img src=x onerror=window.ran=1>")
+    names = ("</script><b>$DATA</b>", "<!--<script>", "<img src=x onerror=ran=1>")
 
     class Odd(nn.Module):
         def __init__(self) -> None:

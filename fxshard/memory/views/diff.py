@@ -130,8 +130,8 @@ def diff(before: Mapping[str, Any], after: Mapping[str, Any]) -> Diff:
 
 
 # What is read of a report: of a list, what each element is; of names that are any, what each is.
-_SIZES = {str: int}
-_STEP = {
+_SIZES: Any = {str: int}
+_STEP: Any = {
     "phases": [
         {"phase": str, "micro_batch": int}
         | {name: _SIZES for name in ("start", "peak", "end")}
@@ -142,7 +142,7 @@ _STEP = {
         | {"bytes": int, "by_category": _SIZES}
     ],
 }
-_READ = {
+_READ: Any = {
     "peak_by_category": _SIZES,
     "peak_bytes": int,
     "host_peak_bytes": int,
@@ -155,7 +155,8 @@ _READ = {
 def _check(told: Any, wanted: Any, where: str) -> None:
     """Raises ConfigError unless `told`, from a file, is as `wanted` says."""
     kind = wanted if isinstance(wanted, type) else type(wanted)
-    if not isinstance(told, Mapping if kind is dict else kind) or isinstance(told, bool):
+    fits = isinstance(told, Mapping if kind is dict else kind) and not isinstance(told, bool)
+    if not fits:
         raise ConfigError(
             f"{where} is {str(told)[:40]!r}: expected {_KINDS[kind]}. The report is not as "
             f"MemoryReport.to_dict wrote it; write it again."
@@ -173,7 +174,7 @@ def _check(told: Any, wanted: Any, where: str) -> None:
             _check(told[name], each, f"{where}.{name}")
 
 
-_KINDS = {int: "a whole number", str: "a text", list: "a list", dict: "a mapping"}
+_KINDS: dict[Any, str] = {int: "a whole number", str: "a text", list: "a list", dict: "a mapping"}
 
 
 def _peaks(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[DiffRow]:
