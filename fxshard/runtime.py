@@ -46,7 +46,7 @@ class Runtime(ParameterStore):
         comm_hook: the user's function reduces gradients.
         torn: why calls are refused: what a phase has begun that an exception ended, and how often
             each part had been written then.
-        stepped: parameters that the last backward has stepped.
+        just_stepped: parameters that the last backward has stepped.
         inside: what of the model itself its programs stand for (see `fxshard.swapped`).
     """
 
@@ -63,7 +63,7 @@ class Runtime(ParameterStore):
         self.make_executor = make_executor
         self.variants: dict[Kind, Variant] = {}
         self.torn: dict[str, tuple[str, list[tuple[Tensor, int]]]] = {}
-        self.stepped: list[str] = []
+        self.just_stepped: list[str] = []
         self.sync = True
         self.comm_hook = False
         self._optimizer: OnShards | None = None
@@ -90,7 +90,7 @@ class Runtime(ParameterStore):
             grads: per rank of this process and parameter, the reduced gradient of a padded shard.
         """
         optimizer, world = self.optimizer(), self.world
-        self.stepped += fqns
+        self.just_stepped += fqns
         slots = [self.slots[fqn] for fqn in fqns]
         mine = []
         for slot, *shards in zip(slots, *grads, strict=True):
@@ -291,9 +291,9 @@ class Runtime(ParameterStore):
 
     def fresh(self) -> dict[str, Any]:
         """No program, and no optimizer: a copy makes its own."""
-        torn = {what: (why, []) for what, (why, _) in self.torn.items()}
         fresh: dict[str, Any] = {"variants": {}, "_agreed": {}, "_optimizer": None}
-        return super().fresh() | fresh | {"torn": torn}
+        fresh["torn"] = {what: (why, []) for what, (why, _) in self.torn.items()}
+        return super().fresh() | fresh
 
     @contextlib.contextmanager
     def as_traced(self, variant: Variant | None = None) -> Iterator[None]:

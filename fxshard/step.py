@@ -133,7 +133,7 @@ def _whole_or_refused(call: Call) -> Iterator[None]:
         for fqn in sums:  # reduced by this backward, which frees them
             del runtime.accumulated[fqn]
     del sums
-    runtime.stepped.clear()
+    runtime.just_stepped.clear()
     try:
         yield
     except BaseException as error:
@@ -151,10 +151,10 @@ def _whole_or_refused(call: Call) -> Iterator[None]:
                 f"lost: call zero_grad() of the model, and begin with the first micro-batch.",
                 [],
             )
-        if runtime.stepped:
+        if runtime.just_stepped:
             runtime.refuse_until_written(
                 "stepped",
-                f"{said} that had stepped {runtime.stepped[0]!r} (optimizer_in_backward=True), and "
+                f"{said} that had stepped {runtime.just_stepped[0]!r} (optimizer_in_backward=True), and "
                 f"not all parameters: load the last checkpoint.",
                 [shard for fqn in ops.stepped(program) for shard in runtime.slots[fqn].shards],
             )
