@@ -154,8 +154,8 @@ def _whole_or_refused(call: Call) -> Iterator[None]:
         if runtime.just_stepped:
             runtime.refuse_until_written(
                 "stepped",
-                f"{said} that had stepped {runtime.just_stepped[0]!r} (optimizer_in_backward=True), and "
-                f"not all parameters: load the last checkpoint.",
+                f"{said} that had stepped {runtime.just_stepped[0]!r} and not all parameters "
+                f"(optimizer_in_backward=True): load the last checkpoint.",
                 [shard for fqn in ops.stepped(program) for shard in runtime.slots[fqn].shards],
             )
         raise
