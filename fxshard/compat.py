@@ -159,7 +159,7 @@ def export_joint(
         The graph module; the descriptor of each placeholder; the descriptor of each output.
         (torch/_functorch/aot_autograd.py, ``aot_export_joint_with_descriptors``)
     """
-    with contextlib.ExitStack() as stack, _recurrent_as_in_eager(), _upsampling_whole():
+    with contextlib.ExitStack() as stack, _recurrent_as_in_eager(), _kernels_of_eager():
         joint = aot_export_joint_with_descriptors(
             stack,
             module,
@@ -231,16 +231,19 @@ def _recurrent_as_in_eager() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _upsampling_whole() -> Iterator[None]:
-    """Trace ``interpolate`` as the kernels that eager runs.
+def _kernels_of_eager() -> Iterator[None]:
+    """Trace operators as the kernels that eager runs, where torch has decompositions in front.
 
-    Torch traces it as dozens of index operators and sums, which save more and round otherwise; and
-    in C++ the size of the result is computed from plain numbers, which would fix open sizes.
-    (torch/_decomp/decompositions.py, ``py_impl`` of ``upsample_*``; `OpOverload.py_kernels`;
-    ATen/native/UpSample.cpp, ``compute_output_size``)
+    ``interpolate`` is traced as dozens of index operators and sums, which save more and round
+    otherwise; in C++ the size of its result is computed from plain numbers, which would fix open
+    sizes. The decomposition of ``multilabel_margin_loss`` is wrong: it counts labels behind the
+    end of a target too.
+    (torch/_decomp/decompositions.py, ``py_impl`` of ``upsample_*`` and of the losses;
+    torch/_refs/nn/functional; `OpOverload.py_kernels`; ATen/native/UpSample.cpp,
+    ``compute_output_size``)
     """
-    names = [name for name in dir(torch.ops.aten) if name.startswith(("upsample", "_upsample"))]
-    packets = [getattr(torch.ops.aten, name) for name in names]
+    names = [n for n in dir(torch.ops.aten) if n.startswith(("upsample", "_upsample"))]
+    packets = [getattr(torch.ops.aten, name) for name in (*names, *_DECOMPOSED_IN_FRONT)]
     overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
     before = [(overload, dict(overload.py_kernels)) for overload in overloads]
     try:
@@ -257,6 +260,14 @@ def _upsampling_whole() -> Iterator[None]:
             overload.py_kernels.clear()
             overload.py_kernels.update(kernels)
             overload._dispatch_cache.clear()
+
+
+_DECOMPOSED_IN_FRONT = (
+    "multi_margin_loss",
+    "multilabel_margin_loss_forward",
+    "hardshrink",
+    "softshrink",
+)
 
 
 def _upsampled(packet: Any, image: torch.Tensor, size: Any, *rest: Any) -> Any:

@@ -393,7 +393,7 @@ class ShardedModule(FsdpMethods):
             "grad mode": grad,
             "autocast": autocast and torch.get_autocast_dtype(self._device),
         }
-        return Kind.of(args, kwargs, mode)
+        return Kind.of(args, kwargs, mode, held=[*self.buffers(), *self.whole_parameters()])
 
     def as_traced(self) -> torch.autocast:
         """The context that a program runs in: its casts are in it, autocast must add none."""

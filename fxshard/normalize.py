@@ -6,7 +6,6 @@ metadata.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from typing import Any
 
@@ -57,7 +56,6 @@ def normalize(
     _set_results(program, targets, replaced)
     if compat.REDUCES_AS_STORED:
         precision.keep_wide_gradients(program)
-    _merge_tied(program)
     _check_gradients(program)
 
 
@@ -239,41 +237,6 @@ def _refuse_sparse(name: Any, grad: fx.Node) -> None:
             f"the gradient of {_fqn(str(name))!r} is sparse, which cannot be reduced in chunks. "
             f"Make it dense: nn.Embedding(..., sparse=False)."
         )
-
-
-def _merge_tied(program: Program) -> None:
-    """One placeholder and one gradient per tied parameter; the trace has one per name."""
-    first: dict[str, fx.Node] = {}
-    for node in list(program.graph.find_nodes(op="placeholder")):
-        fqn = meta.get(node).fqn or ""
-        is_param = meta.get(node).role in ("param", "whole")
-        if is_param and first.setdefault(fqn, node) is not node:
-            node.replace_all_uses_with(first[fqn])
-            program.graph.erase_node(node)
-    order = {node: i for i, node in enumerate(program.graph.nodes)}
-    found: dict[Result, list[fx.Node]] = {}
-    for value, result in zip(program.values, program.results, strict=True):
-        found.setdefault(result, []).append(value)
-    program.results[:] = list(found)
-    program.values = [_summed(program, sorted(found[r], key=order.__getitem__)) for r in found]
-
-
-def _summed(program: Program, values: list[fx.Node]) -> fx.Node:
-    """The sum of the gradients of one parameter, in the order in which backward makes them.
-
-    So does autograd (``InputBuffer::add``, torch/csrc/autograd/input_buffer.cpp): in another order
-    three of them round otherwise.
-    """
-    total = values[0]
-    for before, value in itertools.pairwise(values):
-        behind = total if value is before else value  # one value may be the gradient of several
-        with program.graph.inserting_after(behind):
-            node = program.graph.call_function(aten.add.Tensor, (total, value))
-        val = value.meta["val"]
-        dtype = torch.promote_types(total.meta["val"].dtype, val.dtype)
-        fake = program.fake(tuple(val.shape), dtype, val.device)
-        total = meta.put(node, meta.get(value), fake)
-    return total
 
 
 def _write_back(program: Program, mutated: list[tuple[fx.Node, fx.Node]]) -> None:

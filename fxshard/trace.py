@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxshard import bytecode, compat, counters, cuda, hf, precision, provenance, rng, shapes, stamp
+from fxshard import aliasing, bytecode, compat, counters, cuda, hf, precision, provenance, rng, shapes, stamp
 from fxshard.compat import FakeTensorMode
 from fxshard.config import environment
 from fxshard.errors import CaptureError
@@ -227,6 +227,8 @@ def _captured(
         domain=found.domain,
     )
     normalize(program, found.owner, traced.sources, traced.targets, call.replaced)
+    given = {str(i): flat[i] for i in positions}
+    aliasing.refuse_written(program, model, given, call.replaced)
     hf.refuse_packed(program.graph)
     return program
 
@@ -452,6 +454,7 @@ class _Call(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.units = model, units
+        self._slots = _slots(model)
         self.flat, self.in_spec, self.positions, self.grad = list(flat), in_spec, positions, grad
         self.stands_for_cuda, self.every_tangent = stands_for_cuda, False
         self.autocast = _autocast(device.type, stands_for_cuda)
@@ -471,6 +474,22 @@ class _Call(nn.Module):
             flat[i] = tensor
         return compat.tree_unflatten(flat, self.in_spec)
 
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Each parameter once: autograd sums up all that its uses say, in its own order."""
+        return super().named_parameters(remove_duplicate=True)
+
+    def named_buffers(self, *_: Any, **__: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each buffer once: forward writes one tensor, whatever it calls it."""
+        return super().named_buffers(remove_duplicate=True)
+
+    def _tie(self) -> None:
+        """Let every other name of a parameter or buffer hold what its first one holds now: the
+        trace puts its tensors there alone.
+        """
+        for (first, key), *others in self._slots:
+            for slots, name in others:
+                slots[name] = first[key]
+
     @contextlib.contextmanager
     def mode(self) -> Iterator[None]:
         """What is true of torch while the model runs."""
@@ -479,6 +498,7 @@ class _Call(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         args, kwargs = self.inputs(tensors)
+        self._tie()
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         with self.autocast, provenance.LinesNoted(self.told and self.told()):
             args, kwargs = precision.root_inputs(self.units, (args, kwargs))
@@ -516,6 +536,18 @@ class _Call(nn.Module):
         ]
 
 
+def _slots(model: nn.Module) -> list[list[tuple[dict[str, Any], str]]]:
+    """Per parameter and buffer of `model`, the dicts and keys that hold it, the first name first."""
+    found: dict[int, dict[tuple[int, str], tuple[dict[str, Any], str]]] = {}
+    for module in model.modules():
+        both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for slots in both:
+            for key, tensor in slots.items():
+                if tensor is not None:
+                    found.setdefault(id(tensor), {})[id(slots), key] = slots, key
+    return [list(slots.values()) for slots in found.values()]
+
+
 def _interpret(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a GraphModule node by node, so that new nodes inherit each node's module stack."""
     interpreter = fx.Interpreter(model)
@@ -542,25 +574,36 @@ def _autocast(device: str, stands_for_cuda: bool) -> torch.autocast:
 def _replaced(
     before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Buffers that are another tensor after forward than before it.
+    """Buffers that are another tensor after forward than before it, each under its first name.
 
     Raises:
-        CaptureError: one is new, gone, or of another shape, dtype or device.
+        CaptureError: one is new, gone, or of another shape, dtype or device, or another tensor
+            under one of its names only.
     """
     for name in sorted(before.keys() ^ after.keys()):
         raise CaptureError(
             f"buffer {name!r} {'appears' if name in after else 'disappears'} during forward, which "
             f"a traced program cannot repeat. Register it with its shape in __init__."
         )
-    replaced = {name: value for name, value in after.items() if value is not before[name]}
-    for name, new in replaced.items():
-        old = before[name]
+    replaced: dict[str, torch.Tensor] = {}
+    first: dict[int, str] = {}
+    for name, old in before.items():
+        new, known = after[name], first.setdefault(id(old), name)
+        if new is not after[known]:
+            raise CaptureError(
+                f"forward replaces one tensor under one of its names only: buffers {known!r} and "
+                f"{name!r}, which a traced program cannot repeat. Replace it under both, or change "
+                f"it in place (copy_)."
+            )
+        if new is old or known != name:
+            continue
         if (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
             raise CaptureError(
                 f"buffer {name!r} is replaced during forward by another kind of tensor: "
                 f"{list(old.shape)} {old.dtype} becomes {list(new.shape)} {new.dtype}, which a "
                 f"traced program cannot repeat. Give it its final shape in __init__."
             )
+        replaced[name] = new
     return replaced
 
 
