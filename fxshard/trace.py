@@ -22,7 +22,19 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxshard import aliasing, bytecode, compat, counters, cuda, hf, precision, provenance, rng, shapes, stamp
+from fxshard import (
+    aliasing,
+    bytecode,
+    compat,
+    counters,
+    cuda,
+    hf,
+    precision,
+    provenance,
+    rng,
+    shapes,
+    stamp,
+)
 from fxshard.compat import FakeTensorMode
 from fxshard.config import environment
 from fxshard.errors import CaptureError
@@ -537,7 +549,7 @@ class _Call(nn.Module):
 
 
 def _slots(model: nn.Module) -> list[list[tuple[dict[str, Any], str]]]:
-    """Per parameter and buffer of `model`, the dicts and keys that hold it, the first name first."""
+    """Per parameter and buffer of `model`, the dicts and keys that hold it, in order of names."""
     found: dict[int, dict[tuple[int, str], tuple[dict[str, Any], str]]] = {}
     for module in model.modules():
         both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
