@@ -46,8 +46,18 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     """The first byte of a tensor in its storage, and the one behind its last."""
     size = tensor.element_size()
     reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.storage_offset() * size
-    return start, start + (reach + 1) * size
+    start = int(tensor.storage_offset()) * size
+    return start, start + (int(reach) + 1) * size
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """True if elements of a tensor may lie in one place, as those of ``x.unfold`` do."""
+    reached = 0
+    for step, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if n > 1 and step <= reached:
+            return True
+        reached += (n - 1) * step if n else 0
+    return False
 
 
 def refuse_written(

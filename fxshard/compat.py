@@ -679,8 +679,14 @@ def wrapper(
 
 def values_as_text(tensor: torch.Tensor) -> str:
     """The values of a real tensor, also under a fake mode."""
-    with _disable_current_modes():
+    with outside_modes():
         return str(tensor.tolist())
+
+
+def outside_modes() -> contextlib.AbstractContextManager[Any]:
+    """What runs in the block runs on real tensors, whatever traces around it."""
+    guard: contextlib.AbstractContextManager[Any] = _disable_current_modes()
+    return guard
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxshard import compat, meta, precision, provenance
+from fxshard import aliasing, compat, meta, precision, provenance
 from fxshard.compat import FakeTensorMode
 from fxshard.errors import CaptureError
 from fxshard.program import Program, Result
@@ -52,6 +52,7 @@ def normalize(
     """
     _tag_placeholders(program, sources)
     _lift_constants(program, graph_module)
+    _forward_first(program, targets)
     _tag_compute(program)
     _set_results(program, targets, replaced)
     if compat.REDUCES_AS_STORED:
@@ -109,10 +110,23 @@ def _tag_placeholders(program: Program, sources: list[Any]) -> None:
             what, number = source  # of a written input too, which _set_results refuses
             output = where[number] if what == "output" else number
             meta.put(node, meta.Meta("backward", "tangent", fqn=str(output)))
+            _spread_out(program, node)
         else:
             raise CaptureError(
                 f"the traced graph has an input that fxshard does not know: {source}"
             )
+
+
+def _spread_out(program: Program, tangent: fx.Node) -> None:
+    """Let the gradient of an output whose elements share places (``x.unfold``) have one for each.
+
+    The trace lays gradients out as outputs are.
+    """
+    val = tangent.meta["val"]
+    if aliasing.overlaps_itself(val):
+        stale = meta.storage_ids(tangent)
+        tangent.meta["val"] = program.fake(tuple(val.shape), val.dtype, val.device)
+        program.refresh_views(tangent, stale)
 
 
 def _lift_constants(program: Program, graph_module: fx.GraphModule) -> None:
@@ -144,6 +158,32 @@ def _fake_constant(
     return fake_like(value, fake_mode)
 
 
+def _forward_first(program: Program, targets: list[Any]) -> None:
+    """Move what forward returns in front of backward.
+
+    The trace ends with views of what forward has written in place, made of its last value.
+    """
+    made = [n for n in program.graph.nodes if n.op == "call_function"]
+    first = next((i for i, n in enumerate(made) if _begins_backward(n)), None)
+    if first is None:
+        return
+    todo = [
+        value
+        for value, desc in zip(program.values, targets, strict=True)
+        if compat.output_source(desc)[0] in ("output", "mutation")
+    ]
+    late, needed = set(made[first:]), set[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node in late and node not in needed:
+            needed.add(node)
+            todo += node.all_input_nodes
+    for node in made[first:]:
+        if node in needed:
+            made[first].prepend(node)
+            node.meta["partitioner_tag"] = "is_forward"
+
+
 def _tag_compute(program: Program) -> None:
     """Give every operator its phase and its module, once and for all later readers.
 
@@ -160,7 +200,7 @@ def _tag_compute(program: Program) -> None:
         if node.op != "call_function":
             continue
         held = node.meta
-        if held.get("partitioner_tag") in ("is_backward", "must_be_in_backward"):
+        if _begins_backward(node):
             phase = "backward"
         key = "nn_module_stack" if phase == "forward" else "fwd_nn_module_stack"
         stack = held.get(key) or held.get("nn_module_stack")
@@ -184,6 +224,10 @@ def _tag_compute(program: Program) -> None:
     meta.put(
         program.output, meta.Meta("backward" if program.signature.training else "forward", "output")
     )
+
+
+def _begins_backward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
 def _set_results(program: Program, targets: list[Any], replaced: tuple[str, ...]) -> None:

@@ -16,7 +16,6 @@ import logging
 import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -324,10 +323,38 @@ class _Found:
 
 def _flat(prepared: _Prepared, mode: FakeTensorMode, way: str) -> _Found:
     """All of the model, traced."""
+    call, runs = prepared.call, stamp.Alike()
+    call.told = runs.one
     with prepared.ready(way) as calls:
-        owner, *ends = _export(prepared.call, prepared.fakes)
+        owner, *ends = _export(call, prepared.fakes)
+        _refuse_otherwise(call, runs)
     domain = prepared.settled(owner.graph, mode)
-    return _Found(prepared.call, stamp.Traced(owner.graph, *ends), owner, calls, domain)
+    return _Found(call, stamp.Traced(owner.graph, *ends), owner, calls, domain)
+
+
+def _refuse_otherwise(call: _Call, runs: stamp.Alike) -> None:
+    """Refuse a forward that each run changes: a program does the same in all of its runs.
+
+    Raises:
+        CaptureError: it counts, or its runs are not alike.
+    """
+    model = type(call.model).__name__
+    counting = counters.counting(call.model, call.counts)
+    if counting:
+        raise CaptureError(
+            f"{model} cannot be traced: forward counts in {', '.join(counting)}, and a traced "
+            f"program neither counts nor reads it. Make it a buffer (register_buffer) that forward "
+            f"adds to, pass it in, or count in a forward hook on the compiled model, which runs on "
+            f"every call."
+        )
+    line = runs.differs()
+    if line is not None:
+        raise CaptureError(
+            f"{model} cannot be traced: forward does otherwise when it is run again"
+            f"{line and ', at ' + provenance.line_text(line)}. What it changes in Python decides "
+            f"what it computes, and a traced program does the same in every run. Make that a "
+            f"buffer, or pass it in."
+        )
 
 
 def _stamped(
@@ -383,7 +410,7 @@ def _of_blocks(prepared: _Prepared, mode: KernelFakeMode, repeats: stamp.Repeats
     call.told = runs.one
     with prepared.ready(runs=repeats.runs) as calls, compat.nodes_made() as made:
         owner, *ends = _export(call, prepared.fakes)
-    runs.check()
+        _refuse_otherwise(call, runs)
     noted = stamp.note(owner.graph, made, calls, repeats)
     domain = prepared.settled(owner.graph, mode)
     traced = stamp.Traced(owner.graph, *ends)
@@ -478,6 +505,7 @@ class _Call(nn.Module):
         self.differentiable: tuple[int, ...] = ()
         self.tangents: tuple[int, ...] = ()
         self.replaced: tuple[str, ...] = ()
+        self.counts: list[dict[tuple[int, str, Any], float]] = []  # before, and after each run
 
     def inputs(self, tensors: Sequence[torch.Tensor]) -> Any:
         """``(args, kwargs)`` with these tensors."""
@@ -511,6 +539,7 @@ class _Call(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         args, kwargs = self.inputs(tensors)
         self._tie()
+        self.counts = self.counts or [counters.of_modules(self.model)]
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         with self.autocast, provenance.LinesNoted(self.told and self.told()):
             args, kwargs = precision.root_inputs(self.units, (args, kwargs))
@@ -519,8 +548,10 @@ class _Call(nn.Module):
             elif isinstance(self.model, fx.GraphModule):
                 out = _interpret(self.model, args, kwargs)
             else:
-                out = self.model(*args, **kwargs)
+                with rng.unseeded(provenance.user_line), arguments_kept(args, kwargs):
+                    out = self.model(*args, **kwargs)
             out = precision.root_output(self.units, out)
+        self.counts.append(counters.of_modules(self.model))
         paths, self.out_spec = compat.tree_flatten_with_path(out)
         values = [value for _, value in paths]
         self.out_names = tuple(path_name(path) or "output" for path, _ in paths)
@@ -558,6 +589,30 @@ def _slots(model: nn.Module) -> list[list[tuple[dict[str, Any], str]]]:
                 if tensor is not None:
                     found.setdefault(id(tensor), {})[id(slots), key] = slots, key
     return [list(slots.values()) for slots in found.values()]
+
+
+@contextlib.contextmanager
+def arguments_kept(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """Refuse a forward that changes a list, a dict or a dataclass that it was given.
+
+    Raises:
+        CaptureError: the caller's would stay as it was.
+    """
+    before, spec = compat.tree_flatten_with_path((args, kwargs))
+    yield
+    after, now = compat.tree_flatten_with_path((args, kwargs))
+    held, found = dict(before), dict(after)
+    changed = [p for p in {**held, **found} if held.get(p, _NOTHING) is not found.get(p, _NOTHING)]
+    if changed or spec != now:
+        where = input_name(changed[0]) if changed else "its arguments"
+        raise CaptureError(
+            f"forward changes a container that it was given ({where}), and a traced program leaves "
+            f"the caller's as it was. Let forward change a copy (list(x), dict(x), "
+            f"dataclasses.replace(x)) and return what is new."
+        )
+
+
+_NOTHING = object()
 
 
 def _interpret(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -701,8 +756,7 @@ def _kept(model: nn.Module) -> str:
 
 
 def _user_line(error: BaseException) -> str:
-    """``, at``, and the innermost frame that is not inside torch or fxshard; or a stop."""
-    own = (Path(__file__).resolve().parent, Path(torch.__file__).resolve().parent)
+    """``, at``, and the innermost frame of the user's code; or a stop."""
     chain: list[BaseException] = []
     current: BaseException | None = error
     while current is not None:
@@ -710,8 +764,7 @@ def _user_line(error: BaseException) -> str:
         current = current.__cause__ or current.__context__
     for failure in reversed(chain):
         for frame in reversed(traceback.extract_tb(failure.__traceback__)):
-            path = Path(frame.filename).resolve()
-            if not any(path.is_relative_to(folder) for folder in own) and "<" not in path.name:
+            if provenance.is_users(frame.filename):
                 where = f'File "{frame.filename}", line {frame.lineno}, in {frame.name}'
                 return f", at\n  {where}\n    {frame.line}"
     return "."
