@@ -327,13 +327,16 @@ def _flat(prepared: _Prepared, mode: FakeTensorMode, way: str) -> _Found:
     call.told = runs.one
     with prepared.ready(way) as calls:
         owner, *ends = _export(call, prepared.fakes)
-        _refuse_otherwise(call, runs)
+        _refuse_otherwise(call, runs if prepared.sizes is None else None)
     domain = prepared.settled(owner.graph, mode)
     return _Found(call, stamp.Traced(owner.graph, *ends), owner, calls, domain)
 
 
-def _refuse_otherwise(call: _Call, runs: stamp.Alike) -> None:
+def _refuse_otherwise(call: _Call, runs: stamp.Alike | None) -> None:
     """Refuse a forward that each run changes: a program does the same in all of its runs.
+
+    Args:
+        runs: of forward; None where sizes are open, of which a later run knows more.
 
     Raises:
         CaptureError: it counts, or its runs are not alike.
@@ -347,7 +350,7 @@ def _refuse_otherwise(call: _Call, runs: stamp.Alike) -> None:
             f"adds to, pass it in, or count in a forward hook on the compiled model, which runs on "
             f"every call."
         )
-    line = runs.differs()
+    line = runs.differs() if runs is not None else None
     if line is not None:
         raise CaptureError(
             f"{model} cannot be traced: forward does otherwise when it is run again"
@@ -497,7 +500,7 @@ class _Call(nn.Module):
         self.flat, self.in_spec, self.positions, self.grad = list(flat), in_spec, positions, grad
         self.stands_for_cuda, self.every_tangent = stands_for_cuda, False
         self.autocast = _autocast(device.type, stands_for_cuda)
-        self.told: Callable[[], Callable[..., None]] | None = None  # who is, of each run
+        self.told: Callable[..., Callable[..., None]] | None = None  # who is, of each run
         self.graph: bytecode.Graph | None = None
         self.out_spec: Any = None
         self.out_names: tuple[str, ...] = ()
@@ -530,6 +533,12 @@ class _Call(nn.Module):
             for slots, name in others:
                 slots[name] = first[key]
 
+    def _leaves(self, inputs: Sequence[torch.Tensor]) -> dict[int, str]:
+        """Identity -> name of each parameter, buffer and input of this run."""
+        named = (*self.named_parameters(), *self.named_buffers())
+        found = {id(tensor): name for name, tensor in named}
+        return found | {id(tensor): str(i) for i, tensor in enumerate(inputs)}
+
     @contextlib.contextmanager
     def mode(self) -> Iterator[None]:
         """What is true of torch while the model runs."""
@@ -541,7 +550,7 @@ class _Call(nn.Module):
         self._tie()
         self.counts = self.counts or [counters.of_modules(self.model)]
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
-        with self.autocast, provenance.LinesNoted(self.told and self.told()):
+        with self.autocast, provenance.LinesNoted(self.told and self.told(self._leaves(tensors))):
             args, kwargs = precision.root_inputs(self.units, (args, kwargs))
             if self.graph is not None:
                 out = self.graph.call(self.model, args, kwargs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -267,14 +267,22 @@ class Alike:
     def __init__(self) -> None:
         self._runs: list[list[Any]] = []
 
-    def one(self) -> Callable[..., None]:
-        """To be told the operators of the next run."""
+    def one(self, leaves: Mapping[int, str]) -> Callable[..., None]:
+        """To be told the operators of the next run.
+
+        Args:
+            leaves: identity -> name of each parameter, buffer and input in this run.
+        """
         run: list[Any] = []
         self._runs.append(run)
 
         def told(func: Any, args: Any, kwargs: Any, noted: Any) -> None:
+            if func is torch.ops.aten.detach.default:  # torch's own bookkeeping, as the trace goes
+                return
             said: list[Any] = []
-            read((args, kwargs), [], said)
+            tensors: list[Tensor] = []
+            read((args, kwargs), tensors, said)
+            said += [leaves.get(id(tensor)) for tensor in tensors]
             if func in _LITERALS and type(args[0]) is Tensor:
                 said.append(compat.values_as_text(args[0]))
             run.append((func, tuple(map(_unnumbered, said)), noted))
