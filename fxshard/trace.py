@@ -115,7 +115,8 @@ def capture(
         if not _is_worth(way, failures, symbols):
             continue
         try:
-            with hf.while_tracing(model):  # all of its traces: what it logs, it logs once
+            # All of its traces: what it logs, it logs once.
+            with hf.while_tracing(model), compat.unobserved():
                 return _captured(
                     *(model, args, kwargs, units, world_size, training, device, for_cuda, symbols),
                     *(every_tangent, way),
