@@ -41,6 +41,7 @@ from fxshard.normalize import fake_like, normalize
 from fxshard.program import Program, Signature, input_name, path_name
 from fxshard.shapes import Domain, Symbols
 from fxshard.strides import KernelFakeMode
+from fxshard.swapped import as_users_own
 from fxshard.units import Unit
 
 log = logging.getLogger("fxshard")
@@ -116,7 +117,7 @@ def capture(
             continue
         try:
             # All of its traces: what it logs, it logs once.
-            with hf.while_tracing(model), compat.unobserved():
+            with as_users_own(model), hf.while_tracing(model), compat.unobserved():
                 return _captured(
                     *(model, args, kwargs, units, world_size, training, device, for_cuda, symbols),
                     *(every_tangent, way),
