@@ -571,6 +571,47 @@ def fake_empty(
     return _fake(mode, torch.empty(shape, dtype=dtype, device=_META), device)
 
 
+def convolves_with_onednn(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> bool:
+    """Whether the CPU runs this convolution, of fake tensors, by oneDNN.
+
+    Which kernel it takes depends on dtype, sizes, threads and processor
+    (ATen/native/Convolution.cpp, ``use_mkldnn``): torch is asked, with tensors that nobody fills.
+    """
+    kinds: Any = torch._C._ConvBackend
+    with _disable_current_modes():
+        chosen = torch._C._select_conv_backend(
+            *(
+                torch.empty_strided(_examples(t.shape), _examples(t.stride()), dtype=t.dtype)
+                for t in (input, weight)
+            ),
+            bias=None,
+            bias_sizes=bias_sizes,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            transposed=transposed,
+            output_padding=output_padding,
+            groups=groups,
+        )
+    # between the two lies the transposed one, which has no name here
+    return bool(kinds.Mkldnn.value <= chosen.value <= kinds.MkldnnEmpty.value)
+
+
+def _examples(sizes: Sequence[Any]) -> list[int]:
+    """What open sizes are in the example call; asking for their values would close them."""
+    return [n.node.hint if isinstance(n, torch.SymInt) else n for n in sizes]
+
+
 def fake_view(
     mode: FakeTensorMode, base: torch.Tensor, view: Callable[[torch.Tensor], Any]
 ) -> torch.Tensor:
