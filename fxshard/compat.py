@@ -19,6 +19,7 @@ from typing import Any
 import sympy
 import torch
 import torch._decomp.decompositions as _decompositions
+import torch._functorch._aot_autograd.collect_metadata_analysis as _analysis
 import torch._functorch._aot_autograd.descriptors as _desc
 import torch._library.autograd as _library_autograd
 import torch.utils.checkpoint as _checkpoint
@@ -159,7 +160,12 @@ def export_joint(
         The graph module; the descriptor of each placeholder; the descriptor of each output.
         (torch/_functorch/aot_autograd.py, ``aot_export_joint_with_descriptors``)
     """
-    with contextlib.ExitStack() as stack, _recurrent_as_in_eager(), _upsampling_whole():
+    with (
+        contextlib.ExitStack() as stack,
+        _recurrent_as_in_eager(),
+        _upsampling_whole(),
+        _tangents_alone(),
+    ):
         joint = aot_export_joint_with_descriptors(
             stack,
             module,
@@ -170,6 +176,26 @@ def export_joint(
     placeholders = [n.meta["desc"] for n in graph_module.graph.find_nodes(op="placeholder")]
     (output,) = graph_module.graph.find_nodes(op="output")
     return graph_module, placeholders, list(output.meta["desc"])
+
+
+@contextlib.contextmanager
+def _tangents_alone() -> Iterator[None]:
+    """Trace gradients of outputs as autograd hands them over: dense, in storages of their own.
+
+    Torch traces them as what the outputs are: with gaps, and in the storage of all of it, where
+    those are parts of something larger.
+    (torch/_functorch/_aot_autograd/collect_metadata_analysis.py, ``traced_tangents``)
+    """
+    coerced = _analysis.coerce_tangent_and_suggest_memory_format
+
+    def alone(tangent: torch.Tensor) -> Any:
+        return coerced(torch.empty_like(tangent))
+
+    _analysis.coerce_tangent_and_suggest_memory_format = alone
+    try:
+        yield
+    finally:
+        _analysis.coerce_tangent_and_suggest_memory_format = coerced
 
 
 def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> Any:

@@ -213,6 +213,7 @@ def _captured(
         tangents=call.tangents,
         training=training,
         differentiable=call.differentiable,
+        repeats=call.repeats,
     )
     program = Program(
         graph=traced.graph,
@@ -405,7 +406,7 @@ def _rehearsal(prepared: _Prepared, runs: stamp.Runs) -> stamp.Rehearsal:
             outputs = call.forward(*fakes)
         recorder.finish(outputs)
     facts = [call.out_spec, call.out_names, call.out_constants, call.differentiable]
-    facts += [call.tangents, call.replaced]
+    facts += [call.tangents, call.repeats, call.replaced]
     if prepared.sizes is not None:
         facts.append(prepared.sizes.asked)
     return stamp.Rehearsal(recorder.lines, list(calls), facts, leaves)
@@ -462,6 +463,7 @@ class _Call(nn.Module):
         self.out_constants: tuple[tuple[Any] | None, ...] = ()
         self.differentiable: tuple[int, ...] = ()
         self.tangents: tuple[int, ...] = ()
+        self.repeats: tuple[tuple[int, int], ...] = ()
         self.replaced: tuple[str, ...] = ()
 
     def inputs(self, tensors: Sequence[torch.Tensor]) -> Any:
@@ -498,7 +500,12 @@ class _Call(nn.Module):
         wants = [i for i, v in enumerate(values) if is_tensor[i] and v.requires_grad and self.grad]
         scalars = [i for i in wants if values[i].dim() == 0]
         self.differentiable = tuple(wants)
-        self.tangents = tuple(wants if self.every_tangent else scalars or wants)
+        first = {id(v): i for i, v in reversed([*enumerate(values)]) if isinstance(v, torch.Tensor)}
+        self.repeats = tuple(
+            (i, first[id(v)]) for i, v in enumerate(values) if first.get(id(v), i) != i
+        )
+        begins = wants if self.every_tangent else scalars or wants
+        self.tangents = tuple({id(values[i]): i for i in begins}.values())  # the last of the same
         self.out_constants = tuple(
             None if computed[i] else (value,) for i, value in enumerate(values)
         )

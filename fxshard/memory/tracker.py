@@ -18,10 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fxshard.compat import TorchDispatchMode, is_fake, tree_flatten
-from fxshard.memory.category import CATEGORIES, COLUMN, Category, Curve, Matrix, is_reduce_copy
+from fxshard.memory.category import CATEGORIES, COLUMN, Category, Curve, Matrix
 from fxshard.world import World
-
-aten = torch.ops.aten
 
 
 @dataclasses.dataclass
@@ -152,7 +150,7 @@ class Tracker(TorchDispatchMode):
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 self._see(leaf, default, host)
-        if is_reduce_copy(func, kwargs) and _holds_memory(result):
+        if _only_copies(str(func), kwargs) and _holds_memory(result):
             sources = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
             numbers = (self._numbers.get(id(source.untyped_storage())) for source in sources)
             self._copied(self._number(result), tuple(n for n in numbers if n is not None))
@@ -351,6 +349,8 @@ class WatchedWorld:
 
     def store(self, tensors: list[Tensor], pair: int) -> list[Tensor]:
         """See `fxshard.world.World`."""
+        for tensor in tensors:
+            self._tracker.gradient(tensor)  # with one rank nothing else shows what it is
         made = self._world.store(tensors, pair)
         self._tracker.mark(made, Category.SHARDED_GRAD, host=True)
         return made
@@ -391,6 +391,14 @@ class WatchedWorld:
         """See `fxshard.world.World`."""
         self._world.free(tensors)
         self._tracker.resized(tensors)
+
+
+def _only_copies(name: str, kwargs: dict[str, Any]) -> bool:
+    """True for an operator whose result is what it was given: in another dtype, contiguous, with
+    padding, or several in one."""
+    if name == "aten.clone.default":
+        return kwargs.get("memory_format") is torch.contiguous_format
+    return name in ("aten._to_copy.default", "aten.cat.default", "aten.constant_pad_nd.default")
 
 
 def _holds_memory(tensor: Tensor) -> bool:
