@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -50,8 +51,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import TreeSpec, tree_unflatten
 from torch.utils._sympy.functions import FloorDiv, Max, Mod
 
+from fxshard import files
+
 __all__ = [
     "DATA_DEPENDENT_ERRORS",
+    "FakeTensor",
     "FakeTensorMode",
     "FloorDiv",
     "Max",
@@ -1157,9 +1161,16 @@ def inductor_key() -> str:
 
 
 def inductor_cache_dir() -> str:
-    """Where Inductor keeps the kernels that it builds (TORCHINDUCTOR_CACHE_DIR)."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    """Where Inductor keeps the kernels that it builds (TORCHINDUCTOR_CACHE_DIR).
 
+    They are executed too. By default the folder lies in the directory of temporary files, which is
+    everybody's: if it is not this user's alone, Inductor is given another (`files.private`).
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
+
+    variable = "TORCHINDUCTOR_CACHE_DIR"
+    wanted = os.path.abspath(os.environ.get(variable) or default_cache_dir())
+    os.environ[variable] = str(files.private(Path(wanted)))
     return cache_dir()
 
 

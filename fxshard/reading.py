@@ -86,6 +86,9 @@ class Root:
     _hooks: list[saved_tensors_hooks] = dataclasses.field(default_factory=list)
     _around: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
 
+    def __post_init__(self) -> None:
+        ROOTS.add(self)
+
     def whole(self, fqn: str) -> Tensor:
         """The parameter, whole, in the dtype that its unit computes in; collective."""
         slot = self.owner.slots[fqn]
@@ -156,6 +159,9 @@ class Root:
         memo[id(self)] = made = object.__new__(Root)
         Root.__init__(made, copy.deepcopy(self.owner, memo))
         return made
+
+
+ROOTS: weakref.WeakSet[Root] = weakref.WeakSet()  # of all models that are sharded now
 
 
 class _Whole:
