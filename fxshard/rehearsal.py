@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 from collections.abc import Iterator
@@ -11,12 +12,30 @@ from typing import Any
 import torch
 
 from fxshard import compat
+from fxshard.executor import Executor, TracedExecutor
 from fxshard.memory.category import Category
 from fxshard.memory.optimizer import make_optimizer
-from fxshard.memory.tracker import Measured, Tracker
+from fxshard.memory.tracker import Measured, Tracker, WatchedWorld
+from fxshard.mesh import grid, mesh_of, world_over
 from fxshard.module import ShardedModule
 from fxshard.plans import Workload
 from fxshard.program import Program
+from fxshard.units import configured_units
+
+
+def tracked(work: Workload, steps: int) -> list[Measured]:
+    """Train a copy of the model on this rank of the default process group; what was measured."""
+    tracker = Tracker(offloaded=work.config.offload is not None)
+    module, config = copy.deepcopy(work.module), work.config
+    units = configured_units(module, config)
+    world = world_over(mesh_of(module, config, grid(work.world_size, config)), config, units)
+
+    def make_executor(program: Program, world: Any) -> Executor:
+        return TracedExecutor(program, WatchedWorld(world, tracker), tracker)
+
+    sharded = ShardedModule(module, units, world, config, make_executor)
+    tracked_steps(sharded, work, tracker, steps)
+    return tracker.measured()
 
 
 def tracked_steps(model: ShardedModule, work: Workload, tracker: Tracker, steps: int) -> None:

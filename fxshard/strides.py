@@ -104,7 +104,7 @@ def without_input(args: tuple[Any, ...], result: Any) -> Any:
 
 
 def weight_and_bias(args: tuple[Any, ...], result: Any) -> Any:
-    """oneDNN computes the gradient of the weight along with that of the bias, asked for or not.
+    """OneDNN computes the gradient of the weight along with that of the bias, asked for or not.
 
     Source: ``mkldnn_convolution_backward`` (ATen/native/mkldnn/Conv.cpp).
     """

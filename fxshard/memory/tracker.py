@@ -395,7 +395,8 @@ class WatchedWorld:
 
 def _only_copies(name: str, kwargs: dict[str, Any]) -> bool:
     """True for an operator whose result is what it was given: in another dtype, contiguous, with
-    padding, or several in one."""
+    padding, or several in one.
+    """
     if name == "aten.clone.default":
         return kwargs.get("memory_format") is torch.contiguous_format
     return name in ("aten._to_copy.default", "aten.cat.default", "aten.constant_pad_nd.default")
