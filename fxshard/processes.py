@@ -58,7 +58,7 @@ def run(job: Job, payload: bytes, world_size: int, limit_s: float | None = None)
     """
     limit = LIMIT_S if limit_s is None else limit_s
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["fxshard"])
+    context.set_forkserver_preload(["fxshard.api"])
     processes: list[BaseProcess] = []
     connections: list[Connection] = []
     with tempfile.TemporaryDirectory(prefix="fxshard-ranks-") as folder:

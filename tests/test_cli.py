@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import fxshard
-from fxshard import cli, model_source
+from fxshard import cli, commands, model_source
 from fxshard.memory.category import CATEGORIES
 
 LLAMA = ("--hf-config", "tiny-llama", "--seq", "8", "--world-size", "2")
@@ -205,7 +205,7 @@ def test_progress_is_shown_on_a_terminal_only() -> None:
         out = io.StringIO()
         console = Console(file=out, force_terminal=terminal, width=80)
         before = set(threading.enumerate())  # pytest-timeout has a timer of its own
-        with cli.progress("planning", console, patience) as say:
+        with commands.progress("planning", console, patience) as say:
             for thread in set(threading.enumerate()) - before:
                 if isinstance(thread, threading.Timer) and not patience:
                     thread.join(10)

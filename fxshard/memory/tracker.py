@@ -71,6 +71,7 @@ class Tracker(TorchDispatchMode):
         self._references: dict[int, Any] = {}
         self._packed: set[int] = set()  # storages of packed shards, and of what is gathered of them
         self._in_step = False
+        self.waiting = False  # for a collective: what gloo copies then, it has made for itself
         self.phase = "start"
 
     # -- marks ------------------------------------------------------------------------------------
@@ -148,7 +149,7 @@ class Tracker(TorchDispatchMode):
         default = Category.ACTIVATION if self.phase in ("forward", "loss") else Category.TEMP
         host = self._offloaded and (self.phase == "optimizer" or self._in_step)
         for leaf in leaves:
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and not self.waiting:
                 self._see(leaf, default, host)
         if _only_copies(str(func), kwargs) and _holds_memory(result):
             sources = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
@@ -378,7 +379,9 @@ class WatchedWorld:
 
     def wait(self, tensors: list[Tensor], pair: int) -> None:
         """See `fxshard.world.World`."""
+        self._tracker.waiting = True
         self._world.wait(tensors, pair)
+        self._tracker.waiting = False
         self._tracker.waited(tensors)
 
     def wait_event(self, stream: str, event: str) -> None:
