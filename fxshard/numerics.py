@@ -398,7 +398,8 @@ def forward_backward(
     if work.loss is not None:
         value = work.loss(out)
         seen["loss", f"loss{behind}"] = plain(value)
-        value.backward()
+        if value.requires_grad:
+            value.backward()
     elif roots:
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
     for name, (leaf, before) in inputs.items():

@@ -144,8 +144,9 @@ def _varied(call: Call, generator: torch.Generator, *, integers: bool) -> Call:
             scale = leaf.detach().double().std(correction=0).to(leaf)
             made = leaf.detach() + noise * torch.where(scale > 0, scale, 1) / 10
         elif integers and not leaf.is_complex() and leaf.dtype is not torch.bool:
-            order = torch.randperm(leaf.numel(), generator=generator).to(leaf.device)
-            made = leaf.reshape(-1)[order].reshape(leaf.shape)
+            flat = leaf.reshape(-1)
+            made = flat[torch.randperm(len(flat), generator=generator).to(leaf.device)]
+            made = (flat.roll(1) if torch.equal(made, flat) else made).reshape(leaf.shape)
         else:
             return leaf
         like = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
@@ -233,7 +234,9 @@ def _steps(work: Workload, rank: int, steps: int) -> list[Left]:
     model = _Watched(module, units, world, config)
     model.stepped = {}
     optimizer = None
-    if config.optimizer is not None and not config.optimizer_in_backward:
+    if config.optimizer_in_backward:
+        optimizer = model.optimizer  # steps what it has left: ignored parameters
+    elif config.optimizer is not None:
         optimizer = _optimizer(config, dict(model.named_parameters()))
     found: list[Left] = []
     for step in range(steps):

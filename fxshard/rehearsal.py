@@ -95,8 +95,8 @@ def _forward_backward(
     out = model(*args, **kwargs)
     leaves, _ = compat.tree_flatten(out)
     roots = [leaves[i] for i in program.signature.tangents]
-    if work.loss is None:
-        tracker.begin("loss backward")
+    if work.loss is None or not program.signature.training:
+        tracker.begin("loss backward")  # of nothing, where no output needs a gradient
         tangents = [torch.ones_like(root) for root in roots]
         torch.autograd.backward(roots, tangents)
         return

@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import functools
 import gc
+import inspect
 import logging
 import traceback
 import types
@@ -104,7 +105,7 @@ def capture(
         if not _is_worth(way, failures, symbols):
             continue
         try:
-            with hf.while_tracing(model):  # all of its traces: what it logs, it logs once
+            with hf.while_tracing(model), _torch_silent():  # of all traces: what it logs, once
                 return _captured(
                     *(model, args, kwargs, units, world_size, training, device, for_cuda, symbols),
                     *(every_tangent, way),
@@ -211,7 +212,7 @@ def _captured(
         input_names=names,
         output_names=call.out_names,
         tangents=call.tangents,
-        training=training,
+        training=training and bool(call.tangents),
         differentiable=call.differentiable,
         repeats=call.repeats,
     )
@@ -632,15 +633,61 @@ def _failures_told(call: _Call) -> Iterator[None]:
                 f"tensor in __init__ (register_buffer), or empty the cache and call the model once "
                 f"before it is planned or compiled."
             ) from error
+        misfit = _misfit(call)
+        if isinstance(error, TypeError) and misfit:
+            raise CaptureError(
+                f"{type(call.model).__name__} cannot be called as {_called(call)}: {misfit}.\n"
+                f"Give the call to trace: args=(x,) for model(x), kwargs={{'name': y}} for "
+                f"model(name=y)."
+            ) from error
         text = (
             f"{type(call.model).__name__} cannot be traced ({type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else ''}){_user_line(error)}"
         )
         if ".numpy()" in str(error):
             text += "\nCompute it with torch, or outside of the model and pass it in."
+        text += f"\nThe call was {_called(call)}; args=(x,) stands for model(x)."
         if isinstance(error, (RuntimeError, TypeError)):  # others are the model's own
             raise _TracerError(text, from_data=False) from error
         raise CaptureError(text) from error
+
+
+def _misfit(call: _Call) -> str:
+    """What of the call the signature of forward does not take; "" if it takes all of it."""
+    args, kwargs = compat.tree_unflatten(call.flat, call.in_spec)
+    try:
+        inspect.signature(call.model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def _called(call: _Call) -> str:
+    """``model(float32[3, 4], labels=int64[3])``."""
+    args, kwargs = compat.tree_unflatten(call.flat, call.in_spec)
+    every = [_said(arg) for arg in args] + [f"{name}={_said(arg)}" for name, arg in kwargs.items()]
+    return f"model({', '.join(every)})"
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+
+@contextlib.contextmanager
+def _torch_silent() -> Iterator[None]:
+    """What torch raises while it traces is told once, by us: not in forty lines of its log too."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def drop(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR
+
+    logger.addFilter(drop)
+    try:
+        yield
+    finally:
+        logger.removeFilter(drop)
 
 
 def _kept(model: nn.Module) -> str:
