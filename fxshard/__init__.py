@@ -6,12 +6,12 @@ if TYPE_CHECKING:
     from fxshard.api import compile, plan, shard, tune, validate
     from fxshard.checkpoint import load_checkpoint, save_checkpoint
     from fxshard.dynamo import reports
-    from fxshard.module import ShardedModule
+    from fxshard.module import FxshardModule
     from fxshard.plans import Plan
 
 __all__ = [
+    "FxshardModule",
     "Plan",
-    "ShardedModule",
     "compile",
     "load_checkpoint",
     "plan",
@@ -22,8 +22,8 @@ __all__ = [
     "validate",
 ]
 _HOMES = {
+    "FxshardModule": "module",
     "Plan": "plans",
-    "ShardedModule": "module",
     "compile": "api",
     "load_checkpoint": "checkpoint",
     "plan": "api",

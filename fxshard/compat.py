@@ -192,16 +192,17 @@ def _tangents_alone() -> Iterator[None]:
     those are parts of something larger.
     (torch/_functorch/_aot_autograd/collect_metadata_analysis.py, ``traced_tangents``)
     """
-    coerced = _analysis.coerce_tangent_and_suggest_memory_format
+    analysis: Any = _analysis
+    coerced = analysis.coerce_tangent_and_suggest_memory_format
 
     def alone(tangent: torch.Tensor) -> Any:
         return coerced(torch.empty_like(tangent))
 
-    _analysis.coerce_tangent_and_suggest_memory_format = alone
+    analysis.coerce_tangent_and_suggest_memory_format = alone
     try:
         yield
     finally:
-        _analysis.coerce_tangent_and_suggest_memory_format = coerced
+        analysis.coerce_tangent_and_suggest_memory_format = coerced
 
 
 def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> Any:
@@ -619,7 +620,7 @@ def convolves_with_onednn(
     Which kernel it takes depends on dtype, sizes, threads and processor
     (ATen/native/Convolution.cpp, ``use_mkldnn``): torch is asked, with tensors that nobody fills.
     """
-    kinds: Any = torch._C._ConvBackend
+    kinds: Any = getattr(torch._C, "_ConvBackend")  # noqa: B009, the stubs call it otherwise
     with _disable_current_modes():
         chosen = torch._C._select_conv_backend(
             *(
@@ -963,7 +964,7 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
-_HOOKS = {
+HOOKS = {
     "_forward_pre_hooks": "forward pre-hook",
     "_forward_hooks": "forward hook",
     "_backward_pre_hooks": "backward pre-hook",
@@ -977,7 +978,7 @@ def module_hooks(module: nn.Module) -> list[tuple[str, int, Any]]:
     (torch/utils/hooks.py, ``RemovableHandle``)
     """
     found = module.__dict__
-    return [(kind, n, hook) for name, kind in _HOOKS.items() for n, hook in found[name].items()]
+    return [(kind, n, hook) for name, kind in HOOKS.items() for n, hook in found[name].items()]
 
 
 def hook_numbers(modules: list[nn.Module]) -> tuple[int, ...]:

@@ -38,7 +38,7 @@ from fxshard.memory.optimizer import make_optimizer
 from fxshard.memory.report import MemoryReport
 from fxshard.memory.tracker import Measured
 from fxshard.mesh import grid, mesh_of, world_over
-from fxshard.module import ShardedModule
+from fxshard.module import sharded
 from fxshard.numerics import (
     SEED,
     Difference,
@@ -61,6 +61,7 @@ from fxshard.optimizer import OnShards
 from fxshard.plans import Call, Workload
 from fxshard.program import Program
 from fxshard.rehearsal import split_steps, tracked
+from fxshard.runtime import Runtime
 from fxshard.units import Param, Unit, configured_units
 
 
@@ -212,14 +213,16 @@ def run_rank(rank: int, job: tuple[Workload, list[Call], int]) -> Any:
     return _steps(work, rank, steps), tracked(work, steps)
 
 
-class _Watched(ShardedModule):
+class _Watched(Runtime):
     """Keeps the gradients that ``optimizer_in_backward`` steps with."""
 
-    stepped: dict[str, Part]
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.stepped: dict[str, Part] = {}
 
     def step_parameters(self, fqns: list[str], grads: list[list[Tensor]]) -> OnShards:
         for fqn, shard in zip(fqns, grads[0], strict=True):
-            held = part(dict(self.named_parameters())[fqn])
+            held = part(self.slots[fqn].tensor)
             self.stepped[fqn] = dataclasses.replace(
                 held, tensor=shard[: held.tensor.shape[0]].clone()
             )
@@ -231,8 +234,9 @@ def _steps(work: Workload, rank: int, steps: int) -> list[Left]:
     module = copy.deepcopy(work.module)
     units = configured_units(module, config)
     world = world_over(mesh_of(module, config, grid(work.world_size, config)), config, units)
-    model = _Watched(module, units, world, config)
-    model.stepped = {}
+    model = sharded(module, units, world, config, kind=_Watched)
+    runtime = model._fxshard
+    assert isinstance(runtime, _Watched)
     optimizer = None
     if config.optimizer_in_backward:
         optimizer = model.optimizer  # steps what it has left: ignored parameters
@@ -245,7 +249,7 @@ def _steps(work: Workload, rank: int, steps: int) -> list[Left]:
             waits = work.no_sync and i < work.micro_batches - 1
             call = own(work.call)
             with model.no_sync() if waits else contextlib.nullcontext():
-                program = model.variant(*call).program
+                program = runtime.variant(*call).program
                 torch.manual_seed(_seed(rank, step, i))
                 seen |= forward_backward(model, call, work, program, i)
         params = dict(model.named_parameters())
@@ -255,8 +259,8 @@ def _steps(work: Workload, rank: int, steps: int) -> list[Left]:
         for param in params.values():
             param.grad = None
         left = {name: part(param) for name, param in params.items()}
-        found.append(Left(seen | buffers_of(model), grads | model.stepped, left))
-        model.stepped = {}
+        found.append(Left(seen | buffers_of(model), grads | runtime.stepped, left))
+        runtime.stepped = {}
     return found
 
 

@@ -155,7 +155,7 @@ class Program:
         replicas: number of such groups of ranks, which hold the same shards.
         sync: False under ``no_sync``: gradients are accumulated, not reduced.
         accumulated: parameters that have an accumulated gradient when backward begins.
-        comm_hook: the user's function reduces gradients (`ShardedModule.register_comm_hook`).
+        comm_hook: the user's function reduces gradients (`FxshardModule.register_comm_hook`).
         offloaded: shards and sharded gradients live on the CPU.
         device: where it computes.
         fake_mode: owner of the fake values, for passes that make new ones.

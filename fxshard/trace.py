@@ -31,6 +31,7 @@ from fxshard.normalize import fake_like, normalize
 from fxshard.program import Program, Signature, input_name, path_name
 from fxshard.shapes import Domain, Symbols
 from fxshard.strides import KernelFakeMode
+from fxshard.swapped import as_users_own
 from fxshard.units import Unit
 
 log = logging.getLogger("fxshard")
@@ -105,7 +106,8 @@ def capture(
         if not _is_worth(way, failures, symbols):
             continue
         try:
-            with hf.while_tracing(model), _torch_silent():  # of all traces: what it logs, once
+            # Around all of its traces: what the model and torch log, they log once.
+            with as_users_own(model), hf.while_tracing(model), _torch_silent():
                 return _captured(
                     *(model, args, kwargs, units, world_size, training, device, for_cuda, symbols),
                     *(every_tangent, way),
