@@ -162,7 +162,7 @@ def _laid_out(grad: Tensor | None, node: fx.Node, shape: torch.Size) -> Tensor:
     """The gradient of an output in the strides that backward was traced for; None is zeros."""
     like = node.meta["val"]
     stride = like.stride() if like.shape == shape else shapes.stride_like(like, shape)
-    if grad is not None and grad.stride() == stride:
+    if grad is not None and shapes.lies_as(grad, stride):
         return grad
     made = torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
     return made.zero_() if grad is None else made.copy_(grad)

@@ -170,6 +170,7 @@ RETURNS: dict[str, Callable[[Tensor, Any], Any]] = {
     "expanded": lambda h, net: h.mean().expand(3),
     "windows": lambda h, net: h.unfold(1, 2, 1),
     "the weight": lambda h, net: (h, net.lin.weight),
+    "one column": lambda h, net: torch.linalg.solve_triangular(h.t() @ h, h.t()[:, :1], upper=True),
 }
 
 

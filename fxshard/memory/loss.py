@@ -150,7 +150,7 @@ def trace_loss(
             if grad is None:
                 continue
             number = recorder.numbers.get(id(grad.untyped_storage()), UNSEEN)
-            if grad.stride() == dense[position]:
+            if shapes.lies_as(grad, dense[position]):
                 tangents[str(position)] = number
             else:
                 copied.add(number)
