@@ -55,9 +55,11 @@ def blocks() -> Any:
 
 def of_a_function() -> Any:
     """A model that cannot be pickled."""
-    model = nn.Sequential(Block())
-    model.forward = lambda x: model[0](x)  # type: ignore[method-assign]
-    return model, (torch.ones(4, 8),), {}
+
+    class Local(Block):
+        pass
+
+    return nn.Sequential(Local()), (torch.ones(4, 8),), {}
 
 
 def tokens() -> nn.Module:

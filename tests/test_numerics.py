@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 import fxshard
-from fxshard import cli, meta
+from fxshard import cli, commands, meta
 from fxshard.config import Config
 from fxshard.numerics import RTOL, Numerics, difference
 from fxshard.pipeline import default_passes
@@ -371,7 +371,7 @@ def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert cli.main(["validate", *TINY, "--numerics", "--all"]) == 0
     assert "bitwise    gradient" in capsys.readouterr().out
     passes = with_fault("0.linear.bias", aten.neg.default)
-    monkeypatch.setattr(cli, "options", lambda args: {"passes": passes})
+    monkeypatch.setattr(commands, "options", lambda args: {"passes": passes})
     assert cli.main(["validate", *TINY, "--numerics", "--json"]) == 1
     rows = json.loads(capsys.readouterr().out)["numerics"]["rows"]
     assert "wrong" in {row["verdict"] for row in rows}
