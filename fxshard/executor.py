@@ -6,6 +6,7 @@ value is dropped by ``x = None`` behind its last reader, collectives are calls o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import linecache
 import logging
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
-from fxshard import dump, meta, ops, spelling
+from fxshard import dump, meta, ops, rng, spelling
 from fxshard.compat import OpOverload
 from fxshard.program import Program
 from fxshard.regions import load as load_regions
@@ -53,6 +54,9 @@ class Executor:
             for region in self.schedule.regions.values()
             if any(meta.is_random(node) for node in region.body)
         }
+        rows = {name: {row.target for row in graph.nodes} for name, graph in self.schedule.phases()}
+        self._draws = {name for name, run in rows.items() if run & self._random}
+        self._communicates = {name for name, run in rows.items() if run & {*ops.COLLECTIVES}}
 
     def forward(self, args: list[list[Tensor]]) -> tuple[list[Tensor], list[list[Tensor]]]:
         """Run forward.
@@ -88,11 +92,13 @@ class Executor:
         return list(self.schedule.backward.find_nodes(op="placeholder"))
 
     def _run(self, phase: str, graph: fx.Graph, args: list[list[Tensor]]) -> list[Any]:
-        if isinstance(self.world, InProcessWorld):
-            names = [*self.schedule.regions, "step"]
-            regions = {n: self._functions[n] for n in names if n in self._functions}
-            return self.world.run(graph, regions, self._random, args)
-        return [self._functions[phase](self.world, args[0])]
+        draws = rng.kept(self.program.device) if phase in self._draws else contextlib.nullcontext()
+        with self.world.phase(phase, phase in self._communicates), draws:
+            if isinstance(self.world, InProcessWorld):
+                names = [*self.schedule.regions, "step"]
+                regions = {n: self._functions[n] for n in names if n in self._functions}
+                return self.world.run(graph, regions, self._random, args)
+            return [self._functions[phase](self.world, args[0])]
 
 
 class Probe(Protocol):
@@ -193,7 +199,7 @@ def _region(program: Program, region: Region, points: bool) -> str:
     lines += _unpack(region.graph)
     dead = last_reads(region.graph)
     for node in region.body:
-        comment = f"  # {meta.get(node).module}" if meta.get(node).module.strip(".") else ""
+        comment = _comment(meta.get(node).module) if meta.get(node).module.strip(".") else ""
         lines.append(f"    {node.name} = {_call(node)}{comment}")
         lines += _drop(dead[node])
         if points:
@@ -208,7 +214,7 @@ def _phase(program: Program, name: str, graph: fx.Graph, points: bool) -> str:
     for row in graph.nodes:
         if row.op not in ("call_function", "call_module") or row.target is operator.getitem:
             continue
-        unit = program.units[meta.get(row).unit or 0].name
+        unit = _comment(program.units[meta.get(row).unit or 0].name)
         picks = [user for user in row.users if user.target is operator.getitem]
         targets = f"{_tuple([pick.name for pick in picks])} = " if picks else ""
         drops = [n for reader in (row, *picks) for n in dead[reader] if n is not row]
@@ -217,12 +223,12 @@ def _phase(program: Program, name: str, graph: fx.Graph, points: bool) -> str:
         if row.op == "call_module":
             lines.append(f"    args = [{', '.join(n.name for n in row.all_input_nodes)}]")
             lines += _drop(drops)
-            lines.append(f"    {targets}{row.target}(args)  # {unit}")
+            lines.append(f"    {targets}{row.target}(args){unit}")
             drops = []
         elif row.target in ops.WORDS:
-            lines.append(f"    {targets}{_word(row)}  # {unit}")
+            lines.append(f"    {targets}{_word(row)}{unit}")
         else:
-            lines.append(f"    {row.name} = {_call(row)}  # {unit}")
+            lines.append(f"    {row.name} = {_call(row)}{unit}")
         ran = [meta.get(node) for node in row.meta.get("run", (row,))]
         lines += [f"    world.record_event({t.stream!r}, {t.records!r})" for t in ran if t.records]
         lines += _drop(drops)
@@ -230,6 +236,11 @@ def _phase(program: Program, name: str, graph: fx.Graph, points: bool) -> str:
             lines.append("    at()")
     lines.append(f"    return {_value(_output(graph))}")
     return "\n".join(lines)
+
+
+def _comment(name: str) -> str:
+    """A name of the user's behind a statement: of whatever it is made, it is no code."""
+    return f"  # {name if name.isprintable() else ascii(name)}"
 
 
 def _entry(graph: fx.Graph) -> list[str]:

@@ -148,9 +148,14 @@ def load(args: argparse.Namespace, device: str) -> Call:
 
 
 def _with_tokens(model: nn.Module, batch: int, seq: int) -> Call:
-    """A call with token ids, int64 [batch, seq]; a transformers model gets them as labels too."""
+    """A call with token ids, int64 [batch, seq]; a transformers model gets them as labels too.
+
+    They are drawn from as many as the smallest embedding has; 0 where there is none.
+    """
     device = next((p.device for p in model.parameters()), None)
-    tokens = torch.zeros(batch, seq, dtype=torch.int64, device=device)
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    most = min((table.num_embeddings for table in tables), default=1)
+    tokens = torch.randint(most, (batch, seq), device=device)
     if type(model).__module__.startswith("transformers."):
         return model, (), {"input_ids": tokens, "labels": tokens.clone()}
     return model, (tokens,), {}
@@ -167,8 +172,9 @@ def _from_config(source: str, device: str) -> Any:
         config = AutoConfig.for_model(**values)
         config.use_cache = False  # a cache is an output that training does not need
         with torch.device(device):
-            return AutoModelForCausalLM.from_config(config)
-    except (TypeError, ValueError) as error:
+            # What a config.json names in "auto_map" is not run, nor asked for.
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # of values that make no sense, whatever it stumbles over
         reason = re.split(r"\.\s", str(error))[0]  # behind it: a list of all that there is
         raise ConfigError(f"--hf-config {source}: no causal language model: {reason}.") from error
 
@@ -176,7 +182,7 @@ def _from_config(source: str, device: str) -> Any:
 def _read_config(source: str) -> dict[str, Any]:
     try:
         return dict(json.loads(Path(source).read_text("utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"--hf-config {source}: neither a preset ({', '.join(PRESETS)}) nor a config.json "
             f"that can be read: {error}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,7 +43,7 @@ class Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         batch = tensors[call.params :]
-        with call.runtime.as_traced():
+        with call.runtime.as_traced(call.variant):
             outputs, saved = call.variant.executor.forward(
                 call.runtime.arguments(call.variant, batch)
             )
@@ -52,13 +54,14 @@ class Step(torch.autograd.Function):
         plain = [k for k in are_tensors if where[k] not in signature.differentiable]
         for k in plain:
             outputs[k] = outputs[k].detach()  # the same tensor may be a differentiable output too
+        ctx.places = {position: k for k, position in enumerate(where)}
+        _keep_identities(outputs, [(ctx.places[i], ctx.places[j]) for i, j in signature.repeats])
         ctx.mark_non_differentiable(*(outputs[k] for k in plain))
         returned = {id(outputs[k]) for k in are_tensors}
         # An output that is saved too must not keep its own autograd node alive.
         ctx.saved = [[t.detach() if id(t) in returned else t for t in rank] for rank in saved]
         ctx.exposed = _exposed(outputs, ctx.saved)
         ctx.call, ctx.batch = call, batch
-        ctx.places = {position: k for k, position in enumerate(where)}
         ctx.versions = _versions(call, batch)
         ctx.shapes = {k: outputs[k].shape for k in are_tensors}
         return tuple(outputs)
@@ -71,8 +74,8 @@ class Step(torch.autograd.Function):
         program = call.variant.program
         if ctx.saved is None:
             raise StepError(
-                "backward was called twice on one forward: its saved activations are gone. Run "
-                "forward again, or sum the losses and call backward once."
+                "backward was called twice on one forward, or has failed before: its saved "
+                "activations are gone. Run forward again, or sum the losses and call backward once."
             )
         signature = program.signature
         for position, k in ctx.places.items():
@@ -110,12 +113,69 @@ class Step(torch.autograd.Function):
         call.runtime.require_accumulated(program)
         args = _backward_arguments(call, batch, saved, tangents)
         tangents.clear()
-        if program.sync:
-            for fqn in program.accumulated:  # reduced by this backward, which frees them
-                call.runtime.accumulated.pop(fqn, None)
-        with call.runtime.as_traced():
+        with call.runtime.as_traced(), _whole_or_refused(call):
             results = call.variant.executor.backward(args)
         return (None, *_gradients(call, results, len(batch)))
+
+
+def _keep_identities(outputs: list[Any], repeats: Sequence[tuple[int, int]]) -> None:
+    """Where eager returns one tensor twice, so do we, and nowhere else: graphs merge equal values.
+
+    Autograd brings the gradients of one tensor, summed up, to the last place that it is returned
+    at; two that share memory have a gradient each.
+    """
+    again = dict(repeats)
+    seen: set[int] = set()
+    for k, output in enumerate(outputs):
+        if k in again:
+            outputs[k] = outputs[again[k]]
+        elif isinstance(output, Tensor) and id(output) in seen:
+            outputs[k] = output.detach()
+        seen.add(id(outputs[k]))
+
+
+@contextlib.contextmanager
+def _whole_or_refused(call: Call) -> Iterator[None]:
+    """If backward ends with an exception, its sums and steps are not begun, or calls are refused.
+
+    Gradients are added to accumulated ones in place, and these are freed once they are reduced: a
+    copy to go back to would take as much memory again.
+    """
+    runtime, program = call.runtime, call.variant.program
+    sums = {fqn: runtime.accumulated[fqn] for fqn in program.accumulated & {*runtime.accumulated}}
+    before = {
+        fqn: [(weakref.ref(t), compat.version(t)) for t in tensors] for fqn, tensors in sums.items()
+    }
+    if program.sync:
+        for fqn in sums:  # reduced by this backward, which frees them
+            del runtime.accumulated[fqn]
+    del sums
+    runtime.just_stepped.clear()
+    try:
+        yield
+    except BaseException as error:
+        said = f"backward ended with an exception ({type(error).__name__})"
+        found = {fqn: [(ref(), v) for ref, v in refs] for fqn, refs in before.items()}
+        left = [pair for pairs in found.values() for pair in pairs]
+        if all(t is not None and compat.version(t) == v for t, v in left):
+            for fqn, pairs in found.items():
+                runtime.accumulated[fqn] = [t for t, _ in pairs if t is not None]
+        else:
+            for fqn in found:
+                runtime.accumulated.pop(fqn, None)
+            runtime.torn["accumulated"] = (
+                f"{said} that had added to the gradients accumulated under no_sync, and they are "
+                f"lost: call zero_grad() of the model, and begin with the first micro-batch.",
+                [],
+            )
+        if runtime.just_stepped:
+            runtime.refuse_until_written(
+                "stepped",
+                f"{said} that had stepped {runtime.just_stepped[0]!r} and not all parameters "
+                f"(optimizer_in_backward=True): load the last checkpoint.",
+                [runtime.slots[fqn].tensor for fqn in ops.stepped(program)],
+            )
+        raise
 
 
 def _versions(call: Call, batch: Sequence[Tensor]) -> list[tuple[str, tuple[int, ...]]]:
@@ -145,7 +205,7 @@ def _laid_out(grad: Tensor | None, node: fx.Node, shape: torch.Size) -> Tensor:
     """The gradient of an output in the strides that backward was traced for; None is zeros."""
     like = node.meta["val"]
     stride = like.stride() if like.shape == shape else shapes.stride_like(like, shape)
-    if grad is not None and grad.stride() == stride:
+    if grad is not None and shapes.lies_as(grad, stride):
         return grad
     made = torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
     return made.zero_() if grad is None else made.copy_(grad)
