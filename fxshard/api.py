@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxshard import budget, compat, dynamo, reading, shapes, trace
+from fxshard import budget, compat, dynamo, reading, replaced, shapes, trace
 from fxshard.certificate import agreement
 from fxshard.config import Config
 from fxshard.cost.hardware import Hardware, hardware_of
@@ -155,10 +155,12 @@ def compile(
         )
         if isinstance(world, C10dWorld):
             world.agree(agreement(program), "the model or the batch structure")
+    before = dict(module.named_parameters())
     with unchanged_on_error(module):
         compiled = sharded(module, units, world, config)
         if program is not None:
             compiled._fxshard.add(*call, program)
+    replaced.mark({fqn: before[fqn] for fqn in compiled._fxshard.slots})
     return compiled
 
 
@@ -207,8 +209,11 @@ def shard(
     if isinstance(world, C10dWorld):
         world.agree(_model_lines(units), "the model")
     classes = reading.classes(module, units)
+    before = dict(module.named_parameters())
     with unchanged_on_error(module):
-        dynamo.attach(Runtime(module, units, world, config), classes)
+        runtime = Runtime(module, units, world, config)
+        dynamo.attach(runtime, classes)
+    replaced.mark({fqn: before[fqn] for fqn in runtime.slots})
     return model
 
 

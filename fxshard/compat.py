@@ -940,6 +940,14 @@ def is_custom_function(node: Any) -> bool:
     return bool(type(node)._forward_cls.__module__ != _library_autograd.__name__)  # type: ignore[attr-defined]
 
 
+def plain_torch_functions() -> contextlib.AbstractContextManager[None]:
+    """For the time of the block no tensor subclass has a say in what a torch function does.
+
+    (torch/_C/__init__.pyi; what ``Tensor.__torch_function__`` itself uses, torch/_tensor.py)
+    """
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def version(tensor: torch.Tensor) -> int:
     """How often autograd saw `tensor` changed in place; 0 for inference tensors."""
     return 0 if tensor.is_inference() else tensor._version

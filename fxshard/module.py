@@ -13,11 +13,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from fxshard.config import Config
 from fxshard.errors import ConfigError
 from fxshard.executor import Executor
 from fxshard.fsdp import FsdpMethods
+from fxshard.gathering import let_gather
 from fxshard.memory.report import MemoryReport
 from fxshard.plans import Plan
 from fxshard.runtime import MakeExecutor, Runtime
@@ -87,6 +89,7 @@ class FxshardModule(FsdpMethods):
         rest = {key: value for key, value in self.__dict__.items() if key != STATE}
         made.__dict__.update(copy.deepcopy(rest, memo))
         made.__dict__[STATE] = runtime
+        let_gather(runtime)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -101,6 +104,7 @@ class FxshardModule(FsdpMethods):
         super().__setstate__(theirs)
         self.__dict__[STATE] = runtime
         runtime.restored()
+        let_gather(runtime)
 
 
 def sharded(
@@ -122,6 +126,7 @@ def sharded(
     runtime.inside = Inside.taken_from(model)
     model.__dict__[STATE] = runtime
     model.__class__ = _fxshard_class(type(model))
+    let_gather(runtime)
     assert isinstance(model, FxshardModule)
     return model
 
@@ -142,18 +147,18 @@ def check_swappable(model: nn.Module) -> None:
                 f"Compile once, the plain model; what a compiled one runs is in its .plan and "
                 f".memory."
             )
-    for name in public_names():
-        places: dict[str, Mapping[str, Any]] = {
-            "parameter": model._parameters,
-            "buffer": model._buffers,
-            "submodule": model._modules,
-            "attribute": model.__dict__,
-            **{f"attribute of class {c.__qualname__}": vars(c) for c in _own_classes(model)},
-        }
+    places: dict[str, Mapping[str, Any]] = {
+        "a parameter": model._parameters,
+        "a buffer": model._buffers,
+        "a submodule": model._modules,
+        "an attribute": model.__dict__,
+        **{f"an attribute of class {c.__qualname__}": vars(c) for c in _own_classes(model)},
+    }
+    for name in public_names() if not isinstance(model, FSDPModule) else ():  # refused as sharded
         for kind, held in places.items():
             if name in held:
                 raise ConfigError(
-                    f"{type(model).__name__} has a {kind} {name!r}, and a compiled model has that "
+                    f"{type(model).__name__} has {kind} {name!r}, and a compiled model has that "
                     f"name of fxshard's (fxshard.FxshardModule.{name}), which would hide it. "
                     f"Rename yours, or compile a module that holds this one: names of submodules "
                     f"are free."

@@ -21,6 +21,7 @@ from fxshard.memory.optimizer import make_optimizer
 from fxshard.optimizer import OnShards, on_shards
 from fxshard.plans import Plan, Workload, without_data
 from fxshard.program import Program
+from fxshard.reading import Root
 from fxshard.shapes import Symbols
 from fxshard.step import Call, Step, differentiated
 from fxshard.store import ParameterStore
@@ -60,11 +61,18 @@ class Runtime(ParameterStore):
         self.sync = True
         self.comm_hook = False
         self._optimizer: OnShards | None = None
+        self._root: Root | None = None
         self._warned: set[int] = set()
         self._agreed: dict[str, list[str]] = {}  # what all ranks have alike, by its digest
         self._tree = list(model.modules())
         if config.optimizer_in_backward:
             self.optimizer()  # refuses what cannot step shards before anything is traced
+
+    @property
+    def root(self) -> Root:
+        """What reads whole parameters outside of programs."""
+        self._root = self._root or Root(self)
+        return self._root
 
     def optimizer(self) -> OnShards:
         """The one of the option ``optimizer``, made when it is first asked for."""
@@ -283,7 +291,7 @@ class Runtime(ParameterStore):
 
     def fresh(self) -> dict[str, Any]:
         """No program, and no optimizer: a copy makes its own."""
-        return super().fresh() | {"variants": {}, "_agreed": {}, "_optimizer": None}
+        return super().fresh() | {"variants": {}, "_agreed": {}, "_optimizer": None, "_root": None}
 
     def as_traced(self) -> torch.autocast:
         """The context that a program runs in: its casts are in it, autocast must add none."""

@@ -351,6 +351,9 @@ def converted(
 def _exchange(slot: Slot, local: Tensor, fn: Callable[[Tensor], Tensor]) -> None:
     """Give the parameter `local` for its values, and convert its gradient."""
     tensor = slot.tensor
+    for module, _ in slot.owners:
+        if isinstance(module, nn.RNNBase):
+            module._flat_weight_refs = []  # weak references, which its own _apply drops too
     grad, tensor.grad = tensor.grad, None
     if isinstance(tensor, DTensor):
         made = nn.Parameter(_dtensor(local, tensor), tensor.requires_grad)
