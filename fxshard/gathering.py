@@ -51,7 +51,7 @@ class GatheringTensor(DTensor):
             if not any(not isinstance(t, DTensor) and t.dim() for t in tensors):
                 try:
                     found = func(*args, **kwargs)
-                except NotImplementedError:  # DTensor does not know how
+                except (NotImplementedError, RuntimeError):  # DTensor cannot, whole tensors may
                     pass
                 else:
                     if not (torch.is_grad_enabled() and _computes(found, tensors)):
@@ -75,7 +75,7 @@ def let_gather(runtime: Runtime) -> None:
     """Let the sharded parameters of a model gather themselves; again, for new ones among them."""
     if isinstance(runtime.world, C10dWorld):
         for fqn, slot in runtime.slots.items():
-            tensor = slot.tensor
+            tensor: Any = slot.tensor
             if type(tensor) is DTensor:
                 tensor.__class__ = GatheringTensor
                 setattr(tensor, _PLACE, (weakref.ref(runtime), fqn))

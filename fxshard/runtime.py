@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxshard import compat, meta, ops, pipeline, state
+from fxshard import attributes, compat, meta, ops, pipeline, state
+from fxshard.attributes import Attributes
 from fxshard.certificate import agreement, digest
 from fxshard.config import Config, notice
 from fxshard.errors import FxshardError, StepError
@@ -43,6 +44,7 @@ class Runtime(ParameterStore):
         variants: the programs made so far; clear it when what they were made for has changed.
         sync: False inside of `no_sync`.
         comm_hook: the user's function reduces gradients.
+        attributes: what modules say that programs depend on.
         inside: what of the model itself its programs stand for (see `fxshard.swapped`).
     """
 
@@ -62,9 +64,9 @@ class Runtime(ParameterStore):
         self.comm_hook = False
         self._optimizer: OnShards | None = None
         self._root: Root | None = None
+        self.attributes = Attributes()
         self._warned: set[int] = set()
         self._agreed: dict[str, list[str]] = {}  # what all ranks have alike, by its digest
-        self._tree = list(model.modules())
         if config.optimizer_in_backward:
             self.optimizer()  # refuses what cannot step shards before anything is traced
 
@@ -114,8 +116,10 @@ class Runtime(ParameterStore):
             with as_users_own(self.model):
                 return self.model(*args, **kwargs)
         self.require_sharded("forward")
-        for slot in self.slots.values():
-            slot.settle()
+        with compat.plain_torch_functions():
+            if self.settle():
+                self.variants.clear()
+                self.attributes = Attributes()
         variant = self.variant(args, kwargs)
         signature = variant.program.signature
         flat, _ = compat.tree_flatten((args, kwargs))
@@ -206,7 +210,8 @@ class Runtime(ParameterStore):
             others = list(self.variants)
             symbols = symbols_for(kind, others, self.config.dynamic, self.model, call)
         start = time.perf_counter()
-        program = self.rewritten(args, kwargs, symbols)
+        with attributes.noted(self.attributes.reads):
+            program = self.rewritten(args, kwargs, symbols)
         took = f"{time.perf_counter() - start:.1f} s, {len(program.graph.nodes)} nodes"
         domain = f"; {program.domain.text}" if program.domain is not None else ""
         notice(f"program {len(self.variants) + 1} ({reason}): {took}{domain}")
@@ -271,8 +276,12 @@ class Runtime(ParameterStore):
         """What of this call its program depends on."""
         grad = torch.is_grad_enabled()
         autocast = torch.is_autocast_enabled(self.device)
-        mode = {
-            "train or eval": tuple(module.training for module in self._tree),
+        with compat.plain_torch_functions():
+            return Kind.of(args, kwargs, self._mode(grad, autocast))
+
+    def _mode(self, grad: bool, autocast: bool) -> dict[str, Any]:
+        return {
+            "train or eval": tuple(module.training for module in self.tree),
             "requires_grad of a parameter": (
                 *(slot.tensor.requires_grad for slot in self.slots.values()),
                 *(self.whole(fqn).requires_grad for fqn in self.wholes),
@@ -283,15 +292,16 @@ class Runtime(ParameterStore):
                 if (buffer := module._buffers[key]) is not None
             ),
             "gradient accumulation": (self.sync, self.waiting()) if grad else (True, ()),
-            "a hook of a module": compat.hook_numbers(self._tree[1:]),
+            "an attribute of a module that forward reads": self.attributes.number(self.tree),
+            "a hook of a module": compat.hook_numbers(self.tree[1:]),
             "grad mode": grad,
             "autocast": autocast and torch.get_autocast_dtype(self.device),
         }
-        return Kind.of(args, kwargs, mode)
 
     def fresh(self) -> dict[str, Any]:
         """No program, and no optimizer: a copy makes its own."""
-        return super().fresh() | {"variants": {}, "_agreed": {}, "_optimizer": None, "_root": None}
+        fresh: dict[str, Any] = {"variants": {}, "_agreed": {}, "_optimizer": None, "_root": None}
+        return super().fresh() | fresh | {"attributes": Attributes()}
 
     def as_traced(self) -> torch.autocast:
         """The context that a program runs in: its casts are in it, autocast must add none."""

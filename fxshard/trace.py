@@ -22,7 +22,19 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxshard import bytecode, compat, counters, cuda, hf, precision, provenance, rng, shapes, stamp
+from fxshard import (
+    attributes,
+    bytecode,
+    compat,
+    counters,
+    cuda,
+    hf,
+    precision,
+    provenance,
+    rng,
+    shapes,
+    stamp,
+)
 from fxshard.compat import FakeTensorMode
 from fxshard.config import environment
 from fxshard.errors import CaptureError
@@ -487,11 +499,13 @@ class _Call(nn.Module):
         with self.autocast, provenance.LinesNoted(self.told and self.told()):
             args, kwargs = precision.root_inputs(self.units, (args, kwargs))
             if self.graph is not None:
+                attributes.note_all(self.model)
                 out = self.graph.call(self.model, args, kwargs)
             elif isinstance(self.model, fx.GraphModule):
                 out = _interpret(self.model, args, kwargs)
             else:
-                out = self.model(*args, **kwargs)
+                with attributes.watching():
+                    out = self.model(*args, **kwargs)
             out = precision.root_output(self.units, out)
         paths, self.out_spec = compat.tree_flatten_with_path(out)
         values = [value for _, value in paths]
