@@ -277,7 +277,8 @@ class Runtime(ParameterStore):
         grad = torch.is_grad_enabled()
         autocast = torch.is_autocast_enabled(self.device)
         with compat.plain_torch_functions():
-            return Kind.of(args, kwargs, self._mode(grad, autocast))
+            held = [*self.model.buffers(), *self.whole_parameters()]
+            return Kind.of(args, kwargs, self._mode(grad, autocast), held=held)
 
     def _mode(self, grad: bool, autocast: bool) -> dict[str, Any]:
         return {

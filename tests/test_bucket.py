@@ -506,10 +506,10 @@ def packed_buffer_read_as_it_is(program: Program) -> fx.Node:
 
 
 @breaks(Fact.PARAMS_UNSHARDED)
-def noise_packed_in_place_of_a_shard(program: Program) -> fx.Node:
+def buffer_packed_in_place_of_a_shard(program: Program) -> fx.Node:
     pack = word(program, ops.pack, unit=2)
     first, *rest = meta.operands(pack)
-    other = find(program, "noise_0")
+    other = find(program, "scale")
     meta.update(other, fqn=meta.get(first).fqn)
     other.meta["val"] = first.meta["val"]
     pack.args = ([other, *rest], *pack.args[1:])
