@@ -10,8 +10,9 @@ optimizers, norms without gradients, state dicts, initialisation in place.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from fxshard.errors import StepError
 from fxshard.runtime import Runtime
 from fxshard.sharding import Slot
 from fxshard.state import sharded_like
+from fxshard.swapped import as_users_own
 from fxshard.world.c10d import C10dWorld
 
 _PLACE = "_fxshard_place"  # attribute of a parameter: its runtime, and its FQN
@@ -100,6 +102,26 @@ def whole_for_autograd(runtime: Runtime, slot: Slot) -> Tensor:
     slot.settle()
     whole: Tensor = reading.Gather.apply(slot.tensor, runtime.root, slot, slot.param.dtype)
     return whole
+
+
+@contextlib.contextmanager
+def as_plain(runtime: Runtime) -> Iterator[None]:
+    """For the time of the block the model is as its user wrote it, with whole parameters.
+
+    Collective, once: what ranks do inside may differ. With gradients enabled those of whole
+    parameters are reduced to the shards. Values that are written inside are lost.
+    """
+    with contextlib.ExitStack() as stack:
+        if isinstance(runtime.world, C10dWorld) and not runtime.summoned:
+            runtime.reshard()
+            if torch.is_grad_enabled():
+                slots = list(runtime.slots.values())
+                wholes = [whole_for_autograd(runtime, slot) for slot in slots]
+                stack.enter_context(runtime.holding(slots, wholes))
+            else:
+                stack.enter_context(runtime.whole_now(writeback=False))
+        stack.enter_context(as_users_own(runtime.model, hooks=True))
+        yield
 
 
 def _whole(tensor: DTensor) -> Tensor:

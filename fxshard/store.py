@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -23,7 +23,7 @@ from fxshard.errors import StepError
 from fxshard.materialise import join
 from fxshard.mesh import world_over
 from fxshard.program import Program
-from fxshard.sharding import shard_parameters
+from fxshard.sharding import Slot, shard_parameters
 from fxshard.units import Param, Unit, buffer_dtypes
 from fxshard.world.c10d import C10dWorld
 from fxshard.world.in_process import InProcessWorld
@@ -191,6 +191,16 @@ class ParameterStore:
         self.require_sharded("summon_full_params")
         slots = [slot for slot in self.slots.values() if recurse or slot.param.unit == 0]
         with state.whole_parameters(slots, **options):
+            self.summoned = True
+            try:
+                yield
+            finally:
+                self.summoned = False
+
+    @contextlib.contextmanager
+    def holding(self, slots: Sequence[Slot], wholes: Sequence[Tensor]) -> Iterator[None]:
+        """For the time of the block the model holds these tensors, to be read only."""
+        with state.holding(slots, wholes):
             self.summoned = True
             try:
                 yield

@@ -437,3 +437,64 @@ def test_attributes_that_forward_reads(args: Any) -> None:
         model.shift = torch.zeros(4)
     assert_close(ours(x), eager(x))
     assert len(ours._fxshard.variants) == 4
+
+
+# -- methods on whole parameters -------------------------------------------------------------------
+
+
+def tiny_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes, **heads)).eval()
+
+
+def of_transformers(rank: int, world_size: int, folder: str) -> None:
+    from transformers import LlamaForCausalLM
+
+    eager, ours = tiny_llama(), compiled(tiny_llama())
+    assert ours.config.model_type == "llama" and ours.dtype is torch.float32
+    ids = torch.arange(5 + rank)[None]  # ranks generate other numbers of tokens
+    options = {"max_new_tokens": 2 + rank, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(ours.generate(ids, **options), eager.generate(ids, **options))
+    assert torch.equal(ours.get_input_embeddings()(ids), eager.get_input_embeddings()(ids))
+    ours.save_pretrained(folder)
+    if rank == 0:
+        loaded = LlamaForCausalLM.from_pretrained(folder)
+        assert loaded.config.architectures == ["LlamaForCausalLM"]
+        for mine, theirs in zip(loaded.parameters(), eager.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+    names = [name for name, _ in ours.named_parameters()]
+    assert names == [name for name, _ in eager.named_parameters()]
+    assert all(ours.get_parameter(name) is not None for name in names)  # sharded again
+
+
+@EVERYWHERE
+def test_a_model_of_transformers(ranks: Any, where: str, tmp_path: Any) -> None:
+    run(ranks, where, of_transformers, str(tmp_path))
+
+
+def registered(rank: int, world_size: int) -> None:
+    ours, eager = compiled(agent()), agent()
+    fxshard.register_fsdp_forward_method(ours, "value")
+    fxshard.register_fsdp_forward_method(nn.Linear(2, 2), "forward")  # not compiled: nothing
+    mine, everyone = tokens(rank, world_size)
+    assert_close(ours.value(mine), eager.value(mine))
+    ours.value(mine).mean().backward()
+    eager.value(everyone).mean().backward()
+    for (fqn, param), theirs in zip(ours.named_parameters(), eager.parameters(), strict=True):
+        if theirs.grad is not None:
+            assert_close(full(param.grad), theirs.grad, msg=fqn)
+    twin = pickle.loads(pickle.dumps(ours))
+    with torch.no_grad():
+        assert_close(twin.value(mine), eager.value(mine))
+    assert_close(ours(mine), eager(mine))
+    with pytest.raises(ConfigError, match="no method 'nothing'"):
+        fxshard.register_fsdp_forward_method(ours, "nothing")
+
+
+@EVERYWHERE
+def test_a_registered_method(ranks: Any, where: str) -> None:
+    run(ranks, where, registered)
