@@ -782,6 +782,15 @@ def values_as_text(tensor: torch.Tensor) -> str:
         return str(tensor.tolist())
 
 
+def higher_order_operator(error: BaseException) -> str | None:
+    """The name of the higher-order operator (``torch.cond``) that a trace has no rule for.
+
+    (torch/_ops.py, ``HigherOrderOperator.dispatch``)
+    """
+    found = re.search(r"no rule registered for HigherOrderOperator (\w+)", str(error))
+    return found and found[1]
+
+
 def outside_modes() -> contextlib.AbstractContextManager[Any]:
     """What runs in the block runs on real tensors, whatever traces around it."""
     guard: contextlib.AbstractContextManager[Any] = _disable_current_modes()
