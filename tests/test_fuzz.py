@@ -1,0 +1,75 @@
+"""Random programs beside eager PyTorch: 200 seeds, each right or refused by name; planted faults.
+
+`make fuzz N=10000` runs more; `python -m tests.fuzz SEED` replays one.
+"""
+
+import functools
+from collections.abc import Callable
+
+import pytest
+
+from tests.fuzz.case import Case, drawn_case
+from tests.fuzz.faults import FAULTS
+from tests.fuzz.judge import Verdict, judged_here, judged_on_ranks, on_rank
+from tests.fuzz.script import script
+from tests.ranks import Ranks
+
+HERE, SIZE = 160, 16  # cases in this process, and how many of them one test runs
+REAL, JOB = 40, 10  # the same on real ranks
+WITHIN = 40  # a planted fault is found among so many cases
+
+
+@functools.cache
+def here(seed: int) -> Case:
+    return drawn_case(seed, processes=False)
+
+
+def failures(cases: list[Case], verdicts: list[Verdict]) -> str:
+    """What is neither right nor refused, each as a script."""
+    both = zip(cases, verdicts, strict=True)
+    return "\n".join(
+        f"# {case.seed} {verdict.kind}: {verdict.reason}\n{script(case, verdict)}{verdict.detail}"
+        for case, verdict in both
+        if verdict.kind not in ("right", "refused")
+    )
+
+
+@pytest.mark.parametrize("start", range(0, HERE, SIZE))
+def test_in_one_process(start: int, one_thread: None) -> None:
+    cases = [here(seed) for seed in range(start, start + SIZE)]
+    verdicts = [judged_here(case) for case in cases]
+    assert not failures(cases, verdicts)
+
+
+@pytest.mark.parametrize("start", range(HERE, HERE + REAL, JOB))
+def test_on_ranks(start: int, ranks: Callable[[int], Ranks], one_thread: None) -> None:
+    cases = [drawn_case(seed, processes=True) for seed in range(start, start + JOB)]
+    for size in sorted({case.ranks for case in cases}):
+        some = [case for case in cases if case.ranks == size]
+        assert not failures(some, judged_on_ranks(some, ranks(size), sizes=False))
+
+
+def found(seed: int, sizes: bool) -> bool:
+    return judged_here(here(seed), sizes=sizes).kind not in ("right", "refused")
+
+
+@pytest.mark.parametrize("name", [name for name in FAULTS if name != "wait_dropped"])
+def test_planted_faults_are_found(
+    name: str, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    FAULTS[name](monkeypatch)
+    sizes = name == "wrong_bytes_of_an_operator"
+    assert any(found(seed, sizes) for seed in range(WITHIN))
+
+
+def with_a_fault(name: str, rank: int, world_size: int, cases: list[Case]) -> list[object]:
+    with pytest.MonkeyPatch.context() as patch:
+        FAULTS[name](patch)
+        return on_rank(rank, world_size, cases)
+
+
+def test_a_dropped_wait_is_found(ranks: Callable[[int], Ranks]) -> None:
+    cases = [drawn_case(seed, processes=True) for seed in range(HERE, HERE + REAL)]
+    some = [case for case in cases if case.ranks == 2]
+    job = functools.partial(with_a_fault, "wait_dropped")
+    assert failures(some, judged_on_ranks(some, ranks(2), sizes=False, job=job))
