@@ -13,13 +13,16 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 
 from fxshard import compat, meta, pipeline, reading, units
 from fxshard.config import Config, notice
@@ -147,6 +150,7 @@ class Graph:
 
     def __call__(self, *args: Any) -> Any:
         root = self._root(args)
+        self._require_reduced(args)
         if root is None:  # nothing of a sharded model in it: it computes as it is
             return self.graph_module(*args)
         if root not in self.configs:
@@ -203,6 +207,31 @@ class Graph:
                 f'model.compile(backend="fxshard").'
             )
         return next(iter(found.values()), None)
+
+    def _require_reduced(self, args: Sequence[Any]) -> None:
+        """Refuse parameters whose gradients no rank would reduce.
+
+        Raises:
+            ConfigError: on several ranks, one that is trained is of no sharded model.
+        """
+        if not torch.is_grad_enabled() or _ranks() == 1:
+            return
+        ignored = {id(p) for root in reading.ROOTS for p in root.owner.whole_parameters()}
+        places = self.graph_module.graph.find_nodes(op="placeholder")
+        for node, arg in zip(places, args, strict=True):
+            plain = isinstance(arg, nn.Parameter) and not isinstance(arg, DTensor)
+            if (
+                plain
+                and arg.requires_grad
+                and _handle_of(arg)[0] is None
+                and id(arg) not in ignored
+            ):
+                raise ConfigError(
+                    f'torch.compile(backend="fxshard"): parameter {node.name!r} '
+                    f"{list(arg.shape)} is of no model that fxshard.shard sharded, and nothing "
+                    f"would reduce its gradient over the {_ranks()} ranks. Call "
+                    f"fxshard.shard(model) before torch.compile, or freeze it."
+                )
 
     def _configured(self, owner: ShardedModule) -> Config:
         """The options of the model with those of ``torch.compile(options=...)``."""
@@ -271,6 +300,8 @@ class Graph:
         symbols: Symbols = {}
         if config.dynamic is not False and config.backend != "inductor":
             symbols = symbols_for(kind, others, None, owner.original, ((), {}))
+        given = {str(i): v.detach() for i, v in enumerate(rest) if isinstance(v, Tensor)}
+        units.check_constants(owner.original, owner.units, given)
         start = time.perf_counter()
         copied: frozenset[int] = frozenset()
         while True:
@@ -437,6 +468,13 @@ def _lies_in(view: Tensor, base: Tensor) -> bool:
         (size - 1) * stride for size, stride in zip(view.size(), view.stride(), strict=True)
     )
     return first >= 0 and first + reach < base.numel()
+
+
+def _ranks() -> int:
+    """How many processes there are, with a process group or as torchrun says."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 # -- inputs ----------------------------------------------------------------------------------------

@@ -69,6 +69,8 @@ def world_for(
         grid(world_size, config)
     if mesh is not None and process_group is not None:
         raise ConfigError("mesh and process_group were both given; give one.")
+    if mesh is None and process_group is None:
+        _initialise(world_size)
     if not (dist.is_available() and dist.is_initialized()):
         if mesh is not None or process_group is not None:
             raise ConfigError(
@@ -77,9 +79,9 @@ def world_for(
             )
         if world_size is None:
             raise ConfigError(
-                "no process group is initialised and no world_size given. Start with torchrun "
-                "and call torch.distributed.init_process_group, or pass world_size=N to run N "
-                "ranks inside this process."
+                "no process group is initialised and no world_size given. Start with torchrun, or "
+                "call torch.distributed.init_process_group, or pass world_size=N to run N ranks "
+                "inside this process."
             )
         replicas, shards = grid(world_size, config)
         log.warning(
@@ -107,6 +109,36 @@ def world_for(
             f"world_size out, or start torchrun with --nproc-per-node={world_size}."
         )
     return world_over(mesh, config, units)
+
+
+# What launchers besides torchrun call the number of processes that they started together.
+_STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _initialise(world_size: Any) -> None:
+    """Initialise the default process group where torchrun has started this process as one of many.
+
+    As `init_device_mesh` and `fully_shard` do. Otherwise each of them would train alone.
+    (torch/distributed/fsdp/_fully_shard/_fsdp_init.py, ``_init_default_mesh``)
+
+    Raises:
+        ConfigError: it is one of many, and what `init_process_group` needs is not in the
+            environment.
+    """
+    if not dist.is_available() or dist.is_initialized():
+        return
+    told = {name: os.environ[name] for name in ("WORLD_SIZE", *_STARTED) if name in os.environ}
+    many = [f"{name}={value}" for name, value in told.items() if value not in ("", "1")]
+    lacking = [name for name in _RENDEZVOUS if not os.environ.get(name)]
+    if many and lacking:
+        raise ConfigError(
+            f"this process is one of several ({many[0]}), but no process group is initialised, and "
+            f"each would train alone: call torch.distributed.init_process_group first. (With "
+            f"{', '.join(lacking)} in the environment too, as torchrun sets them, fxshard does.)"
+        )
+    if not lacking and (many or world_size is None):
+        dist.init_process_group()
 
 
 def _default_grid(world_size: Any, config: Config) -> tuple[int, int]:

@@ -39,7 +39,13 @@ from fxshard.passes.reinplace import Reinplace
 from fxshard.program import Fact, Program
 from fxshard.shapes import Sizes, Symbols
 from fxshard.sizes import parse_bytes
-from fxshard.units import Unit, check_reshard, checkpointed_modules, with_precision
+from fxshard.units import (
+    Unit,
+    check_constants,
+    check_reshard,
+    checkpointed_modules,
+    with_precision,
+)
 
 log = logging.getLogger("fxshard")
 
@@ -210,7 +216,7 @@ def make_program(
     ints = any(dim is None for places in symbols.values() for _, dim in places)
     sizes = shapes.of_call(leaves, ints=ints)
     if (key, sizes) not in captures:
-        captures[key, sizes] = _captured(
+        made = _captured(
             functools.partial(
                 trace.capture,
                 *(model, args, kwargs),
@@ -225,6 +231,8 @@ def make_program(
             sizes,
             [captured for (other, _), captured in captures.items() if other == key],
         )
+        check_constants(model, units, made.constants)
+        captures[key, sizes] = made
     captured, passes = captures[key, sizes], passes_of(config)
     checkpoints = checkpointed_modules(model, config, units)
     stem = None

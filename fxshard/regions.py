@@ -20,8 +20,6 @@ import io
 import json
 import linecache
 import operator
-import os
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -30,10 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxshard import compat, meta, shapes
+from fxshard import compat, files, meta, shapes
 from fxshard.compat import FakeTensorMode, OpOverload
 
-FORMAT = 1  # of the files; another number leaves older ones alone
+FORMAT = 2  # of the files; another number leaves older ones alone
 aten = torch.ops.aten
 
 # Inductor calls eager's kernels for these: alone they gain nothing.
@@ -133,11 +131,12 @@ class Store:
     """Generated code on disk, one file per digest; a lock per file makes one process generate it.
 
     The lock is the operating system's: it falls with the process that holds it, so that nobody
-    waits for one that died.
+    waits for one that died. What is read is executed: folder and files must be this user's alone,
+    and a file begins with the digest of its name and of the rest.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder or Path(compat.inductor_cache_dir()) / "fxshard"
+        self.folder = files.private(folder or Path(compat.inductor_cache_dir()) / "fxshard")
         self.key = compat.inductor_key()
 
     def digest(self, region_digest: str) -> str:
@@ -145,10 +144,12 @@ class Store:
         return hashlib.sha256(f"{FORMAT} {self.key} {region_digest}".encode()).hexdigest()
 
     def read(self, digest: str) -> compat.Generated | None:
-        """What is on disk."""
+        """What is on disk; None if there is nothing, or not what `write` has written."""
         try:
-            text = (self.folder / f"{digest}.json").read_text()
+            seal, _, text = files.read_private(self.folder / f"{digest}.json").partition(b"\n")
         except OSError:
+            return None
+        if seal != _seal(digest, text):
             return None
         held = json.loads(text)
         raw = io.BytesIO(base64.b64decode(held["constants"]))
@@ -161,9 +162,9 @@ class Store:
         torch.save(code.constants, raw)
         constants = base64.b64encode(raw.getvalue()).decode()
         held = {"source": code.source, "aligned": list(code.aligned), "constants": constants}
-        with tempfile.NamedTemporaryFile("w", dir=self.folder, delete=False) as file:
-            json.dump(held, file)
-        os.replace(file.name, self.folder / f"{digest}.json")
+        text = json.dumps(held).encode()
+        path = self.folder / f"{digest}.json"
+        files.replace(path, _seal(digest, text) + b"\n" + text, mode=0o600)
 
     @contextlib.contextmanager
     def lock(self, digest: str, *, wait: bool) -> Iterator[bool]:
@@ -175,6 +176,11 @@ class Store:
                 yield False
                 return
             yield True
+
+
+def _seal(digest: str, text: bytes) -> bytes:
+    """What a file begins with, so that neither its text nor its name can have changed."""
+    return hashlib.sha256(digest.encode() + text).hexdigest().encode()
 
 
 def generated(
@@ -189,20 +195,20 @@ def generated(
     found = store.read(digest)
     if found is not None:
         return found, False
-    try:
-        store.folder.mkdir(parents=True, exist_ok=True)
-        lock = store.lock(digest, wait=wait)
-        with lock as held:
-            if not held:
-                return None
-            found = store.read(digest)
-            if found is not None:
-                return found, False
-            code = make()
+    with contextlib.ExitStack() as stack:
+        try:
+            held = stack.enter_context(store.lock(digest, wait=wait))
+        except OSError:  # nowhere to keep it
+            held = True
+        if not held:
+            return None
+        found = store.read(digest)
+        if found is not None:
+            return found, False
+        code = make()
+        with contextlib.suppress(OSError):
             store.write(digest, code)
-            return code, True
-    except OSError:  # nowhere to keep it
-        return make(), True
+        return code, True
 
 
 def generate(graph: fx.Graph, mode: FakeTensorMode) -> compat.Generated:

@@ -13,7 +13,7 @@ from fxshard import compat
 from fxshard.config import Config
 from fxshard.errors import StepError, UnitError
 from fxshard.materialise import check_fillable, has_the_data, owners_of, wholes
-from fxshard.units import Param, Unit, check_shardable
+from fxshard.units import Param, Unit, check_shardable, note_replaced
 from fxshard.world.c10d import C10dWorld
 from fxshard.world.in_process import InProcessWorld
 
@@ -128,6 +128,7 @@ def shard_parameters(
     for buffer, whole in buffers:
         _give_buffer(buffer, whole, owners[id(buffer)])
     for fqn, slot in slots.items():
+        note_replaced(fqn, originals[fqn])
         for module, name in slot.owners:
             module._parameters[name] = exposed[fqn]
     return slots

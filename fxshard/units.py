@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fxshard import compat
 from fxshard.config import Config, Precision
-from fxshard.errors import ConfigError, UnitError
+from fxshard.errors import CaptureError, ConfigError, UnitError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +102,12 @@ def find_units(
         also: FQNs of modules that are units besides those of `spec`.
 
     Raises:
-        UnitError: a pattern matches no module, or a parameter cannot be sharded on dim 0.
+        UnitError: a pattern matches no module, a parameter cannot be sharded on dim 0, or
+            parameters and buffers are of a kind or lie in memory as programs cannot keep it.
     """
     out_modules, out_params = ignored_of(model, ignored)
+    _check_kinds(model)
+    _check_memory(model, out_params)
     chosen = (_unit_fqns(model, spec) | set(also)) - {n for n, _ in _named(out_modules, model)}
     fqns = ["", *(name for name, _ in model.named_modules() if name and name in chosen)]
     names: dict[int, list[str]] = {}
@@ -317,6 +321,124 @@ def check_shardable(fqn: str, param: torch.Tensor) -> None:
             f"{list(param.stride())}); its rows cannot be sent as they lie. "
             f"Make it contiguous: nn.Parameter(x.contiguous())."
         )
+
+
+def _check_kinds(model: nn.Module) -> None:
+    """Raise UnitError if a parameter or buffer is more than the numbers in its storage.
+
+    Programs run on plain tensors. DTensors are for `sharding` to judge.
+    """
+    for kind, fqn, tensor in _named_tensors(model):
+        if nn.parameter.is_lazy(tensor):
+            raise UnitError(
+                f"{kind} {fqn!r} is lazy and has no shape yet. Call the plain model once, which "
+                f"initialises it."
+            )
+        what = _no_plain_tensor(tensor)
+        if what:
+            raise UnitError(
+                f"{kind} {fqn!r} is {what}: programs run on plain dense tensors, and would drop "
+                f"what it is besides. Make it plain before fxshard.compile (quantize behind "
+                f"training, say), or use torch.distributed.fsdp.fully_shard."
+            )
+
+
+def _no_plain_tensor(tensor: torch.Tensor) -> str:
+    """What a tensor is that is no plain dense one; empty if it is."""
+    if isinstance(tensor, (DTensor, compat.FakeTensor)):
+        return ""
+    if _has_own_operators(type(tensor)):
+        return f"a {type(tensor).__name__}, a subclass of torch.Tensor with operators of its own"
+    if tensor.layout is not torch.strided:
+        return f"sparse ({tensor.layout})"
+    return f"quantized ({tensor.dtype})" if tensor.is_quantized else ""
+
+
+def _has_own_operators(cls: type[torch.Tensor]) -> bool:
+    if cls is torch.Tensor:
+        return False
+    plain = nn.Parameter
+    same = cls.__torch_function__ is plain.__torch_function__
+    return not (same and cls.__torch_dispatch__ is plain.__torch_dispatch__)
+
+
+def _check_memory(model: nn.Module, out_params: Container[int]) -> None:
+    """Raise UnitError if two parameters, or a parameter and a buffer, lie in the same memory.
+
+    Sharding copies a parameter's values, so that what is written into one later would not be seen
+    in the other. Parameters that are left alone (`out_params`) stay where they are.
+    """
+    places: dict[int, list[tuple[int, int, str, str, bool]]] = {}
+    seen: set[int] = set()
+    for kind, fqn, tensor in _named_tensors(model):
+        if id(tensor) in seen or isinstance(tensor, DTensor) or not tensor.numel():
+            continue
+        seen.add(id(tensor))
+        first = int(tensor.storage_offset()) * tensor.element_size()
+        spans = [s * (n - 1) for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
+        end = first + (sum(spans) + 1) * tensor.element_size()
+        place = (first, end, kind, fqn, id(tensor) in out_params)
+        places.setdefault(tensor.untyped_storage()._cdata, []).append(place)
+    for members in places.values():
+        members.sort()
+        for i, (_, end, kind, fqn, out) in enumerate(members):
+            for start, _, other_kind, other, other_out in members[i + 1 :]:
+                both_buffers = kind == other_kind == "buffer"
+                if start >= end:
+                    break
+                if both_buffers or (out and other_out):
+                    continue
+                raise UnitError(
+                    f"{kind} {fqn!r} and {other_kind} {other!r} lie in the same memory: a step "
+                    f"that changes one would not change the other any more. Give one of them a "
+                    f"copy (.clone()); to tie parameters, assign one nn.Parameter under both names."
+                )
+
+
+def note_replaced(fqn: str, param: torch.Tensor) -> None:
+    """Remember of what `param` lies in that it was the memory of a parameter, now sharded."""
+    param.untyped_storage()._fxshard_was = fqn  # type: ignore[attr-defined]
+
+
+def check_constants(
+    model: nn.Module, units: Sequence[Unit], constants: Mapping[str, torch.Tensor]
+) -> None:
+    """Refuse tensors that forward has found elsewhere than in its modules and that will not stay.
+
+    Args:
+        model: before it is sharded, or after.
+        units: of the model.
+        constants: tensors that a capture has met and that are no parameters or buffers.
+
+    Raises:
+        CaptureError: one is a parameter of the model (or of its memory), which lies in a list or a
+            closure, or needs a gradient, which it would not get.
+    """
+    named = dict(model.named_parameters())
+    chosen = {p.fqn: named[p.fqn] for unit in units for p in unit.params if p.fqn in named}
+    known = {t.untyped_storage()._cdata: fqn for fqn, t in chosen.items() if t.numel()}
+    for tensor in constants.values():
+        storage = tensor.untyped_storage()
+        fqn = getattr(storage, "_fxshard_was", known.get(storage._cdata))
+        if fqn is not None:
+            raise CaptureError(
+                f"forward reads parameter {fqn!r}, or a view of it, from elsewhere than its module "
+                f"(a list, a closure, an attribute made before): there it would keep its values "
+                f"for ever. Read it in forward through the module that holds it."
+            )
+        if tensor.requires_grad:
+            raise CaptureError(
+                f"forward reads a tensor {list(tensor.shape)} that requires a gradient and is no "
+                f"parameter of the model: it would get none. Register it as an nn.Parameter, or "
+                f"pass it to forward."
+            )
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    for fqn, param in model.named_parameters():
+        yield "parameter", fqn, param
+    for fqn, buffer in model.named_buffers():
+        yield "buffer", fqn, buffer
 
 
 def owner_of(fqns: Sequence[str], candidates: Container[str]) -> str:

@@ -877,9 +877,15 @@ def test_outside_autocast_nothing_is_cast() -> None:
             assert (x @ x).dtype is torch.float32
 
 
-def test_inductor_cache_dir_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/of/mine")
-    assert compat.inductor_cache_dir() == "/tmp/of/mine"
+def test_inductor_cache_dir_is_that_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
+    assert compat.inductor_cache_dir() == str(tmp_path / "mine")
+    assert (tmp_path / "mine").stat().st_mode & 0o777 == 0o700
+    assert Path(default_cache_dir()).is_absolute()
 
 
 def test_inductor_key_is_of_options_and_threads() -> None:

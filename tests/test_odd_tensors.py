@@ -1,0 +1,211 @@
+"""Parameters and buffers that are more than plain dense tensors of their own: refused by name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import fxshard
+from fxshard.errors import CaptureError, UnitError
+
+
+class Gain(nn.Parameter):
+    """A subclass of Parameter that changes no operator."""
+
+
+class Loud(nn.Parameter):
+    """One that does."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def two(*shape: int) -> TwoTensor:
+    return TwoTensor(torch.randn(shape), torch.randn(shape))
+
+
+def with_parameter(tensor: torch.Tensor) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = tensor
+    return model
+
+
+def with_buffer(tensor: torch.Tensor) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].register_buffer("scale", tensor)
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a subclass": (
+        lambda: with_parameter(nn.Parameter(two(4, 4))),
+        r"parameter '1\.weight' is a TwoTensor, a subclass .*fully_shard",
+    ),
+    "a subclass of Parameter": (
+        lambda: with_parameter(Loud(torch.randn(4, 4))),
+        r"parameter '1\.weight' is a Loud",
+    ),
+    "a buffer": (lambda: with_buffer(two(4)), r"buffer '1\.scale' is a TwoTensor"),
+    "lazy": (
+        lambda: nn.Sequential(nn.LazyLinear(4)),
+        r"parameter '0\.weight' is lazy and has no shape yet\. Call the plain model once",
+    ),
+    "sparse": (
+        lambda: with_buffer(torch.eye(4).to_sparse()),
+        r"buffer '1\.scale' is sparse \(torch\.sparse_coo\)",
+    ),
+    "quantized": (
+        lambda: with_buffer(torch.quantize_per_tensor(torch.randn(4), 0.1, 0, torch.qint8)),
+        r"buffer '1\.scale' is quantized \(torch\.qint8\)",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("verb", ["compile", "shard", "plan"])
+def test_what_is_no_plain_tensor_is_refused(name: str, verb: str) -> None:
+    build, message = REFUSED[name]
+    model = build()
+    before = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    with pytest.raises(UnitError, match=message):
+        if verb == "plan":
+            fxshard.plan(model, (torch.randn(2, 4),), world_size=2)
+        else:
+            getattr(fxshard, verb)(model, world_size=2)
+    assert {id(tensor) for tensor in (*model.parameters(), *model.buffers())} == before
+
+
+def test_what_is_no_plain_tensor_is_refused_where_it_is_ignored() -> None:
+    model = with_parameter(nn.Parameter(two(4, 4)))
+    with pytest.raises(UnitError, match=r"'1\.weight' is a TwoTensor"):
+        fxshard.compile(model, world_size=2, ignored=["1"])
+
+
+def test_a_subclass_of_parameter_that_changes_no_operator_is_a_parameter() -> None:
+    model = with_parameter(Gain(torch.randn(4, 4)))
+    batch = torch.randn(2, 4)
+    expected = model(batch)
+    assert torch.equal(fxshard.compile(model, world_size=2)(batch), expected)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def same_data() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = nn.Parameter(model[0].weight.data)
+    return model
+
+
+def overlapping() -> nn.Module:
+    flat = torch.randn(10)
+    model = nn.Module()
+    model.a, model.b = nn.Parameter(flat[:6]), nn.Parameter(flat[5:])
+    return model
+
+
+def buffer_of_a_parameter() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].register_buffer("first", model[0].weight.data[1])
+    return model
+
+
+SHARING = {
+    "one storage": (same_data, "parameter '0.weight' and parameter '1.weight'"),
+    "overlapping": (overlapping, "parameter 'a' and parameter 'b'"),
+    "a buffer": (buffer_of_a_parameter, "parameter '0.weight' and buffer '1.first'"),
+}
+
+
+@pytest.mark.parametrize("name", SHARING)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_parameters_that_share_memory_are_refused(name: str, device: str) -> None:
+    build, names = SHARING[name]
+    with torch.device(device):
+        model = build()
+    with pytest.raises(UnitError, match=f"{names} lie in the same memory.*clone"):
+        fxshard.compile(model, world_size=2)
+
+
+def test_parameters_of_one_storage_that_do_not_overlap() -> None:
+    """As cuDNN lays out those of recurrent modules."""
+
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            flat = torch.randn(2, 4, 4)
+            self.a, self.b = nn.Parameter(flat[0]), nn.Parameter(flat[1])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(x @ self.a) @ self.b
+
+    model, batch = Halves(), torch.randn(3, 4)
+    expected = model(batch)
+    expected.sum().backward()
+    grads = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    model.zero_grad()
+    sharded = fxshard.compile(model, world_size=2)
+    made = sharded(batch)
+    made.sum().backward()
+    assert torch.equal(made, expected)
+    for param, grad in zip(sharded.parameters(), grads, strict=True):
+        torch.testing.assert_close(param.grad, grad)
+
+
+def test_ignored_parameters_stay_in_the_memory_that_they_share() -> None:
+    model, batch = same_data(), torch.randn(3, 4)
+    expected = model(batch)
+    sharded = fxshard.compile(model, world_size=2, ignored=["*.weight"])
+    assert torch.equal(sharded(batch), expected)
+    assert model[0].weight.data_ptr() == model[1].weight.data_ptr()
+
+
+# -- parameters that forward finds elsewhere than in its modules -----------------------------------
+
+
+class Hidden(nn.Module):
+    """Reads a parameter through `where` besides."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        weight = self.layer.weight
+        self.other: Any = {
+            "a list": lambda: [weight],
+            "a closure": lambda: lambda: weight,
+            "an attribute": lambda: weight.data.t(),
+            "a tensor of its own": lambda: torch.randn(4, 4, requires_grad=True),
+        }[where]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        other = self.other
+        other = other() if callable(other) else other[0] if isinstance(other, list) else other
+        return self.layer(x) @ other
+
+
+@pytest.mark.parametrize("where", ["a list", "a closure", "an attribute"])
+@pytest.mark.parametrize("when", ["before", "after", "plan", "dynamo"])
+def test_a_parameter_that_forward_finds_elsewhere_is_refused(where: str, when: str) -> None:
+    """Found while tracing, before the model is sharded or behind."""
+    model, batch = Hidden(where), torch.randn(2, 4)
+    message = r"forward reads parameter 'layer\.weight', or a view of it, from elsewhere"
+    with pytest.raises(CaptureError, match=message):
+        if when == "before":
+            fxshard.compile(model, world_size=2, args=(batch,))
+        elif when == "after":
+            fxshard.compile(model, world_size=2)(batch)
+        elif when == "dynamo":
+            torch.compile(fxshard.shard(model, world_size=2), backend="fxshard")(batch)
+        else:
+            fxshard.plan(model, (batch,), world_size=2)
+
+
+def test_a_tensor_that_would_get_no_gradient_is_refused() -> None:
+    model = Hidden("a tensor of its own")
+    with pytest.raises(CaptureError, match=r"\[4, 4\] that requires a gradient.*nn\.Parameter"):
+        fxshard.compile(model, world_size=2)(torch.randn(2, 4))
