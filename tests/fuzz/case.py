@@ -88,12 +88,6 @@ class Pair:
     first: object
     second: object = None
 """,
-    "fill": """\
-def fill(module):
-    with torch.no_grad():
-        for p in module.parameters(recurse=False):
-            p.copy_(torch.linspace(-0.5, 0.5, p.numel()).view(p.shape))
-""",
 }
 
 

@@ -12,23 +12,33 @@ from torch import Tensor
 from fxshard import normalize, ops, sharding, step
 from fxshard.memory import liveness
 from fxshard.world import c10d, in_process
+from tests.fuzz.case import Case
 
 Plant = Callable[[pytest.MonkeyPatch], None]
-FAULTS: dict[str, Plant] = {}
+FAULTS: dict[str, tuple[Plant, Callable[[Case], bool]]] = {}
 
 
-def fault(plant: Plant) -> Plant:
-    FAULTS[plant.__name__] = plant
-    return plant
+def fault(reaches: Callable[[Case], bool] = lambda case: True) -> Callable[[Plant], Plant]:
+    """Register a fault; `reaches` tells the cases that have what it breaks."""
+
+    def register(plant: Plant) -> Plant:
+        FAULTS[plant.__name__] = plant, reaches
+        return plant
+
+    return register
 
 
-@fault
+def sharded(case: Case) -> bool:
+    return case.world == 2 and "strategy" not in dict(case.options)
+
+
+@fault(sharded)
 def wrong_divide_factor(patch: pytest.MonkeyPatch) -> None:
     """An average is a sum."""
     patch.setitem(in_process.REDUCE, "avg", in_process.REDUCE["sum"])
 
 
-@fault
+@fault(sharded)
 def stale_unshard(patch: pytest.MonkeyPatch) -> None:
     """An all-gather gives again what it gave in the first step."""
     right, known = in_process._collective, {}
@@ -43,7 +53,7 @@ def stale_unshard(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(in_process, "_collective", gather_once)
 
 
-@fault
+@fault(sharded)
 def wrong_row_offset(patch: pytest.MonkeyPatch) -> None:
     """Each rank takes the rows of a parameter from one row further on."""
     right = sharding._take_rows
@@ -54,7 +64,7 @@ def wrong_row_offset(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sharding, "_take_rows", shifted)
 
 
-@fault
+@fault(sharded)
 def wrong_dtype_of_the_reduction(patch: pytest.MonkeyPatch) -> None:
     """Gradients go through bfloat16."""
     right = in_process.REDUCE["avg"]
@@ -65,7 +75,7 @@ def wrong_dtype_of_the_reduction(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@fault
+@fault(sharded)
 def ranks_swapped_in_reduce_scatter(patch: pytest.MonkeyPatch) -> None:
     """The first rank gets the chunk of the last."""
     right = in_process._collective
@@ -77,12 +87,12 @@ def ranks_swapped_in_reduce_scatter(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(in_process, "_collective", swapped)
 
 
-@fault
+@fault(lambda case: "buffer_written" in case.operators())
 def buffer_not_written_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(normalize, "_write_back", lambda program, mutated: None)
 
 
-@fault
+@fault(lambda case: "weight_decay" in case.optimizer and "frozen" in case.operators())
 def frozen_parameter_stepped(patch: pytest.MonkeyPatch) -> None:
     """Every parameter gets a gradient, be it of zeros, and weight decay moves it."""
     right = step._gradients
@@ -98,12 +108,12 @@ def frozen_parameter_stepped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(step, "_gradients", never_none)
 
 
-@fault
+@fault(lambda case: "tied" in case.operators())
 def tied_gradient_added_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(normalize, "_summed", lambda program, values: values[0])
 
 
-@fault
+@fault()
 def wrong_bytes_of_an_operator(patch: pytest.MonkeyPatch) -> None:
     """The results of additions are counted with four bytes more."""
     right = liveness.Walk._made
@@ -114,7 +124,7 @@ def wrong_bytes_of_an_operator(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(liveness.Walk, "_made", larger)
 
 
-@fault
+@fault(lambda case: case.no_sync)
 def gradients_of_the_last_micro_batch_alone(patch: pytest.MonkeyPatch) -> None:
     """What was accumulated without synchronisation is forgotten."""
     right = step._backward_arguments
@@ -128,7 +138,7 @@ def gradients_of_the_last_micro_batch_alone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(step, "_backward_arguments", forgetful)
 
 
-@fault
+@fault(lambda case: "requires_grad_()" in case.program.inputs[0][1])
 def gradient_of_an_input_lost(patch: pytest.MonkeyPatch) -> None:
     right = step._gradients
 
@@ -139,7 +149,7 @@ def gradient_of_an_input_lost(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(step, "_gradients", without_inputs)
 
 
-@fault
+@fault()
 def wait_dropped(patch: pytest.MonkeyPatch) -> None:
     """On real ranks: what was launched is waited for when it is freed, not when it is read."""
     late: list[Any] = []

@@ -146,12 +146,19 @@ def odd_parameter(d: Draft) -> str:
         (f"torch.randn(0, {n}){to}", "{x} + {p}.sum()"),
         (f"torch.randn(0){to}", "torch.cat(({p}, {x}.flatten()))"),
         (f"torch.randn(3, {n}){to}", "{x} + 0"),
-        (f"torch.randn({n}, 3){to}.t()", "F.linear({x}, {p})"),
         (f"torch.randn(2, 1, {n}){to}", "{x} * {p}[1, 0]"),
         (f"torch.randn({n}, 1){to}", "{x} @ {p}"),
     )
     p = d.attribute("p", f"nn.Parameter({code})")
     return text.replace("{x}", x).replace("{p}", p)
+
+
+@operator(0.05)
+def transposed_parameter(d: Draft) -> str:
+    """Refused: its rows do not follow each other."""
+    x, t = d.tensor(width)
+    code = f"nn.Parameter(torch.randn({t.shape[-1]}, 3).to({DTYPES[t.dtype]}).t())"
+    return f"F.linear({x}, {d.attribute('p', code)})"
 
 
 @operator(0.7)
@@ -377,8 +384,15 @@ def buffer_written(d: Draft) -> str:
         f"with torch.no_grad():\n    {b}.lerp_({mean}, 0.5)\n@ = {x} + {b}",
         f"{b}[0] += 1\n@ = {x} * {b}.sum().sigmoid()",
         f"if self.training:\n    {b} += {mean}\n@ = {x} - {b}",
-        f"{b}.data = {b} * 0.5 + {mean}\n@ = {x} * {b}.cos()",
     )
+
+
+@operator(0.05)
+def buffer_given_memory(d: Draft) -> str:
+    """Refused: no operator says so."""
+    x, t = d.tensor(lambda t: width(t) and t.numel() > 0)
+    b = d.buffer(f"torch.zeros({t.shape[-1]}).to({DTYPES[t.dtype]})")
+    return f"{b}.data = {b} * 0.5 + {x}.detach().flatten(0, -2).mean(0)\n@ = {x} * {b}.cos()"
 
 
 @operator(0.5)

@@ -27,8 +27,8 @@ OPTIMIZERS = (
     "lambda params: torch.optim.AdamW(params, lr=0.02, eps=0.01)",
     "lambda params: torch.optim.Adagrad(params, lr=0.02, eps=0.1)",
 )
-# Not drawn: `passes` and `observe` have tests of their own, `device` plans only, `max_variants`
-# bounds what `dynamic` makes.
+# Not drawn: `device` plans only, `max_variants` bounds what `dynamic` makes, `memory_budget` picks
+# among options that are drawn, `param_init_fn` needs a model on the meta device.
 VALUES: dict[str, tuple[str, ...]] = {
     "reshard_after_forward": ("True", "False"),
     "forward_prefetch": ("0", "2", "'post'", "True"),
@@ -46,6 +46,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "full_precision_in_eval": ("True",),
     "dynamic": ("False", "{'batch': [('x', 0)]}"),
     "backend": ("'inductor'",),
+    "passes": ("lambda passes: list(passes)",),
     "mixed_precision": (
         "MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
         "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
@@ -56,6 +57,7 @@ VALUES: dict[str, tuple[str, ...]] = {
 }
 PROBABILITIES = {
     "backend": 0.004,
+    "passes": 0.02,
     "mixed_precision": 0.08,
     "dynamic": 0.04,
     "offload": 0.06,
@@ -64,7 +66,6 @@ PROBABILITIES = {
     "full_precision_in_eval": 0.02,
     "sync_module_states": 0.03,
 }
-COVERED = (*VALUES, "strategy", "units", "ignored", "optimizer", "optimizer_in_backward")
 
 
 def drawn(rng: random.Random, case: Case, processes: bool | None) -> Case:
@@ -113,7 +114,7 @@ def drawn(rng: random.Random, case: Case, processes: bool | None) -> Case:
     if rng.random() < 0.05 and parameters and "mixed_precision" not in found:
         found["ignored"] = repr([rng.choice(parameters)])
     optimizer = rng.choice(OPTIMIZERS)
-    if rng.random() < 0.1:
+    if rng.random() < 0.1 and "ignored" not in found:  # nobody would step those
         found["optimizer_in_backward"] = "True"
         found["optimizer"] = optimizer
     micro = rng.choices((1, 2, 3), (8, 2, 1))[0]
