@@ -204,7 +204,7 @@ class Config:
             class and parameter-group options are taken; its real ``step`` is analysed. A callable
             whose argument is named ``named_parameters`` gets ``(FQN, parameter)`` pairs.
         optimizer_in_backward: the program steps the parameters of a unit as soon as their gradients
-            are reduced, and frees the gradients; see `ShardedModule.optimizer`.
+            are reduced, and frees the gradients; see `FxshardModule.optimizer`.
         dynamic: which sizes of the inputs one program leaves open, so that it serves calls of other
             sizes too. None: those that turn out to differ between calls; False: none; or names for
             dimensions, ``{"seq": [("input_ids", 1), ("labels", 1)]}``, which are open from the

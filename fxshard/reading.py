@@ -40,8 +40,8 @@ from fxshard.world.backends import as_bytes
 from fxshard.world.c10d import C10dWorld
 
 if TYPE_CHECKING:
-    from fxshard.module import ShardedModule
     from fxshard.plans import Plan
+    from fxshard.runtime import Runtime
 
 ROOT, HANDLES = "_fxshard_root", "_fxshard_handles"  # attributes besides the user's own
 
@@ -78,7 +78,7 @@ class Root:
         gathered: what is alive of eager reads, by the address of its storage.
     """
 
-    owner: ShardedModule
+    owner: Runtime
     inside: int = 0
     plans: list[Plan] = dataclasses.field(default_factory=list)
     gathered: weakref.WeakValueDictionary[int, _Whole] = dataclasses.field(
@@ -277,13 +277,13 @@ def classes(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, type]:
     return found
 
 
-def attach(owner: ShardedModule, classes: dict[nn.Module, type]) -> Root:
+def attach(owner: Runtime, classes: dict[nn.Module, type]) -> Root:
     """Let the modules of a model that was just sharded read their parameters as said above.
 
     And mark them for Dynamo as managed by FSDP with original parameters in use.
 
     Args:
-        owner: of the shards; its ``original`` is the model.
+        owner: of the shards; its ``model`` is the model.
         classes: see `classes`.
     """
     root = Root(owner)
@@ -301,17 +301,17 @@ def root_of(model: Any) -> Root | None:
     """What `attach` has made for `model`; None for any other object."""
     found = getattr(model, "__dict__", {})
     root = found.get(ROOT)
-    return root if isinstance(root, Root) and root.owner.original is model else None
+    return root if isinstance(root, Root) and root.owner.model is model else None
 
 
-def managed(owner: ShardedModule) -> list[nn.Module]:
+def managed(owner: Runtime) -> list[nn.Module]:
     """The modules that torch's FSDP would call managed: not those that are ignored, as in FSDP1,
     and if parameters are ignored, no module that has nothing else, as in FSDP2.
 
     (torch/distributed/fsdp/_dynamo_utils.py, ``_annotate_modules_for_dynamo``;
     torch/distributed/fsdp/_fully_shard/_fsdp_init.py, ``_ignore_module``)
     """
-    modules, params = ignored_of(owner.original, owner.config.ignored)
+    modules, params = ignored_of(owner.model, owner.config.ignored)
     left_out = set(map(id, modules))
     inside = {id(param) for module in modules for param in module.parameters()}
 
@@ -324,7 +324,7 @@ def managed(owner: ShardedModule) -> list[nn.Module]:
 
     return [
         module
-        for module in owner.original.modules()
+        for module in owner.model.modules()
         if id(module) not in left_out and not (params - inside and is_bare(module))
     ]
 
@@ -339,7 +339,7 @@ def _casts(unit: Unit) -> tuple[torch.dtype | None, torch.dtype | None]:
 def give_handles(root: Root) -> None:
     """Make the handle of each parameter, and put it on the modules that hold the parameter."""
     owner = root.owner
-    for module in owner.original.modules():
+    for module in owner.model.modules():
         if ROOT in module.__dict__:
             module.__dict__[HANDLES] = {}
     for slot in owner.slots.values():
@@ -469,9 +469,10 @@ def _to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-    """``.to()``, ``.half()`` and their kin, on shards (see `FsdpMethods._apply`)."""
+    """``.to()``, ``.half()`` and their kin, on shards (see `ParameterStore.convert`)."""
     root = self._fxshard_root
-    root.owner._apply(fn, recurse)
+    base = self._fxshard_base
+    root.owner.convert(fn, lambda: base._apply(self, fn, recurse))
     give_handles(root)
     return self
 
@@ -479,7 +480,7 @@ def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> A
 def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
     """As `copy.deepcopy` of a plain module; that of the root copies what all modules share."""
     root = self._fxshard_root
-    is_root = root.owner.original is self
+    is_root = root.owner.model is self
     if not is_root and id(root) not in memo:
         raise StepError(
             f"copy.deepcopy of a {type(self).__name__} inside of a model that fxshard.shard "

@@ -315,13 +315,13 @@ def test_state_dicts(name: str, option: str) -> None:
 
 
 def test_a_sharded_model_has_the_phases_of_the_plain_one() -> None:
-    """`ShardedModule.plan`: its model holds DTensors."""
+    """`FxshardModule.plan`: its model holds DTensors."""
     build, x, units = MODELS["tied"]
     want = phases_of(built(build), x, 4, units=units)
     with compat.fake_process_group(0, 4):
         mesh = init_device_mesh("cpu", (4,))
         ours = fxshard.compile(built(build), mesh=mesh, units=units, args=(x,))
-        got = {phase.name: phase for phase in lifecycle_of(ours.plan, ours.original, x)}
+        got = {phase.name: phase for phase in lifecycle_of(ours.plan, ours, x)}
     for name, phase in want.items():
         figures = (phase.start_bytes, phase.peak_bytes, phase.end_bytes)
         other = got[name]
@@ -419,7 +419,9 @@ def test_a_new_optimizer_steps_once_to_load_a_checkpoint(optimizer: Any) -> None
         ours = fxshard.compile(built(build), mesh=init_device_mesh("cpu", (4,)), units=units)
         made = optimizer(ours.parameters())
         tracker = Tracker()
-        tracker.know((s for slot in ours.slots.values() for s in slot.shards), Category.INPUTS)
+        tracker.know(
+            (s for slot in ours._fxshard.slots.values() for s in slot.shards), Category.INPUTS
+        )
         tracker.know(ours.buffers(), Category.INPUTS)
         with tracker:
             tracker.begin("load")
