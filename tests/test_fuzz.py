@@ -3,6 +3,7 @@
 `make fuzz N=10000` runs more; `python -m tests.fuzz SEED` replays one.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ from tests.fuzz.case import Case, drawn_case
 from tests.fuzz.faults import FAULTS
 from tests.fuzz.judge import Verdict, judged_here, judged_on_ranks, on_rank
 from tests.fuzz.script import script
+from tests.fuzz.shrink import shrunk
 from tests.ranks import Ranks
 
 HERE, SIZE = 160, 16  # cases in this process, and how many of them one test runs
@@ -21,7 +23,10 @@ WITHIN = 10  # a planted fault is found among so many cases that have what it br
 
 @functools.cache
 def here(seed: int) -> Case:
-    return drawn_case(seed, processes=False)
+    """In this process, and without Inductor, which would take longer than all the rest."""
+    case = drawn_case(seed, processes=False)
+    eager = tuple((name, code) for name, code in case.options if name != "backend")
+    return dataclasses.replace(case, options=eager)
 
 
 def failures(cases: list[Case], verdicts: list[Verdict]) -> str:
@@ -51,6 +56,20 @@ def test_on_ranks(start: int, ranks: Callable[[int], Ranks], one_thread: None) -
 
 def found(seed: int, sizes: bool) -> bool:
     return judged_here(here(seed), sizes=sizes).kind not in ("right", "refused")
+
+
+def test_a_failure_shrinks_to_a_small_script() -> None:
+    case = next(case for case in map(here, range(HERE)) if "norm" in case.operators())
+    small = shrunk(case, lambda smaller: "norm" in smaller.operators())
+    lines = [line.operator for made in small.program.used for line in made.lines]
+    assert lines.count("norm") == 1 and len(lines) <= 4 and not small.options
+    text = script(small, Verdict("wrong"))
+    compile(text, "a script", "exec")
+    assert "fxshard.compile" in text and "def batch" in text
+
+
+def test_a_seed_is_one_case() -> None:
+    assert drawn_case(3) == drawn_case(3)
 
 
 @pytest.mark.parametrize("name", [name for name in FAULTS if name != "wait_dropped"])

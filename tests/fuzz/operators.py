@@ -387,7 +387,7 @@ def buffer_written(d: Draft) -> str:
     )
 
 
-@operator(0.05)
+@operator(0.01)
 def buffer_given_memory(d: Draft) -> str:
     """Refused: no operator says so."""
     x, t = d.tensor(lambda t: width(t) and t.numel() > 0)
