@@ -10,7 +10,7 @@ Tolerance
 =========
 Three runs: in the model's own dtypes; in float64; and in the model's own dtypes from parameters
 that are off by one unit in the last place. A tensor may differ from the first by `FACTOR` times the
-largest difference that the other two show for it, plus `ULPS` units in the last place of its
+largest relative difference that the other two show for it in any step, plus `ULPS` units in the last place of its
 largest value (gradients under mixed precision: of the coarsest dtype). Gradients may also differ by
 one unit in the last place of the model's largest gradient: what is zero but for rounding is noise
 of its neighbours. A program whose loss the float64 run moves by more than `CONDITION` of its value
@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import re
 from typing import Any
 
 import torch
@@ -267,20 +268,28 @@ def reference(case: Case) -> Reference:
     tolerances = []
     for mine, best, moved in zip(own, exact, nudged, strict=True):
         gradient = max((largest(v) for k, v in mine.items() if k.startswith("gradient")), default=0)
+        noise: dict[str, float] = {}  # by what it is, over all steps: of its largest value
+        for key, value in mine.items():
+            if size := largest(value):
+                gaps = (finite(apart(value, other.get(key))) for other in (best, moved))
+                noise[of_any_step(key)] = max(noise.get(of_any_step(key), 0), max(gaps) / size)
         allowed = {}
         for key, value in mine.items():
             if isinstance(value, Tensor):
                 eps = eps_of(value.dtype)
                 if key.startswith("gradient") and "mixed_precision" in options:
                     eps = max(eps, coarse)
-                noise = max(
-                    finite(apart(value, best.get(key))), finite(apart(value, moved.get(key)))
-                )
-                allowed[key] = FACTOR * noise + ULPS * eps * largest(value)
+                relative = FACTOR * noise.get(of_any_step(key), 0) + ULPS * eps
+                allowed[key] = relative * largest(value)
                 if "gradient" in key:
                     allowed[key] += eps * gradient
         tolerances.append(allowed)
     return Reference(own, tolerances)
+
+
+def of_any_step(key: str) -> str:
+    """The name of a tensor without its step and micro-batch."""
+    return re.sub(r"^(\w+( \w+)?) \d+(\.\d+)?", r"\1", key)
 
 
 def finite(x: float) -> float:

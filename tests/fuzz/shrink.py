@@ -97,6 +97,7 @@ def classes(made: Class) -> Iterator[Class]:
     if made.result not in names:
         for name in names:
             yield dataclasses.replace(made, result=name)
-    for line in reversed(made.lines):
-        if line.out and line.out not in names:
-            yield dataclasses.replace(made, result=line.out)
+    outs = [line.out for line in made.lines if line.out]
+    if made.result in outs:  # only to earlier ones, or it would go back and forth
+        for out in reversed(outs[: outs.index(made.result)]):
+            yield dataclasses.replace(made, result=out)
