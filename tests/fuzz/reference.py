@@ -10,11 +10,11 @@ Tolerance
 =========
 Three runs: in the model's own dtypes; in float64; and in the model's own dtypes from parameters
 that are off by one unit in the last place. A tensor may differ from the first by `FACTOR` times the
-largest relative difference that the other two show for it in any step, plus `ULPS` units in the last place of its
-largest value (gradients under mixed precision: of the coarsest dtype). Gradients may also differ by
-one unit in the last place of the model's largest gradient: what is zero but for rounding is noise
-of its neighbours. A program whose loss the float64 run moves by more than `CONDITION` of its value
-is not drawn: it would prove nothing.
+largest relative difference that the other two show for it in any step, plus `ULPS` units in the
+last place of its largest value (gradients under mixed precision: of the coarsest dtype). Gradients
+may also differ by one unit in the last place of the model's largest gradient: what is zero but for
+rounding is noise of its neighbours. A program whose loss the float64 run moves by more than
+`CONDITION` of its value is not drawn: it would prove nothing.
 """
 
 from __future__ import annotations
