@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import fxshard
-from fxshard.errors import FxshardError, UnknownSizeError, VerifyError
+from fxshard.errors import FxshardError, PassError, UnknownSizeError, VerifyError
 from tests.fuzz.case import Case
 from tests.fuzz.reference import Reference, apart, largest, reference
 from tests.fuzz.train import Seen, initial, train
@@ -64,7 +64,8 @@ def of_error(error: BaseException) -> Verdict:
     if isinstance(error, Late):
         return Verdict("crash", "hang", text)
     name = type(error).__name__
-    if isinstance(error, FxshardError) and not isinstance(error, VerifyError):
+    ours = isinstance(error, (VerifyError, PassError))  # no user can cause or mend those
+    if isinstance(error, FxshardError) and not ours:
         return Verdict("refused", f"{name}: {said[0]}", text)
     where = [f for f in traceback.extract_tb(error.__traceback__) if "fxshard" in f.filename]
     place = f" at {where[-1].filename.split('/')[-1]} {where[-1].name}" if where else ""
