@@ -108,7 +108,7 @@ def with_a_fault(name: str, rank: int, world_size: int, cases: list[Case]) -> li
 
 
 def test_a_dropped_wait_is_found(ranks: Callable[[int], Ranks]) -> None:
-    cases = [drawn_case(seed, processes=True) for seed in range(HERE, HERE + REAL)]
-    some = [case for case in cases if case.ranks == 2][:WITHIN]
+    cases = [drawn_case(seed, processes=True) for seed in range(HERE, HERE + JOB)]
+    some = [case for case in cases if case.ranks == 2][:4]
     job = functools.partial(with_a_fault, "wait_dropped")
     assert failures(some, judged_on_ranks(some, ranks(2), sizes=False, job=job))
