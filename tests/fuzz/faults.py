@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxshard import normalize, ops, sharding, step, trace
+from fxshard import normalize, ops, sharding, step
 from fxshard.memory import liveness
 from fxshard.world import c10d, in_process
 from tests.fuzz.case import Case
@@ -110,8 +110,18 @@ def frozen_parameter_stepped(patch: pytest.MonkeyPatch) -> None:
 
 @fault(lambda case: "tied" in case.operators())
 def tied_gradient_added_once(patch: pytest.MonkeyPatch) -> None:
-    """While tracing, the other names of a parameter hold another tensor."""
-    patch.setattr(trace, "_slots", lambda model: [])
+    """A parameter with two names gets half of its gradient."""
+    right = step._gradients
+
+    def half(call: Any, results: Any, inputs: int) -> list[Tensor | None]:
+        out = right(call, results, inputs)
+        for i, fqn in enumerate(step.differentiated(call.variant.program)):
+            grad = out[i]
+            if grad is not None and len(call.module.slots[fqn].param.aliases) > 1:
+                out[i] = grad * 0.5
+        return out
+
+    patch.setattr(step, "_gradients", half)
 
 
 @fault()
