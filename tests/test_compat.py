@@ -511,6 +511,23 @@ def test_groups_are_made_again_after_one_was_destroyed(ranks: Any) -> None:
     ranks(2).run(groups_again)
 
 
+def test_plain_torch_functions_pass_subclasses_by() -> None:
+    seen: list[Any] = []
+
+    class Loud(Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    loud = torch.ones(2).as_subclass(Loud)
+    with compat.plain_torch_functions():
+        assert type(loud + 1) is Tensor and not seen
+    assert type(loud + 1) is Loud and seen
+
+
 def test_group_store_and_timeout(ranks: Any) -> None:
     pool = ranks(2)
     pool.run(group_contract, 2 / 3 * pool.timeout_s)
