@@ -274,8 +274,8 @@ class FsdpMethods(nn.Module):
             StepError: an option cannot be pickled, or parameters are whole now.
         """
         self.require_sharded("pickling")
-        for field in dataclasses.fields(self.config):
-            state.check_picklable(field.name, getattr(self.config, field.name))
+        for name in self.config.names():
+            state.check_picklable(name, getattr(self.config, name))
         slots = {fqn: state.without_data(slot) for fqn, slot in self.slots.items()}
         world = self.world.mesh if isinstance(self.world, C10dWorld) else self.world
         fresh: dict[str, Any] = {"variants": {}, "accumulated": {}, "_agreed": {}}
@@ -330,7 +330,7 @@ class FsdpMethods(nn.Module):
                 f"set_gradient_divide_factor has no effect with {what}, which says how gradients "
                 f"are reduced. Divide there."
             )
-        self.config = dataclasses.replace(self.config, gradient_divide_factor=factor)
+        self.config = self.config.changed({"gradient_divide_factor": factor})
         self.variants.clear()
 
     def set_reshard_after_forward(
@@ -356,7 +356,7 @@ class FsdpMethods(nn.Module):
             )
         chosen = fqns or (every if recurse else [""])
         now = {u.fqn: reshard_after_forward if u.fqn in chosen else u.reshard for u in self.units}
-        self.config = dataclasses.replace(self.config, reshard_after_forward=now)
+        self.config = self.config.changed({"reshard_after_forward": now})
         self.units = tuple(dataclasses.replace(u, reshard=now[u.fqn]) for u in self.units)
         self.variants.clear()
 

@@ -70,6 +70,7 @@ class Unit:
         kind: class name of the module; equal kinds fold to one row in dumps.
         params: its parameters, in ``named_parameters`` order.
         ignored: parameters of its modules that stay whole and are never communicated.
+        ignored_modules: FQNs of its modules whose buffers stay as they are too.
         precision: dtypes of compute and reduction.
         reshard: what its parameters are between forward and backward: True sharded, False
             unsharded, n sharded over groups of n neighbouring ranks.
@@ -80,6 +81,7 @@ class Unit:
     kind: str
     params: tuple[Param, ...]
     ignored: tuple[Param, ...] = ()
+    ignored_modules: tuple[str, ...] = ()
     precision: Precision = dataclasses.field(default_factory=Precision)
     reshard: bool | int = True
 
@@ -135,6 +137,7 @@ def find_units(
             )
         )
     modules = dict(model.named_modules())
+    left_out = [name for name, _ in _named(out_modules, model)]
     return tuple(
         Unit(
             index[fqn],
@@ -142,6 +145,7 @@ def find_units(
             type(modules[fqn]).__name__,
             tuple(members[fqn]),
             tuple(whole[fqn]),
+            tuple(name for name in left_out if owner_of([name], index) == fqn),
         )
         for fqn in fqns
     )
@@ -200,7 +204,10 @@ def buffer_dtypes(
     by_fqn = {unit.fqn: unit for unit in units}
     found: dict[str, torch.dtype] = {}
     for name, buffer in buffers.items():
-        wanted = by_fqn[owner_of([name], by_fqn)].precision.buffer_dtype
+        unit = by_fqn[owner_of([name], by_fqn)]
+        if name.rpartition(".")[0] in unit.ignored_modules:
+            continue
+        wanted = unit.precision.buffer_dtype
         if wanted is not None and buffer.is_floating_point() and buffer.dtype is not wanted:
             found[name] = wanted
     return found
@@ -305,7 +312,8 @@ def ignored_of(model: nn.Module, ignored: Sequence[Any]) -> tuple[list[nn.Module
 
 def _named(modules: list[nn.Module], model: nn.Module) -> list[tuple[str, nn.Module]]:
     chosen = set(map(id, modules))
-    return [(name, module) for name, module in model.named_modules() if id(module) in chosen]
+    named = model.named_modules(remove_duplicate=False)
+    return [(name, module) for name, module in named if id(module) in chosen]
 
 
 def check_shardable(fqn: str, param: torch.Tensor) -> None:
