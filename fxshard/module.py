@@ -28,6 +28,7 @@ from fxshard.shapes import Symbols
 from fxshard.sharding import shard_parameters
 from fxshard.step import Call, Step, differentiated
 from fxshard.units import Param, Unit, buffer_dtypes
+from fxshard.unused import Reach
 from fxshard.variants import Kind, Variant, reason_for, symbols_for
 from fxshard.world.c10d import C10dWorld
 from fxshard.world.in_process import InProcessWorld
@@ -78,6 +79,7 @@ class ShardedModule(FsdpMethods):
         self.variants: dict[Kind, Variant] = {}
         self.wholes = {p.fqn: p for unit in units for p in unit.ignored}
         self.accumulated: dict[str, list[Tensor]] = {}  # per rank that this process runs
+        self.reach = Reach()
         self._sync = True
         self._comm_hook = False
         self._optimizer: OnShards | None = None
@@ -131,9 +133,12 @@ class ShardedModule(FsdpMethods):
             grads: per rank of this process and parameter, the reduced gradient of a padded shard.
         """
         optimizer, world = self._made_optimizer(), self.world
-        slots = [self.slots[fqn] for fqn in fqns]
-        mine = []
-        for slot, *shards in zip(slots, *grads, strict=True):
+        unused = self.reach.unused()
+        slots, mine = [], []
+        for fqn, *shards in zip(fqns, *grads, strict=True):
+            if fqn in unused:
+                continue
+            slots.append(slot := self.slots[fqn])
             rows = slot.local.shape[0]
             grad = shards[0]
             if isinstance(world, InProcessWorld):

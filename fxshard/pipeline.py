@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fxshard import collector, compat, dump, shapes, trace, verify
+from fxshard import collector, compat, dump, normalize, shapes, trace, verify
 from fxshard.config import Config, Precision, environment
 from fxshard.errors import CaptureError, ConfigError, VerifyError
 from fxshard.passes.annotate_streams import AnnotateStreams
@@ -248,6 +248,7 @@ def make_program(
     program = captured.copied(units, world)
     if stem is not None:
         program.facts = set(captured.facts)
+    program.reached = normalize.reached(captures[key, sizes])
     program.replicas, program.sync = replicas, sync
     program.accumulated = frozenset(accumulated)
     program.comm_hook = comm_hook

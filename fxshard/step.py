@@ -96,6 +96,7 @@ class Step(torch.autograd.Function):
                 f"changed in place between a forward and its backward, which reads it. Change a "
                 f"copy: y = y.clone()."
             )
+        arrived = [position for position, k in ctx.places.items() if grads[k] is not None]
         ctx.exposed = None  # they die behind their last readers
         tangents: dict[str | None, Tensor] = {}
         for node in call.variant.executor.backward_inputs:
@@ -109,12 +110,14 @@ class Step(torch.autograd.Function):
         call.module.require_accumulated(program)
         args = _backward_arguments(call, batch, saved, tangents)
         tangents.clear()
+        reach, world = call.module.reach, call.module.world
+        unused = reach.begin(program, arrived, world, call.module.accumulated)
         if program.sync:
             for fqn in program.accumulated:  # reduced by this backward, which frees them
                 call.module.accumulated.pop(fqn, None)
         with call.module.as_traced():
             results = call.variant.executor.backward(args)
-        return (None, *_gradients(call, results, len(batch)))
+        return (None, *_gradients(call, results, len(batch), unused | reach.unused()))
 
 
 def _versions(call: Call, batch: Sequence[Tensor]) -> list[tuple[str, tuple[int, ...]]]:
@@ -141,7 +144,10 @@ def _exposed(outputs: Sequence[Tensor], saved: list[list[Tensor]]) -> list[tuple
 
 
 def _laid_out(grad: Tensor | None, node: fx.Node, shape: torch.Size) -> Tensor:
-    """The gradient of an output in the strides that backward was traced for; None is zeros."""
+    """The gradient of an output in the strides that backward was traced for; None is zeros.
+
+    (What that makes zeros of is None again in the end: `fxshard.unused`.)
+    """
     like = node.meta["val"]
     stride = like.stride() if like.shape == shape else shapes.stride_like(like, shape)
     if grad is not None and grad.stride() == stride:
@@ -173,8 +179,10 @@ def _backward_arguments(
     return args
 
 
-def _gradients(call: Call, results: list[list[Tensor]], inputs: int) -> list[Tensor | None]:
-    """Gradients in the order of `Step.forward`'s tensors."""
+def _gradients(
+    call: Call, results: list[list[Tensor]], inputs: int, unused: frozenset[str]
+) -> list[Tensor | None]:
+    """Gradients in the order of `Step.forward`'s tensors; None for those that are `unused`."""
     program = call.variant.program
     names = [result.name for result in program.results if result.kind != "output"]
     per_rank = [dict(zip(names, grads, strict=True)) for grads in results]
@@ -189,7 +197,7 @@ def _gradients(call: Call, results: list[list[Tensor]], inputs: int) -> list[Ten
     out: list[Tensor | None] = []
     for fqn in differentiated(program):
         shards = [grads.pop(fqn) for grads in per_rank if fqn in grads]
-        if not shards:
+        if not shards or fqn in unused:
             out.append(None)  # accumulated, not reduced; or stepped already
         elif fqn in call.module.wholes:
             out.append(shards[0])
@@ -198,7 +206,8 @@ def _gradients(call: Call, results: list[list[Tensor]], inputs: int) -> list[Ten
             out.append(as_gradient(slot, shards[: world.size], world))
     for k in range(inputs):
         position = program.signature.tensor_inputs[k]
-        out.append(per_rank[0].pop(f"input[{position}]", None))
+        grad = per_rank[0].pop(f"input[{position}]", None)
+        out.append(None if f"input[{position}]" in unused else grad)
     return out
 
 

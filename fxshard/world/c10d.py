@@ -256,6 +256,29 @@ class C10dWorld:
         for peers in self._everyone:
             peers.note_call(self._calls, digest, known, self._leave)
 
+    def any_rank(self, flags: str) -> Callable[[], str]:
+        """Tell all ranks of the mesh which of some things are true here ("0" or "1" for each).
+
+        Call it on all ranks, in front of a collective; the result behind it.
+
+        Returns:
+            What gives a "1" wherever a rank has one; call it on all ranks, unless all are "1" here.
+        """
+        told = [peers for peers in self._everyone if not peers.alone]
+        if "0" not in flags:
+            for peers in told:
+                peers.tell(flags)
+            return lambda: flags
+        first = [peers.tell(flags) for peers in told[:1]]
+
+        def found() -> str:
+            known = flags
+            for i, peers in enumerate(told):  # the second group: copies of what the first knows
+                known = peers.any_of(first.pop() if i == 0 else peers.tell(known), known)
+            return known
+
+        return found
+
     def agree(
         self, lines: Sequence[str], what: str, before: Collection[Sequence[str]] = ()
     ) -> None:
