@@ -23,6 +23,7 @@ import torch
 import torch._decomp.decompositions as _decompositions
 import torch._functorch._aot_autograd.descriptors as _desc
 import torch._library.autograd as _library_autograd
+import torch.distributed as dist
 import torch.utils.checkpoint as _checkpoint
 from torch import fx, nn
 from torch._dynamo.utils import preserve_rng_state as rng_kept
@@ -36,6 +37,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     is_fake,
 )
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp.wrap import _Policy
@@ -850,6 +852,31 @@ def not_stepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
     finally:
         optimizer.state = before
+
+
+# torch 2.13 renamed them, and warns of the old names at every call.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def new_group(ranks: list[int], parent: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A process group of some ranks of `parent`, which they alone make together.
+
+    torch names a group made so by its ranks and by how many groups this process has
+    (torch/distributed/distributed_c10d.py, ``_hash_ranks_to_str``). Once one of them has been
+    destroyed the name comes again, with the old addresses in the store, and ranks that are in other
+    numbers of groups never find each other: both hang. Here it is the n-th one of `parent`.
+    """
+    if dist.get_backend(parent) == "fake":
+        return dist.new_group(ranks, use_local_synchronization=True)
+    number = group_store(parent).add(f"fxshard/groups/{dist.get_rank()}", 1)
+    name = f"fxshard.{parent.group_name}.{number}.{'_'.join(map(str, ranks))}"
+    named = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        return dist.new_group(ranks, timeout=group_timeout(parent), use_local_synchronization=True)
+    finally:
+        distributed_c10d._hash_ranks_to_str = named
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:

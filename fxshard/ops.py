@@ -5,11 +5,11 @@ same name on a World (`fxshard.world`); they have no kernel of their own.
 
 ================  =============================================================================
 all_gather        launch: one padded shard ``[chunk, ...]`` per parameter in, one fresh buffer
-                  ``[size * chunk, ...]`` per parameter out, in one coalesced collective.
+                  ``[size * chunk, ...]`` per parameter out, all of one dtype.
                   The buffer *is* the unsharded parameter (rank r wrote rows r*chunk onward), so
                   nothing is copied out; padding rows are cut off by a view.
 reduce_scatter    launch: one contiguous ``[size * chunk, ...]`` gradient per parameter in,
-                  one fresh ``[chunk, ...]`` out, reduced by `op`, in one coalesced collective.
+                  one fresh ``[chunk, ...]`` out, reduced by `op`, all of one dtype.
 all_reduce        launch: gradients are reduced over the group in place; the results are they.
 comm_hook         launch: the user's function reduces one flat tensor, all gradients of a unit, rank
                   by rank: ``[size * n]`` in, a fresh ``[n]`` out; with size 1 in place.

@@ -63,6 +63,7 @@ class Fact(enum.Enum):
     PARAMS_UNSHARDED = "no whole parameter is an input; each use reads an unsharded parameter"
     NO_PARAM_SAVED = "nothing of a parameter is saved for backward, unless its unit stays unsharded"
     REDUCED_ONCE = "each unsharded gradient is reduced exactly once"
+    ONE_DTYPE = "every collective moves tensors of one dtype"
     EQUAL_CHUNKS = "every collective moves the same number of bytes on every rank"
     BUCKETED = "every parameter is in one bucket, and each collective moves those of one"
     STEPPED_ONCE = "each reduced gradient is stepped once, behind every read of it and its shard"

@@ -36,6 +36,7 @@ from fxshard import compat, hf
 from fxshard.errors import StepError, UnitError
 from fxshard.sharding import Slot, as_gradient
 from fxshard.units import Unit, ignored_of
+from fxshard.world.backends import as_bytes
 from fxshard.world.c10d import C10dWorld
 
 if TYPE_CHECKING:
@@ -204,7 +205,9 @@ def gathered(root: Root, slot: Slot) -> Tensor:
     shard = slot.shards[0].to(torch.device(world.mesh.device_type), dtype)
     buffer = shard.new_empty((world.size * shard.shape[0], *shard.shape[1:]))
     if "shard" in world.groups:
-        dist.all_gather_into_tensor(buffer, shard.contiguous(), group=world.groups["shard"])
+        compat.all_gather_single(
+            as_bytes(buffer), as_bytes(shard.contiguous()), group=world.groups["shard"]
+        )
     else:
         buffer.copy_(shard)
     mark = _Whole(slot)
@@ -229,7 +232,7 @@ def reduced(root: Root, slot: Slot, grad: Tensor) -> Tensor:
     shard = padded
     if "shard" in world.groups:
         shard = padded.new_empty((rows, *grad.shape[1:]))
-        dist.reduce_scatter_tensor(shard, padded, group=world.groups["shard"])
+        compat.reduce_scatter_single(shard, padded, group=world.groups["shard"])
     if "replicate" in world.groups:
         dist.all_reduce(shard, group=world.groups["replicate"])
     if not unit_precision.keep_low_precision_grads:

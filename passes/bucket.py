@@ -17,10 +17,10 @@ LARGE = 2 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Group parameters into buckets: one all-gather and one reduction each.
+    """Group parameters into buckets: one all-gather and one reduction each, per dtype.
 
-    By default a bucket is a unit. In it each large parameter has its own buffer: one coalesced
-    launch writes them all, nothing is copied out, and an unshard holds their bytes once. Small ones
+    By default a bucket is a unit. In it each large parameter has its own buffer: one launch writes
+    them all, nothing is copied out, and an unshard holds their bytes once. Small ones
     are packed: copied into one buffer per dtype to be sent, and out of it again, as FSDP2 does with
     all (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py), because a message costs its
     latency before it costs its bytes.

@@ -53,7 +53,9 @@ class InsertReduce:
 
     name: ClassVar[str] = "insert-reduce"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.UNITS_ASSIGNED})
-    ensures: ClassVar[frozenset[Fact]] = frozenset({Fact.REDUCED_ONCE, Fact.EQUAL_CHUNKS})
+    ensures: ClassVar[frozenset[Fact]] = frozenset(
+        {Fact.REDUCED_ONCE, Fact.ONE_DTYPE, Fact.EQUAL_CHUNKS}
+    )
 
     op: str = "avg"
     divide_factor: float | None = None

@@ -17,12 +17,13 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class InsertUnshard:
-    """One all-gather per bucket and phase, of the parameters that the phase reads.
+    """One all-gather per bucket, dtype and phase, of the parameters that the phase reads.
 
     The placeholders of whole parameters become placeholders of this rank's padded shards. What is
     sent is the shard, loaded from the CPU if it is offloaded, and cast to the unit's dtype, once
-    per bucket. Each parameter is gathered into a buffer of its own; packed ones into one, out of
-    which they are copied. A launch and its wait stand together here; `prefetch` pulls them apart.
+    per bucket. A launch moves one dtype: backends promise no more. Each parameter is gathered into
+    a buffer of its own; packed ones into one, out of which they are copied. A launch and its wait
+    stand together here; `prefetch` pulls them apart.
 
     Between forward and backward a unit is sharded (``unit.reshard`` is True: backward gathers
     again), unsharded (False: backward reads what forward gathered), or sharded over n neighbours
@@ -46,7 +47,7 @@ class InsertUnshard:
     name: ClassVar[str] = "insert-unshard"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.UNITS_ASSIGNED})
     ensures: ClassVar[frozenset[Fact]] = frozenset(
-        {Fact.UNSHARD_PAIRED, Fact.PARAMS_UNSHARDED, Fact.NO_PARAM_SAVED}
+        {Fact.UNSHARD_PAIRED, Fact.PARAMS_UNSHARDED, Fact.NO_PARAM_SAVED, Fact.ONE_DTYPE}
     )
 
     def apply(self, program: Program) -> None:
@@ -169,11 +170,12 @@ def first_reads(
 
 
 def launched_together(program: Program, params: list[Param]) -> list[list[Param]]:
-    """`params` by launch: where nothing is gathered, that is a cast, and a load of the others."""
-    if program.world_size > 1 or not params:
-        return [params] if params else []
-    cast = [param for param in params if param.compute_dtype is not param.dtype]
-    return [group for group in (cast, [p for p in params if p not in cast]) if group]
+    """`params` by launch: by the dtype that is moved, and apart what one rank loads as it is."""
+    found: dict[torch.dtype | None, list[Param]] = {}
+    for param in params:
+        as_it_is = program.world_size == 1 and param.compute_dtype is param.dtype
+        found.setdefault(None if as_it_is else param.compute_dtype, []).append(param)
+    return list(found.values())
 
 
 def readers(whole: fx.Node, phase: meta.Phase) -> list[fx.Node]:
@@ -195,40 +197,30 @@ def unshard(
     if program.offloaded and meta.get(nodes[0]).role == "shard":
         args = (nodes, program.device)
         nodes = ops.insert_word(program, ops.load, args, fqns, tag, f"load_{tag.pair}")
-    packs = packed_together(params, packed) if size > 1 else []
-    small = {i for pack in packs for i in pack}
+    small = [i for i, fqn in enumerate(fqns) if fqn in packed and size > 1]
+    small = small if len(small) > 1 else []
     alone = [i for i in range(len(params)) if i not in small]
-    casts = [i for i in alone if nodes[i].meta["val"].dtype is not params[i].compute_dtype]
+    dtype = params[0].compute_dtype
+    casts = [i for i in alone if nodes[i].meta["val"].dtype is not dtype]
     if casts:
-        cast = ([nodes[i] for i in casts], params[casts[0]].compute_dtype)
+        cast = ([nodes[i] for i in casts], dtype)
         names = [fqns[i] for i in casts]
         made = ops.insert_word(program, ops.cast, cast, names, tag, f"cast_{tag.pair}")
         for i, node in zip(casts, made, strict=True):
             nodes[i] = node
-    flats: list[fx.Node] = []
-    for pack in packs:
-        sent = ([nodes[i] for i in pack], params[pack[0]].compute_dtype)
-        flats += ops.insert_word(program, ops.pack, sent, [""], tag, f"pack_{tag.pair}")
-    made = [*(nodes[i] for i in alone), *flats]
+    made = [nodes[i] for i in alone]
+    if small:
+        sent = ([nodes[i] for i in small], dtype)
+        made += ops.insert_word(program, ops.pack, sent, [""], tag, f"pack_{tag.pair}")
     if size > 1:
         gather = (made, size) if group == "shard" else (made, size, group)
-        names = [*(fqns[i] for i in alone), *("" for _ in packs)]
+        names = [*(fqns[i] for i in alone), *([""] if small else [])]
         made = ops.insert_word(program, ops.all_gather, gather, names, tag, f"unshard_{tag.pair}")
     ops.insert_wait(program, made, tag)
-    for pack, flat in zip(packs, made[len(alone) :], strict=True):
-        made += unpack(program, [params[i] for i in pack], flat, size, tag)
-    del made[len(alone) : len(alone) + len(packs)]
-    places = [*alone, *(i for pack in packs for i in pack)]
-    return [node for _, node in sorted(zip(places, made, strict=True), key=lambda pair: pair[0])]
-
-
-def packed_together(params: list[Param], packed: frozenset[str]) -> list[list[int]]:
-    """Places of the parameters that share a buffer: two or more of one dtype."""
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for i, param in enumerate(params):
-        if param.fqn in packed:
-            by_dtype.setdefault(param.compute_dtype, []).append(i)
-    return [places for places in by_dtype.values() if len(places) > 1]
+    if small:
+        made += unpack(program, [params[i] for i in small], made.pop(), size, tag)
+    both = zip([*alone, *small], made, strict=True)
+    return [node for _, node in sorted(both, key=lambda pair: pair[0])]
 
 
 def unpack(

@@ -80,23 +80,38 @@ def depth(ahead: Ahead) -> int:
     return {"pre": 1, "post": 0}[ahead] if isinstance(ahead, str) else ahead
 
 
+def by_bucket(program: Program, launches: list[fx.Node]) -> list[list[fx.Node]]:
+    """`launches` in their order, those of one bucket in a phase together: one per dtype."""
+    number = {fqn: i for i, bucket in enumerate(program.moving) for fqn in bucket.fqns}
+    bucket = {
+        n: (meta.get(n).phase, number[meta.get(ops.unsharded(n)[0]).fqn or ""]) for n in launches
+    }
+    return [list(group) for _, group in itertools.groupby(launches, bucket.__getitem__)]
+
+
 def advance_launches(program: Program, phase: meta.Phase, depth: int) -> None:
-    """Move each launch, and what it sends, behind the wait `depth` unshards before it."""
+    """Move each launch, and what it sends, behind the wait `depth` buckets before it.
+
+    The launches of one bucket stand together, also where they are not moved.
+    """
     nodes = program.phase(phase)
     launches = [n for n in nodes if ops.is_unshard(n)]
     chains = chains_of(nodes, launches)
     waits = {meta.get(n).pair: n for n in nodes if n.target is ops.wait}
-    for k, launch in enumerate(launches):
+    buckets = by_bucket(program, launches)
+    for k, bucket in enumerate(buckets):
         if depth == 0 or k == 0:
+            for first, second in itertools.pairwise(bucket):
+                move_behind(chains[first][-1], chains[second])
             continue
-        before = launches[max(0, k - depth)]
+        before = buckets[max(0, k - depth)][-1]
         words = [user for pick in ops.packed_results(before) for user in pick.users]
         unpacked = [pick for word in words if word.target is ops.unpack for pick in word.users]
         anchor = unpacked[-1] if unpacked else waits[meta.get(before).pair]
-        for earlier in launches[:k][-depth:]:  # several ahead: keep them in order of first use
+        for earlier in itertools.chain(*buckets[:k][-depth:]):  # in order of first use
             if _stands_behind(chains[earlier][0], anchor):
                 anchor = chains[earlier][-1]
-        move_behind(anchor, chains[launch])
+        move_behind(anchor, [node for launch in bucket for node in chains[launch]])
 
 
 def pass_reductions(program: Program, phase: meta.Phase) -> None:
@@ -111,13 +126,13 @@ def pass_reductions(program: Program, phase: meta.Phase) -> None:
     order = {node: i for i, node in enumerate(everything)}
     reductions = [n for n in nodes if n.target in REDUCTIONS]
     places = [order[node] for node in reductions]
-    for before, launch in itertools.pairwise(launches):
-        at = bisect.bisect(places, order[ends[before]])
-        if at < len(places) and places[at] < order[chains[launch][0]]:
+    for before, bucket in itertools.pairwise(by_bucket(program, launches)):
+        at = bisect.bisect(places, max(order[ends[launch]] for launch in before))
+        if at < len(places) and places[at] < order[chains[bucket[0]][0]]:
             first = reductions[at]  # a CPU stands still at the wait in front of its copies
             while meta.get(first.prev).role == "pad" and first.prev.op == "call_function":
                 first = first.prev
-            move_behind(first.prev, chains[launch])
+            move_behind(first.prev, [node for launch in bucket for node in chains[launch]])
 
 
 REDUCTIONS = (ops.reduce_scatter, ops.all_reduce, ops.comm_hook, ops.store)
@@ -169,22 +184,25 @@ def hold_back(program: Program, limit: int) -> None:
     launches.sort(key=lambda launch: order[waits[meta.get(launch).pair]])
     chains = chains_of(nodes, launches)
     ends = last_readers(nodes, launches)
-    held: list[tuple[int, fx.Node]] = []  # place of the last reader, launch: of those before
+    held: list[tuple[int, list[fx.Node]]] = []  # last reader's place, launches: of those before
     start, behind = -1, None  # where the one before is launched now, and its chain's last node
-    for launch in launches:
-        chain, wait = chains[launch], waits[meta.get(launch).pair]
+    for bucket in by_bucket(program, launches):
+        chain = [node for launch in bucket for node in chains[launch]]
+        its_waits = [waits[meta.get(launch).pair] for launch in bucket]
+        wait = min(its_waits, key=order.__getitem__)
         mine = max(order[chain[0]], start)
         later = sorted((place for place, _ in held if place > order[chain[0]]), reverse=True)
         if len(later) >= limit:
             mine = max(mine, later[limit - 1])
         if mine >= order[wait]:
             using = [other for place, other in held if place > order[wait]]
-            raise_in_use(program, [*using, launch], wait, limit)
+            raise_in_use(program, [*using, bucket], wait, limit)
         if mine > order[chain[0]]:
             anchor = behind if mine == start and behind is not None else nodes[mine]
             move_behind(anchor, chain)
         start, behind = mine, chain[-1]
-        held.append((max(order[ends[launch]], order[wait]), launch))
+        last = max(order[node] for node in (*(ends[launch] for launch in bucket), *its_waits))
+        held.append((last, bucket))
 
 
 def last_readers(nodes: list[fx.Node], launches: list[fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -200,17 +218,17 @@ def last_readers(nodes: list[fx.Node], launches: list[fx.Node]) -> dict[fx.Node,
     return found
 
 
-def raise_in_use(program: Program, launches: list[fx.Node], wait: fx.Node, limit: int) -> None:
+def raise_in_use(program: Program, buckets: list[list[fx.Node]], wait: fx.Node, limit: int) -> None:
     """Say which buckets compute at the same time."""
-    names = [program.units[meta.get(launch).unit or 0].name for launch in launches]
+    names = [program.units[meta.get(launches[0]).unit or 0].name for launches in buckets]
     kept = [
         unit.name for unit in program.units if unit.reshard is False and unit.name in set(names)
     ]
     hint = " Those with reshard_after_forward=False stay from forward to backward." if kept else ""
     raise ConfigError(
         f"max_inflight={limit} cannot be held: at %{wait.name} in {meta.get(wait).phase}, "
-        f"{len(launches)} units are unsharded because they compute: {', '.join(names)}.{hint} Give "
-        f"at least {len(launches)}, or split the largest with max_bucket_bytes."
+        f"{len(buckets)} units are unsharded because they compute: {', '.join(names)}.{hint} Give "
+        f"at least {len(buckets)}, or split the largest with max_bucket_bytes."
     )
 
 

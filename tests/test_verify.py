@@ -331,6 +331,14 @@ def padded_wrongly(program: Program) -> fx.Node:
     return result
 
 
+@breaks(Fact.ONE_DTYPE)
+def two_dtypes_in_one_launch(program: Program) -> fx.Node:
+    node = launch(program, 1, "backward", ops.reduce_scatter)
+    sent = meta.operands(node)[0]
+    sent.meta["val"] = sent.meta["val"].to(torch.bfloat16)
+    return node
+
+
 @breaks(Fact.EQUAL_CHUNKS)
 def not_padded(program: Program) -> fx.Node:
     node = launch(program, 0, "backward", ops.reduce_scatter)

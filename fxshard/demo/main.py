@@ -29,6 +29,7 @@ from fxshard.demo.corpus import Corpus, bits, mean_bits_per_byte, read_corpus
 from fxshard.demo.recipe import Settings, checkpoint_state, train_step
 from fxshard.errors import FxshardError
 from fxshard.memory.compare import Validation
+from fxshard.world.backends import BACKENDS
 
 # Tables are printed as they are: not wrapped, and brackets are no markup.
 console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
@@ -260,14 +261,17 @@ def memory_figures(plan: Plan, validation: Validation) -> dict[str, int]:
 
 
 def collective_figures(plan: Plan, seen: dict[str, int]) -> dict[str, int]:
-    """Collectives in one step: those that the process group received, and those planned."""
-    targets = [node.target for node in plan.program.graph.nodes]
+    """Collectives in one step: the calls that the process group received, and those planned."""
+    planned: collections.Counter[Any] = collections.Counter()
+    for node in plan.program.graph.nodes:
+        if node.target in ops.COLLECTIVES:
+            planned[node.target] += BACKENDS["gloo"].calls(node)
     return {
         "all_gathers_per_step": sum(n for name, n in seen.items() if "allgather" in name),
         "reduce_scatters_per_step": sum(n for name, n in seen.items() if "reduce_scatter" in name),
         "collectives_per_step": sum(seen.values()),
-        "all_gathers_planned": targets.count(ops.all_gather),
-        "reduce_scatters_planned": targets.count(ops.reduce_scatter),
+        "all_gathers_planned": planned[ops.all_gather],
+        "reduce_scatters_planned": planned[ops.reduce_scatter],
     }
 
 

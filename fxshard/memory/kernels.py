@@ -81,10 +81,10 @@ def _of_operator(
 
 
 def _of_launch(phase: str, number: int, point: Point) -> KernelTemporary | None:
-    """Gloo flattens a coalesced collective: its inputs, and for a gather its outputs.
+    """Gloo receives a gather in one flat tensor, and flattens what it reduces.
 
-    Source: torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, ``allgather_coalesced``,
-    ``reduce_scatter_tensor_coalesced`` and ``allreduce_coalesced``.
+    Source: torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, ``allgather`` (which
+    ``_allgather_base`` calls), ``reduce_scatter_tensor_coalesced`` and ``allreduce_coalesced``.
     """
     row = point.row
     if row.target not in ops.COLLECTIVES:
@@ -92,8 +92,7 @@ def _of_launch(phase: str, number: int, point: Point) -> KernelTemporary | None:
     ins = sum(_nbytes(t) for n in meta.operands(row) for t in meta.tensors(n.meta["val"]))
     outs = sum(_nbytes(t) for t in meta.tensors(row.meta["val"]))
     gathers = row.target is ops.all_gather
-    size = ins + outs if gathers else ins
-    why = "flat inputs and outputs" if gathers else "clones of the inputs"
+    size, why = (outs, "flat outputs") if gathers else (ins, "clones of the inputs")
     op = str(row.target).removeprefix("fxshard.").removesuffix(".default")
     return KernelTemporary(phase, number, op, point.module, size, why, backend="gloo")
 

@@ -157,7 +157,9 @@ class Tracker(TorchDispatchMode):
             numbers = (self._numbers.get(id(source.untyped_storage())) for source in sources)
             self._copied(self._number(result), tuple(n for n in numbers if n is not None))
         name = str(func)
-        if name.startswith("c10d.allgather_into_tensor_coalesced_"):
+        if name.startswith("c10d._allgather_base_"):
+            self.mark(args[:1], Category.ALL_GATHER)
+        elif name.startswith("c10d.allgather_into_tensor_coalesced_"):
             self.mark(args[0], Category.ALL_GATHER)
         elif name.startswith("c10d.reduce_scatter_tensor_coalesced_"):
             self.mark(args[0], Category.SHARDED_GRAD)

@@ -16,7 +16,7 @@ from fxshard.verify.parameters import no_param_saved, params_unsharded
 from fxshard.verify.steps import stepped_once
 from fxshard.verify.storages import bounded_inflight, freed, no_use_after_free
 from fxshard.verify.streams import streams_ordered
-from fxshard.verify.structure import outlined, tagged, units_assigned, unshard_paired
+from fxshard.verify.structure import one_dtype, outlined, tagged, units_assigned, unshard_paired
 
 __all__ = ["CHECKS", "fail", "verify"]
 
@@ -40,6 +40,7 @@ CHECKS: dict[Fact, Callable[[Program], None]] = {
     Fact.PARAMS_UNSHARDED: params_unsharded,
     Fact.NO_PARAM_SAVED: no_param_saved,
     Fact.REDUCED_ONCE: reduced_once,
+    Fact.ONE_DTYPE: one_dtype,
     Fact.EQUAL_CHUNKS: equal_chunks,
     Fact.STEPPED_ONCE: stepped_once,
     Fact.BOUNDED_INFLIGHT: bounded_inflight,

@@ -130,9 +130,10 @@ def _freed_in_time(program: Program) -> None:
 
 
 def _limited(program: Program) -> None:
-    """From each launch until all that it wrote is freed, at most `max_inflight` are unsharded."""
+    """At most `max_inflight` buckets are unsharded: from a launch until all it wrote is freed."""
     if program.max_inflight is None:
         return
+    number = {fqn: i for i, bucket in enumerate(program.moving) for fqn in bucket.fqns}
     left: dict[fx.Node, set[fx.Node]] = {}
     for node in program.graph.nodes:
         if ops.is_unshard(node):
@@ -142,9 +143,12 @@ def _limited(program: Program) -> None:
                 left[launch] -= set(meta.operands(node))
                 if not left[launch]:
                     del left[launch]
-        if len(left) > program.max_inflight:
-            names = ", ".join(walk.unit_name(program, launch) for launch in left)
-            what = f"with %{node.name}, {len(left)} units are unsharded ({names}); the limit is "
+        buckets = {
+            number[walk.moved(launch)[0]]: walk.unit_name(program, launch) for launch in left
+        }
+        if len(buckets) > program.max_inflight:
+            names = ", ".join(buckets.values())
+            what = f"with %{node.name}, {len(buckets)} units are unsharded ({names}); the limit is "
             fail(program, Fact.BOUNDED_INFLIGHT, node, f"{what}{program.max_inflight}.")
 
 

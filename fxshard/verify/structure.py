@@ -81,6 +81,16 @@ def unshard_paired(program: Program) -> None:
         _nobody_interferes(program, launch, wait)
 
 
+def one_dtype(program: Program) -> None:
+    """Every collective sends, and leaves, tensors of one dtype: backends promise no more."""
+    for launch in walk.launches(program, *ops.COLLECTIVES):
+        values = (node.meta["val"] for node in (*meta.operands(launch), *launch.users))
+        dtypes = sorted({str(value.dtype).removeprefix("torch.") for value in values})
+        if len(dtypes) > 1:
+            what = f"%{launch.name} moves {' and '.join(dtypes)} in one launch; give each its own."
+            fail(program, Fact.ONE_DTYPE, launch, what)
+
+
 def _nobody_interferes(program: Program, launch: fx.Node, wait: fx.Node) -> None:
     """Between the two nobody writes what `launch` sends, nor reads what it writes in place."""
     sent = set().union(*map(meta.storage_ids, meta.operands(launch)))

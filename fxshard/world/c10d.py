@@ -16,6 +16,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from fxshard import compat
 from fxshard.errors import RankMismatchError
+from fxshard.world.backends import backend_of
 from fxshard.world.peers import Peers
 
 OPS: dict[str, Any] = {
@@ -34,16 +35,19 @@ def _default_group() -> dist.ProcessGroup:
 
 @dataclasses.dataclass
 class _Launch:
-    work: dist.Work | None
+    """What is in flight of one launch: works of torch.distributed."""
+
+    works: list[dist.Work] = dataclasses.field(default_factory=list)
 
 
 class C10dWorld:
     """Runs the collectives of a schedule on the process groups of a mesh.
 
-    Each launch is one coalesced collective. On CUDA it is issued from the stream that its tag says
-    (`fxshard.verify.orders.STREAMS`); streams wait for events as the program's annotations say, and
-    for nothing else. Buffers are allocated and freed on the compute stream, so that the caching
-    allocator needs no ``record_stream`` (`fxshard.verify.orders` says why).
+    A launch makes the calls that `fxshard.world.backends` states. On CUDA they are issued from the
+    stream that its tag says (`fxshard.verify.orders.STREAMS`); streams wait for events as the
+    program's annotations say, and for nothing else. Buffers are allocated and freed on the compute
+    stream, so that the caching allocator needs no ``record_stream`` (`fxshard.verify.orders` says
+    why).
 
     Attributes:
         cuda: where streams and events come from; None on CPU, where nothing needs them.
@@ -82,9 +86,7 @@ class C10dWorld:
             if size < self.size:
                 rows = mesh.mesh.reshape(-1, size).tolist()
                 (mine,) = [row for row in rows if dist.get_rank() in row]
-                # Not by all ranks of the process group: some may be in another mesh, or in none.
-                group = dist.new_group(mine, use_local_synchronization=True)
-                self.groups[f"reshard{size}"] = group
+                self.groups[f"reshard{size}"] = compat.new_group(mine, self.groups["shard"])
         self.reductions: dist.ProcessGroup | None = None
         self.peers = {name: Peers(group) for name, group in self.groups.items()}
         self._everyone = [peers for name, peers in self.peers.items() if "reshard" not in name]
@@ -98,10 +100,12 @@ class C10dWorld:
         self._events: dict[str, Any] = {}
 
     def all_gather(self, shards: list[Tensor], pair: int, group: str = "shard") -> list[Tensor]:
-        size = self.groups[group].size()
+        members = self.groups[group]
+        size = members.size()
         buffers = [s.new_empty((s.shape[0] * size, *s.shape[1:])) for s in shards]
         with self._launch("unshard", pair, group) as launch:
-            launch.work = self.groups[group].allgather_into_tensor_coalesced(buffers, shards)
+            for work in backend_of(members).all_gather(members, buffers, shards):
+                launch.works.append(work)
         return buffers
 
     def reduce_scatter(
@@ -113,7 +117,7 @@ class C10dWorld:
         options = dist.ReduceScatterOptions()
         options.reduceOp = OPS[op]
         with self._launch("reduce", pair, group) as launch:
-            launch.work = members.reduce_scatter_tensor_coalesced(results, grads, options)
+            launch.works.append(members.reduce_scatter_tensor_coalesced(results, grads, options))
         return results
 
     def all_reduce(
@@ -122,7 +126,7 @@ class C10dWorld:
         options = dist.AllreduceCoalescedOptions()
         options.reduceOp = OPS[op]
         with self._launch("all-reduce", pair, group) as launch:
-            launch.work = self.groups[group].allreduce_coalesced(grads, options)
+            launch.works.append(self.groups[group].allreduce_coalesced(grads, options))
         return grads
 
     def comm_hook(self, grads: list[Tensor], pair: int) -> list[Tensor]:
@@ -182,8 +186,8 @@ class C10dWorld:
     def wait(self, tensors: list[Tensor], pair: int) -> None:
         launch = self._launched.pop(pair)
         with self._explained("shard" if "shard" in self.groups else "replicate"):
-            if launch.work is not None:
-                launch.work.wait()
+            for work in launch.works:
+                work.wait()
         if self.cuda is not None and tensors[0].device.type == "cpu":
             self._stream("store").synchronize()  # the CPU reads what was copied there
 
@@ -204,7 +208,7 @@ class C10dWorld:
     @contextlib.contextmanager
     def _launch(self, stream: str, pair: int, group: str | None = None) -> Iterator[_Launch]:
         """Issue work from `stream`."""
-        launch = _Launch(None)
+        launch = _Launch()
         self._launched[pair] = launch
         with contextlib.ExitStack() as stack:
             if self.cuda is not None:
@@ -212,9 +216,9 @@ class C10dWorld:
             if group is not None:
                 stack.enter_context(self._explained(group))
             yield launch
-            if self.cuda is not None and launch.work is not None:
-                launch.work.wait()  # `stream` waits for NCCL's own; the host goes on
-                launch.work = None
+            if self.cuda is not None:
+                while launch.works:
+                    launch.works.pop().wait()  # `stream` waits for NCCL's own; the host goes on
 
     def _stream(self, name: str) -> Any:
         if name == "compute":
@@ -233,7 +237,7 @@ class C10dWorld:
     def separate_reductions(self) -> None:
         """Give reduce-scatters a communicator of their own; collective over the shard group."""
         ranks = dist.get_process_group_ranks(self.groups["shard"])
-        self.reductions = dist.new_group(ranks, use_local_synchronization=True)
+        self.reductions = compat.new_group(ranks, self.groups["shard"])
 
     def begin_call(self) -> None:
         """A call of the model begins.
