@@ -3,13 +3,21 @@
 A checkpoint is a directory with complete states in ``version-N`` and a file ``latest`` that names
 one of them. A new state is written into ``writing-N``, renamed when all ranks are done, and then
 ``latest`` is replaced, which the file system does at once or not at all. The old state is removed
-behind that. So at any moment ``latest`` names a complete state: the old one or the new one.
+after that. So at any moment ``latest`` names a complete state: the old one or the new one.
+
+``digests.json`` of a state has the SHA-256 of its other files: what was truncated or altered since
+is refused. It does not say who wrote them: what is unpickled is restricted for that (`_Reader`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import io
+import json
+import logging
 import os
+import pickle
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -20,6 +28,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
@@ -31,6 +43,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from fxshard.errors import CheckpointError
+
+log = logging.getLogger("fxshard")
+DIGESTS = "digests.json"
 
 T = TypeVar("T")
 
@@ -51,6 +66,7 @@ def save_checkpoint(
         path: a directory that all ranks see; made if it is not there.
         model, optimizer: of any kind that torch.distributed.checkpoint knows.
         extra: what else `load_checkpoint` shall return (step, random state, ...); rank 0's is kept.
+            Tensors and plain values load by default, all that can be pickled with ``trusted``.
         process_group: the ranks that hold the model (default: all).
 
     Raises:
@@ -62,29 +78,53 @@ def save_checkpoint(
         root.mkdir(parents=True, exist_ok=True)
         numbers = [int(found[2]) for entry in root.iterdir() if (found := _version(entry))]
         name = str(1 + max(numbers, default=0))
+        for entry in root.iterdir():  # of a process that died while it saved
+            if (found := _version(entry)) and found[1] == "writing":
+                _remove(entry)
         (root / f"writing-{name}").mkdir()
         torch.save(extra, root / f"writing-{name}" / "extra.pt")
         return name
 
+    def digests() -> dict[str, str]:
+        mine = (file for file in writing.iterdir() if _writer(file) == ranks.rank)
+        return {file.name: _digest(file) for file in mine}
+
     def publish() -> None:
-        _sync(writing / "extra.pt")
-        _sync(writing)
-        writing.rename(root / f"version-{name}")
-        _sync(root)
+        listed = {file: digest for part in parts for file, digest in part.items()}
+        (writing / DIGESTS).write_text(json.dumps(listed))
         pointer = writing.with_suffix(".latest")
         pointer.write_text(f"version-{name}")
-        _sync(pointer)
+        for written in (writing / DIGESTS, writing / "extra.pt", writing, pointer):
+            _sync(written)
+        writing.rename(root / f"version-{name}")
+        _sync(root)
         pointer.replace(root / "latest")
+
+    def clean() -> None:
         _sync(root)
         for entry in root.iterdir():
             if (found := _version(entry)) and int(found[2]) < int(name):
                 _remove(entry)
 
-    name = _on_rank_0(begin, process_group, f"a checkpoint cannot be written to {root}")
+    ranks = _Ranks(process_group)
+    name = ranks.first(begin, f"a checkpoint cannot be written to {root}. {_CHECK}")
     writing = root / f"writing-{name}"
-    with _explained(f"{writing} could not be written, and the state before is as it was"):
-        save(_state(model, optimizer), checkpoint_id=writing, process_group=process_group)
-    _on_rank_0(publish, process_group, f"the checkpoint in {writing} cannot be published")
+    failed = f"{writing} could not be written, and the state before is as it was"
+    state = _state(model, optimizer)
+    try:
+        with _explained(failed):
+            save(state, storage_writer=_Writer(writing), process_group=process_group)
+        parts = ranks.all(digests, failed)
+        ranks.first(publish, failed)
+    except CheckpointError:
+        if ranks.rank == 0:  # it may be what fills the disk
+            shutil.rmtree(writing, ignore_errors=True)
+        raise
+    if ranks.rank == 0:
+        try:
+            clean()
+        except OSError as error:
+            log.warning("fxshard: a state before in %s cannot be removed: %s", root, error)
 
 
 def load_checkpoint(
@@ -92,28 +132,59 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
+    trusted: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> Any:
     """Load what `save_checkpoint` wrote last into `model` and `optimizer`; call it on all ranks.
 
-    The number of ranks may be another than at saving. `extra` is unpickled, as is the metadata of
-    torch.distributed.checkpoint: load only what you trust.
+    The number of ranks may be another than at saving. Nothing of `model` and `optimizer` is
+    written before all files are known to be as they were saved.
+
+    Args:
+        trusted: whoever could write to `path` may run code here. By default only tensors and plain
+            values are unpickled, as `torch.load` does with ``weights_only=True``; classes that
+            `torch.serialization.add_safe_globals` names are too.
+        process_group: the ranks that hold the model (default: all).
 
     Returns:
         `extra`, on all ranks, with its tensors on the CPU.
 
     Raises:
-        CheckpointError: there is none, or it is not one of this model and optimizer.
+        CheckpointError: there is none; it is not one of this model and optimizer; a file is not as
+            it was saved; or it has objects that only a ``trusted`` checkpoint may have.
     """
     root = Path(path)
+    ranks = _Ranks(process_group)
+    extra: list[Any] = []
 
-    def latest() -> str:
-        return (root / "latest").read_text()
+    def latest() -> tuple[str, dict[str, str]]:
+        name = (root / "latest").read_text()
+        if not re.fullmatch(r"version-\d+", name):
+            raise ValueError(f"'latest' names {name[:80]!r}, which is no state")
+        listed = json.loads((root / name / DIGESTS).read_text())
+        found = {file.name for file in (root / name).iterdir()} - {DIGESTS}
+        if not isinstance(listed, dict) or listed.keys() != found:
+            raise ValueError(f"{DIGESTS} lists other files than {sorted(found)}")
+        return name, listed
 
-    version = root / _on_rank_0(latest, process_group, f"no complete checkpoint in {root}")
+    def check() -> None:
+        for file in sorted(digests)[ranks.rank :: ranks.size]:
+            if _digest(version / file) != digests[file]:
+                raise ValueError(f"{file} is not as it was saved")
+
+    def read() -> None:
+        with _restricted("extra"):
+            extra.append(torch.load(version / "extra.pt", "cpu", weights_only=not trusted))
+
+    name, digests = ranks.first(latest, f"no complete checkpoint in {root}. {_CHECK}")
+    version = root / name
+    ranks.all(check, f"{version} cannot be loaded")
+    ranks.all(read, f"{version} cannot be loaded")
     state = _state(model, optimizer)
+    reader = FileSystemReader(version) if trusted else _Reader(version)
+    planner = None if trusted else _Planner()
     with _explained(f"{version} could not be loaded; was it saved with this model and optimizer?"):
-        load(state, checkpoint_id=version, process_group=process_group)
+        load(state, storage_reader=reader, planner=planner, process_group=process_group)
     if optimizer is None:
         set_model_state_dict(model, state["model"])
     else:
@@ -123,7 +194,7 @@ def load_checkpoint(
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
-    return torch.load(version / "extra.pt", map_location="cpu", weights_only=False)
+    return extra[0]
 
 
 def _state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
@@ -132,9 +203,23 @@ def _state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 
 
+# -- files -----------------------------------------------------------------------------------------
+
+
 def _version(entry: Path) -> re.Match[str] | None:
     """Of a complete or half-written state: group 2 is its number."""
     return re.fullmatch(r"(version|writing)-(\d+)(\.latest)?", entry.name)
+
+
+def _writer(file: Path) -> int:
+    """The rank that wrote a file of a state: torch's begin with its number, all others are 0's."""
+    found = re.match(r"__(\d+)_", file.name)
+    return int(found[1]) if found else 0
+
+
+def _digest(file: Path) -> str:
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _remove(entry: Path) -> None:
@@ -153,37 +238,143 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
+class _Writer(FileSystemWriter):
+    """Torch's, which says what the disk said."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            raise _cause(error) from error
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The error of the disk, which torch's writer of zip files hides behind one of its own."""
+    first = error
+    while not isinstance(first, OSError) and first.__context__ is not None:
+        first = first.__context__
+    return first if isinstance(first, OSError) else error
+
+
+# -- unpickling, restricted ------------------------------------------------------------------------
+
+_METADATA = {  # what torch.distributed.checkpoint describes a checkpoint with, besides dtypes
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.metadata": {
+        "_MEM_FORMAT_ENCODING",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},  # since Python 3.13
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Of metadata: knows the classes in it, and no others."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if name not in _METADATA.get(module, ()):
+            raise pickle.UnpicklingError(f"GLOBAL {module}.{name} is no description of tensors")
+        return super().find_class(module, name)
+
+
+class _Reader(FileSystemReader):
+    """Torch's, whose metadata cannot call anything, or name files outside of the checkpoint."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with _restricted("metadata"), open(Path(self.path, ".metadata"), "rb") as file:
+            metadata: Metadata = _Unpickler(file).load()
+        for info in metadata.storage_data.values():
+            if Path(info.relative_path).name != info.relative_path:
+                raise ValueError(f"metadata names {info.relative_path!r}, a file elsewhere")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Planner(DefaultLoadPlanner):
+    """Torch's, for which values that are no tensors are plain ones."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        with _restricted(read_item.dest_index.fqn):
+            torch.load(io.BytesIO(value.getvalue()), weights_only=True)
+        super().load_bytes(read_item, value)
+
+
 @contextlib.contextmanager
-def _explained(complaint: str) -> Iterator[None]:
-    """Torch's error, raised on all ranks if one fails, names the ranks but is no `Exception`."""
+def _restricted(what: str) -> Iterator[None]:
+    """Torch's error is about an argument of its own."""
     try:
         yield
-    except CheckpointException as error:
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        raise pickle.UnpicklingError(
+            f"{what} has {found[1] if found else 'something'}, and only tensors and plain values "
+            f"are loaded from a checkpoint that anybody may have written. If nobody but you can "
+            f"have: load_checkpoint(..., trusted=True)"
+        ) from error
+
+
+# -- ranks -----------------------------------------------------------------------------------------
+
+_CHECK = "Check that the path is right, and a directory that all ranks see and may write to"
+
+
+@contextlib.contextmanager
+def _explained(complaint: str) -> Iterator[None]:
+    """Torch's error, raised on all ranks if one fails, names the ranks but is no `Exception`.
+
+    And it is a RuntimeError where a rank is gone.
+    """
+    try:
+        yield
+    except (CheckpointException, RuntimeError) as error:
         raise CheckpointError(f"{complaint}. Cause: {error}") from error
 
 
-def _on_rank_0(
-    action: Callable[[], T], process_group: dist.ProcessGroup | None, complaint: str
-) -> T:
-    """What `action` returns on rank 0, on all ranks; all raise if it fails there.
+class _Ranks:
+    """The ranks of a process group, which go on together or fail together."""
 
-    Raises:
-        CheckpointError: `complaint` and the cause.
-    """
-    alone = not (dist.is_available() and dist.is_initialized())
-    answer: list[Any] = [None, None]
-    cause = None
-    if alone or dist.get_rank(process_group) == 0:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.alone = not (dist.is_available() and dist.is_initialized())
+        self.rank = 0 if self.alone else dist.get_rank(group)
+        self.size = 1 if self.alone else dist.get_world_size(group)
+
+    def all(self, action: Callable[[], T], complaint: str) -> list[T]:
+        """What `action` returns, by rank.
+
+        Raises:
+            CheckpointError: `complaint` and the causes, on all ranks if it fails on one.
+        """
+        answer: tuple[Any, str] = (None, "")
+        cause = None
         try:
-            answer[0] = action()
+            answer = action(), ""
         except Exception as error:
-            cause = error
-            answer[1] = f"{type(error).__name__}: {error}"
-    if not alone:
-        dist.broadcast_object_list(answer, group=process_group, group_src=0)
-    if answer[1] is not None:
-        raise CheckpointError(
-            f"{complaint}. Check that the path is right, and a directory that all ranks see and "
-            f"may write to. Cause: {answer[1]}"
-        ) from cause
-    return answer[0]
+            cause = _cause(error)
+            answer = None, f"{type(cause).__name__}: {cause}"
+        answers: list[Any] = [answer] * self.size
+        if not self.alone:
+            with _explained(complaint):
+                dist.all_gather_object(answers, answer, self.group)
+        failed = [f"rank {rank}: {told}" for rank, (_, told) in enumerate(answers) if told]
+        if failed:
+            raise CheckpointError(f"{complaint}. Cause: {'; '.join(failed)}") from cause
+        return [found for found, _ in answers]
+
+    def first(self, action: Callable[[], T], complaint: str) -> T:
+        """What `action` returns on rank 0, on all ranks; all raise if it fails there."""
+        found: list[Any] = self.all(action if self.rank == 0 else lambda: None, complaint)
+        first: T = found[0]
+        return first
