@@ -170,7 +170,7 @@ class Program:
         schedule: the outer schedule and its regions, once outline-regions has run.
         closed: why the sizes that were to be open are not; "" if they are.
         reached: of each gradient that not all of the tangents reach, by result name: the flat
-            output indices of those that do. Where none of them arrives, eager leaves ``.grad`` None.
+            output indices of those that do. Where none of them arrives, eager has no gradient.
     """
 
     graph: fx.Graph

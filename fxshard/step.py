@@ -205,9 +205,8 @@ def _gradients(
             slot, world = call.module.slots[fqn], call.module.world
             out.append(as_gradient(slot, shards[: world.size], world))
     for k in range(inputs):
-        position = program.signature.tensor_inputs[k]
-        grad = per_rank[0].pop(f"input[{position}]", None)
-        out.append(None if f"input[{position}]" in unused else grad)
+        name = f"input[{program.signature.tensor_inputs[k]}]"
+        out.append(None if name in unused else per_rank[0].get(name))
     return out
 
 
