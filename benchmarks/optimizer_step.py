@@ -5,7 +5,7 @@
 
 Times: two gloo ranks, one thread each; all ways live in the same two processes and take turns, in
 an order that is turned round every round, with a barrier before each. "dtensor" is
-``torch.optim.AdamW(model.parameters())``, "shards" is `ShardedModule.optimizer` behind backward,
+``torch.optim.AdamW(model.parameters())``, "shards" is `FxshardModule.optimizer` behind backward,
 "backward" is the same with ``optimizer_in_backward=True``. Once the bare ``optimizer.step()``, with
 each of torch's implementations; once the whole step. A time is that of the slower rank.
 

@@ -124,7 +124,7 @@ def accuracy(model: nn.Module) -> float:
     return (model(pictures).argmax(-1) == labels).float().mean().item()
 
 
-def total(model: fxshard.ShardedModule) -> float:
+def total(model: fxshard.FxshardModule) -> float:
     with torch.no_grad(), model.summon_full_params(writeback=False):
         return sum(param.double().sum().item() for param in model.parameters())
 

@@ -6,12 +6,12 @@ with collector.paused():  # torch brings thousands of modules along: half of the
     from fxshard.api import compile, plan, shard, tune, validate
     from fxshard.checkpoint import load_checkpoint, save_checkpoint
     from fxshard.dynamo import reports
-    from fxshard.module import ShardedModule
+    from fxshard.module import FxshardModule
     from fxshard.plans import Plan
 
 __all__ = [
+    "FxshardModule",
     "Plan",
-    "ShardedModule",
     "compile",
     "load_checkpoint",
     "plan",

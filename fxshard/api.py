@@ -24,12 +24,13 @@ from fxshard.memory.compare import Validation, compare
 from fxshard.memory.report import MemoryReport
 from fxshard.memory.tracker import Tracker, WatchedWorld
 from fxshard.mesh import grid, mesh_of, world_for, world_over
-from fxshard.module import ShardedModule
+from fxshard.module import FxshardModule, check_swappable, sharded, unchanged_on_error
 from fxshard.numerics import beside_eager
 from fxshard.pipeline import Observer, make_program
 from fxshard.plans import Plan, Workload, make_plan
 from fxshard.program import Program
 from fxshard.rehearsal import split_steps, tracked_steps
+from fxshard.runtime import Runtime
 from fxshard.sizes import is_count, parse_budget
 from fxshard.tuning.result import Tuning
 from fxshard.tuning.search import PLANS, tuned
@@ -60,7 +61,7 @@ def plan(
         args, kwargs: an example call of the model; meta or fake tensors do.
         world_size: number of ranks; for a hybrid strategy a pair, replicas x shards.
         micro_batches: forward and backward passes per step, each on such a batch.
-        no_sync: all but the last of them run under `ShardedModule.no_sync`.
+        no_sync: all but the last of them run under `FxshardModule.no_sync`.
         loss: what the training loop computes from the model's output, outside of the model, such
             as ``lambda logits: F.cross_entropy(logits.flatten(0, 1), labels)``.
         observe: called as ``observe(pass name, text before, text after)`` for every pass.
@@ -90,8 +91,11 @@ def compile(
     args: tuple[Any, ...] | None = None,
     kwargs: dict[str, Any] | None = None,
     **options: Any,
-) -> ShardedModule:
+) -> FxshardModule:
     """Shard `model` and run it from its own rewritten graph.
+
+    The model stays the user's object: it gets a class made of `FxshardModule` and its own, and all
+    else of it stays what it was. Calling it runs the program.
 
     Under torchrun (a process group is initialised) each process is one rank. Without one, all
     `world_size` ranks run inside this process, each seeing the given batch.
@@ -111,12 +115,18 @@ def compile(
 
     Raises:
         ConfigError: the world sizes disagree, or none is known; names both numbers.
-        UnitError, CaptureError, VerifyError: the model is left as it was.
+        UnitError, CaptureError, VerifyError: as `fxshard.errors` says.
         RankMismatchError: the ranks hold different models.
+
+    After an error the model is as it was, its class too.
+
+    Returns:
+        `model`; of an ExportedProgram, its module.
     """
     config = Config.from_options(options)
     call = _example(args or (), kwargs)
     module = _plain_module(model)
+    check_swappable(module)
     units = configured_units(module, config)
     world = world_for(module, config, units, world_size, mesh, process_group)
     check_reshard(units, world.size)
@@ -145,10 +155,11 @@ def compile(
         )
         if isinstance(world, C10dWorld):
             world.agree(agreement(program), "the model or the batch structure")
-    sharded = ShardedModule(module, units, world, config)
-    if program is not None:
-        sharded.add(*call, program)
-    return sharded
+    with unchanged_on_error(module):
+        compiled = sharded(module, units, world, config)
+        if program is not None:
+            compiled._fxshard.add(*call, program)
+    return compiled
 
 
 def shard(
@@ -196,7 +207,8 @@ def shard(
     if isinstance(world, C10dWorld):
         world.agree(_model_lines(units), "the model")
     classes = reading.classes(module, units)
-    dynamo.attach(ShardedModule(module, units, world, config), classes)
+    with unchanged_on_error(module):
+        dynamo.attach(Runtime(module, units, world, config), classes)
     return model
 
 
@@ -226,7 +238,7 @@ def validate(
         world_size: number of ranks; for a hybrid strategy a pair, replicas x shards.
         steps: how many steps to run; the first is compared with the report's first step.
         micro_batches: forward and backward passes per step, each compared with a report of its own.
-        no_sync: all but the last of them run under `ShardedModule.no_sync`.
+        no_sync: all but the last of them run under `FxshardModule.no_sync`.
         loss: as for `plan`.
         numerics: also compare outputs, loss, gradients and buffers of a step with eager PyTorch:
             `Validation.numerics` says of each whether it is bitwise equal, close or wrong (see
@@ -364,8 +376,8 @@ def _bytes_beside(
         def make_executor(program: Program, world: Any) -> Executor:
             return TracedExecutor(program, WatchedWorld(world, tracker), tracker)
 
-        sharded = ShardedModule(module, units, world, config, make_executor)
-        tracked_steps(sharded, workload, tracker, steps)
+        model = sharded(module, units, world, config, make_executor)
+        tracked_steps(model, workload, tracker, steps)
     return compare(report, split_steps(tracker.measured(), steps, micro_batches))
 
 
@@ -398,10 +410,10 @@ def _model_lines(units: tuple[Unit, ...]) -> list[str]:
 
 
 def _plain_module(model: Any) -> nn.Module:
-    if isinstance(model, ShardedModule):
+    if isinstance(model, FxshardModule):
         raise ConfigError(
-            "the model is sharded already: fxshard.compile returned it. Give the plain model; what "
-            "a compiled one runs is in its .plan and .memory."
+            "the model is sharded already: fxshard.compile returned it. Give the plain model, as "
+            "it was built; what a compiled one runs is in its .plan and .memory."
         )
     if reading.root_of(model) is not None:
         raise ConfigError(

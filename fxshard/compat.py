@@ -920,7 +920,7 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
-_HOOKS = {
+HOOKS = {
     "_forward_pre_hooks": "forward pre-hook",
     "_forward_hooks": "forward hook",
     "_backward_pre_hooks": "backward pre-hook",
@@ -934,7 +934,7 @@ def module_hooks(module: nn.Module) -> list[tuple[str, int, Any]]:
     (torch/utils/hooks.py, ``RemovableHandle``)
     """
     found = module.__dict__
-    return [(kind, n, hook) for name, kind in _HOOKS.items() for n, hook in found[name].items()]
+    return [(kind, n, hook) for name, kind in HOOKS.items() for n, hook in found[name].items()]
 
 
 def hook_numbers(modules: list[nn.Module]) -> tuple[int, ...]:

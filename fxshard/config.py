@@ -73,6 +73,11 @@ class Precision:
     full_precision_classes: tuple[type, ...] = ()
     reduce_as_stored: bool = False
 
+    def computes_in(self, stored: torch.dtype) -> torch.dtype:
+        """The dtype of an unsharded parameter that is stored in another: floating ones are cast."""
+        wanted = self.param_dtype
+        return wanted if wanted is not None and stored.is_floating_point else stored
+
     @classmethod
     def of(cls, policy: Any) -> Precision:
         """From torch's `MixedPrecisionPolicy` or `MixedPrecision`.
@@ -204,7 +209,7 @@ class Config:
             class and parameter-group options are taken; its real ``step`` is analysed. A callable
             whose argument is named ``named_parameters`` gets ``(FQN, parameter)`` pairs.
         optimizer_in_backward: the program steps the parameters of a unit as soon as their gradients
-            are reduced, and frees the gradients; see `ShardedModule.optimizer`.
+            are reduced, and frees the gradients; see `FxshardModule.optimizer`.
         dynamic: which sizes of the inputs one program leaves open, so that it serves calls of other
             sizes too. None: those that turn out to differ between calls; False: none; or names for
             dimensions, ``{"seq": [("input_ids", 1), ("labels", 1)]}``, which are open from the

@@ -28,11 +28,11 @@ from fxshard import compat, meta, pipeline, reading, units
 from fxshard.config import Config, notice
 from fxshard.errors import CaptureError, ConfigError
 from fxshard.memory.graphs import GraphReports
-from fxshard.module import ShardedModule
 from fxshard.plans import Plan, Workload, without_data
 from fxshard.program import Program
 from fxshard.reading import Root
 from fxshard.replay import Bound, Interpreter, Run, relocated, stand_ins, unwraps
+from fxshard.runtime import Runtime
 from fxshard.shapes import Symbols
 from fxshard.step import Call, Step, differentiated
 from fxshard.units import Unit
@@ -84,7 +84,7 @@ def check_options(config: Config) -> None:
         )
 
 
-def attach(owner: ShardedModule, classes: dict[nn.Module, type]) -> None:
+def attach(owner: Runtime, classes: dict[nn.Module, type]) -> None:
     """Prepare the user's model, which was just sharded, for eager use and for Dynamo."""
     reading.attach(owner, classes)
     compat.register_backend("fxshard", backend)
@@ -161,7 +161,7 @@ class Graph:
             root.owner.world.begin_call()
         if self.first is None:
             self.first = bound
-            names = root.owner.original.named_modules()
+            names = root.owner.model.named_modules()
             self.modules = {str(id(module)): name for name, module in names}
         taken = {i for i, _, _ in bound.names}
         rest = [
@@ -200,7 +200,7 @@ class Graph:
     def _root(self, args: Sequence[Any]) -> Root | None:
         found = {id(r): r for r in (_handle_of(arg)[0] for arg in args) if r is not None}
         if len(found) > 1:
-            models = [type(root.owner.original).__name__ for root in found.values()]
+            models = [type(root.owner.model).__name__ for root in found.values()]
             raise CaptureError(
                 f"one graph of torch.compile reads parameters of {len(found)} models that "
                 f"fxshard.shard sharded: {', '.join(models)}. Compile each model by itself: "
@@ -233,7 +233,7 @@ class Graph:
                     f"fxshard.shard(model) before torch.compile, or freeze it."
                 )
 
-    def _configured(self, owner: ShardedModule) -> Config:
+    def _configured(self, owner: Runtime) -> Config:
         """The options of the model with those of ``torch.compile(options=...)``."""
         if self.mode not in (None, "default"):
             raise ConfigError(
@@ -252,7 +252,7 @@ class Graph:
         config = owner.config.changed(self.options)
         check_options(config)
         if "reshard_after_forward" in self.options:
-            now = units.reshard_by_unit(owner.original, config, owner.units)
+            now = units.reshard_by_unit(owner.model, config, owner.units)
             if not all(isinstance(value, bool) for value in now.values()):
                 raise ConfigError(
                     "reshard_after_forward with a number of ranks makes process groups: give it to "
@@ -260,9 +260,9 @@ class Graph:
                 )
         return config
 
-    def _kind(self, owner: ShardedModule, bound: Bound, rest: Sequence[Any]) -> Kind:
+    def _kind(self, owner: Runtime, bound: Bound, rest: Sequence[Any]) -> Kind:
         """What of this call its program depends on."""
-        params = [owner._param(fqn) for fqn in bound.fqns("param", "whole")]
+        params = [owner.param(fqn) for fqn in bound.fqns("param", "whole")]
         device = owner.compute_device()
         autocast = torch.is_autocast_enabled(device)
         mode = {
@@ -293,15 +293,15 @@ class Graph:
         reason = reason_for(kind, served)
         if len(others) >= config.max_variants:
             raise CaptureError(
-                f"a graph of {type(owner.original).__name__} needs one more program: {reason}. It "
+                f"a graph of {type(owner.model).__name__} needs one more program: {reason}. It "
                 f"has {len(others)} already, as many as max_variants={config.max_variants} allows. "
                 f"Pad inputs to a few lengths."
             )
         symbols: Symbols = {}
         if config.dynamic is not False and config.backend != "inductor":
-            symbols = symbols_for(kind, others, None, owner.original, ((), {}))
+            symbols = symbols_for(kind, others, None, owner.model, ((), {}))
         given = {str(i): v.detach() for i, v in enumerate(rest) if isinstance(v, Tensor)}
-        units.check_constants(owner.original, owner.units, given)
+        units.check_constants(owner.model, owner.units, given)
         start = time.perf_counter()
         copied: frozenset[int] = frozenset()
         while True:
@@ -337,7 +337,7 @@ class Graph:
         call = without_data((tuple(rest), {}))
         plan = Plan([program], Workload(model, call, size, config))
         root.plans.append(plan)
-        executor = owner._make_executor(program, owner.world)
+        executor = owner.make_executor(program, owner.world)
         took = f"{time.perf_counter() - start:.1f} s, {len(program.graph.nodes)} nodes"
         domain = f"; {program.domain.text}" if program.domain is not None else ""
         notice(f"program {len(others) + 1} of a graph ({reason}): {took}{domain}")
@@ -345,7 +345,7 @@ class Graph:
 
     def _program(
         self,
-        owner: ShardedModule,
+        owner: Runtime,
         model: nn.Module,
         rest: Sequence[Any],
         bound: Bound,
@@ -370,11 +370,11 @@ class Graph:
             symbols=symbols,
         )
 
-    def _model(self, owner: ShardedModule, bound: Bound, copied: frozenset[int]) -> nn.Module:
+    def _model(self, owner: Runtime, bound: Bound, copied: frozenset[int]) -> nn.Module:
         """What stands in for the user's model at the capture: a module that runs this graph."""
         assert self.modules is not None and self.first is not None
         names = relocated(self.modules, self.first, bound)
-        tree = stand_ins(owner.original, bound)
+        tree = stand_ins(owner.model, bound)
         tree[""].__dict__["run_graph"] = Run(self.graph_module, names, tree, bound, copied)
         return tree[""]
 
@@ -405,7 +405,7 @@ class _Variant:
     variant: Variant
     copied: tuple[int, ...]
 
-    def writes_shared(self, owner: ShardedModule, bound: Bound, rest: Sequence[Any]) -> bool:
+    def writes_shared(self, owner: Runtime, bound: Bound, rest: Sequence[Any]) -> bool:
         """True if the graph writes into memory that another of its inputs lies in too.
 
         A program takes its inputs for separate: what is read of the other one would be old.
@@ -416,18 +416,18 @@ class _Variant:
             return False
         tensors = {f"input {i}": v for i, v in enumerate(rest) if isinstance(v, Tensor)}
         for name in bound.fqns("buffer"):
-            module, key = owner._buffer_slots[name]
+            module, key = owner.buffer_slots[name]
             tensors[f"buffer {name}"] = module._buffers[key]
         places = {n: t.untyped_storage().data_ptr() for n, t in tensors.items() if t.numel()}
         shared = collections.Counter(places.values())
         return any(name in places and shared[places[name]] > 1 for name in written)
 
-    def run(self, owner: ShardedModule, rest: Sequence[Any]) -> tuple[Any, ...]:
+    def run(self, owner: Runtime, rest: Sequence[Any]) -> tuple[Any, ...]:
         """One forward; what Dynamo's graph would return."""
         signature = self.variant.program.signature
         batch = [rest[i] for i in signature.tensor_inputs]
         if signature.training:
-            params = [owner._param(fqn) for fqn in differentiated(self.variant.program)]
+            params = [owner.param(fqn) for fqn in differentiated(self.variant.program)]
             call = Call(owner, self.variant, len(params))
             outputs = _as_views(list(Step.apply(call, *params, *batch)))
         else:
@@ -488,13 +488,13 @@ def _handle_of(arg: Any) -> tuple[Root | None, str]:
     return found
 
 
-def bind(owner: ShardedModule, args: Sequence[Any]) -> Bound:
+def bind(owner: Runtime, args: Sequence[Any]) -> Bound:
     """What of the model each input of a graph is."""
     known: dict[int, tuple[str, str]] = {}
-    for name, (module, key) in owner._buffer_slots.items():
+    for name, (module, key) in owner.buffer_slots.items():
         known.setdefault(id(module._buffers[key]), ("buffer", name))
     for fqn in owner.wholes:
-        known[id(owner._whole(fqn))] = ("whole", fqn)
+        known[id(owner.whole(fqn))] = ("whole", fqn)
     for fqn, slot in owner.slots.items():
         known[id(slot.tensor)] = ("param", fqn)  # read past the property, as parameters() does
     found = []
@@ -507,7 +507,7 @@ def bind(owner: ShardedModule, args: Sequence[Any]) -> Bound:
     return Bound(tuple(found))
 
 
-def _settle(owner: ShardedModule, bound: Bound) -> None:
+def _settle(owner: Runtime, bound: Bound) -> None:
     """Bring parameters back onto their shards, and what Dynamo sees of them up to date.
 
     (`Slot.settle`; the flag of a handle is in Dynamo's guards at the next call.)
@@ -522,7 +522,7 @@ def _settle(owner: ShardedModule, bound: Bound) -> None:
 
 
 def _units_of(
-    owner: ShardedModule, bound: Bound, config: Config, options: dict[str, Any]
+    owner: Runtime, bound: Bound, config: Config, options: dict[str, Any]
 ) -> tuple[Unit, ...]:
     """The units of the model with the parameters that a graph reads, as they are now.
 
@@ -531,12 +531,12 @@ def _units_of(
     read = set(bound.fqns("param", "whole"))
     reshard = {unit.fqn: unit.reshard for unit in owner.units}
     if options.keys() & {"reshard_after_forward"}:
-        reshard = units.reshard_by_unit(owner.original, config, owner.units)
+        reshard = units.reshard_by_unit(owner.model, config, owner.units)
     return tuple(
         dataclasses.replace(
             unit,
-            params=tuple(owner._as_it_is(p) for p in unit.params if p.fqn in read),
-            ignored=tuple(owner._as_it_is(p) for p in unit.ignored if p.fqn in read),
+            params=tuple(owner.as_it_is(p) for p in unit.params if p.fqn in read),
+            ignored=tuple(owner.as_it_is(p) for p in unit.ignored if p.fqn in read),
             reshard=reshard[unit.fqn],
             precision=dataclasses.replace(
                 unit.precision, cast_inputs=False, cast_root_inputs=False, output_dtype=None

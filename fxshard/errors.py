@@ -46,6 +46,7 @@ class VerifyError(FxshardError, AssertionError):
         fact: name of the broken Fact.
         node: name of the node at fault, or None.
         pass_name: the pass after which the check ran, or None.
+        advice: what may be wrong with the order of the passes, or "".
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class VerifyError(FxshardError, AssertionError):
         self.fact = fact
         self.node = node
         self.pass_name: str | None = None
+        self.advice = ""
         self.message = message
         self.excerpt = excerpt
         super().__init__(message)
@@ -63,9 +65,23 @@ class VerifyError(FxshardError, AssertionError):
         text = f"fact '{self.fact}' does not hold{after}: {self.message}"
         if self.excerpt:
             text += f"\n{self.excerpt}"
+        if self.advice:
+            text += f"\n{self.advice}"
         if self.pass_name:
             text += "\nreproduce with FXSHARD_DEBUG=4 (dumps the program around every pass)"
         return text
+
+
+class PassError(FxshardError, RuntimeError):
+    """A pass raised something; names the pass, and carries what it raised as its cause.
+
+    Attributes:
+        pass_name: the pass.
+    """
+
+    def __init__(self, message: str, pass_name: str) -> None:
+        self.pass_name = pass_name
+        super().__init__(message)
 
 
 class RankMismatchError(FxshardError, RuntimeError):

@@ -1,56 +1,30 @@
-"""What `FullyShardedDataParallel` and `fully_shard` offer besides forward, on a ShardedModule.
+"""What `FullyShardedDataParallel` and `fully_shard` offer besides forward, on a compiled model.
 
 docs/coming-from-fsdp.md says for each of their names what it is here. The work on parameters and
-state dicts is done in `fxshard.state`.
+state dicts is done in `fxshard.store` and `fxshard.state`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard import state
-from fxshard.config import Config
 from fxshard.errors import ConfigError, StepError
-from fxshard.mesh import world_over
-from fxshard.sharding import Slot
-from fxshard.units import Unit
+from fxshard.runtime import Runtime
 from fxshard.world.c10d import C10dWorld
-from fxshard.world.in_process import InProcessWorld
 
 
 class FsdpMethods(nn.Module):
-    """Gradients, whole parameters, state and copies of a sharded module.
+    """Gradients, whole parameters and states of a compiled model."""
 
-    Attributes:
-        original: the user's model; it shares its modules, parameters and buffers with this one.
-        config, units, world: how it is sharded.
-        slots: every sharded parameter by FQN.
-        variants: the programs made so far; clear it when what they were made for has changed.
-        accumulated: per parameter, the gradient that `no_sync` has left, per rank of this process.
-    """
-
-    original: nn.Module
-    config: Config
-    units: tuple[Unit, ...]
-    world: C10dWorld | InProcessWorld
-    slots: dict[str, Slot]
-    variants: dict[Any, Any]
-    accumulated: dict[str, list[Tensor]]
-    _sync: bool
-    _comm_hook: bool
-    _summoned: bool
-    _unshards: contextlib.ExitStack | None
-    _device: str
+    _fxshard: Runtime  # a real name: transformers evaluates the annotations of subclasses
 
     # -- gradients --------------------------------------------------------------------------------
 
@@ -62,19 +36,20 @@ class FsdpMethods(nn.Module):
         sum, once per unit. Until then the gradients are whole, on every rank, and not in ``.grad``
         (as FSDP2's ``set_requires_gradient_sync(False)``).
         """
-        before, self._sync = self._sync, False
+        runtime = self._fxshard
+        before, runtime.sync = runtime.sync, False
         try:
             yield
         finally:
-            self._sync = before
+            runtime.sync = before
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """FSDP2's name for `no_sync`, for the calls from now on."""
-        self._sync = requires_gradient_sync
+        self._fxshard.sync = requires_gradient_sync
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `nn.Module.zero_grad`; also drops gradients accumulated under `no_sync`."""
-        self.accumulated.clear()
+        self._fxshard.accumulated.clear()
         super().zero_grad(set_to_none)
 
     def register_comm_hook(self, state: Any, hook: Callable[..., None]) -> None:
@@ -89,24 +64,25 @@ class FsdpMethods(nn.Module):
             ConfigError: the strategy is hybrid, all ranks run in this process, an option says how
                 to reduce, parameters are offloaded, or there is a hook already.
         """
-        if not isinstance(self.world, C10dWorld):
+        runtime = self._fxshard
+        if not isinstance(runtime.world, C10dWorld):
             raise ConfigError("register_comm_hook needs a process group: start with torchrun.")
-        config = self.config
+        config = runtime.config
         for name, clashes in {
             f"strategy={config.strategy!r}": config.hybrid,
             f"reduce_op={config.reduce_op!r}": config.reduce_op != "avg",
             "gradient_divide_factor": config.gradient_divide_factor is not None,
             "gradient_predivide_factor": config.gradient_predivide_factor is not None,
             "offload": config.offload is not None,
-            "another hook": self._comm_hook,
+            "another hook": runtime.comm_hook,
         }.items():
             if clashes:
                 raise ConfigError(f"register_comm_hook does not go together with {name}.")
         if not callable(hook):
             raise ConfigError(f"register_comm_hook: {hook!r} cannot be called.")
-        self.world.hook = functools.partial(hook, state)
-        self._comm_hook = True
-        self.variants.clear()
+        runtime.world.hook = functools.partial(hook, state)
+        runtime.comm_hook = True
+        runtime.variants.clear()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the norm of all gradients of all ranks; call it on all ranks.
@@ -119,7 +95,7 @@ class FsdpMethods(nn.Module):
             The norm before, a plain scalar, the same on all ranks. Parameters that are not sharded
             (`Config.ignored`) count with the gradient that this rank has.
         """
-        if self.config.optimizer_in_backward:
+        if self._fxshard.config.optimizer_in_backward:
             raise StepError(
                 "clip_grad_norm_ with optimizer_in_backward=True: parameters are stepped before "
                 "all gradients are there, and the norm of all is never known. Leave "
@@ -151,20 +127,14 @@ class FsdpMethods(nn.Module):
             ConfigError: `writeback` with `rank0_only`.
             StepError: parameters are whole already; or at the end one has changed its shape.
         """
-        self.require_sharded("summon_full_params")
-        slots = [slot for slot in self.slots.values() if recurse or slot.param.unit == 0]
-        with state.whole_parameters(
-            slots,
+        with self._fxshard.whole_now(
+            recurse,
             writeback=writeback,
             rank0_only=rank0_only,
             offload_to_cpu=offload_to_cpu,
             with_grads=with_grads,
         ):
-            self._summoned = True
-            try:
-                yield
-            finally:
-                self._summoned = False
+            yield
 
     def unshard(self, async_op: bool = False, **options: Any) -> Unsharded:
         """Make parameters whole now, until `reshard`, the next call, or the end of a with block.
@@ -176,45 +146,21 @@ class FsdpMethods(nn.Module):
         Returns:
             A handle: ``wait()`` does nothing more, and ``with`` on it reshards at the end.
         """
-        if self._unshards is None:
-            unshards = contextlib.ExitStack()
-            unshards.enter_context(self.summon_full_params(**options))
-            self._unshards = unshards
+        self._fxshard.unshard(**options)
         return Unsharded(self)
 
     def reshard(self) -> None:
         """End `unshard`: changes are written back, and parameters are sharded again; collective."""
-        if self._unshards is not None:
-            unshards, self._unshards = self._unshards, None
-            unshards.close()
-
-    def require_sharded(self, what: str) -> None:
-        """Raise StepError inside of `summon_full_params`: its parameters are not the shards."""
-        if self._summoned:
-            raise StepError(
-                f"{what} inside of summon_full_params: parameters are whole there, and programs "
-                f"run on shards. Leave the block first."
-            )
+        self._fxshard.reshard()
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """As `nn.Module.apply` on the user's model, with whole parameters; collective.
+        """As `nn.Module.apply`, with whole parameters; collective.
 
         Random numbers are those of this process: seed all ranks alike to get what one process gets.
         """
-        with self.summon_full_params():
-            self.original.apply(fn)
+        with self._fxshard.whole_now():
+            super().apply(fn)
         return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As `nn.Module.state_dict` of the user's model; sharded parameters are DTensors."""
-        return self.original.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As `nn.Module.load_state_dict`; a tensor may be a DTensor or whole.
-
-        Of a whole tensor each rank takes its own rows, without communication.
-        """
-        return self.original.load_state_dict(*args, **kwargs)
 
     def full_state_dict(self, cpu_offload: bool = True, rank0_only: bool = True) -> dict[str, Any]:
         """The state dict of the unsharded model; collective.
@@ -226,75 +172,10 @@ class FsdpMethods(nn.Module):
         return state.full_state_dict(self, cpu_offload, rank0_only)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What ``.to()``, ``.half()`` and their kin call: converts shards, buffers and the rest.
-
-        Raises:
-            StepError: it moves shards to a device that the mesh is not made of.
-        """
-        self.require_sharded("a conversion (.to(), .half(), ...)")
-        slots = list(self.slots.values())
-        before = self._kinds()
-        state.converted(slots, fn, self.world)
-        with state.set_aside(slots):
-            super()._apply(fn, recurse)
-        for fqn, grads in self.accumulated.items():
-            self.accumulated[fqn] = [fn(grad) for grad in grads]
-        if self._kinds() != before:
-            self.variants.clear()
-            self._device = self.compute_device()
+        """What ``.to()``, ``.half()`` and their kin call: converts shards, buffers and the rest."""
+        if self._fxshard.convert(fn, lambda: super(FsdpMethods, self)._apply(fn, recurse)):
+            self._fxshard.variants.clear()
         return self
-
-    def compute_device(self) -> str:
-        """Type of the device that programs run on; shards may be offloaded from it."""
-        if isinstance(self.world, C10dWorld):
-            return self.world.mesh.device_type
-        return next((p.device.type for p in self.parameters()), "cpu")
-
-    def _kinds(self) -> list[tuple[torch.dtype, torch.device]]:
-        return [(t.dtype, t.device) for t in (*self.parameters(), *self.buffers())]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """An independent module in the same world; nothing is communicated or traced."""
-        self.require_sharded("copy.deepcopy")
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        for kept in (self.world, self.config, self.units):
-            memo[id(kept)] = kept
-        slots = state.copied(self.slots, memo)
-        # torch copies no .grad either, and no optimizer with a model
-        fresh: dict[str, Any] = {"variants": {}, "accumulated": {}, "_optimizer": None}
-        rest = {k: v for k, v in self.__dict__.items() if k not in ("slots", *fresh)}
-        made.__dict__.update(copy.deepcopy(rest, memo), slots=slots, **fresh)
-        return made
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For pickle: without programs, which are traced again, and without the process group.
-
-        Raises:
-            StepError: an option cannot be pickled, or parameters are whole now.
-        """
-        self.require_sharded("pickling")
-        for name in self.config.names():
-            state.check_picklable(name, getattr(self.config, name))
-        slots = {fqn: state.without_data(slot) for fqn, slot in self.slots.items()}
-        world = self.world.mesh if isinstance(self.world, C10dWorld) else self.world
-        fresh: dict[str, Any] = {"variants": {}, "accumulated": {}, "_agreed": {}}
-        fresh["_optimizer"] = None
-        return self.__dict__ | {"slots": slots, "world": world, **fresh}
-
-    def __setstate__(self, found: dict[str, Any]) -> None:
-        """Raises StepError if a process group was there when it was pickled, and none is now."""
-        super().__setstate__(found)
-        if isinstance(found["world"], DeviceMesh):
-            if not dist.is_initialized():
-                raise StepError(
-                    "this ShardedModule was saved in a process group and none is initialised: call "
-                    "torch.distributed.init_process_group first, with as many ranks. To load into "
-                    "another number of ranks, save model.state_dict() with "
-                    "torch.distributed.checkpoint."
-                )
-            self.world = world_over(found["world"], self.config, self.units)
-        state.lay_out(list(self.slots.values()))
 
     def set_separate_reduce_scatter_group(self, enable: bool = True) -> None:
         """Run reduce-scatters in a process group of their own; call it on all ranks alike.
@@ -305,16 +186,17 @@ class FsdpMethods(nn.Module):
         Raises:
             ConfigError: nothing is reduce-scattered: no process group, or one rank per shard.
         """
-        if not isinstance(self.world, C10dWorld) or self.world.size == 1:
+        world, strategy = self._fxshard.world, self._fxshard.config.strategy
+        if not isinstance(world, C10dWorld) or world.size == 1:
             raise ConfigError(
-                f"set_separate_reduce_scatter_group: strategy {self.config.strategy!r} on "
-                f"{self.world.size} rank(s) per shard group, or without a process group, has no "
+                f"set_separate_reduce_scatter_group: strategy {strategy!r} on "
+                f"{world.size} rank(s) per shard group, or without a process group, has no "
                 f"reduce-scatter. Leave the call out."
             )
-        if enable and self.world.reductions is None:
-            self.world.separate_reductions()
+        if enable and world.reductions is None:
+            world.separate_reductions()
         elif not enable:
-            self.world.reductions = None
+            world.reductions = None
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
         """Divide gradients by `factor` in the calls from now on, which are traced anew.
@@ -324,14 +206,15 @@ class FsdpMethods(nn.Module):
         Raises:
             ConfigError: something else says how to reduce: an option, a hook, or a pipeline.
         """
-        if self._comm_hook or self.config.passes is not None:
-            what = "register_comm_hook" if self._comm_hook else "the option passes"
+        runtime = self._fxshard
+        if runtime.comm_hook or runtime.config.passes is not None:
+            what = "register_comm_hook" if runtime.comm_hook else "the option passes"
             raise ConfigError(
                 f"set_gradient_divide_factor has no effect with {what}, which says how gradients "
                 f"are reduced. Divide there."
             )
-        self.config = self.config.changed({"gradient_divide_factor": factor})
-        self.variants.clear()
+        runtime.config = runtime.config.changed({"gradient_divide_factor": factor})
+        runtime.variants.clear()
 
     def set_reshard_after_forward(
         self, reshard_after_forward: bool, recurse: bool = True, *, fqns: Sequence[str] = ()
@@ -348,17 +231,18 @@ class FsdpMethods(nn.Module):
         """
         if not isinstance(reshard_after_forward, bool):
             raise ConfigError(f"reshard_after_forward={reshard_after_forward!r}: expected a bool.")
-        every = [unit.fqn for unit in self.units]
+        runtime, units = self._fxshard, self._fxshard.units
+        every = [unit.fqn for unit in units]
         if unknown := [fqn for fqn in fqns if fqn not in every]:
             raise ConfigError(
                 f"set_reshard_after_forward: {unknown[0]!r} is no unit. Units are: "
-                f"{', '.join(unit.name for unit in self.units[:8])}."
+                f"{', '.join(unit.name for unit in units[:8])}."
             )
         chosen = fqns or (every if recurse else [""])
-        now = {u.fqn: reshard_after_forward if u.fqn in chosen else u.reshard for u in self.units}
-        self.config = self.config.changed({"reshard_after_forward": now})
-        self.units = tuple(dataclasses.replace(u, reshard=now[u.fqn]) for u in self.units)
-        self.variants.clear()
+        now = {u.fqn: reshard_after_forward if u.fqn in chosen else u.reshard for u in units}
+        runtime.config = runtime.config.changed({"reshard_after_forward": now})
+        runtime.units = tuple(dataclasses.replace(u, reshard=now[u.fqn]) for u in units)
+        runtime.variants.clear()
 
     def optim_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state of `optimizer` by parameter name; sharded tensors are DTensors."""
@@ -400,7 +284,7 @@ class FsdpMethods(nn.Module):
 
 
 class Unsharded:
-    """What `ShardedModule.unshard` returns: to wait for, and to end by leaving a with block."""
+    """What `FxshardModule.unshard` returns: to wait for, and to end by leaving a with block."""
 
     def __init__(self, module: FsdpMethods) -> None:
         self._module = module

@@ -36,10 +36,11 @@ from torch import Tensor, nn
 from fxshard import compat, precision
 from fxshard.config import Precision
 from fxshard.mesh import grid
-from fxshard.module import ShardedModule
+from fxshard.module import sharded
 from fxshard.optimizer import OnShards
 from fxshard.plans import Call, Workload
 from fxshard.program import Program
+from fxshard.runtime import Runtime
 from fxshard.units import Param, Unit, buffer_dtypes, configured_units
 from fxshard.world.in_process import InProcessWorld
 
@@ -267,10 +268,12 @@ def _judged(row: Difference, eager: Seen, exact: Seen | None) -> Difference:
 # -- the compiled step -----------------------------------------------------------------------------
 
 
-class _Watched(ShardedModule):
+class _Watched(Runtime):
     """Keeps the gradients that ``optimizer_in_backward`` steps with."""
 
-    stepped: Seen
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.stepped: Seen = {}
 
     def step_parameters(self, fqns: list[str], grads: list[list[Tensor]]) -> OnShards:
         for fqn, *shards in zip(fqns, *grads, strict=True):
@@ -284,20 +287,22 @@ def _compiled(work: Workload) -> tuple[Seen, Program]:
     replicas, shards = grid(work.world_size, work.config)
     module = copy.deepcopy(work.module)
     units = configured_units(module, work.config)
-    model = _Watched(module, units, InProcessWorld(shards, replicas), work.config)
-    model.stepped = {}
+    world = InProcessWorld(shards, replicas)
+    model = sharded(module, units, world, work.config, kind=_Watched)
+    runtime = model._fxshard
+    assert isinstance(runtime, _Watched)
     seen: Seen = {}
     for i in range(work.micro_batches):
         waits = work.no_sync and i < work.micro_batches - 1
         call = _own(work.call)
         with model.no_sync() if waits else contextlib.nullcontext():
-            program = model.variant(*call).program
+            program = runtime.variant(*call).program
             torch.manual_seed(SEED + i)
             seen |= _forward_backward(model, call, work, program, i)
     for fqn, param in model.named_parameters():
         if param.grad is not None:
             seen["gradient", fqn] = _plain(param.grad)
-    return seen | model.stepped | _buffers(model), program
+    return seen | runtime.stepped | _buffers(model), program
 
 
 # -- the eager step --------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Pass, Pipeline, and the default list of passes as data.
 
 The runner does for every pass what no pass does for itself: it checks what the pass requires,
-times it, lints the graph, dumps and compares by FXSHARD_DEBUG, and verifies what it ensures.
+times it, dumps and compares by FXSHARD_DEBUG, and verifies what must hold of the program, which
+does not depend on what passes say of themselves (`fxshard.verify`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import collections
 import dataclasses
 import difflib
 import functools
+import itertools
 import logging
 import sys
 import time
@@ -21,7 +23,7 @@ from torch import nn
 
 from fxshard import collector, compat, dump, normalize, shapes, trace, verify
 from fxshard.config import Config, Precision, environment
-from fxshard.errors import CaptureError, ConfigError, VerifyError
+from fxshard.errors import CaptureError, ConfigError, FxshardError, PassError, VerifyError
 from fxshard.passes.annotate_streams import AnnotateStreams
 from fxshard.passes.assign_checkpoints import AssignCheckpoints
 from fxshard.passes.assign_units import AssignUnits
@@ -68,6 +70,13 @@ class Pass(Protocol):
 
 # The first passes: they decide what is computed and saved, whatever is sharded how.
 STEM = ("canonicalize", "assign-units", "assign-checkpoints", "checkpoint")
+
+# The default pipeline in order; those in brackets depend on options, or may be left out.
+ORDER = (
+    *STEM,
+    *("(bucket)", "insert-unshard", "insert-reduce", "(prefetch)", "(insert-step)", "(reinplace)"),
+    *("insert-free", "annotate-streams", "outline-regions", "(compile-regions)"),
+)
 
 Observer = Callable[[str, str, str], None]  # (pass name, text before, text after)
 
@@ -123,7 +132,7 @@ def run(
     check_each: bool = False,
     observe: Observer | None = None,
 ) -> None:
-    """Apply `passes` in order, then verify every Fact that they ensured.
+    """Apply `passes` in order, then verify every Fact that must hold of the program.
 
     Args:
         program: rewritten in place.
@@ -133,24 +142,27 @@ def run(
 
     Raises:
         ConfigError: a pass requires a Fact that no earlier pass ensures.
+        PassError: a pass raised something that is no error of fxshard's.
         VerifyError: a Fact does not hold; names the pass, if checked after each.
     """
     env = environment()
     if program.gradients is None:
         program.gradients = frozenset(r.name for r in program.results if r.kind == "grad")
     texts = observe is not None or env.debug >= 3 or env.dump_dir is not None
+    names = [step.name for step in passes]
     for position, step in enumerate(passes):
         missing = step.requires - program.facts
         if missing:
             raise ConfigError(
                 f"pass '{step.name}' requires that "
                 f"{' and '.join(fact.value for fact in Fact if fact in missing)}; "
-                f"no earlier pass in the pipeline ensures it. Put it behind one that does."
+                f"no earlier pass in the pipeline ensures it. Put it behind one that does. "
+                f"{advice(names)}".rstrip()
             )
         before = dump.text(program) if texts else ""
         counts = _op_counts(program) if env.debug >= 2 else None
         start = time.perf_counter()
-        step.apply(program)
+        _apply(step, program, names)
         seconds = time.perf_counter() - start
         program.facts |= step.ensures
         after = dump.text(program) if texts else ""
@@ -158,8 +170,42 @@ def run(
             observe(step.name, before, after)
         _report(position, step.name, seconds, counts, program, before, after)
         if check_each or env.debug >= 1:
-            _verify(program, step.name)
-    _verify(program, None)
+            _verify(program, step.name, names)
+    _verify(program, None, names)
+
+
+def advice(names: Sequence[str]) -> str:
+    """How a pipeline differs from the default one in what may matter, or ""."""
+    order = [name.strip("()") for name in ORDER]
+    mine = [name for name in names if name in order]
+    found = [f"'{n}' is in it {mine.count(n)} times" for n in order if mine.count(n) > 1]
+    if order[-2] in mine:  # else it is a part of a pipeline
+        began = 0 if set(STEM) & set(mine) else len(STEM)
+        found += [f"it has no '{n}'" for n in ORDER[began:] if n in order and n not in mine]
+    for one, other in itertools.pairwise(mine):
+        if order.index(one) > order.index(other):
+            found.append(f"'{one}' comes before '{other}', not after it")
+    return f"The pipeline differs from the default one: {'; '.join(found)}." if found else ""
+
+
+def _apply(step: Pass, program: Program, names: Sequence[str]) -> None:
+    """Run a pass; what it raises names it.
+
+    Raises:
+        FxshardError: what the pass refuses by itself.
+        PassError: it raised something else.
+    """
+    try:
+        step.apply(program)
+    except FxshardError:
+        raise
+    except Exception as error:
+        raise PassError(
+            f"pass '{step.name}' failed with {type(error).__name__}: {error}. Either it has a "
+            f"fault, or the passes before it left a program that it is not made for. "
+            f"{advice(names) or 'See the program around it with FXSHARD_DEBUG=4.'}",
+            step.name,
+        ) from error
 
 
 @collector.paused(sweep=True)
@@ -235,27 +281,59 @@ def make_program(
         captures[key, sizes] = made
     captured, passes = captures[key, sizes], passes_of(config)
     checkpoints = checkpointed_modules(model, config, units)
-    stem = None
+
+    def start() -> Program:
+        program = captured.copied(units, world)
+        program.checkpoints = checkpoints
+        return program
+
     if stems is not None and tuple(step.name for step in passes[: len(STEM)]) == STEM:
         named = tuple((fqn, repr(policy)) for fqn, policy in checkpoints.items())
         stem = key, sizes, tuple(unit.fqn for unit in units), named
-        if stem not in stems:
-            made = captured.copied(units, world)
-            made.checkpoints = checkpoints
-            run(made, passes[: len(STEM)], observe=observe)
-            stems[stem] = made  # now that no pass has refused it
+        if stem not in stems:  # kept now that no pass has refused it
+            stems[stem] = rewritten(start, passes[: len(STEM)], observe)
         captured, passes = stems[stem], passes[len(STEM) :]
-    program = captured.copied(units, world)
-    if stem is not None:
+
+    def sharded() -> Program:
+        program = start()
         program.facts = set(captured.facts)
-    program.reached = normalize.reached(captures[key, sizes])
-    program.replicas, program.sync = replicas, sync
-    program.accumulated = frozenset(accumulated)
-    program.comm_hook = comm_hook
-    program.offloaded = config.offload is not None
-    program.compiled = config.backend == "inductor"
-    program.checkpoints = checkpoints
-    run(program, passes, observe=observe)
+        program.reached = normalize.reached(captures[key, sizes])
+        program.replicas, program.sync = replicas, sync
+        program.accumulated = frozenset(accumulated)
+        program.comm_hook = comm_hook
+        program.offloaded = config.offload is not None
+        program.optimizer_in_backward = config.optimizer_in_backward
+        program.compiled = config.backend == "inductor"
+        return program
+
+    program = rewritten(sharded, passes, observe)
+    if program.schedule is None:
+        raise ConfigError(
+            "the passes leave a program without a schedule, so that nothing would run. Put "
+            "'outline-regions' at the end of them."
+        )
+    return program
+
+
+def rewritten(
+    start: Callable[[], Program], passes: Sequence[Pass], observe: Observer | None = None
+) -> Program:
+    """A program behind some passes.
+
+    Args:
+        start: makes the program in front of them. If it is refused in the end, it is made again,
+            and verified after each pass: so the error names the one at fault.
+
+    Raises:
+        ConfigError, PassError, VerifyError: as for `run`.
+    """
+    program = start()
+    try:
+        run(program, passes, observe=observe)
+    except VerifyError as error:
+        if error.pass_name is None:
+            run(start(), passes, check_each=True)
+        raise
     return program
 
 
@@ -311,12 +389,11 @@ def _capture_key(units: tuple[Unit, ...], training: bool, config: Config) -> Any
     return cast, dtypes, ignored, training, config.device
 
 
-def _verify(program: Program, pass_name: str | None) -> None:
-    program.graph.lint()
+def _verify(program: Program, pass_name: str | None, names: Sequence[str]) -> None:
     try:
         verify.verify(program)
     except VerifyError as error:
-        error.pass_name = pass_name
+        error.pass_name, error.advice = pass_name, advice(names)
         raise
 
 

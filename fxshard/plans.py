@@ -62,7 +62,7 @@ class Workload:
         world_size: number of ranks; for a hybrid strategy a pair, replicas x shards.
         config: the options.
         micro_batches: forward and backward passes per step.
-        no_sync: all but the last of them run under `ShardedModule.no_sync`.
+        no_sync: all but the last of them run under `FxshardModule.no_sync`.
         loss: what the user computes from the model's output, outside of it; None: nothing.
     """
 

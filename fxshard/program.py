@@ -55,10 +55,15 @@ if TYPE_CHECKING:
 
 
 class Fact(enum.Enum):
-    """What can be true of a Program. Passes require and ensure some; `verify` checks each."""
+    """What must be true of a finished Program; `fxshard.verify` says from when on, and checks it.
 
+    Passes name those that they require and ensure: it helps to put them in order.
+    """
+
+    WELL_FORMED = "every value is made once, before it is read"
     TAGGED = "every node has a phase, a module and a fake value; forward comes before backward"
     UNITS_ASSIGNED = "every node belongs to a unit"
+    RECOMPUTED = "backward recomputes what checkpoints do not save"
     UNSHARD_PAIRED = "every unshard has one wait, after it, before any use"
     PARAMS_UNSHARDED = "no whole parameter is an input; each use reads an unsharded parameter"
     NO_PARAM_SAVED = "nothing of a parameter is saved for backward, unless its unit stays unsharded"
@@ -74,7 +79,7 @@ class Fact(enum.Enum):
         "at most max_inflight are unsharded"
     )
     STREAMS_ORDERED = "every read across streams is ordered by an event"
-    OUTLINED = "the schedule runs the nodes of the graph, each once, in an order that keeps data"
+    OUTLINED = "the schedule runs the nodes of the graph as they are tagged, each once, in order"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,17 +157,18 @@ class Program:
         replicas: number of such groups of ranks, which hold the same shards.
         sync: False under ``no_sync``: gradients are accumulated, not reduced.
         accumulated: parameters that have an accumulated gradient when backward begins.
-        comm_hook: the user's function reduces gradients (`ShardedModule.register_comm_hook`).
+        comm_hook: the user's function reduces gradients (`FxshardModule.register_comm_hook`).
         offloaded: shards and sharded gradients live on the CPU.
         device: where it computes.
         fake_mode: owner of the fake values, for passes that make new ones.
-        facts: what has been ensured so far.
+        facts: what passes said that they ensure.
         gradients: names of the gradients that capture found, once the pipeline has begun.
         buckets: what moves together; none before bucket has run (see `moving`).
         forward_prefetch, backward_prefetch: how many buckets may wait unsharded for their first
             use, besides the one that is launched where it is needed.
         max_inflight: how many buckets may be unsharded at any point; None: no limit of its own.
-    compiled: regions are compiled: what must run in eager's order stands apart from the rest.
+        optimizer_in_backward: it steps parameters, in place of returning their gradients.
+        compiled: regions are compiled: what must run in eager's order stands apart from the rest.
         calls: every call of a module in forward, in order; nodes refer to them.
         domain: the sizes that it serves; None: those of the example call.
         checkpoints: FQN of each module whose calls are checkpointed -> "full", "selective" or a
@@ -192,6 +198,7 @@ class Program:
     forward_prefetch: int = 1
     backward_prefetch: int = 1
     max_inflight: int | None = None
+    optimizer_in_backward: bool = False
     compiled: bool = False
     calls: tuple[Call, ...] = ()
     domain: Domain | None = None

@@ -34,14 +34,16 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fxshard import compat, hf
 from fxshard.errors import StepError, UnitError
+from fxshard.passes.insert_reduce import InsertReduce
+from fxshard.pipeline import passes_of
 from fxshard.sharding import Slot, as_gradient
 from fxshard.units import Unit, ignored_of
 from fxshard.world.backends import as_bytes
-from fxshard.world.c10d import C10dWorld
+from fxshard.world.c10d import OPS, C10dWorld
 
 if TYPE_CHECKING:
-    from fxshard.module import ShardedModule
     from fxshard.plans import Plan
+    from fxshard.runtime import Runtime
 
 ROOT, HANDLES = "_fxshard_root", "_fxshard_handles"  # attributes besides the user's own
 
@@ -78,7 +80,7 @@ class Root:
         gathered: what is alive of eager reads, by the address of its storage.
     """
 
-    owner: ShardedModule
+    owner: Runtime
     inside: int = 0
     plans: list[Plan] = dataclasses.field(default_factory=list)
     gathered: weakref.WeakValueDictionary[int, _Whole] = dataclasses.field(
@@ -96,8 +98,24 @@ class Root:
         if isinstance(self.owner.world, C10dWorld):
             slot.settle()
             return Gather.apply(slot.tensor, self, slot)
-        value, dtype = slot.tensor, slot.param.compute_dtype  # whole already
+        value, dtype = slot.tensor, self.computes_in(slot)  # whole already
         return value if value.dtype is dtype else value.to(dtype)
+
+    def computes_in(self, slot: Slot) -> torch.dtype:
+        """The dtype of the parameter where it is whole."""
+        return self.owner.as_it_is(slot.param).compute_dtype
+
+    @functools.cached_property
+    def reduction(self) -> InsertReduce:
+        """How gradients are reduced, as the pipeline of the model's options says it."""
+        for step in passes_of(self.owner.config):
+            if isinstance(step, InsertReduce):
+                return step
+        raise StepError(
+            "the pipeline of option passes has no insert-reduce, so that the gradient of a "
+            "parameter which eager code reads cannot be reduced alike. Leave passes out of "
+            'fxshard.shard, and give it to torch.compile(model, backend="fxshard", options=...).'
+        )
 
     def name_of(self, tensor: Tensor) -> str | None:
         """FQN of the parameter that an eager read gathered and `tensor` is, or is a view of."""
@@ -200,7 +218,7 @@ class Gather(torch.autograd.Function):
 @torch.compiler.disable
 def gathered(root: Root, slot: Slot) -> Tensor:
     """All rows of a parameter, in a storage of its own."""
-    world, dtype = root.owner.world, slot.param.compute_dtype
+    world, dtype = root.owner.world, root.computes_in(slot)
     assert isinstance(world, C10dWorld)
     shard = slot.shards[0].to(torch.device(world.mesh.device_type), dtype)
     buffer = shard.new_empty((world.size * shard.shape[0], *shard.shape[1:]))
@@ -220,21 +238,22 @@ def gathered(root: Root, slot: Slot) -> Tensor:
 @torch.compiler.disable
 def reduced(root: Root, slot: Slot, grad: Tensor) -> Tensor:
     """This rank's rows of the gradients of all ranks, reduced as the options say."""
-    owner, world, config = root.owner, root.owner.world, root.owner.config
+    owner, world = root.owner, root.owner.world
     assert isinstance(world, C10dWorld)
     unit_precision = owner.units[slot.param.unit].precision
     grad = grad.to(unit_precision.reduce_dtype or grad.dtype)
     rows = slot.shards[0].shape[0]
     padded = grad.new_zeros((world.size * rows, *grad.shape[1:]))
     padded[: grad.shape[0]].copy_(grad)
-    if config.reduce_op == "avg":
-        padded.div_(config.gradient_divide_factor or world.size * world.replicas)
-    shard = padded
+    before, name, behind = root.reduction.division(padded.dtype, world.size * world.replicas)
+    shard, op = padded if before is None else padded.div_(before), OPS[name]
     if "shard" in world.groups:
         shard = padded.new_empty((rows, *grad.shape[1:]))
-        compat.reduce_scatter_single(shard, padded, group=world.groups["shard"])
+        compat.reduce_scatter_single(shard, padded, op=op, group=world.groups["shard"])
     if "replicate" in world.groups:
-        dist.all_reduce(shard, group=world.groups["replicate"])
+        dist.all_reduce(shard, op=op, group=world.groups["replicate"])
+    if behind is not None:
+        shard.div_(behind)
     if not unit_precision.keep_low_precision_grads:
         shard = shard.to(slot.param.dtype)
     return as_gradient(slot, [shard.to(slot.local.device)], world)
@@ -277,13 +296,13 @@ def classes(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, type]:
     return found
 
 
-def attach(owner: ShardedModule, classes: dict[nn.Module, type]) -> Root:
+def attach(owner: Runtime, classes: dict[nn.Module, type]) -> Root:
     """Let the modules of a model that was just sharded read their parameters as said above.
 
     And mark them for Dynamo as managed by FSDP with original parameters in use.
 
     Args:
-        owner: of the shards; its ``original`` is the model.
+        owner: of the shards; its ``model`` is the model.
         classes: see `classes`.
     """
     root = Root(owner)
@@ -301,17 +320,17 @@ def root_of(model: Any) -> Root | None:
     """What `attach` has made for `model`; None for any other object."""
     found = getattr(model, "__dict__", {})
     root = found.get(ROOT)
-    return root if isinstance(root, Root) and root.owner.original is model else None
+    return root if isinstance(root, Root) and root.owner.model is model else None
 
 
-def managed(owner: ShardedModule) -> list[nn.Module]:
+def managed(owner: Runtime) -> list[nn.Module]:
     """The modules that torch's FSDP would call managed: not those that are ignored, as in FSDP1,
     and if parameters are ignored, no module that has nothing else, as in FSDP2.
 
     (torch/distributed/fsdp/_dynamo_utils.py, ``_annotate_modules_for_dynamo``;
     torch/distributed/fsdp/_fully_shard/_fsdp_init.py, ``_ignore_module``)
     """
-    modules, params = ignored_of(owner.original, owner.config.ignored)
+    modules, params = ignored_of(owner.model, owner.config.ignored)
     left_out = set(map(id, modules))
     inside = {id(param) for module in modules for param in module.parameters()}
 
@@ -324,7 +343,7 @@ def managed(owner: ShardedModule) -> list[nn.Module]:
 
     return [
         module
-        for module in owner.original.modules()
+        for module in owner.model.modules()
         if id(module) not in left_out and not (params - inside and is_bare(module))
     ]
 
@@ -339,22 +358,21 @@ def _casts(unit: Unit) -> tuple[torch.dtype | None, torch.dtype | None]:
 def give_handles(root: Root) -> None:
     """Make the handle of each parameter, and put it on the modules that hold the parameter."""
     owner = root.owner
-    for module in owner.original.modules():
+    for module in owner.model.modules():
         if ROOT in module.__dict__:
             module.__dict__[HANDLES] = {}
     for slot in owner.slots.values():
-        handle = _handle(slot, torch.device(owner.compute_device()))
+        handle = _handle(slot, root.computes_in(slot), torch.device(owner.compute_device()))
         handle._fxshard = root, slot.param.fqn  # type: ignore[attr-defined]
         for module, name in slot.owners:
             module.__dict__[HANDLES][name] = handle
 
 
-def _handle(slot: Slot, device: torch.device) -> nn.Parameter:
+def _handle(slot: Slot, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """Of the whole parameter's shape and dtype; one element of memory, no values.
 
     An `nn.Parameter`, because Dynamo takes their sizes for constants.
     """
-    dtype = slot.param.compute_dtype
     one = torch.empty((), dtype=dtype, device=device)
     return nn.Parameter(one.expand(slot.param.shape), slot.tensor.requires_grad)
 
@@ -469,9 +487,10 @@ def _to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-    """``.to()``, ``.half()`` and their kin, on shards (see `FsdpMethods._apply`)."""
+    """``.to()``, ``.half()`` and their kin, on shards (see `ParameterStore.convert`)."""
     root = self._fxshard_root
-    root.owner._apply(fn, recurse)
+    base = self._fxshard_base
+    root.owner.convert(fn, lambda: base._apply(self, fn, recurse))
     give_handles(root)
     return self
 
@@ -479,7 +498,7 @@ def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> A
 def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
     """As `copy.deepcopy` of a plain module; that of the root copies what all modules share."""
     root = self._fxshard_root
-    is_root = root.owner.original is self
+    is_root = root.owner.model is self
     if not is_root and id(root) not in memo:
         raise StepError(
             f"copy.deepcopy of a {type(self).__name__} inside of a model that fxshard.shard "

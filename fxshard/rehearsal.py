@@ -14,29 +14,30 @@ from fxshard import compat
 from fxshard.memory.category import Category
 from fxshard.memory.optimizer import make_optimizer
 from fxshard.memory.tracker import Measured, Tracker
-from fxshard.module import ShardedModule
+from fxshard.module import FxshardModule
 from fxshard.plans import Workload
 from fxshard.program import Program
 
 
-def tracked_steps(model: ShardedModule, work: Workload, tracker: Tracker, steps: int) -> None:
+def tracked_steps(model: FxshardModule, work: Workload, tracker: Tracker, steps: int) -> None:
     """Train `model` for some steps on one batch, marking phases for the tracker.
 
     Without a loss of the user's, the gradients that arrive at the outputs are ones.
     """
     optimizer = None
-    in_backward = model.config.optimizer_in_backward
+    runtime = model._fxshard
+    in_backward = runtime.config.optimizer_in_backward
     if in_backward:
         tracker.optimizer_state(model.optimizer)
-    elif model.config.optimizer is not None:
-        optimizer = make_optimizer(model.config.optimizer, list(model.parameters()))
+    elif runtime.config.optimizer is not None:
+        optimizer = make_optimizer(runtime.config.optimizer, list(model.parameters()))
         tracker.optimizer_state(optimizer)  # Adagrad has it from the start
     args, kwargs = work.call
     leaves, _ = compat.tree_flatten(work.call)
-    program = model.variant(args, kwargs).program
-    shards = (s for slot in model.slots.values() for s in slot.shards)
+    program = runtime.variant(args, kwargs).program
+    shards = (s for slot in runtime.slots.values() for s in slot.shards)
     tracker.know(shards, Category.SHARDED_PARAM, host=program.offloaded)
-    tracker.know(model.whole_parameters(), Category.SHARDED_PARAM)
+    tracker.know(runtime.whole_parameters(), Category.SHARDED_PARAM)
     tracker.know([*model.buffers(), *program.constants.values()], Category.BUFFER)
     inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     tracker.know([*inputs, *_tensors_of(work.loss)], Category.INPUTS)
@@ -51,7 +52,7 @@ def tracked_steps(model: ShardedModule, work: Workload, tracker: Tracker, steps:
                     _forward_backward(model, work, program, tracker)
                 tracker.at()
                 tracker.gradients(model.parameters())
-                sums = (t for each in model.accumulated.values() for t in each)
+                sums = (t for each in runtime.accumulated.values() for t in each)
                 tracker.mark(sums, Category.UNSHARDED_GRAD)
                 del sums
             if not in_backward:
@@ -69,7 +70,7 @@ def tracked_steps(model: ShardedModule, work: Workload, tracker: Tracker, steps:
 
 
 def _forward_backward(
-    model: ShardedModule, work: Workload, program: Program, tracker: Tracker
+    model: FxshardModule, work: Workload, program: Program, tracker: Tracker
 ) -> None:
     """One micro-batch; nothing of it but gradients is left."""
     args, kwargs = work.call

@@ -30,7 +30,7 @@ class Region:
     Attributes:
         name: ``region_<k>``, in order of first call.
         graph: placeholders in order of first use; the output is a tuple. Module names are
-            relative to the calling row's module (see `_relative`).
+            relative to the calling row's module (see `relative`).
         digest: SHA-256 of operators, arguments and metadata; equal runs have equal digests.
         compiled: the code that runs in place of the operators, if there is some.
     """
@@ -71,7 +71,7 @@ class Schedule:
         return [(phase, graph) for phase, graph in both if graph is not None]
 
 
-def _relative(module: str, base: str) -> str:
+def relative(module: str, base: str) -> str:
     """`module` seen from `base`: "." is base itself, ".x" inside it; others stay absolute."""
     if not is_under(module, base):
         return module
@@ -200,7 +200,7 @@ def _make_region(
         env[node] = _copied(graph.placeholder(f"a{i}"), node)
     for node in run:
         env[node] = _copied(graph.node_copy(node, env.__getitem__), node)
-        meta.update(env[node], module=_relative(meta.get(node).module, base))
+        meta.update(env[node], module=relative(meta.get(node).module, base))
     graph.output(tuple(env[node] for node in outputs))
     return Region(name, graph, digest)
 
@@ -224,7 +224,7 @@ def describe(run: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node], 
     for node in run:
         args = fx.node.map_arg(node.args, lambda n: _Local(local(n)))
         kwargs = fx.node.map_arg(node.kwargs, lambda n: _Local(local(n)))
-        module = _relative(meta.get(node).module, base)
+        module = relative(meta.get(node).module, base)
         lines.append(f"{node.target} {args} {kwargs} {meta.get(node).role} {module}")
     lines.append(" ".join(local(node) for node in outputs))
     return "\n".join(lines)

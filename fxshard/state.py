@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from fxshard import compat
+from fxshard import compat, swapped
 from fxshard.errors import CheckpointError, ConfigError, StepError
 from fxshard.sharding import Slot, local_part
 from fxshard.world.c10d import C10dWorld
@@ -432,27 +432,22 @@ def check_picklable(option: str, value: Any) -> None:
 
 
 def traced_hooks(model: nn.Module) -> dict[int, str]:
-    """Hooks of modules that run while tracing only: their number -> what to say about them.
+    """Hooks below `model` that run while tracing only: their number -> what to say about them.
 
     Those of torch and transformers themselves are left out: they are written to be traced.
     """
     return {
-        number: f"{kind} {_function_name(hook)} of module {fqn or '(root)'!r}"
+        number: f"{kind} {_function_name(hook)} of module {fqn!r}"
         for fqn, module in model.named_modules()
         for kind, number, hook in compat.module_hooks(module)
-        if not _function_module(hook).startswith(("torch.", "transformers."))
+        if fqn and not swapped.is_traced(hook)
     }
 
 
 def _function_name(hook: Any) -> str:
     function = getattr(hook, "func", hook)  # of a partial
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    return f"{_function_module(hook)}.{name}"
-
-
-def _function_module(hook: Any) -> str:
-    function = getattr(hook, "func", hook)
-    return getattr(function, "__module__", None) or type(function).__module__
+    return f"{swapped.function_module(hook)}.{name}"
 
 
 # -- optimizer states ------------------------------------------------------------------------------

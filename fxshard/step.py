@@ -1,4 +1,4 @@
-"""The one node that a call of a ShardedModule is in the user's autograd graph."""
+"""The one node that a call of a compiled model is in the user's autograd graph."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from fxshard import compat, meta, ops, shapes
 from fxshard.errors import StepError
 from fxshard.program import Program
 from fxshard.sharding import as_gradient
+from fxshard.swapped import users_class
 
 if TYPE_CHECKING:
-    from fxshard.module import ShardedModule
+    from fxshard.runtime import Runtime
     from fxshard.variants import Variant
 
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 class Call:
     """One call on its way through autograd."""
 
-    module: ShardedModule
+    runtime: Runtime
     variant: Variant
     params: int
 
@@ -40,9 +41,9 @@ class Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         batch = tensors[call.params :]
-        with call.module.as_traced():
+        with call.runtime.as_traced():
             outputs, saved = call.variant.executor.forward(
-                call.module.arguments(call.variant, batch)
+                call.runtime.arguments(call.variant, batch)
             )
         signature = call.variant.program.signature
         ctx.set_materialize_grads(False)
@@ -66,7 +67,7 @@ class Step(torch.autograd.Function):
     def backward(ctx: Any, *given: Any) -> tuple[Any, ...]:
         grads = compat.boxed(given)
         call: Call = ctx.call
-        call.module.require_sharded("backward")
+        call.runtime.require_sharded("backward")
         program = call.variant.program
         if ctx.saved is None:
             raise StepError(
@@ -91,10 +92,10 @@ class Step(torch.autograd.Function):
                 )
         changed = [list(t.shape) for t, before in ctx.exposed if compat.version(t) != before]
         if changed:
+            name = users_class(call.runtime.model).__name__
             raise StepError(
-                f"an output of {type(call.module.original).__name__}, of shape {changed[0]}, was "
-                f"changed in place between a forward and its backward, which reads it. Change a "
-                f"copy: y = y.clone()."
+                f"an output of {name}, of shape {changed[0]}, was changed in place between a "
+                f"forward and its backward, which reads it. Change a copy: y = y.clone()."
             )
         arrived = [position for position, k in ctx.places.items() if grads[k] is not None]
         ctx.exposed = None  # they die behind their last readers
@@ -107,15 +108,15 @@ class Step(torch.autograd.Function):
                     grads[k] = None  # dies behind its last reader; what was copied stays to the end
         saved, ctx.saved = ctx.saved, None
         batch, ctx.batch = ctx.batch, None
-        call.module.require_accumulated(program)
+        call.runtime.require_accumulated(program)
         args = _backward_arguments(call, batch, saved, tangents)
         tangents.clear()
-        reach, world = call.module.reach, call.module.world
-        unused = reach.begin(program, arrived, world, call.module.accumulated)
+        reach, world = call.runtime.reach, call.runtime.world
+        unused = reach.begin(program, arrived, world, call.runtime.accumulated)
         if program.sync:
             for fqn in program.accumulated:  # reduced by this backward, which frees them
-                call.module.accumulated.pop(fqn, None)
-        with call.module.as_traced():
+                call.runtime.accumulated.pop(fqn, None)
+        with call.runtime.as_traced():
             results = call.variant.executor.backward(args)
         return (None, *_gradients(call, results, len(batch), unused | reach.unused()))
 
@@ -125,9 +126,9 @@ def _versions(call: Call, batch: Sequence[Tensor]) -> list[tuple[str, tuple[int,
     program, found = call.variant.program, []
     for node in call.variant.read_again:
         role, name = meta.get(node).role, meta.get(node).fqn or ""
-        tensors = [call.module.value(node, program, batch, 0)]
+        tensors = [call.runtime.value(node, program, batch, 0)]
         if role == "shard":  # operators on a DTensor count on it, not on what it is made of
-            tensors.append(call.module.slots[name].tensor)
+            tensors.append(call.runtime.slots[name].tensor)
         what = program.signature.input_names[int(name)] if role == "input" else name
         found.append((what, tuple(map(compat.version, tensors))))
     return found
@@ -171,7 +172,7 @@ def _backward_arguments(
             if tag.role == "tangent":
                 row.append(tangents[tag.fqn])
             elif tag.role in (*meta.HELD, "accumulated"):
-                row.append(call.module.value(node, call.variant.program, batch, rank))
+                row.append(call.runtime.value(node, call.variant.program, batch, rank))
             else:
                 row.append(next(rest))
         values.clear()
@@ -190,7 +191,7 @@ def _gradients(
     for result in program.results:
         if result.kind == "accumulated":
             fresh = [grads.pop(result.name) for grads in per_rank]
-            sums = call.module.accumulated.setdefault(result.name, fresh)
+            sums = call.runtime.accumulated.setdefault(result.name, fresh)
             if sums is not fresh:  # another forward was run in front of this backward
                 for total, grad in zip(sums, fresh, strict=True):
                     total.add_(grad)
@@ -199,10 +200,10 @@ def _gradients(
         shards = [grads.pop(fqn) for grads in per_rank if fqn in grads]
         if not shards or fqn in unused:
             out.append(None)  # accumulated, not reduced; or stepped already
-        elif fqn in call.module.wholes:
+        elif fqn in call.runtime.wholes:
             out.append(shards[0])
         else:
-            slot, world = call.module.slots[fqn], call.module.world
+            slot, world = call.runtime.slots[fqn], call.runtime.world
             out.append(as_gradient(slot, shards[: world.size], world))
     for k in range(inputs):
         name = f"input[{program.signature.tensor_inputs[k]}]"

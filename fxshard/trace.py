@@ -30,6 +30,7 @@ from fxshard.normalize import fake_like, normalize
 from fxshard.program import Program, Signature, input_name, path_name
 from fxshard.shapes import Domain, Symbols
 from fxshard.strides import KernelFakeMode
+from fxshard.swapped import as_users_own
 from fxshard.units import Unit
 
 log = logging.getLogger("fxshard")
@@ -104,7 +105,10 @@ def capture(
         if not _is_worth(way, failures, symbols):
             continue
         try:
-            with hf.while_tracing(model):  # all of its traces: what it logs, it logs once
+            with (
+                as_users_own(model),
+                hf.while_tracing(model),
+            ):  # all of its traces: it logs once
                 return _captured(
                     *(model, args, kwargs, units, world_size, training, device, for_cuda, symbols),
                     *(every_tangent, way),

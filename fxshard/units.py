@@ -181,7 +181,6 @@ def configured_units(model: nn.Module, config: Config) -> tuple[Unit, ...]:
 
 def with_precision(unit: Unit, precision: Precision) -> Unit:
     """`unit` computing in `precision`: only floating parameters are cast."""
-    wanted = precision.param_dtype
     if precision.reduce_as_stored:
         stored = [p.dtype for p in unit.params if p.requires_grad and p.dtype.is_floating_point]
         if precision.reduce_dtype is None and stored:
@@ -189,10 +188,7 @@ def with_precision(unit: Unit, precision: Precision) -> Unit:
             precision = dataclasses.replace(precision, reduce_dtype=dtype)
         precision = dataclasses.replace(precision, reduce_as_stored=False)
     params = tuple(
-        dataclasses.replace(
-            p, compute_dtype=wanted if wanted and p.dtype.is_floating_point else p.dtype
-        )
-        for p in unit.params
+        dataclasses.replace(p, compute_dtype=precision.computes_in(p.dtype)) for p in unit.params
     )
     return dataclasses.replace(unit, params=params, precision=precision)
 

@@ -47,7 +47,7 @@ class Canonicalize:
 
     name: ClassVar[str] = "canonicalize"
     requires: ClassVar[frozenset[Fact]] = frozenset()
-    ensures: ClassVar[frozenset[Fact]] = frozenset({Fact.TAGGED})
+    ensures: ClassVar[frozenset[Fact]] = frozenset({Fact.WELL_FORMED, Fact.TAGGED})
 
     def apply(self, program: Program) -> None:
         fakes.correct(program)

@@ -56,7 +56,7 @@ class Checkpoint:
 
     name: ClassVar[str] = "checkpoint"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.UNITS_ASSIGNED})
-    ensures: ClassVar[frozenset[Fact]] = frozenset()
+    ensures: ClassVar[frozenset[Fact]] = frozenset({Fact.RECOMPUTED})
 
     def apply(self, program: Program) -> None:
         regions = by_checkpoint(program.phase("forward"))
@@ -218,5 +218,5 @@ def unwritten(program: Program, node: fx.Node) -> fx.Node:
     name = f"{node.name}_before"
     with program.graph.inserting_before(first):
         copy = program.graph.create_node("call_function", aten.clone.default, (node,), name=name)
-    tag = meta.changed(meta.get(first), checkpoint=None, save=False)
+    tag = meta.changed(meta.get(first), checkpoint=None, save=False, call=None)
     return meta.put(copy, tag, program.refake(copy))

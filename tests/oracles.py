@@ -1,5 +1,6 @@
 """Independent measures of what really happened: collectives issued, and bytes live at the peak."""
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -131,6 +132,7 @@ def profiler_peak_bytes(
     started it cannot see freed: allocate in `before`, which runs first under the same profiler,
     whatever `fn` frees.
     """
+    gc.collect()  # what earlier tests left would be seen freed
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         if before:
             before()

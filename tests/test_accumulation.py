@@ -31,7 +31,7 @@ Options = dict[str, Any]
 @contextlib.contextmanager
 def reduces(model: Any, flag: bool) -> Iterator[None]:
     """Calls inside reduce gradients, or accumulate them: each library in its own words."""
-    if isinstance(model, fxshard.ShardedModule):
+    if isinstance(model, fxshard.FxshardModule):
         with contextlib.nullcontext() if flag else model.no_sync():
             yield
     elif hasattr(model, "set_requires_gradient_sync"):
@@ -387,7 +387,7 @@ def accumulated_dtypes(rank: int, world_size: int, options: Options) -> set[torc
     model = fxshard.compile(seeded(Net), units=["blocks.*"], **options)
     with model.no_sync():
         loss_of(model(batch(rank))).backward()
-    return {t.dtype for each in model.accumulated.values() for t in each}
+    return {t.dtype for each in model._fxshard.accumulated.values() for t in each}
 
 
 def test_accumulated_in_the_dtype_of_the_reduction(ranks: Any) -> None:
@@ -431,7 +431,7 @@ def dropped(rank: int, world_size: int) -> list[dict[str, Any]]:
         if how == "before backward":
             model.zero_grad()
         loss.backward()
-        assert not model.accumulated
+        assert not model._fxshard.accumulated
         found.append(grads_of(model))
     return found
 
@@ -516,7 +516,7 @@ def spoiled(rank: int, world_size: int) -> None:
         pass
     loss_of(model(batch(rank))).backward()
     assert all(param.grad is not None for param in model.parameters())
-    assert not model.accumulated
+    assert not model._fxshard.accumulated
 
 
 def test_no_sync_ends_with_its_block(ranks: Any) -> None:
@@ -602,7 +602,7 @@ def held(rank: int, world_size: int, options: Options) -> list[int]:
     for i in range(3):
         with reduces(model, i == 2):
             loss_of(model(batch(rank, i))).backward()
-        tensors = [t for each in model.accumulated.values() for t in each]
+        tensors = [t for each in model._fxshard.accumulated.values() for t in each]
         found.append(sum(t.untyped_storage().nbytes() for t in tensors))
     return found
 

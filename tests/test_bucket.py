@@ -130,7 +130,7 @@ def one_step(options: Options) -> tuple[list[Collective], list[Collective]]:
     with compat.fake_process_group(0, 2):
         torch.manual_seed(0)
         model = fxshard.compile(Net(), units=["blocks.*"], **options)
-        model.variant((batch(0),), {})
+        model._fxshard.variant((batch(0),), {})
         with count_collectives() as forward:
             loss = loss_of(model(batch(0)))
         with count_collectives() as backward:
@@ -506,10 +506,10 @@ def packed_buffer_read_as_it_is(program: Program) -> fx.Node:
 
 
 @breaks(Fact.PARAMS_UNSHARDED)
-def noise_packed_in_place_of_a_shard(program: Program) -> fx.Node:
+def buffer_packed_in_place_of_a_shard(program: Program) -> fx.Node:
     pack = word(program, ops.pack, unit=2)
     first, *rest = meta.operands(pack)
-    other = find(program, "noise_0")
+    other = find(program, "scale")
     meta.update(other, fqn=meta.get(first).fqn)
     other.meta["val"] = first.meta["val"]
     pack.args = ([other, *rest], *pack.args[1:])

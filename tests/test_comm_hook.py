@@ -17,7 +17,7 @@ from fxshard.executor import Executor, TracedExecutor
 from fxshard.memory.compare import compare
 from fxshard.memory.tracker import Tracker, WatchedWorld
 from fxshard.mesh import world_over
-from fxshard.module import ShardedModule
+from fxshard.module import sharded
 from fxshard.plans import Workload
 from fxshard.rehearsal import split_steps, tracked_steps
 from fxshard.units import configured_units
@@ -146,11 +146,11 @@ def test_bytes(strategy: str) -> None:
         def make(program: Any, world: Any) -> Executor:
             return TracedExecutor(program, WatchedWorld(world, tracker), tracker)
 
-        sharded = ShardedModule(model, units, world_over(mesh, config, units), config, make)
-        sharded.register_comm_hook(3, copying_hook)
+        compiled = sharded(model, units, world_over(mesh, config, units), config, make)
+        compiled.register_comm_hook(3, copying_hook)
         work = Workload(model, (args, kwargs), 3, config)
-        tracked_steps(sharded, work, tracker, 2)
-        result = compare(sharded.memory, split_steps(tracker.measured(), 2))
+        tracked_steps(compiled, work, tracker, 2)
+        result = compare(compiled.memory, split_steps(tracker.measured(), 2))
     assert result.max_abs_difference == 0, result.table(only_different=True)
 
 

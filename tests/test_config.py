@@ -83,5 +83,6 @@ def test_setters_leave_checkpoints_as_they_are(
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model = fxshard.compile(model, world_size=2, units=["0", "1"], backend="inductor", **said)
     model = SETTERS[setter](model) or model
-    found = checkpointed_modules(nn.Sequential(*model), model.config, model.units)
+    runtime = model._fxshard
+    found = checkpointed_modules(nn.Sequential(*model), runtime.config, runtime.units)
     assert found == ({} if policy is None else dict.fromkeys(["0", "1"], policy))

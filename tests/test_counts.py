@@ -13,7 +13,7 @@ from fxshard import compat
 from fxshard.config import Config
 from fxshard.executor import Executor, TracedExecutor
 from fxshard.memory.tracker import Tracker, WatchedWorld
-from fxshard.module import ShardedModule
+from fxshard.module import sharded
 from fxshard.plans import Workload
 from fxshard.rehearsal import tracked_steps
 from fxshard.units import find_units
@@ -67,7 +67,7 @@ def one_step(rank: int, world_size: int, name: str) -> Steps:
     with count_collectives() as compiling:
         model = fxshard.compile(built(name), units=case.units)
         args, kwargs = case.batch(rank, 0)
-        model.variant(args, kwargs)
+        model._fxshard.variant(args, kwargs)
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(2):
         args, kwargs = case.batch(rank, step)
@@ -128,16 +128,16 @@ def plain_and_watched(rank: int, world_size: int, name: str) -> tuple[list[Colle
             return TracedExecutor(program, WatchedWorld(world, tracker), tracker)
 
         config = Config(optimizer=torch.optim.SGD)
-        sharded = ShardedModule(model, units, world, config, make_executor)
+        compiled = sharded(model, units, world, config, make_executor)
         with count_collectives() as seen:
             if watched:
                 work = Workload(model, (args, kwargs), world_size, config)
-                tracked_steps(sharded, work, tracker, 2)
-                assert sharded.memory.peak_bytes > 0
+                tracked_steps(compiled, work, tracker, 2)
+                assert compiled.memory.peak_bytes > 0
             else:
-                optimizer = torch.optim.SGD(sharded.parameters())
+                optimizer = torch.optim.SGD(compiled.parameters())
                 for _ in range(2):
-                    output = sharded(*args, **kwargs)
+                    output = compiled(*args, **kwargs)
                     case.loss(output).backward()
                     optimizer.step()
                     optimizer.zero_grad()
@@ -202,9 +202,9 @@ def live_peak(
     options |= {"forward_prefetch": prefetch, "backward_prefetch": prefetch}
     with compat.fake_process_group(0, world_size):
         world = Watched(torch.distributed.device_mesh.init_device_mesh("cpu", (world_size,)))
-        sharded = ShardedModule(model, find_units(model), world, Config(**options))
+        compiled = sharded(model, find_units(model), world, Config(**options))
         for _ in range(2):
-            sharded(torch.randn(4, 5)).sum().backward()
+            compiled(torch.randn(4, 5)).sum().backward()
     assert world.gathers == 2 * 2 * (depth + 1)
     assert not world.live
     return world.peak, layer, root

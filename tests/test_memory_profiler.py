@@ -19,7 +19,7 @@ from fxshard.executor import Executor, TracedExecutor
 from fxshard.memory import kernels
 from fxshard.memory.tracker import Tracker, WatchedWorld
 from fxshard.mesh import grid, mesh_of, world_over
-from fxshard.module import ShardedModule
+from fxshard.module import sharded
 from fxshard.units import configured_units
 from tests import oracles
 from tests.zoo import MODELS, built
@@ -50,14 +50,14 @@ def step_of(
     config = Config.from_options(options)
     units = configured_units(model, config)
     world = world_over(mesh_of(model, config, grid(world_size, config)), config, units)
-    sharded = ShardedModule(model, units, world, config, make_executor)
+    compiled = sharded(model, units, world, config, make_executor)
 
     def step() -> None:
-        leaves, _ = compat.tree_flatten(sharded(*args, **kwargs))
-        (variant,) = sharded.variants.values()
+        leaves, _ = compat.tree_flatten(compiled(*args, **kwargs))
+        (variant,) = compiled._fxshard.variants.values()
         roots = [leaves[i] for i in variant.program.signature.tangents]
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-        for param in sharded.parameters():
+        for param in compiled.parameters():
             param.grad = None
 
     step()

@@ -1,4 +1,4 @@
-"""ShardedModule in the hands of a training loop: modes, state, optimizers, gradients, misuse."""
+"""FxshardModule in the hands of a training loop: modes, state, optimizers, gradients, misuse."""
 
 import tempfile
 from collections.abc import Callable
@@ -118,7 +118,7 @@ def other_shapes(rank: int, world_size: int) -> None:
         for loss in losses:
             loss.backward()
     assert_same_state(ours, eager)
-    assert len(ours.variants) == 3
+    assert len(ours._fxshard.variants) == 3
 
 
 @EVERYWHERE
@@ -130,10 +130,10 @@ def traces_now(rank: int, world_size: int) -> None:
     case = MODELS["transformer"]
     args, kwargs = case.batch(0, 0)
     ours = compiled("transformer", args=args, kwargs=kwargs)
-    (variant,) = ours.variants.values()
+    (variant,) = ours._fxshard.variants.values()
     assert ours.plan.program is variant.program
     call(case, ours, step=1).backward()
-    assert len(ours.variants) == 1
+    assert len(ours._fxshard.variants) == 1
 
 
 @EVERYWHERE
@@ -466,4 +466,4 @@ def test_torch_compile_around_it_changes_nothing() -> None:
     x = torch.randn(4, 5)
     plain = model(x)
     assert torch.equal(torch.compile(model, backend="eager")(x), plain)
-    assert len(model.variants) == 1
+    assert len(model._fxshard.variants) == 1

@@ -167,7 +167,7 @@ def shards_are_only_copied(rank: int, world_size: int) -> None:
     case = MODELS["mlp13"]
     args, kwargs = case.batch(rank, 0)
     model = fxshard.compile(case.build(), units=case.units, offload=CPUOffloadPolicy())
-    shards = [shard for slot in model.slots.values() for shard in slot.shards]
+    shards = [shard for slot in model._fxshard.slots.values() for shard in slot.shards]
     assert all(shard.device.type == "cpu" for shard in shards)
     model(*args, **kwargs).sum().backward()
     with Copies({shard.untyped_storage().data_ptr() for shard in shards}) as seen:

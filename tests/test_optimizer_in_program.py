@@ -374,7 +374,7 @@ def test_each_unit_is_stepped_behind_its_reduction_and_its_gradients_are_freed(
 
 
 def test_golden() -> None:
-    program = graphs.chain()
+    program = graphs.chain(optimizer_in_backward=True)
     passes = pipeline.default_passes(Config())
     names = [each.name for each in passes]
     pipeline.run(program, passes[: names.index("prefetch") + 1])

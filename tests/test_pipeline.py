@@ -272,14 +272,14 @@ def test_a_node_without_tag_is_named_at_any_debug_level(
         pipeline.run(graphs.chain(), [default()[0], ForgetTag()])
 
 
-def test_a_graph_that_is_none_is_refused_by_lint() -> None:
+def test_a_graph_that_is_none_is_refused() -> None:
     @dataclasses.dataclass(frozen=True)
     class UseBeforeDefinition(ForgetTag):
         def apply(self, program: Program) -> None:
             first, *_, last = program.phase("forward")
             first.prepend(last)
 
-    with pytest.raises(RuntimeError, match="before it has been defined"):
+    with pytest.raises(VerifyError, match="before it has been defined"):
         pipeline.run(graphs.chain(), [default()[0], UseBeforeDefinition()])
 
 

@@ -100,7 +100,7 @@ def reference(recipe: Recipe) -> nn.Module:
     return model
 
 
-def compiled(recipe: Recipe, **options: Any) -> fxshard.ShardedModule:
+def compiled(recipe: Recipe, **options: Any) -> fxshard.FxshardModule:
     torch.manual_seed(0)
     hybrid = recipe.strategy.startswith("hybrid")
     ours = recipe.ours or {"": recipe.policy} | recipe.special

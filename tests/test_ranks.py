@@ -169,7 +169,7 @@ def dies(rank: int, world_size: int, victim: int, verb: str) -> None:
     args, kwargs = case.batch(rank, 0)
     case.loss(model(*args, **kwargs)).backward()
     if rank == victim:
-        original, calls = getattr(model.world, verb), []
+        original, calls = getattr(model._fxshard.world, verb), []
 
         def call(*args: Any, **kwargs: Any) -> Any:
             calls.append(verb)
@@ -177,7 +177,7 @@ def dies(rank: int, world_size: int, victim: int, verb: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(*args, **kwargs)
 
-        setattr(model.world, verb, call)
+        setattr(model._fxshard.world, verb, call)
     case.loss(model(*args, **kwargs)).backward()
 
 

@@ -73,11 +73,11 @@ def test_the_second_size_leaves_what_differs_open() -> None:
     eager, ours = pair(Layers())
     for size in (4, 6, 9, 2, 4, 31):
         assert_step_as_eager(eager, ours, rows(size, 8))
-    first, second = (variant.program for variant in ours.variants.values())
+    first, second = (variant.program for variant in ours._fxshard.variants.values())
     assert first.domain is None
     assert second.domain.free == ("args[0].shape[0]",)
     assert_step_as_eager(eager, ours, rows(1, 8))  # a size of 1 broadcasts: a program of its own
-    assert len(ours.variants) == 3
+    assert len(ours._fxshard.variants) == 3
 
 
 LENGTHS = (8, 11, 5, 3, 14, 9, 16, 2, 12, 7)
@@ -114,7 +114,7 @@ def test_ten_lengths_train_as_eager_in_two_programs(name: str) -> None:
     for mine, theirs in zip(ours.parameters(), eager.parameters(), strict=True):
         assert torch.equal(mine, theirs)
     # The length 3 does not fill the window of 4 that gemma3's attention slides: another way.
-    assert len(ours.variants) == (3 if name == "gemma3" else 2)
+    assert len(ours._fxshard.variants) == (3 if name == "gemma3" else 2)
 
 
 def test_other_lengths_leave_nothing_behind() -> None:
@@ -148,7 +148,7 @@ def test_equal_sizes_are_not_taken_for_one() -> None:
     for shape in ((4, 4), (4, 6), (3, 5), (6, 2), (5, 5)):
         assert_step_as_eager(eager, ours, rows(*shape), loss=lambda out: (out**2).sum())
     # torch's reshape asks whether they are equal, which holds for the first and the last call.
-    first, *others = (variant.program.domain for variant in ours.variants.values())
+    first, *others = (variant.program.domain for variant in ours._fxshard.variants.values())
     assert first.text == "open: b, s while Eq(s, b)"
     assert len(others) == 2 and all("Ne(s, b)" in domain.text for domain in others)
 
@@ -174,8 +174,8 @@ def test_a_size_that_decides_the_way_gets_a_program_for_each_way() -> None:
     for size in (3, 4, 5, 7, 8, 9, 6, 20, 2):
         assert_step_as_eager(eager, ours, rows(size, 8))
     # 3 alone, then up to 6, then from 7 on.
-    assert len(ours.variants) == 3
-    _, short, long = (variant.program.domain for variant in ours.variants.values())
+    assert len(ours._fxshard.variants) == 3
+    _, short, long = (variant.program.domain for variant in ours._fxshard.variants.values())
     assert "args[0].shape[0] <= 6" in short.text and "args[0].shape[0] > 6" in long.text
 
 
@@ -206,7 +206,7 @@ def test_sizes_are_computed_as_python_computes_them() -> None:
     eager, ours = pair(Computes())
     for size in (3, 5, 6, 11):
         assert_step_as_eager(eager, ours, rows(4, size))
-    assert len(ours.variants) == 2
+    assert len(ours._fxshard.variants) == 2
 
 
 @pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
@@ -225,7 +225,7 @@ def test_sizes_of_images_stay_open_where_they_are_interpolated(mode: str) -> Non
         assert_step_as_eager(eager, ours, rows(size, 2, 4, 4))
     images = rows(6, 2, 4, 4).contiguous(memory_format=torch.channels_last)
     assert_step_as_eager(eager, ours, images)
-    domains = [variant.program.domain for variant in ours.variants.values()]
+    domains = [variant.program.domain for variant in ours._fxshard.variants.values()]
     if mode != "nearest" and torch.__version__.startswith("2.11."):
         # its autograd hands the backward of these a list that it then refuses ("Expected IntList")
         assert domains == [None] * 5, "a program for each size, all of them right"
@@ -249,7 +249,7 @@ def test_buffers_of_other_shapes_or_dtypes_get_programs_of_their_own() -> None:
             model.mask = mask
         assert_step_as_eager(eager, ours, rows(5, 4))
         assert ours(rows(5, 4)).dtype is eager(rows(5, 4)).dtype
-    assert len(ours.variants) == 3
+    assert len(ours._fxshard.variants) == 3
 
 
 def test_sizes_that_the_model_returns_are_those_of_the_call() -> None:
@@ -257,8 +257,10 @@ def test_sizes_that_the_model_returns_are_those_of_the_call() -> None:
     for size in (2, 4, 8, 6):
         assert ours(rows(size, 4))[1] == size // 2
         assert_step_as_eager(eager, ours, rows(size, 4), loss=lambda out: out[0] * out[1])
-    assert len(ours.variants) == 2
-    assert "Mod(args[0].shape[0], 2)" in list(ours.variants.values())[1].program.domain.text
+    assert len(ours._fxshard.variants) == 2
+    assert (
+        "Mod(args[0].shape[0], 2)" in list(ours._fxshard.variants.values())[1].program.domain.text
+    )
 
 
 def test_modes_have_programs_of_their_own_and_learn_of_sizes_from_each_other() -> None:
@@ -268,7 +270,9 @@ def test_modes_have_programs_of_their_own_and_learn_of_sizes_from_each_other() -
     with torch.no_grad():
         for size in (5, 6, 7):
             assert torch.equal(ours(rows(size, 8)), eager(rows(size, 8)))
-    assert len(ours.variants) == 3, "the first call without gradients has a new size: it is open"
+    assert len(ours._fxshard.variants) == 3, (
+        "the first call without gradients has a new size: it is open"
+    )
 
 
 # -- named ----------------------------------------------------------------------------------------
@@ -315,7 +319,7 @@ def test_named_sizes_are_open_from_the_first_call_on() -> None:
         args, kwargs = labelled_token_batch(0, 0, vocab=32, shape=shape)
         losses = [case.loss(model(*args, **kwargs)).detach() for model in (eager, ours)]
         assert torch.equal(*losses)
-    (variant,) = ours.variants.values()
+    (variant,) = ours._fxshard.variants.values()
     assert variant.program.domain.free == ("seq", "batch")
 
 
@@ -323,7 +327,7 @@ def test_false_makes_a_program_per_size() -> None:
     _, ours = pair(Layers(), dynamic=False)
     for size in (2, 3, 4, 3):
         ours(rows(size, 8))
-    assert len(ours.variants) == 3
+    assert len(ours._fxshard.variants) == 3
 
 
 @pytest.mark.parametrize(
@@ -407,7 +411,7 @@ def sizes(rank: int, world_size: int) -> tuple[Result, Result, int]:
     torch.manual_seed(0)
     model = fxshard.compile(case.build(), units=case.units)
     ours = fsdp2.run_steps(model, case, len(STEPS[rank]))
-    return fsdp2.train(case, len(STEPS[rank])), ours, len(model.variants)
+    return fsdp2.train(case, len(STEPS[rank])), ours, len(model._fxshard.variants)
 
 
 def test_ranks_may_see_other_sizes(ranks: Any) -> None:

@@ -37,7 +37,7 @@ def test_a_step_calls_the_operators_of_its_program_in_their_order(name: str) -> 
     compiled = fxshard.compile(model, world_size=1)
     loss = MATRIX[name].loss
     loss(compiled(*args, **kwargs)).backward()  # traced
-    (variant,) = compiled.variants.values()
+    (variant,) = compiled._fxshard.variants.values()
     program = variant.program
     planned = [
         str(node.target)

@@ -84,7 +84,7 @@ def one_step(
     """Collectives of a step's forward and of its backward, with an optimizer step."""
     model = compiled(options)
     optimizer = AdamW(model.parameters())
-    model.variant((batch(rank),), {})
+    model._fxshard.variant((batch(rank),), {})
     with count_collectives() as forward:
         loss = loss_of(model(batch(rank)))
     with count_collectives() as backward:

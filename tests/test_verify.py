@@ -81,6 +81,11 @@ def insert(program: Program, behind: fx.Node, target: Any, *args: Any, **tag: An
 # -- one fault after the other --------------------------------------------------------------------
 
 
+@breaks(Fact.WELL_FORMED)
+def result_without_name(program: Program) -> None:
+    program.results.pop()
+
+
 @breaks(Fact.TAGGED)
 def node_without_tag(program: Program) -> fx.Node:
     node = find(program, "tanh_1")
@@ -114,6 +119,13 @@ def view_that_aliases_nothing(program: Program) -> fx.Node:
 def node_without_unit(program: Program) -> fx.Node:
     meta.update(find(program, "tanh_1"), unit=None)
     return find(program, "tanh_1")
+
+
+@breaks(Fact.RECOMPUTED)
+def value_of_a_checkpoint_is_saved(program: Program) -> fx.Node:
+    for name in ("linear_1", "tanh_1", "dlinear_1"):
+        meta.update(find(program, name), checkpoint=0)
+    return find(program, "dlinear_1")
 
 
 @breaks(Fact.UNITS_ASSIGNED)
@@ -180,7 +192,7 @@ def wait_for_a_part(program: Program) -> fx.Node:
     return wait
 
 
-@breaks(Fact.UNSHARD_PAIRED)
+@breaks(Fact.WELL_FORMED)
 def wait_before_its_launch(program: Program) -> fx.Node:
     wait = of(program, ops.wait, 1, "forward")
     launch(program, 1, "forward").prepend(wait)
@@ -441,11 +453,9 @@ def view_of_a_view_read_after_the_free(program: Program) -> fx.Node:
 
 @breaks(Fact.NO_USE_AFTER_FREE)
 def sent_gradient_read_after_the_free(program: Program) -> fx.Node:
-    reader = find(program, "dembed")
     free = next(n for n in find(program, "dweight_0").users if n.target is ops.free)
-    free.append(find(program, "dembed"))
-    reader.update_arg(0, find(program, "dweight_0"))
-    return reader
+    reader = insert(program, free, aten.abs.default, find(program, "dweight_0"))
+    return meta.put(reader, meta.get(reader), program.refake(reader))
 
 
 @breaks(Fact.NO_USE_AFTER_FREE)

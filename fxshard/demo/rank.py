@@ -70,16 +70,16 @@ def train(settings: Settings, corpus: Corpus) -> dict[str, Any]:
         "val_bits_per_byte_first": first,
         "val_bits_per_byte_last": last,
         "collectives_per_step": dict(counter.seen),
-        "certificate": certificate(model.variant((), batch).program),
+        "certificate": certificate(model.plan.program),
     }
 
 
 class Reference:
     """The same model, units, seeds and batches under torch's FSDP2."""
 
-    def __init__(self, settings: Settings, like: fxshard.ShardedModule) -> None:
+    def __init__(self, settings: Settings, like: fxshard.FxshardModule) -> None:
         self.model = settings.build_model()
-        for unit in like.units[1:]:
+        for unit in like._fxshard.units[1:]:
             fully_shard(self.model.get_submodule(unit.fqn))
         fully_shard(self.model)
         self.optimizer = settings.optimizer(self.model.parameters())

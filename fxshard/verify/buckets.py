@@ -15,7 +15,7 @@ from fxshard.verify.failure import fail
 def bucketed(program: Program) -> None:
     fact = Fact.BUCKETED
     number: dict[str, int] = {}
-    for i, bucket in enumerate(program.buckets):
+    for i, bucket in enumerate(program.moving):
         for fqn in bucket.fqns:
             if fqn in number or fqn not in program.params:
                 what = "in two buckets" if fqn in number else "no parameter of a unit"
@@ -41,5 +41,5 @@ def bucketed(program: Program) -> None:
                 fail(program, fact, launch, what)
             seen[key] = launch
         for fqn in walk.packed_names(launch):
-            if fqn not in program.buckets[number[fqn]].packed:
+            if fqn not in program.moving[number[fqn]].packed:
                 fail(program, fact, launch, f"%{launch.name} packs {fqn!r}, which is not to be.")

@@ -13,6 +13,10 @@ from fxshard.verify.failure import fail
 def stepped_once(program: Program) -> None:
     """Each gradient goes into one step, with its shard, behind every read of the two."""
     fact = Fact.STEPPED_ONCE
+    for node in program.graph.find_nodes(op="call_function", target=ops.step):
+        if not program.optimizer_in_backward:
+            what = f"%{node.name} steps, though no optimizer is to step in backward."
+            fail(program, fact, node, what)
     for value, result in zip(program.values, program.results, strict=True):
         if result.kind == "grad" and result.name in program.params and program.sync:
             fail(program, fact, value, f"the gradient of {result.name!r} is returned, not stepped.")

@@ -1,17 +1,34 @@
-"""The graph as such: tags, units, launches with their waits, and the schedule cut out of it."""
+"""The graph as such: its edges, tags, units, and launches with their waits."""
 
 from __future__ import annotations
 
-import operator
-from typing import Any
-
 from torch import fx
 
-from fxshard import dump, meta, ops
+from fxshard import meta, ops
 from fxshard.errors import VerifyError
 from fxshard.program import Fact, Program
 from fxshard.verify import walk
 from fxshard.verify.failure import fail
+
+
+def well_formed(program: Program) -> None:
+    """Values are made before they are read, and those that are returned have a name each."""
+    fact = Fact.WELL_FORMED
+    made: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        for source in node.all_input_nodes:
+            if source not in made:
+                what = f"%{node.name} reads %{source.name} before it has been defined."
+                fail(program, fact, node, what)
+        made.add(node)
+    try:
+        program.graph.lint()
+    except RuntimeError as error:
+        raise VerifyError(fact.name.lower(), str(error)) from error
+    values, results = len(program.values), len(program.results)
+    if values != results:
+        what = f"the graph returns {values} values, but {results} have a name."
+        raise VerifyError(fact.name.lower(), what, node=program.output.name)
 
 
 def tagged(program: Program) -> None:
@@ -104,64 +121,3 @@ def _nobody_interferes(program: Program, launch: fx.Node, wait: fx.Node) -> None
                 what = f"%{node.name} touches what %{launch.name} works on until %{wait.name}."
                 fail(program, Fact.UNSHARD_PAIRED, node, what)
         node = node.next
-
-
-def outlined(program: Program) -> None:
-    """The schedule, flattened, is the graph: operator by operator, on the same values."""
-    fact = Fact.OUTLINED
-    schedule = program.schedule
-    if schedule is None:
-        raise VerifyError(fact.name.lower(), "the program has no schedule.")
-    nodes = {node.name: node for node in program.graph.nodes}
-    saved: list[fx.Node] = []  # in the order in which forward hands them to backward
-    for phase, outer in schedule.phases():
-        want = iter(program.phase(phase))
-        env: dict[fx.Node, Any] = {}  # value of the schedule -> node of the graph, or some
-        for row in outer.nodes:
-            if row.op == "placeholder":
-                env[row] = nodes.get(row.name)
-            elif row.op == "call_module":
-                region = schedule.regions[str(row.target)]
-                inputs = region.graph.find_nodes(op="placeholder")
-                inner = {a: env[b] for a, b in zip(inputs, row.all_input_nodes, strict=True)}
-                for node in region.body:
-                    inner[node] = _stands_for(program, row, node, next(want, None), inner)
-                env[row] = fx.node.map_arg(region.graph.output_node().args[0], inner.__getitem__)
-            elif row.op == "call_function" and _picks_region(row):
-                env[row] = env[meta.source(row)][walk.picked(row)]
-            elif row.op == "call_function":
-                env[row] = _stands_for(program, row, row, next(want, None), env)
-        left = next(want, None)
-        if left is not None:
-            fail(program, fact, left, f"no row of the schedule runs %{left.name}.")
-        results: Any = fx.node.map_arg(outer.output_node().args[0], env.__getitem__)
-        if phase == "forward":
-            results, handed = results
-            saved = list(handed)
-        elif saved != [
-            env[p]
-            for p in outer.find_nodes(op="placeholder")
-            if meta.get(p).role not in (*meta.HELD, "tangent", "accumulated")
-        ]:
-            fail(program, fact, program.output, "backward takes other values than forward saves.")
-        both = zip(program.values, program.results, strict=True)
-        mine = [v for v, r in both if (r.kind == "output") == (phase == "forward")]
-        if list(results) != mine:
-            fail(program, fact, program.output, f"the schedule's {phase} returns other values.")
-
-
-def _stands_for(
-    program: Program, row: fx.Node, run: fx.Node, node: fx.Node | None, env: dict[fx.Node, Any]
-) -> fx.Node:
-    """`node`, if it is what `run`, in `row` of the schedule, does on the values in `env`."""
-    if node is None or node.target is not run.target:
-        what = f"row %{row.name} of the schedule runs {dump.operation(run)} there."
-        fail(program, Fact.OUTLINED, node or program.output, what)
-    if fx.node.map_arg((run.args, run.kwargs), env.get) != (node.args, node.kwargs):
-        what = f"row %{row.name} of the schedule runs it on other values."
-        fail(program, Fact.OUTLINED, node, what)
-    return node
-
-
-def _picks_region(row: fx.Node) -> bool:
-    return row.target is operator.getitem and meta.source(row).op == "call_module"

@@ -255,8 +255,8 @@ def _recorded(
     given: list[tuple[str, int]] = []
     with put_back(module), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         fakes: dict[int, Tensor] = {}
-        real = [(slots, dict(slots)) for slots in (module._parameters, module._buffers)]
         both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        real = [(slots, dict(slots)) for slots in both]
         for slots in both:
             for name, tensor in slots.items():
                 if tensor is None:

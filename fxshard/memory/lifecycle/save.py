@@ -78,7 +78,7 @@ def save_checkpoint(
 
 
 def full_state_dict(tree: Tree, step: OptimizerStep | None, *, alone: bool) -> LifecyclePhase:
-    """`ShardedModule.full_state_dict`: each parameter is gathered into a padded tensor.
+    """`FxshardModule.full_state_dict`: each parameter is gathered into a padded tensor.
 
     `alone`: on the CPU, and on rank 0 only, the default. Its result is held by the caller at the
     end. (torch/distributed/_state_dict_utils.py, ``_gather_state_dict``)

@@ -1,0 +1,368 @@
+"""What runs a compiled model: its shards, and its programs, one per kind of call."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxshard import compat, meta, ops, pipeline, state
+from fxshard.certificate import agreement, digest
+from fxshard.config import Config, notice
+from fxshard.errors import FxshardError, StepError
+from fxshard.executor import Executor
+from fxshard.memory.optimizer import make_optimizer
+from fxshard.optimizer import OnShards, on_shards
+from fxshard.plans import Plan, Workload, without_data
+from fxshard.program import Program
+from fxshard.shapes import Symbols
+from fxshard.step import Call, Step, differentiated
+from fxshard.store import ParameterStore
+from fxshard.swapped import Inside, as_users_own
+from fxshard.units import Unit
+from fxshard.unused import Reach
+from fxshard.variants import Kind, Variant, reason_for, symbols_for
+from fxshard.world.c10d import C10dWorld
+from fxshard.world.in_process import InProcessWorld
+
+log = logging.getLogger("fxshard")
+
+MakeExecutor = Callable[[Program, Any], Executor]
+
+
+class Runtime(ParameterStore):
+    """Everything of ours that a sharded model has, behind one attribute of it.
+
+    Attributes:
+        variants: the programs made so far; clear it when what they were made for has changed.
+        reach: which gradients a loss has reached.
+        sync: False inside of `no_sync`.
+        comm_hook: the user's function reduces gradients.
+        inside: what of the model itself its programs stand for (see `fxshard.swapped`).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: tuple[Unit, ...],
+        world: C10dWorld | InProcessWorld,
+        config: Config,
+        make_executor: MakeExecutor = Executor,
+    ) -> None:
+        super().__init__(model, units, world, config)
+        self.inside = Inside(None, {})
+        self.make_executor = make_executor
+        self.variants: dict[Kind, Variant] = {}
+        self.reach = Reach()
+        self.sync = True
+        self.comm_hook = False
+        self._optimizer: OnShards | None = None
+        self._warned: set[int] = set()
+        self._agreed: dict[str, list[str]] = {}  # what all ranks have alike, by its digest
+        self._tree = list(model.modules())
+        if config.optimizer_in_backward:
+            self.optimizer()  # refuses what cannot step shards before anything is traced
+
+    def optimizer(self) -> OnShards:
+        """The one of the option ``optimizer``, made when it is first asked for."""
+        if self._optimizer is None:
+            named = dict(self.model.named_parameters())
+            made = make_optimizer(self.config.optimizer, list(named.values()), list(named))
+            in_backward = self.config.optimizer_in_backward
+            self._optimizer = on_shards(made, in_backward=in_backward)
+        return self._optimizer
+
+    def step_parameters(self, fqns: list[str], grads: list[list[Tensor]]) -> OnShards:
+        """What ``fxshard.step`` does: step parameters with their sharded gradients.
+
+        Args:
+            fqns: of the parameters.
+            grads: per rank of this process and parameter, the reduced gradient of a padded shard.
+        """
+        optimizer, world = self.optimizer(), self.world
+        unused = self.reach.unused()
+        slots, mine = [], []
+        for fqn, *shards in zip(fqns, *grads, strict=True):
+            if fqn in unused:
+                continue
+            slots.append(slot := self.slots[fqn])
+            rows = slot.local.shape[0]
+            grad = shards[0]
+            if isinstance(world, InProcessWorld):
+                grad = torch.cat(shards[: world.size])
+            mine.append(grad if grad.shape[0] == rows else grad[:rows])
+        optimizer.step_parameters([slot.tensor for slot in slots], mine)
+        return optimizer
+
+    @torch.compiler.disable(reason="fxshard runs a program of its own")
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one forward; the result is what the user's model returns.
+
+        Inside of `summon_full_params` there is no program: it runs as the user wrote it.
+        Inside ``torch.compile`` it runs as it is, in a graph break.
+        """
+        self.reshard()  # of an `unshard` that nobody ended
+        if self.summoned and not torch.is_grad_enabled():
+            with as_users_own(self.model):
+                return self.model(*args, **kwargs)
+        self.require_sharded("forward")
+        for slot in self.slots.values():
+            slot.settle()
+        variant = self.variant(args, kwargs)
+        signature = variant.program.signature
+        flat, _ = compat.tree_flatten((args, kwargs))
+        batch = [flat[i] for i in signature.tensor_inputs]
+        if signature.training:
+            params = [self.param(fqn) for fqn in differentiated(variant.program)]
+            self._require_no_hooks(variant.program)
+            outputs = list(Step.apply(Call(self, variant, len(params)), *params, *batch))
+        else:
+            with torch.no_grad(), self.as_traced():
+                outputs, _ = variant.executor.forward(self.arguments(variant, batch))
+        rest = iter(outputs)
+        leaves = [next(rest) if constant is None else constant[0] for constant in signature.outputs]
+        return compat.tree_unflatten(leaves, signature.out_spec)
+
+    def variant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
+        """The program for this kind of call; captured and rewritten if it is new.
+
+        Ranks compare what they made before the first collective of it, if it is not what they
+        agreed on before: a rank may meet a new batch size alone.
+        """
+        kind = self.kind(args, kwargs)
+        if isinstance(self.world, C10dWorld):
+            self.world.begin_call()
+        found = self.variants.get(kind)
+        if found is None:
+            found = next((v for v in self.variants.values() if v.serves(kind)), None)
+        if found is None:
+            try:
+                program = self._traced(args, kwargs, kind)
+            except FxshardError as error:
+                self.refuse_alike(error)
+                raise
+            self.agree(program)
+            self.add(args, kwargs, program)
+            found = self.variants[kind]
+        self.runs(found)
+        return found
+
+    def runs(self, variant: Variant) -> None:
+        """Let the other ranks see what this call runs; see what they ran in the one before.
+
+        Raises:
+            RankMismatchError: another rank ran another program, though all know both.
+        """
+        if isinstance(self.world, C10dWorld) and variant.communicates:
+            self.world.run_call(variant.digest, self._agreed)
+
+    def refuse_alike(self, error: FxshardError) -> None:
+        """See that all ranks refuse this call as this one does: others would wait for it.
+
+        Raises:
+            RankMismatchError: on all ranks, if some do not.
+        """
+        if isinstance(self.world, C10dWorld):
+            said = str(error).partition("\n")[0]
+            said = re.sub(r"\d+", "N", said)  # ranks may refuse for sizes of their own
+            lines = [f"refused: {type(error).__name__}: {said}"]
+            what = "the model or the batch structure"
+            self.world.agree(lines, what, list(self._agreed.values()))
+
+    def agree(self, program: Program) -> None:
+        """Let all ranks agree on `program`, if there was none like it.
+
+        Raises:
+            RankMismatchError: all ranks raise.
+        """
+        lines = agreement(program)
+        if isinstance(self.world, C10dWorld) and digest(lines) not in self._agreed:
+            what = "the model or the batch structure"
+            self.world.agree(lines, what, list(self._agreed.values()))
+        self._agreed[digest(lines)] = lines
+
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Kind) -> Program:
+        """A program for a kind of call that no other serves; says why, and what it took."""
+        reason = reason_for(kind, self.variants.values())
+        if len(self.variants) >= self.config.max_variants:
+            raise StepError(
+                f"this call needs one more program: {reason}. There are {len(self.variants)} "
+                f"already, as many as max_variants={self.config.max_variants} allows:\n"
+                f"{_listed(self.variants)}\n"
+                f"Pad inputs to a few sizes, name the sizes that vary (dynamic=...), pass numbers "
+                f"that vary as tensors, or raise max_variants."
+            )
+        symbols: Symbols = {}
+        if self.config.dynamic is not False and self.config.backend != "inductor":
+            call = args, kwargs
+            others = list(self.variants)
+            symbols = symbols_for(kind, others, self.config.dynamic, self.model, call)
+        start = time.perf_counter()
+        program = self.rewritten(args, kwargs, symbols)
+        took = f"{time.perf_counter() - start:.1f} s, {len(program.graph.nodes)} nodes"
+        domain = f"; {program.domain.text}" if program.domain is not None else ""
+        notice(f"program {len(self.variants) + 1} ({reason}): {took}{domain}")
+        return program
+
+    def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program) -> None:
+        """Run this kind of call by `program`, which all ranks agree on."""
+        self._warn_of_hooks()
+        hybrid, world = self.config.hybrid, self.world
+        ranks = (world.replicas, world.size) if hybrid else world.replicas * world.size
+        plan = Plan(
+            [program], Workload(self.model, without_data((args, kwargs)), ranks, self.config)
+        )
+        executor = self.make_executor(program, self.world)
+        executor.bind_step(self.step_parameters)
+        kind = self.kind(args, kwargs)
+        self.variants[kind] = Variant(kind, plan, executor)
+        lines = agreement(program)
+        self._agreed[digest(lines)] = lines
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the training step traced last (of any call, if none trains).
+
+        Raises:
+            StepError: nothing is traced yet.
+        """
+        plans = [variant.plan for variant in self.variants.values()]
+        if not plans:
+            raise StepError(
+                "nothing is traced yet: call the model once, or give fxshard.compile an example "
+                "call with args=(...)."
+            )
+        return next((p for p in reversed(plans) if p.program.signature.training), plans[-1])
+
+    def rewritten(self, args: tuple[Any, ...], kwargs: dict[str, Any], symbols: Symbols) -> Program:
+        """Capture the call `model(*args, **kwargs)` and run the passes."""
+        units = tuple(
+            dataclasses.replace(
+                unit,
+                params=tuple(map(self.as_it_is, unit.params)),
+                ignored=tuple(map(self.as_it_is, unit.ignored)),
+            )
+            for unit in self.units
+        )
+        return pipeline.make_program(
+            self.model,
+            args,
+            kwargs,
+            units=units,
+            world=self.world.size,
+            replicas=self.world.replicas,
+            config=self.config,
+            sync=self.sync,
+            accumulated=self.waiting(),
+            comm_hook=self.comm_hook,
+            device=torch.device(self.device) if isinstance(self.world, C10dWorld) else None,
+            symbols=symbols,
+        )
+
+    def kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
+        """What of this call its program depends on."""
+        grad = torch.is_grad_enabled()
+        autocast = torch.is_autocast_enabled(self.device)
+        mode = {
+            "train or eval": tuple(module.training for module in self._tree),
+            "requires_grad of a parameter": (
+                *(slot.tensor.requires_grad for slot in self.slots.values()),
+                *(self.whole(fqn).requires_grad for fqn in self.wholes),
+            ),
+            "a buffer": tuple(
+                (buffer.shape, buffer.dtype, buffer.device)
+                for module, key in self.buffer_slots.values()
+                if (buffer := module._buffers[key]) is not None
+            ),
+            "gradient accumulation": (self.sync, self.waiting()) if grad else (True, ()),
+            "a hook of a module": compat.hook_numbers(self._tree[1:]),
+            "grad mode": grad,
+            "autocast": autocast and torch.get_autocast_dtype(self.device),
+        }
+        return Kind.of(args, kwargs, mode)
+
+    def fresh(self) -> dict[str, Any]:
+        """No program, and no optimizer: a copy makes its own."""
+        return super().fresh() | {"variants": {}, "_agreed": {}, "_optimizer": None}
+
+    def as_traced(self) -> torch.autocast:
+        """The context that a program runs in: its casts are in it, autocast must add none."""
+        return torch.autocast(self.device, enabled=False)
+
+    def arguments(self, variant: Variant, batch: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Per rank that this process runs, the values of forward's placeholders."""
+        rows = [
+            [
+                self.value(node, variant.program, batch, rank)
+                for node in variant.executor.forward_inputs
+            ]
+            for rank in range(self.local_ranks)
+        ]
+        for i, node in enumerate(variant.executor.forward_inputs):
+            if (meta.get(node).role, meta.get(node).fqn) in variant.written:
+                for row in rows[1:]:  # each rank writes one of its own; the first one's is kept
+                    row[i] = row[i].clone()
+        return rows
+
+    @property
+    def local_ranks(self) -> int:
+        """How many ranks this process runs: one, or the whole in-process world."""
+        return self.world.ranks if isinstance(self.world, InProcessWorld) else 1
+
+    def value(self, node: fx.Node, program: Program, batch: Sequence[Tensor], rank: int) -> Tensor:
+        tag = meta.get(node)
+        name = tag.fqn or ""
+        if tag.role == "shard":
+            shards = self.slots[name].shards
+            return shards[rank % len(shards)]  # replicas inside one process share theirs
+        if tag.role == "whole":
+            return self.whole(name)
+        if tag.role == "accumulated":
+            if name not in self.accumulated:  # dropped since forward, by zero_grad
+                val = node.meta["val"]
+                return torch.zeros(val.shape, dtype=val.dtype, device=self.device)
+            return self.accumulated[name][rank]
+        if tag.role == "input":
+            return batch[program.signature.tensor_inputs.index(int(name))]
+        if name in program.constants:
+            return program.constants[name]
+        module, key = self.buffer_slots[name]
+        buffer = module._buffers[key]
+        assert buffer is not None
+        return buffer
+
+    def _require_no_hooks(self, program: Program) -> None:
+        """Raise StepError if a hook waits for a gradient that is stepped and never arrives."""
+        for fqn in ops.stepped(program):
+            if compat.has_gradient_hooks(self.slots[fqn].tensor):
+                raise StepError(
+                    f"parameter {fqn!r} has a hook on its gradient, which optimizer_in_backward "
+                    f"steps without it. Remove the hook, or leave optimizer_in_backward out."
+                )
+
+    def _warn_of_hooks(self) -> None:
+        """Say once of each hook on the module tree that it runs while tracing only."""
+        for number, what in state.traced_hooks(self.model).items():
+            if number not in self._warned:
+                self._warned.add(number)
+                log.warning(
+                    "fxshard: %s ran while tracing and does not run again: its tensor operations "
+                    "are part of the program, its side effects are lost. Hooks on the model itself "
+                    "run on every call.",
+                    what,
+                )
+
+
+def _listed(variants: dict[Kind, Variant]) -> str:
+    """A line per program: the sizes that it was traced for, and how it differs from the first."""
+    first = next(iter(variants))
+    return "\n".join(
+        f"  {n}: {'the first call' if kind is first else kind.differs_in(first)}"
+        for n, kind in enumerate(variants, 1)
+    )

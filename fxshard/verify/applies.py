@@ -1,0 +1,84 @@
+"""From when on each Fact must hold: said by what a program has, not by the passes that made it.
+
+A program with a schedule is finished: it runs as it is, and all Facts must hold. Before that, each
+Fact holds from the operators, tags or placeholders on that it speaks of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fxshard import meta, ops
+from fxshard.program import Fact, Program
+
+Applies = Callable[[Program], bool]
+
+
+def always(program: Program) -> bool:
+    return True
+
+
+def finished(program: Program) -> bool:
+    return program.schedule is not None
+
+
+def has(*targets: Any) -> Applies:
+    """From the first of some operators on."""
+
+    def applies(program: Program) -> bool:
+        find = program.graph.find_nodes
+        return finished(program) or any(find(op="call_function", target=t) for t in targets)
+
+    return applies
+
+
+def sharded(program: Program) -> bool:
+    """Parameters come in as shards."""
+    placeholders = program.graph.find_nodes(op="placeholder")
+    return finished(program) or any(meta.get(node).role == "shard" for node in placeholders)
+
+
+def bucketed(program: Program) -> bool:
+    return finished(program) or bool(program.buckets)
+
+
+def reduced(program: Program) -> bool:
+    """Gradients are sent, or added to those of earlier steps."""
+    return reductions(program) or any(r.kind == "accumulated" for r in program.results)
+
+
+reductions = has(ops.reduce_scatter, ops.all_reduce, ops.comm_hook, ops.store)
+
+
+def stepped(program: Program) -> bool:
+    """The program steps parameters, or is to do so."""
+    steps = program.graph.find_nodes(op="call_function", target=ops.step)
+    asked = program.optimizer_in_backward and program.signature.training
+    return bool(steps) or (finished(program) and asked)
+
+
+def on_streams(program: Program) -> bool:
+    tags = (meta.get(node) for node in program.graph.nodes)
+    return finished(program) or any(t.stream != "compute" or t.waits or t.records for t in tags)
+
+
+APPLIES: dict[Fact, Applies] = {
+    Fact.WELL_FORMED: always,
+    Fact.TAGGED: always,
+    Fact.UNITS_ASSIGNED: sharded,
+    Fact.BUCKETED: bucketed,
+    Fact.RECOMPUTED: sharded,
+    Fact.UNSHARD_PAIRED: has(*ops.ASYNCHRONOUS, ops.wait),
+    Fact.PARAMS_UNSHARDED: sharded,
+    Fact.NO_PARAM_SAVED: sharded,
+    Fact.REDUCED_ONCE: reduced,
+    Fact.EQUAL_CHUNKS: has(*ops.COLLECTIVES, ops.reshard),
+    Fact.ONE_DTYPE: has(*ops.COLLECTIVES),
+    Fact.STEPPED_ONCE: stepped,
+    Fact.FREED: has(ops.free),
+    Fact.NO_USE_AFTER_FREE: has(ops.free),
+    Fact.BOUNDED_INFLIGHT: has(ops.free),
+    Fact.STREAMS_ORDERED: on_streams,
+    Fact.OUTLINED: finished,
+}
