@@ -101,6 +101,7 @@ class FsdpMethods(nn.Module):
                 "all gradients are there, and the norm of all is never known. Leave "
                 "optimizer_in_backward out, and step behind backward."
             )
+        self._fxshard.together("clip_grad_norm_")
         return state.clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type))
 
     @contextlib.contextmanager
@@ -169,6 +170,7 @@ class FsdpMethods(nn.Module):
             cpu_offload: all tensors are on the CPU.
             rank0_only: other ranks than 0 get ``{}``.
         """
+        self._fxshard.together("full_state_dict")
         return state.full_state_dict(self, cpu_offload, rank0_only)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -193,6 +195,7 @@ class FsdpMethods(nn.Module):
                 f"{world.size} rank(s) per shard group, or without a process group, has no "
                 f"reduce-scatter. Leave the call out."
             )
+        self._fxshard.together("set_separate_reduce_scatter_group")
         if enable and world.reductions is None:
             world.separate_reductions()
         elif not enable:
@@ -258,6 +261,7 @@ class FsdpMethods(nn.Module):
             cpu_offload: all tensors are on the CPU.
             rank0_only: other ranks than 0 get ``{}``.
         """
+        self._fxshard.together("full_optim_state_dict")
         return state.full_optim_state_dict(self, optimizer, cpu_offload, rank0_only)
 
     def optim_state_dict_to_load(

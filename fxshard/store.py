@@ -92,6 +92,16 @@ class ParameterStore:
         """The ignored parameters."""
         return [self.whole(fqn) for fqn in self.wholes]
 
+    def together(self, what: str) -> None:
+        """All ranks do `what`, or none: collectives of other sizes would end a process in gloo.
+
+        Raises:
+            RankMismatchError: some ranks call the model, or do something else.
+        """
+        if isinstance(self.world, C10dWorld):
+            self.world.begin_call()
+            self.world.agree([what], "what they do to the model", [["a call of the model"]])
+
     def param(self, fqn: str) -> nn.Parameter:
         """The parameter that the user sees."""
         return self.slots[fqn].tensor if fqn in self.slots else self.whole(fqn)
@@ -136,6 +146,7 @@ class ParameterStore:
     def whole_now(self, recurse: bool = True, **options: Any) -> Iterator[None]:
         """See `FxshardModule.summon_full_params`."""
         self.require_sharded("summon_full_params")
+        self.together("summon_full_params (or unshard, apply, a submodule or method by itself)")
         slots = [slot for slot in self.slots.values() if recurse or slot.param.unit == 0]
         with state.whole_parameters(slots, **options):
             self.summoned = True

@@ -302,8 +302,8 @@ def _record(
             shape = (len(param.rows(0, world)), *param.shape[1:])
             if fqn in program.wholes:
                 shape = param.shape
-            shard = nn.Parameter(torch.empty(shape, dtype=param.dtype, device=device))
-            shard.requires_grad_(param.requires_grad)
+            empty = torch.empty(shape, dtype=param.dtype, device=device)
+            shard = nn.Parameter(empty, param.requires_grad)
             recorder.know(shard.untyped_storage())
             if fqn in trained or (unused and param.requires_grad):
                 shard.grad = torch.empty_like(shard)
