@@ -38,7 +38,7 @@ from fxshard.passes.insert_reduce import InsertReduce
 from fxshard.pipeline import passes_of
 from fxshard.sharding import Slot, as_gradient
 from fxshard.units import Unit, ignored_of
-from fxshard.world.backends import as_bytes
+from fxshard.world.backends import as_bytes, as_real
 from fxshard.world.c10d import OPS, C10dWorld
 
 if TYPE_CHECKING:
@@ -249,9 +249,10 @@ def reduced(root: Root, slot: Slot, grad: Tensor) -> Tensor:
     shard, op = padded if before is None else padded.div_(before), OPS[name]
     if "shard" in world.groups:
         shard = padded.new_empty((rows, *grad.shape[1:]))
-        compat.reduce_scatter_single(shard, padded, op=op, group=world.groups["shard"])
+        into, sent = as_real(shard), as_real(padded)
+        compat.reduce_scatter_single(into, sent, op=op, group=world.groups["shard"])
     if "replicate" in world.groups:
-        dist.all_reduce(shard, op=op, group=world.groups["replicate"])
+        dist.all_reduce(as_real(shard), op=op, group=world.groups["replicate"])
     if behind is not None:
         shard.div_(behind)
     if not unit_precision.keep_low_precision_grads:

@@ -80,3 +80,34 @@ def test_frozen_integers_beside_an_optimizer(in_backward: bool) -> None:
     options: dict[str, Any] = {"optimizer": torch.optim.AdamW, "optimizer_in_backward": in_backward}
     found = fxshard.validate(Counts(), (BATCH,), world_size=2, **options)
     assert found.max_abs_difference == 0
+
+
+class Complex(nn.Module):
+    """A spectral layer; its gradient is a conjugate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 3, dtype=torch.complex64))
+        self.linear = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).to(torch.complex64) @ self.weight
+        return (y * self.weight.mean().conj()).abs()
+
+
+def complex_model() -> nn.Module:
+    torch.manual_seed(0)
+    return Complex()
+
+
+def complex_and_trained(rank: int, world_size: int, verb: str, options: dict[str, Any]) -> Any:
+    model = getattr(fxshard, verb)(complex_model(), **options)
+    return trained(model, BATCH.chunk(world_size)[rank])
+
+
+@pytest.mark.parametrize("options", [{}, {"strategy": "no_shard"}])
+@pytest.mark.parametrize("verb", ["compile", "shard"])
+def test_complex_parameters(ranks: Any, verb: str, options: dict[str, Any]) -> None:
+    expected = trained(complex_model(), BATCH)
+    for made in ranks(2).run(complex_and_trained, verb, options):
+        torch.testing.assert_close(made, expected)

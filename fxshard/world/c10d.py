@@ -16,7 +16,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from fxshard import compat
 from fxshard.errors import RankMismatchError
-from fxshard.world.backends import backend_of
+from fxshard.world.backends import as_real, backend_of
 from fxshard.world.peers import Peers
 
 OPS: dict[str, Any] = {
@@ -117,7 +117,8 @@ class C10dWorld:
         options = dist.ReduceScatterOptions()
         options.reduceOp = OPS[op]
         with self._launch("reduce", pair, group) as launch:
-            launch.works.append(members.reduce_scatter_tensor_coalesced(results, grads, options))
+            into, sent = list(map(as_real, results)), list(map(as_real, grads))
+            launch.works.append(members.reduce_scatter_tensor_coalesced(into, sent, options))
         return results
 
     def all_reduce(
@@ -125,8 +126,10 @@ class C10dWorld:
     ) -> list[Tensor]:
         options = dist.AllreduceCoalescedOptions()
         options.reduceOp = OPS[op]
+        grads = [grad.resolve_conj() for grad in grads]
         with self._launch("all-reduce", pair, group) as launch:
-            launch.works.append(self.groups[group].allreduce_coalesced(grads, options))
+            sent = list(map(as_real, grads))
+            launch.works.append(self.groups[group].allreduce_coalesced(sent, options))
         return grads
 
     def comm_hook(self, grads: list[Tensor], pair: int) -> list[Tensor]:
