@@ -352,7 +352,11 @@ def _bar(total: int | None, shown: bool | None) -> Iterator[Callable[[int, str],
     console = Console(stderr=True, force_terminal=shown)
     columns = [progress.TextColumn("tuning"), progress.BarColumn(), progress.MofNCompleteColumn()]
     bar = progress.Progress(
-        *(*columns, progress.TimeElapsedColumn(), progress.TextColumn("{task.fields[what]}")),
+        *(
+            *columns,
+            progress.TimeElapsedColumn(),
+            progress.TextColumn("{task.fields[what]}", markup=False),
+        ),
         console=console,
         transient=True,
         disable=not console.is_terminal,

@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 import fxshard
-from fxshard import Plan, dump
+from fxshard import Plan, dump, files
 from fxshard.cost.hardware import PRESETS, Hardware, hardware_of
 from fxshard.demo.recipe import Settings
 from fxshard.errors import CaptureError, ConfigError, FxshardError, UnitError
@@ -85,11 +85,11 @@ def report(args: argparse.Namespace) -> int:
 
 
 def _to_json(memory: MemoryReport, path: str) -> None:
-    Path(path).write_text(json.dumps(memory.to_dict(), indent=2), "utf-8")
+    files.write(path, json.dumps(memory.to_dict(), indent=2))
 
 
 def _to_csv(memory: MemoryReport, path: str) -> None:
-    Path(path).write_text(memory.to_csv(), "utf-8")
+    files.write(path, memory.to_csv())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +162,7 @@ def _saved(path: str) -> dict[str, Any]:
     """A report that ``fxshard report --json FILE`` has written."""
     try:
         told = json.loads(Path(path).read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: no report that can be read: {error}.") from error
     if not isinstance(told, dict):
         raise ConfigError(f"{path}: no report; write one with fxshard report --json {path}.")

@@ -13,6 +13,7 @@ import functools
 import itertools
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -166,7 +167,12 @@ def export_joint(
         The graph module; the descriptor of each placeholder; the descriptor of each output.
         (torch/_functorch/aot_autograd.py, ``aot_export_joint_with_descriptors``)
     """
-    with contextlib.ExitStack() as stack, _recurrent_as_in_eager(), _upsampling_whole():
+    with (
+        contextlib.ExitStack() as stack,
+        _recurrent_as_in_eager(),
+        _kernels_of_eager(),
+        _linalg_checks_as_operators(),
+    ):
         joint = aot_export_joint_with_descriptors(
             stack,
             module,
@@ -238,16 +244,19 @@ def _recurrent_as_in_eager() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _upsampling_whole() -> Iterator[None]:
-    """Trace ``interpolate`` as the kernels that eager runs.
+def _kernels_of_eager() -> Iterator[None]:
+    """Trace operators as the kernels that eager runs, where torch has decompositions in front.
 
-    Torch traces it as dozens of index operators and sums, which save more and round otherwise; and
-    in C++ the size of the result is computed from plain numbers, which would fix open sizes.
-    (torch/_decomp/decompositions.py, ``py_impl`` of ``upsample_*``; `OpOverload.py_kernels`;
-    ATen/native/UpSample.cpp, ``compute_output_size``)
+    ``interpolate`` is traced as dozens of index operators and sums, which save more and round
+    otherwise; in C++ the size of its result is computed from plain numbers, which would fix open
+    sizes. The decomposition of ``multilabel_margin_loss`` is wrong: it counts labels behind the
+    end of a target too.
+    (torch/_decomp/decompositions.py, ``py_impl`` of ``upsample_*`` and of the losses;
+    torch/_refs/nn/functional; `OpOverload.py_kernels`; ATen/native/UpSample.cpp,
+    ``compute_output_size``)
     """
-    names = [name for name in dir(torch.ops.aten) if name.startswith(("upsample", "_upsample"))]
-    packets = [getattr(torch.ops.aten, name) for name in names]
+    names = [n for n in dir(torch.ops.aten) if n.startswith(("upsample", "_upsample"))]
+    packets = [getattr(torch.ops.aten, name) for name in (*names, *_DECOMPOSED_IN_FRONT)]
     overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
     before = [(overload, dict(overload.py_kernels)) for overload in overloads]
     try:
@@ -266,6 +275,14 @@ def _upsampling_whole() -> Iterator[None]:
             overload._dispatch_cache.clear()
 
 
+_DECOMPOSED_IN_FRONT = (
+    "multi_margin_loss",
+    "multilabel_margin_loss_forward",
+    "hardshrink",
+    "softshrink",
+)
+
+
 def _upsampled(packet: Any, image: torch.Tensor, size: Any, *rest: Any) -> Any:
     """``upsample_*.vec`` by the operator that takes the size of the result.
 
@@ -274,6 +291,26 @@ def _upsampled(packet: Any, image: torch.Tensor, size: Any, *rest: Any) -> Any:
     *flags, factors = rest
     size = _decompositions.upsample_compute_output_size(image.size(), size, factors)
     return packet.default(image, size, *flags, *(factors or [None] * len(size)))
+
+
+_LINALG_CHECK = torch.ops.aten._linalg_check_errors.default
+fx.node.has_side_effect(_LINALG_CHECK)  # it raises where a matrix is singular: never dead code
+
+
+@contextlib.contextmanager
+def _linalg_checks_as_operators() -> Iterator[None]:
+    """Trace what ``torch.linalg.inv`` and its kin check as the operator that eager runs.
+
+    Torch makes it an effect, with a token that orders effects: no operator of a program.
+    (torch/_higher_order_ops/effects.py, ``_register_effectful_op``; not before torch 2.12)
+    """
+    holder = torch._library.simple_registry.singleton.find("aten::_linalg_check_errors").effect
+    before = holder.effect
+    holder.register(None)
+    try:
+        yield
+    finally:
+        holder.register(before)
 
 
 _AS_ON_CPU = {torch.ops.aten.native_dropout_backward.default: _dropout_backward}
@@ -461,20 +498,23 @@ def checkpoints_inline() -> Iterator[None]:
                 outputs = function(*args)
             return _pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
 
-    patches: dict[str, Any] = {
-        "_checkpoint_without_reentrant_generator": without_reentrant,
-        "CheckpointFunction": Reentrant,
-    }
+    patches: list[tuple[Any, str, Any]] = [
+        (_checkpoint, "_checkpoint_without_reentrant_generator", without_reentrant),
+        (_checkpoint, "CheckpointFunction", Reentrant),
+    ]
     if hasattr(_checkpoint, "_checkpoint_without_reentrant_generator_impl"):
-        patches["_checkpoint_without_reentrant_generator_impl"] = from_2_15
-    before = {name: getattr(_checkpoint, name) for name in patches}
+        patches.append((_checkpoint, "_checkpoint_without_reentrant_generator_impl", from_2_15))
+    composable = sys.modules.get("torch.distributed._composable.checkpoint_activation")
+    if composable is not None:  # ``checkpoint(module)``, by hooks
+        patches.append((composable, "_checkpoint_without_reentrant_generator", without_reentrant))
+    before = [(module, name, getattr(module, name)) for module, name, _ in patches]
     try:
-        for name, value in patches.items():
-            setattr(_checkpoint, name, value)
+        for module, name, value in patches:
+            setattr(module, name, value)
         yield
     finally:
-        for name, value in before.items():
-            setattr(_checkpoint, name, value)
+        for module, name, value in before:
+            setattr(module, name, value)
 
 
 @contextlib.contextmanager
@@ -675,8 +715,43 @@ def wrapper(
 
 def values_as_text(tensor: torch.Tensor) -> str:
     """The values of a real tensor, also under a fake mode."""
-    with _disable_current_modes():
+    with outside_modes():
         return str(tensor.tolist())
+
+
+def outside_modes() -> contextlib.AbstractContextManager[Any]:
+    """What runs in the block runs on real tensors, whatever traces around it."""
+    guard: contextlib.AbstractContextManager[Any] = _disable_current_modes()
+    return guard
+
+
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """Outside of the dispatch modes of the user, and of the hooks that torch's own tools have on
+    all modules: ``CommDebugMode``, ``FlopCounterMode`` and their kin see what runs, and no trace.
+
+    (torch/nn/modules/module.py, ``_global_forward_hooks``)
+    """
+    module = torch.nn.modules.module
+    hooks: tuple[dict[int, Any], ...] = (
+        module._global_forward_pre_hooks,
+        module._global_forward_hooks,
+        module._global_backward_pre_hooks,
+        module._global_backward_hooks,
+    )
+    before = [dict(each) for each in hooks]
+    for each in hooks:
+        for number, hook in list(each.items()):
+            if getattr(hook, "__module__", "").startswith("torch."):
+                del each[number]
+    try:
+        with outside_modes():
+            yield
+    finally:
+        for each, all_of_them in zip(hooks, before, strict=True):
+            now = all_of_them | each
+            each.clear()
+            each.update(now)
 
 
 @contextlib.contextmanager

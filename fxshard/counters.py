@@ -4,6 +4,8 @@ A capture runs forward several times, with fewer blocks too, and what a class, a
 counts decides in some models what a block does. `trace` puts the attributes of modules back itself;
 here is what else the code of a model is seen to hold. Numbers only: a flag or a registry may belong
 together with something that is out of sight.
+
+What a module counts in each run of its forward no program can go on with: `counting` finds it.
 """
 
 from __future__ import annotations
@@ -33,6 +35,37 @@ def put_back(model: nn.Module) -> Iterator[None]:
             for key, number in found.items():
                 if key in now and now[key] is not number:
                     _put(holder, key, number)
+
+
+def of_modules(model: nn.Module) -> dict[tuple[int, str, Any], float]:
+    """The numbers that modules hold: as attributes, or in a dict or a list that is one."""
+    found: dict[tuple[int, str, Any], float] = {}
+    for i, module in enumerate(model.modules()):
+        held = vars(module)
+        found |= {(i, name, None): number for name, number in _numbers(held).items()}
+        for name, value in held.items():
+            if isinstance(value, (dict, list)) and not name.startswith("_"):
+                found |= {(i, name, key): number for key, number in _numbers(value).items()}
+    return found
+
+
+def counting(model: nn.Module, seen: list[dict[tuple[int, str, Any], float]]) -> list[str]:
+    """``self.steps of Net``: numbers that go on in each run of forward.
+
+    Args:
+        seen: what `of_modules` gave before the first run and after each.
+    """
+    if len(seen) < 3:
+        return []
+    first, second, third = seen[-3:]
+    counts = [
+        at for at, n in third.items() if second.get(at, n) != n and first.get(at) != second[at]
+    ]
+    modules = list(model.modules())
+    return [
+        f"self.{name}{'' if key is None else f'[{key!r}]'} of {type(modules[i]).__name__}"
+        for i, name, key in counts
+    ]
 
 
 def has_iterators(model: nn.Module) -> bool:

@@ -193,7 +193,7 @@ def _region(program: Program, region: Region, points: bool) -> str:
     lines += _unpack(region.graph)
     dead = last_reads(region.graph)
     for node in region.body:
-        comment = f"  # {meta.get(node).module}" if meta.get(node).module.strip(".") else ""
+        comment = _comment(meta.get(node).module) if meta.get(node).module.strip(".") else ""
         lines.append(f"    {node.name} = {_call(node)}{comment}")
         lines += _drop(dead[node])
         if points:
@@ -208,7 +208,7 @@ def _phase(program: Program, name: str, graph: fx.Graph, points: bool) -> str:
     for row in graph.nodes:
         if row.op not in ("call_function", "call_module") or row.target is operator.getitem:
             continue
-        unit = program.units[meta.get(row).unit or 0].name
+        unit = _comment(program.units[meta.get(row).unit or 0].name)
         picks = [user for user in row.users if user.target is operator.getitem]
         targets = f"{_tuple([pick.name for pick in picks])} = " if picks else ""
         drops = [n for reader in (row, *picks) for n in dead[reader] if n is not row]
@@ -217,12 +217,12 @@ def _phase(program: Program, name: str, graph: fx.Graph, points: bool) -> str:
         if row.op == "call_module":
             lines.append(f"    args = [{', '.join(n.name for n in row.all_input_nodes)}]")
             lines += _drop(drops)
-            lines.append(f"    {targets}{row.target}(args)  # {unit}")
+            lines.append(f"    {targets}{row.target}(args){unit}")
             drops = []
         elif row.target in ops.WORDS:
-            lines.append(f"    {targets}{_word(row)}  # {unit}")
+            lines.append(f"    {targets}{_word(row)}{unit}")
         else:
-            lines.append(f"    {row.name} = {_call(row)}  # {unit}")
+            lines.append(f"    {row.name} = {_call(row)}{unit}")
         ran = [meta.get(node) for node in row.meta.get("run", (row,))]
         lines += [f"    world.record_event({t.stream!r}, {t.records!r})" for t in ran if t.records]
         lines += _drop(drops)
@@ -230,6 +230,11 @@ def _phase(program: Program, name: str, graph: fx.Graph, points: bool) -> str:
             lines.append("    at()")
     lines.append(f"    return {_value(_output(graph))}")
     return "\n".join(lines)
+
+
+def _comment(name: str) -> str:
+    """A name of the user's behind a statement: of whatever it is made, it is no code."""
+    return f"  # {name if name.isprintable() else ascii(name)}"
 
 
 def _entry(graph: fx.Graph) -> list[str]:

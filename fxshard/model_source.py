@@ -167,8 +167,9 @@ def _from_config(source: str, device: str) -> Any:
         config = AutoConfig.for_model(**values)
         config.use_cache = False  # a cache is an output that training does not need
         with torch.device(device):
-            return AutoModelForCausalLM.from_config(config)
-    except (TypeError, ValueError) as error:
+            # What a config.json names in "auto_map" is not run, nor asked for.
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # of values that make no sense, whatever it stumbles over
         reason = re.split(r"\.\s", str(error))[0]  # behind it: a list of all that there is
         raise ConfigError(f"--hf-config {source}: no causal language model: {reason}.") from error
 
@@ -176,7 +177,7 @@ def _from_config(source: str, device: str) -> Any:
 def _read_config(source: str) -> dict[str, Any]:
     try:
         return dict(json.loads(Path(source).read_text("utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"--hf-config {source}: neither a preset ({', '.join(PRESETS)}) nor a config.json "
             f"that can be read: {error}"

@@ -6,14 +6,13 @@ metadata.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from fxshard import compat, meta, precision, provenance
+from fxshard import aliasing, compat, meta, precision, provenance
 from fxshard.compat import FakeTensorMode
 from fxshard.errors import CaptureError
 from fxshard.program import Program, Result
@@ -53,11 +52,11 @@ def normalize(
     """
     _tag_placeholders(program, sources)
     _lift_constants(program, graph_module)
+    _forward_first(program, targets)
     _tag_compute(program)
     _set_results(program, targets, replaced)
     if compat.REDUCES_AS_STORED:
         precision.keep_wide_gradients(program)
-    _merge_tied(program)
     _check_gradients(program)
 
 
@@ -111,10 +110,23 @@ def _tag_placeholders(program: Program, sources: list[Any]) -> None:
             what, number = source  # of a written input too, which _set_results refuses
             output = where[number] if what == "output" else number
             meta.put(node, meta.Meta("backward", "tangent", fqn=str(output)))
+            _spread_out(program, node)
         else:
             raise CaptureError(
                 f"the traced graph has an input that fxshard does not know: {source}"
             )
+
+
+def _spread_out(program: Program, tangent: fx.Node) -> None:
+    """Let the gradient of an output whose elements share places (``x.unfold``) have one for each.
+
+    The trace lays gradients out as outputs are.
+    """
+    val = tangent.meta["val"]
+    if aliasing.overlaps_itself(val):
+        stale = meta.storage_ids(tangent)
+        tangent.meta["val"] = program.fake(tuple(val.shape), val.dtype, val.device)
+        program.refresh_views(tangent, stale)
 
 
 def _lift_constants(program: Program, graph_module: fx.GraphModule) -> None:
@@ -146,6 +158,32 @@ def _fake_constant(
     return fake_like(value, fake_mode)
 
 
+def _forward_first(program: Program, targets: list[Any]) -> None:
+    """Move what forward returns in front of backward.
+
+    The trace ends with views of what forward has written in place, made of its last value.
+    """
+    made = [n for n in program.graph.nodes if n.op == "call_function"]
+    first = next((i for i, n in enumerate(made) if _begins_backward(n)), None)
+    if first is None:
+        return
+    todo = [
+        value
+        for value, desc in zip(program.values, targets, strict=True)
+        if compat.output_source(desc)[0] in ("output", "mutation")
+    ]
+    late, needed = set(made[first:]), set[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node in late and node not in needed:
+            needed.add(node)
+            todo += node.all_input_nodes
+    for node in made[first:]:
+        if node in needed:
+            made[first].prepend(node)
+            node.meta["partitioner_tag"] = "is_forward"
+
+
 def _tag_compute(program: Program) -> None:
     """Give every operator its phase and its module, once and for all later readers.
 
@@ -162,7 +200,7 @@ def _tag_compute(program: Program) -> None:
         if node.op != "call_function":
             continue
         held = node.meta
-        if held.get("partitioner_tag") in ("is_backward", "must_be_in_backward"):
+        if _begins_backward(node):
             phase = "backward"
         key = "nn_module_stack" if phase == "forward" else "fwd_nn_module_stack"
         stack = held.get(key) or held.get("nn_module_stack")
@@ -186,6 +224,10 @@ def _tag_compute(program: Program) -> None:
     meta.put(
         program.output, meta.Meta("backward" if program.signature.training else "forward", "output")
     )
+
+
+def _begins_backward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
 def _set_results(program: Program, targets: list[Any], replaced: tuple[str, ...]) -> None:
@@ -239,41 +281,6 @@ def _refuse_sparse(name: Any, grad: fx.Node) -> None:
             f"the gradient of {_fqn(str(name))!r} is sparse, which cannot be reduced in chunks. "
             f"Make it dense: nn.Embedding(..., sparse=False)."
         )
-
-
-def _merge_tied(program: Program) -> None:
-    """One placeholder and one gradient per tied parameter; the trace has one per name."""
-    first: dict[str, fx.Node] = {}
-    for node in list(program.graph.find_nodes(op="placeholder")):
-        fqn = meta.get(node).fqn or ""
-        is_param = meta.get(node).role in ("param", "whole")
-        if is_param and first.setdefault(fqn, node) is not node:
-            node.replace_all_uses_with(first[fqn])
-            program.graph.erase_node(node)
-    order = {node: i for i, node in enumerate(program.graph.nodes)}
-    found: dict[Result, list[fx.Node]] = {}
-    for value, result in zip(program.values, program.results, strict=True):
-        found.setdefault(result, []).append(value)
-    program.results[:] = list(found)
-    program.values = [_summed(program, sorted(found[r], key=order.__getitem__)) for r in found]
-
-
-def _summed(program: Program, values: list[fx.Node]) -> fx.Node:
-    """The sum of the gradients of one parameter, in the order in which backward makes them.
-
-    So does autograd (``InputBuffer::add``, torch/csrc/autograd/input_buffer.cpp): in another order
-    three of them round otherwise.
-    """
-    total = values[0]
-    for before, value in itertools.pairwise(values):
-        behind = total if value is before else value  # one value may be the gradient of several
-        with program.graph.inserting_after(behind):
-            node = program.graph.call_function(aten.add.Tensor, (total, value))
-        val = value.meta["val"]
-        dtype = torch.promote_types(total.meta["val"].dtype, val.dtype)
-        fake = program.fake(tuple(val.shape), dtype, val.device)
-        total = meta.put(node, meta.get(value), fake)
-    return total
 
 
 def _write_back(program: Program, mutated: list[tuple[fx.Node, fx.Node]]) -> None:

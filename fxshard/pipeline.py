@@ -13,6 +13,7 @@ import difflib
 import functools
 import itertools
 import logging
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fxshard import collector, compat, dump, normalize, shapes, trace, verify
+from fxshard import collector, compat, dump, files, normalize, shapes, trace, verify
 from fxshard.config import Config, Precision, environment
 from fxshard.errors import CaptureError, ConfigError, FxshardError, PassError, VerifyError
 from fxshard.passes.annotate_streams import AnnotateStreams
@@ -432,6 +433,6 @@ def _report(
         print("\n".join(lines), file=sys.stderr)
     if env.dump_dir is not None:
         env.dump_dir.mkdir(parents=True, exist_ok=True)
-        stem = f"{position:02d}_{name}"
-        (env.dump_dir / f"{stem}.before.txt").write_text(before + "\n")
-        (env.dump_dir / f"{stem}.after.txt").write_text(after + "\n")
+        stem = f"{position:02d}_{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}"  # a file in this folder
+        files.write(env.dump_dir / f"{stem}.before.txt", before + "\n")
+        files.write(env.dump_dir / f"{stem}.after.txt", after + "\n")

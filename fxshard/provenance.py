@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import linecache
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from fxshard import compat
+from fxshard import compat, rng
 from fxshard.compat import TorchDispatchMode
 
 STACK = "nn_module_stack"
@@ -114,8 +115,10 @@ class LinesNoted(TorchDispatchMode):
         if func is DEVICE_OF:  # what C++ asks of every fake tensor that it meets: no node
             return func(*args)
         stack = compat.current_meta().get(STACK, {})
+        line = str(compat.current_meta().get(SAID) or user_line())
+        rng.refuse_generators(func, args, kwargs, line)
         noted = {
-            LINE: (compat.current_meta().get(SAID) or user_line(), LinesNoted),
+            LINE: (line, LinesNoted),
             NO_GRAD: (not torch.is_grad_enabled(), bool),
         }
         compat.with_current_meta(STACK, {**stack, **noted})
@@ -171,8 +174,16 @@ def line_text(line: str) -> str:
     return f"{short}:{number} in {function}" + (f": {source}" if source else "")
 
 
+def is_users(path: str) -> bool:
+    """True for a file outside of torch, fxshard and Python's own library."""
+    own = (Path(__file__).resolve().parent, Path(torch.__file__).resolve().parent)
+    file = Path(path).resolve()
+    if "<" in file.name or any(file.is_relative_to(each) for each in own):
+        return False
+    library = Path(sysconfig.get_path("stdlib")).resolve()
+    return not file.is_relative_to(library) or "site-packages" in file.parts
+
+
 @functools.cache
 def _is_users(code: CodeType) -> bool:
-    path = Path(code.co_filename)
-    own = (Path(__file__).resolve().parent, Path(torch.__file__).resolve().parent)
-    return not path.name.startswith("<") and not any(path.is_relative_to(each) for each in own)
+    return is_users(code.co_filename)

@@ -8,13 +8,14 @@ set_rng_state  the generator goes on from that state.
 =============  ====================================================================================
 
 `only_torch_s` refuses the random numbers that no program can draw: those of Python and numpy.
+`unseeded` refuses to seed torch's generator, and `refuse_generators` those of the user.
 """
 
 from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from fxshard import hf
+from fxshard import compat, hf
 from fxshard.errors import CaptureError
 
 CPU_STATE_BYTES = 5056  # of the Mersenne Twister (aten/src/ATen/CPUGeneratorImpl.cpp)
@@ -110,6 +111,69 @@ def only_torch_s(model: nn.Module, *, told: bool = True) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+class _Unseeded:
+    """Stands for a generator of torch, which a program draws from and never seeds."""
+
+    def __init__(self, generator: torch.Generator, line: Callable[[], str]) -> None:
+        self._generator, self._line = generator, line
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("manual_seed", "seed", "initial_seed", "set_state", "set_offset"):
+            raise _refusal_to_seed(name, self._line())
+        return getattr(self._generator, name)
+
+
+_GENERATORS: tuple[Any, Any] = (torch.random, torch.cuda)
+
+
+@contextlib.contextmanager
+def unseeded(line: Callable[[], str]) -> Iterator[None]:
+    """While forward is traced, refuse to seed the generators of torch, or to put a state back.
+
+    A seed would be set once, while tracing, and never again. ``torch.manual_seed``, ``torch.seed``,
+    ``fork_rng`` and their kin all come to the generators that are replaced here.
+
+    Args:
+        line: of user code, for the message.
+
+    Raises:
+        CaptureError: forward asks for the seed of a generator, or changes its state.
+    """
+    holder, cuda_holder = _GENERATORS
+    cpu, cuda = holder.default_generator, cuda_holder.default_generators
+    with compat.outside_modes():
+        before = cpu.get_state()
+    holder.default_generator = _Unseeded(cpu, line)
+    cuda_holder.default_generators = tuple(_Unseeded(each, line) for each in cuda)
+    try:
+        yield
+    finally:
+        holder.default_generator, cuda_holder.default_generators = cpu, cuda
+        with compat.outside_modes():
+            changed = not torch.equal(cpu.get_state(), before)
+            cpu.set_state(before)
+    if changed:  # by ``torch.default_generator``, say
+        raise _refusal_to_seed("manual_seed", "")
+
+
+def _refusal_to_seed(what: str, line: str) -> CaptureError:
+    return CaptureError(
+        f"forward calls {what} on a random number generator of torch{line and ', at ' + line}: a "
+        f"program draws from the generator as it finds it and cannot seed it. Seed in front of the "
+        f"call, or draw these numbers outside of the model and pass them in."
+    )
+
+
+def refuse_generators(func: Any, args: tuple[Any, ...], kwargs: Any, line: str) -> None:
+    """Raise CaptureError if an operator draws from a generator of the user."""
+    if any(isinstance(value, torch.Generator) for value in (*args, *(kwargs or {}).values())):
+        raise CaptureError(
+            f"{func} draws from a torch.Generator{line and ', at ' + line}: a program draws from "
+            f"torch's own generator only. Leave generator= out, or draw these numbers outside of "
+            f"the model and pass them in."
+        )
 
 
 class Outside:

@@ -285,7 +285,8 @@ class Runtime(ParameterStore):
             "grad mode": grad,
             "autocast": autocast and torch.get_autocast_dtype(self.device),
         }
-        return Kind.of(args, kwargs, mode)
+        held = [*self.model.buffers(), *self.whole_parameters()]
+        return Kind.of(args, kwargs, mode, held=held)
 
     def fresh(self) -> dict[str, Any]:
         """No program, and no optimizer: a copy makes its own."""

@@ -16,13 +16,24 @@ import logging
 import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from fxshard import bytecode, compat, counters, cuda, hf, precision, provenance, rng, shapes, stamp
+from fxshard import (
+    aliasing,
+    bytecode,
+    compat,
+    counters,
+    cuda,
+    hf,
+    precision,
+    provenance,
+    rng,
+    shapes,
+    stamp,
+)
 from fxshard.compat import FakeTensorMode
 from fxshard.config import environment
 from fxshard.errors import CaptureError
@@ -105,10 +116,8 @@ def capture(
         if not _is_worth(way, failures, symbols):
             continue
         try:
-            with (
-                as_users_own(model),
-                hf.while_tracing(model),
-            ):  # all of its traces: it logs once
+            # All of its traces: what it logs, it logs once.
+            with as_users_own(model), hf.while_tracing(model), compat.unobserved():
                 return _captured(
                     *(model, args, kwargs, units, world_size, training, device, for_cuda, symbols),
                     *(every_tangent, way),
@@ -231,6 +240,8 @@ def _captured(
         domain=found.domain,
     )
     normalize(program, found.owner, traced.sources, traced.targets, call.replaced)
+    given = {str(i): flat[i] for i in positions}
+    aliasing.refuse_written(program, model, given, call.replaced)
     hf.refuse_packed(program.graph)
     return program
 
@@ -314,10 +325,41 @@ class _Found:
 
 def _flat(prepared: _Prepared, mode: FakeTensorMode, way: str) -> _Found:
     """All of the model, traced."""
+    call, runs = prepared.call, stamp.Alike()
+    call.told = runs.one
     with prepared.ready(way) as calls:
-        owner, *ends = _export(prepared.call, prepared.fakes)
+        owner, *ends = _export(call, prepared.fakes)
+        _refuse_otherwise(call, runs if prepared.sizes is None else None)
     domain = prepared.settled(owner.graph, mode)
-    return _Found(prepared.call, stamp.Traced(owner.graph, *ends), owner, calls, domain)
+    return _Found(call, stamp.Traced(owner.graph, *ends), owner, calls, domain)
+
+
+def _refuse_otherwise(call: _Call, runs: stamp.Alike | None) -> None:
+    """Refuse a forward that each run changes: a program does the same in all of its runs.
+
+    Args:
+        runs: of forward; None where sizes are open, of which a later run knows more.
+
+    Raises:
+        CaptureError: it counts, or its runs are not alike.
+    """
+    model = type(call.model).__name__
+    counting = counters.counting(call.model, call.counts)
+    if counting:
+        raise CaptureError(
+            f"{model} cannot be traced: forward counts in {', '.join(counting)}, and a traced "
+            f"program neither counts nor reads it. Make it a buffer (register_buffer) that forward "
+            f"adds to, pass it in, or count in a forward hook on the compiled model, which runs on "
+            f"every call."
+        )
+    line = runs.differs() if runs is not None else None
+    if line is not None:
+        raise CaptureError(
+            f"{model} cannot be traced: forward does otherwise when it is run again"
+            f"{line and ', at ' + provenance.line_text(line)}. What it changes in Python decides "
+            f"what it computes, and a traced program does the same in every run. Make that a "
+            f"buffer, or pass it in."
+        )
 
 
 def _stamped(
@@ -373,7 +415,7 @@ def _of_blocks(prepared: _Prepared, mode: KernelFakeMode, repeats: stamp.Repeats
     call.told = runs.one
     with prepared.ready(runs=repeats.runs) as calls, compat.nodes_made() as made:
         owner, *ends = _export(call, prepared.fakes)
-    runs.check()
+        _refuse_otherwise(call, runs)
     noted = stamp.note(owner.graph, made, calls, repeats)
     domain = prepared.settled(owner.graph, mode)
     traced = stamp.Traced(owner.graph, *ends)
@@ -456,10 +498,11 @@ class _Call(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.units = model, units
+        self._slots = _slots(model)
         self.flat, self.in_spec, self.positions, self.grad = list(flat), in_spec, positions, grad
         self.stands_for_cuda, self.every_tangent = stands_for_cuda, False
         self.autocast = _autocast(device.type, stands_for_cuda)
-        self.told: Callable[[], Callable[..., None]] | None = None  # who is, of each run
+        self.told: Callable[..., Callable[..., None]] | None = None  # who is, of each run
         self.graph: bytecode.Graph | None = None
         self.out_spec: Any = None
         self.out_names: tuple[str, ...] = ()
@@ -467,6 +510,7 @@ class _Call(nn.Module):
         self.differentiable: tuple[int, ...] = ()
         self.tangents: tuple[int, ...] = ()
         self.replaced: tuple[str, ...] = ()
+        self.counts: list[dict[tuple[int, str, Any], float]] = []  # before, and after each run
 
     def inputs(self, tensors: Sequence[torch.Tensor]) -> Any:
         """``(args, kwargs)`` with these tensors."""
@@ -474,6 +518,28 @@ class _Call(nn.Module):
         for i, tensor in zip(self.positions, tensors, strict=True):
             flat[i] = tensor
         return compat.tree_unflatten(flat, self.in_spec)
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Each parameter once: autograd sums up all that its uses say, in its own order."""
+        return super().named_parameters(remove_duplicate=True)
+
+    def named_buffers(self, *_: Any, **__: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each buffer once: forward writes one tensor, whatever it calls it."""
+        return super().named_buffers(remove_duplicate=True)
+
+    def _tie(self) -> None:
+        """Let every other name of a parameter or buffer hold what its first one holds now: the
+        trace puts its tensors there alone.
+        """
+        for (first, key), *others in self._slots:
+            for slots, name in others:
+                slots[name] = first[key]
+
+    def _leaves(self, inputs: Sequence[torch.Tensor]) -> dict[int, str]:
+        """Identity -> name of each parameter, buffer and input of this run."""
+        named = (*self.named_parameters(), *self.named_buffers())
+        found = {id(tensor): name for name, tensor in named}
+        return found | {id(tensor): str(i) for i, tensor in enumerate(inputs)}
 
     @contextlib.contextmanager
     def mode(self) -> Iterator[None]:
@@ -483,16 +549,20 @@ class _Call(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         args, kwargs = self.inputs(tensors)
+        self._tie()
+        self.counts = self.counts or [counters.of_modules(self.model)]
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
-        with self.autocast, provenance.LinesNoted(self.told and self.told()):
+        with self.autocast, provenance.LinesNoted(self.told and self.told(self._leaves(tensors))):
             args, kwargs = precision.root_inputs(self.units, (args, kwargs))
             if self.graph is not None:
                 out = self.graph.call(self.model, args, kwargs)
             elif isinstance(self.model, fx.GraphModule):
                 out = _interpret(self.model, args, kwargs)
             else:
-                out = self.model(*args, **kwargs)
+                with rng.unseeded(provenance.user_line), arguments_kept(args, kwargs):
+                    out = self.model(*args, **kwargs)
             out = precision.root_output(self.units, out)
+        self.counts.append(counters.of_modules(self.model))
         paths, self.out_spec = compat.tree_flatten_with_path(out)
         values = [value for _, value in paths]
         self.out_names = tuple(path_name(path) or "output" for path, _ in paths)
@@ -518,6 +588,42 @@ class _Call(nn.Module):
             aten._unsafe_view(output, output.shape) if isinstance(output, torch.Tensor) else output
             for output in outputs
         ]
+
+
+def _slots(model: nn.Module) -> list[list[tuple[dict[str, Any], str]]]:
+    """Per parameter and buffer of `model`, the dicts and keys that hold it, in order of names."""
+    found: dict[int, dict[tuple[int, str], tuple[dict[str, Any], str]]] = {}
+    for module in model.modules():
+        both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for slots in both:
+            for key, tensor in slots.items():
+                if tensor is not None:
+                    found.setdefault(id(tensor), {})[id(slots), key] = slots, key
+    return [list(slots.values()) for slots in found.values()]
+
+
+@contextlib.contextmanager
+def arguments_kept(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """Refuse a forward that changes a list, a dict or a dataclass that it was given.
+
+    Raises:
+        CaptureError: the caller's would stay as it was.
+    """
+    before, spec = compat.tree_flatten_with_path((args, kwargs))
+    yield
+    after, now = compat.tree_flatten_with_path((args, kwargs))
+    held, found = dict(before), dict(after)
+    changed = [p for p in {**held, **found} if held.get(p, _NOTHING) is not found.get(p, _NOTHING)]
+    if changed or spec != now:
+        where = input_name(changed[0]) if changed else "its arguments"
+        raise CaptureError(
+            f"forward changes a container that it was given ({where}), and a traced program leaves "
+            f"the caller's as it was. Let forward change a copy (list(x), dict(x), "
+            f"dataclasses.replace(x)) and return what is new."
+        )
+
+
+_NOTHING = object()
 
 
 def _interpret(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -546,25 +652,36 @@ def _autocast(device: str, stands_for_cuda: bool) -> torch.autocast:
 def _replaced(
     before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Buffers that are another tensor after forward than before it.
+    """Buffers that are another tensor after forward than before it, each under its first name.
 
     Raises:
-        CaptureError: one is new, gone, or of another shape, dtype or device.
+        CaptureError: one is new, gone, or of another shape, dtype or device, or another tensor
+            under one of its names only.
     """
     for name in sorted(before.keys() ^ after.keys()):
         raise CaptureError(
             f"buffer {name!r} {'appears' if name in after else 'disappears'} during forward, which "
             f"a traced program cannot repeat. Register it with its shape in __init__."
         )
-    replaced = {name: value for name, value in after.items() if value is not before[name]}
-    for name, new in replaced.items():
-        old = before[name]
+    replaced: dict[str, torch.Tensor] = {}
+    first: dict[int, str] = {}
+    for name, old in before.items():
+        new, known = after[name], first.setdefault(id(old), name)
+        if new is not after[known]:
+            raise CaptureError(
+                f"forward replaces one tensor under one of its names only: buffers {known!r} and "
+                f"{name!r}, which a traced program cannot repeat. Replace it under both, or change "
+                f"it in place (copy_)."
+            )
+        if new is old or known != name:
+            continue
         if (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
             raise CaptureError(
                 f"buffer {name!r} is replaced during forward by another kind of tensor: "
                 f"{list(old.shape)} {old.dtype} becomes {list(new.shape)} {new.dtype}, which a "
                 f"traced program cannot repeat. Give it its final shape in __init__."
             )
+        replaced[name] = new
     return replaced
 
 
@@ -650,8 +767,7 @@ def _kept(model: nn.Module) -> str:
 
 
 def _user_line(error: BaseException) -> str:
-    """``, at``, and the innermost frame that is not inside torch or fxshard; or a stop."""
-    own = (Path(__file__).resolve().parent, Path(torch.__file__).resolve().parent)
+    """``, at``, and the innermost frame of the user's code; or a stop."""
     chain: list[BaseException] = []
     current: BaseException | None = error
     while current is not None:
@@ -659,8 +775,7 @@ def _user_line(error: BaseException) -> str:
         current = current.__cause__ or current.__context__
     for failure in reversed(chain):
         for frame in reversed(traceback.extract_tb(failure.__traceback__)):
-            path = Path(frame.filename).resolve()
-            if not any(path.is_relative_to(folder) for folder in own) and "<" not in path.name:
+            if provenance.is_users(frame.filename):
                 where = f'File "{frame.filename}", line {frame.lineno}, in {frame.name}'
                 return f", at\n  {where}\n    {frame.line}"
     return "."

@@ -6,6 +6,7 @@ import dataclasses
 import fnmatch
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -105,8 +106,10 @@ def find_units(
 
     Raises:
         UnitError: a pattern matches no module, a parameter cannot be sharded on dim 0, or
-            parameters and buffers are of a kind or lie in memory as programs cannot keep it.
+            parameters and buffers are of a kind or lie in memory as programs cannot keep it; or a
+            name has a line break or another character that cannot be printed.
     """
+    _check_names(model)
     out_modules, out_params = ignored_of(model, ignored)
     _check_kinds(model)
     _check_memory(model, out_params)
@@ -149,6 +152,19 @@ def find_units(
         )
         for fqn in fqns
     )
+
+
+def _check_names(model: nn.Module) -> None:
+    """Raises UnitError for names that would break lines: of schedules, tables and source."""
+    modules = (name for name, _ in model.named_modules(remove_duplicate=False))
+    params = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    buffers = (name for name, _ in model.named_buffers(remove_duplicate=False))
+    for name in itertools.chain(modules, params, buffers):
+        if not name.isprintable():
+            raise UnitError(
+                f"{name!a}: a name of a module, parameter or buffer with a character that cannot "
+                f"be printed. Schedules and reports name it in lines of text: rename it."
+            )
 
 
 def configured_units(model: nn.Module, config: Config) -> tuple[Unit, ...]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxshard import compat, meta, ops, shapes
+from fxshard.aliasing import overlapping
 from fxshard.certificate import agreement, digest
 from fxshard.compat import TreeSpec
 from fxshard.executor import Executor
@@ -44,12 +45,21 @@ class Kind:
 
     @classmethod
     def of(
-        cls, args: Any, kwargs: Any, mode: Mapping[str, Any], *, ints_are_sizes: bool = False
+        cls,
+        args: Any,
+        kwargs: Any,
+        mode: Mapping[str, Any],
+        *,
+        ints_are_sizes: bool = False,
+        held: Sequence[Tensor] = (),
     ) -> Kind:
-        """Of the call ``model(*args, **kwargs)``."""
+        """Of the call ``model(*args, **kwargs)``; `held`: the model's own that it may overlap."""
         flat, spec = compat.tree_flatten((args, kwargs))
         sizes = of_call(flat, ints=ints_are_sizes)
-        return cls(spec, tuple(map(_leaf_key, flat, sizes)), sizes, tuple(mode.items()))
+        tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
+        shared = overlapping([*tensors, *held])
+        said = (*mode.items(), ("which tensors share memory", shared))
+        return cls(spec, tuple(map(_leaf_key, flat, sizes)), sizes, said)
 
     def differs_in(self, other: Kind) -> str:
         """What is not as in `other`, for people."""

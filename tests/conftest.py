@@ -1,9 +1,46 @@
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from tests import browser
 from tests.ranks import Ranks
+
+LEFT_OUT = pytest.StashKey[int]()  # tests of the page, where there is no browser
+
+
+def pytest_configure() -> None:
+    if browser.executable() is None and browser.is_required():
+        raise pytest.UsageError(f"no Chromium, and {browser.REQUIRED} is set: {_REMEDY}")
+
+
+@pytest.hookimpl(trylast=True)  # of the tests that are chosen otherwise
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a browser the tests that open pages in one are left out; the summary says so."""
+    if browser.executable() is not None:
+        return
+    left_out = [item for item in items if "browse" in getattr(item, "fixturenames", ())]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
+    config.stash[LEFT_OUT] = len(left_out)
+    if hasattr(config, "workeroutput"):  # of pytest-xdist: the summary is the other process's
+        config.workeroutput["left_out"] = len(left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker of pytest-xdist ends; each collects all tests."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    count = config.stash.get(LEFT_OUT, 0)
+    if count:
+        terminalreporter.write_line(f"{count} tests of the page left out: no Chromium; {_REMEDY}")
+
+
+_REMEDY = "apt-get install chromium"
 
 
 @pytest.fixture(scope="session")
@@ -30,11 +67,11 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def hasty() -> Iterator[Callable[[int], Ranks]]:
-    """Pools of their own, whose collectives wait 16 s."""
+    """Pools of their own, which failures end: the session's stay up."""
     pools: list[Ranks] = []
 
     def pool(world_size: int) -> Ranks:
-        pools.append(Ranks(world_size, timeout_s=24))
+        pools.append(Ranks(world_size, timeout_s=90))
         return pools[-1]
 
     yield pool

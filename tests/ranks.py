@@ -32,7 +32,7 @@ _context.set_forkserver_preload(
 # Each process group of gloo has three threads, one of which wakes a hundred times a second, and
 # most tests leave theirs: what they made meshes of may be in DTensor's caches.
 MOST_THREADS = 64
-START_TIMEOUT_S = 60  # a cold start imports torch and transformers
+START_TIMEOUT_S = 300  # a cold start imports torch and transformers, on a busy machine
 LOG_CHARACTERS = 8_000  # of a dead rank's stderr in its failure; as many again from a fatal signal
 
 
@@ -55,7 +55,7 @@ class Ranks:
     ranks are killed, and started afresh at next use; also when they have gathered too many threads.
     """
 
-    def __init__(self, world_size: int, timeout_s: float = 30) -> None:
+    def __init__(self, world_size: int, timeout_s: float = 300) -> None:
         self.world_size = world_size
         self.timeout_s = timeout_s  # of one run, pool start excluded; a collective waits 2/3 of it
         self._processes: list[BaseProcess] = []

@@ -31,7 +31,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str,
         [sys.executable, "-m", "fxshard", "train", "--out", str(out), *SMALL.split()],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return out, done.stdout, json.loads((out / "summary.json").read_text())

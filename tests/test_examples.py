@@ -35,7 +35,7 @@ def run(directory: Path, name: str, *args: Any, ranks: int = 2) -> str:
         env=os.environ | settings,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -13,7 +13,6 @@ import json
 import pickle
 import pickletools
 import re
-import shutil
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +32,7 @@ from fxshard.memory.category import CATEGORIES
 from fxshard.memory.report import MemoryReport
 from fxshard.memory.views import diff as differences
 from fxshard.memory.views import html, memory_viz
+from tests import browser as chromium
 from tests.zoo import MODELS
 
 adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
@@ -528,9 +528,6 @@ def test_diff_refuses_other_schemas() -> None:
 @pytest.fixture(scope="module")
 def browse() -> Iterator[Any]:
     """Opens a report in Chromium; afterwards, nothing was fetched and nothing complained."""
-    executable = shutil.which("chromium") or shutil.which("chromium-browser")
-    if executable is None:
-        pytest.fail("no chromium here, which these tests need: apt-get install chromium")
     said: list[str] = []
     asked: list[str] = []
 
@@ -542,7 +539,9 @@ def browse() -> Iterator[Any]:
             route.abort()
 
     with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        browser = driver.chromium.launch(
+            executable_path=chromium.executable(), args=["--no-sandbox"]
+        )
         page = browser.new_page(viewport={"width": 1500, "height": 1200})
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))
@@ -729,14 +728,30 @@ def test_page_without_plotly_says_what_to_install(
 
 
 def test_what_a_page_quotes_cannot_break_it(browse: Any, tmp_path: Path) -> None:
+    """Hovered, clicked and listed, a name is text."""
+    names = ("</script><b>$DATA</b>", "<!--<script>", "<img src=x onerror=ran=1>")
+
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.add_module("</script><b>$DATA</b>", nn.Linear(4, 4))
+            for name in names:
+                self.add_module(name, nn.Linear(4, 4))
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.get_submodule("</script><b>$DATA</b>")(x).sum()
+            for layer in self.children():
+                x = layer(x)
+            return x.sum()
 
-    page = browse(fxshard.plan(Odd(), (torch.ones(2, 4),), world_size=2).memory, tmp_path)
-    assert "</script><b>$DATA</b>" in column(page, 1)
-    assert page.locator("b:text-is('$DATA')").count() == 0
+    options: dict[str, Any] = {"world_size": 2, "units": [nn.Linear], "pack_bytes": 0}
+    memory = fxshard.plan(Odd(), (torch.ones(2, 4),), **options).memory
+    page = browse(memory, tmp_path)
+    assert set(names) <= set(column(page, 1))
+    for tick in range(0, len(memory.ledger().totals), len(memory.ledger().totals) // 8):
+        hovered(page, tick)
+        page.mouse.click(**at_tick(page, tick))
+    bars = page.locator("#bars .barlayer .point")
+    for bar in range(bars.count()):
+        bars.nth(bar).hover(force=True)
+        page.wait_for_selector("#bars .hoverlayer .hovertext")
+    assert page.locator("b:text-is('$DATA')").count() == page.locator("img").count() == 0
+    assert page.evaluate("window.ran") is None

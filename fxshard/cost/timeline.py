@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, cast
 from tabulate import tabulate
 from torch import fx
 
-from fxshard import dump, meta, ops
+from fxshard import dump, files, meta, ops
 from fxshard.cost import operators
 from fxshard.cost.hardware import Hardware
 from fxshard.memory.optimizer import OptimizerStep
@@ -211,7 +211,7 @@ class Estimate:
         """
         from fxshard.cost.perfetto import text
 
-        Path(path).write_text(text(self, memory), "utf-8")
+        files.write(path, text(self, memory))
 
     def summary(self) -> str:
         """Two lines: the step's time and what it is made of."""

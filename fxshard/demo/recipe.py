@@ -47,8 +47,15 @@ class Settings:
 
     @classmethod
     def load(cls, file: Path) -> Settings:
-        """Read what `save` wrote."""
-        return cls(**json.loads(file.read_text("utf-8")))
+        """Read what `save` wrote.
+
+        Raises:
+            ConfigError: it is not that any more.
+        """
+        try:
+            return cls(**json.loads(file.read_text("utf-8")))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise ConfigError(f"{file}: no settings of a run: {error}.") from error
 
     def save(self, file: Path) -> None:
         """Write all settings as JSON."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fxshard import collector
+from fxshard import collector, files
 from fxshard.errors import ConfigError, FxshardError
 from fxshard.memory import formula, queries
 from fxshard.memory.category import CATEGORIES, Category, State
@@ -724,19 +724,19 @@ class MemoryReport:
         from fxshard.memory.views import html
 
         text = html.page(self, first_step=first_step, front=front, curves=curves, budget=budget)
-        Path(path).write_text(text, "utf-8")
+        files.write(path, text)
 
     def to_perfetto(self, path: str | Path, *, first_step: bool = False) -> None:
         """Write a trace for ui.perfetto.dev: counters per category, a track per stream."""
         from fxshard.memory.views import perfetto
 
-        Path(path).write_text(perfetto.text(self, first_step=first_step), "utf-8")
+        files.write(path, perfetto.text(self, first_step=first_step))
 
     def to_memory_viz(self, path: str | Path, *, first_step: bool = False) -> None:
         """Write a snapshot for pytorch.org/memory_viz."""
         from fxshard.memory.views import memory_viz
 
-        Path(path).write_bytes(memory_viz.pickled(self, first_step=first_step))
+        files.write(path, memory_viz.pickled(self, first_step=first_step))
 
     def diff(self, other: MemoryReport) -> Diff:
         """This report (before) and another (after) side by side, see `views.diff`."""

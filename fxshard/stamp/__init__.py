@@ -64,7 +64,7 @@ class Repeats:
         runs: the blocks.
         full: the rehearsal of the whole model.
         calls: its calls, as items.
-        names: FQN of each parameter and of each buffer, under each of its names, in order.
+        names: FQN of each parameter and of each buffer, in order.
     """
 
     runs: Runs
@@ -102,8 +102,8 @@ def proven(
     sequences = full.sequences(runs, lambda _, block: block)
     for kind, items in sequences.items():
         _check(stamp, kind, items)
-    params = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
+    params = [name for name, _ in model.named_parameters()]
+    buffers = [name for name, _ in model.named_buffers()]
     return Repeats(runs, full, sequences["call"], (params, buffers))
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -266,22 +267,50 @@ class Alike:
     def __init__(self) -> None:
         self._runs: list[list[Any]] = []
 
-    def one(self) -> Callable[..., None]:
-        """To be told the operators of the next run."""
+    def one(self, leaves: Mapping[int, str]) -> Callable[..., None]:
+        """To be told the operators of the next run.
+
+        Args:
+            leaves: identity -> name of each parameter, buffer and input in this run.
+        """
         run: list[Any] = []
         self._runs.append(run)
 
         def told(func: Any, args: Any, kwargs: Any, noted: Any) -> None:
+            if func is torch.ops.aten.detach.default:  # torch's own bookkeeping, as the trace goes
+                return
             said: list[Any] = []
-            read((args, kwargs), [], said)
-            run.append((func, tuple(said), noted))
+            tensors: list[Tensor] = []
+            read((args, kwargs), tensors, said)
+            said += [leaves.get(id(tensor)) for tensor in tensors]
+            if func in _LITERALS and type(args[0]) is Tensor:
+                said.append(compat.values_as_text(args[0]))
+            run.append((func, tuple(map(_unnumbered, said)), noted))
 
         return told
 
+    def differs(self) -> str | None:
+        """The line of user code of the first operator that one run has and another has not.
+
+        "" if that is unknown; None if they do the same.
+        """
+        first = self._runs[0]
+        for other in self._runs[1:]:
+            for pair in itertools.zip_longest(first, other):
+                if pair[0] != pair[1]:
+                    _, _, noted = pair[0] or pair[1]
+                    return str(noted[provenance.LINE][0])
+        return None
+
     def check(self) -> None:
         """Raises Unproven: they do not."""
-        if any(run != self._runs[0] for run in self._runs):
+        if self.differs() is not None:
             raise Unproven("forward does otherwise when it is run again")
+
+
+def _unnumbered(said: Any) -> Any:
+    """A symbol without its number: each run of forward makes those of data anew."""
+    return "symbol" if isinstance(said, str) and said.startswith("symbol ") else said
 
 
 def _settings() -> tuple[Any, ...]:

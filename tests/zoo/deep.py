@@ -617,13 +617,11 @@ class Leaving(Block):
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
-        self.seen = 0
         self.register_buffer("total", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        torch.manual_seed(self.index)
         number, Leaving.count = Leaving.count, (Leaving.count + 1) % DEPTH
-        self.seen += 1
+        self.seen = number
         self.total = self.total + 1
         x = super().forward(x)
         return x.relu() if number == 3 else x

@@ -117,7 +117,7 @@ def diff(before: Mapping[str, Any], after: Mapping[str, Any]) -> Diff:
     """Compare two reports as `MemoryReport.to_dict` gives them.
 
     Raises:
-        ConfigError: one of them is of another schema.
+        ConfigError: one of them is of another schema, or was altered.
     """
     for told in (before, after):
         if told.get("schema") != serialize.SCHEMA:
@@ -125,7 +125,56 @@ def diff(before: Mapping[str, Any], after: Mapping[str, Any]) -> Diff:
                 f"schema {told.get('schema')!r}: expected {serialize.SCHEMA!r}, as "
                 f"MemoryReport.to_dict and `fxshard report --json` of this version write it."
             )
+        _check(told, _READ, "report")
     return Diff((*_peaks(before, after), *_phases(before, after), *_rows(before, after)))
+
+
+# What is read of a report: of a list, what each element is; of names that are any, what each is.
+_SIZES: Any = {str: int}
+_STEP: Any = {
+    "phases": [
+        {"phase": str, "micro_batch": int}
+        | {name: _SIZES for name in ("start", "peak", "end")}
+        | {f"{name}_bytes": int for name in ("start", "peak", "end")}
+    ],
+    "rows": [
+        {"module": str, "state": str, "call": int, "micro_batch": int}
+        | {"bytes": int, "by_category": _SIZES}
+    ],
+}
+_READ: Any = {
+    "peak_by_category": _SIZES,
+    "peak_bytes": int,
+    "host_peak_bytes": int,
+    "first_step_peak_bytes": int,
+    "first_step": _STEP,
+    "steady_step": _STEP,
+}
+
+
+def _check(told: Any, wanted: Any, where: str) -> None:
+    """Raises ConfigError unless `told`, from a file, is as `wanted` says."""
+    kind = wanted if isinstance(wanted, type) else type(wanted)
+    fits = isinstance(told, Mapping if kind is dict else kind) and not isinstance(told, bool)
+    if not fits:
+        raise ConfigError(
+            f"{where} is {str(told)[:40]!r}: expected {_KINDS[kind]}. The report is not as "
+            f"MemoryReport.to_dict wrote it; write it again."
+        )
+    if isinstance(wanted, list):
+        for i, each in enumerate(told):
+            _check(each, wanted[0], f"{where}[{i}]")
+    elif wanted == _SIZES:
+        for name, each in told.items():
+            _check(each, int, f"{where}[{name!r}]")
+    elif isinstance(wanted, dict):
+        for name, each in wanted.items():
+            if name not in told:
+                raise ConfigError(f"{where} has no {name!r}. The report was altered.")
+            _check(told[name], each, f"{where}.{name}")
+
+
+_KINDS: dict[Any, str] = {int: "a whole number", str: "a text", list: "a list", dict: "a mapping"}
 
 
 def _peaks(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[DiffRow]:

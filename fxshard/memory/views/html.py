@@ -115,8 +115,8 @@ def page(
     filled = {
         "TITLE": html.escape(f"Memory of one rank of {report.program.world_size}{optimizer}"),
         "HEIGHT": str(height),
-        # A script ends at the first "</script", whatever it stands in.
-        "DATA": json.dumps(data, separators=(",", ":")).replace("</", "<\\/"),
+        # A script ends at the first "</script", whatever it stands in, and not there after "<!--".
+        "DATA": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
         "PLOTLY": get_plotlyjs(),
     }
     text = resources.files("fxshard.memory.views").joinpath("page.html").read_text("utf-8")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fxshard import files
 from fxshard.errors import ConfigError
 from fxshard.sizes import SIZES, size_text
 
@@ -136,7 +138,9 @@ def plot_curves(path: str | Path, drawn: Sequence[Curve], budget: int | None = N
             axes.axhline(budget / scale, color=RED, linestyle="--", label=text)
         if curve.is_log:
             axes.set_xscale("log", base=2)
-        axes.set(xlabel=curve.name, ylabel=f"peak of one rank, {unit}", title=curve.fixed)
+        axes.set(ylabel=f"peak of one rank, {unit}")
+        axes.set_xlabel(curve.name, parse_math=False)
+        axes.set_title(curve.fixed, parse_math=False)
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False)
     _save(figure, path)
@@ -160,7 +164,9 @@ def _figure(columns: int) -> tuple[Any, list[Any]]:
 
 
 def _save(figure: Any, path: str | Path) -> None:
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=130)
     try:
-        figure.savefig(Path(path), format="png", dpi=130)
+        files.write(path, drawn.getvalue())
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}.") from error
