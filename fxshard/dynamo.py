@@ -158,7 +158,7 @@ class Graph:
         bound = bind(root.owner, args)
         _settle(root.owner, bound)
         if isinstance(root.owner.world, C10dWorld):
-            root.owner.world.begin_call()
+            root.owner.world.require_joined()
         if self.first is None:
             self.first = bound
             names = root.owner.model.named_modules()
@@ -432,7 +432,7 @@ class _Variant:
             call = Call(owner, self.variant, len(params))
             outputs = _as_views(list(Step.apply(call, *params, *batch)))
         else:
-            with torch.no_grad(), owner.as_traced():
+            with torch.no_grad(), owner.as_traced(self.variant):
                 outputs, _ = self.variant.executor.forward(owner.arguments(self.variant, batch))
         given = iter(outputs)
         leaves = [next(given) if c is None else c[0] for c in signature.outputs]

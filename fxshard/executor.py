@@ -6,6 +6,7 @@ value is dropped by ``x = None`` behind its last reader, collectives are calls o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import linecache
 import logging
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
-from fxshard import dump, meta, ops, spelling
+from fxshard import dump, meta, ops, rng, spelling
 from fxshard.compat import OpOverload
 from fxshard.program import Program
 from fxshard.regions import load as load_regions
@@ -53,6 +54,9 @@ class Executor:
             for region in self.schedule.regions.values()
             if any(meta.is_random(node) for node in region.body)
         }
+        rows = {name: {row.target for row in graph.nodes} for name, graph in self.schedule.phases()}
+        self._draws = {name for name, run in rows.items() if run & self._random}
+        self._communicates = {name for name, run in rows.items() if run & {*ops.COLLECTIVES}}
 
     def forward(self, args: list[list[Tensor]]) -> tuple[list[Tensor], list[list[Tensor]]]:
         """Run forward.
@@ -88,11 +92,13 @@ class Executor:
         return list(self.schedule.backward.find_nodes(op="placeholder"))
 
     def _run(self, phase: str, graph: fx.Graph, args: list[list[Tensor]]) -> list[Any]:
-        if isinstance(self.world, InProcessWorld):
-            names = [*self.schedule.regions, "step"]
-            regions = {n: self._functions[n] for n in names if n in self._functions}
-            return self.world.run(graph, regions, self._random, args)
-        return [self._functions[phase](self.world, args[0])]
+        draws = rng.kept(self.program.device) if phase in self._draws else contextlib.nullcontext()
+        with self.world.phase(phase, phase in self._communicates), draws:
+            if isinstance(self.world, InProcessWorld):
+                names = [*self.schedule.regions, "step"]
+                regions = {n: self._functions[n] for n in names if n in self._functions}
+                return self.world.run(graph, regions, self._random, args)
+            return [self._functions[phase](self.world, args[0])]
 
 
 class Probe(Protocol):

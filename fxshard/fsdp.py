@@ -50,6 +50,7 @@ class FsdpMethods(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `nn.Module.zero_grad`; also drops gradients accumulated under `no_sync`."""
         self._fxshard.accumulated.clear()
+        self._fxshard.torn.pop("accumulated", None)
         super().zero_grad(set_to_none)
 
     def register_comm_hook(self, state: Any, hook: Callable[..., None]) -> None:

@@ -68,6 +68,22 @@ set_rng_state = torch.ops.fxshard.set_rng_state.default
 
 
 @contextlib.contextmanager
+def kept(device: torch.device) -> Iterator[None]:
+    """If the block ends with an exception, the generator of `device` is as it was before.
+
+    The state is kept as bytes, not in a tensor: it is none of the program's.
+    """
+    module = torch if device.type == "cpu" else torch.get_device_module(device)
+    where = () if device.type == "cpu" else (device,)
+    state = bytearray(module.get_rng_state(*where).numpy())
+    try:
+        yield
+    except BaseException:
+        module.set_rng_state(torch.frombuffer(state, dtype=torch.uint8), *where)
+        raise
+
+
+@contextlib.contextmanager
 def only_torch_s(model: nn.Module, *, told: bool = True) -> Iterator[None]:
     """While `model` is traced, refuse numbers that a module draws outside of PyTorch.
 

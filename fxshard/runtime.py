@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +46,9 @@ class Runtime(ParameterStore):
         reach: which gradients a loss has reached.
         sync: False inside of `no_sync`.
         comm_hook: the user's function reduces gradients.
+        torn: why calls are refused: what a phase has begun that an exception ended, and how often
+            each part had been written then.
+        just_stepped: parameters that the last backward has stepped.
         inside: what of the model itself its programs stand for (see `fxshard.swapped`).
     """
 
@@ -60,6 +65,8 @@ class Runtime(ParameterStore):
         self.make_executor = make_executor
         self.variants: dict[Kind, Variant] = {}
         self.reach = Reach()
+        self.torn: dict[str, tuple[str, list[tuple[Tensor, int]]]] = {}
+        self.just_stepped: list[str] = []
         self.sync = True
         self.comm_hook = False
         self._optimizer: OnShards | None = None
@@ -91,6 +98,7 @@ class Runtime(ParameterStore):
         for fqn, *shards in zip(fqns, *grads, strict=True):
             if fqn in unused:
                 continue
+            self.just_stepped.append(fqn)
             slots.append(slot := self.slots[fqn])
             rows = slot.local.shape[0]
             grad = shards[0]
@@ -123,7 +131,7 @@ class Runtime(ParameterStore):
             self._require_no_hooks(variant.program)
             outputs = list(Step.apply(Call(self, variant, len(params)), *params, *batch))
         else:
-            with torch.no_grad(), self.as_traced():
+            with torch.no_grad(), self.as_traced(variant):
                 outputs, _ = variant.executor.forward(self.arguments(variant, batch))
         rest = iter(outputs)
         leaves = [next(rest) if constant is None else constant[0] for constant in signature.outputs]
@@ -137,7 +145,7 @@ class Runtime(ParameterStore):
         """
         kind = self.kind(args, kwargs)
         if isinstance(self.world, C10dWorld):
-            self.world.begin_call()
+            self.world.require_joined()
         found = self.variants.get(kind)
         if found is None:
             found = next((v for v in self.variants.values() if v.serves(kind)), None)
@@ -290,14 +298,57 @@ class Runtime(ParameterStore):
 
     def fresh(self) -> dict[str, Any]:
         """No program, and no optimizer: a copy makes its own."""
-        return super().fresh() | {"variants": {}, "_agreed": {}, "_optimizer": None}
+        fresh: dict[str, Any] = {"variants": {}, "_agreed": {}, "_optimizer": None}
+        fresh["torn"] = {what: (why, []) for what, (why, _) in self.torn.items()}
+        return super().fresh() | fresh
 
-    def as_traced(self) -> torch.autocast:
-        """The context that a program runs in: its casts are in it, autocast must add none."""
-        return torch.autocast(self.device, enabled=False)
+    @contextlib.contextmanager
+    def as_traced(self, variant: Variant | None = None) -> Iterator[None]:
+        """The context that a program runs in: its casts are in it, autocast must add none.
+
+        An exception refers to the frames that it came through, and they to unsharded parameters,
+        activations and gradients: these die here, and not with the exception. Forward writes its
+        buffers last, one behind the other: calls are refused if an exception came in between.
+
+        Args:
+            variant: what runs, if it is forward.
+        """
+        names = [n for role, n in variant.written if role == "buffer"] if variant else []
+        buffers = [self._buffer(name or "") for name in names]
+        before = [compat.version(buffer) for buffer in buffers]
+        with torch.autocast(self.device, enabled=False):
+            try:
+                yield
+            except BaseException as error:
+                traceback.clear_frames(error.__traceback__)
+                changed = [compat.version(b) != v for b, v in zip(buffers, before, strict=True)]
+                if any(changed) and not all(changed):
+                    self.refuse_until_written(
+                        "buffers",
+                        f"forward ended with an exception ({type(error).__name__}): it had "
+                        f"written buffer {names[changed.index(True)]!r} and not "
+                        f"{names[changed.index(False)]!r}. Load the last checkpoint.",
+                        buffers,
+                    )
+                raise
+
+    def refuse_until_written(self, what: str, why: str, parts: Sequence[Tensor]) -> None:
+        """Refuse calls from now on, until all of `parts` have been written, as loading does."""
+        self.torn[what] = why, [(part, compat.version(part)) for part in parts]
+
+    def _require_whole(self) -> None:
+        for what, (why, parts) in list(self.torn.items()):
+            if not parts or any(compat.version(part) == version for part, version in parts):
+                raise StepError(why)
+            del self.torn[what]
 
     def arguments(self, variant: Variant, batch: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Per rank that this process runs, the values of forward's placeholders."""
+        """Per rank that this process runs, the values of forward's placeholders.
+
+        Raises:
+            StepError: a phase failed, and has left gradients, parameters or buffers in parts.
+        """
+        self._require_whole()
         rows = [
             [
                 self.value(node, variant.program, batch, rank)
@@ -333,6 +384,9 @@ class Runtime(ParameterStore):
             return batch[program.signature.tensor_inputs.index(int(name))]
         if name in program.constants:
             return program.constants[name]
+        return self._buffer(name)
+
+    def _buffer(self, name: str) -> Tensor:
         module, key = self.buffer_slots[name]
         buffer = module._buffers[key]
         assert buffer is not None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,7 +43,7 @@ class Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         batch = tensors[call.params :]
-        with call.runtime.as_traced():
+        with call.runtime.as_traced(call.variant):
             outputs, saved = call.variant.executor.forward(
                 call.runtime.arguments(call.variant, batch)
             )
@@ -71,8 +73,8 @@ class Step(torch.autograd.Function):
         program = call.variant.program
         if ctx.saved is None:
             raise StepError(
-                "backward was called twice on one forward: its saved activations are gone. Run "
-                "forward again, or sum the losses and call backward once."
+                "backward was called twice on one forward, or has failed before: its saved "
+                "activations are gone. Run forward again, or sum the losses and call backward once."
             )
         signature = program.signature
         for position, k in ctx.places.items():
@@ -113,12 +115,53 @@ class Step(torch.autograd.Function):
         tangents.clear()
         reach, world = call.runtime.reach, call.runtime.world
         unused = reach.begin(program, arrived, world, call.runtime.accumulated)
-        if program.sync:
-            for fqn in program.accumulated:  # reduced by this backward, which frees them
-                call.runtime.accumulated.pop(fqn, None)
-        with call.runtime.as_traced():
+        with call.runtime.as_traced(), _whole_or_refused(call):
             results = call.variant.executor.backward(args)
         return (None, *_gradients(call, results, len(batch), unused | reach.unused()))
+
+
+@contextlib.contextmanager
+def _whole_or_refused(call: Call) -> Iterator[None]:
+    """If backward ends with an exception, its sums and steps are not begun, or calls are refused.
+
+    Gradients are added to accumulated ones in place, and these are freed once they are reduced: a
+    copy to go back to would take as much memory again.
+    """
+    runtime, program = call.runtime, call.variant.program
+    sums = {fqn: runtime.accumulated[fqn] for fqn in program.accumulated & {*runtime.accumulated}}
+    before = {
+        fqn: [(weakref.ref(t), compat.version(t)) for t in tensors] for fqn, tensors in sums.items()
+    }
+    if program.sync:
+        for fqn in sums:  # reduced by this backward, which frees them
+            del runtime.accumulated[fqn]
+    del sums
+    runtime.just_stepped.clear()
+    try:
+        yield
+    except BaseException as error:
+        said = f"backward ended with an exception ({type(error).__name__})"
+        found = {fqn: [(ref(), v) for ref, v in refs] for fqn, refs in before.items()}
+        left = [pair for pairs in found.values() for pair in pairs]
+        if all(t is not None and compat.version(t) == v for t, v in left):
+            for fqn, pairs in found.items():
+                runtime.accumulated[fqn] = [t for t, _ in pairs if t is not None]
+        else:
+            for fqn in found:
+                runtime.accumulated.pop(fqn, None)
+            runtime.torn["accumulated"] = (
+                f"{said} that had added to the gradients accumulated under no_sync, and they are "
+                f"lost: call zero_grad() of the model, and begin with the first micro-batch.",
+                [],
+            )
+        if runtime.just_stepped:
+            runtime.refuse_until_written(
+                "stepped",
+                f"{said} that had stepped {runtime.just_stepped[0]!r} and not all parameters "
+                f"(optimizer_in_backward=True): load the last checkpoint.",
+                [shard for fqn in ops.stepped(program) for shard in runtime.slots[fqn].shards],
+            )
+        raise
 
 
 def _versions(call: Call, batch: Sequence[Tensor]) -> list[tuple[str, tuple[int, ...]]]:

@@ -46,7 +46,7 @@ class Reach:
         """
         arrived = frozenset(arrived)
         here = frozenset(name for name, reach in program.reached.items() if not reach & arrived)
-        self._accumulated &= set(waiting)
+        self._accumulated &= set(waiting)  # the rest has been reduced, or dropped
         if not program.sync:
             self._accumulated |= (program.gradients or frozenset()) - here
             self._anywhere = frozenset
@@ -58,7 +58,6 @@ class Reach:
             if fqn in program.reached or (fqn in program.accumulated and fqn not in made)
         ]
         used = self._accumulated | (made - here)
-        self._accumulated -= program.accumulated
         self._anywhere = frozenset
         if doubtful:
             flags = "".join("1" if fqn in used else "0" for fqn in doubtful)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -313,6 +314,10 @@ class WatchedWorld:
 
     def __init__(self, world: World, tracker: Tracker) -> None:
         self._world, self._tracker = world, tracker
+
+    def phase(self, name: str, communicates: bool) -> AbstractContextManager[None]:
+        """See `fxshard.world.World`."""
+        return self._world.phase(name, communicates)
 
     def all_gather(self, shards: list[Tensor], pair: int, group: str = "shard") -> list[Tensor]:
         """See `fxshard.world.World`."""

@@ -6,6 +6,7 @@ group, which moves no data); `fxshard.world.in_process` runs all ranks inside th
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -17,6 +18,12 @@ class World(Protocol):
 
     `group` is "shard", "replicate" or "reshard<n>"; `op` is "avg", "sum", "max" or "min".
     """
+
+    def phase(self, name: str, communicates: bool) -> AbstractContextManager[None]:
+        """A phase runs inside; however it ends, nothing of it runs on behind.
+
+        `communicates`: it has collectives, so that ranks compare where an exception ended it.
+        """
 
     def all_gather(self, shards: list[Tensor], pair: int, group: str = "shard") -> list[Tensor]:
         """Launch: shards ``[chunk, ...]`` -> fresh buffers ``[size * chunk, ...]``."""

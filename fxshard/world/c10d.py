@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import math
+import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -15,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from fxshard import compat
-from fxshard.errors import RankMismatchError
+from fxshard.errors import RankDiedError, RankMismatchError
+from fxshard.world import peers as patience
 from fxshard.world.backends import as_real, backend_of
-from fxshard.world.peers import Peers
+from fxshard.world.peers import Cause, Peers
 
 OPS: dict[str, Any] = {
     "avg": dist.ReduceOp.AVG,
@@ -59,6 +63,8 @@ class C10dWorld:
         reductions: the group of reduce-scatters, if it is not that of all-gathers.
     """
 
+    _worlds: ClassVar[weakref.WeakSet[C10dWorld]] = weakref.WeakSet()  # all of this process
+
     def __init__(
         self, mesh: DeviceMesh, *, sharded: bool = True, reshard: Iterable[int] = ()
     ) -> None:
@@ -92,8 +98,11 @@ class C10dWorld:
         self._everyone = [peers for name, peers in self.peers.items() if "reshard" not in name]
         if mesh.ndim == 2 and mesh.size() == dist.get_world_size():
             self._everyone = [Peers(_default_group())]
+        self._peers = list(dict.fromkeys([*self._everyone, *self.peers.values()]))
         self._calls = 0
-        self._left = False
+        self._issued = 0  # collectives that this rank has launched
+        self._left = ""  # why it is in no process group any more
+        self._worlds.add(self)
         self._launched: dict[int, _Launch] = {}
         self.cuda: Any = torch.cuda if mesh.device_type == "cuda" else None
         self._streams: dict[str, Any] = {}
@@ -187,10 +196,10 @@ class C10dWorld:
         return [buffer.chunk(size)[rank].clone() for buffer in buffers]
 
     def wait(self, tensors: list[Tensor], pair: int) -> None:
-        launch = self._launched.pop(pair)
         with self._explained("shard" if "shard" in self.groups else "replicate"):
-            for work in launch.works:
-                work.wait()
+            for work in self._launched[pair].works:
+                self._finish(work)
+        del self._launched[pair]
         if self.cuda is not None and tensors[0].device.type == "cpu":
             self._stream("store").synchronize()  # the CPU reads what was copied there
 
@@ -213,6 +222,7 @@ class C10dWorld:
         """Issue work from `stream`."""
         launch = _Launch()
         self._launched[pair] = launch
+        self._issued += group is not None
         with contextlib.ExitStack() as stack:
             if self.cuda is not None:
                 stack.enter_context(self.cuda.stream(self._stream(stream)))
@@ -222,6 +232,14 @@ class C10dWorld:
             if self.cuda is not None:
                 while launch.works:
                     launch.works.pop().wait()  # `stream` waits for NCCL's own; the host goes on
+
+    def _finish(self, work: dist.Work) -> None:
+        """Wait for `work`, unless another rank says that it will never be over."""
+        while not _over(work, patience.LOOK_SECONDS):
+            cause = self._cause() or _first(p.never_over(self._issued) for p in self._everyone)
+            if cause is not None:
+                self._note_cause(cause)
+                raise self._everyone[0].failure(cause)
 
     def _stream(self, name: str) -> Any:
         if name == "compute":
@@ -234,24 +252,133 @@ class C10dWorld:
     def _explained(self, group: str) -> Iterator[None]:
         try:
             yield
+        except (RankDiedError, RankMismatchError):
+            raise
         except RuntimeError as error:
-            raise self.peers[group].explained(error) from error
+            if all(peers.alone for peers in self._peers):
+                raise
+            try:
+                cause = self._cause() or self.peers[group].look_around()
+                if cause is not None:
+                    self._note_cause(cause)
+                    cause = self._cause()  # what the first said
+            except RuntimeError:
+                cause = (
+                    RankDiedError,
+                    " and the store cannot be reached: the rank that hosts it (rank 0 unless "
+                    "torchrun does) is gone.",
+                )
+            if cause is None:
+                raise
+            raise self.peers[group].failure(cause, error) from error
+
+    def _cause(self) -> Cause | None:
+        """Why no collective works any more, if any rank has said so."""
+        return _first(peers.cause() for peers in self._peers)
+
+    def _note_cause(self, cause: Cause) -> None:
+        for peers in self._peers:
+            peers.note_cause(cause)
+
+    @contextlib.contextmanager
+    def phase(self, name: str, communicates: bool) -> Iterator[None]:
+        """A phase runs inside. However it ends, nothing of it runs on behind.
+
+        If it ends with an exception on all ranks behind the same collective, the next call may
+        run. Else their collectives would not meet: this rank leaves the process group, so that the
+        others fail too, and the exception gets a note.
+
+        Args:
+            name: of the phase, for people.
+            communicates: it has collectives.
+
+        Raises:
+            RankMismatchError: this rank has left the process group before.
+        """
+        self.require_joined()
+        try:
+            yield
+        except BaseException as error:
+            works = self._let_go()
+            if communicates and not self._all_stopped(name, error, works):
+                self._part(name, error, works)
+            raise
+
+    def _let_go(self) -> list[dist.Work]:
+        """Forget what is in flight; returns it.
+
+        What the caller runs next, and what it does with memory that is given back now, comes
+        behind all streams. On the CPU a work of gloo holds its tensors until it is over.
+        """
+        for stream in self._streams.values():
+            self.cuda.current_stream().wait_stream(stream)
+        works = [work for launch in self._launched.values() for work in launch.works]
+        self._launched.clear()
+        return works
+
+    def _all_stopped(self, name: str, error: BaseException, works: list[dist.Work]) -> bool:
+        """Wait for `works`; True if all ranks have stopped behind the same collective."""
+        if isinstance(error, RankDiedError | RankMismatchError):
+            return False
+        what = f"stopped in the middle of {name} ({_said(error)})"
+        pause, over = 0.001, 0.0  # seconds; when all works of this rank were over
+        try:
+            for peers in self._everyone:
+                peers.note_stop(self._issued, what)
+            while True:
+                if not over and not (works := _pending(works)):
+                    over = time.monotonic()
+                    for peers in self._everyone:
+                        peers.note_over()
+                alike = [peers.stopped_alike(self._issued) for peers in self._everyone]
+                if False in alike:
+                    return False
+                if over and None not in alike:
+                    return True
+                if over and time.monotonic() - over > patience.STOP_SECONDS:
+                    return False
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+        except (RuntimeError, KeyboardInterrupt):  # no store, or who waits is in a hurry
+            return False
+
+    def _part(self, name: str, error: BaseException, works: list[dist.Work]) -> None:
+        """Leave behind a phase that not all ranks stopped alike.
+
+        The process group is not closed while a work is in flight: that would wait for it.
+        """
+        why = f"stopped in the middle of {name} ({_said(error)})"
+        deadline = time.monotonic() + patience.CENSUS_SECONDS
+        for peers in self._peers:
+            with contextlib.suppress(RuntimeError):
+                peers.note_left(why)
+        while (works := _pending(works)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if not works:
+            self._leave(why)
+        self._left = why
+        if not isinstance(error, RankDiedError | RankMismatchError):
+            error.add_note(
+                "fxshard: not all ranks stopped alike, so that their collectives would not meet "
+                "any more. This rank has left the process group: start again from the last "
+                "checkpoint."
+            )
 
     def separate_reductions(self) -> None:
         """Give reduce-scatters a communicator of their own; collective over the shard group."""
         ranks = dist.get_process_group_ranks(self.groups["shard"])
         self.reductions = compat.new_group(ranks, self.groups["shard"])
 
-    def begin_call(self) -> None:
-        """A call of the model begins.
+    def require_joined(self) -> None:
+        """Before a call of the model, and before each of its phases.
 
         Raises:
             RankMismatchError: this rank has left the process group.
         """
         if self._left:
             raise RankMismatchError(
-                "this rank has left the process group, after it would have done something else "
-                "than the other ranks: start again from the last checkpoint."
+                f"this rank has left the process group: it {self._left}. Start again from the "
+                f"last checkpoint."
             )
 
     def run_call(self, digest: str, known: Mapping[str, Sequence[str]]) -> None:
@@ -293,15 +420,59 @@ class C10dWorld:
         for peers in self._everyone:
             peers.agree(lines, what, self._leave, self._calls + 1 if before else 0, before)
 
-    def _leave(self) -> None:
+    def _leave(self, why: str) -> None:
         """Close the connections of this rank: others that wait for it in a collective fail now.
 
-        gloo closes them when nothing refers to the group any more.
+        gloo closes them when nothing refers to the group any more, nor any other world's.
         """
-        self._left = True
-        for peers in (*self._everyone, *self.peers.values()):
+        for peers in self._peers:
+            peers.note_left(why)
+        for world in list(self._worlds):
+            world._forget_groups(why)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _forget_groups(self, why: str) -> None:
+        self._left = why
+        for peers in self._peers:
             peers.drop()
         self.groups.clear()
         compat.forget_groups(self.mesh)
         self.reductions = None
-        dist.destroy_process_group()
+
+
+def _over(work: dist.Work, seconds: float) -> bool:
+    """Wait for `work`, at most so long; True if it is over.
+
+    Not all works of gloo say by themselves whether they are (``is_completed``).
+
+    Raises:
+        RuntimeError: it has failed.
+    """
+    start = time.monotonic()
+    try:
+        work.wait(datetime.timedelta(seconds=seconds))
+    except RuntimeError:
+        if time.monotonic() - start < seconds:
+            raise
+        return False
+    return True
+
+
+def _pending(works: list[dist.Work]) -> list[dist.Work]:
+    """Those that have neither failed nor are over."""
+    pending = []
+    for work in works:
+        with contextlib.suppress(RuntimeError):
+            if not _over(work, 0.01):
+                pending.append(work)
+    return pending
+
+
+def _first(causes: Iterable[Cause | None]) -> Cause | None:
+    return next((cause for cause in causes if cause is not None), None)
+
+
+def _said(error: BaseException) -> str:
+    """Class and first line of an error."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:200]

@@ -16,8 +16,14 @@ from fxshard.errors import RankDiedError, RankMismatchError
 from fxshard.world import census
 
 CENSUS_SECONDS = 5.0  # how long a survivor waits for the others before it calls them missing
+STOP_SECONDS = 10.0  # how long a rank that stopped waits for the others to stop alike
 SLOTS = 4  # calls whose programs are kept
 LOOK_SECONDS = 0.5  # a rank that waits looks at least so often where the others are
+
+Leave = Callable[[str], None]  # close the connections of this rank, and say why
+# Why no collective of a group will work any more: the class of the error, and the rest of its text.
+Cause = tuple[type[RankDiedError | RankMismatchError], str]
+_CAUSES = {each.__name__: each for each in (RankDiedError, RankMismatchError)}
 
 
 class Peers:
@@ -34,6 +40,8 @@ class Peers:
             store.set(f"fxshard/identity/{self.rank}", census.identity())
             number = store.add(f"fxshard/worlds/{self.rank}", 1)  # the n-th ones belong together
             self._calls = f"calls/{number}"
+            self._stopped = f"fxshard/stopped/{number}"
+        self._stops = 0  # phases of this rank that ended with an exception, as on all others
         self._last: str | None = None  # digest of what this rank ran last
         self._tells, self._said = 0, ["", ""]  # see `tell`: how many, and the last two
 
@@ -42,7 +50,7 @@ class Peers:
         number: int,
         digest: str,
         known: Mapping[str, Sequence[str]],
-        leave: Callable[[], None],
+        leave: Leave,
     ) -> None:
         """Say which program this rank runs in its call `number`, a message without an answer.
 
@@ -67,8 +75,7 @@ class Peers:
             theirs = self._told(self._slot(number - 1), other).partition(" ")
             if theirs[0] == str(number - 1) and theirs[2] != self._last:
                 mixed = self._mixed(other, *(known.get(d, (d,)) for d in (theirs[2], self._last)))
-                self.note_reason(f"ran another program than {self._name(other)} in the last call")
-                leave()
+                leave(f"ran another program than {self._name(other)} in the last call")
                 raise RankMismatchError(mixed)
         store = compat.group_store(self.group)
         store.set(f"fxshard/{self._slot(number)}/{self.rank}", f"{number} {digest}")
@@ -141,7 +148,7 @@ class Peers:
         self,
         lines: Sequence[str],
         what: str,
-        leave: Callable[[], None],
+        leave: Leave,
         call: int = 0,
         before: Collection[Sequence[str]] = (),
     ) -> None:
@@ -170,7 +177,8 @@ class Peers:
         base = f"fxshard/agree/{store.add(f'fxshard/agree/rank{self.rank}', 1)}"
         text = "\n".join(lines)
         digest = _digest(text)
-        self.note_reason(f"waits for all ranks to agree on {what}")
+        waits = f"waits for all ranks to agree on {what}"
+        self.note_reason(waits)
         store.set(f"{base}/asked/{self.rank}", "")
 
         def absent() -> list[int]:
@@ -181,11 +189,14 @@ class Peers:
             while not store.check([key]):
                 late = time.monotonic() - start > self._patience().total_seconds()
                 if late or self._looks_wrong(base, call):
-                    ahead = [r for r in absent() if call and self._call_of(r) >= call]
-                    error = self._failure(what, absent(), ahead, before, lines)
+                    gone = self._gone(range(self.size))  # before who asked: they may ask and go
+                    missing = absent()
+                    ahead = [r for r in missing if call and self._call_of(r) >= call]
+                    gone = [r for r in gone if r in missing]
+                    error = self._failure(what, missing, ahead, gone, before, lines)
                     store.set(f"{base}/failed", "")
                     if ahead:
-                        leave()
+                        leave(waits)
                     raise error
                 time.sleep(pause)
                 pause = min(2 * pause, LOOK_SECONDS)
@@ -250,6 +261,7 @@ class Peers:
         what: str,
         absent: list[int],
         ahead: list[int],
+        gone: list[int],
         before: Collection[Sequence[str]],
         lines: Sequence[str],
     ) -> RuntimeError:
@@ -258,6 +270,7 @@ class Peers:
         Args:
             absent: ranks that do not ask.
             ahead: those of them that are in this call already.
+            gone: those of them that are dead.
         """
         here = f"{self._name(self.rank)} waited to agree on {what}"
         if ahead:
@@ -268,7 +281,6 @@ class Peers:
                 f"left the process group, so that the others fail too: start again from the last "
                 f"checkpoint."
             )
-        gone = [r for r in absent if census.is_dead(self._told("identity", r))]
         if gone:
             return RankDiedError(f"{here}, but {self._names(gone)} died or left.")
         return RankMismatchError(
@@ -290,39 +302,68 @@ class Peers:
     def _names(self, ranks: Sequence[int]) -> str:
         return f"rank {', '.join(str(self.global_ranks[rank]) for rank in ranks)}"
 
-    def explained(self, error: RuntimeError) -> RuntimeError:
-        """The error of a failed collective, with the ranks that are dead or stuck elsewhere."""
-        if self.fake:
-            return error
-        here = f"a collective failed on {self._name(self.rank)}"
-        try:
-            others = [rank for rank in range(self.size) if rank != self.rank]
-            reasons = {rank: why for rank in others if (why := self._told("reason", rank))}
-            if reasons:
-                who = "; ".join(f"{self._name(rank)} {why}" for rank, why in reasons.items())
-                return RankMismatchError(
-                    f"{here} because the ranks did not do the same: {who}. Call the model on all "
-                    f"ranks alike. Cause: {error}"
-                )
-            silent, dead = self._census(others)
-        except RuntimeError:
-            return RankDiedError(
-                f"{here} and the store cannot be reached: the rank that hosts it (rank 0 unless "
-                f"torchrun does) is gone. Cause: {error}"
-            )
+    # -- ranks that stop, leave or die ------------------------------------------------------------
+
+    def failure(self, cause: Cause, error: RuntimeError | None = None) -> RuntimeError:
+        """What a rank raises whose collective failed for `cause`, or will never be over."""
+        kind, said = cause
+        seen = f" Cause: {error}" if error is not None else ""
+        return kind(f"a collective failed on {self._name(self.rank)}{said}{seen}")
+
+    def cause(self) -> Cause | None:
+        """Why collectives of this group fail, if any rank has said so."""
+        if self.alone:
+            return None
+        store = compat.group_store(self.group)
+        if not store.check(["fxshard/cause"]):
+            return None
+        return _cause(store.get("fxshard/cause"))
+
+    def note_cause(self, cause: Cause) -> None:
+        """Say why collectives of this group will fail from now on; what the first said stays.
+
+        Ranks that fail later, because a neighbour has left or died of the first failure, would
+        name that neighbour.
+        """
+        if not self.alone:
+            text = json.dumps([cause[0].__name__, cause[1]])
+            compat.group_store(self.group).compare_set("fxshard/cause", "", text)
+
+    def note_left(self, why: str) -> None:
+        """Say that this rank leaves the group, and why."""
+        self.note_cause((RankMismatchError, self._unlike(f"{self._name(self.rank)} {why}")))
+
+    def _unlike(self, who: str) -> str:
+        return f" because the ranks did not do the same: {who}. Call the model on all ranks alike."
+
+    def _died(self, ranks: list[int]) -> Cause:
+        return RankDiedError, (
+            f": {self._names(ranks)} of {self.size} died or left. Look at its log first; restart "
+            f"from the last checkpoint."
+        )
+
+    def look_around(self) -> Cause | None:
+        """Why a collective has failed, if it can be seen from here.
+
+        Raises:
+            RuntimeError: the store cannot be reached.
+        """
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        reasons = {rank: why for rank in others if (why := self._told("reason", rank))}
+        if reasons:
+            who = "; ".join(f"{self._name(rank)} {why}" for rank, why in reasons.items())
+            return RankMismatchError, self._unlike(who)
+        silent, dead = self._census(others)
         alive = [rank for rank in silent if dead[rank] is False]
         if len(silent) > len(alive):
             gone = [rank for rank in silent if dead[rank]] or [r for r in silent if r not in alive]
-            return RankDiedError(
-                f"{here}: {self._names(gone)} of {self.size} died or left. Look at its log first; "
-                f"restart from the last checkpoint. Cause: {error}"
-            )
+            return self._died(gone)
         if alive:
-            return RankMismatchError(
-                f"{here}: {self._names(alive)} of {self.size} is alive but did not take part. Call "
-                f"the model on all ranks alike. Cause: {error}"
+            return RankMismatchError, (
+                f": {self._names(alive)} of {self.size} is alive but did not take part. Call the "
+                f"model on all ranks alike."
             )
-        return error
+        return None
 
     def _census(self, others: list[int]) -> tuple[list[int], dict[int, bool | None]]:
         """Sign; return who else has not after a while, and whether they are dead, if known."""
@@ -332,16 +373,75 @@ class Peers:
         who = {rank: self._told("identity", rank) for rank in others}
         deadline = time.monotonic() + CENSUS_SECONDS
         while True:
+            # In this order: one that fails as this rank does signs, and only then ends.
+            dead = {rank: census.is_dead(who[rank]) for rank in others}
             silent = [rank for rank in others if not store.check([f"{base}/{rank}"])]
-            dead = {rank: census.is_dead(who[rank]) for rank in silent}
-            if not silent or any(dead.values()) or time.monotonic() > deadline:
+            if not silent or any(dead[r] for r in silent) or time.monotonic() > deadline:
                 return silent, dead
             time.sleep(0.05)
+
+    def _gone(self, ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if census.is_dead(self._told("identity", rank))]
+
+    def note_stop(self, issued: int, what: str) -> None:
+        """Say that a phase of this rank has ended with an exception, behind `issued` collectives.
+
+        Args:
+            issued: how many this rank has launched by now, in all its calls.
+            what: happened, for people.
+        """
+        if self.alone:
+            return
+        self._stops += 1
+        store, base = compat.group_store(self.group), self._stop_of(self._stops)
+        text = json.dumps([issued, f"{self._name(self.rank)} {what}"])
+        store.compare_set(f"{base}/first", "", text)
+        store.add(f"{base}/at{issued}", 1)
+        store.add(f"{base}/all", 1)  # last: it is never more than the sum of the others
+
+    def note_over(self) -> None:
+        """Say that all that this rank launched before it stopped is over."""
+        if not self.alone:
+            compat.group_store(self.group).add(f"{self._stop_of(self._stops)}/over", 1)
+
+    def stopped_alike(self, issued: int) -> bool | None:
+        """Whether all ranks have stopped behind `issued` collectives; None: not yet."""
+        if self.alone:
+            return True
+        store, base = compat.group_store(self.group), self._stop_of(self._stops)
+        stopped = store.add(f"{base}/all", 0)
+        if stopped > store.add(f"{base}/at{issued}", 0) or self.cause() is not None:
+            return False
+        return True if store.add(f"{base}/over", 0) == self.size else None
+
+    def never_over(self, issued: int) -> Cause | None:
+        """Why this rank would wait for ever, if it does.
+
+        A rank stopped that has not launched `issued` collectives, as this one has; or the next
+        rank is dead, and of all that wait, some is next to it.
+        """
+        if self.alone:
+            return None
+        store, first = compat.group_store(self.group), f"{self._stop_of(self._stops + 1)}/first"
+        if store.check([first]):
+            stopped, who = json.loads(store.get(first))
+            if stopped < issued:
+                return RankMismatchError, self._unlike(who)
+        other = (self.rank + 1) % self.size
+        return self._died([other]) if census.is_dead(self._told("identity", other)) else None
+
+    def _stop_of(self, number: int) -> str:
+        return f"{self._stopped}/{number}"
 
     def _told(self, what: str, rank: int) -> str:
         store = compat.group_store(self.group)
         key = f"fxshard/{what}/{rank}"
         return store.get(key).decode() if store.check([key]) else ""
+
+
+def _cause(text: bytes) -> Cause:
+    kind, said = json.loads(text)
+    return _CAUSES[kind], said
 
 
 def _digest(text: str) -> str:
