@@ -132,7 +132,8 @@ class Peers:
             store.wait(keys, self._patience())
             told = [value.decode() for value in store.multi_get(keys)]
         except RuntimeError as error:
-            raise self.explained(error) from error
+            cause = self.look_around()
+            raise (error if cause is None else self.failure(cause, error)) from error
         return "".join(max(each) for each in zip(flags, *told, strict=True))
 
     def drop(self) -> None:
