@@ -1,8 +1,8 @@
 """fxshard: fully sharded data parallelism as a compiler."""
 
-from fxshard import collector
+from typing import TYPE_CHECKING, Any
 
-with collector.paused():  # torch brings thousands of modules along: half of the time goes there
+if TYPE_CHECKING:
     from fxshard.api import compile, plan, shard, tune, validate
     from fxshard.checkpoint import load_checkpoint, save_checkpoint
     from fxshard.dynamo import reports
@@ -21,3 +21,37 @@ __all__ = [
     "tune",
     "validate",
 ]
+_HOMES = {
+    "FxshardModule": "module",
+    "Plan": "plans",
+    "compile": "api",
+    "load_checkpoint": "checkpoint",
+    "plan": "api",
+    "reports": "dynamo",
+    "save_checkpoint": "checkpoint",
+    "shard": "api",
+    "tune": "api",
+    "validate": "api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for: torch takes seconds, which ``fxshard --help`` has no use for."""
+    import importlib
+    import importlib.util
+
+    if name not in _HOMES:
+        if name.startswith("__") or importlib.util.find_spec(f"fxshard.{name}") is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return importlib.import_module(f"fxshard.{name}")
+    from fxshard import collector
+
+    with collector.paused():  # torch brings thousands of modules along: half of the time goes there
+        importlib.import_module("fxshard.api")
+        found = getattr(importlib.import_module(f"fxshard.{_HOMES[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

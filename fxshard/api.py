@@ -6,8 +6,9 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,17 +20,15 @@ from fxshard.certificate import agreement
 from fxshard.config import Config
 from fxshard.cost.hardware import Hardware, hardware_of
 from fxshard.errors import ConfigError, UnknownSizeError
-from fxshard.executor import Executor, TracedExecutor
 from fxshard.memory.compare import Validation, compare
 from fxshard.memory.report import MemoryReport
-from fxshard.memory.tracker import Tracker, WatchedWorld
-from fxshard.mesh import grid, mesh_of, world_for, world_over
+from fxshard.mesh import grid, world_for
 from fxshard.module import FxshardModule, check_swappable, sharded, unchanged_on_error
 from fxshard.numerics import beside_eager
+from fxshard.on_ranks import beside_ranks
 from fxshard.pipeline import Observer, make_program
 from fxshard.plans import Plan, Workload, make_plan
-from fxshard.program import Program
-from fxshard.rehearsal import split_steps, tracked_steps
+from fxshard.rehearsal import split_steps, tracked
 from fxshard.runtime import Runtime
 from fxshard.sizes import is_count, parse_budget
 from fxshard.tuning.result import Tuning
@@ -223,14 +222,15 @@ def validate(
     no_sync: bool = False,
     loss: Callable[[Any], torch.Tensor] | None = None,
     numerics: bool = False,
+    ranks: Literal["fake", "processes"] = "fake",
     **options: Any,
 ) -> Validation:
-    """Run rank 0 of the compiled program under a tracker, and compare with the static report.
+    """Run the compiled program under a tracker, and compare with the static report.
 
-    The rank runs for real on a fake process group of `world_size` ranks, on a copy of the model:
-    forward, backward, drop the outputs, optimizer step (if the option is given), zero_grad.
+    With fake ranks, rank 0 runs on a fake process group of `world_size` ranks, on a copy of the
+    model: forward, backward, drop the outputs, optimizer step (if the option is given), zero_grad.
     A fake process group moves no data: for `numerics` all ranks run one more step inside this
-    process.
+    process. With processes, what goes over the wire is validated too.
 
     Args:
         model: as for `compile`; left as it is.
@@ -244,14 +244,24 @@ def validate(
             `Validation.numerics` says of each whether it is bitwise equal, close or wrong (see
             `fxshard.numerics`). Takes two more copies of the model. Where a size depends on the
             data, that is all there is: `Validation.unknown` says why.
+        ranks: "processes" starts `world_size` processes on this machine, a gloo process group,
+            which train twice: once under the tracker, once for what `Validation.numerics` compares
+            with eager PyTorch in one process: each rank's outputs, loss and buffers, every
+            gradient, and every parameter behind each optimizer step. Rank 0 has the given batch,
+            the others have batches like it (see `fxshard.on_ranks`, also for what the loss of the
+            joined batch is: the mean over ranks).
         **options: see `fxshard.config.Config`.
 
     Raises:
-        ConfigError: a process group is initialised in this process, or a parameter has no data.
+        ConfigError: a process group is initialised in this process, or a parameter has no data; or
+            what the ranks need cannot be pickled.
+        RankDiedError: a rank died, failed, or did not answer within `fxshard.processes.LIMIT_S`.
         UnknownSizeError: a size depends on the data, and no `numerics` are asked for.
     """
     config = Config.from_options(options)
-    replicas, shards = grid(world_size, config)
+    grid(world_size, config)
+    if ranks not in ("fake", "processes"):
+        raise ConfigError(f"ranks={ranks!r}: expected 'fake' or 'processes'.")
     if dist.is_available() and dist.is_initialized():
         raise ConfigError(
             "validate needs a fake process group of its own, but one is initialised in this "
@@ -265,12 +275,20 @@ def validate(
                 f"parameter {name!r} is on the meta device; validate runs the model. Give it a "
                 f"small model with real parameters of the same structure."
             )
-    config.check_runs_on(trace.where_it_computes(module))
+    device = trace.where_it_computes(module)
+    config.check_runs_on(device)
+    if ranks == "processes" and device.type != "cpu":
+        raise ConfigError(
+            f"ranks='processes' runs gloo ranks on the CPU, but the model is on {device.type!r}: "
+            f"move it there, or say ranks='fake'."
+        )
     workload = Workload(*(module, (args, kwargs), world_size, config, micro_batches, no_sync, loss))
     planned = _planned(workload)
     workload = dataclasses.replace(workload, config=planned.config)
+    if ranks == "processes":
+        return beside_ranks(workload, planned.program, planned.memory, steps)
     try:
-        found = _bytes_beside(workload, planned.memory, (replicas, shards), steps)
+        found = _bytes_beside(workload, planned.memory, steps)
     except UnknownSizeError as error:
         if not numerics:
             raise
@@ -366,23 +384,12 @@ def _bar(total: int | None, shown: bool | None) -> Iterator[Callable[[int, str],
         yield lambda count, what: bar.update(task, completed=count, what=what[:60])
 
 
-def _bytes_beside(
-    workload: Workload, report: MemoryReport, ranks: tuple[int, int], steps: int
-) -> Validation:
-    """What rank 0 of ``(replicas, shards)`` measures in `steps` steps, beside its report."""
-    module, config, micro_batches = workload.module, workload.config, workload.micro_batches
-    replicas, shards = ranks
-    with torch.random.fork_rng(), compat.fake_process_group(0, replicas * shards):
-        tracker = Tracker(offloaded=config.offload is not None)
-        units = configured_units(module, config)
-        world = world_over(mesh_of(module, config, (replicas, shards)), config, units)
-
-        def make_executor(program: Program, world: Any) -> Executor:
-            return TracedExecutor(program, WatchedWorld(world, tracker), tracker)
-
-        model = sharded(module, units, world, config, make_executor)
-        tracked_steps(model, workload, tracker, steps)
-    return compare(report, split_steps(tracker.measured(), steps, micro_batches))
+def _bytes_beside(workload: Workload, report: MemoryReport, steps: int) -> Validation:
+    """What rank 0 of a fake process group measures in `steps` steps, beside its report."""
+    ranks = math.prod(grid(workload.world_size, workload.config))
+    with torch.random.fork_rng(), compat.fake_process_group(0, ranks):
+        measured = tracked(workload, steps)
+    return compare(report, split_steps(measured, steps, workload.micro_batches))
 
 
 def _planned(workload: Workload, observe: Observer | None = None) -> Plan:

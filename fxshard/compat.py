@@ -22,6 +22,7 @@ from typing import Any
 import sympy
 import torch
 import torch._decomp.decompositions as _decompositions
+import torch._functorch._aot_autograd.collect_metadata_analysis as _analysis
 import torch._functorch._aot_autograd.descriptors as _desc
 import torch._library.autograd as _library_autograd
 import torch.distributed as dist
@@ -172,6 +173,7 @@ def export_joint(
         _recurrent_as_in_eager(),
         _kernels_of_eager(),
         _linalg_checks_as_operators(),
+        _tangents_alone(),
     ):
         joint = aot_export_joint_with_descriptors(
             stack,
@@ -183,6 +185,27 @@ def export_joint(
     placeholders = [n.meta["desc"] for n in graph_module.graph.find_nodes(op="placeholder")]
     (output,) = graph_module.graph.find_nodes(op="output")
     return graph_module, placeholders, list(output.meta["desc"])
+
+
+@contextlib.contextmanager
+def _tangents_alone() -> Iterator[None]:
+    """Trace gradients of outputs as autograd hands them over: dense, in storages of their own.
+
+    Torch traces them as what the outputs are: with gaps, and in the storage of all of it, where
+    those are parts of something larger.
+    (torch/_functorch/_aot_autograd/collect_metadata_analysis.py, ``traced_tangents``)
+    """
+    analysis: Any = _analysis
+    coerced = analysis.coerce_tangent_and_suggest_memory_format
+
+    def alone(tangent: torch.Tensor) -> Any:
+        return coerced(torch.empty_like(tangent))
+
+    analysis.coerce_tangent_and_suggest_memory_format = alone
+    try:
+        yield
+    finally:
+        analysis.coerce_tangent_and_suggest_memory_format = coerced
 
 
 def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> Any:
@@ -616,6 +639,47 @@ def fake_empty(
     Call it outside of `mode`.
     """
     return _fake(mode, torch.empty(shape, dtype=dtype, device=_META), device)
+
+
+def convolves_with_onednn(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> bool:
+    """Whether the CPU runs this convolution, of fake tensors, by oneDNN.
+
+    Which kernel it takes depends on dtype, sizes, threads and processor
+    (ATen/native/Convolution.cpp, ``use_mkldnn``): torch is asked, with tensors that nobody fills.
+    """
+    kinds: Any = getattr(torch._C, "_ConvBackend")  # noqa: B009, the stubs call it otherwise
+    with _disable_current_modes():
+        chosen = torch._C._select_conv_backend(
+            *(
+                torch.empty_strided(_examples(t.shape), _examples(t.stride()), dtype=t.dtype)
+                for t in (input, weight)
+            ),
+            bias=None,
+            bias_sizes=bias_sizes,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            transposed=transposed,
+            output_padding=output_padding,
+            groups=groups,
+        )
+    # between the two lies the transposed one, which has no name here
+    return bool(kinds.Mkldnn.value <= chosen.value <= kinds.MkldnnEmpty.value)
+
+
+def _examples(sizes: Sequence[Any]) -> list[int]:
+    """What open sizes are in the example call; asking for their values would close them."""
+    return [n.node.hint if isinstance(n, torch.SymInt) else n for n in sizes]
 
 
 def fake_view(

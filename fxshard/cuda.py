@@ -529,6 +529,8 @@ AS_ON_META: tuple[OpOverload, ...] = (
 class CudaFakeMode(KernelFakeMode):
     """Fake tensors that are on the CPU and get the results that those on CUDA get."""
 
+    on_cpu = False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is rng.get_rng_state:
             with self:

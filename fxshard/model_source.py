@@ -148,9 +148,14 @@ def load(args: argparse.Namespace, device: str) -> Call:
 
 
 def _with_tokens(model: nn.Module, batch: int, seq: int) -> Call:
-    """A call with token ids, int64 [batch, seq]; a transformers model gets them as labels too."""
+    """A call with token ids, int64 [batch, seq]; a transformers model gets them as labels too.
+
+    They are drawn from as many as the smallest embedding has; 0 where there is none.
+    """
     device = next((p.device for p in model.parameters()), None)
-    tokens = torch.zeros(batch, seq, dtype=torch.int64, device=device)
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    most = min((table.num_embeddings for table in tables), default=1)
+    tokens = torch.randint(most, (batch, seq), device=device)
     if type(model).__module__.startswith("transformers."):
         return model, (), {"input_ids": tokens, "labels": tokens.clone()}
     return model, (tokens,), {}

@@ -65,10 +65,10 @@ class Difference:
     """One tensor of the compiled program beside eager's.
 
     Attributes:
-        kind: "output", "loss", "gradient", "input gradient", "buffer" or "input" (one that forward
-            writes into).
+        kind: "output", "loss", "gradient", "input gradient", "buffer", "input" (one that forward
+            writes into) or "parameter" (behind the optimizer's step).
         name: FQN of a parameter or buffer; path of an output or input in what the model takes or
-            returns. Of several micro-batches, with the number behind it.
+            returns. Of several micro-batches, ranks or steps, with the number behind it.
         verdict: "bitwise", "close" or "wrong"; the module's docstring defines them.
         max_abs: largest difference of an element; inf where one side has none, or no number.
         max_rel: that over eager's largest finite absolute value.
@@ -181,7 +181,7 @@ def beside_eager(work: Workload) -> Numerics:
         rows = [difference(key, ours.get(key), eager.get(key), coarsest) for key in keys]
         if any(row.verdict == "wrong" and math.isfinite(row.max_abs) for row in rows):
             exact = _exact(work, program, eager, coarsest)
-            rows = [_judged(row, eager, exact) for row in rows]
+            rows = [judged(row, eager, exact) for row in rows]
     return Numerics(tuple(rows))
 
 
@@ -252,7 +252,7 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _judged(row: Difference, eager: Seen, exact: Seen | None) -> Difference:
+def judged(row: Difference, eager: Seen, exact: Seen | None) -> Difference:
     """`row`, close if it differs as eager itself does from the exact value."""
     key = (row.kind, row.name)
     if row.verdict != "wrong" or exact is None or key not in exact or math.isinf(row.max_abs):
@@ -294,15 +294,15 @@ def _compiled(work: Workload) -> tuple[Seen, Program]:
     seen: Seen = {}
     for i in range(work.micro_batches):
         waits = work.no_sync and i < work.micro_batches - 1
-        call = _own(work.call)
+        call = own(work.call)
         with model.no_sync() if waits else contextlib.nullcontext():
             program = runtime.variant(*call).program
             torch.manual_seed(SEED + i)
-            seen |= _forward_backward(model, call, work, program, i)
+            seen |= forward_backward(model, call, work, program, i)
     for fqn, param in model.named_parameters():
         if param.grad is not None:
-            seen["gradient", fqn] = _plain(param.grad)
-    return seen | runtime.stepped | _buffers(model), program
+            seen["gradient", fqn] = plain(param.grad)
+    return seen | runtime.stepped | buffers_of(model), program
 
 
 # -- the eager step --------------------------------------------------------------------------------
@@ -315,28 +315,28 @@ def _eager(module: nn.Module, work: Workload, program: Program, units: tuple[Uni
     """
     params = {p.fqn: (p, unit) for unit in units for p in (*unit.params, *unit.ignored)}
     named = dict(module.named_parameters())
-    _cast(module, units)
+    cast_state(module, units)
     seen: Seen = {}
     for i in range(work.micro_batches):
-        call = _own(work.call)
+        call = own(work.call)
         torch.manual_seed(SEED + i)
         with precision.casting(module, units):
-            seen |= _forward_backward(_as_root(module, units), call, work, program, i)
+            seen |= forward_backward(as_root(module, units), call, work, program, i)
         last = i == work.micro_batches - 1
         for fqn, param in named.items():
             grad, param.grad = param.grad, None
             key = "gradient", fqn
             if grad is not None:
-                reduced = _as_reduced(_plain(grad), *params[fqn], work)
+                reduced = _as_reduced(plain(grad), *params[fqn], work)
                 if not work.no_sync:
-                    reduced = _as_left(reduced, *params[fqn])
+                    reduced = as_left(reduced, *params[fqn])
                 seen[key] = seen[key] + reduced if key in seen else reduced
             if last and key in seen:
-                seen[key] = _as_left(seen[key], *params[fqn])
-    return seen | _buffers(module)
+                seen[key] = as_left(seen[key], *params[fqn])
+    return seen | buffers_of(module)
 
 
-def _cast(module: nn.Module, units: tuple[Unit, ...]) -> None:
+def cast_state(module: nn.Module, units: tuple[Unit, ...]) -> None:
     """Parameters and buffers of `module` in the dtypes that their units compute with."""
     for unit in units:
         for param in unit.params:
@@ -348,7 +348,7 @@ def _cast(module: nn.Module, units: tuple[Unit, ...]) -> None:
         module.get_submodule(path)._buffers[key] = buffers[name].to(dtype)
 
 
-def _as_root(module: nn.Module, units: tuple[Unit, ...]) -> Callable[..., Any]:
+def as_root(module: nn.Module, units: tuple[Unit, ...]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = precision.root_inputs(units, (args, kwargs))
         return precision.root_output(units, module(*args, **kwargs))
@@ -369,7 +369,7 @@ def _as_reduced(grad: Tensor, param: Param, unit: Unit, work: Workload) -> Tenso
     return grad
 
 
-def _as_left(grad: Tensor, param: Param, unit: Unit) -> Tensor:
+def as_left(grad: Tensor, param: Param, unit: Unit) -> Tensor:
     """In the dtype of ``.grad``."""
     return grad if unit.precision.keep_low_precision_grads else grad.to(param.dtype)
 
@@ -377,7 +377,7 @@ def _as_left(grad: Tensor, param: Param, unit: Unit) -> Tensor:
 # -- what both do ----------------------------------------------------------------------------------
 
 
-def _forward_backward(
+def forward_backward(
     model: Callable[..., Any], call: Call, work: Workload, program: Program, number: int
 ) -> Seen:
     """One micro-batch: what it leaves beside gradients of parameters and buffers."""
@@ -399,22 +399,23 @@ def _forward_backward(
         is_loss = work.loss is None and any(leaf is r and leaf.dim() == 0 for r in roots)
         if isinstance(leaf, (Tensor, bool, int, float, complex)):
             kind = "loss" if is_loss else "output"
-            seen[kind, f"{name}{behind}"] = _plain(torch.as_tensor(leaf))
+            seen[kind, f"{name}{behind}"] = plain(torch.as_tensor(leaf))
     if work.loss is not None:
         value = work.loss(out)
-        seen["loss", f"loss{behind}"] = _plain(value)
-        value.backward()
+        seen["loss", f"loss{behind}"] = plain(value)
+        if value.requires_grad:
+            value.backward()
     elif roots:
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
     for name, (leaf, before) in inputs.items():
         if leaf.grad is not None:
-            seen["input gradient", name] = _plain(leaf.grad)
+            seen["input gradient", name] = plain(leaf.grad)
         if not torch.equal(_bits(leaf.detach()), _bits(before)):
-            seen["input", name] = _plain(leaf)
+            seen["input", name] = plain(leaf)
     return seen
 
 
-def _own(call: Call) -> Call:
+def own(call: Call) -> Call:
     """The batch in tensors of its own, which share storages as the caller's do."""
     leaves, spec = compat.tree_flatten(call)
     tensors = {id(leaf): leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)}
@@ -427,11 +428,11 @@ def _own(call: Call) -> Call:
     return args, kwargs
 
 
-def _buffers(module: nn.Module) -> Seen:
-    return {("buffer", name): _plain(buffer) for name, buffer in module.named_buffers()}
+def buffers_of(module: nn.Module) -> Seen:
+    return {("buffer", name): plain(buffer) for name, buffer in module.named_buffers()}
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def plain(tensor: Tensor) -> Tensor:
     """A dense copy that stays as it is."""
     tensor = tensor.detach()
     return (tensor if tensor.layout is torch.strided else tensor.to_dense()).clone()
@@ -442,15 +443,17 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def _exact(work: Workload, program: Program, eager: Seen, computed_in: torch.dtype) -> Seen | None:
     """The eager step in fp64; None if the model does not run so, or eager's own is not near it."""
-    units = tuple(
-        dataclasses.replace(unit, params=tuple(map(_wide, unit.params)), precision=Precision())
-        for unit in program.units
-    )
     work = dataclasses.replace(work, call=precision.cast_floating(work.call, torch.float64))
     try:
-        exact = _eager(copy.deepcopy(work.module).double(), work, program, units)
+        module = copy.deepcopy(work.module).double()
+        exact = _eager(module, work, program, widened(program.units))
     except Exception:  # a model may insist on a dtype in any way; then there is no such run
         return None
+    return agreeing(exact, eager, computed_in)
+
+
+def agreeing(exact: Seen, eager: Seen, computed_in: torch.dtype) -> Seen | None:
+    """`exact`, if all that eager computed agrees with it to half of the digits of a dtype."""
     largest: dict[str, float] = {}
     for (kind, _), tensor in exact.items():
         largest[kind] = max(largest.get(kind, 0.0), largest_value(tensor))
@@ -463,6 +466,14 @@ def _exact(work: Workload, program: Program, eager: Seen, computed_in: torch.dty
         if largest_difference(tensor, exact[key]) > half * largest[key[0]]:
             return None
     return exact
+
+
+def widened(units: tuple[Unit, ...]) -> tuple[Unit, ...]:
+    """The units, with everything in fp64."""
+    return tuple(
+        dataclasses.replace(unit, params=tuple(map(_wide, unit.params)), precision=Precision())
+        for unit in units
+    )
 
 
 def _wide(param: Param) -> Param:

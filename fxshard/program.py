@@ -120,10 +120,12 @@ class Signature:
         tensor_inputs: flat positions that hold tensors, in order.
         outputs: per flat output: None where a tensor or a size comes, else ``(constant,)``.
         input_names, output_names: readable paths, for messages.
-        tangents: flat output indices whose gradient backward takes.
+        tangents: flat output indices whose gradient backward takes. Of a tensor that is returned
+            twice, the last: there autograd brings its gradient.
         training: True if the program has a backward.
         differentiable: flat output indices that need a gradient in eager; the others leave
             autograd.
+        repeats: flat output index, and the first one that holds the very same tensor.
     """
 
     in_spec: TreeSpec
@@ -136,6 +138,7 @@ class Signature:
     tangents: tuple[int, ...]
     training: bool
     differentiable: tuple[int, ...] = ()
+    repeats: tuple[tuple[int, int], ...] = ()
 
     @property
     def computed_outputs(self) -> tuple[int, ...]:

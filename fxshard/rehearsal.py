@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 from collections.abc import Iterator
@@ -11,12 +12,30 @@ from typing import Any
 import torch
 
 from fxshard import compat
+from fxshard.executor import Executor, TracedExecutor
 from fxshard.memory.category import Category
 from fxshard.memory.optimizer import make_optimizer
-from fxshard.memory.tracker import Measured, Tracker
-from fxshard.module import FxshardModule
+from fxshard.memory.tracker import Measured, Tracker, WatchedWorld
+from fxshard.mesh import grid, mesh_of, world_over
+from fxshard.module import FxshardModule, sharded
 from fxshard.plans import Workload
 from fxshard.program import Program
+from fxshard.units import configured_units
+
+
+def tracked(work: Workload, steps: int) -> list[Measured]:
+    """Train a copy of the model on this rank of the default process group; what was measured."""
+    tracker = Tracker(offloaded=work.config.offload is not None)
+    module, config = copy.deepcopy(work.module), work.config
+    units = configured_units(module, config)
+    world = world_over(mesh_of(module, config, grid(work.world_size, config)), config, units)
+
+    def make_executor(program: Program, world: Any) -> Executor:
+        return TracedExecutor(program, WatchedWorld(world, tracker), tracker)
+
+    model = sharded(module, units, world, config, make_executor)
+    tracked_steps(model, work, tracker, steps)
+    return tracker.measured()
 
 
 def tracked_steps(model: FxshardModule, work: Workload, tracker: Tracker, steps: int) -> None:
@@ -77,8 +96,8 @@ def _forward_backward(
     out = model(*args, **kwargs)
     leaves, _ = compat.tree_flatten(out)
     roots = [leaves[i] for i in program.signature.tangents]
-    if work.loss is None:
-        tracker.begin("loss backward")
+    if work.loss is None or not program.signature.training:
+        tracker.begin("loss backward")  # of nothing, where no output needs a gradient
         tangents = [torch.ones_like(root) for root in roots]
         torch.autograd.backward(roots, tangents)
         return

@@ -327,6 +327,12 @@ def stride_like(tensor: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
+def lies_as(tensor: Tensor, stride: Sequence[Any]) -> bool:
+    """True if `tensor` has these strides, where it has more than one element."""
+    sides = zip(tensor.shape, tensor.stride(), stride, strict=True)
+    return all(size == 1 or mine == theirs for size, mine, theirs in sides)
+
+
 def depends_on_data(node: fx.Node) -> bool:
     """True if a size of `node` is that of what the model found in its data: its fake is made up."""
     sizes = (size for each in node.meta.get(LAYOUT, ()) for side in each for size in side)

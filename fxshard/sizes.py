@@ -1,4 +1,8 @@
-"""Sizes: bytes as text ("80GiB" -> bytes, bytes -> "80.00 GiB"), and numbers that users give."""
+"""Sizes: bytes as text, and numbers that users give.
+
+"80GiB" are 80 * 2**30 bytes, "80GB" are 80 * 10**9, as on a GPU's box; what is printed is in powers
+of 2: "74.51 GiB".
+"""
 
 from __future__ import annotations
 
@@ -10,20 +14,27 @@ from typing import Any
 from fxshard.errors import ConfigError
 
 SIZES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(B|KiB|MiB|GiB|TiB)?\s*")
+_UNITS = {
+    **SIZES,
+    "TiB": 2**40,
+    **{"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
+}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([KMGT]i?B|B)?\s*")
 
 
 def parse_bytes(size: int | str) -> int:
-    """Bytes of 123, "123", "80GiB", "512 MiB".
+    """Bytes of 123, "123", "80GiB", "512 MiB", "80GB".
 
     Raises:
         ConfigError: not of that form.
     """
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     if match is not None:
-        return int(float(match[1]) * {**SIZES, "TiB": 2**40}[match[2] or "B"])
+        return int(float(match[1]) * _UNITS[match[2] or "B"])
     if isinstance(size, str) or not _is_integer(size):
-        raise ConfigError(f"{size!r} is no size; write bytes or for example '80GiB'.")
+        raise ConfigError(
+            f"{size!r} is no size; write bytes, '80GiB' (2**30 each) or '80GB' (10**9)."
+        )
     return int(size)
 
 

@@ -54,13 +54,14 @@ class Step(torch.autograd.Function):
         plain = [k for k in are_tensors if where[k] not in signature.differentiable]
         for k in plain:
             outputs[k] = outputs[k].detach()  # the same tensor may be a differentiable output too
+        ctx.places = {position: k for k, position in enumerate(where)}
+        _keep_identities(outputs, [(ctx.places[i], ctx.places[j]) for i, j in signature.repeats])
         ctx.mark_non_differentiable(*(outputs[k] for k in plain))
         returned = {id(outputs[k]) for k in are_tensors}
         # An output that is saved too must not keep its own autograd node alive.
         ctx.saved = [[t.detach() if id(t) in returned else t for t in rank] for rank in saved]
         ctx.exposed = _exposed(outputs, ctx.saved)
         ctx.call, ctx.batch = call, batch
-        ctx.places = {position: k for k, position in enumerate(where)}
         ctx.versions = _versions(call, batch)
         ctx.shapes = {k: outputs[k].shape for k in are_tensors}
         return tuple(outputs)
@@ -118,6 +119,22 @@ class Step(torch.autograd.Function):
         with call.runtime.as_traced(), _whole_or_refused(call):
             results = call.variant.executor.backward(args)
         return (None, *_gradients(call, results, len(batch), unused | reach.unused()))
+
+
+def _keep_identities(outputs: list[Any], repeats: Sequence[tuple[int, int]]) -> None:
+    """Where eager returns one tensor twice, so do we, and nowhere else: graphs merge equal values.
+
+    Autograd brings the gradients of one tensor, summed up, to the last place that it is returned
+    at; two that share memory have a gradient each.
+    """
+    again = dict(repeats)
+    seen: set[int] = set()
+    for k, output in enumerate(outputs):
+        if k in again:
+            outputs[k] = outputs[again[k]]
+        elif isinstance(output, Tensor) and id(output) in seen:
+            outputs[k] = output.detach()
+        seen.add(id(outputs[k]))
 
 
 @contextlib.contextmanager
@@ -194,7 +211,7 @@ def _laid_out(grad: Tensor | None, node: fx.Node, shape: torch.Size) -> Tensor:
     """
     like = node.meta["val"]
     stride = like.stride() if like.shape == shape else shapes.stride_like(like, shape)
-    if grad is not None and grad.stride() == stride:
+    if grad is not None and shapes.lies_as(grad, stride):
         return grad
     made = torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
     return made.zero_() if grad is None else made.copy_(grad)

@@ -1,8 +1,9 @@
-"""Strides of fake results, where torch's fake kernels lay them out otherwise than its kernels.
+"""Fake results that must be right while the trace is made, where torch's fake kernels are not.
 
-Unlike what `fxshard.fakes` sets right behind the trace, these must be right while it is made:
-autograd writes views of them into the graph, and a view that the fake tensor allows may not exist
-of the real one. A test holds every rule against the kernel itself.
+Strides: autograd writes views of results into the graph, and a view that the fake tensor allows may
+not exist of the real one. Which results there are, and their sizes: the trace notes expressions of
+open sizes for them. What does not change the graph, `fxshard.fakes` sets right behind the trace. A
+test holds every rule against the kernel itself.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxshard.compat import FakeTensorMode
+from fxshard.compat import FakeTensorMode, convolves_with_onednn
 
 aten = torch.ops.aten
 
@@ -94,8 +95,75 @@ OPEN: dict[Any, Rule] = {
 }
 
 
+def without_input(args: tuple[Any, ...], result: Any) -> Any:
+    """No gradient of an input that needs none; fakes have one whatever the mask says.
+
+    Source: ``batch_norm_backward_cpu`` (ATen/native/Normalization.cpp), likewise on CUDA.
+    """
+    return result if args[9][0] else (None, *result[1:])
+
+
+def weight_and_bias(args: tuple[Any, ...], result: Any) -> Any:
+    """OneDNN computes the gradient of the weight along with that of the bias, asked for or not.
+
+    Source: ``mkldnn_convolution_backward`` (ATen/native/mkldnn/Conv.cpp).
+    """
+    given, (of_input, of_weight, of_bias) = args[:10], args[10]
+    if args[1].device.type != "cpu" or of_weight or not of_bias:
+        return result
+    if not convolves_with_onednn(*given[1:]):
+        return result
+    full = aten.convolution_backward.default(*given, [of_input, True, True])
+    return (result[0], *full[1:])
+
+
+def bags(args: tuple[Any, ...], result: Any) -> Any:
+    """What bags are kept with lies in storages that were made for one number more.
+
+    Source: ``_embedding_bag_cpu_impl_out``, ``make_offset2bag_out`` and ``make_bag_size_out``
+    (ATen/native/EmbeddingBag.cpp): made for all offsets, or with a last one, and resized. Sums of
+    plain rows (``is_fast_path``) keep no numbers of bags; of bf16 fakes have them.
+    """
+    weight, indices, offsets = args[:3]
+    if weight.device.type != "cpu":
+        return result
+    given = (*args, *(False, 0, False, None, False, -1)[len(args) - 3 :])
+    mode, of_each, has_last, padding = given[4], given[6], given[7], given[8]
+    is_plain = weight.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    is_plain &= weight.stride(1) == 1 and (of_each is None or of_each.stride(0) == 1)
+    if mode == 0 and is_plain and padding < 0:
+        numbers = indices.new_empty(0)
+    else:
+        numbers = indices.new_empty(indices.numel() + 1)[:-1]
+    sizes = offsets.new_empty(offsets.numel())
+    return (result[0], numbers, sizes[:-1] if has_last else sizes, result[3])
+
+
+def bags_alone(args: tuple[Any, ...], result: Any) -> Any:
+    """The same where no backward follows: sums keep what they do not need in full."""
+    output, numbers, sizes, most = bags(args, result)
+    is_sum = len(args) < 5 or args[4] == 0
+    if args[0].device.type == "cpu" and is_sum:
+        sizes, most = (args[2].new_empty(args[2].numel()) for _ in range(2))
+    return (output, numbers, sizes, most)
+
+
+RESULTS: dict[Any, Callable[[tuple[Any, ...], Any], Any]] = {
+    aten.native_batch_norm_backward.default: without_input,
+    aten.batch_norm_backward.default: without_input,
+    aten.convolution_backward.default: weight_and_bias,
+    aten._embedding_bag.default: bags,
+    aten._embedding_bag_forward_only.default: bags_alone,
+}
+
+
+OF_THE_CPU: tuple[Any, ...] = (weight_and_bias, bags, bags_alone)
+
+
 class KernelFakeMode(FakeTensorMode):
-    """Fake tensors with the strides that kernels give."""
+    """Fake tensors with the strides that kernels give, and as many results."""
+
+    on_cpu = True  # what is on the CPU stays there
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: Any = (), kwargs: Any = None
@@ -104,6 +172,10 @@ class KernelFakeMode(FakeTensorMode):
             with self:
                 return OPEN[func](args)
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        change = RESULTS.get(func)
+        if change is not None and (self.on_cpu or change not in OF_THE_CPU):
+            with self:
+                return change(args, result)
         if func not in RULES or not isinstance(result, Tensor):
             return result
         with self:

@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import functools
 import gc
+import inspect
 import logging
 import traceback
 import types
@@ -116,8 +117,13 @@ def capture(
         if not _is_worth(way, failures, symbols):
             continue
         try:
-            # All of its traces: what it logs, it logs once.
-            with as_users_own(model), hf.while_tracing(model), compat.unobserved():
+            # Around all of its traces: what the model and torch log, they log once.
+            with (
+                as_users_own(model),
+                hf.while_tracing(model),
+                compat.unobserved(),
+                _torch_silent(),
+            ):
                 return _captured(
                     *(model, args, kwargs, units, world_size, training, device, for_cuda, symbols),
                     *(every_tangent, way),
@@ -224,8 +230,9 @@ def _captured(
         input_names=names,
         output_names=call.out_names,
         tangents=call.tangents,
-        training=training,
+        training=training and bool(call.tangents),
         differentiable=call.differentiable,
+        repeats=call.repeats,
     )
     program = Program(
         graph=traced.graph,
@@ -451,7 +458,7 @@ def _rehearsal(prepared: _Prepared, runs: stamp.Runs) -> stamp.Rehearsal:
             outputs = call.forward(*fakes)
         recorder.finish(outputs)
     facts = [call.out_spec, call.out_names, call.out_constants, call.differentiable]
-    facts += [call.tangents, call.replaced]
+    facts += [call.tangents, call.repeats, call.replaced]
     if prepared.sizes is not None:
         facts.append(prepared.sizes.asked)
     return stamp.Rehearsal(recorder.lines, list(calls), facts, leaves)
@@ -509,6 +516,7 @@ class _Call(nn.Module):
         self.out_constants: tuple[tuple[Any] | None, ...] = ()
         self.differentiable: tuple[int, ...] = ()
         self.tangents: tuple[int, ...] = ()
+        self.repeats: tuple[tuple[int, int], ...] = ()
         self.replaced: tuple[str, ...] = ()
         self.counts: list[dict[tuple[int, str, Any], float]] = []  # before, and after each run
 
@@ -572,7 +580,12 @@ class _Call(nn.Module):
         wants = [i for i, v in enumerate(values) if is_tensor[i] and v.requires_grad and self.grad]
         scalars = [i for i in wants if values[i].dim() == 0]
         self.differentiable = tuple(wants)
-        self.tangents = tuple(wants if self.every_tangent else scalars or wants)
+        first = {id(v): i for i, v in reversed([*enumerate(values)]) if isinstance(v, torch.Tensor)}
+        self.repeats = tuple(
+            (i, first[id(v)]) for i, v in enumerate(values) if first.get(id(v), i) != i
+        )
+        begins = wants if self.every_tangent else scalars or wants
+        self.tangents = tuple({id(values[i]): i for i in begins}.values())  # the last of the same
         self.out_constants = tuple(
             None if computed[i] else (value,) for i, value in enumerate(values)
         )
@@ -746,15 +759,61 @@ def _failures_told(call: _Call) -> Iterator[None]:
                 f"tensor in __init__ (register_buffer), or empty the cache and call the model once "
                 f"before it is planned or compiled."
             ) from error
+        misfit = _misfit(call)
+        if isinstance(error, TypeError) and misfit:
+            raise CaptureError(
+                f"{type(call.model).__name__} cannot be called as {_called(call)}: {misfit}.\n"
+                f"Give the call to trace: args=(x,) for model(x), kwargs={{'name': y}} for "
+                f"model(name=y)."
+            ) from error
         text = (
             f"{type(call.model).__name__} cannot be traced ({type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else ''}){_user_line(error)}"
         )
         if ".numpy()" in str(error):
             text += "\nCompute it with torch, or outside of the model and pass it in."
+        text += f"\nThe call was {_called(call)}; args=(x,) stands for model(x)."
         if isinstance(error, (RuntimeError, TypeError)):  # others are the model's own
             raise _TracerError(text, from_data=False) from error
         raise CaptureError(text) from error
+
+
+def _misfit(call: _Call) -> str:
+    """What of the call the signature of forward does not take; "" if it takes all of it."""
+    args, kwargs = compat.tree_unflatten(call.flat, call.in_spec)
+    try:
+        inspect.signature(call.model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def _called(call: _Call) -> str:
+    """``model(float32[3, 4], labels=int64[3])``."""
+    args, kwargs = compat.tree_unflatten(call.flat, call.in_spec)
+    every = [_said(arg) for arg in args] + [f"{name}={_said(arg)}" for name, arg in kwargs.items()]
+    return f"model({', '.join(every)})"
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+
+@contextlib.contextmanager
+def _torch_silent() -> Iterator[None]:
+    """What torch raises while it traces is told once, by us: not in forty lines of its log too."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def drop(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR
+
+    logger.addFilter(drop)
+    try:
+        yield
+    finally:
+        logger.removeFilter(drop)
 
 
 def _kept(model: nn.Module) -> str:

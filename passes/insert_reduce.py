@@ -64,6 +64,9 @@ class InsertReduce:
     def apply(self, program: Program) -> None:
         if not program.signature.training:
             return
+        reductions = (ops.reduce_scatter, ops.all_reduce, ops.comm_hook, ops.store)
+        if any(node.target in reductions for node in program.graph.nodes):
+            raise ValueError("gradients are reduced already")
         grads = {
             result.name: value
             for result, value in zip(program.results, program.values, strict=True)

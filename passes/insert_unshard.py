@@ -58,13 +58,16 @@ class InsertUnshard:
         }
         shards: dict[str, fx.Node] = {}
         for param in program.params.values():
+            if param.fqn not in wholes:
+                raise ValueError(f"parameter {param.fqn!r} does not come in whole: it is sharded")
             shards[param.fqn] = add_shard(program, param, wholes[param.fqn])
             if lies_ready(program, param):
                 replace(program, wholes.pop(param.fqn), shards[param.fqn], ("forward", "backward"))
         sources = {fqn: Source(node, program.world_size) for fqn, node in shards.items()}
         order = {node: i for i, node in enumerate(program.graph.nodes)}
         entries = first_nodes(program)
-        pair = 0
+        pairs = (meta.get(node).pair for node in program.graph.nodes)
+        pair = 1 + max((number for number in pairs if number is not None), default=-1)
         for phase in PHASES:
             for at, params, packed in first_reads(program, phase, wholes, order, entries):
                 unit = program.units[params[0].unit]

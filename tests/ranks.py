@@ -26,7 +26,7 @@ _context.set_forkserver_preload(
         "torch.distributed.fsdp",
         "torch.distributed.tensor",
         "transformers.models.llama.modeling_llama",
-        "fxshard",
+        "fxshard.api",
     ]
 )
 # Each process group of gloo has three threads, one of which wakes a hundred times a second, and

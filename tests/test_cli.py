@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import fxshard
-from fxshard import cli, model_source
+from fxshard import cli, commands, model_source
 from fxshard.memory.category import CATEGORIES
 
 LLAMA = ("--hf-config", "tiny-llama", "--seq", "8", "--world-size", "2")
@@ -51,6 +51,15 @@ class Tokens(nn.Module):
 
 def blocks() -> Any:
     return nn.Sequential(Block(), Block()), (torch.ones(4, 8),), {}
+
+
+def of_a_function() -> Any:
+    """A model that cannot be pickled."""
+
+    class Local(Block):
+        pass
+
+    return nn.Sequential(Local()), (torch.ones(4, 8),), {}
 
 
 def tokens() -> nn.Module:
@@ -205,7 +214,7 @@ def test_progress_is_shown_on_a_terminal_only() -> None:
         out = io.StringIO()
         console = Console(file=out, force_terminal=terminal, width=80)
         before = set(threading.enumerate())  # pytest-timeout has a timer of its own
-        with cli.progress("planning", console, patience) as say:
+        with commands.progress("planning", console, patience) as say:
             for thread in set(threading.enumerate()) - before:
                 if isinstance(thread, threading.Timer) and not patience:
                     thread.join(10)
@@ -296,16 +305,16 @@ def test_estimate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 
 def test_validate(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "validate", *LLAMA)
+    code, out, _ = run(capsys, "validate", *LLAMA, "--ranks", "fake")
     assert code == 0
     assert "largest difference 0 bytes" in out and "Peak Forward" in out
     assert "After Pre-Forward" not in out
-    _, everything, _ = run(capsys, "validate", *LLAMA, "--all", "--steps", "1")
+    _, everything, _ = run(capsys, "validate", *LLAMA, "--ranks", "fake", "--all", "--steps", "1")
     assert "After Pre-Forward" in everything and "model.layers.1.mlp.up_proj" in everything
 
 
 def test_validate_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "validate", *BLOCKS, "--json")
+    code, out, _ = run(capsys, "validate", *BLOCKS, "--ranks", "fake", "--json")
     said = json.loads(out)
     assert code == 0 and said["max_abs_difference"] == 0
     assert said["static_peak_bytes"] == said["measured_peak_bytes"] > 0
@@ -323,7 +332,7 @@ def test_validate_fails_on_a_difference(
 
     true_validate = fxshard.validate
     monkeypatch.setattr(fxshard, "validate", wrong)
-    code, out, _ = run(capsys, "validate", *BLOCKS)
+    code, out, _ = run(capsys, "validate", *BLOCKS, "--ranks", "fake")
     assert code == 1
     assert "123,456,789" in out  # a cell that differs is shown, wherever it is
 
@@ -391,6 +400,34 @@ def test_python_m_fxshard() -> None:
     assert all(command in done.stdout for command in commands)
 
 
+def test_what_there_is_is_told_without_torch() -> None:
+    """Importing it takes seconds."""
+    told = (
+        "import sys, fxshard.cli; code = 0\ntry: fxshard.cli.main(['--help'])\nexcept SystemExit: "
+    )
+    told += "pass\nassert 'torch' not in sys.modules and 'Plan' in dir(fxshard)"
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    assert "validate" in done.stdout
+
+
+def test_validate_starts_ranks_where_it_can(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "validate", *BLOCKS, "--optimizer", "sgd")
+    assert (code, err) == (0, "")
+    assert "largest difference 0 bytes" in out and "on 2 gloo ranks" in out
+    assert "bitwise equal to eager PyTorch's" in out
+
+
+def test_validate_says_why_it_starts_no_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ("--model", "tests.test_cli:of_a_function", "--world-size", "2")
+    code, out, err = run(capsys, "validate", *model)
+    assert code == 0 and "largest difference 0 bytes" in out and "gloo" not in out
+    assert err.startswith("fxshard: not on real ranks: the model cannot be sent")
+    code, _, err = run(capsys, "validate", *model, "--ranks", "processes")
+    assert code == 2 and "the model cannot be sent" in err
+    code, out, _ = run(capsys, "validate", *BLOCKS[:2], "--world-size", "9")
+    assert code == 0 and "gloo" not in out
+
+
 def test_strategies_and_policies_matter(capsys: pytest.CaptureFixture[str]) -> None:
     def report(*more: str) -> dict[str, Any]:
         code, out, err = run(capsys, "report", *LLAMA, "--json", *more)
@@ -419,6 +456,6 @@ def test_validate_of_micro_batches_on_a_grid(capsys: pytest.CaptureFixture[str])
     grid = ("--strategy", "hybrid_shard", "--world-size", "2x2", "--bf16")
     code, out, _ = run(
         capsys, "validate", "--model", "tests.test_cli:blocks", *grid, "--micro-batches", "2",
-        "--no-sync",
+        "--no-sync", "--ranks", "fake",
     )  # fmt: skip
     assert code == 0 and "largest difference 0 bytes" in out

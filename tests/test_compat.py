@@ -158,6 +158,58 @@ def test_interpolation_is_traced_as_one_kernel_each_way(mode: str, dims: int, ke
     assert not [t for t in targets if "index" in t], "interpolation is decomposed"
 
 
+def test_gradients_of_outputs_are_traced_dense_and_alone() -> None:
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+            y = x * self.gain
+            parts = [y[:, ::2], y.t(), y[1:]]
+            return [aten._unsafe_view(part, part.shape) for part in parts]
+
+    with compat.FakeTensorMode(), torch.enable_grad():
+        _, sources, _ = joint = compat.export_joint(Parts(), (torch.ones(4, 6),))
+    places = joint[0].graph.find_nodes(op="placeholder")
+    both = zip(places, sources, strict=True)
+    tangents = [n.meta["val"] for n, desc in both if compat.input_source(desc)[0] == "tangent"]
+    assert [t.stride() for t in tangents] == [(3, 1), (1, 6), (6, 1)]
+    sizes = [t.untyped_storage().nbytes() for t in tangents]
+    assert sizes == [4 * t.numel() for t in tangents], "a gradient is traced as a part of an output"
+
+
+def test_a_function_gets_the_gradient_of_a_repeated_output_at_its_last_place() -> None:
+    arrived: list[list[bool]] = []
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Any:
+            ctx.set_materialize_grads(False)
+            y, z = x * 2, x * 3
+            return y, z, y
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> Any:
+            arrived.append([grad is not None for grad in grads])
+            return grads[2]
+
+    a, _, b = Twice.apply(torch.ones(3, requires_grad=True))
+    assert a is b
+    (a.sum() + b.sum()).backward()
+    assert arrived == [[False, False, True]]
+
+
+def test_which_convolutions_onednn_takes() -> None:
+    """Of fake tensors too, under their mode; torch names them, but for the transposed one."""
+    with compat.FakeTensorMode():
+        x, weight = torch.ones(16, 4, 5, 5), torch.ones(4, 4, 3, 3)
+        how: Any = ([4], [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+        assert compat.convolves_with_onednn(x, weight, *how)
+        assert compat.convolves_with_onednn(x, weight, *how[:4], True, [0, 0], 1)
+        assert not compat.convolves_with_onednn(x.double(), weight.double(), *how)
+
+
 def test_metadata_of_forward_reaches_the_nodes(joint: Joint) -> None:
     nodes = {n.target: n for n in joint[0].graph.nodes if n.op == "call_function"}
     stack = {"": ("Linear",)}

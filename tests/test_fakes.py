@@ -204,3 +204,113 @@ def test_static_equals_measured(build: type[nn.Module], shape: tuple[int, ...]) 
     torch.manual_seed(0)
     result = fxshard.validate(build(), (torch.randn(shape),), world_size=2)
     assert result.max_abs_difference == 0, result.table(only_different=True)
+
+
+def told_of(op: Any, *args: Any) -> tuple[list[Any], list[Any]]:
+    """dtype, sizes and bytes of each result, None where there is none: of the kernel, of a fake."""
+    mode = KernelFakeMode()
+    with mode:
+        made = op(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args))
+
+    def told(results: Any) -> list[Any]:
+        return [
+            t if t is None else (t.dtype, t.numel(), t.untyped_storage().nbytes()) for t in results
+        ]
+
+    return told(op(*args)), told(made)
+
+
+def backwards(dtype: Any) -> dict[Any, tuple[Any, ...]]:
+    """Kernels that are told which results are wanted: what they take in front of that."""
+    x, weight = torch.randn(2, 4, 3, 3, dtype=dtype), torch.ones(4, dtype=dtype)
+    rows = torch.ones(3, dtype=dtype)
+    _, *of_groups = aten.native_group_norm(x, weight, weight, 2, 4, 9, 2, 1e-5)
+    _, *of_layers = aten.native_layer_norm(x, [3], rows, rows, 1e-5)
+    return {
+        aten.native_batch_norm_backward: (x, x, weight, None, None, weight, weight, True, 1e-5),
+        aten.native_group_norm_backward: (x, x, *of_groups, weight, 2, 4, 9, 2),
+        aten.native_layer_norm_backward: (x, x, [3], *of_layers, rows, rows),
+        aten.grid_sampler_2d_backward: (x, x, torch.rand(2, 3, 3, 2, dtype=dtype), 0, 0, False),
+    }
+
+
+@pytest.mark.parametrize("op", backwards(FP32), ids=str)
+@pytest.mark.parametrize("dtype", [FP32, torch.float64])
+def test_masks_of_backward_kernels(op: Any, dtype: Any) -> None:
+    args = backwards(dtype)[op]
+    wanted = len(op.default._schema.returns)
+    for mask in itertools.product([True, False], repeat=wanted):
+        kernel, fake = told_of(op.default, *args, list(mask))
+        assert fake == kernel, mask
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [FP32, BF16, torch.float64])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("kernel", [1, 2])
+def test_masks_of_convolutions(dims: int, kernel: int, dtype: Any, threads: int) -> None:
+    """oneDNN gives the gradient of the weight with that of the bias, whatever the mask says."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    x = torch.randn(2, 4, *[4] * dims, dtype=dtype)
+    weight = torch.randn(4, 4, *[kernel] * dims, dtype=dtype)
+    steps, none = [1] * dims, [0] * dims
+    for is_transposed, mask in itertools.product(
+        [False, True], itertools.product([True, False], repeat=3)
+    ):
+        how = (steps, none, steps, is_transposed, none, 1)
+        grad = aten.convolution(x, weight, None, *how)
+        kernels, fake = told_of(
+            *(aten.convolution_backward.default, grad, x, weight, [4], *how, list(mask))
+        )
+        assert fake == kernels, mask
+    torch.set_num_threads(before)
+
+
+BAGS = [aten._embedding_bag.default, aten._embedding_bag_forward_only.default]
+
+
+@pytest.mark.parametrize("op", BAGS, ids=str)
+@pytest.mark.parametrize("mode", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [FP32, BF16, torch.float64])
+def test_what_bags_are_kept_with(op: Any, mode: int, dtype: Any) -> None:
+    offsets = torch.tensor([0, 2, 3, 4])
+    for count, has_last, padding, of_each in itertools.product(
+        [4, 12], [False, True], [-1, 0], [False, True] if mode == 0 else [False]
+    ):
+        rows, ids = torch.randn(5, 4, dtype=dtype), torch.zeros(count, dtype=torch.long)
+        each = torch.ones(count, dtype=dtype) if of_each else None
+        kernel, fake = told_of(
+            *(op, rows, ids, offsets, False, mode, False, each, has_last, padding)
+        )
+        assert fake == kernel, (count, has_last, padding, of_each)
+
+
+IMAGE, ROWS = torch.randn(2, 4, 3, 3), torch.randn(3, 4)
+FIRST: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "batch norm": (lambda: nn.BatchNorm2d(4), IMAGE),
+    "batch norm, eval": (lambda: nn.BatchNorm2d(4).eval(), IMAGE),
+    "batch norm, untracked": (lambda: nn.BatchNorm1d(4, track_running_stats=False), ROWS),
+    "batch norm, frozen weight": (lambda: frozen(nn.BatchNorm1d(4), "weight"), ROWS),
+    "instance norm": (lambda: nn.InstanceNorm2d(4, affine=True), IMAGE),
+    "behind a frozen stem": (
+        lambda: nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.BatchNorm1d(4), nn.Tanh()),
+        ROWS,
+    ),
+    "convolution, frozen weight": (lambda: frozen(nn.Conv2d(4, 6, 2), "weight"), IMAGE),
+    "transposed, frozen weight": (lambda: frozen(nn.ConvTranspose2d(4, 6, 2), "weight"), IMAGE),
+    "bags": (lambda: nn.EmbeddingBag(5, 4, mode="max"), torch.zeros(4, 3, dtype=torch.long)),
+    "bags, fp64": (lambda: nn.EmbeddingBag(5, 4).double(), torch.zeros(1, 2, dtype=torch.long)),
+}
+
+
+def frozen(module: nn.Module, name: str) -> nn.Module:
+    module.get_parameter(name).requires_grad_(False)
+    return module
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_first_layers_are_as_measured(name: str) -> None:
+    build, x = FIRST[name]
+    result = fxshard.validate(build(), (x,), world_size=2)
+    assert result.max_abs_difference == 0, result.table(only_different=True)

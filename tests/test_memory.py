@@ -4,14 +4,19 @@
 sees what neither can (inside kernels) and is torch's own.
 """
 
+import copy
 import functools
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import fxshard
+from fxshard.compat import tree_flatten
 from fxshard.errors import ConfigError
 from fxshard.memory.category import Category, State
 from fxshard.memory.report import DoesNotFitError
@@ -149,3 +154,69 @@ def test_planning_leaves_no_trace_in_memory_or_model() -> None:
     )
     assert peak < 512 * 512 * 4
     assert all(model.get_parameter(name) is param for name, param in params.items())
+
+
+RETURNS: dict[str, Callable[[Tensor, Any], Any]] = {
+    "twice": lambda h, net: (h, h),
+    "twice, and another": lambda h, net: {"a": h, "b": [h * 2, h], "c": h},
+    "an alias": lambda h, net: (h, h.view_as(h)),
+    "a detached one": lambda h, net: (h, h.detach(), h),
+    "a column": lambda h, net: (h, h[:, 0]),
+    "every second": lambda h, net: h[:, ::2],
+    "rows": lambda h, net: h[1:],
+    "halves": lambda h, net: h.chunk(2),
+    "transposed": lambda h, net: (h, h.t()),
+    "diagonal": lambda h, net: h.diagonal(),
+    "expanded": lambda h, net: h.mean().expand(3),
+    "windows": lambda h, net: h.unfold(1, 2, 1),
+    "the weight": lambda h, net: (h, net.lin.weight),
+    "one column": lambda h, net: torch.linalg.solve_triangular(h.t() @ h, h.t()[:, :1], upper=True),
+}
+
+
+class Returns(nn.Module):
+    """A linear layer and what is made of its output; f32[3, 4] -> tensors that share memory."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.lin, self.how = nn.Linear(4, 4), how
+
+    def forward(self, x: Tensor) -> Any:
+        return RETURNS[self.how](self.lin(x), self)
+
+
+def total(out: Any) -> Tensor:
+    leaves, _ = tree_flatten(out)
+    return sum((leaf.square().sum() for leaf in leaves if leaf.requires_grad), torch.zeros(()))
+
+
+@pytest.mark.parametrize("loss", [None, total], ids=["ones", "loss"])
+@pytest.mark.parametrize("how", RETURNS)
+def test_outputs_that_share_memory(how: str, loss: Any) -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    result = fxshard.validate(Returns(how), (x,), world_size=2, loss=loss, numerics=True)
+    assert result.max_abs_difference == 0, result.table(only_different=True)
+    assert result.numerics is not None
+    assert result.numerics.verdict != "wrong", result.numerics.table()
+
+
+@pytest.mark.parametrize("how", RETURNS)
+def test_a_tensor_is_returned_twice_where_eager_does(how: str) -> None:
+    eager = Returns(how)
+    x = torch.randn(3, 4)
+    theirs, _ = tree_flatten(eager(x))
+    ours, _ = tree_flatten(fxshard.compile(copy.deepcopy(eager), world_size=2)(x))
+    pairs = [*itertools.combinations(range(len(theirs)), 2)]
+    assert [ours[i] is ours[j] for i, j in pairs] == [theirs[i] is theirs[j] for i, j in pairs]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "build", [lambda: nn.Linear(4, 4, bias=False), lambda: nn.PReLU(4)], ids=["linear", "prelu"]
+)
+def test_what_gradients_are_before_they_are_stored(build: Any, world_size: int) -> None:
+    """One rank reduces nothing: that a gradient goes to the CPU is all that tells it."""
+    result = fxshard.validate(
+        build(), (torch.randn(3, 4),), world_size=world_size, offload=CPUOffloadPolicy()
+    )
+    assert result.max_abs_difference == 0, result.table(only_different=True)

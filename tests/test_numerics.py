@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 import fxshard
-from fxshard import cli, meta
+from fxshard import cli, commands, meta
 from fxshard.config import Config
 from fxshard.numerics import RTOL, Numerics, difference
 from fxshard.pipeline import default_passes
@@ -370,9 +371,37 @@ def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert cli.main(["validate", *TINY, "--numerics", "--all"]) == 0
     assert "bitwise    gradient" in capsys.readouterr().out
     passes = with_fault("0.linear.bias", aten.neg.default)
-    monkeypatch.setattr(cli, "options", lambda args: {"passes": passes})
+    monkeypatch.setattr(commands, "options", lambda args: {"passes": passes})
     assert cli.main(["validate", *TINY, "--numerics", "--json"]) == 1
     rows = json.loads(capsys.readouterr().out)["numerics"]["rows"]
     assert "wrong" in {row["verdict"] for row in rows}
     assert cli.main(["validate", *TINY, "--numerics"]) == 1
     assert "1 wrong: gradient 0.linear.bias." in capsys.readouterr().out
+
+
+class Unused(nn.Module):
+    """Trainable parameters, none of which reaches what it returns; and integers, which cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4).requires_grad_(False)
+        self.unused = nn.Linear(4, 4)
+        self.numbers = nn.Parameter(torch.arange(4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) + self.numbers
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("loss", [None, torch.sum])
+def test_where_nothing_trains_there_is_no_backward(loss: Any, in_backward: bool) -> None:
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    options = {"optimizer": optimizer, "optimizer_in_backward": in_backward}
+    result = fxshard.validate(
+        Unused(), (torch.randn(3, 4),), world_size=2, loss=loss, numerics=True, **options
+    )
+    assert result.holds, result.table(only_different=True)
+    assert not result.numerics.of("wrong") and {phase for _, phase, _ in result.points} == {
+        "forward"
+    }
+    assert not fxshard.compile(Unused(), world_size=2)(torch.randn(3, 4)).requires_grad

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 import fxshard
 from fxshard import Plan, ops
-from fxshard.cli import excerpt
+from fxshard.commands import excerpt
 from fxshard.demo import claims
 from fxshard.demo.corpus import Corpus, bits, mean_bits_per_byte, read_corpus
 from fxshard.demo.recipe import Settings, checkpoint_state, train_step

@@ -7,9 +7,6 @@ import enum
 from typing import Any
 
 import numpy as np
-import torch
-
-aten = torch.ops.aten
 
 
 class Category(enum.Enum):
@@ -78,15 +75,3 @@ class Curve:
         """No byte at any of so many points."""
         zeros = np.zeros((points, len(CATEGORIES)), dtype=np.int64)
         return cls([0] * len(CATEGORIES), zeros, zeros)
-
-
-def is_reduce_copy(target: object, kwargs: dict[str, Any]) -> bool:
-    """True for the operators that copy a gradient into a form that can be sent.
-
-    By definition such a copy, when it is sent, is *Reduce Scatter*, and what it was copied from
-    is the *Unsharded Grad*.
-    """
-    if target in (aten._to_copy.default, aten.cat.default):
-        return True
-    contiguous = kwargs.get("memory_format") == torch.contiguous_format
-    return target is aten.constant_pad_nd.default or (target is aten.clone.default and contiguous)

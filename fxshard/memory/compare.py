@@ -55,6 +55,8 @@ class Validation:
         static_peak_bytes, measured_peak_bytes: largest over forward and backward of all steps.
         numerics: loss, gradients and buffers beside eager's, if they were asked for.
         unknown: why bytes cannot be predicted; "" if they are compared. Nothing is, otherwise.
+        peaks: with real ranks, what each of them has measured at most in forward and backward, in
+            bytes; cells, points and predictions are rank 0's, which needs the most.
     """
 
     cells: list[Cell]
@@ -63,6 +65,15 @@ class Validation:
     measured_peak_bytes: int
     numerics: Numerics | None = None
     unknown: str = ""
+    peaks: tuple[int, ...] = ()
+
+    @property
+    def holds(self) -> bool:
+        """True if all that was compared is as predicted: bytes, peaks of ranks, and numbers."""
+        if self.numerics is not None and self.numerics.verdict == "wrong":
+            return False
+        above = any(peak > self.static_peak_bytes for peak in self.peaks)
+        return bool(self.unknown) or not (self.max_abs_difference or above)
 
     @property
     def max_abs_difference(self) -> int:
@@ -105,12 +116,16 @@ class Validation:
         """One sentence."""
         if self.unknown:
             return f"Bytes are not compared: {self.unknown}"
-        return (
+        said = (
             f"{len(self.cells):,} cells (module x state x category) and every point of "
             f"{len(self.points)} phases compared: largest difference "
             f"{self.max_abs_difference} bytes; peak static {self.static_peak_bytes:,}, measured "
             f"{self.measured_peak_bytes:,} bytes."
         )
+        if not self.peaks:
+            return said
+        most = f"{max(self.peaks):,} bytes at most"
+        return f"{said} Measured on {len(self.peaks)} gloo ranks, each on its own batch: {most}."
 
 
 def compare(report: MemoryReport, steps: list[list[list[Measured]]]) -> Validation:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import fx
 
 from fxshard import meta, ops
-from fxshard.memory.category import Category, is_reduce_copy
+from fxshard.memory.category import Category
 from fxshard.program import Program, nbytes
+
+aten = torch.ops.aten
 
 
 def gradient_categories(program: Program) -> dict[int, Category]:
@@ -61,3 +66,15 @@ def accumulated_bytes(program: Program, fqn: str) -> int:
     param = program.params[fqn]
     precision = program.units[param.unit].precision
     return nbytes(param.shape, precision.reduce_dtype or param.compute_dtype)
+
+
+def is_reduce_copy(target: object, kwargs: dict[str, Any]) -> bool:
+    """True for the operators that copy a gradient into a form that can be sent.
+
+    By definition such a copy, when it is sent, is *Reduce Scatter*, and what it was copied from
+    is the *Unsharded Grad*.
+    """
+    if target in (aten._to_copy.default, aten.cat.default):
+        return True
+    contiguous = kwargs.get("memory_format") == torch.contiguous_format
+    return target is aten.constant_pad_nd.default or (target is aten.clone.default and contiguous)

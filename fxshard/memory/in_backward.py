@@ -72,8 +72,8 @@ def _record(
             shape = (len(param.rows(0, program.world_size)), *param.shape[1:])
             if fqn in program.wholes:
                 shape = param.shape
-            empty = torch.empty(shape, dtype=param.dtype, device=device)
-            shard = nn.Parameter(empty, param.requires_grad)
+            data = torch.empty(shape, dtype=param.dtype, device=device)
+            shard = nn.Parameter(data, param.requires_grad)
             params[fqn] = shard
             recorder.know(shard.untyped_storage())
         grads = {fqn: torch.empty_like(params[fqn]) for fqns in words for fqn in fqns}

@@ -27,8 +27,8 @@ from torch import fx, nn
 from fxshard import collector, meta, ops
 from fxshard.compat import tree_flatten
 from fxshard.memory import symbolic
-from fxshard.memory.category import Category, is_reduce_copy
-from fxshard.memory.gradients import accumulated_bytes, gradient_categories
+from fxshard.memory.category import Category
+from fxshard.memory.gradients import accumulated_bytes, gradient_categories, is_reduce_copy
 from fxshard.memory.ledger import BEFORE, LOSS, OPTIMIZER, Ledger, LiveRange, Moment
 from fxshard.memory.loss import LossStep
 from fxshard.memory.optimizer import OptimizerStep, Words

@@ -118,9 +118,14 @@ def trace_loss(
     ]
     flat: list[Any] = [constant[0] if constant else None for constant in signature.outputs]
     values: dict[int, Any] = {}
+    same = dict(
+        signature.repeats
+    )  # of a tensor that is returned twice, the last place stands for it
+    of_first = {same.get(position, position): position for position in signature.computed_outputs}
     for position, node in zip(signature.computed_outputs, computed, strict=True):
         if isinstance(node.meta["val"], torch.Tensor):
-            values[position] = node.meta["val"]
+            if of_first[same.get(position, position)] == position:
+                values[position] = node.meta["val"]
         else:
             flat[position] = node.meta["val"]  # a size
     mode = program.fake_mode
@@ -131,6 +136,8 @@ def trace_loss(
             for position, node in zip(signature.computed_outputs, computed, strict=True)
             if position in values
         }
+    with mode:
+        dense = {position: torch.empty_like(value).stride() for position, value in values.items()}
     recorder = Recorder(mode)
     on_cuda = isinstance(program.fake_mode, cuda.CudaFakeMode)
     parts: list[list[Event]] = []
@@ -139,11 +146,11 @@ def trace_loss(
     taken: set[int] = set()
 
     def arrived(grads: list[torch.Tensor | None]) -> torch.Tensor:
-        for (position, value), grad in zip(values.items(), grads, strict=True):
+        for position, grad in zip(values, grads, strict=True):
             if grad is None:
                 continue
             number = recorder.numbers.get(id(grad.untyped_storage()), UNSEEN)
-            if grad.stride() == value.stride():
+            if shapes.lies_as(grad, dense[position]):
                 tangents[str(position)] = number
             else:
                 copied.add(number)
@@ -168,6 +175,8 @@ def trace_loss(
         for position, tensor in zip(values, made, strict=True):
             keeps = position in signature.differentiable
             flat[position] = tensor if keeps else tensor.detach()
+        for position in same.keys() | same.values():
+            flat[position] = flat[of_first[same.get(position, position)]]
         del made, tensor
         out = compat.tree_unflatten(flat, signature.out_spec)
         try:

@@ -302,8 +302,8 @@ def _record(
             shape = (len(param.rows(0, world)), *param.shape[1:])
             if fqn in program.wholes:
                 shape = param.shape
-            empty = torch.empty(shape, dtype=param.dtype, device=device)
-            shard = nn.Parameter(empty, param.requires_grad)
+            data = torch.empty(shape, dtype=param.dtype, device=device)
+            shard = nn.Parameter(data, param.requires_grad)
             recorder.know(shard.untyped_storage())
             if fqn in trained or (unused and param.requires_grad):
                 shard.grad = torch.empty_like(shard)

@@ -19,10 +19,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fxshard.compat import TorchDispatchMode, is_fake, tree_flatten
-from fxshard.memory.category import CATEGORIES, COLUMN, Category, Curve, Matrix, is_reduce_copy
+from fxshard.memory.category import CATEGORIES, COLUMN, Category, Curve, Matrix
 from fxshard.world import World
-
-aten = torch.ops.aten
 
 
 @dataclasses.dataclass
@@ -74,6 +72,7 @@ class Tracker(TorchDispatchMode):
         self._references: dict[int, Any] = {}
         self._packed: set[int] = set()  # storages of packed shards, and of what is gathered of them
         self._in_step = False
+        self.waiting = False  # for a collective: what gloo copies then, it has made for itself
         self.phase = "start"
 
     # -- marks ------------------------------------------------------------------------------------
@@ -151,9 +150,9 @@ class Tracker(TorchDispatchMode):
         default = Category.ACTIVATION if self.phase in ("forward", "loss") else Category.TEMP
         host = self._offloaded and (self.phase == "optimizer" or self._in_step)
         for leaf in leaves:
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and not self.waiting:
                 self._see(leaf, default, host)
-        if is_reduce_copy(func, kwargs) and _holds_memory(result):
+        if _only_copies(str(func), kwargs) and _holds_memory(result):
             sources = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
             numbers = (self._numbers.get(id(source.untyped_storage())) for source in sources)
             self._copied(self._number(result), tuple(n for n in numbers if n is not None))
@@ -358,6 +357,8 @@ class WatchedWorld:
 
     def store(self, tensors: list[Tensor], pair: int) -> list[Tensor]:
         """See `fxshard.world.World`."""
+        for tensor in tensors:
+            self._tracker.gradient(tensor)  # with one rank nothing else shows what it is
         made = self._world.store(tensors, pair)
         self._tracker.mark(made, Category.SHARDED_GRAD, host=True)
         return made
@@ -383,7 +384,9 @@ class WatchedWorld:
 
     def wait(self, tensors: list[Tensor], pair: int) -> None:
         """See `fxshard.world.World`."""
+        self._tracker.waiting = True
         self._world.wait(tensors, pair)
+        self._tracker.waiting = False
         self._tracker.waited(tensors)
 
     def wait_event(self, stream: str, event: str) -> None:
@@ -398,6 +401,15 @@ class WatchedWorld:
         """See `fxshard.world.World`."""
         self._world.free(tensors)
         self._tracker.resized(tensors)
+
+
+def _only_copies(name: str, kwargs: dict[str, Any]) -> bool:
+    """True for an operator whose result is what it was given: in another dtype, contiguous, with
+    padding, or several in one.
+    """
+    if name == "aten.clone.default":
+        return kwargs.get("memory_format") is torch.contiguous_format
+    return name in ("aten._to_copy.default", "aten.cat.default", "aten.constant_pad_nd.default")
 
 
 def _holds_memory(tensor: Tensor) -> bool:
