@@ -176,7 +176,7 @@ def _whole_or_refused(call: Call) -> Iterator[None]:
                 "stepped",
                 f"{said} that had stepped {runtime.just_stepped[0]!r} and not all parameters "
                 f"(optimizer_in_backward=True): load the last checkpoint.",
-                [shard for fqn in ops.stepped(program) for shard in runtime.slots[fqn].shards],
+                [runtime.slots[fqn].tensor for fqn in ops.stepped(program)],
             )
         raise
 

@@ -9,11 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_collectives,
+    _fsdp_param,
+    _fsdp_param_group,
+    _fsdp_state,
+)
 
 import fxshard
 from fxshard import compat
-from tests.happens_before import Machine, Watch
+from tests.happens_before import Machine, Stream, Watch
 from tests.test_exceptions import pointed
 from tests.zoo import MODELS, Case
 
@@ -221,3 +227,39 @@ def test_streams_that_are_not_joined_after_an_exception_race(monkeypatch: Any) -
             found.model._fxshard.world, "_let_go", list
         )  # nothing in flight, nothing joined
         assert after_exceptions(found, 19) > 0
+
+
+# -- FSDP2 under the same eyes --------------------------------------------------------------------
+
+
+def races_of_fsdp2(monkeypatch: Any) -> int:
+    """Races of torch's own FSDP2, whose streams and events are a `Machine`'s."""
+    machine = Machine()
+    watch = Watch(machine)
+    for module in (_fsdp_param_group, _fsdp_collectives, _fsdp_state):
+        monkeypatch.setattr(module, "_get_device_handle", lambda device: machine)
+
+    def freed(tensor: Tensor) -> None:
+        watch.freed([tensor])
+        tensor.untyped_storage().resize_(0)
+
+    monkeypatch.setattr(_fsdp_param, "free_storage", freed)
+    with compat.fake_process_group(0, 2):
+        mesh, torch_s = init_device_mesh("cpu", (2,)), LAYERS.build()
+        for module in [*torch_s.layers, torch_s]:  # type: ignore[misc]
+            fully_shard(module, mesh=mesh, mp_policy=HALF["mixed_precision"])
+        optimizer = torch.optim.AdamW(torch_s.parameters())
+        found = Watched(torch_s, LAYERS, machine, watch, optimizer)
+        found.step()
+        assert len(machine.streams) > 3
+        return found.races()
+
+
+def test_fsdp2_has_no_race(monkeypatch: Any) -> None:
+    assert races_of_fsdp2(monkeypatch) == 0
+
+
+def test_fsdp2_without_its_waits_races(monkeypatch: Any) -> None:
+    monkeypatch.setattr(Stream, "wait_event", lambda stream, event: None)
+    monkeypatch.setattr(Stream, "wait_stream", lambda stream, other: None)
+    assert races_of_fsdp2(monkeypatch) > 0
