@@ -6,7 +6,7 @@ if TYPE_CHECKING:
     from fxshard.api import compile, plan, shard, tune, validate
     from fxshard.checkpoint import load_checkpoint, save_checkpoint
     from fxshard.dynamo import reports
-    from fxshard.module import FxshardModule
+    from fxshard.module import FxshardModule, register_fsdp_forward_method
     from fxshard.plans import Plan
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "compile",
     "load_checkpoint",
     "plan",
+    "register_fsdp_forward_method",
     "reports",
     "save_checkpoint",
     "shard",

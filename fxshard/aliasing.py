@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -102,6 +103,23 @@ def refuse_written(
                     f"out of date. Let one of them have memory of its own (.clone()), or make it a "
                     f"view of the other inside of forward."
                 )
+
+
+def refuse_unregistered(func: Any, args: tuple[Any, ...], kwargs: Any, line: str) -> None:
+    """Refuse an operator that writes a tensor which only Python knows, as an attribute say.
+
+    Raises:
+        CaptureError: while tracing, everything else is fake.
+    """
+    if not func._schema.is_mutable:
+        return
+    written = (*args[:1], *(kwargs or {}).values())  # ``out=`` is a keyword
+    if any(type(value) is Tensor for value in written):
+        raise CaptureError(
+            f"forward writes in place ({func}) into a tensor that is neither a buffer nor an input "
+            f"of the model{line and ', at ' + line}: no program writes it back. Make it a buffer "
+            f"(register_buffer)."
+        )
 
 
 def _said(program: Program, role: str, name: str | None) -> str:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxshard import budget, compat, dynamo, reading, shapes, trace
+from fxshard import attributes, budget, compat, dynamo, reading, replaced, shapes, trace
 from fxshard.certificate import agreement
 from fxshard.config import Config
 from fxshard.cost.hardware import Hardware, hardware_of
@@ -140,24 +140,28 @@ def compile(
             )
         config = _within_budget(module, call, world, config)
         units = configured_units(module, config)
-    program = None
+    program, reads = None, attributes.Reads()
     if args is not None or kwargs is not None:
-        program = make_program(
-            module,
-            *call,
-            units=units,
-            world=world.size,
-            replicas=world.replicas,
-            config=config,
-            device=_device_of(world),
-            symbols=shapes.named(config.dynamic or {}, module, *call),
-        )
+        with attributes.noted(reads):
+            program = make_program(
+                module,
+                *call,
+                units=units,
+                world=world.size,
+                replicas=world.replicas,
+                config=config,
+                device=_device_of(world),
+                symbols=shapes.named(config.dynamic or {}, module, *call),
+            )
         if isinstance(world, C10dWorld):
             world.agree(agreement(program), "the model or the batch structure")
+    before = dict(module.named_parameters())
     with unchanged_on_error(module):
         compiled = sharded(module, units, world, config)
         if program is not None:
+            compiled._fxshard.attributes.reads = reads
             compiled._fxshard.add(*call, program)
+    replaced.mark({fqn: before[fqn] for fqn in compiled._fxshard.slots})
     return compiled
 
 
@@ -206,8 +210,11 @@ def shard(
     if isinstance(world, C10dWorld):
         world.agree(_model_lines(units), "the model")
     classes = reading.classes(module, units)
+    before = dict(module.named_parameters())
     with unchanged_on_error(module):
-        dynamo.attach(Runtime(module, units, world, config), classes)
+        runtime = Runtime(module, units, world, config)
+        dynamo.attach(runtime, classes)
+    replaced.mark({fqn: before[fqn] for fqn in runtime.slots})
     return model
 
 

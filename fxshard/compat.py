@@ -783,6 +783,15 @@ def values_as_text(tensor: torch.Tensor) -> str:
         return str(tensor.tolist())
 
 
+def higher_order_operator(error: BaseException) -> str | None:
+    """The name of the higher-order operator (``torch.cond``) that a trace has no rule for.
+
+    (torch/_ops.py, ``HigherOrderOperator.dispatch``)
+    """
+    found = re.search(r"no rule registered for HigherOrderOperator (\w+)", str(error))
+    return found and found[1]
+
+
 def outside_modes() -> contextlib.AbstractContextManager[Any]:
     """What runs in the block runs on real tensors, whatever traces around it."""
     guard: contextlib.AbstractContextManager[Any] = _disable_current_modes()
@@ -1101,6 +1110,14 @@ def is_custom_function(node: Any) -> bool:
     if not isinstance(node, torch.autograd.function.BackwardCFunction):
         return False
     return bool(type(node)._forward_cls.__module__ != _library_autograd.__name__)  # type: ignore[attr-defined]
+
+
+def plain_torch_functions() -> contextlib.AbstractContextManager[None]:
+    """For the time of the block no tensor subclass has a say in what a torch function does.
+
+    (torch/_C/__init__.pyi; what ``Tensor.__torch_function__`` itself uses, torch/_tensor.py)
+    """
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def version(tensor: torch.Tensor) -> int:

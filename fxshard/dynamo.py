@@ -274,8 +274,7 @@ class Graph:
             "grad mode": torch.is_grad_enabled(),
             "autocast": autocast and torch.get_autocast_dtype(device),
         }
-        held = [*owner.model.buffers(), *owner.whole_parameters()]
-        return Kind.of(tuple(rest), {}, mode, ints_are_sizes=True, held=held)
+        return Kind.of(tuple(rest), {}, mode, ints_are_sizes=True)
 
     def _captured(self, root: Root, bound: Bound, rest: Sequence[Any], kind: Kind) -> _Variant:
         """A program for this kind of call, which all ranks agree on.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fxshard import state
 from fxshard.errors import ConfigError, StepError
+from fxshard.gathering import let_gather
 from fxshard.runtime import Runtime
 from fxshard.world.c10d import C10dWorld
 
@@ -178,6 +179,7 @@ class FsdpMethods(nn.Module):
         """What ``.to()``, ``.half()`` and their kin call: converts shards, buffers and the rest."""
         if self._fxshard.convert(fn, lambda: super(FsdpMethods, self)._apply(fn, recurse)):
             self._fxshard.variants.clear()
+            let_gather(self._fxshard)
         return self
 
     def set_separate_reduce_scatter_group(self, enable: bool = True) -> None:

@@ -22,6 +22,13 @@ LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 MARK = "fxshard: position_ids that transformers would look into"
 
 
+def methods_on_whole(kind: type) -> tuple[str, ...]:
+    """Methods of a class of transformers that read the whole model again and again."""
+    names = ("generate", "save_pretrained", "push_to_hub")
+    ours = any(c.__module__ == "transformers.modeling_utils" for c in kind.__mro__)
+    return tuple(name for name in names if ours and hasattr(kind, name))
+
+
 @contextlib.contextmanager
 def while_tracing(model: nn.Module) -> Iterator[None]:
     """Everything that transformers is told while a model is traced."""

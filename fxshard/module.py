@@ -13,15 +13,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
+from fxshard import hf
 from fxshard.config import Config
 from fxshard.errors import ConfigError
 from fxshard.executor import Executor
 from fxshard.fsdp import FsdpMethods
+from fxshard.gathering import as_plain, let_gather
 from fxshard.memory.report import MemoryReport
 from fxshard.plans import Plan
 from fxshard.runtime import MakeExecutor, Runtime
-from fxshard.swapped import STATE, USERS_CLASS, Inside, users_class
+from fxshard.swapped import METHODS, STATE, USERS_CLASS, Inside, users_class
 from fxshard.units import Unit
 from fxshard.world.c10d import C10dWorld
 from fxshard.world.in_process import InProcessWorld
@@ -87,6 +90,7 @@ class FxshardModule(FsdpMethods):
         rest = {key: value for key, value in self.__dict__.items() if key != STATE}
         made.__dict__.update(copy.deepcopy(rest, memo))
         made.__dict__[STATE] = runtime
+        let_gather(runtime)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -94,13 +98,15 @@ class FxshardModule(FsdpMethods):
         state: Any = super().__getstate__()
         if isinstance(state, dict):
             state = {key: value for key, value in state.items() if key != STATE}
-        return _unpickled, (users_class(self),), (state, self._fxshard)
+        made_of = users_class(self), vars(type(self))[METHODS]
+        return _unpickled, made_of, (state, self._fxshard)
 
     def __setstate__(self, state: Any) -> None:
         theirs, runtime = state
         super().__setstate__(theirs)
         self.__dict__[STATE] = runtime
         runtime.restored()
+        let_gather(runtime)
 
 
 def sharded(
@@ -122,6 +128,7 @@ def sharded(
     runtime.inside = Inside.taken_from(model)
     model.__dict__[STATE] = runtime
     model.__class__ = _fxshard_class(type(model))
+    let_gather(runtime)
     assert isinstance(model, FxshardModule)
     return model
 
@@ -142,18 +149,18 @@ def check_swappable(model: nn.Module) -> None:
                 f"Compile once, the plain model; what a compiled one runs is in its .plan and "
                 f".memory."
             )
-    for name in public_names():
-        places: dict[str, Mapping[str, Any]] = {
-            "parameter": model._parameters,
-            "buffer": model._buffers,
-            "submodule": model._modules,
-            "attribute": model.__dict__,
-            **{f"attribute of class {c.__qualname__}": vars(c) for c in _own_classes(model)},
-        }
+    places: dict[str, Mapping[str, Any]] = {
+        "a parameter": model._parameters,
+        "a buffer": model._buffers,
+        "a submodule": model._modules,
+        "an attribute": model.__dict__,
+        **{f"an attribute of class {c.__qualname__}": vars(c) for c in _own_classes(model)},
+    }
+    for name in public_names() if not isinstance(model, FSDPModule) else ():  # refused as sharded
         for kind, held in places.items():
             if name in held:
                 raise ConfigError(
-                    f"{type(model).__name__} has a {kind} {name!r}, and a compiled model has that "
+                    f"{type(model).__name__} has {kind} {name!r}, and a compiled model has that "
                     f"name of fxshard's (fxshard.FxshardModule.{name}), which would hide it. "
                     f"Rename yours, or compile a module that holds this one: names of submodules "
                     f"are free."
@@ -200,10 +207,46 @@ def _items(value: Any) -> Any:
     return value.copy() if isinstance(value, (dict, set)) else None
 
 
-def _fxshard_class(base: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a user's class whose ``forward`` runs a program; made once."""
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method of a compiled model run as the user wrote it, on parameters gathered once.
+
+    Without that it reads each parameter where it uses it: then all ranks must run the same code.
+    (FSDP2's function of this name. For another module than a compiled one it does nothing.)
+
+    Raises:
+        ConfigError: the model has no such method.
+    """
+    if not isinstance(module, FxshardModule):
+        return
+    base, known = users_class(module), vars(type(module))[METHODS]
+    if not callable(getattr(base, method_name, None)):
+        raise ConfigError(f"{base.__name__} has no method {method_name!r}.")
+    if method_name not in known:
+        made: Any = _fxshard_class(base, (*known, method_name))
+        module.__class__ = made
+
+
+def _on_whole(method: Any) -> Any:
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with as_plain(self._fxshard):
+            return method(self, *args, **kwargs)
+
+    return run
+
+
+def _fxshard_class(
+    base: type[nn.Module], methods: tuple[str, ...] | None = None
+) -> type[nn.Module]:
+    """The subclass of a user's class whose ``forward`` runs a program; made once.
+
+    Args:
+        base: the user's class.
+        methods: names of methods that run on whole parameters; None: those of transformers.
+    """
+    names = hf.methods_on_whole(base) if methods is None else methods
     for known in base.__subclasses__():
-        if vars(known).get(USERS_CLASS) is base:
+        if (vars(known).get(USERS_CLASS), vars(known).get(METHODS)) == (base, names):
             return known
 
     @functools.wraps(base.forward)
@@ -216,13 +259,15 @@ def _fxshard_class(base: type[nn.Module]) -> type[nn.Module]:
         "__module__": base.__module__,
         "__qualname__": name,
         USERS_CLASS: base,
+        METHODS: names,
         "forward": forward,
+        **{name: _on_whole(getattr(base, name)) for name in names},
     }
     metaclass: Any = type(base)
     made: type[nn.Module] = metaclass(name, (FxshardModule, base), namespace)
     return made
 
 
-def _unpickled(base: type[nn.Module]) -> nn.Module:
-    made: nn.Module = object.__new__(_fxshard_class(base))
+def _unpickled(base: type[nn.Module], methods: tuple[str, ...]) -> nn.Module:
+    made: nn.Module = object.__new__(_fxshard_class(base, methods))
     return made

@@ -6,6 +6,7 @@ metadata.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from typing import Any
 
@@ -17,6 +18,7 @@ from fxshard.compat import FakeTensorMode
 from fxshard.errors import CaptureError
 from fxshard.program import Program, Result
 
+log = logging.getLogger("fxshard")
 aten = torch.ops.aten
 
 Place = tuple[str, int | None, str]  # module, call and line of an operator
@@ -55,6 +57,7 @@ def normalize(
     _forward_first(program, targets)
     _tag_compute(program)
     _set_results(program, targets, replaced)
+    _refuse_sparse_values(program)
     if compat.REDUCES_AS_STORED:
         precision.keep_wide_gradients(program)
     _check_gradients(program)
@@ -283,6 +286,16 @@ def _refuse_sparse(name: Any, grad: fx.Node) -> None:
         )
 
 
+def _refuse_sparse_values(program: Program) -> None:
+    for node in program.graph.nodes:
+        if any(value.layout is not torch.strided for value in meta.tensors(node.meta.get("val"))):
+            line = meta.get(node).line
+            raise CaptureError(
+                f"{node.target} gives a sparse tensor{line and ', at ' + line}, of which fxshard "
+                f"counts no bytes. Compute with dense tensors, or with indices and values."
+            )
+
+
 def _write_back(program: Program, mutated: list[tuple[fx.Node, fx.Node]]) -> None:
     """Copy new values into buffers and inputs, behind everything that reads the old ones."""
     forward = program.phase("forward")
@@ -291,6 +304,7 @@ def _write_back(program: Program, mutated: list[tuple[fx.Node, fx.Node]]) -> Non
         if meta.storage_ids(value) & written:  # two buffers change places
             mutated[i] = (holder, _copied(program, value, forward[-1]))
     forward = program.phase("forward")
+    _warn_of_checkpoints([holder for holder, value in mutated if _in_checkpoint(value)])
     for holder, value in mutated:
         if any(meta.get(user).phase == "backward" for user in holder.users):
             _keep_old_value(program, holder, forward[0])
@@ -299,6 +313,22 @@ def _write_back(program: Program, mutated: list[tuple[fx.Node, fx.Node]]) -> Non
         module = (meta.get(holder).fqn or "").rpartition(".")[0]
         meta.put(node, meta.Meta("forward", "compute", module=module), holder.meta["val"])
         forward.append(node)
+
+
+def _in_checkpoint(value: fx.Node) -> bool:
+    return value.op == "call_function" and meta.get(value).checkpoint is not None
+
+
+def _warn_of_checkpoints(holders: list[fx.Node]) -> None:
+    """Say that what a checkpoint writes is written once, where eager writes it in backward too."""
+    names = [str(meta.get(holder).fqn) for holder in holders if meta.get(holder).role == "buffer"]
+    if names:
+        log.warning(
+            "fxshard: %s %s written inside of an activation checkpoint: once, as without the "
+            "checkpoint. Eager PyTorch writes it again where backward runs forward once more.",
+            ", ".join(names[:4]) + (", ..." if len(names) > 4 else ""),
+            "is" if len(names) == 1 else "are",
+        )
 
 
 def _keep_old_value(program: Program, holder: fx.Node, before: fx.Node) -> None:

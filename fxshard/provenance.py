@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from fxshard import compat, rng
+from fxshard import aliasing, compat, rng
 from fxshard.compat import TorchDispatchMode
 
 STACK = "nn_module_stack"
@@ -117,6 +117,7 @@ class LinesNoted(TorchDispatchMode):
         stack = compat.current_meta().get(STACK, {})
         line = str(compat.current_meta().get(SAID) or user_line())
         rng.refuse_generators(func, args, kwargs, line)
+        aliasing.refuse_unregistered(func, args, kwargs, line)
         noted = {
             LINE: (line, LinesNoted),
             NO_GRAD: (not torch.is_grad_enabled(), bool),

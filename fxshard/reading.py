@@ -206,19 +206,21 @@ class Gather(torch.autograd.Function):
     """Sharded parameter -> whole parameter; its gradient is reduced to the shard."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, root: Root, slot: Slot) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, root: Root, slot: Slot, dtype: torch.dtype | None = None
+    ) -> Tensor:
         ctx.root, ctx.slot = root, slot
-        return gathered(root, slot)
+        return gathered(root, slot, dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return reduced(ctx.root, ctx.slot, grad), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return reduced(ctx.root, ctx.slot, grad), None, None, None
 
 
 @torch.compiler.disable
-def gathered(root: Root, slot: Slot) -> Tensor:
-    """All rows of a parameter, in a storage of its own."""
-    world, dtype = root.owner.world, root.computes_in(slot)
+def gathered(root: Root, slot: Slot, dtype: torch.dtype | None = None) -> Tensor:
+    """All rows of a parameter, in a storage of its own; in the dtype that its unit computes in."""
+    world, dtype = root.owner.world, dtype or root.computes_in(slot)
     assert isinstance(world, C10dWorld)
     shard = slot.shards[0].to(torch.device(world.mesh.device_type), dtype)
     buffer = shard.new_empty((world.size * shard.shape[0], *shard.shape[1:]))

@@ -71,11 +71,13 @@ set_rng_state = torch.ops.fxshard.set_rng_state.default
 def kept(device: torch.device) -> Iterator[None]:
     """If the block ends with an exception, the generator of `device` is as it was before.
 
-    The state is kept as bytes, not in a tensor: it is none of the program's.
+    The state is kept as bytes, not in a tensor: it is none of the program's, and no mode that
+    watches its operators sees how it is read.
     """
     module = torch if device.type == "cpu" else torch.get_device_module(device)
     where = () if device.type == "cpu" else (device,)
-    state = bytearray(module.get_rng_state(*where).numpy())
+    with compat.unobserved():
+        state = bytearray(module.get_rng_state(*where).numpy())
     try:
         yield
     except BaseException:

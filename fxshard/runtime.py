@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxshard import compat, meta, ops, pipeline, state
+from fxshard import attributes, compat, meta, ops, pipeline, state
+from fxshard.attributes import Attributes
 from fxshard.certificate import agreement, digest
 from fxshard.config import Config, notice
 from fxshard.errors import FxshardError, StepError
@@ -23,6 +24,7 @@ from fxshard.memory.optimizer import make_optimizer
 from fxshard.optimizer import OnShards, on_shards
 from fxshard.plans import Plan, Workload, without_data
 from fxshard.program import Program
+from fxshard.reading import Root
 from fxshard.shapes import Symbols
 from fxshard.step import Call, Step, differentiated
 from fxshard.store import ParameterStore
@@ -46,6 +48,7 @@ class Runtime(ParameterStore):
         reach: which gradients a loss has reached.
         sync: False inside of `no_sync`.
         comm_hook: the user's function reduces gradients.
+        attributes: what modules say that programs depend on.
         torn: why calls are refused: what a phase has begun that an exception ended, and how often
             each part had been written then.
         just_stepped: parameters that the last backward has stepped.
@@ -70,11 +73,18 @@ class Runtime(ParameterStore):
         self.sync = True
         self.comm_hook = False
         self._optimizer: OnShards | None = None
+        self._root: Root | None = None
+        self.attributes = Attributes()
         self._warned: set[int] = set()
         self._agreed: dict[str, list[str]] = {}  # what all ranks have alike, by its digest
-        self._tree = list(model.modules())
         if config.optimizer_in_backward:
             self.optimizer()  # refuses what cannot step shards before anything is traced
+
+    @property
+    def root(self) -> Root:
+        """What reads whole parameters outside of programs."""
+        self._root = self._root or Root(self)
+        return self._root
 
     def optimizer(self) -> OnShards:
         """The one of the option ``optimizer``, made when it is first asked for."""
@@ -120,8 +130,10 @@ class Runtime(ParameterStore):
             with as_users_own(self.model):
                 return self.model(*args, **kwargs)
         self.require_sharded("forward")
-        for slot in self.slots.values():
-            slot.settle()
+        with compat.plain_torch_functions():
+            if self.settle():
+                self.variants.clear()
+                self.attributes = Attributes()
         variant = self.variant(args, kwargs)
         signature = variant.program.signature
         flat, _ = compat.tree_flatten((args, kwargs))
@@ -212,7 +224,8 @@ class Runtime(ParameterStore):
             others = list(self.variants)
             symbols = symbols_for(kind, others, self.config.dynamic, self.model, call)
         start = time.perf_counter()
-        program = self.rewritten(args, kwargs, symbols)
+        with attributes.noted(self.attributes.reads):
+            program = self.rewritten(args, kwargs, symbols)
         took = f"{time.perf_counter() - start:.1f} s, {len(program.graph.nodes)} nodes"
         domain = f"; {program.domain.text}" if program.domain is not None else ""
         notice(f"program {len(self.variants) + 1} ({reason}): {took}{domain}")
@@ -277,8 +290,13 @@ class Runtime(ParameterStore):
         """What of this call its program depends on."""
         grad = torch.is_grad_enabled()
         autocast = torch.is_autocast_enabled(self.device)
-        mode = {
-            "train or eval": tuple(module.training for module in self._tree),
+        with compat.plain_torch_functions():
+            held = [*self.model.buffers(), *self.whole_parameters()]
+            return Kind.of(args, kwargs, self._mode(grad, autocast), held=held)
+
+    def _mode(self, grad: bool, autocast: bool) -> dict[str, Any]:
+        return {
+            "train or eval": tuple(module.training for module in self.tree),
             "requires_grad of a parameter": (
                 *(slot.tensor.requires_grad for slot in self.slots.values()),
                 *(self.whole(fqn).requires_grad for fqn in self.wholes),
@@ -289,16 +307,16 @@ class Runtime(ParameterStore):
                 if (buffer := module._buffers[key]) is not None
             ),
             "gradient accumulation": (self.sync, self.waiting()) if grad else (True, ()),
-            "a hook of a module": compat.hook_numbers(self._tree[1:]),
+            "an attribute of a module that forward reads": self.attributes.number(self.tree),
+            "a hook of a module": compat.hook_numbers(self.tree[1:]),
             "grad mode": grad,
             "autocast": autocast and torch.get_autocast_dtype(self.device),
         }
-        held = [*self.model.buffers(), *self.whole_parameters()]
-        return Kind.of(args, kwargs, mode, held=held)
 
     def fresh(self) -> dict[str, Any]:
         """No program, and no optimizer: a copy makes its own."""
-        fresh: dict[str, Any] = {"variants": {}, "_agreed": {}, "_optimizer": None}
+        fresh: dict[str, Any] = {"variants": {}, "_agreed": {}, "_optimizer": None, "_root": None}
+        fresh["attributes"] = Attributes()
         fresh["torn"] = {what: (why, []) for what, (why, _) in self.torn.items()}
         return super().fresh() | fresh
 

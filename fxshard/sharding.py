@@ -38,8 +38,12 @@ class Slot:
     def tensor(self) -> nn.Parameter:
         """The parameter as the module tree holds it now."""
         module, name = self.owners[0]
-        param = module._parameters[name]
-        assert param is not None
+        param = module._parameters.get(name)
+        if param is None:
+            raise StepError(
+                f"parameter {self.param.fqn!r} was taken out of the model after it was sharded. "
+                f"Change the plain model, and compile that."
+            )
         return param
 
     def settle(self) -> None:
@@ -59,11 +63,15 @@ class Slot:
                 f"parameter {self.param.fqn!r} is not tied to {self.param.aliases[1:]} any more. "
                 f"Tie them again (load_state_dict without assign=True keeps them tied)."
             )
-        if (now.shape, now.dtype, now.device) != (own.shape, own.dtype, own.device):
+        others = isinstance(tensor, DTensor) and tuple(tensor.shape) != tuple(self.param.shape)
+        if others or (now.shape, now.dtype, now.device) != (own.shape, own.dtype, own.device):
             raise StepError(
-                f"the local part of parameter {self.param.fqn!r} is {list(now.shape)} {now.dtype} "
+                f"parameter {self.param.fqn!r} is another kind of tensor than compile made it: its "
+                f"local part is {list(now.shape)} {now.dtype} "
                 f"on {now.device}; when it was sharded it was {list(own.shape)} {own.dtype} on "
-                f"{own.device}. Convert and move the model before fxshard.compile."
+                f"{own.device}. Write values into a parameter in place of exchanging it (with "
+                f"model.summon_full_params(): ..., or load_state_dict); convert and move the whole "
+                f"model (model.to(...))."
             )
         if now.data_ptr() != own.data_ptr():
             own.copy_(now.detach())

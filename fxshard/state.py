@@ -182,7 +182,7 @@ def _is_first(tensor: Tensor) -> bool:
     return not any(coordinate or ())
 
 
-def _place(slot: Slot, tensor: nn.Parameter | None) -> None:
+def _place(slot: Slot, tensor: Any) -> None:
     for module, name in slot.owners:
         module._parameters[name] = tensor
 
@@ -301,12 +301,17 @@ def full_state_dict(model: nn.Module, cpu_offload: bool, rank0_only: bool) -> di
 # -- other dtypes and devices; copies --------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def set_aside(slots: Sequence[Slot]) -> Iterator[None]:
+def set_aside(slots: Sequence[Slot]) -> contextlib.AbstractContextManager[None]:
     """For the time of the block the module tree holds everything but the sharded parameters."""
+    return holding(slots, [None] * len(slots))
+
+
+@contextlib.contextmanager
+def holding(slots: Sequence[Slot], others: Sequence[Tensor | None]) -> Iterator[None]:
+    """For the time of the block the module tree holds `others` for the sharded parameters."""
     tensors = [slot.tensor for slot in slots]
-    for slot in slots:
-        _place(slot, None)
+    for slot, other in zip(slots, others, strict=True):
+        _place(slot, other)
     try:
         yield
     finally:
@@ -351,6 +356,9 @@ def converted(
 def _exchange(slot: Slot, local: Tensor, fn: Callable[[Tensor], Tensor]) -> None:
     """Give the parameter `local` for its values, and convert its gradient."""
     tensor = slot.tensor
+    for module, _ in slot.owners:
+        if isinstance(module, nn.RNNBase):
+            module._flat_weight_refs = []  # weak references, which its own _apply drops too
     grad, tensor.grad = tensor.grad, None
     if isinstance(tensor, DTensor):
         made = nn.Parameter(_dtensor(local, tensor), tensor.requires_grad)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxshard import state
+from fxshard import replaced, state
 from fxshard.config import Config, Precision
 from fxshard.errors import StepError
+from fxshard.materialise import join
 from fxshard.mesh import world_over
 from fxshard.program import Program
-from fxshard.sharding import shard_parameters
+from fxshard.sharding import Slot, shard_parameters
 from fxshard.units import Param, Unit, buffer_dtypes
 from fxshard.world.c10d import C10dWorld
 from fxshard.world.in_process import InProcessWorld
@@ -62,12 +63,8 @@ class ParameterStore:
         self.summoned = False
         self._unshards: contextlib.ExitStack | None = None
         self.device = self.compute_device()
-        self.buffer_slots = {
-            name: (module, key)
-            for path, module in model.named_modules()
-            for key in module._buffers
-            for name in [f"{path}.{key}" if path else key]
-        }
+        self.look_around()
+        self._seen = {fqn: slot.tensor for fqn, slot in self.slots.items()}
 
     def _cast_buffers(self) -> None:
         """Give buffers the dtype that the policy of their unit asks for, for good (as FSDP1).
@@ -134,6 +131,62 @@ class ParameterStore:
                 "micro-batch by micro-batch."
             )
 
+    # -- the model as it is now --------------------------------------------------------------------
+
+    def look_around(self) -> None:
+        """Note which modules, parameters and buffers the model is made of."""
+        self.tree = list(self.model.modules())
+        self.buffer_slots = {
+            name: (module, key)
+            for path, module in self.model.named_modules()
+            for key in module._buffers
+            for name in [f"{path}.{key}" if path else key]
+        }
+        self._structure = [_names(module) for module in self.tree]
+
+    def settle(self) -> bool:
+        """Follow what was done to the model since the last call; True if modules are others.
+
+        Raises:
+            StepError: parameters have come, gone, or are of another kind now.
+        """
+        changed = any(map(_differ, self.tree, self._structure))
+        if changed:
+            self._require_same_parameters()
+            self.look_around()
+        for fqn, slot in self.slots.items():
+            slot.settle()
+            if (tensor := slot.tensor) is not self._seen[fqn]:
+                replaced.mark({fqn: self._seen[fqn]})
+                self._seen[fqn] = tensor
+        return changed
+
+    def _require_same_parameters(self) -> None:
+        known = {
+            join(path, name)
+            for path, module in self.model.named_modules()
+            for name, param in module._parameters.items()
+            if param is not None
+        }
+        expected = {alias for slot in self.slots.values() for alias in slot.param.aliases}
+        expected |= {alias for param in self.wholes.values() for alias in param.aliases}
+        held = {id(module) for module in self.model.modules()}
+        new = known - expected
+        for fqn, slot in self.slots.items():
+            if any(id(module) not in held for module, _ in slot.owners):
+                new |= {fqn} & known
+        if new:
+            raise StepError(
+                f"parameter {min(new)!r} was put into the model after fxshard.compile, and is not "
+                f"sharded. Change values (load_state_dict, summon_full_params), or change the "
+                f"plain model and compile that."
+            )
+        if gone := expected - known:
+            raise StepError(
+                f"parameter {min(gone)!r} was taken out of the model after fxshard.compile. Change "
+                f"the plain model and compile that."
+            )
+
     def compute_device(self) -> str:
         """Type of the device that programs run on, as parameters lie now."""
         if isinstance(self.world, C10dWorld):
@@ -149,6 +202,16 @@ class ParameterStore:
         self.together("summon_full_params (or unshard, apply, a submodule or method by itself)")
         slots = [slot for slot in self.slots.values() if recurse or slot.param.unit == 0]
         with state.whole_parameters(slots, **options):
+            self.summoned = True
+            try:
+                yield
+            finally:
+                self.summoned = False
+
+    @contextlib.contextmanager
+    def holding(self, slots: Sequence[Slot], wholes: Sequence[Tensor]) -> Iterator[None]:
+        """For the time of the block the model holds these tensors, to be read only."""
+        with state.holding(slots, wholes):
             self.summoned = True
             try:
                 yield
@@ -251,3 +314,17 @@ class ParameterStore:
     def restored(self) -> None:
         """The model is unpickled too: put its parameters onto flat storage again."""
         state.lay_out(list(self.slots.values()))
+
+
+def _names(module: nn.Module) -> tuple[Any, ...]:
+    """What a module is made of; compared with `_differ` on every call."""
+    return tuple(module._modules.values()), tuple(module._parameters), tuple(module._buffers)
+
+
+def _differ(module: nn.Module, before: tuple[Any, ...]) -> bool:
+    children, params, buffers = before
+    return (
+        tuple(module._modules.values()) != children
+        or tuple(module._parameters) != params
+        or tuple(module._buffers) != buffers
+    )

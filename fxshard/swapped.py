@@ -17,6 +17,7 @@ from torch import nn
 from fxshard import compat
 
 STATE = "_fxshard"  # the one attribute of ours on a model: its `fxshard.runtime.Runtime`
+METHODS = "_fxshard_methods"  # there: names of methods that run on whole parameters
 USERS_CLASS = "_fxshard_users_class"  # on the generated class: the one that it was made of
 
 

@@ -17,6 +17,7 @@ import logging
 import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch import fx, nn
 
 from fxshard import (
     aliasing,
+    attributes,
     bytecode,
     compat,
     counters,
@@ -106,7 +108,8 @@ def capture(
         device: where parameters are when they are whole; None: where they are now.
         for_cuda: trace what PyTorch runs on CUDA, also where parameters are on the CPU.
         symbols: sizes of inputs that may be others in other calls; at least 2 in this one.
-        every_tangent: backward starts from every output that needs a gradient, of whatever shape.
+        every_tangent: backward starts from every output that needs a gradient, of whatever shape;
+            for graphs of Dynamo, whose backend sees itself to inputs that share memory.
 
     Raises:
         CaptureError: Python control flow depends on data, a trainable parameter lost its
@@ -247,8 +250,9 @@ def _captured(
         domain=found.domain,
     )
     normalize(program, found.owner, traced.sources, traced.targets, call.replaced)
-    given = {str(i): flat[i] for i in positions}
-    aliasing.refuse_written(program, model, given, call.replaced)
+    if not every_tangent:
+        given = {str(i): flat[i] for i in positions}
+        aliasing.refuse_written(program, model, given, call.replaced)
     hf.refuse_packed(program.graph)
     return program
 
@@ -560,16 +564,26 @@ class _Call(nn.Module):
         self._tie()
         self.counts = self.counts or [counters.of_modules(self.model)]
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        held = [
+            *(("parameter", n, p, p.untyped_storage()) for n, p in self.model.named_parameters()),
+            *(("buffer", n, b, b.untyped_storage()) for n, b in buffers.items()),
+        ]
         with self.autocast, provenance.LinesNoted(self.told and self.told(self._leaves(tensors))):
             args, kwargs = precision.root_inputs(self.units, (args, kwargs))
             if self.graph is not None:
+                attributes.note_all(self.model)
                 out = self.graph.call(self.model, args, kwargs)
             elif isinstance(self.model, fx.GraphModule):
                 out = _interpret(self.model, args, kwargs)
             else:
-                with rng.unseeded(provenance.user_line), arguments_kept(args, kwargs):
+                with (
+                    rng.unseeded(provenance.user_line),
+                    arguments_kept(args, kwargs),
+                    attributes.watching(),
+                ):
                     out = self.model(*args, **kwargs)
             out = precision.root_output(self.units, out)
+        _refuse_new_data(held)
         self.counts.append(counters.of_modules(self.model))
         paths, self.out_spec = compat.tree_flatten_with_path(out)
         values = [value for _, value in paths]
@@ -698,6 +712,24 @@ def _replaced(
     return replaced
 
 
+def _refuse_new_data(
+    held: Sequence[tuple[str, str, torch.Tensor, torch.UntypedStorage]],
+) -> None:
+    """Raise CaptureError for a tensor that lies in another storage now: no operator says so."""
+    for kind, name, tensor, storage in held:
+        if tensor.untyped_storage()._cdata != storage._cdata:
+            own = name.rpartition(".")[2]
+            raise CaptureError(
+                f"{kind} {name!r} is given other memory during forward (.data = ...), which "
+                f"a traced program cannot repeat. "
+                + (
+                    f"Write self.{own}.copy_(...) or self.{own} = ..., which it can."
+                    if kind == "buffer"
+                    else "Change it between steps."
+                )
+            )
+
+
 def _refuse_opaque(names: tuple[str, ...], values: list[Any], what: str) -> None:
     """Raise CaptureError for an object that may hold tensors out of our sight."""
     for name, value in zip(names, values, strict=True):
@@ -743,8 +775,7 @@ def _failures_told(call: _Call) -> Iterator[None]:
     except compat.DATA_DEPENDENT_ERRORS as error:
         raise _TracerError(
             f"{type(call.model).__name__} cannot be traced: Python control flow or a shape depends "
-            f"on the values of a tensor{_user_line(error)}\nMake it a tensor operation "
-            f"(torch.where, masking), or compute it outside the model and pass it in."
+            f"on the values of a tensor{_user_line(error)}\n{_remedy(error)}"
             f"{hf.remedy_of_values(call.model)}",
             from_data=True,
         ) from error
@@ -758,6 +789,13 @@ def _failures_told(call: _Call) -> Iterator[None]:
                 f"While tracing forward runs more than once, on tensors without data. Make that "
                 f"tensor in __init__ (register_buffer), or empty the cache and call the model once "
                 f"before it is planned or compiled."
+            ) from error
+        operator = compat.higher_order_operator(error)
+        if operator is not None:
+            raise CaptureError(
+                f"{type(call.model).__name__} cannot be traced: it calls the higher-order operator "
+                f"{operator}{_user_line(error)}\nA program has no branches and no loops. Use "
+                f"torch.where, masking, or a loop of Python that is as long in every call."
             ) from error
         misfit = _misfit(call)
         if isinstance(error, TypeError) and misfit:
@@ -776,6 +814,26 @@ def _failures_told(call: _Call) -> Iterator[None]:
         if isinstance(error, (RuntimeError, TypeError)):  # others are the model's own
             raise _TracerError(text, from_data=False) from error
         raise CaptureError(text) from error
+
+
+# Files and functions of torch that look at values -> what to do in place of it.
+_STOCK = {
+    "ctc_loss": "Return the log-probabilities, and compute ctc_loss outside of the model.",
+    "pack_padded_sequence": "Feed padded sequences to the module, and mask what it gives.",
+    "batchnorm.py": "Give the batch norm a number as its momentum: None makes it a Python number.",
+}
+
+
+def _remedy(error: BaseException) -> str:
+    """What the user can do about Python that looks at values; what fits where it is torch's own."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        known = _STOCK.get(frame.name) or _STOCK.get(Path(frame.filename).name)
+        if known is not None:
+            return known
+    return (
+        "Make it a tensor operation (torch.where, masking), or compute it outside the model and "
+        "pass it in."
+    )
 
 
 def _misfit(call: _Call) -> str:

@@ -51,15 +51,20 @@ class Kind:
         mode: Mapping[str, Any],
         *,
         ints_are_sizes: bool = False,
-        held: Sequence[Tensor] = (),
+        held: Sequence[Tensor] | None = None,
     ) -> Kind:
-        """Of the call ``model(*args, **kwargs)``; `held`: the model's own that it may overlap."""
+        """Of the call ``model(*args, **kwargs)``.
+
+        Args:
+            held: of the model; where given, a program knows which tensors share memory.
+        """
         flat, spec = compat.tree_flatten((args, kwargs))
         sizes = of_call(flat, ints=ints_are_sizes)
-        tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
-        shared = overlapping([*tensors, *held])
-        said = (*mode.items(), ("which tensors share memory", shared))
-        return cls(spec, tuple(map(_leaf_key, flat, sizes)), sizes, said)
+        said = dict(mode)
+        if held is not None:
+            tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
+            said["which tensors share memory"] = overlapping([*tensors, *held])
+        return cls(spec, tuple(map(_leaf_key, flat, sizes)), sizes, tuple(said.items()))
 
     def differs_in(self, other: Kind) -> str:
         """What is not as in `other`, for people."""

@@ -1246,6 +1246,57 @@ def test_values_of_a_literal_under_a_fake_mode() -> None:
         assert compat.values_as_text(literal) == "[1.5, 2.0]"
 
 
+def test_real_tensors_under_a_fake_mode() -> None:
+    with compat.FakeTensorMode():
+        assert compat.is_fake(torch.ones(2))
+        with compat.outside_modes():
+            assert not compat.is_fake(torch.ones(2))
+        assert compat.is_fake(torch.ones(2))
+
+
+def test_tools_of_torch_see_nothing_and_come_back() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    ran: list[nn.Module] = []
+    mine = torch.nn.modules.module.register_module_forward_hook(lambda m, *_: ran.append(m))
+    hooks = torch.nn.modules.module._global_forward_hooks
+    linear = nn.Linear(2, 2)
+    with FlopCounterMode(display=False) as counter:
+        before = dict(hooks)
+        with compat.unobserved():
+            linear(torch.ones(1, 2))
+        assert dict(hooks) == before
+        assert counter.get_total_flops() == 0
+    mine.remove()
+    assert ran == [linear]
+
+
+def test_the_name_of_a_higher_order_operator() -> None:
+    class Mode(compat.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    operator = torch.ops.higher_order.cond
+    with Mode(), pytest.raises(NotImplementedError) as failure:
+        operator(torch.tensor(True), torch.sin, torch.cos, (torch.ones(2),))
+    assert compat.higher_order_operator(failure.value) == "cond"
+    assert compat.higher_order_operator(ValueError("x")) is None
+
+
+def test_checks_of_linear_algebra_are_operators_and_no_dead_code() -> None:
+    class Inverse(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.linalg.inv(x)
+
+    with compat.FakeTensorMode():
+        x = torch.eye(3, requires_grad=True)
+    graph_module, _, _ = compat.export_joint(Inverse(), (x,))
+    targets = [str(node.target) for node in graph_module.graph.nodes]
+    assert "aten._linalg_check_errors.default" in targets
+
+
 def test_a_node_goes_to_another_checkpoint() -> None:
     inside = {"custom": {compat._CHECKPOINT: 3, "mine": 1}, "val": 0}
     assert compat.checkpoint_number(inside) == 3
