@@ -3,7 +3,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo examples test test-slow test-versions bench models scale lint types clean
+.PHONY: help demo examples fuzz test test-slow test-versions bench models scale lint types clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,11 @@ test: .venv/.installed ## the fast tests
 
 test-slow: .venv/.installed ## the tests marked slow
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
+
+N ?= 1000
+SEED ?= 1000
+fuzz: .venv/.installed ## N=1000 random programs from SEED on beside eager; goes on where it stopped
+	$(BIN)/python -m tests.fuzz --start $(SEED) --count $(N) --out runs/fuzz.jsonl
 
 # Each in an environment of its own, .venv-2.11 and so on: constraints.txt without torch and without
 # what a version of torch bounds otherwise. PyPI has the CUDA builds alone: 5 to 6 GB each.

@@ -6,6 +6,7 @@ contract test for each, so that a torch upgrade says which one changed.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -976,6 +977,29 @@ def group_store(group: Any) -> Any:
 def group_timeout(group: Any) -> Any:
     """The timeout of the group's collectives, a `datetime.timedelta`."""
     return group._get_backend(group._device_types[0]).options._timeout
+
+
+class _NoState(collections.defaultdict[Any, Any]):
+    """Empty, and true all the same."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def not_stepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let torch.distributed.checkpoint take the state of `optimizer` as it is.
+
+    It steps an optimizer without state on gradients of zeros before it asks for its state dict.
+    (torch/distributed/checkpoint/state_dict.py, ``_init_optim_state``)
+    """
+    before = optimizer.state
+    if not before:
+        optimizer.state = _NoState(dict)
+    try:
+        yield
+    finally:
+        optimizer.state = before
 
 
 # torch 2.13 renamed them, and warns of the old names at every call.

@@ -73,6 +73,11 @@ class Precision:
     full_precision_classes: tuple[type, ...] = ()
     reduce_as_stored: bool = False
 
+    def computes_in(self, stored: torch.dtype) -> torch.dtype:
+        """The dtype of an unsharded parameter that is stored in another: floating ones are cast."""
+        wanted = self.param_dtype
+        return wanted if wanted is not None and stored.is_floating_point else stored
+
     @classmethod
     def of(cls, policy: Any) -> Precision:
         """From torch's `MixedPrecisionPolicy` or `MixedPrecision`.
@@ -250,8 +255,13 @@ class Config:
     device: Any = None
     memory_budget: int | str | None = None
     passes: Sequence[Any] | Callable[[list[Any]], Sequence[Any]] | None = None
+    # Names of the options that the user has set, be it to their default. No option itself; a field,
+    # so that a Config which is made of this one (`dataclasses.replace`, pickle) has it too.
+    given: frozenset[str] = dataclasses.field(default=frozenset(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        changed = {name for name in self.names() if getattr(self, name) is not defaults[name]}
         self._accept_torch_names()
         _one_of("strategy", self.strategy, STRATEGIES)
         _one_of("backend", self.backend, BACKENDS)
@@ -314,6 +324,10 @@ class Config:
                 )
         if self.param_init_fn is not None and not callable(self.param_init_fn):
             raise ConfigError(f"param_init_fn={self.param_init_fn!r} cannot be called.")
+        if self.given:  # of another Config, whose values may be defaults in their parsed form
+            plain = Config()
+            changed = {name for name in changed if getattr(self, name) != getattr(plain, name)}
+        object.__setattr__(self, "given", self.given | changed)
 
     def _accept_torch_names(self) -> None:
         """Replace torch's enums and classes by what they mean here."""
@@ -462,7 +476,7 @@ class Config:
         Raises:
             ConfigError: an unknown name (the message lists the legal ones and the nearest).
         """
-        legal = [field.name for field in dataclasses.fields(cls)]
+        legal = cls.names()
         for name in options:
             if name not in legal:
                 near = difflib.get_close_matches(name, legal, n=1)
@@ -470,17 +484,12 @@ class Config:
                 raise ConfigError(
                     f"unknown option {name!r}.{hint} Options are: {', '.join(legal)}."
                 )
-        config = cls(**options)
-        config.__dict__["_given"] = frozenset(options)
-        return config
+        return cls(**options, given=frozenset(options))
 
-    @property
-    def given(self) -> frozenset[str]:
-        """Names of the options that the user has set, be it to their default."""
-        fields = dataclasses.fields(self)
-        changed = {f.name for f in fields if getattr(self, f.name) is not f.default}
-        found: frozenset[str] = self.__dict__.get("_given", frozenset(changed))
-        return found
+    @classmethod
+    def names(cls) -> list[str]:
+        """The names of all options."""
+        return [field.name for field in dataclasses.fields(cls) if field.name != "given"]
 
     def changed(self, changes: dict[str, Any]) -> Config:
         """With some options set otherwise; what was left at its default stays so."""

@@ -243,7 +243,7 @@ class Graph:
         for name in self.options:
             if name not in PER_GRAPH:
                 what = "unknown option"
-                if name in {field.name for field in dataclasses.fields(Config)}:
+                if name in Config.names():
                     what = "how a model is sharded cannot be changed when it is compiled: option"
                 raise ConfigError(
                     f'torch.compile(backend="fxshard", options=...): {what} {name!r}. Options are: '

@@ -103,6 +103,7 @@ class FsdpMethods(nn.Module):
                 "all gradients are there, and the norm of all is never known. Leave "
                 "optimizer_in_backward out, and step behind backward."
             )
+        self._fxshard.together("clip_grad_norm_")
         return state.clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type))
 
     @contextlib.contextmanager
@@ -171,6 +172,7 @@ class FsdpMethods(nn.Module):
             cpu_offload: all tensors are on the CPU.
             rank0_only: other ranks than 0 get ``{}``.
         """
+        self._fxshard.together("full_state_dict")
         return state.full_state_dict(self, cpu_offload, rank0_only)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -196,6 +198,7 @@ class FsdpMethods(nn.Module):
                 f"{world.size} rank(s) per shard group, or without a process group, has no "
                 f"reduce-scatter. Leave the call out."
             )
+        self._fxshard.together("set_separate_reduce_scatter_group")
         if enable and world.reductions is None:
             world.separate_reductions()
         elif not enable:
@@ -216,7 +219,7 @@ class FsdpMethods(nn.Module):
                 f"set_gradient_divide_factor has no effect with {what}, which says how gradients "
                 f"are reduced. Divide there."
             )
-        runtime.config = dataclasses.replace(runtime.config, gradient_divide_factor=factor)
+        runtime.config = runtime.config.changed({"gradient_divide_factor": factor})
         runtime.variants.clear()
 
     def set_reshard_after_forward(
@@ -243,7 +246,7 @@ class FsdpMethods(nn.Module):
             )
         chosen = fqns or (every if recurse else [""])
         now = {u.fqn: reshard_after_forward if u.fqn in chosen else u.reshard for u in units}
-        runtime.config = dataclasses.replace(runtime.config, reshard_after_forward=now)
+        runtime.config = runtime.config.changed({"reshard_after_forward": now})
         runtime.units = tuple(dataclasses.replace(u, reshard=now[u.fqn]) for u in units)
         runtime.variants.clear()
 
@@ -261,6 +264,7 @@ class FsdpMethods(nn.Module):
             cpu_offload: all tensors are on the CPU.
             rank0_only: other ranks than 0 get ``{}``.
         """
+        self._fxshard.together("full_optim_state_dict")
         return state.full_optim_state_dict(self, optimizer, cpu_offload, rank0_only)
 
     def optim_state_dict_to_load(

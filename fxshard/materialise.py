@@ -7,6 +7,8 @@ more of a meta model than its shards, its buffers and one module.
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -17,6 +19,8 @@ from torch import Tensor, nn
 from fxshard import compat
 from fxshard.errors import UnitError
 from fxshard.world.c10d import C10dWorld
+
+log = logging.getLogger("fxshard")
 
 InitFn = Callable[[nn.Module], Any]
 
@@ -167,18 +171,61 @@ def _filled(
     """The meta tensors among `own` with data, by name. `module` is as it was again.
 
     The call sees all of the module's own tensors on a real device: copies of those with data, and
-    empty ones in the place of those that another module has filled.
+    empty ones for the rest, also for those that another module has filled. What a `param_init_fn`
+    leaves empty it is asked for once more, with the module on the meta device, as FSDP1 calls it:
+    it may look for that, and make the tensors itself.
+    (torch/distributed/fsdp/_init_utils.py, ``_materialize_with_param_init_fn``)
     """
     said = "param_init_fn" if param_init_fn else f"{type(module).__name__}.reset_parameters"
-    copies: dict[int, Tensor] = {}
-    with put_back(module), torch.no_grad():
+    wanted = {name: tensor for name, tensor in own.items() if tensor.is_meta}
+    copies = {
+        id(tensor): _stand_in(tensor, device)
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+        if tensor is not None
+    }
+    found = _called(module, param_init_fn, said, path, copies)
+    made = {
+        name: _checked(join(path, name), said, tensor, found.get(name), device)
+        for name, tensor in wanted.items()
+    }
+    left = [name for name, whole in made.items() if _is_empty(whole, copies.values())]
+    if left and param_init_fn:
+        state = torch.get_rng_state()
+        real = {key: copy for key, copy in copies.items() if key not in map(id, wanted.values())}
+        found = _called(module, param_init_fn, said, path, real)
+        again = [name for name in left if found.get(name) is not wanted[name]]
+        for name in again:
+            made[name] = _checked(join(path, name), said, own[name], found.get(name), device)
+        if not again:
+            torch.set_rng_state(state)  # as if it had not been called
+        left = [name for name in left if _is_empty(made[name], copies.values())]
+    if left and not param_init_fn:
+        kind = "buffer" if left[0] in module._buffers else "parameter"
+        raise UnitError(
+            f"{kind} {join(path, left[0])!r} is on the meta device, and {said} does not fill it. "
+            f"Pass param_init_fn to fxshard.compile, or build the {kind} on a real device."
+        )
+    if left:
+        log.warning(
+            "fxshard: param_init_fn has left %s without values (NaN): load a state dict before the "
+            "first call.",
+            ", ".join(repr(join(path, name)) for name in left),
+        )
+    return made
+
+
+def _called(
+    module: nn.Module,
+    param_init_fn: InitFn | None,
+    said: str,
+    path: str,
+    copies: dict[int, Tensor],
+) -> dict[str, Tensor]:
+    """The tensors of `module` behind an initialisation that has seen `copies`, by id, in place."""
+    with put_back(module), torch.no_grad(), _NanWhereEmpty():
         both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for slots in both:
-            for name, tensor in slots.items():
-                if tensor is not None:
-                    if id(tensor) not in copies:
-                        copies[id(tensor)] = _stand_in(tensor, device)
-                    slots[name] = copies[id(tensor)]
+            slots.update({k: copies.get(id(t), t) for k, t in slots.items() if t is not None})
         try:
             if param_init_fn:
                 param_init_fn(module)
@@ -187,20 +234,38 @@ def _filled(
         except Exception as error:
             error.add_note(f"fxshard.compile called {said} to fill module {path or '(root)'!r}.")
             raise
-        made: dict[str, Tensor] = {}
-        for name, tensor in own.items():
-            if tensor.is_meta:
-                found = own_tensors(module).get(name)
-                whole = _checked(join(path, name), said, tensor, found, device)
-                unwritten = whole is copies[id(tensor)] and compat.version(whole) == 0
-                if unwritten and not param_init_fn and name in module._buffers and whole.numel():
-                    raise UnitError(
-                        f"buffer {join(path, name)!r} is on the meta device, and {said} does not "
-                        f"fill it. Pass param_init_fn to fxshard.compile, or register the buffer "
-                        f"on a real device."
-                    )
-                made[name] = whole
-    return made
+        return own_tensors(module)
+
+
+_EMPTY = (
+    *(torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided),
+    *(torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided),
+)
+
+
+class _NanWhereEmpty(compat.TorchDispatchMode):
+    """What is made without values holds NaN, so that it shows what nothing has written since."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return _with_nan(made) if func.overloadpacket in _EMPTY else made
+
+
+def _with_nan(tensor: Tensor) -> Tensor:
+    floats = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.fill_(math.nan) if floats and not tensor.is_meta else tensor
+
+
+def _is_empty(whole: Tensor, copies: Iterable[Tensor]) -> bool:
+    """True if nothing has written into it: it is NaN at an end; of integers, a copy as it was."""
+    if not whole.numel():
+        return False
+    if whole.is_floating_point() or whole.is_complex():
+        flat = whole.detach().reshape(-1)
+        return any(value != value for value in (flat[0].item(), flat[-1].item()))
+    return compat.version(whole) == 0 and any(whole is copy for copy in copies)
 
 
 def _checked(
@@ -226,7 +291,9 @@ def _checked(
 
 def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor with storage of its own that an initialisation may write into."""
-    copy = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().clone()
+    copy = tensor.detach().clone()
+    if tensor.is_meta:
+        copy = _with_nan(torch.empty_like(tensor, device=device))
     return nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
 
 

@@ -374,6 +374,29 @@ def _check_gradients(program: Program) -> None:
             )
 
 
+def reached(program: Program) -> dict[str, frozenset[int]]:
+    """`Program.reached`, of a program that no pass has touched.
+
+    A gradient that no tangent reaches is a constant, such as that of ``sign``: eager has it always.
+    """
+    tangents = program.signature.tangents
+    if len(tangents) < 2:
+        return {}
+    found: dict[fx.Node, frozenset[int]] = {}
+    for node in program.graph.nodes:
+        tag = meta.get(node) if node.op != "output" else None
+        if tag is not None and tag.role == "tangent":
+            found[node] = frozenset([int(tag.fqn or 0)])
+        elif tag is not None and tag.phase == "backward":
+            found[node] = frozenset().union(*(found.get(n, ()) for n in node.all_input_nodes))
+    gradients = {
+        result.name: found.get(value, frozenset())
+        for value, result in zip(program.values, program.results, strict=True)
+        if result.kind == "grad"
+    }
+    return {name: reach for name, reach in gradients.items() if 0 < len(reach) < len(tangents)}
+
+
 def _reaches_tangent_output(program: Program) -> set[fx.Node]:
     """Forward nodes from which an output with a tangent can be reached along float values.
 

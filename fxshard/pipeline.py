@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fxshard import collector, compat, dump, files, shapes, trace, verify
+from fxshard import collector, compat, dump, files, normalize, shapes, trace, verify
 from fxshard.config import Config, Precision, environment
 from fxshard.errors import CaptureError, ConfigError, FxshardError, PassError, VerifyError
 from fxshard.passes.annotate_streams import AnnotateStreams
@@ -298,6 +298,7 @@ def make_program(
     def sharded() -> Program:
         program = start()
         program.facts = set(captured.facts)
+        program.reached = normalize.reached(captures[key, sizes])
         program.replicas, program.sync = replicas, sync
         program.accumulated = frozenset(accumulated)
         program.comm_hook = comm_hook

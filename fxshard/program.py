@@ -178,6 +178,8 @@ class Program:
             policy function, as in `Config`.
         schedule: the outer schedule and its regions, once outline-regions has run.
         closed: why the sizes that were to be open are not; "" if they are.
+        reached: of each gradient that not all of the tangents reach, by result name: the flat
+            output indices of those that do. Where none of them arrives, eager has no gradient.
     """
 
     graph: fx.Graph
@@ -206,6 +208,7 @@ class Program:
     checkpoints: dict[str, Any] = dataclasses.field(default_factory=dict)
     schedule: Schedule | None = None
     closed: str = ""
+    reached: dict[str, frozenset[int]] = dataclasses.field(default_factory=dict)
     _params: tuple[Any, dict[str, Param]] | None = dataclasses.field(
         default=None, init=False, repr=False, compare=False
     )

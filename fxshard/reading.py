@@ -34,10 +34,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fxshard import compat, hf
 from fxshard.errors import StepError, UnitError
+from fxshard.passes.insert_reduce import InsertReduce
+from fxshard.pipeline import passes_of
 from fxshard.sharding import Slot, as_gradient
 from fxshard.units import Unit, ignored_of
-from fxshard.world.backends import as_bytes
-from fxshard.world.c10d import C10dWorld
+from fxshard.world.backends import as_bytes, as_real
+from fxshard.world.c10d import OPS, C10dWorld
 
 if TYPE_CHECKING:
     from fxshard.plans import Plan
@@ -96,8 +98,24 @@ class Root:
         if isinstance(self.owner.world, C10dWorld):
             slot.settle()
             return Gather.apply(slot.tensor, self, slot)
-        value, dtype = slot.tensor, slot.param.compute_dtype  # whole already
+        value, dtype = slot.tensor, self.computes_in(slot)  # whole already
         return value if value.dtype is dtype else value.to(dtype)
+
+    def computes_in(self, slot: Slot) -> torch.dtype:
+        """The dtype of the parameter where it is whole."""
+        return self.owner.as_it_is(slot.param).compute_dtype
+
+    @functools.cached_property
+    def reduction(self) -> InsertReduce:
+        """How gradients are reduced, as the pipeline of the model's options says it."""
+        for step in passes_of(self.owner.config):
+            if isinstance(step, InsertReduce):
+                return step
+        raise StepError(
+            "the pipeline of option passes has no insert-reduce, so that the gradient of a "
+            "parameter which eager code reads cannot be reduced alike. Leave passes out of "
+            'fxshard.shard, and give it to torch.compile(model, backend="fxshard", options=...).'
+        )
 
     def name_of(self, tensor: Tensor) -> str | None:
         """FQN of the parameter that an eager read gathered and `tensor` is, or is a view of."""
@@ -202,7 +220,7 @@ class Gather(torch.autograd.Function):
 @torch.compiler.disable
 def gathered(root: Root, slot: Slot, dtype: torch.dtype | None = None) -> Tensor:
     """All rows of a parameter, in a storage of its own; in the dtype that its unit computes in."""
-    world, dtype = root.owner.world, dtype or slot.param.compute_dtype
+    world, dtype = root.owner.world, dtype or root.computes_in(slot)
     assert isinstance(world, C10dWorld)
     shard = slot.shards[0].to(torch.device(world.mesh.device_type), dtype)
     buffer = shard.new_empty((world.size * shard.shape[0], *shard.shape[1:]))
@@ -222,21 +240,23 @@ def gathered(root: Root, slot: Slot, dtype: torch.dtype | None = None) -> Tensor
 @torch.compiler.disable
 def reduced(root: Root, slot: Slot, grad: Tensor) -> Tensor:
     """This rank's rows of the gradients of all ranks, reduced as the options say."""
-    owner, world, config = root.owner, root.owner.world, root.owner.config
+    owner, world = root.owner, root.owner.world
     assert isinstance(world, C10dWorld)
     unit_precision = owner.units[slot.param.unit].precision
     grad = grad.to(unit_precision.reduce_dtype or grad.dtype)
     rows = slot.shards[0].shape[0]
     padded = grad.new_zeros((world.size * rows, *grad.shape[1:]))
     padded[: grad.shape[0]].copy_(grad)
-    if config.reduce_op == "avg":
-        padded.div_(config.gradient_divide_factor or world.size * world.replicas)
-    shard = padded
+    before, name, behind = root.reduction.division(padded.dtype, world.size * world.replicas)
+    shard, op = padded if before is None else padded.div_(before), OPS[name]
     if "shard" in world.groups:
         shard = padded.new_empty((rows, *grad.shape[1:]))
-        compat.reduce_scatter_single(shard, padded, group=world.groups["shard"])
+        into, sent = as_real(shard), as_real(padded)
+        compat.reduce_scatter_single(into, sent, op=op, group=world.groups["shard"])
     if "replicate" in world.groups:
-        dist.all_reduce(shard, group=world.groups["replicate"])
+        dist.all_reduce(as_real(shard), op=op, group=world.groups["replicate"])
+    if behind is not None:
+        shard.div_(behind)
     if not unit_precision.keep_low_precision_grads:
         shard = shard.to(slot.param.dtype)
     return as_gradient(slot, [shard.to(slot.local.device)], world)
@@ -345,18 +365,17 @@ def give_handles(root: Root) -> None:
         if ROOT in module.__dict__:
             module.__dict__[HANDLES] = {}
     for slot in owner.slots.values():
-        handle = _handle(slot, torch.device(owner.compute_device()))
+        handle = _handle(slot, root.computes_in(slot), torch.device(owner.compute_device()))
         handle._fxshard = root, slot.param.fqn  # type: ignore[attr-defined]
         for module, name in slot.owners:
             module.__dict__[HANDLES][name] = handle
 
 
-def _handle(slot: Slot, device: torch.device) -> nn.Parameter:
+def _handle(slot: Slot, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """Of the whole parameter's shape and dtype; one element of memory, no values.
 
     An `nn.Parameter`, because Dynamo takes their sizes for constants.
     """
-    dtype = slot.param.compute_dtype
     one = torch.empty((), dtype=dtype, device=device)
     return nn.Parameter(one.expand(slot.param.shape), slot.tensor.requires_grad)
 

@@ -30,6 +30,7 @@ from fxshard.step import Call, Step, differentiated
 from fxshard.store import ParameterStore
 from fxshard.swapped import Inside, as_users_own
 from fxshard.units import Unit
+from fxshard.unused import Reach
 from fxshard.variants import Kind, Variant, reason_for, symbols_for
 from fxshard.world.c10d import C10dWorld
 from fxshard.world.in_process import InProcessWorld
@@ -44,6 +45,7 @@ class Runtime(ParameterStore):
 
     Attributes:
         variants: the programs made so far; clear it when what they were made for has changed.
+        reach: which gradients a loss has reached.
         sync: False inside of `no_sync`.
         comm_hook: the user's function reduces gradients.
         attributes: what modules say that programs depend on.
@@ -65,6 +67,7 @@ class Runtime(ParameterStore):
         self.inside = Inside(None, {})
         self.make_executor = make_executor
         self.variants: dict[Kind, Variant] = {}
+        self.reach = Reach()
         self.torn: dict[str, tuple[str, list[tuple[Tensor, int]]]] = {}
         self.just_stepped: list[str] = []
         self.sync = True
@@ -100,10 +103,13 @@ class Runtime(ParameterStore):
             grads: per rank of this process and parameter, the reduced gradient of a padded shard.
         """
         optimizer, world = self.optimizer(), self.world
-        self.just_stepped += fqns
-        slots = [self.slots[fqn] for fqn in fqns]
-        mine = []
-        for slot, *shards in zip(slots, *grads, strict=True):
+        unused = self.reach.unused()
+        slots, mine = [], []
+        for fqn, *shards in zip(fqns, *grads, strict=True):
+            if fqn in unused:
+                continue
+            self.just_stepped.append(fqn)
+            slots.append(slot := self.slots[fqn])
             rows = slot.local.shape[0]
             grad = shards[0]
             if isinstance(world, InProcessWorld):

@@ -463,7 +463,8 @@ def _function_name(hook: Any) -> str:
 
 def optim_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The state of `optimizer` by parameter name, as it is sharded."""
-    return dict(get_optimizer_state_dict(model, optimizer))
+    with compat.not_stepped(optimizer):
+        return dict(get_optimizer_state_dict(model, optimizer))
 
 
 def full_optim_state_dict(
@@ -472,7 +473,8 @@ def full_optim_state_dict(
     """The same with whole tensors; collective. ``{}`` on other ranks if `rank0_only`."""
     alone = cpu_offload and rank0_only  # see full_state_dict
     options = StateDictOptions(full_state_dict=True, cpu_offload=alone)
-    state = get_optimizer_state_dict(model, optimizer, options=options)
+    with compat.not_stepped(optimizer):
+        state = get_optimizer_state_dict(model, optimizer, options=options)
     if rank0_only and dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
         return {}
     leaves, spec = compat.tree_flatten(dict(state))

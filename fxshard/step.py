@@ -100,6 +100,7 @@ class Step(torch.autograd.Function):
                 f"an output of {name}, of shape {changed[0]}, was changed in place between a "
                 f"forward and its backward, which reads it. Change a copy: y = y.clone()."
             )
+        arrived = [position for position, k in ctx.places.items() if grads[k] is not None]
         ctx.exposed = None  # they die behind their last readers
         tangents: dict[str | None, Tensor] = {}
         for node in call.variant.executor.backward_inputs:
@@ -113,9 +114,11 @@ class Step(torch.autograd.Function):
         call.runtime.require_accumulated(program)
         args = _backward_arguments(call, batch, saved, tangents)
         tangents.clear()
+        reach, world = call.runtime.reach, call.runtime.world
+        unused = reach.begin(program, arrived, world, call.runtime.accumulated)
         with call.runtime.as_traced(), _whole_or_refused(call):
             results = call.variant.executor.backward(args)
-        return (None, *_gradients(call, results, len(batch)))
+        return (None, *_gradients(call, results, len(batch), unused | reach.unused()))
 
 
 def _keep_identities(outputs: list[Any], repeats: Sequence[tuple[int, int]]) -> None:
@@ -202,7 +205,10 @@ def _exposed(outputs: Sequence[Tensor], saved: list[list[Tensor]]) -> list[tuple
 
 
 def _laid_out(grad: Tensor | None, node: fx.Node, shape: torch.Size) -> Tensor:
-    """The gradient of an output in the strides that backward was traced for; None is zeros."""
+    """The gradient of an output in the strides that backward was traced for; None is zeros.
+
+    (What that makes zeros of is None again in the end: `fxshard.unused`.)
+    """
     like = node.meta["val"]
     stride = like.stride() if like.shape == shape else shapes.stride_like(like, shape)
     if grad is not None and shapes.lies_as(grad, stride):
@@ -234,8 +240,10 @@ def _backward_arguments(
     return args
 
 
-def _gradients(call: Call, results: list[list[Tensor]], inputs: int) -> list[Tensor | None]:
-    """Gradients in the order of `Step.forward`'s tensors."""
+def _gradients(
+    call: Call, results: list[list[Tensor]], inputs: int, unused: frozenset[str]
+) -> list[Tensor | None]:
+    """Gradients in the order of `Step.forward`'s tensors; None for those that are `unused`."""
     program = call.variant.program
     names = [result.name for result in program.results if result.kind != "output"]
     per_rank = [dict(zip(names, grads, strict=True)) for grads in results]
@@ -250,7 +258,7 @@ def _gradients(call: Call, results: list[list[Tensor]], inputs: int) -> list[Ten
     out: list[Tensor | None] = []
     for fqn in differentiated(program):
         shards = [grads.pop(fqn) for grads in per_rank if fqn in grads]
-        if not shards:
+        if not shards or fqn in unused:
             out.append(None)  # accumulated, not reduced; or stepped already
         elif fqn in call.runtime.wholes:
             out.append(shards[0])
@@ -258,8 +266,8 @@ def _gradients(call: Call, results: list[list[Tensor]], inputs: int) -> list[Ten
             slot, world = call.runtime.slots[fqn], call.runtime.world
             out.append(as_gradient(slot, shards[: world.size], world))
     for k in range(inputs):
-        position = program.signature.tensor_inputs[k]
-        out.append(per_rank[0].pop(f"input[{position}]", None))
+        name = f"input[{program.signature.tensor_inputs[k]}]"
+        out.append(None if name in unused else per_rank[0].get(name))
     return out
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard import replaced, state
-from fxshard.config import Config
+from fxshard.config import Config, Precision
 from fxshard.errors import StepError
 from fxshard.materialise import join
 from fxshard.mesh import world_over
@@ -89,6 +89,16 @@ class ParameterStore:
         """The ignored parameters."""
         return [self.whole(fqn) for fqn in self.wholes]
 
+    def together(self, what: str) -> None:
+        """All ranks do `what`, or none: collectives of other sizes would end a process in gloo.
+
+        Raises:
+            RankMismatchError: some ranks call the model, or do something else.
+        """
+        if isinstance(self.world, C10dWorld):
+            self.world.require_joined()
+            self.world.agree([what], "what they do to the model", [["a call of the model"]])
+
     def param(self, fqn: str) -> nn.Parameter:
         """The parameter that the user sees."""
         return self.slots[fqn].tensor if fqn in self.slots else self.whole(fqn)
@@ -100,12 +110,12 @@ class ParameterStore:
     def as_it_is(self, param: Param) -> Param:
         """`param` with the dtype and the flag that its tensor has now."""
         tensor = self.param(param.fqn)
-        same = param.compute_dtype is param.dtype
+        cast = self.units[param.unit].precision if param.fqn in self.slots else Precision()
         return dataclasses.replace(
             param,
             dtype=tensor.dtype,
             requires_grad=tensor.requires_grad,
-            compute_dtype=tensor.dtype if same else param.compute_dtype,
+            compute_dtype=cast.computes_in(tensor.dtype),
         )
 
     def waiting(self) -> tuple[str, ...]:
@@ -189,6 +199,7 @@ class ParameterStore:
     def whole_now(self, recurse: bool = True, **options: Any) -> Iterator[None]:
         """See `FxshardModule.summon_full_params`."""
         self.require_sharded("summon_full_params")
+        self.together("summon_full_params (or unshard, apply, a submodule or method by itself)")
         slots = [slot for slot in self.slots.values() if recurse or slot.param.unit == 0]
         with state.whole_parameters(slots, **options):
             self.summoned = True
@@ -281,8 +292,8 @@ class ParameterStore:
             StepError: an option cannot be pickled, or parameters are whole now.
         """
         self.require_sharded("pickling")
-        for field in dataclasses.fields(self.config):
-            state.check_picklable(field.name, getattr(self.config, field.name))
+        for name in self.config.names():
+            state.check_picklable(name, getattr(self.config, name))
         slots = {fqn: state.without_data(slot) for fqn, slot in self.slots.items()}
         world = self.world.mesh if isinstance(self.world, C10dWorld) else self.world
         return self.__dict__ | {"slots": slots, "world": world, **self.fresh()}

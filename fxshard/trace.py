@@ -564,6 +564,10 @@ class _Call(nn.Module):
         self._tie()
         self.counts = self.counts or [counters.of_modules(self.model)]
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        held = [
+            *(("parameter", n, p, p.untyped_storage()) for n, p in self.model.named_parameters()),
+            *(("buffer", n, b, b.untyped_storage()) for n, b in buffers.items()),
+        ]
         with self.autocast, provenance.LinesNoted(self.told and self.told(self._leaves(tensors))):
             args, kwargs = precision.root_inputs(self.units, (args, kwargs))
             if self.graph is not None:
@@ -579,6 +583,7 @@ class _Call(nn.Module):
                 ):
                     out = self.model(*args, **kwargs)
             out = precision.root_output(self.units, out)
+        _refuse_new_data(held)
         self.counts.append(counters.of_modules(self.model))
         paths, self.out_spec = compat.tree_flatten_with_path(out)
         values = [value for _, value in paths]
@@ -705,6 +710,24 @@ def _replaced(
             )
         replaced[name] = new
     return replaced
+
+
+def _refuse_new_data(
+    held: Sequence[tuple[str, str, torch.Tensor, torch.UntypedStorage]],
+) -> None:
+    """Raise CaptureError for a tensor that lies in another storage now: no operator says so."""
+    for kind, name, tensor, storage in held:
+        if tensor.untyped_storage()._cdata != storage._cdata:
+            own = name.rpartition(".")[2]
+            raise CaptureError(
+                f"{kind} {name!r} is given other memory during forward (.data = ...), which "
+                f"a traced program cannot repeat. "
+                + (
+                    f"Write self.{own}.copy_(...) or self.{own} = ..., which it can."
+                    if kind == "buffer"
+                    else "Change it between steps."
+                )
+            )
 
 
 def _refuse_opaque(names: tuple[str, ...], values: list[Any], what: str) -> None:

@@ -71,6 +71,7 @@ class Unit:
         kind: class name of the module; equal kinds fold to one row in dumps.
         params: its parameters, in ``named_parameters`` order.
         ignored: parameters of its modules that stay whole and are never communicated.
+        ignored_modules: FQNs of its modules whose buffers stay as they are too.
         precision: dtypes of compute and reduction.
         reshard: what its parameters are between forward and backward: True sharded, False
             unsharded, n sharded over groups of n neighbouring ranks.
@@ -81,6 +82,7 @@ class Unit:
     kind: str
     params: tuple[Param, ...]
     ignored: tuple[Param, ...] = ()
+    ignored_modules: tuple[str, ...] = ()
     precision: Precision = dataclasses.field(default_factory=Precision)
     reshard: bool | int = True
 
@@ -138,6 +140,7 @@ def find_units(
             )
         )
     modules = dict(model.named_modules())
+    left_out = [name for name, _ in _named(out_modules, model)]
     return tuple(
         Unit(
             index[fqn],
@@ -145,6 +148,7 @@ def find_units(
             type(modules[fqn]).__name__,
             tuple(members[fqn]),
             tuple(whole[fqn]),
+            tuple(name for name in left_out if owner_of([name], index) == fqn),
         )
         for fqn in fqns
     )
@@ -193,7 +197,6 @@ def configured_units(model: nn.Module, config: Config) -> tuple[Unit, ...]:
 
 def with_precision(unit: Unit, precision: Precision) -> Unit:
     """`unit` computing in `precision`: only floating parameters are cast."""
-    wanted = precision.param_dtype
     if precision.reduce_as_stored:
         stored = [p.dtype for p in unit.params if p.requires_grad and p.dtype.is_floating_point]
         if precision.reduce_dtype is None and stored:
@@ -201,10 +204,7 @@ def with_precision(unit: Unit, precision: Precision) -> Unit:
             precision = dataclasses.replace(precision, reduce_dtype=dtype)
         precision = dataclasses.replace(precision, reduce_as_stored=False)
     params = tuple(
-        dataclasses.replace(
-            p, compute_dtype=wanted if wanted and p.dtype.is_floating_point else p.dtype
-        )
-        for p in unit.params
+        dataclasses.replace(p, compute_dtype=precision.computes_in(p.dtype)) for p in unit.params
     )
     return dataclasses.replace(unit, params=params, precision=precision)
 
@@ -216,7 +216,10 @@ def buffer_dtypes(
     by_fqn = {unit.fqn: unit for unit in units}
     found: dict[str, torch.dtype] = {}
     for name, buffer in buffers.items():
-        wanted = by_fqn[owner_of([name], by_fqn)].precision.buffer_dtype
+        unit = by_fqn[owner_of([name], by_fqn)]
+        if name.rpartition(".")[0] in unit.ignored_modules:
+            continue
+        wanted = unit.precision.buffer_dtype
         if wanted is not None and buffer.is_floating_point() and buffer.dtype is not wanted:
             found[name] = wanted
     return found
@@ -321,7 +324,8 @@ def ignored_of(model: nn.Module, ignored: Sequence[Any]) -> tuple[list[nn.Module
 
 def _named(modules: list[nn.Module], model: nn.Module) -> list[tuple[str, nn.Module]]:
     chosen = set(map(id, modules))
-    return [(name, module) for name, module in model.named_modules() if id(module) in chosen]
+    named = model.named_modules(remove_duplicate=False)
+    return [(name, module) for name, module in named if id(module) in chosen]
 
 
 def check_shardable(fqn: str, param: torch.Tensor) -> None:

@@ -55,9 +55,12 @@ class InsertStep:
         order = {node: i for i, node in enumerate(program.graph.nodes)}
         last = last_readers(program, order)
         groups: dict[tuple[int, int | None], list[tuple[str, fx.Node]]] = {}
+        homes: dict[int, tuple[int, int | None]] = {}
         for result, grad in stepped:
             reduced = meta.get(grad).role in ("reduce", "settle")
             key = params[result.name].unit, meta.get(grad).pair if reduced else None
+            for storage in meta.storage_ids(grad):  # units whose gradients were sent in one copy
+                key = homes.setdefault(storage, key)
             groups.setdefault(key, []).append((result.name, grad))
         places: list[tuple[fx.Node, list[str], list[fx.Node], list[fx.Node]]] = []
         for members in groups.values():

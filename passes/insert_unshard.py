@@ -204,7 +204,7 @@ def unshard(
     small = small if len(small) > 1 else []
     alone = [i for i in range(len(params)) if i not in small]
     dtype = params[0].compute_dtype
-    casts = [i for i in alone if nodes[i].meta["val"].dtype is not dtype]
+    casts = [i for i in alone if nodes[i].meta["val"].dtype is not params[i].compute_dtype]
     if casts:
         cast = ([nodes[i] for i in casts], dtype)
         names = [fqns[i] for i in casts]

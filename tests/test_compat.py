@@ -21,6 +21,7 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
@@ -1337,3 +1338,15 @@ def test_rng_is_kept() -> None:
         torch.manual_seed(before[0].item() + 1)
         torch.rand(3)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_torch_steps_an_optimizer_without_state_to_save_it() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    with compat.not_stepped(optimizer):
+        assert get_optimizer_state_dict(model, optimizer)["state"] == {}
+    assert not optimizer.state
+    assert get_optimizer_state_dict(model, optimizer)["state"]  # what the context is against
+    before = optimizer.state
+    with compat.not_stepped(optimizer):
+        assert optimizer.state is before

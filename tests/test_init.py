@@ -429,6 +429,82 @@ def test_param_init_fn_may_leave_buffers_and_parameters_alone() -> None:
     assert not any(tensor.is_meta for tensor in values(ours).values())
 
 
+def with_reset_params(module: nn.Module) -> None:
+    """As PyTorch's test_fsdp_meta.py has it: it looks whether the module is on meta."""
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    if any(tensor.is_meta for tensor in own):
+        module.to_empty(device="cpu", recurse=False)
+        module.reset_parameters()  # type: ignore[operator]
+
+
+@EVERYWHERE
+def test_an_initialisation_that_looks_for_the_meta_device(ranks: Any, where: str) -> None:
+    run(ranks, where, looks_for_meta)
+
+
+def looks_for_meta(rank: int, world_size: int) -> None:
+    plain = seeded(Stack)
+    torch.manual_seed(0)
+    ours = compiled(on_meta(Stack), param_init_fn=with_reset_params)
+    assert_equal(values(ours), values(plain))
+
+
+@pytest.mark.parametrize("write", ["in place", "data", "numpy", "assigned", "on meta only"])
+def test_ways_to_fill(write: str, caplog: pytest.LogCaptureFixture) -> None:
+    def init(module: nn.Module) -> None:
+        for name, param in list(module.named_parameters(recurse=False)):
+            if write == "in place":
+                param.fill_(3.0)
+            elif write == "data":
+                param.data.fill_(3.0)
+            elif write == "numpy" and not param.is_meta:
+                param.detach().numpy()[:] = 3.0
+            elif write == "assigned" or (write == "on meta only" and param.is_meta):
+                setattr(module, name, nn.Parameter(torch.full(param.shape, 3.0)))
+
+    ours = compiled(on_meta(Stack), param_init_fn=init)
+    assert all((value == 3.0).all() for value in values(ours).values())
+    assert "without values" not in caplog.text
+
+
+def test_what_an_initialisation_leaves_out_is_named_and_nan(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of two kinds of memory: what we make, and what the function makes."""
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.LayerNorm):
+            module.to_empty(device="cpu", recurse=False)
+            module.weight.fill_(1.0)
+        elif not isinstance(module, nn.Embedding):
+            module.reset_parameters()  # type: ignore[operator]
+
+    plain = seeded(Stack)
+    torch.manual_seed(0)
+    torch.nn.Embedding(17, 13)
+    ours = compiled(on_meta(Stack), param_init_fn=init)
+    left = {name for name, value in values(ours).items() if value.isnan().any()}
+    assert left == {"embed.weight", *(f"layers.{i}.norm.bias" for i in range(3))}
+    for name in left:
+        assert f"param_init_fn has left {name!r} without values (NaN)" in caplog.text
+        assert values(ours)[name].isnan().all()
+    for name in values(plain).keys() - left:
+        assert torch.equal(values(ours)[name], values(plain)[name]), name
+
+
+def test_a_parameter_that_reset_parameters_leaves_out() -> None:
+    class Gained(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.gain = nn.Parameter(torch.ones(4))
+
+    message = (
+        r"parameter '0\.gain' .*Gained\.reset_parameters does not fill it\. Pass param_init_fn"
+    )
+    with pytest.raises(UnitError, match=message):
+        compiled(on_meta(lambda: nn.Sequential(Gained())))
+
+
 def test_an_ignored_parameter_on_meta() -> None:
     model = on_meta(Stack)
     units = find_units(model, ignored=["embed.weight"])

@@ -72,10 +72,10 @@ def test_one_process_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         port = free.getsockname()[1]
     for name, value in zip(VARIABLES, ("0", "1", "127.0.0.1", str(port)), strict=True):
         monkeypatch.setenv(name, value)
-    assert isinstance(fxshard.compile(build(), world_size=2).world, InProcessWorld)
+    assert isinstance(fxshard.compile(build(), world_size=2)._fxshard.world, InProcessWorld)
     assert not dist.is_initialized()
     try:
-        assert isinstance(fxshard.compile(build()).world, C10dWorld)
+        assert isinstance(fxshard.compile(build())._fxshard.world, C10dWorld)
     finally:
         dist.destroy_process_group()
 

@@ -214,14 +214,21 @@ def to_empty(module: nn.Module) -> None:
         buffer.zero_()
 
 
-def test_init_of_a_model_that_is_partly_meta() -> None:
+def if_meta(module: nn.Module) -> None:
+    """As FSDP1's tests write it: it looks for the meta device."""
+    if any(param.is_meta for param in module.parameters(recurse=False)):
+        to_empty(module)
+
+
+@pytest.mark.parametrize("init", [to_empty, if_meta])
+def test_init_of_a_model_that_is_partly_meta(init: Any) -> None:
     def half_meta() -> nn.Module:
         model = built(Net)
         model.first.to("meta")
         model.norm.weight = nn.Parameter(torch.empty(10, device="meta"))
         return model
 
-    options: dict[str, Any] = {"param_init_fn": to_empty, "units": ["first"]}
+    options: dict[str, Any] = {"param_init_fn": init, "units": ["first"]}
     want = phases_of(half_meta(), IDS, 2, **options)["init"]
     box: list[Any] = []
     with compat.fake_process_group(0, 2):

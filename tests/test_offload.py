@@ -1,5 +1,6 @@
 """Shards, gradients and optimizer states on the CPU, copied in and out by rows of the schedule."""
 
+import copy
 import functools
 import math
 from typing import Any
@@ -199,3 +200,22 @@ def test_in_process_equals_eager() -> None:
         case.build(), units=case.units, world_size=3, offload=CPUOffloadPolicy()
     )
     fsdp2.assert_close(fsdp2.run_steps(model, case, 3), eager, rtol=1e-6)
+
+
+def test_one_rank_loads_parameters_of_several_dtypes_as_they_are() -> None:
+    eager = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(3, 4).bfloat16())
+
+    class Both(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = copy.deepcopy(eager)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[0](x) + self.layers[1](x.bfloat16())
+
+    x = torch.randn(2, 3)
+    ours = fxshard.compile(Both(), world_size=1, offload=CPUOffloadPolicy())
+    out = ours(x)
+    out.sum().backward()
+    torch.testing.assert_close(out, eager[0](x) + eager[1](x.bfloat16()), rtol=0, atol=0)
+    assert {p.grad.dtype for p in ours.parameters()} == {torch.float32, torch.bfloat16}

@@ -77,7 +77,7 @@ def given_space(space: Mapping[str, Iterable[Any]] | None) -> dict[str, list[Any
     Raises:
         ConfigError: not of that form, a name is no option, or has no values.
     """
-    legal = {field.name for field in dataclasses.fields(Config)} | {"world_size"}
+    legal = {*Config.names(), "world_size"}
     legal -= {"memory_budget"}  # the task of `budget`
     example = "space={'checkpoint': [None, 'full']}"
     if space is None:

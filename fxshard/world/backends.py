@@ -7,6 +7,7 @@ asked for                       gloo                        NCCL
 ==============================  ==========================  ==========================
 several all-gathers, one call   no: a call per buffer (1)   yes
 dtypes of an all-gather         not all (2): bytes          not all: bytes
+complex numbers in a reduction  refused (2): real pairs     not all: real pairs
 two dtypes in one call          wrong in silence (3)        right
 an average                      sum, then a division        inside the collective
 an average of integers          an error                    truncated
@@ -87,3 +88,8 @@ def backend_of(group: dist.ProcessGroup) -> Backend:
 def as_bytes(tensor: Tensor) -> Tensor:
     """A flat view of a contiguous tensor, uint8."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """What a reduction takes in the place of `tensor`: of complex numbers pairs, ``[..., 2]``."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

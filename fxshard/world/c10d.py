@@ -20,7 +20,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from fxshard import compat
 from fxshard.errors import RankDiedError, RankMismatchError
 from fxshard.world import peers as patience
-from fxshard.world.backends import backend_of
+from fxshard.world.backends import as_real, backend_of
 from fxshard.world.peers import Cause, Peers
 
 OPS: dict[str, Any] = {
@@ -126,7 +126,8 @@ class C10dWorld:
         options = dist.ReduceScatterOptions()
         options.reduceOp = OPS[op]
         with self._launch("reduce", pair, group) as launch:
-            launch.works.append(members.reduce_scatter_tensor_coalesced(results, grads, options))
+            into, sent = list(map(as_real, results)), list(map(as_real, grads))
+            launch.works.append(members.reduce_scatter_tensor_coalesced(into, sent, options))
         return results
 
     def all_reduce(
@@ -134,8 +135,10 @@ class C10dWorld:
     ) -> list[Tensor]:
         options = dist.AllreduceCoalescedOptions()
         options.reduceOp = OPS[op]
+        grads = [grad.resolve_conj() for grad in grads]
         with self._launch("all-reduce", pair, group) as launch:
-            launch.works.append(self.groups[group].allreduce_coalesced(grads, options))
+            sent = list(map(as_real, grads))
+            launch.works.append(self.groups[group].allreduce_coalesced(sent, options))
         return grads
 
     def comm_hook(self, grads: list[Tensor], pair: int) -> list[Tensor]:
@@ -386,6 +389,29 @@ class C10dWorld:
         self._calls += 1
         for peers in self._everyone:
             peers.note_call(self._calls, digest, known, self._leave)
+
+    def any_rank(self, flags: str) -> Callable[[], str]:
+        """Tell all ranks of the mesh which of some things are true here ("0" or "1" for each).
+
+        Call it on all ranks, in front of a collective; the result behind it.
+
+        Returns:
+            What gives a "1" wherever a rank has one; call it on all ranks, unless all are "1" here.
+        """
+        told = [peers for peers in self._everyone if not peers.alone]
+        if "0" not in flags:
+            for peers in told:
+                peers.tell(flags)
+            return lambda: flags
+        first = [peers.tell(flags) for peers in told[:1]]
+
+        def found() -> str:
+            known = flags
+            for i, peers in enumerate(told):  # the second group: copies of what the first knows
+                known = peers.any_of(first.pop() if i == 0 else peers.tell(known), known)
+            return known
+
+        return found
 
     def agree(
         self, lines: Sequence[str], what: str, before: Collection[Sequence[str]] = ()

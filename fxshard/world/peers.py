@@ -43,6 +43,7 @@ class Peers:
             self._stopped = f"fxshard/stopped/{number}"
         self._stops = 0  # phases of this rank that ended with an exception, as on all others
         self._last: str | None = None  # digest of what this rank ran last
+        self._tells, self._said = 0, ["", ""]  # see `tell`: how many, and the last two
 
     def note_call(
         self,
@@ -93,6 +94,48 @@ class Peers:
             f"through the model, and start again from the last checkpoint."
         )
 
+    def tell(self, flags: str) -> str:
+        """Tell the other ranks which of some things are true here; all ranks tell in one order.
+
+        Args:
+            flags: a "0" or "1" for each.
+
+        Returns:
+            What to ask `any_of` for.
+        """
+        store = compat.group_store(self.group)
+        if self._tells > 1:  # all have begun the one before, and so ended the one before that
+            store.delete_key(f"{self._tale(self._tells - 2)}/{self.rank}")
+            store.delete_key(f"{self._tale(self._tells - 2)}/{self._said[0]}")
+        base = self._tale(self._tells)
+        self._tells += 1
+        self._said = [*self._said[-1:], f"all/{_digest(flags)}"]
+        store.set(f"{base}/{self.rank}", flags)
+        store.add(f"{base}/{self._said[-1]}", 1)
+        return base
+
+    def _tale(self, number: int) -> str:
+        return f"fxshard/{self._calls}/told/{number}"
+
+    def any_of(self, base: str, flags: str) -> str:
+        """A "1" wherever a rank of the group has told one; waits for those that have not told yet.
+
+        Args:
+            base: what `tell` has returned.
+            flags: of this rank.
+        """
+        store = compat.group_store(self.group)
+        keys = [f"{base}/{rank}" for rank in range(self.size)]
+        try:
+            if store.add(f"{base}/all/{_digest(flags)}", 0) == self.size:
+                return flags
+            store.wait(keys, self._patience())
+            told = [value.decode() for value in store.multi_get(keys)]
+        except RuntimeError as error:
+            cause = self.look_around()
+            raise (error if cause is None else self.failure(cause, error)) from error
+        return "".join(max(each) for each in zip(flags, *told, strict=True))
+
     def drop(self) -> None:
         """Refer to the group no more."""
         self.group, self.alone = None, True
@@ -134,7 +177,7 @@ class Peers:
         # Each rank counts its own questions in the store: the n-th ones belong together.
         base = f"fxshard/agree/{store.add(f'fxshard/agree/rank{self.rank}', 1)}"
         text = "\n".join(lines)
-        digest = hashlib.sha256(text.encode()).hexdigest()
+        digest = _digest(text)
         waits = f"waits for all ranks to agree on {what}"
         self.note_reason(waits)
         store.set(f"{base}/asked/{self.rank}", "")
@@ -400,6 +443,10 @@ class Peers:
 def _cause(text: bytes) -> Cause:
     kind, said = json.loads(text)
     return _CAUSES[kind], said
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _news(before: Collection[Sequence[str]], lines: Sequence[str]) -> str:

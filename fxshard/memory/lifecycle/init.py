@@ -256,6 +256,7 @@ def _recorded(
     with put_back(module), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         fakes: dict[int, Tensor] = {}
         both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        real = [(slots, dict(slots)) for slots in both]
         for slots in both:
             for name, tensor in slots.items():
                 if tensor is None:
@@ -271,6 +272,10 @@ def _recorded(
                 slots[name] = fakes[id(tensor)]
         with recorder, _swapped_as_set():
             call()
+            if not recorder.events and tree.config.param_init_fn:  # it looks for the meta device
+                for slots, tensors in real:
+                    slots.update({n: t for n, t in tensors.items() if t is None or t.is_meta})
+                call()
         events = recorder.events
         recorder.events = [Event("end", [], [])]
         left = {name: own_tensors(module).get(name) for name in empty}

@@ -1,0 +1,181 @@
+"""Faults of different kinds, planted in the library: random programs must find each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxshard import normalize, ops, sharding, step
+from fxshard.memory import liveness
+from fxshard.world import c10d, in_process
+from tests.fuzz.case import Case
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+FAULTS: dict[str, tuple[Plant, Callable[[Case], bool]]] = {}
+
+
+def fault(reaches: Callable[[Case], bool] = lambda case: True) -> Callable[[Plant], Plant]:
+    """Register a fault; `reaches` tells the cases that have what it breaks."""
+
+    def register(plant: Plant) -> Plant:
+        FAULTS[plant.__name__] = plant, reaches
+        return plant
+
+    return register
+
+
+def sharded(case: Case) -> bool:
+    return case.world == 2 and "strategy" not in dict(case.options)
+
+
+@fault(sharded)
+def wrong_divide_factor(patch: pytest.MonkeyPatch) -> None:
+    """An average is a sum."""
+    patch.setitem(in_process.REDUCE, "avg", in_process.REDUCE["sum"])
+
+
+@fault(sharded)
+def stale_unshard(patch: pytest.MonkeyPatch) -> None:
+    """An all-gather gives again what it gave in the first step."""
+    right, known = in_process._collective, {}
+
+    def gather_once(row: Any, values: Any) -> list[Tensor]:
+        made = right(row, values)
+        if row.target is not ops.all_gather:
+            return made
+        key = (row.name, len(values), made[0].shape)
+        return [t.clone() for t in known.setdefault(key, [t.clone() for t in made])]
+
+    patch.setattr(in_process, "_collective", gather_once)
+
+
+@fault(sharded)
+def wrong_row_offset(patch: pytest.MonkeyPatch) -> None:
+    """Each rank takes the rows of a parameter from one row further on."""
+    right = sharding._take_rows
+
+    def shifted(param: Any, shards: Any, whole: Tensor, world: Any) -> None:
+        right(param, shards, whole.roll(1, 0) if whole.shape[0] > 1 else whole, world)
+
+    patch.setattr(sharding, "_take_rows", shifted)
+
+
+@fault(sharded)
+def wrong_dtype_of_the_reduction(patch: pytest.MonkeyPatch) -> None:
+    """Gradients go through bfloat16."""
+    right = in_process.REDUCE["avg"]
+    patch.setitem(
+        in_process.REDUCE,
+        "avg",
+        lambda ranks: right([t.bfloat16().to(t.dtype) for t in ranks]),
+    )
+
+
+@fault(sharded)
+def ranks_swapped_in_reduce_scatter(patch: pytest.MonkeyPatch) -> None:
+    """The first rank gets the chunk of the last."""
+    right = in_process._collective
+
+    def swapped(row: Any, values: Any) -> list[Tensor]:
+        made = right(row, values)
+        return made[::-1] if row.target is ops.reduce_scatter else made
+
+    patch.setattr(in_process, "_collective", swapped)
+
+
+@fault(lambda case: "buffer_written" in case.operators())
+def buffer_not_written_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(normalize, "_write_back", lambda program, mutated: None)
+
+
+@fault(lambda case: "weight_decay" in case.optimizer and "frozen" in case.operators())
+def frozen_parameter_stepped(patch: pytest.MonkeyPatch) -> None:
+    """Every parameter gets a gradient, be it of zeros, and weight decay moves it."""
+    right = step._gradients
+
+    def never_none(call: Any, results: Any, inputs: int) -> list[Tensor | None]:
+        out = right(call, results, inputs)
+        for slot in call.module.slots.values():
+            if not slot.param.requires_grad:
+                slot.tensor.requires_grad_()
+                slot.tensor.grad = torch.zeros_like(slot.tensor)
+        return out
+
+    patch.setattr(step, "_gradients", never_none)
+
+
+@fault(lambda case: "tied" in case.operators())
+def tied_gradient_added_once(patch: pytest.MonkeyPatch) -> None:
+    """A parameter with two names gets half of its gradient."""
+    right = step._gradients
+
+    def half(call: Any, results: Any, inputs: int) -> list[Tensor | None]:
+        out = right(call, results, inputs)
+        for i, fqn in enumerate(step.differentiated(call.variant.program)):
+            grad = out[i]
+            if grad is not None and len(call.module.slots[fqn].param.aliases) > 1:
+                out[i] = grad * 0.5
+        return out
+
+    patch.setattr(step, "_gradients", half)
+
+
+@fault()
+def wrong_bytes_of_an_operator(patch: pytest.MonkeyPatch) -> None:
+    """The results of additions are counted with four bytes more."""
+    right = liveness.Walk._made
+
+    def larger(self: Any, node: Any, category: Any, size: int, *rest: Any) -> int:
+        return right(self, node, category, size + 4 * ("add" in node.name), *rest)
+
+    patch.setattr(liveness.Walk, "_made", larger)
+
+
+@fault(lambda case: case.no_sync)
+def gradients_of_the_last_micro_batch_alone(patch: pytest.MonkeyPatch) -> None:
+    """What was accumulated without synchronisation is forgotten."""
+    right = step._backward_arguments
+
+    def forgetful(call: Any, *rest: Any) -> list[list[Tensor]]:
+        for sums in call.module.accumulated.values():
+            for total in sums:
+                total.zero_()
+        return right(call, *rest)
+
+    patch.setattr(step, "_backward_arguments", forgetful)
+
+
+@fault(lambda case: "requires_grad_()" in case.program.inputs[0][1])
+def gradient_of_an_input_lost(patch: pytest.MonkeyPatch) -> None:
+    right = step._gradients
+
+    def without_inputs(call: Any, results: Any, inputs: int) -> list[Tensor | None]:
+        out = right(call, results, inputs)
+        return out[: len(out) - inputs] + [None] * inputs
+
+    patch.setattr(step, "_gradients", without_inputs)
+
+
+@fault()
+def wait_dropped(patch: pytest.MonkeyPatch) -> None:
+    """On real ranks: what was launched is waited for when it is freed, not when it is read."""
+    late: list[Any] = []
+
+    def keep(self: Any, tensors: Any, pair: int) -> None:
+        launch = self._launched.pop(pair)
+        if launch.work is not None:
+            late.append(launch.work)
+
+    right = c10d.C10dWorld.free
+
+    def free(self: Any, tensors: Any) -> None:
+        while late:
+            late.pop().wait()
+        right(self, tensors)
+
+    patch.setattr(c10d.C10dWorld, "wait", keep)
+    patch.setattr(c10d.C10dWorld, "free", free)

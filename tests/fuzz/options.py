@@ -1,0 +1,132 @@
+"""Options of fxshard at random, as code."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
+
+if TYPE_CHECKING:
+    from tests.fuzz.case import Case
+
+SPACE = {
+    "torch": torch,
+    "nn": nn,
+    "MixedPrecisionPolicy": MixedPrecisionPolicy,
+    "MixedPrecision": MixedPrecision,
+    "CPUOffloadPolicy": CPUOffloadPolicy,
+}
+OPTIMIZERS = (
+    "lambda params: torch.optim.SGD(params, lr=0.1)",
+    "lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01)",
+    "lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True)",
+    "lambda params: torch.optim.AdamW(params, lr=0.02, eps=0.01)",
+    "lambda params: torch.optim.Adagrad(params, lr=0.02, eps=0.1)",
+)
+# Not drawn: `device` plans only, `max_variants` bounds what `dynamic` makes, `memory_budget` picks
+# among options that are drawn, `param_init_fn` needs a model on the meta device.
+VALUES: dict[str, tuple[str, ...]] = {
+    "reshard_after_forward": ("True", "False"),
+    "forward_prefetch": ("0", "2", "'post'", "True"),
+    "backward_prefetch": ("0", "2", "'post'", "'pre'"),
+    "max_inflight": ("1", "2", "3"),
+    "max_bucket_bytes": ("64", "200", "'1KiB'"),
+    "min_bucket_bytes": ("100", "1000", "100000"),
+    "pack_bytes": ("0", "0", "64", "200"),
+    "checkpoint": ("'full'", "'selective'", "'1MiB'"),
+    "offload": ("CPUOffloadPolicy()",),
+    "gradient_predivide_factor": ("2", "3.0"),
+    "gradient_divide_factor": ("1", "3.5"),
+    "reduce_op": ("'sum'", "'max'", "'min'"),
+    "sync_module_states": ("True",),
+    "full_precision_in_eval": ("True",),
+    "dynamic": ("False", "{'batch': [('x', 0)]}"),
+    "backend": ("'inductor'",),
+    "passes": ("lambda passes: list(passes)",),
+    "mixed_precision": (
+        "MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
+        "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
+        "MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)",
+        "MixedPrecisionPolicy(param_dtype=torch.float64, output_dtype=torch.float32)",
+        "MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)",
+    ),
+}
+PROBABILITIES = {
+    "backend": 0.004,
+    "passes": 0.02,
+    "mixed_precision": 0.08,
+    "dynamic": 0.04,
+    "offload": 0.06,
+    "reduce_op": 0.04,
+    "gradient_divide_factor": 0.05,
+    "full_precision_in_eval": 0.02,
+    "sync_module_states": 0.03,
+}
+
+
+def drawn(rng: random.Random, case: Case, processes: bool | None) -> Case:
+    """`case` with options, world and loop."""
+    model = case.program.space()["Model"]()
+    names = [
+        name for name, m in model.named_modules() if name and any(True for _ in m.parameters())
+    ]
+    found: dict[str, str] = {}
+    strategy = rng.choices(
+        ("", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"), (6, 2, 1, 1, 0.7)
+    )[0]
+    real = rng.random() < 0.25 if processes is None else processes
+    if strategy:
+        found["strategy"] = repr(strategy)
+    if strategy.startswith("hybrid"):
+        world: Any = (2, 2) if real else rng.choice(((2, 2), (1, 2), (2, 1), (2, 3)))
+    else:
+        world = rng.choices((2, 3, 4), (5, 2, 1))[0] if real else rng.choice((1, 2, 2, 2, 3, 4))
+    for name, values in VALUES.items():
+        if rng.random() < PROBABILITIES.get(name, 0.1):
+            found[name] = rng.choice(values)
+    if "reduce_op" in found or rng.random() < 0.5:
+        found.pop("gradient_divide_factor", None)
+        found.pop("gradient_predivide_factor", None)
+    if strategy == "no_shard":
+        found.pop("reshard_after_forward", None)
+    elif world == 4 and rng.random() < 0.2:
+        found["reshard_after_forward"] = "2"
+    units: tuple[str, ...] = ()
+    if names and ("mixed_precision" in found or rng.random() < 0.4):
+        units = tuple(n for n in names if rng.random() < 0.5)
+        kinds = sorted({type(model.get_submodule(n)).__name__ for n in names})
+        choices = [repr(list(units)), repr(list(units)), f"lambda fqn, module: fqn in {units!r}"]
+        if "mixed_precision" not in found:
+            local = [k if not hasattr(nn, k) else f"nn.{k}" for k in kinds if k.startswith("Block")]
+            choices += ["['*']", "['**']", "[]"] + ([f"[{local[0]}]"] if local else [])
+        found["units"] = rng.choice(choices)
+    if "mixed_precision" in found and "units" not in found:
+        found["units"] = "[]"
+    if not units or found.get("units", "") in ("[]", "['*']"):
+        found.pop("checkpoint", None)  # each unit is checkpointed, and there is the root alone
+    if "max_bucket_bytes" in found:
+        found.pop("min_bucket_bytes", None)
+    parameters = [n for n, _ in model.named_parameters()]
+    if rng.random() < 0.05 and parameters and "mixed_precision" not in found:
+        found["ignored"] = repr([rng.choice(parameters)])
+    optimizer = rng.choice(OPTIMIZERS)
+    if rng.random() < 0.1 and "ignored" not in found:  # nobody would step those
+        found["optimizer_in_backward"] = "True"
+        found["optimizer"] = optimizer
+    micro = rng.choices((1, 2, 3), (8, 2, 1))[0]
+    no_sync = micro > 1 and ("optimizer_in_backward" in found or rng.random() < 0.5)
+    return dataclasses.replace(
+        case,
+        options=tuple(found.items()),
+        optimizer=optimizer,
+        units=units,
+        world=world,
+        processes=real,
+        micro_batches=micro,
+        no_sync=no_sync,
+        evaluates=rng.random() < 0.1,
+    )

@@ -1,0 +1,122 @@
+"""The training loop, and what it sees; the same for fxshard and for eager PyTorch."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.fuzz.case import Case
+
+Seen = dict[str, Any]  # what -> tensor, None, or text
+
+
+def initial(space: dict[str, Any]) -> nn.Module:
+    """The model that every side starts from."""
+    torch.manual_seed(0)
+    model: nn.Module = space["Model"]()
+    return model
+
+
+def parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Tensors in a structure, and everything else as text, each with its path."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from parts(item, f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        yield f"{path} kind", type(value).__name__
+        for i, item in enumerate(value):
+            yield from parts(item, f"{path}[{i}]")
+    elif hasattr(value, "__dataclass_fields__"):
+        yield f"{path} kind", type(value).__name__
+        for key, item in vars(value).items():
+            yield from parts(item, f"{path}.{key}")
+    else:
+        yield path, repr(value)
+
+
+def tensors(value: Any) -> list[Tensor]:
+    return [leaf for _, leaf in parts(value, "") if isinstance(leaf, Tensor)]
+
+
+def full(t: Tensor) -> Tensor:
+    """A copy of the whole tensor."""
+    t = t.detach()
+    return (t.full_tensor() if isinstance(t, DTensor) else t).clone()
+
+
+def forward_backward(
+    call: Callable[..., Any], batch: dict[str, Any], loss_of: Callable[[Any], Tensor], label: str
+) -> Seen:
+    """One micro-batch: outputs, loss, gradients of inputs, and inputs, which forward may write."""
+    seen: Seen = {}
+    before = [t.detach().clone() for t in tensors(batch)]
+    out = call(**batch)
+    for path, value in parts(out, f"output {label}"):
+        if isinstance(value, Tensor):
+            seen[path] = value.detach().clone()
+            seen[f"{path} requires grad"] = str(value.requires_grad)
+        else:
+            seen[path] = value
+    loss = loss_of(out)
+    seen[f"loss {label}"] = loss.detach().clone()
+    loss.backward()
+    for (path, value), was in zip(
+        ((p, v) for p, v in parts(batch, "") if isinstance(v, Tensor)), before, strict=True
+    ):
+        if value.requires_grad:
+            grad = value.grad
+            seen[f"input gradient {label} {path}"] = None if grad is None else grad.clone()
+        if not torch.equal(was, value.detach()):
+            seen[f"written input {label} {path}"] = value.detach().clone()
+    return seen
+
+
+def states(model: nn.Module, whole: Callable[[Tensor], Tensor] = full) -> Seen:
+    """Parameters and buffers."""
+    seen: Seen = {f"parameter {name}": whole(p) for name, p in model.named_parameters()}
+    return seen | {f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()}
+
+
+def seed_of(rank: int, step: int, micro: int) -> int:
+    return 10_000 * step + 100 * micro + rank
+
+
+def train(case: Case, rank: int, world_size: Any) -> Seen:
+    """What fxshard gives on `rank`."""
+    import fxshard
+
+    space = case.program.space()
+    options = case.evaluated(space)
+    source = initial(space)
+    model: Any = fxshard.compile(source, world_size=world_size, **options)
+    params = list(model.parameters())
+    optimizer = None if case.in_backward else eval(case.optimizer, space)(params)
+    seen: Seen = {}
+    for step in range(case.steps):
+        for micro in range(case.micro_batches):
+            waits = case.no_sync and micro < case.micro_batches - 1
+            torch.manual_seed(seed_of(rank, step, micro))
+            batch = space["batch"](rank, step * case.micro_batches + micro)
+            with model.no_sync() if waits else contextlib.nullcontext():
+                seen |= forward_backward(model, batch, space["loss_of"], f"{step}.{micro}")
+        if optimizer is not None:
+            for name, p in model.named_parameters():
+                seen[f"gradient {step} {name}"] = None if p.grad is None else full(p.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+    seen |= states(model)
+    if case.evaluates:
+        model.eval()
+        with torch.no_grad():
+            out = model(**space["batch"](rank, 99))
+        seen |= {path: copy.copy(value) for path, value in parts(out, "evaluated")}
+        seen |= {f"{k} evaluated": v for k, v in states(model).items() if k.startswith("buffer")}
+    return seen

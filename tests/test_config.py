@@ -1,0 +1,88 @@
+"""What the user has said and what was left unsaid, however one Config is made of another."""
+
+import copy
+import dataclasses
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fxshard
+from fxshard.config import Config
+from fxshard.errors import ConfigError
+from fxshard.units import checkpointed_modules
+
+OTHER: dict[str, Any] = {
+    "strategy": "shard_grad_op",
+    "units": ["*"],
+    "ignored": ["0"],
+    "reshard_after_forward": False,
+    "mixed_precision": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    "full_precision_in_eval": True,
+    "forward_prefetch": 2,
+    "backward_prefetch": "post",
+    "max_inflight": 3,
+    "max_bucket_bytes": "1MiB",
+    "min_bucket_bytes": 100,
+    "pack_bytes": 0,
+    "checkpoint": "full",
+    "gradient_divide_factor": 3.0,
+    "gradient_predivide_factor": 2.0,
+    "sync_module_states": True,
+    "max_variants": 3,
+    "dynamic": False,
+}
+WAYS: dict[str, Callable[[Config, dict[str, Any]], Config]] = {
+    "replace": lambda config, changes: dataclasses.replace(config, **changes),
+    "changed": lambda config, changes: config.changed(changes),
+    "replaced twice": lambda c, changes: dataclasses.replace(dataclasses.replace(c), **changes),
+    "copied": lambda c, changes: dataclasses.replace(copy.deepcopy(c), **changes),
+    "pickled": lambda c, changes: dataclasses.replace(pickle.loads(pickle.dumps(c)), **changes),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("said", [{}, {"checkpoint": None}, {"pack_bytes": "1MiB", "ignored": ()}])
+def test_changing_an_option_changes_nothing_that_was_left_unsaid(
+    way: str, said: dict[str, Any]
+) -> None:
+    config = Config.from_options({"backend": "inductor", **said})
+    assert config.given == {"backend", *said}
+    for name, value in OTHER.items():
+        changes = {name: value, **({"backend": "eager"} if name == "dynamic" else {})}
+        made = WAYS[way](config, changes)
+        assert made.given == {"backend", *said, name}
+        for other in set(config.names()) - changes.keys():
+            assert getattr(made, other) == getattr(config, other)
+
+
+def test_what_is_given_is_no_option() -> None:
+    assert "given" not in Config.names()
+    with pytest.raises(ConfigError, match="unknown option 'given'"):
+        Config.from_options({"given": frozenset()})
+
+
+SETTERS: dict[str, Callable[[Any], Any]] = {
+    "none": lambda model: None,
+    "set_gradient_divide_factor": lambda model: model.set_gradient_divide_factor(3.0),
+    "set_reshard_after_forward": lambda model: model.set_reshard_after_forward(False),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+}
+
+
+@pytest.mark.parametrize("setter", SETTERS)
+@pytest.mark.parametrize(("said", "policy"), [({}, "selective"), ({"checkpoint": None}, None)])
+def test_setters_leave_checkpoints_as_they_are(
+    setter: str, said: dict[str, Any], policy: str | None
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = fxshard.compile(model, world_size=2, units=["0", "1"], backend="inductor", **said)
+    model = SETTERS[setter](model) or model
+    runtime = model._fxshard
+    found = checkpointed_modules(nn.Sequential(*model), runtime.config, runtime.units)
+    assert found == ({} if policy is None else dict.fromkeys(["0", "1"], policy))

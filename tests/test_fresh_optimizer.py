@@ -1,0 +1,83 @@
+"""The state of an optimizer that has not stepped: empty, and asking for it steps nothing."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import fxshard
+from tests.fsdp2 import full
+
+BATCH = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+OPTIMIZERS: dict[str, Any] = {
+    "adam": lambda params: torch.optim.Adam(params, lr=0.1),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1, weight_decay=0.5),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+}
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> list[Tensor]:
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(batch).pow(2).mean().backward()
+        optimizer.step()
+    return [full(param).detach() for param in model.parameters()]
+
+
+def asked_first(rank: int, world_size: int, name: str, grads: bool) -> list[Tensor]:
+    """What three steps give after each method that tells the state of an optimizer."""
+    ranks = world_size if dist.is_initialized() else 1
+    batch = BATCH.chunk(ranks)[rank]
+    options: dict[str, Any] = {} if dist.is_initialized() else {"world_size": 2}
+    model = fxshard.compile(build(), **options)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    steps: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    if grads:
+        model(batch).pow(2).mean().backward()
+    whole = model.full_optim_state_dict(optimizer, rank0_only=False)
+    for state in (whole, model.optim_state_dict(optimizer)):
+        assert state["state"] == {}
+        assert state["param_groups"][0]["params"] == [n for n, _ in model.named_parameters()]
+        assert state["param_groups"][0]["lr"] == 0.1
+    assert not optimizer.state and not steps
+    assert grads == all(param.grad is not None for param in model.parameters())
+    model.optim_state_dict_to_load(optimizer, whole, load_directly=True)
+    assert not optimizer.state and not steps
+    return train(model, optimizer, batch)
+
+
+@pytest.mark.parametrize("grads", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_asking_for_the_state_does_not_step(ranks: Any, name: str, grads: bool) -> None:
+    eager = build()
+    expected = train(eager, OPTIMIZERS[name](eager.parameters()), BATCH)
+    found = [asked_first(0, 1, name, grads), *ranks(2).run(asked_first, name, grads)]
+    for params in found:
+        for param, wanted in zip(params, expected, strict=True):
+            assert_close(param, wanted)
+
+
+def test_a_state_without_all_parameters() -> None:
+    """One has had no gradient yet: there is no state of it, and none is made."""
+    model = fxshard.compile(build(), world_size=2)
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    model(BATCH).sum().backward()
+    next(iter(model.parameters())).grad = None
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    names = [name for name, _ in model.named_parameters()]
+    assert list(model.full_optim_state_dict(optimizer)["state"]) == names[1:]
+    assert_close(optimizer.state_dict(), before)
+    again = OPTIMIZERS["adam"](model.parameters())
+    model.optim_state_dict_to_load(again, model.optim_state_dict(optimizer), load_directly=True)
+    assert_close(again.state_dict(), before)
