@@ -41,6 +41,7 @@ def coalesced(rank: int, end: float) -> int:
 def ours(rank: int, end: float) -> int:
     group: Any = dist.group.WORLD
     size, count, draw = group.size(), 0, random.Random(0)
+    minute = time.time()
     scatter, reduce = dist.ReduceScatterOptions(), dist.AllreduceCoalescedOptions()
     going = torch.ones(1)
     while True:
@@ -65,6 +66,9 @@ def ours(rank: int, end: float) -> int:
             work.wait()
         assert all((tensor == value).all() for tensor, value in checks)
         count += len(works)
+        if rank == 0 and time.time() > minute + 60:
+            minute = time.time()
+            print(f"{count:,} works so far, {end - minute:.0f} s left", flush=True)
 
 
 def rank_main(rank: int, world_size: int, path: str, how: str, seconds: float) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import fxshard
-from fxshard import compat, ops
+from fxshard import ops
 from fxshard.world.backends import BACKENDS, backend_of
 from tests.oracles import count_collectives
 
@@ -137,30 +137,6 @@ def many_in_flight(rank: int, world_size: int) -> None:
 
 def test_many_works_in_flight(ranks: Any) -> None:
     ranks(2).run(many_in_flight)
-
-
-def groups_again(rank: int, world_size: int) -> None:
-    """torch's own way hangs here: a destroyed group's name comes again, and numbers differ."""
-    parent = dist.group.WORLD
-    assert parent is not None
-    others = [dist.new_group([rank], use_local_synchronization=True) for _ in range(rank)]
-    everyone = list(range(world_size))
-    names = []
-    for _ in range(3):
-        group = compat.new_group(everyone, parent)
-        names.append(group.group_name)
-        value = torch.ones(1)
-        dist.all_reduce(value, group=group)
-        assert value.item() == world_size
-        assert compat.group_timeout(group) == compat.group_timeout(parent)
-        dist.destroy_process_group(group)
-    assert len(set(names)) == 3
-    for group in others:
-        dist.destroy_process_group(group)
-
-
-def test_groups_are_made_again_after_one_was_destroyed(ranks: Any) -> None:
-    ranks(2).run(groups_again)
 
 
 class Mixed(torch.nn.Module):

@@ -488,6 +488,47 @@ def group_contract(rank: int, world_size: int, timeout_s: float) -> None:
         mine.wait(["contract/never"], datetime.timedelta(seconds=0.1))
 
 
+def groups_again(rank: int, world_size: int) -> None:
+    """torch's own way hangs here: a destroyed group's name comes again, and numbers differ."""
+    parent = dist.group.WORLD
+    assert parent is not None
+    others = [dist.new_group([rank], use_local_synchronization=True) for _ in range(rank)]
+    everyone = list(range(world_size))
+    names = []
+    for _ in range(3):
+        group = compat.new_group(everyone, parent)
+        names.append(group.group_name)
+        value = torch.ones(1)
+        dist.all_reduce(value, group=group)
+        assert value.item() == world_size
+        assert compat.group_timeout(group) == compat.group_timeout(parent)
+        dist.destroy_process_group(group)
+    assert len(set(names)) == 3
+    for group in others:
+        dist.destroy_process_group(group)
+
+
+def test_groups_are_made_again_after_one_was_destroyed(ranks: Any) -> None:
+    ranks(2).run(groups_again)
+
+
+def test_plain_torch_functions_pass_subclasses_by() -> None:
+    seen: list[Any] = []
+
+    class Loud(Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    loud = torch.ones(2).as_subclass(Loud)
+    with compat.plain_torch_functions():
+        assert type(loud + 1) is Tensor and not seen
+    assert type(loud + 1) is Loud and seen
+
+
 def test_group_store_and_timeout(ranks: Any) -> None:
     pool = ranks(2)
     pool.run(group_contract, 2 / 3 * pool.timeout_s)
