@@ -133,8 +133,8 @@ def damaged(damage: Any, params: Any) -> torch.optim.Optimizer:
     right = C10dWorld.all_gather
     if is_rank():
 
-        def wrong(world: Any, shards: list[Tensor], **how: Any) -> list[Tensor]:
-            return right(world, [damage(shard) for shard in shards], **how)
+        def wrong(world: Any, shards: list[Tensor], *rest: Any, **how: Any) -> list[Tensor]:
+            return right(world, [damage(shard) for shard in shards], *rest, **how)
 
         C10dWorld.all_gather = wrong  # type: ignore[method-assign]
     return torch.optim.SGD(params, lr=0.1)
