@@ -28,6 +28,7 @@ _HOMES = {
     "compile": "api",
     "load_checkpoint": "checkpoint",
     "plan": "api",
+    "register_fsdp_forward_method": "module",
     "reports": "dynamo",
     "save_checkpoint": "checkpoint",
     "shard": "api",

@@ -271,15 +271,18 @@ def test_an_example_call_that_is_none(args: Any, kwargs: Any) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ((), r"TypeError: .*missing 1 required positional argument: 'x'"),
-        ((torch.randn(4, 7),), r"RuntimeError: a and b must have same reduction dim"),
+        ((), r"Mlp13 cannot be called as model\(\): missing a required argument: 'x'"),
+        (
+            (torch.randn(4, 7),),
+            r"Mlp13 cannot be traced \(RuntimeError: a and b must have same reduction dim",
+        ),
     ],
     ids=["too few", "wrong shape"],
 )
 def test_a_call_that_the_model_refuses(args: Any, said: str) -> None:
     model = models.Mlp13()
     before = list(model.parameters())
-    with pytest.raises(CaptureError, match=rf"Mlp13 cannot be traced \({said}"):
+    with pytest.raises(CaptureError, match=said):
         fxshard.plan(model, args, world_size=2)
     with pytest.raises(CaptureError, match=said):
         fxshard.compile(model, world_size=2, args=args)

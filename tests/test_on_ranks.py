@@ -180,7 +180,8 @@ def ends(how: str, params: Any) -> torch.optim.Optimizer:
     [
         ("dies", "rank 1 died, with exit code -9"),
         ("raises", "rank 1 failed:(.|\n)*ArithmeticError: no more"),
-        ("hangs", "has not answered in 6 s"),
+        # Which comes first depends on how long ranks take to start.
+        ("hangs", "has not answered in 6 s|rank 1 never asked"),
     ],
 )
 def test_a_rank_that_ends_is_named(how: str, said: str, monkeypatch: Any) -> None:

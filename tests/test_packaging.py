@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+import fxshard
+
 ROOT = Path(__file__).resolve().parent.parent
 # Folders that are no source, at the top of the checkout.
 NOT_SOURCE = (".git", ".venv*", "build", "dist", "runs", "shared")
@@ -120,6 +122,13 @@ def test_every_package_is_listed() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     folders = {Path(file).parent for file in source_files(ROOT) if file.endswith(".py")}
     assert sorted(listed) == sorted(".".join(folder.parts) for folder in folders)
+
+
+def test_every_public_name_is_there() -> None:
+    """They are imported when first asked for: none may be promised and lead nowhere."""
+    found = {name: getattr(fxshard, name) for name in fxshard.__all__}
+    assert all(callable(value) for value in found.values())
+    assert dir(fxshard) == sorted(found)
 
 
 def test_wheel(checkout: Path, tmp_path: Path) -> None:
