@@ -47,7 +47,7 @@ def texts_on(rank: int, shape: tuple[int, ...], name: str) -> list[str]:
         strategy = "hybrid_shard" if len(shape) == 2 else "full_shard"
         case = MODELS[name]
         model = fxshard.compile(case.build(), mesh=mesh, strategy=strategy, units=case.units)
-        program = model.variant(*case.batch(rank, rank)).program
+        program = model._fxshard.variant(*case.batch(rank, rank)).program
         del ballast
     return [
         dump.text(program),

@@ -581,14 +581,16 @@ class ForeachCopies(TorchDispatchMode):
 
 def counted(
     rank: int, name: str, policy: MixedPrecisionPolicy | None, options: dict[str, Any]
-) -> tuple[Collectives, list[int]]:
+) -> tuple[Collectives, list[int], int]:
+    """What the process group and `_foreach_copy_` see of a step, and the all-gathers launched."""
     case = MODELS[name]
     model = fxshard.compile(case.build(), units=case.units, mixed_precision=policy, **options)
     args, kwargs = case.batch(rank, 0)
     case.loss(model(*args, **kwargs)).backward()
     with count_collectives() as seen, ForeachCopies() as copies:
         case.loss(model(*args, **kwargs)).backward()
-    return seen, copies.sizes
+    launches = model.plan.program.graph.find_nodes(op="call_function", target=ops.all_gather)
+    return seen, copies.sizes, len(launches)
 
 
 def tables(rank: int, world_size: int, name: str, options: dict[str, Any]) -> Any:
@@ -603,17 +605,17 @@ def test_bytes_halve_and_casts_are_one_per_gather(
     ranks: Any, name: str, options: dict[str, Any]
 ) -> None:
     """Where parameters are packed, what packs them casts them too."""
-    for (plain, none), *low, (all_low, copies) in ranks(2).run(tables, name, options):
-        gathers = plain.count("all_gather")
+    for (plain, none, gathers), *low, all_low in ranks(2).run(tables, name, options):
         unpacked = gathers - 1 if not options else 0  # one gathers a single parameter
         assert len(none) == 2 * unpacked
-        for seen, sizes in (*low, (all_low, copies)):
+        for seen, sizes, launched in (*low, all_low):
+            assert launched == gathers
             assert seen.kinds() == plain.kinds()
             assert 2 * seen.nbytes("all_gather") == plain.nbytes("all_gather")
             assert len(sizes) == gathers + unpacked
-        for seen, _ in low:
+        for seen, *_ in low:
             assert seen.nbytes("reduce_scatter") == plain.nbytes("reduce_scatter")
-        assert 2 * all_low.nbytes("reduce_scatter") == plain.nbytes("reduce_scatter")
+        assert 2 * all_low[0].nbytes("reduce_scatter") == plain.nbytes("reduce_scatter")
 
 
 # -- how gradients become one ---------------------------------------------------------------------

@@ -45,7 +45,7 @@ def test_a_step_calls_the_operators_of_its_program_in_their_order(name: str) -> 
         for node in program.phase(phase)  # type: ignore[arg-type]
         if _is_aten(str(node.target))
     ]
-    rows = compiled.arguments(variant, [a for a in (*args, *kwargs.values())])
+    rows = compiled._fxshard.arguments(variant, [a for a in (*args, *kwargs.values())])
     with torch.no_grad(), Called() as called:
         variant.executor.forward(rows)
     seen = [name for name in called.names if _is_aten(name)]
