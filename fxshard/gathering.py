@@ -30,6 +30,7 @@ from fxshard.world.c10d import C10dWorld
 _PLACE = "_fxshard_place"  # attribute of a parameter: its runtime, and its FQN
 _ACCESS = ("__get__", "__set__", "__delete__")  # of an attribute of a tensor
 _ITEMS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+_SELF = ("view_as", "expand_as")  # how torch finds where a gradient goes
 _KEPT = ("detach", "clone", "cpu", "cuda", "to_local", "full_tensor", "redistribute")
 
 
@@ -47,6 +48,8 @@ class GatheringTensor(DTensor):
                 return func(*args, **kwargs)
             leaves, spec = compat.tree_flatten((args, kwargs))
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            if name in _SELF and len({id(tensor) for tensor in tensors}) == 1:
+                return func(*args, **kwargs)
             in_place = name in _ITEMS or (name.endswith("_") and not name.endswith("__"))
             if in_place and isinstance(tensors[0], DTensor):
                 return _written(func, leaves, spec, tensors[0])

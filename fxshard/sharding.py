@@ -71,7 +71,7 @@ class Slot:
                 f"on {now.device}; when it was sharded it was {list(own.shape)} {own.dtype} on "
                 f"{own.device}. Write values into a parameter in place of exchanging it (with "
                 f"model.summon_full_params(): ..., or load_state_dict); convert and move the whole "
-                f"model (model.to(...))."
+                f"model (model.to(...)), or do it before fxshard.compile."
             )
         if now.data_ptr() != own.data_ptr():
             own.copy_(now.detach())

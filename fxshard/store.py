@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxshard import replaced, state
+from fxshard import compat, replaced, state
 from fxshard.config import Config, Precision
 from fxshard.errors import StepError
 from fxshard.materialise import join
@@ -254,7 +254,8 @@ class ParameterStore:
         self.require_sharded("a conversion (.to(), .half(), ...)")
         slots = list(self.slots.values())
         before = self._kinds()
-        state.converted(slots, fn, self.world)
+        with compat.plain_torch_functions():
+            state.converted(slots, fn, self.world)
         with state.set_aside(slots):
             rest()
         for fqn, grads in self.accumulated.items():

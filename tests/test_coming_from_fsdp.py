@@ -394,12 +394,12 @@ def sayings(rank: int, world_size: int) -> None:
             assert model.described(torch.arange(4)).shape == (4, 3)
         with pytest.raises(StepError, match="inside of summon_full_params"):
             model.described(torch.arange(4))
-    assert type(model.table.weight) is DTensor
+    assert isinstance(model.table.weight, DTensor)
     model.unshard(async_op=True).wait()
     assert model.table(torch.arange(4)).shape == (4, 4)
     assert type(model.table.weight) is nn.Parameter
     model.reshard()
-    assert type(model.table.weight) is DTensor
+    assert isinstance(model.table.weight, DTensor)
 
     def after(out: Tensor) -> None:
         out.mul_(2)

@@ -1391,3 +1391,16 @@ def test_torch_steps_an_optimizer_without_state_to_save_it() -> None:
     before = optimizer.state
     with compat.not_stepped(optimizer):
         assert optimizer.state is before
+
+
+def test_plain_torch_functions() -> None:
+    class Asked(Tensor):
+        @classmethod
+        def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError
+
+    asked = torch.ones(2).as_subclass(Asked)
+    with compat.plain_torch_functions():
+        assert torch.equal(asked + 1, torch.full((2,), 2.0)) and asked.shape == (2,)
+    with pytest.raises(AssertionError):
+        asked + 1

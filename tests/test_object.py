@@ -273,6 +273,8 @@ def methods(rank: int, world_size: int) -> None:
     with torch.inference_mode():
         assert_close(ours.block(hidden), eager.block(hidden))
         assert_close(hidden @ ours.head.weight.t(), hidden @ eager.head.weight.t())
+    edge = torch.autograd.graph.get_gradient_edge(ours.scale)
+    assert edge.node.name() == "torch::autograd::AccumulateGrad"
     penalty = sum(p.pow(2).sum() for p in ours.parameters())
     assert_close(penalty, sum(p.pow(2).sum() for p in eager.parameters()))
     with torch.no_grad():

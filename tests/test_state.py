@@ -201,7 +201,7 @@ def discarded(rank: int, world_size: int) -> None:
         kinds = {fqn: type(param) for fqn, param in ours.named_parameters()}
         sharded = DTensor if dist.is_initialized() else nn.Parameter
         assert kinds["inlet.weight"] is nn.Parameter
-        assert kinds["blocks.0.gain"] is sharded
+        assert issubclass(kinds["blocks.0.gain"], sharded)
     with (
         pytest.raises(ZeroDivisionError),
         ours.summon_full_params(writeback=False, offload_to_cpu=True, rank0_only=True),
