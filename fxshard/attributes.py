@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxshard.swapped import users_class
+from fxshard.swapped import STATE, users_class
 
 Reads = dict[type, set[str]]  # by class of a module: names of attributes
 
-_OWN = frozenset(vars(nn.Module()))  # nn.Module's: what they say is asked for elsewhere
+# nn.Module's, which say what is asked for elsewhere, and ours.
+_OWN = frozenset(vars(nn.Module())) | {STATE}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _sink: Reads | None = None
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from fxshard import dump, meta, ops, rng, spelling
 from fxshard.compat import OpOverload
+from fxshard.pipeline import require_schedule
 from fxshard.program import Program
 from fxshard.regions import load as load_regions
 from fxshard.schedule import Region, Schedule, last_reads
@@ -42,6 +43,7 @@ class Executor:
     """
 
     def __init__(self, program: Program, world: World | InProcessWorld) -> None:
+        require_schedule(program)
         assert program.schedule is not None
         self.program = program
         self.schedule: Schedule = program.schedule

@@ -310,6 +310,15 @@ def make_program(
     return rewritten(sharded, passes, observe)
 
 
+def require_schedule(program: Program) -> None:
+    """Raise ConfigError if the passes have left nothing that could run."""
+    if program.schedule is None:
+        raise ConfigError(
+            "the passes leave a program without a schedule, so that nothing would run. Put "
+            "'outline-regions' at the end of them."
+        )
+
+
 def rewritten(
     start: Callable[[], Program], passes: Sequence[Pass], observe: Observer | None = None
 ) -> Program:

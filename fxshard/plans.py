@@ -158,11 +158,6 @@ class Plan:
         captures: dict[Any, Program] | None = None,
         steps: Steps | None = None,
     ) -> None:
-        if any(program.schedule is None for program in programs):
-            raise ConfigError(
-                "the passes leave a program without a schedule, so that nothing would run. Put "
-                "'outline-regions' at the end of them."
-            )
         self.programs, self.workload = tuple(programs), workload
         self._kinds: dict[int, symbolic.WorldKind] = {}
         self._captures = {} if captures is None else captures
