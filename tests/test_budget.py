@@ -281,7 +281,9 @@ def test_compile_says_what_it_picked(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "fxshard"):
         mine = fxshard.compile(model, args=args, **options, memory_budget=int(0.9 * peak))
     lines = [r.getMessage() for r in caplog.records if "memory_budget=" in r.getMessage()]
-    assert len(lines) == 1 and f"checkpoint={mine.config.checkpoint / 2**10:.2f} KiB" in lines[0]
+    assert (
+        len(lines) == 1 and f"checkpoint={mine.plan.config.checkpoint / 2**10:.2f} KiB" in lines[0]
+    )
     grads = []
     for each in (mine, eager):
         torch.manual_seed(3)

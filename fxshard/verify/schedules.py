@@ -7,7 +7,7 @@ import operator
 from collections.abc import Iterator
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from fxshard import dump, meta, ops
 from fxshard.errors import VerifyError
@@ -157,7 +157,13 @@ def _lies_alike(program: Program, row: fx.Node, mine: fx.Node, node: fx.Node) ->
 
 
 def _layout(val: Any) -> list[Any]:
-    return [(t.shape, t.stride(), t.dtype, t.device) for t in meta.tensors(val)]
+    return [(t.shape, _steps(t), t.dtype, t.device) for t in meta.tensors(val)]
+
+
+def _steps(tensor: Tensor) -> list[Any]:
+    """Strides, without those of dimensions with one element, which are never taken."""
+    both = zip(tensor.stride(), tensor.shape, strict=True)
+    return [0 if isinstance(size, int) and size == 1 else stride for stride, size in both]
 
 
 def _picks_region(row: fx.Node) -> bool:

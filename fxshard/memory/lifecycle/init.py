@@ -70,14 +70,18 @@ def _make_shards(tree: Tree, script: Script) -> None:
 def _expose(
     tree: Tree, script: Script, given: dict[int, list[LiveRange]], ignored: set[int]
 ) -> None:
-    """The module tree gets its shards, the whole parameters go; buffers get their dtype."""
+    """The module tree gets its shards, buffers get their dtype; what was there before goes.
+
+    Until then a failure could still put it back (`fxshard.module.unchanged_on_error`).
+    """
     for fqn, param in tree.program.params.items():
         stand_in(tree, script, fqn, param)
     script.run("the model is sharded")
+    old = _cast_buffers(tree, script, given)
     for tensor in tree.model.parameters():
         if id(tensor) in given and id(tensor) not in ignored:
-            script.drop(*given[id(tensor)])
-    _cast_buffers(tree, script, given)
+            old += given[id(tensor)]
+    script.drop(*old)
 
 
 def stand_in(tree: Tree, script: Script, fqn: str, param: Param) -> None:
@@ -89,10 +93,10 @@ def stand_in(tree: Tree, script: Script, fqn: str, param: Param) -> None:
     script.transient(one.name, one)
 
 
-def _cast_buffers(tree: Tree, script: Script, given: dict[int, list[LiveRange]]) -> None:
+def _cast_buffers(tree: Tree, script: Script, given: dict[int, list[LiveRange]]) -> list[LiveRange]:
     """To the dtype of their unit's policy, and with offload to where the program computes.
 
-    The old ones go when all are cast (fxshard/module.py, ``_cast_buffers``).
+    Returns the old ones, which go later (fxshard/store.py, ``_cast_buffers``).
     """
     buffers = dict(tree.model.named_buffers())
     dtypes = buffer_dtypes(tree.program.units, buffers)
@@ -107,7 +111,7 @@ def _cast_buffers(tree: Tree, script: Script, given: dict[int, list[LiveRange]])
         cast = LiveRange(0, name, "aten._to_copy", owner, Category.BUFFER, size)
         script.run(f"cast {name}", cast, op=cast.op, module=owner)
         old += before
-    script.drop(*old)
+    return old
 
 
 def init(tree: Tree) -> LifecyclePhase:
