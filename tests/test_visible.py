@@ -574,6 +574,7 @@ def at_tick(page: Page, tick: int) -> dict[str, float]:
 
 def hovered(page: Page, tick: int) -> tuple[int, str]:
     """Hover near a tick; the tick that the page took, and what it says."""
+    page.evaluate("scrollTo(0, 0)")  # a click may have scrolled the chart to where the mouse goes
     page.mouse.move(0, 0)
     page.wait_for_function("document.querySelector('#chart .hovertext') === null")
     page.evaluate(
