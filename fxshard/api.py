@@ -26,7 +26,7 @@ from fxshard.mesh import grid, world_for
 from fxshard.module import FxshardModule, check_swappable, sharded, unchanged_on_error
 from fxshard.numerics import beside_eager
 from fxshard.on_ranks import beside_ranks
-from fxshard.pipeline import Observer, make_program, require_schedule
+from fxshard.pipeline import Observer, make_program
 from fxshard.plans import Plan, Workload, make_plan
 from fxshard.rehearsal import split_steps, tracked
 from fxshard.runtime import Runtime
@@ -401,8 +401,6 @@ def _bytes_beside(workload: Workload, report: MemoryReport, steps: int) -> Valid
 
 def _planned(workload: Workload, observe: Observer | None = None) -> Plan:
     plan = make_plan(workload, observe=observe)
-    for program in plan.programs:
-        require_schedule(program)
     return plan if workload.config.memory_budget is None else budget.fitting(plan)
 
 
