@@ -190,14 +190,11 @@ def _filled(
     }
     left = [name for name, whole in made.items() if _is_empty(whole, copies.values())]
     if left and param_init_fn:
-        state = torch.get_rng_state()
         real = {key: copy for key, copy in copies.items() if key not in map(id, wanted.values())}
         found = _called(module, param_init_fn, said, path, real)
         again = [name for name in left if found.get(name) is not wanted[name]]
         for name in again:
             made[name] = _checked(join(path, name), said, own[name], found.get(name), device)
-        if not again:
-            torch.set_rng_state(state)  # as if it had not been called
         left = [name for name in left if _is_empty(made[name], copies.values())]
     if left and not param_init_fn:
         kind = "buffer" if left[0] in module._buffers else "parameter"

@@ -220,7 +220,7 @@ def if_meta(module: nn.Module) -> None:
         to_empty(module)
 
 
-@pytest.mark.parametrize("init", [to_empty])
+@pytest.mark.parametrize("init", [to_empty, if_meta])
 def test_init_of_a_model_that_is_partly_meta(init: Any) -> None:
     def half_meta() -> nn.Module:
         model = built(Net)

@@ -276,7 +276,8 @@ def _recorded(
                 slots[name] = fakes[id(tensor)]
         with recorder, _swapped_as_set():
             call()
-            if not recorder.events and tree.config.param_init_fn:  # it looks for the meta device
+            if tree.config.param_init_fn and not _wrote(recorder.events):
+                # It looks for the meta device, and is called again.
                 for slots, tensors in real:
                     slots.update({n: t for n, t in tensors.items() if t is None or t.is_meta})
                 call()
@@ -290,6 +291,11 @@ def _recorded(
         }
         del left
     return Filled(events, tuple(given), tuple((n, i) for n, i in numbers.items() if i is not None))
+
+
+def _wrote(events: Sequence[Event]) -> bool:
+    """True if an operator has written into a tensor: ``aten.normal_.default``, say."""
+    return any("_." in event.op for event in events)
 
 
 def _kind(module: nn.Module, init: Any) -> Any:
