@@ -33,6 +33,7 @@ from fxshard.executor import emit
 from fxshard.limits import Limit, Solution
 from fxshard.memory import liveness, symbolic
 from fxshard.memory.formula import Range, StepFormulas
+from fxshard.memory.gradients import unreached
 from fxshard.memory.in_backward import trace_in_backward
 from fxshard.memory.lifecycle.phases import lifecycle
 from fxshard.memory.lifecycle.script import LifecyclePhase
@@ -185,6 +186,10 @@ class Plan:
             return self._recorded(self.program, self.config.optimizer)
         return self.step_behind()
 
+    @functools.cached_property
+    def _loss(self) -> LossStep | None:
+        return trace_loss(self.program, self.workload.loss)
+
     def step_behind(self) -> OptimizerStep | None:
         """The optimizer's step behind backward; plans made from each other record equal ones once.
 
@@ -194,6 +199,7 @@ class Plan:
         params = *program.params.values(), *program.wholes.values()
         rows = tuple((p.fqn, p.shape, p.dtype, p.requires_grad, p.position) for p in params)
         trained = frozenset(r.name for r in program.results if r.kind == "grad")
+        without = unreached(program, self._loss)
         optimizer = self.config.optimizer
         stepped = frozenset(ops.stepped(program))
         key = (
@@ -203,10 +209,12 @@ class Plan:
             len(program.wholes),
             trained,
             stepped,
+            without,
             for_cuda,
         )
         if key not in self._steps:
-            self._steps[key] = optimizer, trace_step(program, optimizer, for_cuda=for_cuda)
+            made = trace_step(program, optimizer, for_cuda=for_cuda, without=without)
+            self._steps[key] = optimizer, made
         return self._steps[key][1]
 
     @functools.cached_property
@@ -218,8 +226,7 @@ class Plan:
         """
         self._require_known_sizes()
         step = self.optimizer_step
-        loss = trace_loss(self.program, self.workload.loss)
-        work = self.workload
+        loss, work = self._loss, self.workload
         held = liveness.held_ranges(work.module, work.call, self.program, loss)
         step_bytes = liveness.analyse(
             self.programs, held, step, loss, self.config.device or self.program.device.type
@@ -305,12 +312,10 @@ class Plan:
                 f"number of bytes is another thing for every size. Plan with checkpoint='full', "
                 f"'selective', None or a policy."
             )
-        step, loss, work = self.optimizer_step, None, self.workload
+        step, loss, work = self.optimizer_step, self._loss, self.workload
         if step is not None:
             record = functools.partial(self._recorded, optimizer=self.config.optimizer)
             step = with_formulas(self.program, step, record)
-        if work.loss is not None:
-            loss = trace_loss(self.program, work.loss)
         if loss is not None and work.loss is not None:
             loss = loss_with_formulas(self.program, work.loss, loss)
         held = liveness.held_ranges(work.module, work.call, self.program, loss, formulas=True)
@@ -355,9 +360,10 @@ class Plan:
 
     def _recorded(self, program: Program, optimizer: Any) -> OptimizerStep | None:
         for_cuda = self.config.device == "cuda"
+        without = unreached(self.program, self._loss)
         if self.config.optimizer_in_backward:
-            return trace_in_backward(program, optimizer, for_cuda=for_cuda)
-        return trace_step(program, optimizer, for_cuda=for_cuda)
+            return trace_in_backward(program, optimizer, for_cuda=for_cuda, without=without)
+        return trace_step(program, optimizer, for_cuda=for_cuda, without=without)
 
     def _require_known_sizes(self) -> None:
         for node in self.program.graph.nodes:

@@ -9,6 +9,7 @@ from torch import fx
 
 from fxshard import meta, ops
 from fxshard.memory.category import Category
+from fxshard.memory.loss import LossStep
 from fxshard.program import Program, nbytes
 
 aten = torch.ops.aten
@@ -48,6 +49,17 @@ def gradient_categories(program: Program) -> dict[int, Category]:
         for storage in meta.storage_ids(value):
             found.setdefault(storage, category)
     return found
+
+
+def unreached(program: Program, loss: LossStep | None) -> frozenset[str]:
+    """Names of the gradients that stay None in eager: `loss` is not computed from their outputs.
+
+    Without a loss, each output has a part in it.
+    """
+    if loss is None:
+        return frozenset()
+    every = program.reached.items()
+    return frozenset(name for name, reach in every if not reach & loss.arrived)
 
 
 def _maker(node: fx.Node) -> fx.Node | None:

@@ -29,13 +29,17 @@ from fxshard.program import Program
 
 @collector.paused()
 def trace_in_backward(
-    program: Program, optimizer: Any, *, for_cuda: bool = False
+    program: Program,
+    optimizer: Any,
+    *,
+    for_cuda: bool = False,
+    without: frozenset[str] = frozenset(),
 ) -> OptimizerStep | None:
     """Run the steps of the program twice, by the code that runs them, on rank 0's shapes.
 
     Args:
         program: says what is stepped, and in which order.
-        optimizer, for_cuda: as for `fxshard.memory.optimizer.trace_step`.
+        optimizer, for_cuda, without: as for `fxshard.memory.optimizer.trace_step`.
 
     Raises:
         ConfigError: it is no optimizer, or one whose steps need data or whole parameters.
@@ -43,13 +47,13 @@ def trace_in_backward(
     if optimizer is None:
         return None
     try:
-        return _record(program, optimizer, "meta", contextlib.nullcontext(), for_cuda)
+        return _record(program, optimizer, "meta", contextlib.nullcontext(), for_cuda, without)
     except ConfigError:
         raise
     except Exception as on_meta:
         try:
             # fused kernels refuse meta tensors; fake CPU ones pass, if no scalar is read.
-            return _record(program, optimizer, "cpu", FakeTensorMode(), for_cuda)
+            return _record(program, optimizer, "cpu", FakeTensorMode(), for_cuda, without)
         except Exception as error:
             raise refusal(optimizer, on_meta) from error
 
@@ -60,6 +64,7 @@ def _record(
     device: str,
     mode: contextlib.AbstractContextManager[Any],
     for_cuda: bool,
+    without: frozenset[str],
 ) -> OptimizerStep:
     everything = [*program.params.items(), *program.wholes.items()]
     words: list[tuple[str, ...]] = [
@@ -98,12 +103,13 @@ def _record(
             for fqns in words:
                 recorder.events = [Event("start", [], [])]
                 with RealScalars(), recorder:
+                    some = [fqn for fqn in fqns if fqn not in without]
                     made.step_parameters(
-                        [params[fqn] for fqn in fqns], [grads[fqn] for fqn in fqns]
+                        [params[fqn] for fqn in some], [grads[fqn] for fqn in some]
                     )
                 steps[-1][fqns] = recorder.events
             recorder.events = [Event("end", [], [])]  # what dies with the recording is no step's
             states.append(found())
     flat = [[event for events in step.values() for event in events] for step in steps]
     whole = step_of(made, flat, states, bool(made.state))
-    return dataclasses.replace(whole, initial=initial, words=(steps[0], steps[1]))
+    return dataclasses.replace(whole, initial=initial, words=(steps[0], steps[1]), without=without)

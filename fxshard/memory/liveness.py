@@ -28,7 +28,12 @@ from fxshard import collector, meta, ops
 from fxshard.compat import tree_flatten
 from fxshard.memory import symbolic
 from fxshard.memory.category import Category
-from fxshard.memory.gradients import accumulated_bytes, gradient_categories, is_reduce_copy
+from fxshard.memory.gradients import (
+    accumulated_bytes,
+    gradient_categories,
+    is_reduce_copy,
+    unreached,
+)
 from fxshard.memory.ledger import BEFORE, LOSS, OPTIMIZER, Ledger, LiveRange, Moment
 from fxshard.memory.loss import LossStep
 from fxshard.memory.optimizer import OptimizerStep, Words
@@ -301,16 +306,25 @@ class Walk:
                 self.now = 2 * self.ledger.add([Moment("backward returned")])
                 self._release(caller)
                 self.now += 1
-                self._keep_gradients(cast("tuple[fx.Node, ...]", output.args[0]), env)
+                values = cast("tuple[fx.Node, ...]", output.args[0])
+                self._keep_gradients(values, env, unreached(program, loss))
 
-    def _keep_gradients(self, values: tuple[fx.Node, ...], env: dict[fx.Node, list[int]]) -> None:
-        """What backward returned is held by the caller, or added in place to what is."""
+    def _keep_gradients(
+        self,
+        values: tuple[fx.Node, ...],
+        env: dict[fx.Node, list[int]],
+        without: frozenset[str],
+    ) -> None:
+        """What backward returned is held by the caller, or added in place to what is.
+
+        But for gradients `without` a loss: None is returned for those (`fxshard.unused`).
+        """
         results = [result for result in self.program.results if result.kind != "output"]
         for node, result in zip(values, results, strict=True):
             tokens = env.get(node, [])
             if result.kind == "accumulated":
                 self._sums.setdefault(result.name, tokens)
-            elif result.name in self._grads:
+            elif result.name in self._grads or result.name in without:
                 self._release(tokens)
             else:
                 self._grads[result.name] = tokens

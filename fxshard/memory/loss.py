@@ -31,6 +31,7 @@ class LossStep:
         formulas: the bytes of each storage as an expression of the open sizes, where it depends on
             them; empty if nobody has asked (see `with_formulas`).
         conditions: what the loss takes for granted of the open sizes, and where.
+        arrived: outputs (flat indices) that the loss reaches.
     """
 
     forward: list[Event]
@@ -40,6 +41,7 @@ class LossStep:
     taken: set[int]
     formulas: dict[int, sympy.Expr] = dataclasses.field(default_factory=dict)
     conditions: list[tuple[sympy.Basic, str]] = dataclasses.field(default_factory=list)
+    arrived: frozenset[int] = frozenset()
 
 
 UNSEEN = -1  # storage that no operator made: a constant that the loss's own backward gave
@@ -141,6 +143,7 @@ def trace_loss(
     recorder = Recorder(mode)
     on_cuda = isinstance(program.fake_mode, cuda.CudaFakeMode)
     parts: list[list[Event]] = []
+    reached: set[int] = set()
     tangents: dict[str, int] = {}
     copied: set[int] = set()
     taken: set[int] = set()
@@ -149,6 +152,7 @@ def trace_loss(
         for position, grad in zip(values, grads, strict=True):
             if grad is None:
                 continue
+            reached.add(position)
             number = recorder.numbers.get(id(grad.untyped_storage()), UNSEEN)
             if shapes.lies_as(grad, dense[position]):
                 tangents[str(position)] = number
@@ -196,7 +200,14 @@ def trace_loss(
                 f"loss={loss!r} cannot be analysed ({type(error).__name__}: {error}). It is called "
                 f"with what the model returns, with tensors that hold no data."
             ) from error
-    return LossStep(parts[0], parts[1], list(recorder.outside.values()), tangents, taken)
+    return LossStep(
+        parts[0],
+        parts[1],
+        list(recorder.outside.values()),
+        tangents,
+        taken,
+        arrived=frozenset(reached),
+    )
 
 
 def _open(

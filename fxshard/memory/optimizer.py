@@ -53,6 +53,7 @@ class OptimizerStep:
         has_state: the optimizer's ``state`` is not empty behind the first step.
         formulas: the bytes of each storage as an expression of the number of ranks, where it
             depends on it; empty if nobody has asked (see `with_formulas`).
+        without: FQNs of parameters without a gradient, as no loss reaches them.
     """
 
     name: str
@@ -66,11 +67,17 @@ class OptimizerStep:
     has_state: bool = True
     words: tuple[Words, Words] | None = None
     formulas: dict[int, sympy.Expr] = dataclasses.field(default_factory=dict)
+    without: frozenset[str] = frozenset()
 
 
 @collector.paused()
 def trace_step(
-    program: Program, optimizer: Any, *, for_cuda: bool = False, unused: bool = False
+    program: Program,
+    optimizer: Any,
+    *,
+    for_cuda: bool = False,
+    unused: bool = False,
+    without: frozenset[str] = frozenset(),
 ) -> OptimizerStep | None:
     """Run the real ``step`` of an optimizer twice on meta tensors of rank 0's shard shapes.
 
@@ -80,6 +87,7 @@ def trace_step(
             default options are taken; None for no optimizer phase.
         for_cuda: record the implementation that is the default on CUDA.
         unused: parameters that no gradient arrives at have one too, if they require it.
+        without: FQNs of parameters whose gradient no loss reaches (`gradients.unreached`).
 
     Raises:
         ConfigError: it is neither; its step needs what a plan does not have (data, a closure,
@@ -87,7 +95,9 @@ def trace_step(
     """
     if optimizer is None:
         return None
-    record = functools.partial(_record, program, optimizer, for_cuda=for_cuda, unused=unused)
+    record = functools.partial(
+        _record, program, optimizer, for_cuda=for_cuda, unused=unused, without=without
+    )
     try:
         # Scalars such as Adam's step are real beside meta shards: a step may read them.
         recorded = record("meta", contextlib.nullcontext(), mixing := _Mixing())
@@ -289,8 +299,9 @@ def _record(
     *,
     for_cuda: bool,
     unused: bool,
+    without: frozenset[str],
 ) -> OptimizerStep:
-    trained = _trained(program)
+    trained = _trained(program) - without
     world = program.world_size
     params: list[nn.Parameter] = []
     fqns: list[str] = []
@@ -328,7 +339,8 @@ def _record(
             recorder.events = [Event("end", [], [])]  # what dies with the recording is no step's
             found = state_of(made, recorder, names)
             states.append({n: entry for n, entry in found.items() if n not in theirs})
-    return dataclasses.replace(step_of(made, steps, states, has_state), initial=initial)
+    whole = step_of(made, steps, states, has_state)
+    return dataclasses.replace(whole, initial=initial, without=without)
 
 
 def step_of(
