@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -357,7 +358,7 @@ def _check_gradients(program: Program) -> None:
     if not program.signature.training:
         return
     have = {r.name for r in program.results if r.kind == "grad"}
-    reach = _reaches_tangent_output(program)
+    reach = _outputs_behind(program)
     for node in program.graph.find_nodes(op="placeholder"):
         tag = meta.get(node)
         if (
@@ -366,7 +367,7 @@ def _check_gradients(program: Program) -> None:
             or not (program.params | program.wholes)[tag.fqn or ""].requires_grad
         ):
             continue
-        if any(user in reach for user in node.users):
+        if any(reach.get(user) for user in node.users):
             raise CaptureError(
                 f"parameter {tag.fqn!r} reaches the loss but the trace "
                 f"has no gradient for it. If that is meant, say so with requires_grad_(False) on "
@@ -377,7 +378,8 @@ def _check_gradients(program: Program) -> None:
 def reached(program: Program) -> dict[str, frozenset[int]]:
     """`Program.reached`, of a program that no pass has touched.
 
-    A gradient that no tangent reaches is a constant, such as that of ``sign``: eager has it always.
+    A gradient that is computed from no tangent is a constant, such as that of ``sign``, or of an
+    empty tensor in ``cat``: eager has it where a loss is computed from what forward makes of it.
     """
     tangents = program.signature.tangents
     if len(tangents) < 2:
@@ -388,37 +390,46 @@ def reached(program: Program) -> dict[str, frozenset[int]]:
         if tag is not None and tag.role == "tangent":
             found[node] = frozenset([int(tag.fqn or 0)])
         elif tag is not None and tag.phase == "backward":
-            found[node] = frozenset().union(*(found.get(n, ()) for n in node.all_input_nodes))
+            found[node] = _union(found, node.all_input_nodes)
     gradients = {
         result.name: found.get(value, frozenset())
         for value, result in zip(program.values, program.results, strict=True)
         if result.kind == "grad"
     }
+    if not all(gradients.values()):
+        behind = _outputs_behind(program)
+        for node in program.graph.find_nodes(op="placeholder"):
+            tag = meta.get(node)
+            name = f"input[{tag.fqn}]" if tag.role == "input" else tag.fqn or ""
+            if name in gradients and not gradients[name]:
+                gradients[name] = _union(behind, node.users)
     return {name: reach for name, reach in gradients.items() if 0 < len(reach) < len(tangents)}
 
 
-def _reaches_tangent_output(program: Program) -> set[fx.Node]:
-    """Forward nodes from which an output with a tangent can be reached along float values.
+def _union(sets: dict[fx.Node, frozenset[int]], nodes: Iterable[fx.Node]) -> frozenset[int]:
+    return frozenset().union(*(sets.get(node, ()) for node in nodes))
+
+
+def _outputs_behind(program: Program) -> dict[fx.Node, frozenset[int]]:
+    """Of each forward node: which outputs with a tangent (flat indices) depend on it, if any.
 
     The walk stops at operators that cut gradients on purpose, and at those that the user runs
     without gradients: eager has none there either.
     """
-    ends = {str(i) for i in program.signature.tangents}
-    todo = [
-        value
-        for value, result in zip(program.values, program.results, strict=True)
-        if result.kind == "output" and result.name in ends
-    ]
-    seen: set[fx.Node] = set()
-    while todo:
-        node = todo.pop()
-        if node in seen or node.target in CUTS_GRADIENT:
+    ends: dict[fx.Node, frozenset[int]] = {}
+    for value, result in zip(program.values, program.results, strict=True):
+        if result.kind == "output" and int(result.name) in program.signature.tangents:
+            ends[value] = ends.get(value, frozenset()) | {int(result.name)}
+    found: dict[fx.Node, frozenset[int]] = {}
+    for node in reversed(program.graph.nodes):
+        if node.op == "output" or meta.get(node).phase == "backward":
+            continue
+        if node.target in CUTS_GRADIENT:
             continue
         if provenance.without_gradient(node.meta.get(provenance.STACK)):
             continue
         val = next(meta.tensors(node.meta.get("val")), None)
         if val is not None and not val.is_floating_point() and not val.is_complex():
             continue
-        seen.add(node)
-        todo.extend(node.all_input_nodes)
-    return seen
+        found[node] = ends.get(node, frozenset()) | _union(found, node.users)
+    return found

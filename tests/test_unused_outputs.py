@@ -214,3 +214,45 @@ def test_graphs_of_dynamo(ranks: Any) -> None:
     expected = eager([["a", "a"]], list(BATCH.chunk(2)))
     for found in ranks(2).run(compiled):
         assert_alike(found, expected[: len(found)])
+
+
+BYTES: dict[str, dict[str, Any]] = OPTIONS | {
+    "in backward": {"optimizer_in_backward": True, "units": ["first", "second"]},
+    "no_sync": {"micro_batches": 2, "no_sync": True},
+    "two batches": {"micro_batches": 2},
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_plan_knows_what_its_loss_reaches(name: str, optimizer: Any, world_size: int) -> None:
+    """No ``.grad``, step or state of the other parameters: measured and planned, 0 bytes apart."""
+    options = BYTES[name] | {"optimizer": optimizer, "world_size": world_size}
+    every = fxshard.validate(build(), (BATCH,), loss=lambda out: loss_of(out, "ab"), **options)
+    some = fxshard.validate(build(), (BATCH,), loss=lambda out: loss_of(out, "a"), **options)
+    assert some.max_abs_difference == every.max_abs_difference == 0
+
+
+class Constants(nn.Module):
+    """Gradients that are computed from no gradient of an output: zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.empty = nn.Parameter(torch.empty(0))
+        self.steps = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        return y, torch.cat((self.empty, (y * torch.sign(self.steps)).flatten()))
+
+
+@pytest.mark.parametrize("used", ["a", "b", "ab"])
+def test_a_constant_gradient_is_none_where_its_output_is_in_no_loss(used: str) -> None:
+    torch.manual_seed(0)
+    plain = Constants()
+    ours = fxshard.compile(copy.deepcopy(plain), world_size=2)
+    for model in (plain, ours):
+        loss_of(model(BATCH), used).backward()
+    assert_alike([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()])

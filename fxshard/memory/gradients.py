@@ -15,8 +15,14 @@ from fxshard.program import Program, nbytes
 aten = torch.ops.aten
 
 
-def gradient_categories(program: Program) -> dict[int, Category]:
-    """Storages of the joint graph that are gradients, or copies of them to be sent."""
+def gradient_categories(
+    program: Program, without: frozenset[str] = frozenset()
+) -> dict[int, Category]:
+    """Storages of the joint graph that are gradients, or copies of them to be sent.
+
+    Args:
+        without: names of gradients that nobody keeps (see `unreached`).
+    """
     found: dict[int, Category] = {}
     params, wholes = program.params, program.wholes
     first = ops.reduce_scatter if program.world_size > 1 else ops.all_reduce
@@ -41,10 +47,11 @@ def gradient_categories(program: Program) -> dict[int, Category]:
         for storage in meta.storage_ids(value):
             found.setdefault(storage, Category.SHARDED_GRAD)
     for value, result in zip(program.values, program.results, strict=True):
-        category = Category.UNSHARDED_GRAD
-        if result.kind == "grad" and (result.name in params or result.name in wholes):
+        if result.kind == "accumulated":
+            category = Category.UNSHARDED_GRAD
+        elif result.kind == "grad" and result.name in (params.keys() | wholes.keys()) - without:
             category = Category.SHARDED_GRAD
-        elif result.kind != "accumulated":
+        else:
             continue
         for storage in meta.storage_ids(value):
             found.setdefault(storage, category)

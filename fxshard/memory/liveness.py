@@ -259,7 +259,7 @@ class Walk:
         self._params = program.params
         self._sizes = symbolic.expressions(program) if self._formulas else {}
         self._dead_in: dict[int, dict[fx.Node, list[fx.Node]]] = {}  # by region
-        self._categories = gradient_categories(program)
+        self._categories = gradient_categories(program, unreached(program, loss))
         caller: list[int] = []  # outputs and tangents: the caller holds them until backward ends
         saved: list[list[int]] = []
         taken: dict[int, int] = {}  # gradients of outputs that backward frees

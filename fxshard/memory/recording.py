@@ -143,6 +143,10 @@ def _repeat(
     return make if fresh and storage.nbytes() == make(()).untyped_storage().nbytes() else None
 
 
+# What `torch.tensor` ends with: its argument is no tensor of the user's, but what it has just made.
+_FRESH = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+
+
 class Recorder(TorchDispatchMode):
     """Notes when storages appear in the results of operators, and when they die."""
 
@@ -183,7 +187,7 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._fake_mode is not None:
+        if self._fake_mode is not None and func not in _FRESH:
             for tensor in meta.tensors([*args, *kwargs.values()]):
                 self._read(tensor, self._fake_mode)
         result = self._run(func, args, kwargs)
