@@ -11,6 +11,7 @@ is refused. It does not say who wrote them: what is unpickled is restricted for 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import hashlib
 import io
@@ -33,16 +34,19 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
-    set_state_dict,
+    set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
+from fxshard import compat
 from fxshard.errors import CheckpointError
+from fxshard.module import FxshardModule
 
 log = logging.getLogger("fxshard")
 DIGESTS = "digests.json"
@@ -71,8 +75,10 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: a rank cannot write; the previous state is still there.
+        RankMismatchError: some ranks do something else with the model.
     """
     root = Path(path)
+    _together(model, "save_checkpoint")
 
     def begin() -> str:
         root.mkdir(parents=True, exist_ok=True)
@@ -110,7 +116,8 @@ def save_checkpoint(
     name = ranks.first(begin, f"a checkpoint cannot be written to {root}. {_CHECK}")
     writing = root / f"writing-{name}"
     failed = f"{writing} could not be written, and the state before is as it was"
-    state = _state(model, optimizer)
+    with contextlib.nullcontext() if optimizer is None else compat.not_stepped(optimizer):
+        state = _state(model, optimizer)
     try:
         with _explained(failed):
             save(state, storage_writer=_Writer(writing), process_group=process_group)
@@ -137,8 +144,9 @@ def load_checkpoint(
 ) -> Any:
     """Load what `save_checkpoint` wrote last into `model` and `optimizer`; call it on all ranks.
 
-    The number of ranks may be another than at saving. Nothing of `model` and `optimizer` is
-    written before all files are known to be as they were saved.
+    The number of ranks may be another than at saving. `optimizer` gets state of the parameters
+    that it had state of then (those that had had a gradient), and has none of the others. Nothing
+    of `model` and `optimizer` is written before all files are known to be as they were saved.
 
     Args:
         trusted: whoever could write to `path` may run code here. By default only tensors and plain
@@ -152,8 +160,10 @@ def load_checkpoint(
     Raises:
         CheckpointError: there is none; it is not one of this model and optimizer; a file is not as
             it was saved; or it has objects that only a ``trusted`` checkpoint may have.
+        RankMismatchError: some ranks do something else with the model.
     """
     root = Path(path)
+    _together(model, "load_checkpoint")
     ranks = _Ranks(process_group)
     extra: list[Any] = []
 
@@ -180,20 +190,23 @@ def load_checkpoint(
     version = root / name
     ranks.all(check, f"{version} cannot be loaded")
     ranks.all(read, f"{version} cannot be loaded")
-    state = _state(model, optimizer)
     reader = FileSystemReader(version) if trusted else _Reader(version)
     planner = None if trusted else _Planner()
-    with _explained(f"{version} could not be loaded; was it saved with this model and optimizer?"):
+    failed = f"{version} could not be loaded; was it saved with this model and optimizer?"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_explained(failed))
+        if optimizer is not None:
+            saved = _with_state(reader.read_metadata(), model)
+            stack.enter_context(_stated(optimizer, saved))
+        state = _state(model, optimizer)
+        if optimizer is not None:
+            states = state["optimizer"]["state"]
+            state["optimizer"]["state"] = {fqn: states[fqn] for fqn in saved if fqn in states}
         load(state, storage_reader=reader, planner=planner, process_group=process_group)
-    if optimizer is None:
         set_model_state_dict(model, state["model"])
-    else:
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
+        if optimizer is not None:
+            some = StateDictOptions(strict=False)
+            set_optimizer_state_dict(model, optimizer, state["optimizer"], options=some)
     return extra[0]
 
 
@@ -201,6 +214,53 @@ def _state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     if optimizer is None:
         return {"model": get_model_state_dict(model)}
     return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
+def _together(model: nn.Module, what: str) -> None:
+    if isinstance(model, FxshardModule):
+        model._fxshard.together(what)
+
+
+def _with_state(metadata: Metadata, model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of `model` that a checkpoint has optimizer state of, by FQN."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    found: dict[str, nn.Parameter] = {}
+    for key in metadata.state_dict_metadata:
+        fqn = key.removeprefix("optimizer.state.") if key.startswith("optimizer.state.") else ""
+        while fqn and fqn not in named:  # without the name of the state
+            fqn = fqn.rpartition(".")[0]
+        if fqn:
+            found[fqn] = named[fqn]
+    return found
+
+
+@contextlib.contextmanager
+def _stated(optimizer: Optimizer, saved: dict[str, nn.Parameter]) -> Iterator[None]:
+    """`optimizer` has state of the `saved` parameters and of no others; as before if that fails.
+
+    torch makes state to load into by a step on gradients of zeros, if there is none at all and no
+    gradient is in its way.
+    """
+    before = optimizer.state
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    wanted = {id(param) for param in saved.values() if param.requires_grad}
+    grads = {param: param.grad for param in params}
+    try:
+        with compat.not_stepped(optimizer) if not wanted else contextlib.nullcontext():
+            if not wanted <= {id(param) for param in before}:
+                optimizer.state = collections.defaultdict(dict)
+            for param in params:
+                param.grad = None
+            yield
+        for param in params:
+            if id(param) not in wanted:
+                optimizer.state.pop(param, None)
+    except BaseException:
+        optimizer.state = before
+        raise
+    finally:
+        for param, grad in grads.items():
+            param.grad = grad
 
 
 # -- files -----------------------------------------------------------------------------------------

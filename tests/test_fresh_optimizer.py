@@ -1,6 +1,7 @@
 """The state of an optimizer that has not stepped: empty, and asking for it steps nothing."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,6 +64,56 @@ def test_asking_for_the_state_does_not_step(ranks: Any, name: str, grads: bool) 
     expected = train(eager, OPTIMIZERS[name](eager.parameters()), BATCH)
     found = [asked_first(0, 1, name, grads), *ranks(2).run(asked_first, name, grads)]
     for params in found:
+        for param, wanted in zip(params, expected, strict=True):
+            assert_close(param, wanted)
+
+
+def through_a_checkpoint(rank: int, world_size: int, name: str, path: str, steps: int) -> Any:
+    """Save behind `steps` steps that leave a parameter without gradient, load, and go on."""
+    ranks = world_size if dist.is_initialized() else 1
+    batch = BATCH.chunk(ranks)[rank]
+    options: dict[str, Any] = {} if dist.is_initialized() else {"world_size": 2}
+    model = fxshard.compile(build(), **options)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    for _ in range(steps):
+        model(batch).pow(2).mean().backward()
+        model[0].bias.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+    before = copy.deepcopy(optimizer.state_dict())
+    fxshard.save_checkpoint(path, model, optimizer)
+    assert_close(optimizer.state_dict(), before)
+    train(model, optimizer, batch)  # whose states are loaded over
+    fxshard.load_checkpoint(path, model, optimizer)
+    assert_close(optimizer.state_dict(), before)
+    again = fxshard.compile(build(), **options)
+    fresh = OPTIMIZERS[name](again.parameters())
+    again(batch).sum().backward()  # a gradient is in the way of how torch makes states
+    kept = [param.grad for param in again.parameters()]
+    fxshard.load_checkpoint(path, again, fresh)
+    assert all(p.grad is grad for p, grad in zip(again.parameters(), kept, strict=True))
+    assert_close(fresh.state_dict(), before)
+    return train(again, fresh, batch)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_checkpoint_has_the_states_that_are_there(
+    ranks: Any, name: str, steps: int, tmp_path: Path
+) -> None:
+    eager = build()
+    optimizer = OPTIMIZERS[name](eager.parameters())
+    for _ in range(steps):
+        eager(BATCH).pow(2).mean().backward()
+        eager[0].bias.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = train(eager, optimizer, BATCH)
+    alone = through_a_checkpoint(0, 1, name, str(tmp_path / "alone"), steps)
+    for params in [
+        alone,
+        *ranks(2).run(through_a_checkpoint, name, str(tmp_path / "ranks"), steps),
+    ]:
         for param, wanted in zip(params, expected, strict=True):
             assert_close(param, wanted)
 
