@@ -166,6 +166,7 @@ def load_checkpoint(
     _together(model, "load_checkpoint")
     ranks = _Ranks(process_group)
     extra: list[Any] = []
+    saved: dict[str, nn.Parameter] = {}
 
     def latest() -> tuple[str, dict[str, str]]:
         name = (root / "latest").read_text()
@@ -186,6 +187,10 @@ def load_checkpoint(
         with _restricted("extra"):
             extra.append(torch.load(version / "extra.pt", "cpu", weights_only=not trusted))
 
+    def read_states() -> None:
+        if optimizer is not None:
+            saved.update(_with_state(reader.read_metadata(), model))
+
     name, digests = ranks.first(latest, f"no complete checkpoint in {root}. {_CHECK}")
     version = root / name
     ranks.all(check, f"{version} cannot be loaded")
@@ -193,10 +198,10 @@ def load_checkpoint(
     reader = FileSystemReader(version) if trusted else _Reader(version)
     planner = None if trusted else _Planner()
     failed = f"{version} could not be loaded; was it saved with this model and optimizer?"
+    ranks.all(read_states, failed)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_explained(failed))
         if optimizer is not None:
-            saved = _with_state(reader.read_metadata(), model)
             stack.enter_context(_stated(optimizer, saved))
         state = _state(model, optimizer)
         if optimizer is not None:
