@@ -584,6 +584,16 @@ def test_fault_is_found(fact: Fact, fault: Fault) -> None:
     assert (caught.value.fact, caught.value.node) == (fact.name.lower(), node.name), caught.value
 
 
+def test_what_is_to_be_packed_is_not_sent_one_by_one() -> None:
+    """As it would be with `bucket` behind insert-unshard."""
+    program = graphs.layered(2)
+    pipeline.run(program, pipeline.default_passes(Config(pack_bytes=0)))
+    program.buckets = tuple(ParamBucket(b.fqns, frozenset(b.fqns)) for b in program.buckets)
+    with pytest.raises(VerifyError, match="one by one, which are to be packed") as caught:
+        verify.verify(program)
+    assert caught.value.fact == "bucketed"
+
+
 def programs() -> Iterator[Program]:
     added = {"accumulated": frozenset({"layers.0.bias"})}
     for settings in (

@@ -6,7 +6,7 @@ import collections
 
 from torch import fx
 
-from fxshard import meta
+from fxshard import meta, ops
 from fxshard.program import Fact, Program
 from fxshard.verify import walk
 from fxshard.verify.failure import fail
@@ -40,6 +40,22 @@ def bucketed(program: Program) -> None:
                 what = f"%{launch.name} moves {fqn!r} a second time in {meta.get(launch).phase}."
                 fail(program, fact, launch, what)
             seen[key] = launch
-        for fqn in walk.packed_names(launch):
+        packed = walk.packed_names(launch)
+        for fqn in packed:
             if fqn not in program.moving[number[fqn]].packed:
                 fail(program, fact, launch, f"%{launch.name} packs {fqn!r}, which is not to be.")
+        for fqns in _to_pack(program, launch, [fqn for fqn in names if fqn not in packed]):
+            what = f"%{launch.name} moves {', '.join(fqns)} one by one, which are to be packed."
+            fail(program, fact, launch, what)
+
+
+def _to_pack(program: Program, launch: fx.Node, names: list[str]) -> list[list[str]]:
+    """Those of `names` that a launch can pack and whose bucket says so, together."""
+    if launch.target not in ops.COLLECTIVES or launch.target is ops.comm_hook:
+        return []
+    found: dict[object, list[str]] = {}
+    for fqn in names:
+        if any(fqn in bucket.packed for bucket in program.moving):
+            dtype = None if ops.is_unshard(launch) else program.params[fqn].dtype
+            found.setdefault(dtype, []).append(fqn)
+    return [fqns for fqns in found.values() if len(fqns) > 1]
