@@ -59,6 +59,7 @@ def normalize(
     _tag_compute(program)
     _set_results(program, targets, replaced)
     _refuse_sparse_values(program)
+    _allocate_zeros(program)
     if compat.REDUCES_AS_STORED:
         precision.keep_wide_gradients(program)
     _check_gradients(program)
@@ -295,6 +296,14 @@ def _refuse_sparse_values(program: Program) -> None:
                 f"{node.target} gives a sparse tensor{line and ', at ' + line}, of which fxshard "
                 f"counts no bytes. Compute with dense tensors, or with indices and values."
             )
+
+
+def _allocate_zeros(program: Program) -> None:
+    """Zeros without memory, as second derivatives make them, get some: a program keeps storages."""
+    for node in program.graph.find_nodes(
+        op="call_function", target=aten._efficientzerotensor.default
+    ):
+        node.target = aten.zeros.default
 
 
 def _write_back(program: Program, mutated: list[tuple[fx.Node, fx.Node]]) -> None:

@@ -100,6 +100,8 @@ def _narrowed(node: fx.Node, said: Callable[[Any], str]) -> str | None:
         return None
     if node.kwargs or (len(node.args) > 4 and node.args[4] != 1):
         return None
+    if isinstance(node.args[2] if len(node.args) > 2 else 0, fx.Node):  # a value of a tensor
+        return None
     source: Any = node.args[0]
     dim, start = (int(value or 0) for value in (*node.args[1:3], 0, 0)[:2])  # type: ignore[arg-type]
     rows = source.meta["val"].shape[dim]

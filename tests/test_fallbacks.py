@@ -57,6 +57,16 @@ def through_numpy(net: Net, x: Tensor) -> Tensor:
     return (net.b(net.a(x)) * torch.from_numpy(weights)[:, None]).sum()
 
 
+def narrowed(net: Net, x: Tensor) -> Tensor:
+    start = (x[:, 0] > 0).sum().clamp(max=3)
+    return net.b(net.a(x).narrow(0, start, 3)).sum()
+
+
+def curved(net: Net, x: Tensor) -> Tensor:
+    """Its second derivatives begin with zeros that have no memory."""
+    return torch.func.hessian(lambda y: net.b(net.a(y).sin()).pow(2).sum())(x[0]).sum()
+
+
 def padded(net: Net, x: Tensor) -> Tensor:
     rows = int((x[:, 0] > 0).sum())
     kept = torch.cat([net.a(x)[:rows], torch.zeros(x.shape[0] - rows, 4)])
@@ -131,6 +141,8 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (scaled_by_a_number, [trace.DIRECT, trace.OPEN]),
         (through_a_list, [trace.DIRECT, trace.OPEN]),
         (through_numpy, [trace.DIRECT, trace.DYNAMO]),
+        (narrowed, [trace.DIRECT, trace.OPEN]),
+        (curved, [trace.DIRECT]),
         (counts_in_python, [trace.DIRECT, trace.OPEN, trace.DYNAMO]),
         (padded, [trace.DIRECT, trace.OPEN, trace.DYNAMO]),
         (checkpointed, [trace.DIRECT, trace.DYNAMO]),
