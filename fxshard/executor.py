@@ -40,6 +40,7 @@ class Executor:
 
     Attributes:
         code: the emitted Python source.
+        communicates: the phases that have collectives.
     """
 
     def __init__(self, program: Program, world: World | InProcessWorld) -> None:
@@ -58,7 +59,7 @@ class Executor:
         }
         rows = {name: {row.target for row in graph.nodes} for name, graph in self.schedule.phases()}
         self._draws = {name for name, run in rows.items() if run & self._random}
-        self._communicates = {name for name, run in rows.items() if run & {*ops.COLLECTIVES}}
+        self.communicates = {name for name, run in rows.items() if run & {*ops.COLLECTIVES}}
 
     def forward(self, args: list[list[Tensor]]) -> tuple[list[Tensor], list[list[Tensor]]]:
         """Run forward.
@@ -95,7 +96,7 @@ class Executor:
 
     def _run(self, phase: str, graph: fx.Graph, args: list[list[Tensor]]) -> list[Any]:
         draws = rng.kept(self.program.device) if phase in self._draws else contextlib.nullcontext()
-        with self.world.phase(phase, phase in self._communicates), draws:
+        with self.world.phase(phase, phase in self.communicates), draws:
             if isinstance(self.world, InProcessWorld):
                 names = [*self.schedule.regions, "step"]
                 regions = {n: self._functions[n] for n in names if n in self._functions}

@@ -180,7 +180,8 @@ class Runtime(ParameterStore):
             RankMismatchError: another rank ran another program, though all know both.
         """
         if isinstance(self.world, C10dWorld) and variant.communicates:
-            self.world.run_call(variant.digest, self._agreed)
+            backward = "backward" in variant.executor.communicates
+            self.world.run_call(variant.digest, self._agreed, backward=backward)
 
     def refuse_alike(self, error: FxshardError) -> None:
         """See that all ranks refuse this call as this one does: others would wait for it.

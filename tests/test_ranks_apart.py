@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.testing import assert_close
 
 import fxshard
+from tests.fsdp2 import full
 from tests.ranks import told
 
 BATCH = torch.randn(2, 8)
@@ -60,6 +62,61 @@ def test_a_method_on_one_rank_while_the_other_calls_the_model(
     assert name in called and "a call of the model" in called
     assert went_on.startswith("RankMismatchError"), went_on
     assert f"rank {alone} waits for all ranks to agree on what they do to the model" in went_on
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full_shard": {},
+    "no_shard": {"strategy": "no_shard"},  # its forward has no collectives
+    "kept": {"reshard_after_forward": False},
+}
+
+
+def skips_backward(rank: int, world_size: int, options: dict[str, Any]) -> list[str]:
+    """Rank 0 alone leaves out the backward of the second step: ``if loss.isnan(): continue``."""
+    model = fxshard.compile(build(), **options)
+
+    def step(number: int) -> None:
+        loss = model(BATCH).sum()
+        if rank or number != 1:
+            loss.backward()
+
+    return [told(lambda number=number: step(number)) for number in range(3)]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_rank_that_leaves_out_a_backward_alone(hasty: Any, name: str) -> None:
+    """Its next gathers would meet what the others reduce."""
+    first, second = hasty(2).run(skips_backward, OPTIONS[name])
+    assert first[:2] == ["no error"] * 2 and second[0] == "no error"
+    asks = "a call of the model in front of the backward of the last one"
+    assert first[2].startswith("RankMismatchError: rank 0 would do something else"), first
+    assert f"they have 'a call of the model, or a backward', it has '{asks}'" in first[2]
+    assert second[1].startswith("RankMismatchError: a collective failed on rank 1"), second
+    assert "rank 0 waits for all ranks to agree on what they do to the model" in second[1]
+
+
+def calls_before_backwards(rank: int, world_size: int, options: dict[str, Any]) -> list[Tensor]:
+    """Two calls and their backwards, one that is dropped, and one without gradients between."""
+    model = fxshard.compile(build(), **options)
+    batches = torch.randn(3, world_size, 2, 8, generator=torch.Generator().manual_seed(0))
+    first, second, dropped = (model(batch[rank]).sum() for batch in batches)
+    with torch.no_grad():
+        model(BATCH)
+    (first + 2 * second).backward()
+    del dropped
+    model(batches[2, rank]).sum().backward()
+    return [full(p.grad) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_calls_in_front_of_backwards_on_all_ranks(ranks: Any, name: str) -> None:
+    found = ranks(2).run(calls_before_backwards, OPTIONS[name])
+    eager = build()
+    x = torch.randn(3, 2, 2, 8, generator=torch.Generator().manual_seed(0))
+    for weight, batch in zip((1, 2, 1), x, strict=True):
+        (weight * eager(batch.flatten(0, 1)).sum() / 2).backward()
+    for grads in found:
+        assert_close(grads, [p.grad for p in eager.parameters()])
 
 
 def test_two_methods(hasty: Any, tmp_path: Path) -> None:

@@ -44,6 +44,11 @@ class _Launch:
     works: list[dist.Work] = dataclasses.field(default_factory=list)
 
 
+# What a rank does at the begin of a call, as ranks compare it.
+_BEHIND = "a call of the model, or a backward"
+_ANOTHER = "a call of the model in front of the backward of the last one"
+
+
 class C10dWorld:
     """Runs the collectives of a schedule on the process groups of a mesh.
 
@@ -99,7 +104,8 @@ class C10dWorld:
         if mesh.ndim == 2 and mesh.size() == dist.get_world_size():
             self._everyone = [Peers(_default_group())]
         self._peers = list(dict.fromkeys([*self._everyone, *self.peers.values()]))
-        self._calls = 0
+        self._calls = 0  # phases with collectives that this rank has begun: calls and backwards
+        self._backward_due = False  # the last of them was a forward whose backward has some too
         self._issued = 0  # collectives that this rank has launched
         self._left = ""  # why it is in no process group any more
         self._worlds.add(self)
@@ -296,6 +302,11 @@ class C10dWorld:
             RankMismatchError: this rank has left the process group before.
         """
         self.require_joined()
+        if communicates and name == "backward":
+            self._backward_due = False
+            self._calls += 1
+            for peers in self._everyone:
+                peers.note_backward(self._calls)
         try:
             yield
         except BaseException as error:
@@ -381,11 +392,22 @@ class C10dWorld:
                 f"last checkpoint."
             )
 
-    def run_call(self, digest: str, known: Mapping[str, Sequence[str]]) -> None:
+    def run_call(self, digest: str, known: Mapping[str, Sequence[str]], *, backward: bool) -> None:
         """The call runs a program with collectives that all agree on (see `Peers.note_call`).
 
-        Calls without any are not counted: ranks may make as many as they like.
+        Calls without any are not counted: ranks may make as many as they like. A call in front of
+        the backward of the last one waits for all ranks: one that has left out its backward alone
+        would gather what the others reduce.
+
+        Args:
+            backward: its backward has collectives.
+
+        Raises:
+            RankMismatchError: not all ranks run what this one does.
         """
+        if self._backward_due:
+            self.agree([_ANOTHER], "what they do to the model", [[_BEHIND]])
+        self._backward_due = backward
         self._calls += 1
         for peers in self._everyone:
             peers.note_call(self._calls, digest, known, self._leave)

@@ -20,6 +20,8 @@ STOP_SECONDS = 10.0  # how long a rank that stopped waits for the others to stop
 SLOTS = 4  # calls whose programs are kept
 LOOK_SECONDS = 0.5  # a rank that waits looks at least so often where the others are
 
+_BACKWARD = "a backward"  # in place of a program's digest
+
 Leave = Callable[[str], None]  # close the connections of this rank, and say why
 # Why no collective of a group will work any more: the class of the error, and the rest of its text.
 Cause = tuple[type[RankDiedError | RankMismatchError], str]
@@ -77,6 +79,14 @@ class Peers:
                 mixed = self._mixed(other, *(known.get(d, (d,)) for d in (theirs[2], self._last)))
                 leave(f"ran another program than {self._name(other)} in the last call")
                 raise RankMismatchError(mixed)
+        self._note(number, digest)
+
+    def note_backward(self, number: int) -> None:
+        """Say that this rank begins a backward with collectives; it counts as a call."""
+        if not self.alone:
+            self._note(number, _BACKWARD)
+
+    def _note(self, number: int, digest: str) -> None:
         store = compat.group_store(self.group)
         store.set(f"fxshard/{self._slot(number)}/{self.rank}", f"{number} {digest}")
         self._last = digest
