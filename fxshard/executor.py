@@ -74,8 +74,12 @@ class Executor:
         results = self._run("forward", self.schedule.forward, args)
         return list(results[0][0]), [list(saved) for _, saved in results]
 
-    def backward(self, args: list[list[Tensor]]) -> list[list[Tensor]]:
-        """Run backward; `args` in the order of `backward_inputs`. Returns gradients per rank."""
+    def backward(self, args: list[list[Tensor | None]]) -> list[list[Tensor]]:
+        """Run backward. Returns gradients per rank.
+
+        Args:
+            args: as for `forward`, in the order of `backward_inputs`; None for what is not read.
+        """
         assert self.schedule.backward is not None
         return [list(grads) for grads in self._run("backward", self.schedule.backward, args)]
 
@@ -94,7 +98,7 @@ class Executor:
         assert self.schedule.backward is not None
         return list(self.schedule.backward.find_nodes(op="placeholder"))
 
-    def _run(self, phase: str, graph: fx.Graph, args: list[list[Tensor]]) -> list[Any]:
+    def _run(self, phase: str, graph: fx.Graph, args: Sequence[list[Any]]) -> list[Any]:
         draws = rng.kept(self.program.device) if phase in self._draws else contextlib.nullcontext()
         with self.world.phase(phase, phase in self.communicates), draws:
             if isinstance(self.world, InProcessWorld):
@@ -133,7 +137,7 @@ class TracedExecutor(Executor):
 
         super().bind_step(watched)
 
-    def _run(self, phase: str, graph: fx.Graph, args: list[list[Tensor]]) -> list[Any]:
+    def _run(self, phase: str, graph: fx.Graph, args: Sequence[list[Any]]) -> list[Any]:
         self._probe.begin(phase)
         return super()._run(phase, graph, args)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxshard import aliasing, compat, meta, precision, provenance
+from fxshard import aliasing, compat, meta, precision, provenance, strides
 from fxshard.compat import FakeTensorMode
 from fxshard.errors import CaptureError
 from fxshard.program import Program, Result
@@ -76,7 +76,9 @@ def fake_like(
     own = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
     device = device or own
     with fake_mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
+        fake = torch.empty_strided(
+            tensor.shape, strides.of_state(tensor), dtype=dtype, device=device
+        )
     if not isinstance(tensor, nn.Parameter):
         fake.requires_grad_(tensor.requires_grad)
     return fake

@@ -102,10 +102,13 @@ class Step(torch.autograd.Function):
             )
         arrived = [position for position, k in ctx.places.items() if grads[k] is not None]
         ctx.exposed = None  # they die behind their last readers
-        tangents: dict[str | None, Tensor] = {}
+        tangents: dict[str | None, Tensor | None] = {}
         for node in call.variant.executor.backward_inputs:
             if meta.get(node).role == "tangent":
                 k = ctx.places[int(meta.get(node).fqn or 0)]
+                if not node.users:
+                    grads[k] = tangents[meta.get(node).fqn] = None
+                    continue
                 tangents[meta.get(node).fqn] = _laid_out(grads[k], node, ctx.shapes[k])
                 if tangents[meta.get(node).fqn] is grads[k]:
                     grads[k] = None  # dies behind its last reader; what was copied stays to the end
@@ -221,12 +224,12 @@ def _backward_arguments(
     call: Call,
     batch: Sequence[Tensor],
     saved: list[list[Tensor]],
-    tangents: dict[str | None, Tensor],
-) -> list[list[Tensor]]:
-    args: list[list[Tensor]] = []
+    tangents: dict[str | None, Tensor | None],
+) -> list[list[Tensor | None]]:
+    args: list[list[Tensor | None]] = []
     for rank, values in enumerate(saved):
         rest = iter(values)
-        row: list[Tensor] = []
+        row: list[Tensor | None] = []
         for node in call.variant.executor.backward_inputs:
             tag = meta.get(node)
             if tag.role == "tangent":

@@ -21,6 +21,17 @@ aten = torch.ops.aten
 Rule = Callable[[tuple[Any, ...]], Tensor]  # arguments of the operator -> laid out as its result
 
 
+def of_state(tensor: Tensor) -> tuple[int, ...]:
+    """Strides of a tensor of the model in a step: of a contiguous parameter, those of its shape.
+
+    A dimension of one element may have any stride (``torch.empty(1, 3).t()``), and a parameter that
+    is gathered has the usual ones.
+    """
+    if isinstance(tensor, torch.nn.Parameter) and tensor.is_contiguous():
+        return torch.empty(tensor.shape, device="meta").stride()
+    return tensor.stride()
+
+
 def as_iterated(args: tuple[Any, ...]) -> Tensor:
     """Results of elementwise kernels follow the first argument where arguments disagree.
 

@@ -4,7 +4,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests import browser
+from fxshard import trace
+from tests import browser, captures
 from tests.ranks import Ranks
 
 LEFT_OUT = pytest.StashKey[int]()  # tests of the page, where there is no browser
@@ -54,6 +55,12 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     yield pool
     for each in pools.values():
         each.close()
+
+
+@pytest.fixture
+def shared_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal calls of equal models are traced once in this process (see `tests.captures`)."""
+    monkeypatch.setattr(trace, "capture", captures.shared())
 
 
 @pytest.fixture

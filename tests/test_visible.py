@@ -5,6 +5,7 @@ counts by hand, against the sums that they must keep, and against the programs t
 Chromium, torch's own `torch.cuda._memory_viz`, a JSON Schema validator.
 """
 
+import contextlib
 import csv
 import functools
 import io
@@ -21,7 +22,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from playwright.sync_api import Page, Route, sync_playwright
+from playwright.sync_api import Page, Route, TimeoutError, sync_playwright
 from torch import Tensor, nn
 from torch.cuda import _memory_viz
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -572,11 +573,24 @@ def at_tick(page: Page, tick: int) -> dict[str, float]:
     )
 
 
+def leave(page: Page) -> None:
+    """Move the mouse away from the chart until its hover text is gone.
+
+    Plotly puts a hover off while it is busy: on a slow machine, until behind the mouse has left.
+    """
+    for _ in range(60):
+        page.mouse.move(0, 0)
+        with contextlib.suppress(TimeoutError):
+            gone = "document.querySelector('#chart .hovertext') === null"
+            return page.wait_for_function(gone, timeout=2_000) and None
+        page.mouse.move(**at_tick(page, 0))
+    raise AssertionError("the hover text stays")
+
+
 def hovered(page: Page, tick: int) -> tuple[int, str]:
     """Hover near a tick; the tick that the page took, and what it says."""
     page.evaluate("scrollTo(0, 0)")  # a click may have scrolled the chart to where the mouse goes
-    page.mouse.move(0, 0)
-    page.wait_for_function("document.querySelector('#chart .hovertext') === null")
+    leave(page)
     page.evaluate(
         """() => {
             window.hovered = null;

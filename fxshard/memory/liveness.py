@@ -204,6 +204,13 @@ def _walks_with_steps(
     return ledgers[0], ledgers[1]
 
 
+def _read(graph: fx.Graph, loss: LossStep) -> set[int]:
+    """Of the gradients that a loss sends to outputs, those that backward reads."""
+    nodes = [n for n in graph.find_nodes(op="placeholder") if n.users]
+    fqns = [meta.get(node).fqn or "" for node in nodes if meta.get(node).role == "tangent"]
+    return {loss.tangents[fqn] for fqn in fqns if fqn in loss.tangents}
+
+
 class Walk:
     """One pass over a step with a reference count per storage; writes a `Ledger`.
 
@@ -269,6 +276,9 @@ class Walk:
                 taken = {number: made.pop(number) for number in loss.taken if number in made}
                 caller += made.values()
             self.now = self.ledger.begin(phase, micro_batch)
+            if phase == "backward" and loss is not None:  # what it does not read is dropped before
+                dropped = taken.keys() - _read(graph, loss)
+                self._release([taken.pop(number) for number in dropped])
             if phase == "forward":
                 for fqn in program.accumulated:
                     if fqn not in self._sums:
@@ -283,7 +293,7 @@ class Walk:
                     number = loss.tangents[meta.get(node).fqn or ""]
                     env[node] = [taken[number]] if number in taken else []
                     self._hold(env[node])
-                else:
+                elif node.users:
                     env[node] = self._allocate(node, Category.TEMP)
             self.now += 1
             if phase == "backward":

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxshard import compat
+from fxshard import compat, strides
 from fxshard.compat import FakeTensorMode
 from fxshard.stamp.places import Formless
 
@@ -65,7 +65,7 @@ def ghost_like(
     """The ghost of a tensor that has a storage of its own; of a meta tensor, one on the CPU."""
     dtype = dtype or tensor.dtype
     own = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
-    shape, stride = tuple(tensor.shape), tensor.stride()
+    shape, stride = tuple(tensor.shape), strides.of_state(tensor)
     last = sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     nbytes = (0 if 0 in shape else last + 1) * dtype.itemsize
     form = Form(shape, stride, 0, dtype, device or own, nbytes)

@@ -1,0 +1,108 @@
+"""One trace for equal calls of equal models: for tests of what comes behind the trace.
+
+Half of what a plan of a small model costs is its trace, and tests of strategies and options plan
+the same models again and again. `shared_captures` of conftest.py is for those; it does what
+`Plan.replan` does, over all plans of a process.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxshard import compat, strides, trace
+from fxshard.program import Program
+from fxshard.swapped import users_class
+
+Capture = Callable[..., Program]
+
+
+class Shared:
+    """Stands for `trace.capture`."""
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        self._made: dict[Any, Program] = {}
+        self._keep: list[Any] = []  # what a key knows by its id
+
+    def __call__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any
+    ) -> Program:
+        key = self._key(model, args, kwargs, options)
+        if key not in self._made:
+            self._made[key] = self._capture(model, args, kwargs, **options)
+        return self._made[key]
+
+    def _key(self, model: nn.Module, args: Any, kwargs: Any, options: dict[str, Any]) -> Any:
+        """Of all that a trace sees, but for what the code of the model reads elsewhere."""
+        numbers: dict[int, int] = {}
+
+        def number(of: Any) -> int:
+            return numbers.setdefault(id(of), len(numbers))
+
+        def said(value: Any) -> Any:
+            text = repr(value)
+            if " at 0x" not in text:
+                return type(value), text
+            self._keep.append(value)
+            return id(value)
+
+        def held(tensor: Tensor | None) -> Any:
+            """A parameter counts as it is whole, where it is sharded too."""
+            if tensor is None:
+                return None
+            shape, stride = tuple(tensor.shape), strides.of_state(tensor)
+            facts = (shape, stride, tensor.dtype, tensor.device)
+            return number(tensor), facts, tensor.requires_grad
+
+        def given(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return said(leaf)
+            storage = number(leaf.untyped_storage()._cdata), leaf.storage_offset()
+            return type(leaf), storage, leaf.stride(), held(leaf)
+
+        modules = [
+            (
+                name,
+                users_class(module),
+                [(key, held(p)) for key, p in module._parameters.items()],
+                [(key, held(b)) for key, b in module._buffers.items()],
+                [(key, number(m)) for key, m in module._modules.items()],
+                [(key, said(v)) for key, v in vars(module).items() if _is_read(key)],
+            )
+            for name, module in model.named_modules()
+        ]
+        units = [
+            (
+                unit.fqn,
+                unit.precision,
+                [(p.fqn, p.compute_dtype, p.requires_grad) for p in unit.params],
+                [(p.fqn, p.requires_grad) for p in unit.ignored],
+            )
+            for unit in options["units"]
+        ]
+        leaves, spec = compat.tree_flatten((args, kwargs))
+        others = {k: v for k, v in options.items() if k not in ("units", "world_size")}
+        others["device"] = trace.where_it_computes(model, options["device"])
+        around = (
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch.get_default_dtype(),
+        )
+        return repr((modules, units, spec, list(map(given, leaves)), others, around))
+
+
+def _is_read(name: str) -> bool:
+    """By a forward."""
+    slots = ("_parameters", "_buffers", "_modules", "_fxshard")
+    return name not in slots and "state_dict" not in name
+
+
+@functools.cache
+def shared() -> Shared:
+    """That of this process."""
+    return Shared(trace.capture)
