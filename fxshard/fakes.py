@@ -87,6 +87,16 @@ def input_gradient(values: tuple[Any, ...], result: Any) -> Any:
     return (_as_dtype(result[0], values[1].dtype), *result[1:])
 
 
+def norms(values: tuple[Any, ...], result: Any) -> Any:
+    """Norms of low precision are kept in fp32; fakes know it of bf16 alone.
+
+    Source: ``weight_norm_cpu`` (ATen/native/WeightNorm.cpp).
+    """
+    if result[1].dtype is not torch.float16:
+        return result
+    return (result[0], _as_dtype(result[1], torch.float32))
+
+
 def whole_storage(values: tuple[Any, ...], result: Any) -> Any:
     """A changed copy of a view is one of all of its storage; fakes hold what the view spans.
 
@@ -133,7 +143,7 @@ def _as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=tensor.device)
 
 
-OF_THE_CPU: tuple[Rule, ...] = (statistics, running_statistics, input_gradient)
+OF_THE_CPU: tuple[Rule, ...] = (statistics, running_statistics, input_gradient, norms)
 RULES: dict[Any, Rule] = {
     aten._native_batch_norm_legit_functional.default: running_statistics,
     aten._native_batch_norm_legit.no_stats: statistics,
@@ -141,6 +151,7 @@ RULES: dict[Any, Rule] = {
     aten.native_group_norm.default: statistics,
     aten.native_layer_norm.default: statistics,
     aten.native_group_norm_backward.default: input_gradient,
+    aten._weight_norm_interface.default: norms,
     aten.copy.default: whole_storage,
     aten.slice_scatter.default: whole_storage,
     aten.select_scatter.default: whole_storage,

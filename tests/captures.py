@@ -1,14 +1,15 @@
 """One trace for equal calls of equal models: for tests of what comes behind the trace.
 
 Half of what a plan of a small model costs is its trace, and tests of strategies and options plan
-the same models again and again. `shared_captures` of conftest.py is for those; it does what
-`Plan.replan` does, over all plans of a process.
+the same models again and again. Those that conftest.py lists do what `Plan.replan` does, over all
+plans of a process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -103,6 +104,21 @@ def _is_read(name: str) -> bool:
 
 
 @functools.cache
-def shared() -> Shared:
+def _shared() -> Shared:
     """That of this process."""
     return Shared(trace.capture)
+
+
+@contextlib.contextmanager
+def sharing(shares: bool) -> Iterator[None]:
+    """Inside, if it `shares`, captures are shared; `Ranks.run` has its ranks do so too."""
+    before = trace.capture
+    trace.capture = _shared() if shares else before
+    try:
+        yield
+    finally:
+        trace.capture = before
+
+
+def are_shared() -> bool:
+    return isinstance(trace.capture, Shared)

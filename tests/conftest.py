@@ -4,7 +4,6 @@ from typing import Any
 import pytest
 import torch
 
-from fxshard import trace
 from tests import browser, captures
 from tests.ranks import Ranks
 
@@ -57,10 +56,21 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
         each.close()
 
 
-@pytest.fixture
-def shared_captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal calls of equal models are traced once in this process (see `tests.captures`)."""
-    monkeypatch.setattr(trace, "capture", captures.shared())
+# Tests of strategies, options and bytes: of what comes behind the trace. They share traces.
+BEHIND_THE_TRACE = {
+    *("accumulation", "budget_checkpoint", "bucket", "checkpointing", "checkpoints", "comm_hook"),
+    *("explain", "formula", "lifecycle", "meaning", "memory", "memory_matrix", "memory_profiler"),
+    *("memory_questions", "optimizer_in_program", "optimizers_memory", "parity", "precision"),
+    *("state", "strategies", "streams", "training", "unused_outputs", "verify_strategies"),
+    *("visible", "wrapping"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _traced_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In those tests equal calls of equal models are traced once in each process."""
+    with captures.sharing(request.path.stem.removeprefix("test_") in BEHIND_THE_TRACE):
+        yield
 
 
 @pytest.fixture

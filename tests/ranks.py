@@ -130,7 +130,7 @@ class Ranks:
 
     def _answers(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> dict[int, Any]:
         """rank -> result or `Failure`, in order of arrival."""
-        job = pickle.dumps((fn, args))
+        job = pickle.dumps((fn, args, _captures_are_shared()))
         self._start()
         for connection in self._connections:
             with suppress(OSError):  # it is dead; collecting says so
@@ -220,11 +220,24 @@ def _serve(
                 job = connection.recv_bytes()
             except EOFError:
                 break
-            fn, args = pickle.loads(job)
-            connection.send_bytes(pickle.dumps(fn(rank, world_size, *args)))
+            fn, args, shares = pickle.loads(job)
+            connection.send_bytes(pickle.dumps(_done(fn, (rank, world_size, *args), shares)))
     except BaseException:
         connection.send_bytes(pickle.dumps(Failure(traceback.format_exc())))
     os._exit(1)
+
+
+def _captures_are_shared() -> bool:
+    from tests import captures  # imports torch, which a rank does when it is up
+
+    return captures.are_shared()
+
+
+def _done(fn: Callable[..., Any], args: tuple[Any, ...], shares: bool) -> Any:
+    from tests import captures
+
+    with captures.sharing(shares):
+        return fn(*args)
 
 
 def told(action: Callable[[], Any]) -> str:

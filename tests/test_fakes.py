@@ -48,6 +48,13 @@ def test_statistics_of_norms(input: Any, params: Any) -> None:
     assert_as_the_kernel(aten.native_layer_norm.default, rows, [8], weight, bias, 1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, BF16, FP32, torch.float64])
+def test_norms_of_weights(dtype: torch.dtype) -> None:
+    v, g = torch.randn(4, 7).to(dtype), torch.ones(4, 1, dtype=dtype)
+    assert_as_the_kernel(aten._weight_norm_interface.default, v, g)
+    assert_as_the_kernel(aten._weight_norm_interface.default, v, torch.ones(1, 7, dtype=dtype), 1)
+
+
 @pytest.mark.parametrize(("input", "params"), [(FP32, FP32), (BF16, FP32), (BF16, BF16)])
 def test_norms_that_hold_statistics(input: Any, params: Any) -> None:
     x = torch.randn(4, 8, 5, 5, dtype=input)

@@ -272,7 +272,7 @@ class Walk:
         taken: dict[int, int] = {}  # gradients of outputs that backward frees
         for phase, graph in self.schedule.phases():
             if phase == "backward" and loss is not None:
-                made = self._loss(loss, micro_batch)
+                made = self._loss(loss, micro_batch, self._labels(graph, loss))
                 taken = {number: made.pop(number) for number in loss.taken if number in made}
                 caller += made.values()
             self.now = self.ledger.begin(phase, micro_batch)
@@ -288,7 +288,9 @@ class Walk:
                 if meta.get(node).role != "tangent":
                     env[node] = self._enter(node, saved)
                 elif loss is None:
-                    caller += self._allocate(node, Category.TEMP)
+                    env[node] = self._allocate(node, self._label(node))
+                    self._hold(env[node])
+                    caller += env[node]
                 elif meta.get(node).fqn in loss.tangents:  # it is there already
                     number = loss.tangents[meta.get(node).fqn or ""]
                     env[node] = [taken[number]] if number in taken else []
@@ -371,7 +373,20 @@ class Walk:
         state = set(self._optimizers.values())
         self._end([token for token in self._open if token not in state])
 
-    def _loss(self, loss: LossStep, micro_batch: int) -> dict[int, int]:
+    def _labels(self, graph: fx.Graph, loss: LossStep) -> dict[int, Category]:
+        """Of the gradients of outputs: those that are gradients of parameters as they come."""
+        nodes = [n for n in graph.find_nodes(op="placeholder") if meta.get(n).role == "tangent"]
+        found = {loss.tangents.get(meta.get(node).fqn or ""): self._label(node) for node in nodes}
+        return {number: label for number, label in found.items() if number is not None}
+
+    def _label(self, tangent: fx.Node) -> Category:
+        """The column of the gradient of an output."""
+        labels = [self._categories.get(storage) for storage in meta.storage_ids(tangent)]
+        return next((label for label in labels if label is not None), Category.TEMP)
+
+    def _loss(
+        self, loss: LossStep, micro_batch: int, labels: dict[int, Category]
+    ) -> dict[int, int]:
         """The user's loss and its own backward; returns storages by number in the recording."""
         made: dict[int, int] = {}
         parts = (("loss", loss.forward), ("loss backward", loss.backward))
@@ -383,7 +398,8 @@ class Walk:
             for point, event in enumerate(events, start=first):
                 self.now = 2 * point
                 for number, size in event.allocated:
-                    new = LiveRange(0, event.op, event.op, LOSS, category, size)
+                    label = labels.get(number, category)
+                    new = LiveRange(0, event.op, event.op, LOSS, label, size)
                     new.formula = loss.formulas.get(number)
                     made[number] = self._new(new)
                 self.now += 1

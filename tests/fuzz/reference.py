@@ -23,6 +23,7 @@ import copy
 import dataclasses
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,23 +69,27 @@ class Replica:
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
     """Floating tensors of a structure in another dtype."""
-    return torch.utils._pytree.tree_map_only(
-        Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value
-    )
+    return mapped(lambda t: t.to(dtype), value)
 
 
 def to_double(value: Any) -> Any:
-    """The same, of the dataclasses of cases too, as leaves of their own."""
+    """The same, as leaves of their own."""
+    return mapped(lambda t: t.detach().double().requires_grad_(t.requires_grad), value)
+
+
+def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """A structure with what `function` makes of its floating tensors, as FSDP2 goes through it.
+
+    (torch/distributed/utils.py, ``_apply_to_tensors``)
+    """
     if isinstance(value, Tensor):
-        if not value.is_floating_point():
-            return value
-        return value.detach().double().requires_grad_(value.requires_grad)
+        return function(value) if value.is_floating_point() else value
     if isinstance(value, dict):
-        return {k: to_double(v) for k, v in value.items()}
+        return {k: mapped(function, v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(map(to_double, value))
+        return type(value)(mapped(function, v) for v in value)
     if dataclasses.is_dataclass(value):
-        return type(value)(*map(to_double, vars(value).values()))  # type: ignore[operator]
+        return type(value)(*(mapped(function, v) for v in vars(value).values()))  # type: ignore[operator]
     return value
 
 
@@ -133,7 +138,8 @@ def run(case: Case, exact: bool = False, nudged: bool = False) -> list[Seen]:
                     p.grad = None
             if case.no_sync and micro < case.micro_batches - 1:
                 continue
-            for rank, grads in enumerate(combined(case, options, pending, ignored, reduce_dtype)):
+            found = combined(case, options, pending, ignored, reduce_dtype, nudged)
+            for rank, grads in enumerate(found):
                 for name, grad in grads.items():
                     add(reduced[rank], name, grad)
             pending = [{} for _ in replicas]
@@ -151,6 +157,7 @@ def run(case: Case, exact: bool = False, nudged: bool = False) -> list[Seen]:
         if case.evaluates:
             replica.model.eval()
             batch = space["batch"](rank, 99)
+            torch.manual_seed(seed_of(rank, case.steps, 0))
             if options.get("full_precision_in_eval"):
                 replica.policy = None
                 for module in replica.model.modules():
@@ -166,7 +173,12 @@ def run(case: Case, exact: bool = False, nudged: bool = False) -> list[Seen]:
 
 
 def uncheckpointed(function: Any, *args: Any, use_reentrant: bool) -> Any:
-    return function(*args)
+    """A reentrant one without an argument that needs a gradient computes none, as in eager."""
+    given = (t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor))
+    with torch.set_grad_enabled(
+        torch.is_grad_enabled() and (not use_reentrant or any(t.requires_grad for t in given))
+    ):
+        return function(*args)
 
 
 def both(model: nn.Module) -> list[Tensor]:
@@ -192,8 +204,12 @@ def combined(
     grads: list[dict[str, Tensor]],
     ignored: set[str],
     reduce_dtype: torch.dtype | None,
+    nudged: bool,
 ) -> list[dict[str, Tensor]]:
-    """Each rank's gradients after the reduction; those of ignored parameters are its own."""
+    """Each rank's gradients after the reduction; those of ignored parameters are its own.
+
+    What is reduced in low precision may be rounded the other way: `nudged`, it is, by turns.
+    """
     op = options.get("reduce_op", "avg")
     copies = case.ranks // len(grads)
     found: list[dict[str, Tensor]] = [{} for _ in grads]
@@ -212,6 +228,9 @@ def combined(
             one = stacked.sum(0)
             if op == "avg":
                 one = one / (options.get("gradient_divide_factor") or case.ranks)
+        if nudged and reduce_dtype:
+            turns = torch.arange(one.numel()).remainder(2).mul(2).sub(1).reshape(one.shape)
+            one = one * (1 + turns * eps_of(reduce_dtype))
         for own in found:
             own[name] = one.to(some.dtype)
     return found

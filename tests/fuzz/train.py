@@ -115,6 +115,7 @@ def train(case: Case, rank: int, world_size: Any) -> Seen:
     seen |= states(model)
     if case.evaluates:
         model.eval()
+        torch.manual_seed(seed_of(rank, case.steps, 0))
         with torch.no_grad():
             out = model(**space["batch"](rank, 99))
         seen |= {path: copy.copy(value) for path, value in parts(out, "evaluated")}
