@@ -316,9 +316,14 @@ class Walk:
                     self._release(caller)
             else:
                 self.now = 2 * self.ledger.add([Moment("backward returned")])
+                values = cast("tuple[fx.Node, ...]", output.args[0])
+                # Gradients that are the caller's own, who holds them still, are copied.
+                own = [n for n in dict.fromkeys(values) if meta.get(n).role == "tangent"]
+                given = [env[node] for node in own if loss is None]
+                env |= {n: self._allocate(n, self._label(n)) for n in own if loss is None}
                 self._release(caller)
                 self.now += 1
-                values = cast("tuple[fx.Node, ...]", output.args[0])
+                self._release([token for tokens in given for token in tokens])
                 self._keep_gradients(values, env, unreached(program, loss))
 
     def _keep_gradients(

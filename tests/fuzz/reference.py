@@ -122,6 +122,7 @@ def run(case: Case, exact: bool = False, nudged: bool = False) -> list[Seen]:
     replicas = [Replica(copy.deepcopy(source), case, policy) for _ in range(count)]
     optimizers = [eval(case.optimizer, space)(list(r.model.parameters())) for r in replicas]
     seen: list[Seen] = [{} for _ in replicas]
+    signs = torch.Generator().manual_seed(0) if nudged else None
     for step in range(case.steps):
         reduced: list[dict[str, Tensor]] = [{} for _ in replicas]
         pending: list[dict[str, Tensor]] = [{} for _ in replicas]
@@ -138,7 +139,7 @@ def run(case: Case, exact: bool = False, nudged: bool = False) -> list[Seen]:
                     p.grad = None
             if case.no_sync and micro < case.micro_batches - 1:
                 continue
-            found = combined(case, options, pending, ignored, reduce_dtype, nudged)
+            found = combined(case, options, pending, ignored, reduce_dtype, signs)
             for rank, grads in enumerate(found):
                 for name, grad in grads.items():
                     add(reduced[rank], name, grad)
@@ -204,11 +205,11 @@ def combined(
     grads: list[dict[str, Tensor]],
     ignored: set[str],
     reduce_dtype: torch.dtype | None,
-    nudged: bool,
+    signs: torch.Generator | None,
 ) -> list[dict[str, Tensor]]:
     """Each rank's gradients after the reduction; those of ignored parameters are its own.
 
-    What is reduced in low precision may be rounded the other way: `nudged`, it is, by turns.
+    What is reduced in low precision may be rounded the other way: with `signs`, it is.
     """
     op = options.get("reduce_op", "avg")
     copies = case.ranks // len(grads)
@@ -228,9 +229,9 @@ def combined(
             one = stacked.sum(0)
             if op == "avg":
                 one = one / (options.get("gradient_divide_factor") or case.ranks)
-        if nudged and reduce_dtype:
-            turns = torch.arange(one.numel()).remainder(2).mul(2).sub(1).reshape(one.shape)
-            one = one * (1 + turns * eps_of(reduce_dtype))
+        if signs is not None and reduce_dtype:
+            up = torch.randint(2, one.shape, generator=signs) * 2 - 1
+            one = one * (1 + up * eps_of(reduce_dtype))
         for own in found:
             own[name] = one.to(some.dtype)
     return found
