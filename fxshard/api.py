@@ -20,6 +20,7 @@ from fxshard.certificate import agreement
 from fxshard.config import Config
 from fxshard.cost.hardware import Hardware, hardware_of
 from fxshard.errors import ConfigError, UnknownSizeError
+from fxshard.gathering import let_gather
 from fxshard.memory.compare import Validation, compare
 from fxshard.memory.report import MemoryReport
 from fxshard.mesh import grid, world_for
@@ -214,6 +215,7 @@ def shard(
     with unchanged_on_error(module):
         runtime = Runtime(module, units, world, config)
         dynamo.attach(runtime, classes)
+        let_gather(runtime)
     replaced.mark({fqn: before[fqn] for fqn in runtime.slots})
     return model
 

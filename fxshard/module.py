@@ -15,7 +15,7 @@ from typing import Any, Self
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fxshard import hf
+from fxshard import hf, reading
 from fxshard.config import Config
 from fxshard.errors import ConfigError
 from fxshard.executor import Executor
@@ -72,15 +72,7 @@ class FxshardModule(FsdpMethods):
             raise AttributeError("there is no option optimizer=...")
         return self._fxshard.optimizer()
 
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        """What DistributedDataParallel asks a module for, before anything else."""
-        raise ConfigError(
-            "DistributedDataParallel wraps a model that fxshard has sharded: no rank holds its "
-            "parameters, and its gradients are reduced already. Leave DistributedDataParallel out. "
-            "Who adds it by themselves: accelerate's prepare (do not give it the model), "
-            "Lightning's strategy 'ddp' and transformers' Trainer on several processes."
-        )
+    _ddp_params_and_buffers_to_ignore = property(reading.refuse_ddp)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """An independent model in the same world; nothing is communicated or traced."""

@@ -4,9 +4,10 @@ The modules of the tree keep the user's objects; their classes are exchanged for
 same name in which each sharded parameter is a property. What a read gives depends on where it is:
 
 =====================================  ============================================================
-outside of the model's forward         the parameter as it is: a DTensor. Initialisation,
-                                       optimizers and state dicts must get that, or they would
-                                       work on a copy that nobody keeps.
+outside of the model's forward         the parameter as it is: a DTensor, which gathers itself
+                                       where it meets plain tensors (`fxshard.gathering`).
+                                       Initialisation, optimizers and state dicts must get that,
+                                       or they would work on a copy that nobody keeps.
 where Dynamo traces                    what ``fxshard::parameter`` makes of the parameter's
                                        *handle*: the whole parameter, to Dynamo's eyes. The handle
                                        becomes an input of Dynamo's graph, and so the graph says
@@ -25,7 +26,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from fxshard import compat, hf
-from fxshard.errors import StepError, UnitError
+from fxshard.errors import ConfigError, StepError, UnitError
 from fxshard.passes.insert_reduce import InsertReduce
 from fxshard.pipeline import passes_of
 from fxshard.sharding import Slot, as_gradient
@@ -269,6 +270,20 @@ def _address(tensor: Tensor) -> int:
 # -- classes ---------------------------------------------------------------------------------------
 
 
+def refuse_ddp(module: nn.Module) -> NoReturn:
+    """Instead of what DistributedDataParallel asks a module for before anything else.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(
+        "DistributedDataParallel wraps a model that fxshard has sharded: no rank holds its "
+        "parameters, and its gradients are reduced already. Leave DistributedDataParallel out. "
+        "Who adds it by themselves: accelerate's prepare (do not give it the model), "
+        "Lightning's strategy 'ddp' and transformers' Trainer on several processes."
+    )
+
+
 def classes(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, type]:
     """The class that each module gets which holds a parameter of `units`, or casts; the root too.
 
@@ -308,7 +323,7 @@ def attach(owner: Runtime, classes: dict[nn.Module, type]) -> Root:
         owner: of the shards; its ``model`` is the model.
         classes: see `classes`.
     """
-    root = Root(owner)
+    root = owner.root
     for module, made in classes.items():
         module.__class__ = made
         module.__dict__[ROOT] = root
@@ -397,6 +412,7 @@ def _reading_class(
         namespace["forward"] = forward = _casting_forward(forward, inputs, output)
     if is_root:
         namespace |= {"forward": _root_forward(forward), "_apply": _apply}
+        namespace["_ddp_params_and_buffers_to_ignore"] = property(refuse_ddp)
     namespace |= {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,

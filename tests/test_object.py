@@ -253,8 +253,9 @@ def test_a_failed_compile_leaves_the_model_as_it_was(options: dict[str, Any]) ->
 # -- outside of the program ------------------------------------------------------------------------
 
 
-def methods(rank: int, world_size: int) -> None:
-    ours, eager = compiled(agent()), agent()
+def methods(rank: int, world_size: int, made_by: str) -> None:
+    options: dict[str, Any] = {} if dist.is_initialized() else {"world_size": 2}
+    ours, eager = getattr(fxshard, made_by)(agent(), **options), agent()
     mine, everyone = tokens(rank, world_size)
     for name in ("value", "recurrent", "__call__"):
         for model in (ours, eager):
@@ -286,8 +287,9 @@ def methods(rank: int, world_size: int) -> None:
 
 
 @EVERYWHERE
-def test_methods_and_submodules_read_whole_parameters(ranks: Any, where: str) -> None:
-    run(ranks, where, methods)
+@pytest.mark.parametrize("made_by", ["compile", "shard"])
+def test_methods_and_submodules_read_whole_parameters(ranks: Any, where: str, made_by: str) -> None:
+    run(ranks, where, methods, made_by)
 
 
 def optimizers(rank: int, world_size: int) -> None:
@@ -320,9 +322,9 @@ def test_outside_of_the_program_the_dtype_is_the_stored_one(ranks: Any, where: s
 
 
 def wrapped(rank: int, world_size: int) -> None:
-    ours = compiled(agent())
-    with pytest.raises(ConfigError, match="Leave DistributedDataParallel out"):
-        DistributedDataParallel(ours)
+    for ours in (compiled(agent()), fxshard.shard(agent())):
+        with pytest.raises(ConfigError, match="Leave DistributedDataParallel out"):
+            DistributedDataParallel(ours)
 
 
 def test_ddp_around_it_is_refused(ranks: Any) -> None:
