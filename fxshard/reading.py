@@ -178,6 +178,7 @@ class Root:
     def __deepcopy__(self, memo: dict[int, Any]) -> Root:
         memo[id(self)] = made = object.__new__(Root)
         Root.__init__(made, copy.deepcopy(self.owner, memo))
+        made.owner._root = made
         return made
 
 

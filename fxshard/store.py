@@ -156,8 +156,8 @@ class ParameterStore:
             self.look_around()
         for fqn, slot in self.slots.items():
             slot.settle()
-            if (tensor := slot.tensor) is not self._seen[fqn]:
-                replaced.mark({fqn: self._seen[fqn]})
+            if (tensor := slot.tensor) is not (before := self._seen.setdefault(fqn, tensor)):
+                replaced.mark({fqn: before})
                 self._seen[fqn] = tensor
         return changed
 
@@ -271,7 +271,7 @@ class ParameterStore:
 
     def fresh(self) -> dict[str, Any]:
         """Attributes that a copy starts with: torch copies no ``.grad`` either."""
-        return {"accumulated": {}}
+        return {"accumulated": {}, "_seen": {}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """In the same world; nothing is communicated or traced. `memo` knows the model's copy."""

@@ -58,7 +58,7 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
 
 # Tests of strategies, options and bytes: of what comes behind the trace. They share traces.
 BEHIND_THE_TRACE = {
-    *("accumulation", "budget_checkpoint", "bucket", "checkpointing", "checkpoints", "comm_hook"),
+    *("accumulation", "budget_checkpoint", "bucket", "checkpoints", "comm_hook"),
     *("explain", "formula", "lifecycle", "meaning", "memory", "memory_matrix", "memory_profiler"),
     *("memory_questions", "optimizer_in_program", "optimizers_memory", "parity", "precision"),
     *("state", "strategies", "streams", "training", "unused_outputs", "verify_strategies"),

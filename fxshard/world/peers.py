@@ -20,7 +20,7 @@ STOP_SECONDS = 10.0  # how long a rank that stopped waits for the others to stop
 SLOTS = 4  # calls whose programs are kept
 LOOK_SECONDS = 0.5  # a rank that waits looks at least so often where the others are
 
-_BACKWARD = "a backward"  # in place of a program's digest
+_BACKWARD = "backward"  # behind the digest of the call before it
 
 Leave = Callable[[str], None]  # close the connections of this rank, and say why
 # Why no collective of a group will work any more: the class of the error, and the rest of its text.
@@ -76,7 +76,7 @@ class Peers:
         if len(known) > 1 and self._last is not None:
             theirs = self._told(self._slot(number - 1), other).partition(" ")
             if theirs[0] == str(number - 1) and theirs[2] != self._last:
-                mixed = self._mixed(other, *(known.get(d, (d,)) for d in (theirs[2], self._last)))
+                mixed = self._mixed(other, _ran(theirs[2], known), _ran(self._last, known))
                 leave(f"ran another program than {self._name(other)} in the last call")
                 raise RankMismatchError(mixed)
         self._note(number, digest)
@@ -84,7 +84,7 @@ class Peers:
     def note_backward(self, number: int) -> None:
         """Say that this rank begins a backward with collectives; it counts as a call."""
         if not self.alone:
-            self._note(number, _BACKWARD)
+            self._note(number, f"{(self._last or '').partition(' ')[0]} {_BACKWARD}")
 
     def _note(self, number: int, digest: str) -> None:
         store = compat.group_store(self.group)
@@ -453,6 +453,12 @@ class Peers:
 def _cause(text: bytes) -> Cause:
     kind, said = json.loads(text)
     return _CAUSES[kind], said
+
+
+def _ran(told: str, known: Mapping[str, Sequence[str]]) -> list[str]:
+    """What a rank ran, by what it has told: a digest, and whether it was the backward."""
+    digest, _, phase = told.partition(" ")
+    return [*known.get(digest, (digest,)), phase]
 
 
 def _digest(text: str) -> str:
