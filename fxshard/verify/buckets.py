@@ -44,18 +44,17 @@ def bucketed(program: Program) -> None:
         for fqn in packed:
             if fqn not in program.moving[number[fqn]].packed:
                 fail(program, fact, launch, f"%{launch.name} packs {fqn!r}, which is not to be.")
-        for fqns in _to_pack(program, launch, [fqn for fqn in names if fqn not in packed]):
-            what = f"%{launch.name} moves {', '.join(fqns)} one by one, which are to be packed."
+        alone = _to_pack(program, launch, [fqn for fqn in names if fqn not in packed])
+        if alone:
+            what = f"%{launch.name} moves {', '.join(alone)} one by one, which are to be packed."
             fail(program, fact, launch, what)
 
 
-def _to_pack(program: Program, launch: fx.Node, names: list[str]) -> list[list[str]]:
-    """Those of `names` that a launch can pack and whose bucket says so, together."""
-    if launch.target not in ops.COLLECTIVES or launch.target is ops.comm_hook:
-        return []
-    found: dict[object, list[str]] = {}
-    for fqn in names:
-        if any(fqn in bucket.packed for bucket in program.moving):
-            dtype = None if ops.is_unshard(launch) else program.params[fqn].dtype
-            found.setdefault(dtype, []).append(fqn)
-    return [fqns for fqns in found.values() if len(fqns) > 1]
+def _to_pack(program: Program, launch: fx.Node, names: list[str]) -> list[str]:
+    """Those of `names` that a gather packs, as their bucket says: two or more.
+
+    Of gradients only those of one dtype are packed, which a launch does not show.
+    """
+    packed = {fqn for bucket in program.moving for fqn in bucket.packed}
+    found = [fqn for fqn in names if fqn in packed and launch.target is ops.all_gather]
+    return found if len(found) > 1 else []
