@@ -88,11 +88,12 @@ class Shared:
         ]
         leaves, spec = compat.tree_flatten((args, kwargs))
         others = {k: v for k, v in options.items() if k not in ("units", "world_size")}
-        others["device"] = trace.where_it_computes(model, options["device"])
+        others["device"] = trace.where_it_computes(model, options.get("device"))
         around = (
             torch.is_grad_enabled(),
             torch.is_autocast_enabled("cpu"),
             torch.get_default_dtype(),
+            compat.REDUCES_AS_STORED,
         )
         return repr((modules, units, spec, list(map(given, leaves)), others, around))
 
