@@ -761,10 +761,25 @@ def _while_traced(call: _Call) -> Iterator[None]:
         torch.autocast(call.autocast.device, enabled=False),
         compat.compiling(),
         compat.checkpoints_inline(),
+        _attention_as_written(),
         hf.while_tracing(call.model),
         torch.fx.traceback.preserve_node_meta(),
     ):
         yield
+
+
+@contextlib.contextmanager
+def _attention_as_written() -> Iterator[None]:
+    """Without gradients torch's transformer layers take a fused way, but never while make_fx runs.
+
+    All runs of a trace take the other one (torch/nn/modules/activation.py, ``why_not_fast_path``).
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextlib.contextmanager
