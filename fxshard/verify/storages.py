@@ -70,6 +70,7 @@ def bounded_inflight(program: Program) -> None:
     fact = Fact.BOUNDED_INFLIGHT
     prefetch = {"forward": program.forward_prefetch, "backward": program.backward_prefetch}
     order, first = walk.order(program), _first_uses(program)
+    number = {fqn: i for i, bucket in enumerate(program.moving) for fqn in bucket.fqns}
     _limited(program)
     alive: dict[int | None, fx.Node] = {}
     last: dict[fx.Node, int] = {}  # of what is alive, where it is read last
@@ -92,7 +93,10 @@ def bounded_inflight(program: Program) -> None:
         ahead = [launch for launch in unused if order[first[launch]] > order[node]]
         unused = dict.fromkeys(ahead)
         limit = prefetch[tag.phase] + 1
-        if len({first[launch] for launch in ahead}) > limit:
+        earliest: dict[int, fx.Node] = {}  # per bucket, which may take a launch per dtype
+        for launch in sorted(ahead, key=lambda launch: order[first[launch]]):
+            earliest.setdefault(number[walk.moved(launch)[0]], first[launch])
+        if len({*earliest.values()}) > limit:
             names = ", ".join(walk.unit_name(program, launch) for launch in ahead)
             fail(
                 program,
