@@ -1,5 +1,6 @@
 """Small programs that random ones were shrunk to: planned and measured bytes."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -56,3 +57,49 @@ def test_bytes(name: str, loss: Any) -> None:
     options: dict[str, Any] = {"optimizer": torch.optim.AdamW, "loss": loss, "world_size": 2}
     found = fxshard.validate(Net(run, weight), (x,), **options)
     assert found.max_abs_difference == 0 and not found.unknown
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_scalar_that_is_ignored_beside_an_optimizer(in_backward: bool) -> None:
+    net = Net(lambda net, x: net.linear(x) * net.weight, torch.tensor(2.0))
+    net.weight.requires_grad_(not in_backward)
+    options: dict[str, Any] = {"ignored": ["weight"], "world_size": 2}
+    options |= {"optimizer": torch.optim.AdamW, "optimizer_in_backward": in_backward}
+    found = fxshard.validate(net, (torch.randn(4, 3),), **options)
+    assert found.max_abs_difference == 0 and not found.unknown
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def test_torchs_transformer_layers_are_evaluated_without_gradients() -> None:
+    """Where eager takes a fused way, which it never does while it is traced."""
+    eager = Attending().eval()
+    ours = fxshard.compile(copy.deepcopy(eager), world_size=2)
+    x = torch.randn(2, 3, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), eager(x))
+
+
+def test_buckets_of_several_dtypes_are_gathered_ahead() -> None:
+    """Limits count buckets, of which each takes a launch per dtype."""
+    net = nn.Sequential(
+        *(nn.Linear(4, 4, dtype=d) for _ in range(3) for d in (torch.float32, BF16))
+    )
+
+    def run(net: Net, x: Tensor) -> Tensor:
+        for i, layer in enumerate(net.linear):
+            x = layer(x.to(BF16 if i % 2 else torch.float32))
+        return x * net.weight
+
+    model = Net(run, torch.randn(4))
+    model.linear = net
+    options: dict[str, Any] = {"units": ["linear.*"], "min_bucket_bytes": 10_000, "world_size": 2}
+    found = fxshard.validate(model, (torch.randn(2, 4),), max_inflight=3, **options)
+    assert found.max_abs_difference == 0

@@ -310,9 +310,9 @@ def _record(
     with mode:
         everything = [*program.params.items(), *program.wholes.items()]
         for fqn, param in sorted(everything, key=lambda item: item[1].position):
-            shape = (len(param.rows(0, world)), *param.shape[1:])
-            if fqn in program.wholes:
-                shape = param.shape
+            shape = param.shape  # of one that is ignored, which may be a scalar
+            if fqn not in program.wholes:
+                shape = (len(param.rows(0, world)), *shape[1:])
             data = torch.empty(shape, dtype=param.dtype, device=device)
             shard = nn.Parameter(data, param.requires_grad)
             recorder.know(shard.untyped_storage())
