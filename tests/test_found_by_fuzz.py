@@ -89,17 +89,15 @@ def test_torchs_transformer_layers_are_evaluated_without_gradients() -> None:
 
 def test_buckets_of_several_dtypes_are_gathered_ahead() -> None:
     """Limits count buckets, of which each takes a launch per dtype."""
-    net = nn.Sequential(
-        *(nn.Linear(4, 4, dtype=d) for _ in range(3) for d in (torch.float32, BF16))
-    )
+    dtypes = (torch.float32, BF16, torch.float64)
 
     def run(net: Net, x: Tensor) -> Tensor:
-        for i, layer in enumerate(net.linear):
-            x = layer(x.to(BF16 if i % 2 else torch.float32))
+        for layer, dtype in zip(net.linear, dtypes, strict=True):
+            x = layer(x.to(dtype))
         return x * net.weight
 
     model = Net(run, torch.randn(4))
-    model.linear = net
+    model.linear = nn.Sequential(*(nn.Linear(4, 4, dtype=dtype) for dtype in dtypes))
     options: dict[str, Any] = {"units": ["linear.*"], "min_bucket_bytes": 10_000, "world_size": 2}
-    found = fxshard.validate(model, (torch.randn(2, 4),), max_inflight=3, **options)
+    found = fxshard.validate(model, (torch.randn(2, 4),), forward_prefetch=0, **options)
     assert found.max_abs_difference == 0
