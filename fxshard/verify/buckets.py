@@ -27,6 +27,7 @@ def bucketed(program: Program) -> None:
     for fqn in program.params:
         if fqn not in number:
             fail(program, fact, program.output, f"{fqn!r} is in no bucket.")
+    to_pack = {fqn for bucket in program.moving for fqn in bucket.packed}
     seen: dict[tuple[str, object, str], fx.Node] = {}
     for launch in walk.launches(program):
         names = walk.moved(launch)
@@ -44,17 +45,16 @@ def bucketed(program: Program) -> None:
         for fqn in packed:
             if fqn not in program.moving[number[fqn]].packed:
                 fail(program, fact, launch, f"%{launch.name} packs {fqn!r}, which is not to be.")
-        alone = _to_pack(program, launch, [fqn for fqn in names if fqn not in packed])
+        alone = _to_pack(launch, [fqn for fqn in names if fqn not in packed], to_pack)
         if alone:
             what = f"%{launch.name} moves {', '.join(alone)} one by one, which are to be packed."
             fail(program, fact, launch, what)
 
 
-def _to_pack(program: Program, launch: fx.Node, names: list[str]) -> list[str]:
-    """Those of `names` that a gather packs, as their bucket says: two or more.
+def _to_pack(launch: fx.Node, names: list[str], packed: set[str]) -> list[str]:
+    """Those of `names` that a gather packs, being `packed` in their bucket: two or more.
 
     Of gradients only those of one dtype are packed, which a launch does not show.
     """
-    packed = {fqn for bucket in program.moving for fqn in bucket.packed}
     found = [fqn for fqn in names if fqn in packed and launch.target is ops.all_gather]
     return found if len(found) > 1 else []
