@@ -21,7 +21,7 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -166,7 +167,7 @@ def load_checkpoint(
     _together(model, "load_checkpoint")
     ranks = _Ranks(process_group)
     extra: list[Any] = []
-    saved: dict[str, nn.Parameter] = {}
+    saved: set[str] = set()
 
     def latest() -> tuple[str, dict[str, str]]:
         name = (root / "latest").read_text()
@@ -188,8 +189,7 @@ def load_checkpoint(
             extra.append(torch.load(version / "extra.pt", "cpu", weights_only=not trusted))
 
     def read_states() -> None:
-        if optimizer is not None:
-            saved.update(_with_state(reader.read_metadata(), model))
+        saved.update(_with_state(reader.read_metadata(), names))
 
     name, digests = ranks.first(latest, f"no complete checkpoint in {root}. {_CHECK}")
     version = root / name
@@ -198,15 +198,16 @@ def load_checkpoint(
     reader = FileSystemReader(version) if trusted else _Reader(version)
     planner = None if trusted else _Planner()
     failed = f"{version} could not be loaded; was it saved with this model and optimizer?"
+    names = {} if optimizer is None else _names(model, optimizer)
     ranks.all(read_states, failed)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_explained(failed))
         if optimizer is not None:
-            stack.enter_context(_stated(optimizer, saved))
+            stack.enter_context(_stated(optimizer, [names[fqn] for fqn in saved]))
         state = _state(model, optimizer)
         if optimizer is not None:
             states = state["optimizer"]["state"]
-            state["optimizer"]["state"] = {fqn: states[fqn] for fqn in saved if fqn in states}
+            state["optimizer"]["state"] = {fqn: states[fqn] for fqn in states if fqn in saved}
         load(state, storage_reader=reader, planner=planner, process_group=process_group)
         set_model_state_dict(model, state["model"])
         if optimizer is not None:
@@ -226,21 +227,47 @@ def _together(model: nn.Module, what: str) -> None:
         model._fxshard.together(what)
 
 
-def _with_state(metadata: Metadata, model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of `model` that a checkpoint has optimizer state of, by FQN."""
-    named = dict(model.named_parameters(remove_duplicate=False))
+def _names(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """The parameters of `optimizer` by the names that they have in checkpoints.
+
+    Those are torch's: without what wrappers of modules add (torch.compile, DDP, checkpoints).
+
+    Raises:
+        CheckpointError: parameters are parts of other ones (FSDP1 without ``use_orig_params``).
+    """
+    with compat.not_stepped(optimizer):
+        state: Any = get_optimizer_state_dict(model, optimizer)
     found: dict[str, nn.Parameter] = {}
-    for key in metadata.state_dict_metadata:
-        fqn = key.removeprefix("optimizer.state.") if key.startswith("optimizer.state.") else ""
-        while fqn and fqn not in named:  # without the name of the state
-            fqn = fqn.rpartition(".")[0]
-        if fqn:
-            found[fqn] = named[fqn]
+    for named, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        if len(named["params"]) != len(group["params"]):
+            raise CheckpointError(
+                "the optimizer holds other tensors than the model's parameters: FSDP1 without "
+                "use_orig_params=True does so. Load it with torch.distributed.checkpoint."
+            )
+        found |= zip(named["params"], group["params"], strict=True)
+    return found
+
+
+def _with_state(metadata: Metadata, names: Collection[str]) -> set[str]:
+    """Of some parameters, by name: those that a checkpoint has optimizer state of.
+
+    Raises:
+        ValueError: it has state of others alone.
+    """
+    prefix = "optimizer.state."
+    keys = [k.removeprefix(prefix) for k in metadata.state_dict_metadata if k.startswith(prefix)]
+    found: set[str] = set()
+    for key in keys if names else ():
+        while key and key not in names:  # without the name of the state
+            key = key.rpartition(".")[0]
+        found |= {key} - {""}
+    if names and keys and not found:
+        raise ValueError(f"its optimizer has state of other parameters: {keys[0]!r}")
     return found
 
 
 @contextlib.contextmanager
-def _stated(optimizer: Optimizer, saved: dict[str, nn.Parameter]) -> Iterator[None]:
+def _stated(optimizer: Optimizer, saved: Sequence[nn.Parameter]) -> Iterator[None]:
     """`optimizer` has state of the `saved` parameters and of no others; as before if that fails.
 
     torch makes state to load into by a step on gradients of zeros, if there is none at all and no
@@ -248,7 +275,7 @@ def _stated(optimizer: Optimizer, saved: dict[str, nn.Parameter]) -> Iterator[No
     """
     before = optimizer.state
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    wanted = {id(param) for param in saved.values() if param.requires_grad}
+    wanted = {id(param) for param in saved if param.requires_grad}
     grads = {param: param.grad for param in params}
     try:
         with compat.not_stepped(optimizer) if not wanted else contextlib.nullcontext():

@@ -1,6 +1,7 @@
 """The state of an optimizer that has not stepped: empty, and asking for it steps nothing."""
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.testing import assert_close
 
 import fxshard
+from fxshard.errors import CheckpointError
 from tests.fsdp2 import full
 
 BATCH = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
@@ -116,6 +119,38 @@ def test_a_checkpoint_has_the_states_that_are_there(
     ]:
         for param, wanted in zip(params, expected, strict=True):
             assert_close(param, wanted)
+
+
+@pytest.mark.parametrize("wrapper", ["checkpoints", "torch.compile", "both"])
+def test_names_of_wrappers_are_in_no_checkpoint(wrapper: str, tmp_path: Path) -> None:
+    """A plain model's state loads into one whose modules are wrapped, and back, all of it."""
+
+    def wrapped() -> nn.Module:
+        model = build()
+        if wrapper != "torch.compile":
+            model[0] = checkpoint_wrapper(model[0])
+        return model if wrapper == "checkpoints" else torch.compile(model, backend="eager")
+
+    makes = (build, wrapped)
+    for i, (saves, loads) in enumerate(itertools.product(makes, makes)):
+        model, other = saves(), loads()
+        optimizers = [OPTIMIZERS["adam"](m.parameters()) for m in (model, other)]
+        train(model, optimizers[0], BATCH)
+        fxshard.save_checkpoint(tmp_path / str(i), model, optimizers[0])
+        fxshard.load_checkpoint(tmp_path / str(i), other, optimizers[1])
+        states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+        assert len(states[1]) == 4
+        assert_close(states[1], states[0])
+
+
+def test_the_state_of_other_parameters_is_refused(tmp_path: Path) -> None:
+    model = build()
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    train(model, optimizer, BATCH)
+    fxshard.save_checkpoint(tmp_path, model, optimizer)
+    other = nn.ModuleDict({"other": nn.Linear(3, 5)})
+    with pytest.raises(CheckpointError, match=r"state of other parameters: '0\.weight"):
+        fxshard.load_checkpoint(tmp_path, other, OPTIMIZERS["adam"](other.parameters()))
 
 
 def test_a_state_without_all_parameters() -> None:

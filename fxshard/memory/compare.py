@@ -225,10 +225,11 @@ def _largest_difference(static: PhaseBytes, measured: Measured) -> int:
             f"{static.phase}: {len(static.after)} points in the program, {len(measured.after)} seen"
         )
     after = np.abs(static.after - measured.after).max(initial=0)
-    highest = [
-        max(each.during.sum(1).max(initial=0), sum(each.start)) for each in (static, measured)
-    ]
-    during = abs(highest[0] - highest[1])
+    # What is measured while the first operator runs begins with the phase.
+    highest = max(
+        static.during.sum(1).max(initial=0), sum(static.start) if len(static.after) else 0
+    )
+    during = np.abs(highest - measured.during.sum(1).max(initial=0))
     start = np.abs(np.array(static.start) - np.array(measured.start)).max()
     host = np.abs(static.host.after - measured.host.after).max(initial=0)
     host_start = np.abs(np.array(static.host.start) - np.array(measured.host.start)).max()
