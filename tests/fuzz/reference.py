@@ -9,7 +9,9 @@ writes, which eager writes once more when it recomputes, and fxshard does not.
 Tolerance
 =========
 Three runs: in the model's own dtypes; in float64; and in the model's own dtypes from parameters
-that are off by one unit in the last place. A tensor may differ from the first by `FACTOR` times the
+that are off by one unit in the last place. Before a case is called wrong, `MORE` runs of the last
+kind say whether eager itself comes to other numbers then: a value at the edge of `clamp` or `relu`
+that falls to the other side moves a gradient by more than any rounding. A tensor may differ from the first by `FACTOR` times the
 largest relative difference that the other two show for it in any step, plus `ULPS` units in the
 last place of its largest value (gradients under mixed precision: of the coarsest dtype). Gradients
 may also differ by one unit in the last place of the model's largest gradient: what is zero but for
@@ -35,6 +37,7 @@ from tests.fuzz.train import Seen, forward_backward, initial, parts, seed_of, st
 FACTOR = 6.0
 ULPS = 4.0
 CONDITION = 0.05
+MORE = 16
 
 
 class Replica:
@@ -93,8 +96,11 @@ def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
-def run(case: Case, exact: bool = False, nudged: bool = False) -> list[Seen]:
-    """What every rank sees. In one process all ranks see the batch of rank 0: one is run."""
+def run(case: Case, exact: bool = False, nudge: int | None = None) -> list[Seen]:
+    """What every rank sees. In one process all ranks see the batch of rank 0: one is run.
+
+    The nudge 0 makes each parameter larger, every other one larger or smaller at random.
+    """
     space = case.program.space()
     space["checkpoint"] = uncheckpointed
     source = initial(space)
@@ -113,16 +119,16 @@ def run(case: Case, exact: bool = False, nudged: bool = False) -> list[Seen]:
             for ours, theirs in zip(both(twin), both(source), strict=True):
                 ours.copy_(theirs)
         source, policy = twin, None
-    if nudged:
+    signs = None if nudge is None else torch.Generator().manual_seed(nudge)
+    if signs is not None:
         with torch.no_grad():
             for p in source.parameters():
                 if p.is_floating_point():
-                    p.mul_(1 + torch.finfo(p.dtype).eps)
+                    p.mul_(1 + (up_or_down(p, signs) if nudge else 1) * eps_of(p.dtype))
     count = case.ranks if case.processes else 1
     replicas = [Replica(copy.deepcopy(source), case, policy) for _ in range(count)]
     optimizers = [eval(case.optimizer, space)(list(r.model.parameters())) for r in replicas]
     seen: list[Seen] = [{} for _ in replicas]
-    signs = torch.Generator().manual_seed(0) if nudged else None
     for step in range(case.steps):
         reduced: list[dict[str, Tensor]] = [{} for _ in replicas]
         pending: list[dict[str, Tensor]] = [{} for _ in replicas]
@@ -230,11 +236,15 @@ def combined(
             if op == "avg":
                 one = one / (options.get("gradient_divide_factor") or case.ranks)
         if signs is not None and reduce_dtype:
-            up = torch.randint(2, one.shape, generator=signs) * 2 - 1
-            one = one * (1 + up * eps_of(reduce_dtype))
+            one = one * (1 + up_or_down(one, signs) * eps_of(reduce_dtype))
         for own in found:
             own[name] = one.to(some.dtype)
     return found
+
+
+def up_or_down(like: Tensor, signs: torch.Generator) -> Tensor:
+    """1 or -1 for each element."""
+    return torch.randint(2, like.shape, generator=signs) * 2 - 1
 
 
 # -- how far right programs may be apart -----------------------------------------------------------
@@ -273,10 +283,11 @@ class Reference:
     tolerances: list[dict[str, float]]
 
 
-def reference(case: Case) -> Reference:
-    """Run eager three times, and derive the tolerances."""
+def reference(case: Case, nudges: int = 1) -> Reference:
+    """Run eager in its own dtypes, in float64 and nudged, and derive the tolerances."""
     with torch.random.fork_rng():
-        own, exact, nudged = run(case), run(case, exact=True), run(case, nudged=True)
+        own = run(case)
+        others = [run(case, exact=True), *(run(case, nudge=i) for i in range(nudges))]
     options = dict(case.options)
     coarse = 0.0
     if "bfloat16" in options.get("mixed_precision", ""):
@@ -286,12 +297,12 @@ def reference(case: Case) -> Reference:
             if isinstance(value, Tensor) and key.startswith(("output", "gradient", "parameter")):
                 coarse = max(coarse, eps_of(value.dtype))
     tolerances = []
-    for mine, best, moved in zip(own, exact, nudged, strict=True):
+    for mine, *theirs in zip(own, *others, strict=True):
         gradient = max((largest(v) for k, v in mine.items() if k.startswith("gradient")), default=0)
         noise: dict[str, float] = {}  # by what it is, over all steps: of its largest value
         for key, value in mine.items():
             if size := largest(value):
-                gaps = (finite(apart(value, other.get(key))) for other in (best, moved))
+                gaps = (finite(apart(value, other.get(key))) for other in theirs)
                 noise[of_any_step(key)] = max(noise.get(of_any_step(key), 0), max(gaps) / size)
         allowed = {}
         for key, value in mine.items():
