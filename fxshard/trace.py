@@ -825,6 +825,11 @@ def _failures_told(call: _Call) -> Iterator[None]:
         )
         if ".numpy()" in str(error):
             text += "\nCompute it with torch, or outside of the model and pass it in."
+        if "modified by an inplace operation" in str(error):
+            text += (
+                "\nThe backward of every output is traced, of those too that no loss reads: write "
+                "y = y + x for y += x, or return the output detached."
+            )
         text += f"\nThe call was {_called(call)}; args=(x,) stands for model(x)."
         if isinstance(error, (RuntimeError, TypeError)):  # others are the model's own
             raise _TracerError(text, from_data=False) from error

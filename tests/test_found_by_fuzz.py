@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxshard
+from fxshard.errors import CaptureError
 
 BF16 = torch.bfloat16
 
@@ -101,3 +102,17 @@ def test_buckets_of_several_dtypes_are_gathered_ahead() -> None:
     options: dict[str, Any] = {"units": ["linear.*"], "min_bucket_bytes": 10_000, "world_size": 2}
     found = fxshard.validate(model, (torch.randn(2, 4),), forward_prefetch=0, **options)
     assert found.max_abs_difference == 0
+
+
+def test_an_output_that_has_no_backward_is_refused_with_a_way() -> None:
+    """Eager trains while no loss reads it; a trace has the gradients of every output."""
+
+    def run(net: Net, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = net.linear(x)
+        z = y.tanh()
+        z += y
+        return net.weight * y, z
+
+    ours = fxshard.compile(Net(run, torch.randn(5)), world_size=2)
+    with pytest.raises(CaptureError, match="write y = y \\+ x for y \\+= x, or return"):
+        ours(torch.randn(4, 3))
