@@ -9,13 +9,14 @@ writes, which eager writes once more when it recomputes, and fxshard does not.
 Tolerance
 =========
 Three runs: in the model's own dtypes; in float64; and in the model's own dtypes from parameters
-that are off by one unit in the last place. Before a case is called wrong, `MORE` runs of the last
-kind say whether eager itself comes to other numbers then: a value at the edge of `clamp` or `relu`
-that falls to the other side moves a gradient by more than any rounding. A tensor may differ from the first by `FACTOR` times the
+that are off by one unit in the last place. A tensor may differ from the first by `FACTOR` times the
 largest relative difference that the other two show for it in any step, plus `ULPS` units in the
 last place of its largest value (gradients under mixed precision: of the coarsest dtype). Gradients
 may also differ by one unit in the last place of the model's largest gradient: what is zero but for
-rounding is noise of its neighbours. A program whose loss the float64 run moves by more than
+rounding is noise of its neighbours. Before a case is called wrong, `MORE` runs of the last kind say
+whether eager itself comes to other numbers then: a value at the edge of `clamp` or `relu` that
+falls to the other side moves a gradient by more than any rounding.
+A program whose loss the float64 run moves by more than
 `CONDITION` of its value is not drawn: it would prove nothing.
 """
 

@@ -78,10 +78,13 @@ def _load_module(tree: Tree, script: Script, module: nn.Module, path: str) -> li
     return alive + below
 
 
-def load_checkpoint(tree: Tree, new: OptimizerStep | None) -> LifecyclePhase:
-    """`fxshard.load_checkpoint`, of as many ranks as have saved it.
+def load_checkpoint(
+    tree: Tree, step: OptimizerStep | None, new: OptimizerStep | None
+) -> LifecyclePhase:
+    """`fxshard.load_checkpoint`, of as many ranks as have saved it after a step.
 
-    One tensor of the file is read at a time, as it was saved, onto the CPU, and copied; it lives
+    A step of the optimizer makes state to load into, also that of parameters which had none when
+    it was saved; that is dropped at the end. One tensor of the file is read at a time, as it was saved, onto the CPU, and copied; it lives
     until the next one is there (torch/distributed/checkpoint/filesystem.py, ``read_data``).
     """
     script = Script("load_checkpoint", tree.held)
@@ -89,13 +92,14 @@ def load_checkpoint(tree: Tree, new: OptimizerStep | None) -> LifecyclePhase:
     for item in items:
         detached(tree, script, item)
     unknown = [*MESSAGES]
-    if new is not None:
-        if new.initial:
-            for each in state_held(tree, new):
+    made: list[LiveRange] = []
+    if step is not None and new is not None:
+        if step.initial:
+            for each in state_held(tree, step):
                 script.hold(each)
-        else:
-            new_state(script, tree, new)
-        state, why = optimizer_items(tree, new)
+        elif step.has_state:
+            made = new_state(script, tree, new)
+        state, why = optimizer_items(tree, step)
         items += state
         unknown += why
     files = written_by(tree, items)
@@ -113,4 +117,6 @@ def load_checkpoint(tree: Tree, new: OptimizerStep | None) -> LifecyclePhase:
     script.run("all read")
     if before is not None:
         script.drop(before)
+    saved = {step.names[number][0] for number in step.held} if step is not None else set()
+    script.drop(*(each for each in made if each.name not in saved))
     return script.done(*unknown)

@@ -66,8 +66,8 @@ def lifecycle(
     return [
         *phases,
         load_state_dict(tree),
-        load_checkpoint(tree, new),
-        save_checkpoint(tree, step, new),
+        load_checkpoint(tree, step, new),
+        save_checkpoint(tree, step),
         full_state_dict(tree, step, alone=True),
         full_state_dict(tree, step, alone=False),
     ]

@@ -35,9 +35,7 @@ def _named(step: OptimizerStep, number: int) -> tuple[str, str, str]:
     return name, "", owner
 
 
-def save_checkpoint(
-    tree: Tree, step: OptimizerStep | None, new: OptimizerStep | None
-) -> LifecyclePhase:
+def save_checkpoint(tree: Tree, step: OptimizerStep | None) -> LifecyclePhase:
     """`fxshard.save_checkpoint`: what this rank writes is copied, and held until all is written.
 
     On the CPU only what does not have a storage of its own is copied; parameters lie in that of
@@ -51,8 +49,6 @@ def save_checkpoint(
         detached(tree, script, item)
     unknown = [*MESSAGES]
     if step is not None:
-        if new is not None and not step.has_state:
-            new_state(script, tree, new)  # each time: it finds no state and no gradients
         state, why = optimizer_items(tree, step)
         items += state
         unknown += why
