@@ -15,9 +15,8 @@ last place of its largest value (gradients under mixed precision: of the coarses
 may also differ by one unit in the last place of the model's largest gradient: what is zero but for
 rounding is noise of its neighbours. Before a case is called wrong, `MORE` runs of the last kind say
 whether eager itself comes to other numbers then: a value at the edge of `clamp` or `relu` that
-falls to the other side moves a gradient by more than any rounding.
-A program whose loss the float64 run moves by more than
-`CONDITION` of its value is not drawn: it would prove nothing.
+falls to the other side moves a gradient by more than any rounding. A program whose loss the
+float64 run moves by more than `CONDITION` of its value is not drawn: it would prove nothing.
 """
 
 from __future__ import annotations

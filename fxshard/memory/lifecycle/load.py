@@ -84,8 +84,9 @@ def load_checkpoint(
     """`fxshard.load_checkpoint`, of as many ranks as have saved it after a step.
 
     A step of the optimizer makes state to load into, also that of parameters which had none when
-    it was saved; that is dropped at the end. One tensor of the file is read at a time, as it was saved, onto the CPU, and copied; it lives
-    until the next one is there (torch/distributed/checkpoint/filesystem.py, ``read_data``).
+    it was saved; that is dropped at the end. One tensor of the file is read at a time, as it was
+    saved, onto the CPU, and copied; it lives until the next one is there
+    (torch/distributed/checkpoint/filesystem.py, ``read_data``).
     """
     script = Script("load_checkpoint", tree.held)
     items = model_items(tree)
