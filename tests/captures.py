@@ -111,10 +111,15 @@ def _shared() -> Shared:
 
 
 @contextlib.contextmanager
-def sharing(shares: bool) -> Iterator[None]:
-    """Inside, if it `shares`, captures are shared; `Ranks.run` has its ranks do so too."""
+def sharing(shares: bool, *, anew: bool = False) -> Iterator[None]:
+    """Inside, if it `shares`, captures are shared; `Ranks.run` has its ranks do so too.
+
+    Args:
+        anew: with none of before: a key knows classes by their names.
+    """
     before = trace.capture
-    trace.capture = _shared() if shares else before
+    if shares:
+        trace.capture = Shared(before) if anew else _shared()
     try:
         yield
     finally:
