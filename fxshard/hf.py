@@ -23,10 +23,11 @@ MARK = "fxshard: position_ids that transformers would look into"
 
 
 def methods_on_whole(kind: type) -> tuple[str, ...]:
-    """Methods of a class of transformers that read the whole model again and again."""
+    """Methods of Hugging Face's libraries that read the whole model again and again."""
     names = ("generate", "save_pretrained", "push_to_hub")
-    ours = any(c.__module__ == "transformers.modeling_utils" for c in kind.__mro__)
-    return tuple(name for name in names if ours and hasattr(kind, name))
+    libraries = ("transformers", "peft", "diffusers", "huggingface_hub")
+    found = {name: getattr(getattr(kind, name, None), "__module__", "") for name in names}
+    return tuple(name for name in names if found[name].partition(".")[0] in libraries)
 
 
 @contextlib.contextmanager
