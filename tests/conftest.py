@@ -58,11 +58,11 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
 
 # Tests of strategies, options and bytes: of what comes behind the trace. They share traces.
 BEHIND_THE_TRACE = {
-    *("accumulation", "budget_checkpoint", "bucket", "checkpoints", "comm_hook"),
+    *("accumulation", "budget", "budget_checkpoint", "bucket", "checkpoints", "cli", "comm_hook"),
     *("explain", "formula", "lifecycle", "meaning", "memory", "memory_matrix", "memory_profiler"),
-    *("memory_questions", "optimizer_in_program", "optimizers_memory", "parity", "precision"),
-    *("state", "strategies", "streams", "training", "unused_outputs", "verify_strategies"),
-    *("visible", "wrapping"),
+    *("memory_questions", "numerics", "optimizer_in_program", "optimizers_memory", "parity"),
+    *("precision", "solve", "state", "strategies", "streams", "training", "tune"),
+    *("unused_outputs", "verify_strategies", "visible", "wrapping"),
 }
 
 
