@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
 import fxshard
+from fxshard import compat
 from fxshard.errors import ConfigError
 from fxshard.world import census
+from fxshard.world.peers import Peers
 from tests.eager import Net, batch
 from tests.fsdp2 import full
 from tests.ranks import Failure, told
@@ -343,3 +346,43 @@ def test_meshes_that_are_refused(ranks: Any) -> None:
         assert both.startswith("ConfigError: mesh and process_group were both given")
         assert size.startswith("ConfigError: world_size=4, but the process group has 2 ranks")
     assert issubclass(ConfigError, ValueError)
+
+
+# -- what is in the store --------------------------------------------------------------------------
+
+NOISE = (b"", b"\xff\xfe", b"{", b"null", b"[1]", b'["x", "y"]', b"one two three", b"10")
+READERS = {
+    "fxshard/cause": lambda peers: peers.cause(),
+    "fxshard/identity/1": lambda peers: peers.never_over(1),
+    "fxshard/reason/1": lambda peers: peers.look_around(),
+    "fxshard/calls/1/0/1": lambda peers: peers.agree([], "this", lambda why: None, 1),
+    "fxshard/stopped/1/1/first": lambda peers: peers.never_over(1),
+    "fxshard/calls/1/told/0/1": lambda peers: peers.any_of(peers.tell("01"), "01"),
+    "fxshard/agree/1/differs/1": lambda peers: peers.agree(["a"], "this", lambda why: None),
+}
+
+
+def reads_noise(rank: int, world_size: int, key: str) -> list[str]:
+    said = []
+    for noise in NOISE:
+        group = compat.new_group([0, 1], dist.group.WORLD)
+        peers = Peers(group)
+        store: Any = compat.group_store(group)
+        dist.barrier(group)
+        if rank == 1:
+            store.set(key, noise)
+            if "differs" in key:
+                store.add("fxshard/agree/1/seen", 1)
+            else:
+                store.set("fxshard/agree/1/failed", "")
+        dist.barrier(group)
+        said.append(told(lambda peers=peers: READERS[key](peers)) if rank == 0 else "")
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+    return said
+
+
+@pytest.mark.parametrize("key", READERS)
+def test_what_cannot_be_read_in_the_store_is_refused(ranks: Any, key: str) -> None:
+    said, _ = ranks(2).run(reads_noise, key)
+    assert any("cannot be read" in text for text in said)

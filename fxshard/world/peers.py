@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import hashlib
 import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -26,6 +27,26 @@ Leave = Callable[[str], None]  # close the connections of this rank, and say why
 # Why no collective of a group will work any more: the class of the error, and the rest of its text.
 Cause = tuple[type[RankDiedError | RankMismatchError], str]
 _CAUSES = {each.__name__: each for each in (RankDiedError, RankMismatchError)}
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _reads(method: _Method) -> _Method:
+    """For methods that read what others have left in the store: it may be anything."""
+
+    @functools.wraps(method)
+    def read(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except (ValueError, KeyError, TypeError) as error:
+            raise RankMismatchError(
+                f"an entry of the process group's store cannot be read ({type(error).__name__}: "
+                f"{error}): the ranks run several versions of fxshard, or something else writes "
+                f"keys that begin with 'fxshard/'. Run one version on all ranks, and start again "
+                f"from the last checkpoint."
+            ) from error
+
+    return read  # type: ignore[return-value]
 
 
 class Peers:
@@ -47,6 +68,7 @@ class Peers:
         self._last: str | None = None  # digest of what this rank ran last
         self._tells, self._said = 0, ["", ""]  # see `tell`: how many, and the last two
 
+    @_reads
     def note_call(
         self,
         number: int,
@@ -127,6 +149,7 @@ class Peers:
     def _tale(self, number: int) -> str:
         return f"fxshard/{self._calls}/told/{number}"
 
+    @_reads
     def any_of(self, base: str, flags: str) -> str:
         """A "1" wherever a rank of the group has told one; waits for those that have not told yet.
 
@@ -144,6 +167,8 @@ class Peers:
         except RuntimeError as error:
             cause = self.look_around()
             raise (error if cause is None else self.failure(cause, error)) from error
+        if not set("".join(told)) <= {"0", "1"}:
+            raise ValueError(f"{told} for flags")
         return "".join(max(each) for each in zip(flags, *told, strict=True))
 
     def drop(self) -> None:
@@ -155,6 +180,7 @@ class Peers:
         if not self.alone:
             compat.group_store(self.group).set(f"fxshard/reason/{self.rank}", reason)
 
+    @_reads
     def agree(
         self,
         lines: Sequence[str],
@@ -321,6 +347,7 @@ class Peers:
         seen = f" Cause: {error}" if error is not None else ""
         return kind(f"a collective failed on {self._name(self.rank)}{said}{seen}")
 
+    @_reads
     def cause(self) -> Cause | None:
         """Why collectives of this group fail, if any rank has said so."""
         if self.alone:
@@ -353,6 +380,7 @@ class Peers:
             f"from the last checkpoint."
         )
 
+    @_reads
     def look_around(self) -> Cause | None:
         """Why a collective has failed, if it can be seen from here.
 
@@ -425,6 +453,7 @@ class Peers:
             return False
         return True if store.add(f"{base}/over", 0) == self.size else None
 
+    @_reads
     def never_over(self, issued: int) -> Cause | None:
         """Why this rank would wait for ever, if it does.
 
@@ -436,7 +465,7 @@ class Peers:
         store, first = compat.group_store(self.group), f"{self._stop_of(self._stops + 1)}/first"
         if store.check([first]):
             stopped, who = json.loads(store.get(first))
-            if stopped < issued:
+            if int(stopped) < issued:
                 return RankMismatchError, self._unlike(who)
         other = (self.rank + 1) % self.size
         return self._died([other]) if census.is_dead(self._told("identity", other)) else None
