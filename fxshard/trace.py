@@ -836,16 +836,21 @@ def _failures_told(call: _Call) -> Iterator[None]:
         raise CaptureError(text) from error
 
 
-# Files and functions of torch that look at values -> what to do in place of it.
+# Files, functions and operators of torch that look at values -> what to do in place of it.
 _STOCK = {
     "ctc_loss": "Return the log-probabilities, and compute ctc_loss outside of the model.",
     "pack_padded_sequence": "Feed padded sequences to the module, and mask what it gives.",
     "batchnorm.py": "Give the batch norm a number as its momentum: None makes it a Python number.",
+    "aten.linalg_lstsq.default": "Compute torch.linalg.pinv(a) @ b: the shape of lstsq's residuals "
+    "depends on the rank of a.",
 }
 
 
 def _remedy(error: BaseException) -> str:
     """What the user can do about Python that looks at values; what fits where it is torch's own."""
+    operator = _STOCK.get(str(getattr(error, "func", "")))
+    if operator is not None:
+        return operator
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         known = _STOCK.get(frame.name) or _STOCK.get(Path(frame.filename).name)
         if known is not None:

@@ -121,6 +121,10 @@ def packs(net: Net, x: Tensor) -> Tensor:
     return pack_padded_sequence(net.a(x)[None], torch.tensor([3]), batch_first=True).data
 
 
+def solves(net: Net, x: Tensor) -> Tensor:
+    return torch.linalg.lstsq(net.a(x), net.b(x)).solution
+
+
 def multiplies_sparse(net: Net, x: Tensor) -> Tensor:
     return torch.sparse.mm(x.to_sparse(), net.a.weight.T) + net.b(x)
 
@@ -132,6 +136,7 @@ def multiplies_sparse(net: Net, x: Tensor) -> Tensor:
         (writes_an_attribute, "writes in place (aten.add_", "register_buffer"),
         (writes_an_attribute_by_out, "writes in place (aten.add", "register_buffer"),
         (counts_paths, "the values of a tensor", "compute ctc_loss outside"),
+        (solves, "the values of a tensor", "torch.linalg.pinv(a) @ b"),
         (packs, "the values of a tensor", "Feed padded sequences"),
         (multiplies_sparse, "gives a sparse tensor", "dense tensors"),
     ],
