@@ -11,17 +11,19 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 
 from fxshard import compat
 from fxshard.compat import FakeTensorMode
-from fxshard.errors import ConfigError
+from fxshard.errors import CaptureError, ConfigError
 from fxshard.program import Program, input_name
+from fxshard.units import no_plain_tensor
 
 aten = torch.ops.aten
 
@@ -99,6 +101,26 @@ class Domain:
         return tuple(name for name, symbol in self.symbols.items() if symbol not in fixed)
 
 
+def require_plain(leaves: Sequence[Any], name: Callable[[int], str]) -> None:
+    """See that the tensors of a call are dense ones without operators of their own.
+
+    Args:
+        leaves: flat, of the call.
+        name: place among them -> where that is in the call.
+
+    Raises:
+        CaptureError: one is not.
+    """
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            kind = "a DTensor" if isinstance(leaf, DTensor) else no_plain_tensor(leaf)
+            if kind:
+                raise CaptureError(
+                    f"argument {name(i)} is {kind}. Programs run on plain dense tensors: pass its "
+                    f"values, indices or offsets as such, and put them together outside."
+                )
+
+
 def of_call(leaves: Sequence[Any], *, ints: bool = False) -> Sizes:
     """The sizes of the contiguous tensors of a call; None for its other leaves.
 
@@ -147,11 +169,14 @@ def named(
     Sizes below `least` are left out: those of 0 and 1 broadcast, and are numbers in a program.
 
     Raises:
+        CaptureError: see `require_plain`.
         ConfigError: a name is no argument of ``forward``, or an argument no contiguous tensor with
             such a dimension; or dimensions of one name have different sizes.
     """
     leaves, _ = compat.tree_flatten_with_path((args, kwargs))
-    shapes: Any = of_call([leaf for _, leaf in leaves])
+    given = [leaf for _, leaf in leaves]
+    require_plain(given, lambda i: input_name(leaves[i][0]))
+    shapes: Any = of_call(given)
     where = {input_name(path): number for number, (path, _) in enumerate(leaves)}
     parameters = list(inspect.signature(model.forward).parameters)
     for number, (path, _) in enumerate(leaves):

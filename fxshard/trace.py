@@ -201,6 +201,7 @@ def _captured(
     leaves, in_spec = compat.tree_flatten_with_path((args, kwargs))
     flat = [leaf for _, leaf in leaves]
     names = tuple(input_name(path) for path, _ in leaves)
+    shapes.require_plain(flat, names.__getitem__)
     _refuse_opaque(names, flat, "argument")
     positions = tuple(i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor))
     is_open = symbols or way != DIRECT

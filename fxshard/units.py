@@ -354,7 +354,7 @@ def _check_kinds(model: nn.Module) -> None:
                 f"{kind} {fqn!r} is lazy and has no shape yet. Call the plain model once, which "
                 f"initialises it."
             )
-        what = _no_plain_tensor(tensor)
+        what = no_plain_tensor(tensor)
         if what:
             raise UnitError(
                 f"{kind} {fqn!r} is {what}: programs run on plain dense tensors, and would drop "
@@ -363,7 +363,7 @@ def _check_kinds(model: nn.Module) -> None:
             )
 
 
-def _no_plain_tensor(tensor: torch.Tensor) -> str:
+def no_plain_tensor(tensor: torch.Tensor) -> str:
     """What a tensor is that is no plain dense one; empty if it is."""
     if isinstance(tensor, (DTensor, compat.FakeTensor)):
         return ""
@@ -371,6 +371,8 @@ def _no_plain_tensor(tensor: torch.Tensor) -> str:
         return f"a {type(tensor).__name__}, a subclass of torch.Tensor with operators of its own"
     if tensor.layout is not torch.strided:
         return f"sparse ({tensor.layout})"
+    if tensor.is_nested:
+        return "nested"
     return f"quantized ({tensor.dtype})" if tensor.is_quantized else ""
 
 

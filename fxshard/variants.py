@@ -17,7 +17,7 @@ from fxshard.compat import TreeSpec
 from fxshard.executor import Executor
 from fxshard.plans import Plan
 from fxshard.program import Program, input_name
-from fxshard.shapes import Place, Sizes, of_call, size_at
+from fxshard.shapes import Place, Sizes, of_call, require_plain, size_at
 from fxshard.trace import PLAIN
 
 aten = torch.ops.aten
@@ -57,8 +57,12 @@ class Kind:
 
         Args:
             held: of the model; where given, a program knows which tensors share memory.
+
+        Raises:
+            CaptureError: a tensor is no plain dense one.
         """
         flat, spec = compat.tree_flatten((args, kwargs))
+        require_plain(flat, lambda i: input_name(_paths(spec)[i][0]))
         sizes = of_call(flat, ints=ints_are_sizes)
         said = dict(mode)
         if held is not None:

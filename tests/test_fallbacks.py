@@ -218,7 +218,7 @@ def test_a_failed_capture_leaves_lists_as_they_were() -> None:
 
 
 def test_sparse_arguments_are_refused_by_name() -> None:
-    with pytest.raises(CaptureError, match=r"argument args\[0\] has the layout torch.sparse_coo"):
+    with pytest.raises(CaptureError, match=r"argument args\[0\] is sparse \(torch.sparse_coo"):
         fxshard.plan(Net(masked), (batches()[0].to_sparse(),), world_size=2)
 
 

@@ -1,11 +1,14 @@
-"""Parameters and buffers that are more than plain dense tensors of their own: refused by name."""
+"""Parameters, buffers and arguments that are more than plain dense tensors: refused by name."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.masked import masked_tensor
+from torch.nested import nested_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import fxshard
@@ -91,6 +94,31 @@ def test_a_subclass_of_parameter_that_changes_no_operator_is_a_parameter() -> No
     batch = torch.randn(2, 4)
     expected = model(batch)
     assert torch.equal(fxshard.compile(model, world_size=2)(batch), expected)
+
+
+RAGGED = [torch.ones(2, 4), torch.ones(3, 4)]
+ARGUMENTS: dict[str, Callable[[], Any]] = {
+    "a TwoTensor, a subclass": lambda: two(2, 4),
+    "a NestedTensor, a subclass": lambda: nested_tensor(RAGGED, layout=torch.jagged),
+    "nested": lambda: nested_tensor(RAGGED),
+    "a MaskedTensor, a subclass": lambda: masked_tensor(torch.ones(2, 4), torch.ones(2, 4) > 0),
+    "sparse (torch.sparse_csr)": lambda: torch.eye(4).to_sparse_csr(),
+    "quantized (torch.qint8)": lambda: torch.quantize_per_tensor(
+        torch.ones(2, 4), 0.1, 0, torch.qint8
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ARGUMENTS)
+@pytest.mark.parametrize("verb", ["compile", "plan"])
+def test_arguments_that_are_no_plain_tensors_are_refused(kind: str, verb: str) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4)), ARGUMENTS[kind]()
+    with pytest.raises(CaptureError, match=re.escape(f"argument kwargs['input'] is {kind}")):
+        if verb == "plan":
+            fxshard.plan(model, kwargs={"input": x}, world_size=2)
+        else:
+            fxshard.compile(model, world_size=2)(input=x)
 
 
 # -- memory ----------------------------------------------------------------------------------------
