@@ -123,6 +123,18 @@ def count_collectives() -> Iterator[Collectives]:
         yield seen
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage collection inside: what earlier tests left would be seen freed."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def profiler_peak_bytes(
     fn: Callable[[], object], before: Callable[[], object] | None = None
 ) -> int:
@@ -132,11 +144,10 @@ def profiler_peak_bytes(
     started it cannot see freed: allocate in `before`, which runs first under the same profiler,
     whatever `fn` frees.
     """
-    gc.collect()  # what earlier tests left would be seen freed
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         if before:
             before()
-        with record_function("fxshard.peak"):
+        with uncollected(), record_function("fxshard.peak"):
             fn()
     events = sorted(prof.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     (span,) = [event for event in events if event.name() == "fxshard.peak"]

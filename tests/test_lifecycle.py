@@ -4,7 +4,6 @@ The profiler also sees gloo's threads; the calling thread, which allocates all t
 """
 
 import functools
-import gc
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +28,7 @@ from fxshard.memory.lifecycle.script import LifecyclePhase
 from fxshard.memory.liveness import held_ranges
 from fxshard.memory.optimizer import trace_step
 from fxshard.memory.tracker import Tracker
+from tests.oracles import uncollected
 
 adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
 SPAN = "fxshard.lifecycle"
@@ -46,13 +46,8 @@ def growth(
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         if before:
             before()
-        gc.collect()  # what earlier measurements left; the profiler knows its sizes
-        gc.disable()
-        try:
-            with record_function(SPAN):
-                kept = fn()
-        finally:
-            gc.enable()
+        with uncollected(), record_function(SPAN):
+            kept = fn()
     events = sorted(prof.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     span = next(event for event in events if event.name() == mark)
     live = peak = 0
