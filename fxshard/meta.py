@@ -40,6 +40,8 @@ Stream = Literal["compute", "unshard", "reduce", "all-reduce", "load", "store"]
 
 # Roles of placeholders that are the caller's: they live as long as the model or the batch.
 HELD: tuple[Role, ...] = ("shard", "whole", "buffer", "input")
+# Roles of placeholders that no pass changes.
+GIVEN: tuple[Role, ...] = ("buffer", "input", "tangent")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fxshard import collector, compat, dump, files, normalize, shapes, trace, verify
+from fxshard import collector, compat, dump, files, meta, normalize, shapes, trace, verify
 from fxshard.config import Config, Precision, environment
 from fxshard.errors import CaptureError, ConfigError, FxshardError, PassError, VerifyError
 from fxshard.passes.annotate_streams import AnnotateStreams
@@ -149,6 +149,10 @@ def run(
     env = environment()
     if program.gradients is None:
         program.gradients = frozenset(r.name for r in program.results if r.kind == "grad")
+        tags = {n.name: meta.get(n) for n in program.graph.find_nodes(op="placeholder")}
+        program.given = {
+            name: (tag.role, tag.fqn) for name, tag in tags.items() if tag.role in meta.GIVEN
+        }
     texts = observe is not None or env.debug >= 3 or env.dump_dir is not None
     names = [step.name for step in passes]
     for position, step in enumerate(passes):

@@ -166,6 +166,7 @@ class Program:
         fake_mode: owner of the fake values, for passes that make new ones.
         facts: what passes said that they ensure.
         gradients: names of the gradients that capture found, once the pipeline has begun.
+        given: name of each placeholder that is no parameter's -> its role and FQN, from then on.
         buckets: what moves together; none before bucket has run (see `moving`).
         forward_prefetch, backward_prefetch: how many buckets may wait unsharded for their first
             use, besides the one that is launched where it is needed.
@@ -197,6 +198,7 @@ class Program:
     offloaded: bool = False
     facts: set[Fact] = dataclasses.field(default_factory=set)
     gradients: frozenset[str] | None = None
+    given: dict[str, tuple[meta.Role, str | None]] | None = None
     buckets: tuple[ParamBucket, ...] = ()
     forward_prefetch: int = 1
     backward_prefetch: int = 1

@@ -825,3 +825,114 @@ def return_unreduced_gradient(program: Program, rng: random.Random) -> str | Non
         return None
     program.values = [meta.operands(launch)[pick.args[1]] if v is pick else v for v in values]
     return f"what %{launch} was sent is returned"
+
+
+# -- any word, any tag ----------------------------------------------------------------------------
+
+
+def kinds(program: Program) -> list[list[fx.Node]]:
+    """Nodes with a tag, in groups of what they run and what they are for."""
+    found: dict[Any, list[fx.Node]] = {}
+    for node in program.graph.nodes:
+        if "fxshard" in node.meta:
+            what = node.target if node.op == "call_function" else node.op
+            what = what if what in (*ops.WORDS, operator.getitem, "placeholder") else "an operator"
+            found.setdefault((what, meta.get(node).role), []).append(node)
+    return list(found.values())
+
+
+def retagger(field: str) -> Fault:
+    def change(program: Program, rng: random.Random) -> str | None:
+        """A node says of itself what another one says; each kind is as likely."""
+        node = one(rng, one(rng, kinds(program)))
+        said = {getattr(meta.get(n), field) for group in kinds(program) for n in group}
+        others = sorted(said - {getattr(meta.get(node), field)}, key=repr)
+        return retag(node, **{field: rng.choice(others)}) if others else None
+
+    return change
+
+
+RETAGGED = ("phase", "role", "unit", "fqn", "stream", "pair", "records", "waits")
+for field in RETAGGED:
+    FAULTS[f"retag_{field}"] = retagger(field)
+
+
+@fault
+def another_argument(program: Program, rng: random.Random) -> str | None:
+    """Of any word: a number, a dtype, the name of a group, a shape."""
+    found = [
+        (n, i)
+        for n in nodes(program, *ops.WORDS)
+        for i, value in enumerate(n.args)
+        if not isinstance(value, fx.Node) and not (i == 0 and meta.operands(n))
+    ]
+    place = one(rng, found)
+    if place is None:
+        return None
+    node, i = place
+    value: Any = node.args[i]
+    if isinstance(value, (list, tuple)):
+        value = value[:-1]
+    elif isinstance(value, bool):
+        value = not value
+    elif isinstance(value, (int, float)):
+        value = value + 1
+    elif isinstance(value, torch.dtype):
+        value = torch.float64
+    elif isinstance(value, str):
+        value = {**OTHER_GROUP, **OTHER_OP}.get(value, "max")
+    else:
+        return None
+    node.update_arg(i, value)
+    return f"argument {i} of %{node} is {value}"
+
+
+@fault
+def another_operand(program: Program, rng: random.Random) -> str | None:
+    """Of any word: a tensor of the same shape, made before."""
+    found = [(n, i) for n in nodes(program, *ops.WORDS) for i in range(len(meta.operands(n)))]
+    place = one(rng, found)
+    if place is None:
+        return None
+    node, i = place
+    mine = meta.operands(node)[i]
+    before = [n for n in program.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    before = [n for n in before if n is not mine and stands_before(n, node) and n is not node]
+    other = one(rng, [n for n in before if alike([mine, n])])
+    if other is None:
+        return None
+    operands = meta.operands(node)
+    operands[i] = other
+    node.args = (operands, *node.args[1:])
+    return f"%{node} takes %{other} for %{mine}"
+
+
+def mover(earlier: bool) -> Fault:
+    def move(program: Program, rng: random.Random) -> str | None:
+        """Any word, as far as the graph allows, or a part of that.
+
+        What is launched may be so earlier: how much is bounded, and its bytes are counted.
+        """
+        launches = ops.ASYNCHRONOUS if earlier else ()
+        node = one(rng, nodes(program, *(word for word in ops.WORDS if word not in launches)))
+        if node is None:
+            return None
+        place, places = node, []
+        while True:
+            place = place.prev if earlier else place.next
+            if place.op != "call_function" or (
+                place in node.all_input_nodes if earlier else node in place.all_input_nodes
+            ):
+                break
+            places.append(place)
+        to = one(rng, places)
+        if to is None:
+            return None
+        (to.prepend if earlier else to.append)(node)
+        return f"%{node} {'in front of' if earlier else 'behind'} %{to}"
+
+    return move
+
+
+FAULTS["move_earlier"] = mover(earlier=True)
+FAULTS["move_later"] = mover(earlier=False)

@@ -505,7 +505,7 @@ def packed_buffer_read_as_it_is(program: Program) -> fx.Node:
     return meta.put(node, dataclasses.replace(meta.get(unpack), role="compute"), flat.meta["val"])
 
 
-@breaks(Fact.PARAMS_UNSHARDED)
+@breaks(Fact.TAGGED)
 def buffer_packed_in_place_of_a_shard(program: Program) -> fx.Node:
     pack = word(program, ops.pack, unit=2)
     first, *rest = meta.operands(pack)
@@ -513,7 +513,7 @@ def buffer_packed_in_place_of_a_shard(program: Program) -> fx.Node:
     meta.update(other, fqn=meta.get(first).fqn)
     other.meta["val"] = first.meta["val"]
     pack.args = ([other, *rest], *pack.args[1:])
-    return pack
+    return other
 
 
 @breaks(Fact.UNSHARD_PAIRED)

@@ -10,6 +10,8 @@ from fxshard.program import Fact, Program
 from fxshard.verify import walk
 from fxshard.verify.failure import fail
 
+SHARDED = ("param", "shard", "accumulated")  # roles of placeholders
+
 
 def well_formed(program: Program) -> None:
     """Values are made before they are read, and those that are returned have a name each."""
@@ -37,8 +39,13 @@ def tagged(program: Program) -> None:
         if "fxshard" not in node.meta:
             fail(program, Fact.TAGGED, node, f"%{node.name} has no tag; tag nodes when made.")
         tag = meta.get(node)
+        if node.op == "placeholder":
+            _is_given(program, node)
         if node.op != "call_function":
             continue
+        if tag.role in (*SHARDED, "whole", *meta.GIVEN):
+            what = f"%{node.name} is computed, and tagged as what comes in ({tag.role})."
+            fail(program, Fact.TAGGED, node, what)
         if tag.phase == "backward":
             seen_backward = True
         elif seen_backward:
@@ -52,13 +59,32 @@ def tagged(program: Program) -> None:
             fail(program, Fact.TAGGED, node, what)
 
 
+def _is_given(program: Program, node: fx.Node) -> None:
+    """A placeholder is what capture made of it, or a parameter's: by its tag values are bound."""
+    tag = meta.get(node)
+    given = (program.given or {}).get(node.name)
+    if given is not None or tag.role in meta.GIVEN:
+        right = program.given is None or given == (tag.role, tag.fqn)
+    else:
+        stays = tag.fqn in program.wholes
+        right = tag.role in (*SHARDED, "whole") and stays == (tag.role == "whole")
+    if not right:
+        what = f"%{node.name} comes in as {tag.role} {tag.fqn!r}, which it is not."
+        fail(program, Fact.TAGGED, node, what)
+
+
 def units_assigned(program: Program) -> None:
+    """Operators belong to a unit, sharded parameters to theirs."""
+    units = program.units
+    owner = {param.fqn: i for i, unit in enumerate(units) for param in unit.params}
     for node in program.graph.nodes:
-        unit = meta.get(node).unit
-        if node.op == "call_function" and not (
-            isinstance(unit, int) and 0 <= unit < len(program.units)
-        ):
-            fail(program, Fact.UNITS_ASSIGNED, node, f"%{node.name} belongs to unit {unit}.")
+        tag = meta.get(node)
+        if node.op == "call_function":
+            right = tag.unit in range(len(units))
+        else:
+            right = tag.role not in SHARDED or tag.unit == owner.get(tag.fqn or "")
+        if not right:
+            fail(program, Fact.UNITS_ASSIGNED, node, f"%{node.name} belongs to unit {tag.unit}.")
 
 
 def unshard_paired(program: Program) -> None:
@@ -67,11 +93,18 @@ def unshard_paired(program: Program) -> None:
     order = walk.order(program)
     waits = walk.by_pair(program, ops.wait)
     for node in program.graph.nodes:
+        for pick in node.users if node.target in ops.ASYNCHRONOUS else ():
+            if meta.get(pick).pair != meta.get(node).pair:
+                what = f"%{pick.name} is of another collective than %{node.name}, which makes it."
+                fail(program, fact, pick, what)
         if node.target in (ops.cast, ops.load) and not ops.is_launch(node):
             for reader in (user for pick in node.users for user in pick.users):
                 if reader.target not in (*ops.ASYNCHRONOUS, ops.free):
                     what = f"%{reader.name} reads what %{node.name} makes, which nobody waits for."
                     fail(program, fact, reader, what)
+                if meta.get(reader).pair != meta.get(node).pair:
+                    what = f"%{node.name} is of another collective than %{reader.name}, its reader."
+                    fail(program, fact, node, what)
     for launch in walk.launches(program):
         tag = meta.get(launch)
         mine = waits.get(tag.pair, [])
