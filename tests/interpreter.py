@@ -327,6 +327,9 @@ class Machine:
         if node not in env:
             if is_in_place(node):
                 return [self.value(rank, n) for n in meta.operands(node)]
+            if node.op == "call_module" and all(map(is_view, node.meta["run"])):
+                self.region(node)
+                return env[node]
             if not is_view(node):
                 raise Wrong(f"%{node} is read before it is there")
             env[node] = self.called(rank, node)

@@ -229,12 +229,14 @@ def alone(rank: int, world_size: int, phase: str, folder: Path, stride: int) -> 
     peers.LOOK_SECONDS, peers.STOP_SECONDS = 0.05, 0.5
     world = joined(folder / "first", rank, world_size)
     model, x = made(mesh=world.mesh), batch(rank)
+    start = buffers(model)
     model(x)
     count = None
     done = 0
     tried = iter([0])
     while (number := next(tried, None)) is not None:
         model._fxshard.world = joined(folder / f"{number}", rank, world_size)
+        model.load_state_dict(start, strict=False)  # a failure may leave them in parts
         points = pointed(model)
         step(model, x, rank)
         if count is None:

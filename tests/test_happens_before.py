@@ -139,8 +139,16 @@ def test_no_race(setting: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        (name, setting)
+        for name in MODELS
+        for setting, options in SETTINGS.items()
+        # torch has no batch norm on CPU of a bf16 activation and weight with fp32 statistics
+        if name != "convnet" or "mixed_precision" not in options
+    ],
+)
 def test_no_race_in_the_zoo(name: str, setting: str) -> None:
     with watched(MODELS[name], SETTINGS[setting]) as found:
         assert found.races() == 0, found.watch.races

@@ -86,7 +86,7 @@ def test_real_ranks_compute_what_eager_does(options: dict[str, Any]) -> None:
 def test_hybrid_ranks_compute_what_eager_does() -> None:
     result = checked((2, 2), strategy="hybrid_shard", optimizer=adamw)
     assert result.holds, result.numerics.table()
-    assert any(row.name.endswith("(replica 1)") for row in result.numerics.rows)
+    assert any("(replica 1)" in row.name for row in result.numerics.rows)
 
 
 def test_every_rank_has_a_batch_of_its_own_and_all_of_it_is_compared() -> None:
