@@ -181,17 +181,22 @@ def but(skipped: tuple[str, str], wait: Callable[[str, str], None]) -> Callable[
     ],
 )
 def test_every_wait_that_is_left_out_is_found(setting: str) -> None:
-    """So that none is there for nothing, too."""
+    """So that none is there for nothing, too.
+
+    The host waits for copies to it as well, which orders all that it issues behind: not here.
+    """
     with watched(LAYERS, SETTINGS[setting]) as found:
         wait = found.model._fxshard.world.wait_event
         missed = []
+        for stream in found.machine.streams:
+            stream.synchronize = lambda: None
         for skipped in waits(found):
             found.model._fxshard.world.wait_event = but(skipped, wait)
             if not found.races(steps=2):
                 missed.append(skipped)
             found.model._fxshard.world.wait_event = wait
             for stream in found.machine.streams:
-                stream.synchronize()
+                Stream.synchronize(stream)
         assert not missed
         assert found.races() == 0
 
