@@ -114,6 +114,7 @@ def save_checkpoint(
                 _remove(entry)
 
     ranks = _Ranks(process_group)
+    ranks.all(lambda: _require_own(model, optimizer), "nothing was saved")
     name = ranks.first(begin, f"a checkpoint cannot be written to {root}. {_CHECK}")
     writing = root / f"writing-{name}"
     failed = f"{writing} could not be written, and the state before is as it was"
@@ -167,6 +168,7 @@ def load_checkpoint(
     _together(model, "load_checkpoint")
     ranks = _Ranks(process_group)
     extra: list[Any] = []
+    names: dict[str, nn.Parameter] = {}
     saved: set[str] = set()
 
     def latest() -> tuple[str, dict[str, str]]:
@@ -189,7 +191,9 @@ def load_checkpoint(
             extra.append(torch.load(version / "extra.pt", "cpu", weights_only=not trusted))
 
     def read_states() -> None:
-        saved.update(_with_state(reader.read_metadata(), names))
+        if optimizer is not None:
+            names.update(_names(model, optimizer))
+            saved.update(_with_state(reader.read_metadata(), names))
 
     name, digests = ranks.first(latest, f"no complete checkpoint in {root}. {_CHECK}")
     version = root / name
@@ -198,7 +202,6 @@ def load_checkpoint(
     reader = FileSystemReader(version) if trusted else _Reader(version)
     planner = None if trusted else _Planner()
     failed = f"{version} could not be loaded; was it saved with this model and optimizer?"
-    names = {} if optimizer is None else _names(model, optimizer)
     ranks.all(read_states, failed)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_explained(failed))
@@ -227,22 +230,39 @@ def _together(model: nn.Module, what: str) -> None:
         model._fxshard.together(what)
 
 
+def _require_own(model: nn.Module, optimizer: Optimizer | None) -> None:
+    """See that an optimizer, if there is one, steps parameters of the model and nothing else.
+
+    Raises:
+        ValueError: it does not.
+    """
+    own = set(map(id, model.parameters()))
+    groups = [] if optimizer is None else optimizer.param_groups
+    if any(id(param) not in own for group in groups for param in group["params"]):
+        raise ValueError(
+            "the optimizer holds tensors that are no parameters of the model: make it of "
+            "model.parameters(), behind whatever replaces them"
+        )
+
+
 def _names(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     """The parameters of `optimizer` by the names that they have in checkpoints.
 
     Those are torch's: without what wrappers of modules add (torch.compile, DDP, checkpoints).
 
     Raises:
-        CheckpointError: parameters are parts of other ones (FSDP1 without ``use_orig_params``).
+        ValueError: it holds other tensors, or parameters are parts of other ones (FSDP1 without
+            ``use_orig_params``).
     """
+    _require_own(model, optimizer)
     with compat.not_stepped(optimizer):
         state: Any = get_optimizer_state_dict(model, optimizer)
     found: dict[str, nn.Parameter] = {}
     for named, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
         if len(named["params"]) != len(group["params"]):
-            raise CheckpointError(
-                "the optimizer holds other tensors than the model's parameters: FSDP1 without "
-                "use_orig_params=True does so. Load it with torch.distributed.checkpoint."
+            raise ValueError(
+                "a parameter of the model is in parts of other ones, as in FSDP1 without "
+                "use_orig_params=True: use torch.distributed.checkpoint itself"
             )
         found |= zip(named["params"], group["params"], strict=True)
     return found
@@ -257,11 +277,11 @@ def _with_state(metadata: Metadata, names: Collection[str]) -> set[str]:
     prefix = "optimizer.state."
     keys = [k.removeprefix(prefix) for k in metadata.state_dict_metadata if k.startswith(prefix)]
     found: set[str] = set()
-    for key in keys if names else ():
+    for key in keys:
         while key and key not in names:  # without the name of the state
             key = key.rpartition(".")[0]
         found |= {key} - {""}
-    if names and keys and not found:
+    if keys and not found:
         raise ValueError(f"its optimizer has state of other parameters: {keys[0]!r}")
     return found
 

@@ -23,11 +23,14 @@ MARK = "fxshard: position_ids that transformers would look into"
 
 
 def methods_on_whole(kind: type) -> tuple[str, ...]:
-    """Methods of Hugging Face's libraries that read the whole model again and again."""
+    """Methods of Hugging Face's libraries that read the whole model again and again.
+
+    Also where a user's class has its own in front of theirs.
+    """
     names = ("generate", "save_pretrained", "push_to_hub")
     libraries = ("transformers", "peft", "diffusers", "huggingface_hub")
-    found = {name: getattr(getattr(kind, name, None), "__module__", "") for name in names}
-    return tuple(name for name in names if found[name].partition(".")[0] in libraries)
+    theirs = [c for c in kind.__mro__ if c.__module__.partition(".")[0] in libraries]
+    return tuple(name for name in names if any(name in vars(each) for each in theirs))
 
 
 @contextlib.contextmanager

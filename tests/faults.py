@@ -853,8 +853,7 @@ def retagger(field: str) -> Fault:
 
 
 RETAGGED = ("phase", "role", "unit", "fqn", "stream", "pair", "records", "waits")
-for field in RETAGGED:
-    FAULTS[f"retag_{field}"] = retagger(field)
+FAULTS |= {f"retag_{field}": retagger(field) for field in RETAGGED}
 
 
 @fault

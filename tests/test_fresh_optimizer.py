@@ -153,6 +153,20 @@ def test_the_state_of_other_parameters_is_refused(tmp_path: Path) -> None:
         fxshard.load_checkpoint(tmp_path, other, OPTIMIZERS["adam"](other.parameters()))
 
 
+@pytest.mark.parametrize("verb", ["save", "load"])
+def test_an_optimizer_of_another_model_is_refused(verb: str, tmp_path: Path) -> None:
+    model = build()
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    train(model, optimizer, BATCH)
+    fxshard.save_checkpoint(tmp_path, model, optimizer)
+    before = sorted(entry.name for entry in tmp_path.iterdir())
+    other = OPTIMIZERS["adam"](build().parameters())
+    action: Any = {"save": fxshard.save_checkpoint, "load": fxshard.load_checkpoint}[verb]
+    with pytest.raises(CheckpointError, match="tensors that are no parameters of the model"):
+        action(tmp_path, model, other)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == before
+
+
 def test_a_state_without_all_parameters() -> None:
     """One has had no gradient yet: there is no state of it, and none is made."""
     model = fxshard.compile(build(), world_size=2)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaForCausalLM
 
 import fxshard
 from fxshard import hf
@@ -117,3 +118,15 @@ def test_models_without_experts_are_not_told_of_them() -> None:
     model = models.llama(1)
     assert model.config._experts_implementation == "eager"
     assert hf.remedy_of_values(model) == ""
+
+
+def test_methods_on_whole_are_found_below_a_users_own() -> None:
+    class Saves(LlamaForCausalLM):
+        def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+            super().save_pretrained(*args, **kwargs)
+
+    class Unlike(nn.Module):
+        def generate(self) -> None: ...
+
+    assert hf.methods_on_whole(Saves) == ("generate", "save_pretrained", "push_to_hub")
+    assert hf.methods_on_whole(Unlike) == ()

@@ -411,9 +411,7 @@ def read_peak(phase: LifecyclePhase) -> int:
     return max(sum(e.bytes for e in read if e.born <= t < (e.died or math.inf)) for t in ticks)
 
 
-@pytest.mark.parametrize(
-    "optimizer", [adamw, functools.partial(torch.optim.SGD, lr=0.1), torch.optim.Adadelta]
-)
+@pytest.mark.parametrize("optimizer", [adamw, torch.optim.Adadelta])
 def test_a_new_optimizer_steps_once_to_load_a_checkpoint(optimizer: Any) -> None:
     """Gradients, state and the temporaries of a step: the peak of loading. Seen by operators."""
     build, x, units = MODELS["tied"]
@@ -473,8 +471,8 @@ OPTIMIZERS = {
 }
 
 
-def anew(rank: int, world_size: int, optimizer: str, path: str) -> tuple[int, tuple[int, int], int]:
-    """Growth while a state dict is made to save from and to load into; then the state's bytes."""
+def anew(rank: int, world_size: int, optimizer: str, path: str) -> tuple[int, int, int]:
+    """Peaks while a state dict is made to save from and to load into; then the state's bytes."""
 
     def build() -> tuple[Any, Any]:
         torch.manual_seed(0)
