@@ -15,6 +15,7 @@ from torch.testing import assert_close
 import fxshard
 from fxshard.errors import CheckpointError
 from tests.fsdp2 import full
+from tests.ranks import told
 
 BATCH = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 OPTIMIZERS: dict[str, Any] = {
@@ -181,3 +182,26 @@ def test_a_state_without_all_parameters() -> None:
     again = OPTIMIZERS["adam"](model.parameters())
     model.optim_state_dict_to_load(again, model.optim_state_dict(optimizer), load_directly=True)
     assert_close(again.state_dict(), before)
+
+
+def of_another_model_on_rank_1(rank: int, world_size: int, folder: str) -> list[str]:
+    model = fxshard.compile(build())
+    own, other = (OPTIMIZERS["adam"](m.parameters()) for m in (model, build()))
+    train(model, own, BATCH)
+    fxshard.save_checkpoint(folder, model, own)
+    given = other if rank else own
+    return [
+        told(lambda: fxshard.save_checkpoint(folder, model, given)),
+        told(lambda: fxshard.load_checkpoint(folder, model, given)),
+        told(lambda: fxshard.load_checkpoint(folder, model, own)),
+    ]
+
+
+def test_an_optimizer_of_another_model_on_one_rank_is_refused_on_all(
+    ranks: Any, tmp_path: Path
+) -> None:
+    for saved, loaded, after in ranks(2).run(of_another_model_on_rank_1, str(tmp_path)):
+        for text in (saved, loaded):
+            assert text.startswith("CheckpointError")
+            assert "rank 1: ValueError: the optimizer holds tensors that are no" in text
+        assert after == "no error"
