@@ -3,7 +3,9 @@
 HOW: "ours" launches as fxshard does, on two ranks: all-gathers of several buffers, reduce-scatters
 and all-reduces of several tensors, in several dtypes, up to 64 launches before the first wait, each
 result checked. "coalesced" is what it did before, in one process of plain torch: it dies within a
-minute (docs/upstream.md). Prints rounds and works, and exits with 1 if a rank died.
+minute (docs/upstream.md). "functional" is what torch's own functional all-gathers do (those of
+`DTensor.full_tensor`), and dies too; "apart" is the same as a process does it that has sharded a
+model. Prints rounds and works, and exits with 1 if a rank died.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fxshard import compat
 from fxshard.world.backends import backend_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
@@ -36,6 +39,22 @@ def coalesced(rank: int, end: float) -> int:
             work.wait()
         count += len(works)
     return count
+
+
+def functional(rank: int, end: float) -> int:
+    gather = torch.ops._c10d_functional.all_gather_into_tensor
+    name, count = dist.group.WORLD.group_name, 0  # type: ignore[union-attr]
+    while time.time() < end:
+        results = [gather(torch.ones(1), 1, name) for _ in range(64)]
+        for result in results:
+            torch.ops._c10d_functional.wait_tensor(result)
+        count += len(results)
+    return count
+
+
+def apart(rank: int, end: float) -> int:
+    compat.gather_one_by_one()
+    return functional(rank, end)
 
 
 def ours(rank: int, end: float) -> int:
@@ -71,11 +90,14 @@ def ours(rank: int, end: float) -> int:
             print(f"{count:,} works so far, {end - minute:.0f} s left", flush=True)
 
 
+HOW = {f.__name__: f for f in (ours, coalesced, functional, apart)}
+
+
 def rank_main(rank: int, world_size: int, path: str, how: str, seconds: float) -> None:
     torch.set_num_threads(1)
     store = f"file://{path}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
-    count = {"ours": ours, "coalesced": coalesced}[how](rank, time.time() + seconds)
+    count = HOW[how](rank, time.time() + seconds)
     print(f"rank {rank}, {how}: {count:,} works in {seconds:g} s, no abort", flush=True)
     os._exit(0)
 

@@ -1027,6 +1027,34 @@ def new_group(ranks: list[int], parent: dist.ProcessGroup) -> dist.ProcessGroup:
         distributed_c10d._hash_ranks_to_str = named
 
 
+@functools.cache
+def gather_one_by_one() -> torch.library.Library:
+    """From now on coalesced all-gathers of CPU tensors are a call per tensor, in this process.
+
+    gloo's coalesced one can corrupt the heap, much later (docs/upstream.md), and it is what all of
+    torch's functional all-gathers run, of one tensor too: `DTensor.full_tensor`, `redistribute`,
+    and with them state dicts and norms (torch/csrc/distributed/c10d/Functional.cpp).
+
+    Returns:
+        What holds the registration.
+    """
+
+    def gather(outputs: Any, inputs: Any, group: Any, async_op: bool = True) -> Any:
+        members = dist.ProcessGroup.unbox(group)
+        works: list[dist.Work] = []
+        for whole, part in zip(outputs, inputs, strict=True):
+            for work in works:
+                work.wait()  # of two threads the second may end first, and who waits has one work
+            works = [members._allgather_base(whole, part)]
+        return works[0].boxed()
+
+    library = torch.library.Library("c10d", "IMPL")
+    with warnings.catch_warnings():  # of what is meant: "Overriding a previously registered kernel"
+        warnings.simplefilter("ignore", UserWarning)
+        library.impl("allgather_into_tensor_coalesced_", gather, "CPU")
+    return library
+
+
 def local_tensor(tensor: DTensor) -> torch.Tensor:
     """This rank's part of a DTensor, itself and not a view made for autograd (``to_local``)."""
     return tensor._local_tensor

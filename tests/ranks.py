@@ -204,6 +204,8 @@ def _serve(
         import torch
         import torch.distributed as dist
 
+        from fxshard import compat
+
         torch.set_num_threads(1)
         # in front of Python's stacks: where each C++ thread is when one of them aborts
         torch._C._set_print_stack_traces_on_fatal_signal(True)
@@ -214,6 +216,8 @@ def _serve(
             world_size=world_size,
             timeout=datetime.timedelta(seconds=timeout_s),
         )
+        # torch's own gathers of references run before fxshard is asked for anything
+        compat.gather_one_by_one()
         connection.send_bytes(pickle.dumps(None))  # up
         while True:
             try:

@@ -7,6 +7,8 @@ import io
 import itertools
 import operator
 import re
+import subprocess
+import sys
 import weakref
 from collections import namedtuple
 from functools import partial
@@ -19,6 +21,7 @@ import torch
 import torch._decomp.decompositions as _decompositions
 import torch._dynamo
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -510,6 +513,50 @@ def groups_again(rank: int, world_size: int) -> None:
 
 def test_groups_are_made_again_after_one_was_destroyed(ranks: Any) -> None:
     ranks(2).run(groups_again)
+
+
+def gathers(rank: int, world_size: int) -> None:
+    """gloo's own coalesced call promotes mixed dtypes, and reads the result in the first one."""
+    compat.gather_one_by_one()
+    group: Any = dist.group.WORLD
+    parts = [torch.full((2, 2), float(rank)).t(), torch.arange(3, dtype=torch.bfloat16) + 3 * rank]
+    wholes = [torch.empty(4, 2), torch.empty(6, dtype=torch.bfloat16)]
+    work = group.allgather_into_tensor_coalesced(wholes, parts)
+    work.wait()
+    assert work._get_op_type() != COALESCED_GATHER
+    assert wholes[0].tolist() == [[0.0, 0.0]] * 2 + [[1.0, 1.0]] * 2
+    assert wholes[1].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    gathered = functional_collectives.all_gather_tensor(torch.full((1,), float(rank)), 0, group)
+    assert gathered.tolist() == [0.0, 1.0]
+
+
+COALESCED_GATHER = 6  # c10d::OpType (torch/csrc/distributed/c10d/Work.hpp)
+
+
+def test_gathers_are_made_one_by_one(ranks: Any) -> None:
+    ranks(2).run(gathers)
+
+
+SHARDS = """
+import torch, torch.distributed as dist, fxshard
+dist.init_process_group("gloo", init_method="file://STORE", rank=0, world_size=1)
+def kind():
+    work = dist.group.WORLD.allgather_into_tensor_coalesced([torch.empty(1)], [torch.ones(1)])
+    work.wait()
+    return work._get_op_type()
+before = kind()
+fxshard.shard(torch.nn.Linear(2, 2))
+print(before, kind())
+"""
+
+
+def test_who_shards_a_model_has_them_made_so(tmp_path: Path) -> None:
+    code = SHARDS.replace("STORE", str(tmp_path / "store"))
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
+    )
+    before, after = map(int, said.stdout.split())
+    assert before == COALESCED_GATHER != after, "torch's gathers make other calls now"
 
 
 def test_plain_torch_functions_pass_subclasses_by() -> None:

@@ -98,6 +98,8 @@ class C10dWorld:
                 rows = mesh.mesh.reshape(-1, size).tolist()
                 (mine,) = [row for row in rows if dist.get_rank() in row]
                 self.groups[f"reshard{size}"] = compat.new_group(mine, self.groups["shard"])
+        if mesh.device_type == "cpu":
+            compat.gather_one_by_one()  # what torch gathers of our parameters, too
         self.reductions: dist.ProcessGroup | None = None
         self.peers = {name: Peers(group) for name, group in self.groups.items()}
         self._everyone = [peers for name, peers in self.peers.items() if "reshard" not in name]
