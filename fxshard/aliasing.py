@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from fxshard import meta
 from fxshard.errors import CaptureError
@@ -92,13 +92,19 @@ def refuse_written(
         names = [held[i][0] for i in group]
         known = [key for key in names if key in nodes and nodes[key].users]
         for role, name in known:
-            users = nodes[role, name].users
-            written = any(user.target is torch.ops.aten.copy_.default for user in users)
+            node = nodes[role, name]
+            writes = [
+                user
+                for user in node.users
+                if user.target is torch.ops.aten.copy_.default and user.args[0] is node
+            ]
             others = names if name in replaced else known
             other = next((key for key in others if key != (role, name)), None)
-            if written and other is not None:
+            if writes and other is not None:
+                line = meta.get(cast(fx.Node, writes[0].args[1])).line
                 raise CaptureError(
-                    f"forward writes {_said(program, role, name)}, whose memory is also that of "
+                    f"forward writes {_said(program, role, name)}{line and f' (at {line})'}, "
+                    f"whose memory is also that of "
                     f"{_said(program, *other)}: a traced program would go on with values that are "
                     f"out of date. Let one of them have memory of its own (.clone()), or make it a "
                     f"view of the other inside of forward."

@@ -268,9 +268,11 @@ def _set_results(program: Program, targets: list[Any], replaced: tuple[str, ...]
         elif kind == "mutation":
             what, name = source
             if what == "param":
+                line = meta.get(value).line
                 raise CaptureError(
-                    f"parameter {_fqn(name)!r} is changed in place during forward. A rank holds "
-                    f"only a shard of it: change it between steps, or make it a buffer."
+                    f"parameter {_fqn(name)!r} is changed in place during forward"
+                    f"{line and ', at ' + line}. A rank holds only a shard of it: change it "
+                    f"between steps, or make it a buffer."
                 )
             fqn = _fqn(name) if what == "buffer" else str(positions[name])
             mutated.append((holders[("buffer" if what == "buffer" else "input", fqn)], value))
