@@ -69,7 +69,7 @@ def test_a_failure_shrinks_to_a_small_script() -> None:
     )
     inits = ("self.m0 = nn.Linear(3, 4)", "self.m1 = nn.Linear(4, 4)")
     model = Class("Model", ("x",), inits, lines, "(v3, v1)")
-    program = Program((model,), (("x", "torch.randn(2, 3, generator=g)"),))
+    program = Program((model,), (("x", "torch.randn(n, 3, generator=g)"),), "2")
     case = Case(0, program, (("pack_bytes", "0"),), world=3, micro_batches=2)
     small = shrunk(case, lambda smaller: "pointwise" in smaller.operators())
     (made,) = small.program.used

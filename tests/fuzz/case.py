@@ -96,12 +96,14 @@ class Program:
     """Module classes, the root `Model` last, and what it is called with.
 
     Attributes:
-        inputs: argument -> code of its value, drawn with the generator `g`.
+        inputs: argument -> code of its value, drawn with the generator `g`; `n` rows.
+        rows: code of `n`, of `rank` and `step`.
         taken: which output tensors the loss reads, such as ":1"; "" is all of them.
     """
 
     classes: tuple[Class, ...]
     inputs: tuple[tuple[str, str], ...]
+    rows: str
     taken: str = ""
 
     @property
@@ -119,7 +121,7 @@ class Program:
         values = ", ".join(f"{name!r}: {value}" for name, value in self.inputs)
         batch = (
             "def batch(rank, step):\n    g = torch.Generator().manual_seed(1000 * step + rank)\n"
-            f"    return {{{values}}}\n"
+            f"    n = {self.rows}\n    return {{{values}}}\n"
         )
         helpers = [
             text for name, text in HELPERS.items() if re.search(rf"\b{name}\b", classes + batch)
@@ -304,11 +306,11 @@ def fill(d: Draft, lines: int) -> None:
 # -- programs --------------------------------------------------------------------------------------
 
 
-def drawn_inputs(rng: random.Random) -> tuple[list[tuple[str, str]], list[str]]:
-    """Arguments of the model, and lines in front of forward that take them apart."""
+def drawn_inputs(rng: random.Random) -> tuple[int, list[tuple[str, str]], list[str]]:
+    """Rows, arguments of the model, and lines in front of forward that take them apart."""
     size = rng.choice((2, 3, 4, 4, 5))
     to = rng.choices(("", ".to(BF16)", ".to(F64)", ".to(F16)"), (8, 2, 1, 0.5))[0] or ".to(F32)"
-    dims = [size, rng.choice((3, 4, 5, 6))]
+    dims = ["n", rng.choice((3, 4, 5, 6))]
     if rng.random() < 0.6:
         dims.insert(1, rng.choice((2, 3, 4)))
     shape = ", ".join(map(str, dims))
@@ -330,7 +332,7 @@ def drawn_inputs(rng: random.Random) -> tuple[list[tuple[str, str]], list[str]]:
         inputs.append((name, code))
         if line:
             opening.append(line)
-    return inputs, opening
+    return size, inputs, opening
 
 
 def drawn_result(d: Draft) -> str:
@@ -369,13 +371,13 @@ def drawn_program(rng: random.Random) -> Program:
     Raises:
         Unfit: this one does not.
     """
-    inputs, opening = drawn_inputs(rng)
+    rows, inputs, opening = drawn_inputs(rng)
     module = sys.modules["fuzz_draft"] = types.ModuleType("fuzz_draft")
     space = module.__dict__
     space |= {"depth": 0, "classes": []}
     exec(IMPORTS + NAMES + "CAST = True\n" + "\n".join(HELPERS.values()), space)
     g = torch.Generator().manual_seed(0)
-    values = {name: eval(code, space | {"g": g}) for name, code in inputs}
+    values = {name: eval(code, space | {"g": g, "n": rows}) for name, code in inputs}
     d = Draft(rng, space, **values)
     for line in opening:
         out = f"v{len(d.lines)}"
@@ -389,7 +391,7 @@ def drawn_program(rng: random.Random) -> Program:
     model = d.finish("Model", result)
     # A model that returns a scalar returns its loss; others are refused to have gradients then.
     taken = ":1" if "mean()" in result and d.chance(0.97) else d.one(*[""] * 8, ":1")
-    return Program((*space["classes"], model), tuple(inputs), taken)
+    return Program((*space["classes"], model), tuple(inputs), str(rows), taken)
 
 
 def drawn_case(seed: int, processes: bool | None = None) -> Case:
@@ -411,7 +413,8 @@ def drawn_case(seed: int, processes: bool | None = None) -> Case:
             except Unfit:
                 continue
             if trainable(case):
-                return case
+                other = options_module.of_other_sizes(rng, case)
+                return other if other == case or trainable(other) else case
     raise AssertionError(f"no program for seed {seed}")
 
 

@@ -27,8 +27,7 @@ OPTIMIZERS = (
     "lambda params: torch.optim.AdamW(params, lr=0.02, eps=0.01)",
     "lambda params: torch.optim.Adagrad(params, lr=0.02, eps=0.1)",
 )
-# Not drawn: `device` plans only, `max_variants` bounds what `dynamic` makes, `memory_budget` picks
-# among options that are drawn, `param_init_fn` needs a model on the meta device.
+# Not drawn: `device` plans only, `param_init_fn` needs a model on the meta device.
 VALUES: dict[str, tuple[str, ...]] = {
     "reshard_after_forward": ("True", "False"),
     "forward_prefetch": ("0", "2", "'post'", "True"),
@@ -130,3 +129,18 @@ def drawn(rng: random.Random, case: Case, processes: bool | None) -> Case:
         no_sync=no_sync,
         evaluates=rng.random() < 0.1,
     )
+
+
+def of_other_sizes(rng: random.Random, case: Case) -> Case:
+    """At times `case` with batches that grow, or differ among real ranks; and what bounds that."""
+    added = {"memory_budget": "'1MiB'", "max_variants": "3"}
+    probabilities = {"memory_budget": 0.02, "max_variants": 0.05}
+    named = dict(case.options)
+    named |= {k: v for k, v in added.items() if rng.random() < probabilities[k]}
+    rows, drawn = case.program.rows, rng.random()
+    if drawn < 0.06:
+        rows = f"{rows} + step"
+    elif drawn < 0.12 and case.processes:
+        rows = f"{rows} + rank % 2"
+    program = dataclasses.replace(case.program, rows=rows)
+    return dataclasses.replace(case, options=tuple(named.items()), program=program)

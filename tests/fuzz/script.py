@@ -57,6 +57,8 @@ def script(case: Case, verdict: Verdict) -> str:
     sizes = verdict.kind == "bytes" or verdict.reason.startswith("validate")
     if sizes and not any(name == "optimizer" for name, _ in case.options):
         named += f"\n        optimizer={case.optimizer},"
+    if not sizes and any(name == "memory_budget" for name, _ in case.options):
+        named += "\n        kwargs=batch(rank, 0),"
     filled = {
         "world": case.world,
         "micro": case.micro_batches,

@@ -35,6 +35,9 @@ def candidates(case: Case) -> Iterator[Case]:
     """Cases with something left out, the boldest first."""
     for program in programs(case.program):
         yield dataclasses.replace(case, program=program)
+    if "+" in case.program.rows:
+        program = dataclasses.replace(case.program, rows=case.program.rows.split()[0])
+        yield dataclasses.replace(case, program=program)
     for i in range(len(case.options)):
         if case.options[i][0] != "units" or "mixed_precision" not in dict(case.options):
             yield dataclasses.replace(case, options=case.options[:i] + case.options[i + 1 :])

@@ -95,6 +95,8 @@ def train(case: Case, rank: int, world_size: Any) -> Seen:
 
     space = case.program.space()
     options = case.evaluated(space)
+    if "memory_budget" in options:
+        options["kwargs"] = space["batch"](rank, 0)
     source = initial(space)
     model: Any = fxshard.compile(source, world_size=world_size, **options)
     params = list(model.parameters())
