@@ -140,7 +140,7 @@ class Runtime(ParameterStore):
         batch = [flat[i] for i in signature.tensor_inputs]
         if signature.training:
             params = [self.param(fqn) for fqn in differentiated(variant.program)]
-            self._require_no_hooks(variant.program)
+            self._require_stepped_here(variant.program)
             outputs = list(Step.apply(Call(self, variant, len(params)), *params, *batch))
         else:
             with torch.no_grad(), self.as_traced(variant):
@@ -411,13 +411,20 @@ class Runtime(ParameterStore):
         assert buffer is not None
         return buffer
 
-    def _require_no_hooks(self, program: Program) -> None:
-        """Raise StepError if a hook waits for a gradient that is stepped and never arrives."""
+    def _require_stepped_here(self, program: Program) -> None:
+        """Raise StepError for a gradient that no step takes, or a hook that waits for one."""
         for fqn in ops.stepped(program):
             if compat.has_gradient_hooks(self.slots[fqn].tensor):
                 raise StepError(
                     f"parameter {fqn!r} has a hook on its gradient, which optimizer_in_backward "
                     f"steps without it. Remove the hook, or leave optimizer_in_backward out."
+                )
+            if self.slots[fqn].tensor.grad is not None:
+                raise StepError(
+                    f"parameter {fqn!r} has a gradient from outside of the model's forward, and "
+                    f"optimizer_in_backward steps those of the program alone. Read it under "
+                    f"torch.no_grad(), make the reading code part of forward, or leave "
+                    f"optimizer_in_backward out; .grad = None drops it."
                 )
 
     def _warn_of_hooks(self) -> None:

@@ -321,6 +321,39 @@ def test_outside_of_the_program_the_dtype_is_the_stored_one(ranks: Any, where: s
     run(ranks, where, mixed)
 
 
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def reduced_otherwise(rank: int, world_size: int) -> None:
+    """What the options do with gradients would not be done with those of other readers."""
+    x, _ = tokens(rank, world_size)
+    stepped = compiled(agent(), optimizer=sgd, optimizer_in_backward=True)
+    hooked = compiled(agent())
+    hooked.register_comm_hook(None, lambda state, *tensors: None)
+    for ours, said in ((stepped, "optimizer_in_backward"), (hooked, "register_comm_hook")):
+        with pytest.raises(StepError, match=rf"outside of the model's forward.*{said}.*no_grad"):
+            ours.value(x).sum().backward()
+        assert all(p.grad is None for p in ours.parameters())
+        with torch.no_grad():
+            assert_close(ours.value(x), agent().value(x))
+
+
+def test_gradients_that_would_go_another_way_are_refused(ranks: Any) -> None:
+    ranks(2).run(reduced_otherwise)
+
+
+def test_in_one_process_the_next_call_refuses_them() -> None:
+    ours = compiled(agent(), optimizer=sgd, optimizer_in_backward=True)
+    x, _ = tokens(0, 1)
+    ours(x).sum().backward()
+    ours.value(x).sum().backward()
+    with pytest.raises(StepError, match=r"'scale' has a gradient from outside of .*forward"):
+        ours(x)
+    ours.zero_grad()
+    ours(x).sum().backward()
+
+
 def wrapped(rank: int, world_size: int) -> None:
     for ours in (compiled(agent()), fxshard.shard(agent())):
         with pytest.raises(ConfigError, match="Leave DistributedDataParallel out"):
