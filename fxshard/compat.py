@@ -1055,6 +1055,20 @@ def gather_one_by_one() -> torch.library.Library:
     return library
 
 
+def will_accumulate(node: Any) -> bool:
+    """Inside of a backward: whether it comes to `node`, which accumulates a leaf's gradient.
+
+    Not if ``torch.autograd.grad`` or ``backward(inputs=...)`` wants others alone, or takes it away
+    itself. (torch/csrc/autograd/init.cpp, ``_will_engine_execute_node``)
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except (
+        RuntimeError
+    ):  # "A leaf node was passed ... but we are currently running autograd.grad()"
+        return False
+
+
 def local_tensor(tensor: DTensor) -> torch.Tensor:
     """This rank's part of a DTensor, itself and not a view made for autograd (``to_local``)."""
     return tensor._local_tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fxshard import compat
 from fxshard.config import Config
 from fxshard.errors import ConfigError
 from fxshard.units import Unit, check_reshard
@@ -179,17 +181,35 @@ def _mesh_of_groups(model: nn.Module, config: Config, process_group: Any) -> Dev
     if not pair:
         return DeviceMesh.from_group(process_group, _device_type(model, process_group))
     shard, replicate = process_group
-    mine = dist.get_rank()
-    rows = [
-        [other + (rank - mine) for rank in dist.get_process_group_ranks(shard)]
-        for other in dist.get_process_group_ranks(replicate)
-    ]
+    rows = _rows_of_groups(shard, replicate)
     return DeviceMesh.from_group(
         [replicate, shard],
         _device_type(model, shard),
         mesh=torch.tensor(rows),
         mesh_dim_names=("replicate", "shard"),
     )
+
+
+def _rows_of_groups(shard: dist.ProcessGroup, replicate: dist.ProcessGroup) -> list[list[int]]:
+    """The ranks of the shard group of each rank of `replicate`; collective over it.
+
+    Raises:
+        ConfigError: they hold this rank's rows at different places.
+    """
+    mine, ranks = dist.get_process_group_ranks(shard), dist.get_process_group_ranks(replicate)
+    if dist.get_backend(replicate) == "fake":  # nobody else is there to say
+        return [[other + rank - dist.get_rank() for rank in mine] for other in ranks]
+    store = compat.group_store(replicate)
+    key = f"fxshard/mesh/{store.add(f'fxshard/mesh/{dist.get_rank()}', 1)}"
+    store.set(f"{key}/{dist.get_rank()}", json.dumps(mine))
+    rows: list[list[int]] = [json.loads(store.get(f"{key}/{rank}")) for rank in ranks]
+    if len({(len(row), row.index(rank)) for row, rank in zip(rows, ranks, strict=True)}) > 1:
+        raise ConfigError(
+            f"process_group: ranks {ranks} of the replicate group lie at different places of their "
+            f"shard groups {rows}, so that they hold different rows. Put ranks together that are "
+            f"the n-th of their shard groups."
+        )
+    return rows
 
 
 def mesh_of(model: nn.Module, config: Config, grid: tuple[int, int]) -> DeviceMesh:

@@ -50,6 +50,31 @@ def casting(model: nn.Module, units: tuple[Unit, ...]) -> Iterator[None]:
             handle.remove()
 
 
+@contextlib.contextmanager
+def recurrent_autocast() -> Iterator[None]:
+    """Inside, recurrent layers under autocast compute in its dtype, hidden states included.
+
+    Eager's kernels do: autocast casts all operands of ``mkldnn_rnn_layer``, which runs LSTMs on the
+    CPU, and of cuDNN's (aten/src/ATen/autocast_mode.cpp). A trace takes the layers apart first, and
+    autocast then casts their linears alone.
+    """
+
+    def enter(module: nn.Module, args: tuple[Any, ...]) -> Any:
+        if not isinstance(module, nn.RNNBase) or not args or not isinstance(args[0], torch.Tensor):
+            return None
+        device = args[0].device.type
+        fused = device == "cuda" or isinstance(module, nn.LSTM)
+        if not fused or not torch.is_autocast_enabled(device) or args[0].dtype is torch.float64:
+            return None
+        return cast_floating(args, torch.get_autocast_dtype(device))
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(enter)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def keep_wide_gradients(program: Program) -> None:
     """Let no gradient be rounded to the dtype of its parameter where it is reduced in a wider one.
 

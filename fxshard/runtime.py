@@ -129,19 +129,16 @@ class Runtime(ParameterStore):
         if self.summoned and not torch.is_grad_enabled():
             with as_users_own(self.model):
                 return self.model(*args, **kwargs)
-        self.require_sharded("forward")
-        with compat.plain_torch_functions():
-            if self.settle():
-                self.variants.clear()
-                self.attributes = Attributes()
         variant = self.variant(args, kwargs)
         signature = variant.program.signature
         flat, _ = compat.tree_flatten((args, kwargs))
         batch = [flat[i] for i in signature.tensor_inputs]
         if signature.training:
             params = [self.param(fqn) for fqn in differentiated(variant.program)]
-            self._require_stepped_here(variant.program)
-            outputs = list(Step.apply(Call(self, variant, len(params)), *params, *batch))
+            call = Call(self, variant, len(params))
+            if isinstance(self.world, C10dWorld) and "backward" in variant.executor.communicates:
+                self.world.await_backward(call)
+            outputs = list(Step.apply(call, *params, *batch))
         else:
             with torch.no_grad(), self.as_traced(variant):
                 outputs, _ = variant.executor.forward(self.arguments(variant, batch))
@@ -153,20 +150,28 @@ class Runtime(ParameterStore):
         """The program for this kind of call; captured and rewritten if it is new.
 
         Ranks compare what they made before the first collective of it, if it is not what they
-        agreed on before: a rank may meet a new batch size alone.
+        agreed on before: a rank may meet a new batch size alone. So they do where a call is
+        refused: the others would wait.
         """
-        kind = self.kind(args, kwargs)
+        self.require_sharded("forward")
         if isinstance(self.world, C10dWorld):
             self.world.require_joined()
-        found = self.variants.get(kind)
+        try:
+            with compat.plain_torch_functions():
+                if self.settle():
+                    self.variants.clear()
+                    self.attributes = Attributes()
+            kind = self.kind(args, kwargs)
+            found = self.variants.get(kind)
+            if found is None:
+                found = next((v for v in self.variants.values() if v.serves(kind)), None)
+            program = found.program if found else self._traced(args, kwargs, kind)
+            if program.signature.training:
+                self._require_stepped_here(program)
+        except FxshardError as error:
+            self.refuse_alike(error)
+            raise
         if found is None:
-            found = next((v for v in self.variants.values() if v.serves(kind)), None)
-        if found is None:
-            try:
-                program = self._traced(args, kwargs, kind)
-            except FxshardError as error:
-                self.refuse_alike(error)
-                raise
             self.agree(program)
             self.add(args, kwargs, program)
             found = self.variants[kind]
@@ -180,8 +185,12 @@ class Runtime(ParameterStore):
             RankMismatchError: another rank ran another program, though all know both.
         """
         if isinstance(self.world, C10dWorld) and variant.communicates:
-            backward = "backward" in variant.executor.communicates
-            self.world.run_call(variant.digest, self._agreed, backward=backward)
+            self.world.run_call(variant.digest, self._agreed)
+
+    def begin_backward(self, call: Call) -> None:
+        """The backward of `call` is next."""
+        if isinstance(self.world, C10dWorld):
+            self.world.begin_backward(call)
 
     def refuse_alike(self, error: FxshardError) -> None:
         """See that all ranks refuse this call as this one does: others would wait for it.

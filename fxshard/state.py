@@ -73,8 +73,14 @@ def _total_norm(grads: Sequence[Tensor], p: float) -> Tensor:
             norms[i] = torch.linalg.vector_norm(local, p, dtype=_wide(local.dtype))
     for (mesh, dims), members in together.items():  # one all-reduce for all that lie alike
         parts = torch.stack([norms[i] for i in members]).to(mesh.device_type)
+        strange = parts.isnan()
+        if math.isinf(p):  # gloo's maximum loses NaN, which goes beside the numbers
+            parts = torch.cat([parts.where(~strange, 0.0), math.copysign(1, p) * strange])
         for dim in dims:
             dist.all_reduce(parts, _reduction(p), group=mesh.get_group(dim))
+        if math.isinf(p):
+            parts, strange = parts.chunk(2)
+            parts = parts.where(strange == 0, math.nan)
         if math.isfinite(p) and p != 0:
             parts = parts ** (1 / p)
         norms.update(zip(members, parts.unbind(), strict=True))
@@ -156,7 +162,9 @@ def whole_parameters(
             _place(slot, tensor)
         if writeback:
             for slot, now in zip(slots, found, strict=True):
-                _write_back(slot, now, with_grads)
+                _require_alike(slot, now)
+            for slot, now in zip(slots, found, strict=True):
+                _write_back(slot, now[0], with_grads)
 
 
 def _whole(tensor: nn.Parameter, offload_to_cpu: bool, with_grads: bool) -> nn.Parameter:
@@ -187,22 +195,28 @@ def _place(slot: Slot, tensor: Any) -> None:
         module._parameters[name] = tensor
 
 
-@torch.no_grad()
-def _write_back(slot: Slot, now: Sequence[nn.Parameter | None], with_grads: bool) -> None:
-    """This rank's rows of what the module tree held at the end of the block."""
+def _require_alike(slot: Slot, now: Sequence[nn.Parameter | None]) -> None:
+    """Raise StepError if the module tree holds another kind of parameter at the end of it."""
     tensor, whole, fqn = slot.tensor, now[0], slot.param.fqn
     if any(other is not whole for other in now):
         raise StepError(
             f"parameter {fqn!r} was not tied to {slot.param.aliases[1:]} any more at the end of "
-            f"summon_full_params: its changes were dropped. Tie them again inside the block."
+            f"summon_full_params: all changes were dropped. Tie them again inside the block."
         )
     if whole is None or whole.shape != tensor.shape:
         what = "gone" if whole is None else f"of shape {list(whole.shape)}"
         raise StepError(
             f"parameter {fqn!r} was {what} at the end of summon_full_params, and of shape "
-            f"{list(tensor.shape)} before: its changes were dropped. Change values only, or change "
+            f"{list(tensor.shape)} before: all changes were dropped. Change values only, or change "
             f"the model before fxshard.compile."
         )
+
+
+@torch.no_grad()
+def _write_back(slot: Slot, whole: nn.Parameter | None, with_grads: bool) -> None:
+    """This rank's rows of what the module tree held at the end of the block."""
+    tensor = slot.tensor
+    assert whole is not None
     tensor.copy_(sharded_like(whole.detach(), tensor))
     tensor.requires_grad_(whole.requires_grad)
     if not with_grads:

@@ -100,6 +100,7 @@ class Step(torch.autograd.Function):
                 f"an output of {name}, of shape {changed[0]}, was changed in place between a "
                 f"forward and its backward, which reads it. Change a copy: y = y.clone()."
             )
+        _require_parameters(ctx)
         arrived = [position for position, k in ctx.places.items() if grads[k] is not None]
         ctx.exposed = None  # they die behind their last readers
         tangents: dict[str | None, Tensor | None] = {}
@@ -119,9 +120,30 @@ class Step(torch.autograd.Function):
         tangents.clear()
         reach, world = call.runtime.reach, call.runtime.world
         unused = reach.begin(program, arrived, world, call.runtime.accumulated)
+        call.runtime.begin_backward(call)
         with call.runtime.as_traced(), _whole_or_refused(call):
             results = call.variant.executor.backward(args)
         return (None, *_gradients(call, results, len(batch), unused | reach.unused()))
+
+
+def _require_parameters(ctx: Any) -> None:
+    """Raise StepError if autograd drops gradients of parameters that this backward does not leave.
+
+    ``torch.autograd.grad`` and ``backward(inputs=...)`` want those of some tensors alone; what a
+    program accumulates or steps, it does all the same.
+    """
+    call: Call = ctx.call
+    runtime, stepped = call.runtime, call.variant.program.optimizer_in_backward
+    if not (stepped or not runtime.sync or runtime.accumulated):
+        return
+    nodes = [node for node, _ in ctx.next_functions[: call.params] if node is not None]
+    if not all(map(compat.will_accumulate, nodes)):
+        what = "optimizer_in_backward steps" if stepped else "no_sync accumulates"
+        raise StepError(
+            f"torch.autograd.grad, or backward(inputs=...), leaves the gradients of parameters "
+            f"alone, but {what} them in every backward of the model. Call loss.backward(), or do "
+            f"this outside of no_sync and without optimizer_in_backward."
+        )
 
 
 def _keep_identities(outputs: list[Any], repeats: Sequence[tuple[int, int]]) -> None:

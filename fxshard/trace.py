@@ -306,6 +306,7 @@ class _Prepared:
             calls = enter(provenance.calls_noted(model))
             enter(rng.only_torch_s(model, told=told))
             enter(precision.casting(model, call.units))
+            enter(precision.recurrent_autocast())
             if way != DYNAMO:
                 enter(stamp.shortened(model, runs))
                 enter(state())

@@ -515,6 +515,28 @@ def test_groups_are_made_again_after_one_was_destroyed(ranks: Any) -> None:
     ranks(2).run(groups_again)
 
 
+def test_a_backward_knows_which_leaves_get_gradients() -> None:
+    weight, x = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    seen: list[list[bool]] = []
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight: Tensor, x: Tensor) -> Tensor:
+            return weight * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            seen.append([compat.will_accumulate(node) for node, _ in ctx.next_functions])
+            return grad, grad
+
+    Product.apply(weight, x).sum().backward()
+    Product.apply(weight, x).sum().backward(inputs=[x])
+    torch.autograd.grad(Product.apply(weight, x * 1).sum(), x)
+    assert seen == [[True, True], [False, True], [False, True]]
+    torch.autograd.grad(Product.apply(weight, x).sum(), weight)
+    assert seen[-1] == [False, False]
+
+
 def gathers(rank: int, world_size: int) -> None:
     """gloo's own coalesced call promotes mixed dtypes, and reads the result in the first one."""
     compat.gather_one_by_one()

@@ -116,3 +116,30 @@ def test_an_output_that_has_no_backward_is_refused_with_a_way() -> None:
     ours = fxshard.compile(Net(run, torch.randn(5)), world_size=2)
     with pytest.raises(CaptureError, match="write y = y \\+ x for y \\+= x, or return"):
         ours(torch.randn(4, 3))
+
+
+class Recurrent(nn.Module):
+    """Under autocast, of an input [steps, batch, 3] that is float32."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer = kind(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", BF16):
+            return self.layer(x)[0]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_under_autocast_give_eagers_dtype(kind: type[nn.RNNBase]) -> None:
+    """Eager's LSTM is one kernel, all of whose operands autocast casts; a trace takes it apart."""
+    torch.manual_seed(0)
+    eager = Recurrent(kind)
+    ours = fxshard.compile(copy.deepcopy(eager), world_size=2)
+    x = torch.randn(4, 3, 3)
+    outputs = [model(x) for model in (eager, ours)]
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0.02, atol=0.01)  # and the dtype
+    for output in outputs:
+        output.float().square().sum().backward()
+    for (name, p), q in zip(eager.named_parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=0.02, atol=0.02, msg=name)

@@ -354,6 +354,34 @@ def test_in_one_process_the_next_call_refuses_them() -> None:
     ours(x).sum().backward()
 
 
+def gradients_of_inputs(rank: int, world_size: int) -> None:
+    """``torch.autograd.grad`` leaves parameters alone, in eager; so must a program, or refuse."""
+    ours, x = compiled(nn.Linear(3, 2)), torch.ones(1, 3, requires_grad=True)
+    (found,) = torch.autograd.grad(ours(x).sum(), x)
+    assert found.shape == x.shape and all(p.grad is None for p in ours.parameters())
+    stepped = compiled(nn.Linear(3, 2), optimizer=sgd, optimizer_in_backward=True)
+    before = [full(p.detach()) for p in stepped.parameters()]
+    with ours.no_sync():
+        for model in (ours, stepped):
+            for backward in (
+                lambda loss: torch.autograd.grad(loss, x),
+                lambda loss: loss.backward(inputs=[x]),
+            ):
+                with pytest.raises(StepError, match=r"leaves the gradients of parameters alone"):
+                    backward(model(x).sum())
+        ours(x).sum().backward()
+    ours(x).sum().backward()
+    assert_close([full(p.detach()) for p in stepped.parameters()], before)
+    assert_close(full(ours.weight.grad), torch.full((2, 3), 2.0))
+    stepped(x).sum().backward()
+    assert not torch.equal(full(stepped.bias.detach()), before[1])
+
+
+@EVERYWHERE
+def test_gradients_of_inputs_alone(ranks: Any, where: str) -> None:
+    run(ranks, where, gradients_of_inputs)
+
+
 def wrapped(rank: int, world_size: int) -> None:
     for ours in (compiled(agent()), fxshard.shard(agent())):
         with pytest.raises(ConfigError, match="Leave DistributedDataParallel out"):

@@ -1,6 +1,7 @@
 """A collective method of the model on some ranks only: an error on all that names it, no abort."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,80 @@ def test_a_rank_that_leaves_out_a_backward_alone(hasty: Any, name: str) -> None:
     assert f"they have 'a call of the model, or a backward', it has '{asks}'" in first[2]
     assert second[1].startswith("RankMismatchError: a collective failed on rank 1"), second
     assert "rank 0 waits for all ranks to agree on what they do to the model" in second[1]
+
+
+def skips_behind_others(rank: int, world_size: int, how: str, options: dict[str, Any]) -> list[str]:
+    """Rank 0 leaves out a backward that is not that of the call before."""
+    model = fxshard.compile(build(), **options)
+
+    def step(number: int) -> None:
+        losses = [model(BATCH).sum() for _ in range(2 if how == "two" else 1)]
+        if how == "eval":
+            with torch.no_grad():
+                model(BATCH)
+        for i, loss in enumerate(losses):
+            if rank or number != 1 or i < len(losses) - 1:
+                loss.backward()
+
+    return [told(lambda number=number: step(number)) for number in range(3)]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("how", ["eval", "two"])
+def test_a_rank_that_leaves_out_an_earlier_backward_alone(hasty: Any, how: str, name: str) -> None:
+    first, second = hasty(2).run(skips_behind_others, how, OPTIONS[name])
+    assert first[:2] == ["no error"] * 2 and second[0] == "no error"
+    assert first[2].startswith("RankMismatchError: rank 0 would do something else"), first
+    assert second[1].startswith("RankMismatchError: a collective failed on rank 1"), second
+
+
+def dropped(rank: int, world_size: int) -> list[int]:
+    """How many backwards are waited for after each of some calls with gradients."""
+    model = fxshard.compile(build())
+    counts = []
+    for number in range(4):
+        loss = None  # that of the call before goes
+        loss = model(BATCH).sum()
+        if number == 1:
+            kept = loss
+        counts.append(len(model._fxshard.world._due))
+    kept.backward()
+    loss.backward()
+    model(BATCH).sum().backward()
+    return [*counts, len(model._fxshard.world._due)]
+
+
+def test_forwards_that_all_ranks_drop_are_forgotten(ranks: Any) -> None:
+    """A call waits for all ranks only while a backward of an earlier one may come."""
+    first, second = ranks(2).run(dropped)
+    assert first == second == [1, 1, 2, 2, 0]
+
+
+def refuses_alone(rank: int, world_size: int, how: str) -> list[str]:
+    options: dict[str, Any] = {}
+    if how == "hook":
+        options = {"optimizer": partial(torch.optim.SGD, lr=0.1), "optimizer_in_backward": True}
+    model = fxshard.compile(build(), **options)
+
+    def step() -> None:
+        model(BATCH).sum().backward()
+
+    found = [told(step)]
+    if rank and how == "hook":
+        next(model.parameters()).register_hook(lambda grad: grad)
+    elif rank:
+        found.append(told(lambda: model(BATCH.to_sparse())))
+        return found
+    return [*found, told(step)]
+
+
+@pytest.mark.parametrize(("how", "said"), [("hook", "StepError"), ("input", "CaptureError")])
+def test_what_one_rank_refuses_is_told(hasty: Any, how: str, said: str) -> None:
+    first, second = hasty(2).run(refuses_alone, how)
+    assert first[0] == second[0] == "no error"
+    assert first[1].startswith("RankMismatchError"), first
+    assert second[1].startswith("RankMismatchError"), second
+    assert "refused" in second[1] and said in second[1]
 
 
 def calls_before_backwards(rank: int, world_size: int, options: dict[str, Any]) -> list[Tensor]:

@@ -300,6 +300,28 @@ def hybrid_refused(rank: int, world_size: int) -> None:
         fxshard.compile(net(), process_group=dist.group.WORLD, mesh=flat)
 
 
+def pairs_of_groups(rank: int, world_size: int) -> None:
+    """Shard groups 01, 23; replicas 02, 13, or 03, 12 which hold different rows."""
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
+    groups |= {ranks: dist.new_group(list(ranks)) for ranks in ((0, 3), (1, 2))}
+
+    def mine(*choices: tuple[int, int]) -> Any:
+        return next(groups[ranks] for ranks in choices if rank in ranks)
+
+    shard = mine((0, 1), (2, 3))
+    with pytest.raises(ConfigError, match="at different places of their shard groups"):
+        pair = (shard, mine((0, 3), (1, 2)))
+        fxshard.compile(net(), strategy="hybrid_shard", process_group=pair)
+    pair = (shard, mine((0, 2), (1, 3)))
+    ours = fxshard.compile(net(), strategy="hybrid_shard", process_group=pair)
+    mesh = next(ours.parameters()).device_mesh
+    assert mesh.mesh.tolist() == [[0, 1], [2, 3]]
+
+
+def test_pairs_of_groups(ranks: Any) -> None:
+    ranks(4).run(pairs_of_groups)
+
+
 def test_what_is_no_arrangement_is_refused_on_all_ranks(ranks: Any) -> None:
     ranks(4).run(hybrid_refused)
 

@@ -107,7 +107,8 @@ class C10dWorld:
             self._everyone = [Peers(_default_group())]
         self._peers = list(dict.fromkeys([*self._everyone, *self.peers.values()]))
         self._calls = 0  # phases with collectives that this rank has begun: calls and backwards
-        self._backward_due = False  # the last of them was a forward whose backward has some too
+        # Forwards whose backward has some too and has not begun, by number; dead: it cannot come.
+        self._due: dict[int, weakref.ref[Any]] = {}
         self._issued = 0  # collectives that this rank has launched
         self._left = ""  # why it is in no process group any more
         self._worlds.add(self)
@@ -305,7 +306,6 @@ class C10dWorld:
         """
         self.require_joined()
         if communicates and name == "backward":
-            self._backward_due = False
             self._calls += 1
             for peers in self._everyone:
                 peers.note_backward(self._calls)
@@ -362,9 +362,7 @@ class C10dWorld:
         """
         why = f"stopped in the middle of {name} ({_said(error)})"
         deadline = time.monotonic() + patience.CENSUS_SECONDS
-        for peers in self._peers:
-            with contextlib.suppress(RuntimeError):
-                peers.note_left(why)
+        self._tell_left(why)  # before works that may take their time
         while (works := _pending(works)) and time.monotonic() < deadline:
             time.sleep(0.01)
         if not works:
@@ -394,25 +392,33 @@ class C10dWorld:
                 f"last checkpoint."
             )
 
-    def run_call(self, digest: str, known: Mapping[str, Sequence[str]], *, backward: bool) -> None:
+    def run_call(self, digest: str, known: Mapping[str, Sequence[str]]) -> None:
         """The call runs a program with collectives that all agree on (see `Peers.note_call`).
 
         Calls without any are not counted: ranks may make as many as they like. A call in front of
-        the backward of the last one waits for all ranks: one that has left out its backward alone
-        would gather what the others reduce.
-
-        Args:
-            backward: its backward has collectives.
+        the backward of an earlier one waits for all ranks: one that has left out its backward alone
+        would gather what the others reduce. A forward that all ranks have dropped is forgotten.
 
         Raises:
             RankMismatchError: not all ranks run what this one does.
         """
-        if self._backward_due:
-            self.agree([_ANOTHER], "what they do to the model", [[_BEHIND]])
-        self._backward_due = backward
+        if self._due:
+            lines = [_ANOTHER, f"backwards to come: {len(self._due)}"]
+            self.agree(lines, "what they do to the model", [[_BEHIND]])
+            held = self.any_rank("".join("01"[ref() is not None] for ref in self._due.values()))()
+            due = zip(self._due.items(), held, strict=True)
+            self._due = {number: ref for (number, ref), flag in due if flag == "1"}
         self._calls += 1
         for peers in self._everyone:
             peers.note_call(self._calls, digest, known, self._leave)
+
+    def await_backward(self, call: object) -> None:
+        """The backward of this call has collectives; it cannot come once `call` is gone."""
+        self._due[self._calls] = weakref.ref(call)
+
+    def begin_backward(self, call: object) -> None:
+        """What `await_backward` waited for."""
+        self._due = {number: ref for number, ref in self._due.items() if ref() is not call}
 
     def any_rank(self, flags: str) -> Callable[[], str]:
         """Tell all ranks of the mesh which of some things are true here ("0" or "1" for each).
@@ -449,12 +455,17 @@ class C10dWorld:
 
         gloo closes them when nothing refers to the group any more, nor any other world's.
         """
-        for peers in self._peers:
-            peers.note_left(why)
+        self._tell_left(why)
         for world in list(self._worlds):
             world._forget_groups(why)
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _tell_left(self, why: str) -> None:
+        """Say so in the stores that can be reached."""
+        for peers in self._peers:
+            with contextlib.suppress(RuntimeError):
+                peers.note_left(why)
 
     def _forget_groups(self, why: str) -> None:
         self._left = why
