@@ -8,7 +8,9 @@ import logging
 import re
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -38,6 +40,8 @@ from fxshard.world.in_process import InProcessWorld
 log = logging.getLogger("fxshard")
 
 MakeExecutor = Callable[[Program, Any], Executor]
+_Part = tuple[str, str]  # role and FQN
+_Noted = tuple[weakref.ref[Tensor], int] | None  # a tensor, and how often it had been written
 
 
 class Runtime(ParameterStore):
@@ -49,8 +53,8 @@ class Runtime(ParameterStore):
         sync: False inside of `no_sync`.
         comm_hook: the user's function reduces gradients.
         attributes: what modules say that programs depend on.
-        torn: why calls are refused: what a phase has begun that an exception ended, and how often
-            each part had been written then.
+        torn: why calls are refused: what a phase has begun that an exception ended, and each part
+            (role and FQN) as it was then.
         just_stepped: parameters that the last backward has stepped.
         inside: what of the model itself its programs stand for (see `fxshard.swapped`).
     """
@@ -68,7 +72,7 @@ class Runtime(ParameterStore):
         self.make_executor = make_executor
         self.variants: dict[Kind, Variant] = {}
         self.reach = Reach()
-        self.torn: dict[str, tuple[str, list[tuple[Tensor, int]]]] = {}
+        self.torn: dict[str, tuple[str, dict[_Part, _Noted]]] = {}
         self.just_stepped: list[str] = []
         self.sync = True
         self.comm_hook = False
@@ -327,8 +331,14 @@ class Runtime(ParameterStore):
         """No program, and no optimizer: a copy makes its own."""
         fresh: dict[str, Any] = {"variants": {}, "_agreed": {}, "_optimizer": None, "_root": None}
         fresh["attributes"] = Attributes()
-        fresh["torn"] = {what: (why, []) for what, (why, _) in self.torn.items()}
+        torn = self.torn.items()  # `restored` notes what the copy has
+        fresh["torn"] = {what: (why, dict.fromkeys(parts)) for what, (why, parts) in torn}
         return super().fresh() | fresh
+
+    def restored(self) -> None:
+        super().restored()
+        for what, (why, parts) in self.torn.items():
+            self.refuse_until_written(what, why, list(parts))
 
     @contextlib.contextmanager
     def as_traced(self, variant: Variant | None = None) -> Iterator[None]:
@@ -356,19 +366,30 @@ class Runtime(ParameterStore):
                         f"forward ended with an exception ({type(error).__name__}): it had "
                         f"written buffer {names[changed.index(True)]!r} and not "
                         f"{names[changed.index(False)]!r}. Load the last checkpoint.",
-                        buffers,
+                        [("buffer", name or "") for name in names],
                     )
                 raise
 
-    def refuse_until_written(self, what: str, why: str, parts: Sequence[Tensor]) -> None:
+    def refuse_until_written(self, what: str, why: str, parts: Sequence[_Part]) -> None:
         """Refuse calls from now on, until all of `parts` have been written, as loading does."""
-        self.torn[what] = why, [(part, compat.version(part)) for part in parts]
+        self.torn[what] = why, {part: self._noted(part) for part in parts}
+
+    def _noted(self, part: _Part) -> _Noted:
+        role, fqn = part
+        tensor = self._buffer(fqn) if role == "buffer" else self.slots[fqn].tensor
+        return weakref.ref(tensor), compat.version(tensor)
 
     def _require_whole(self) -> None:
         for what, (why, parts) in list(self.torn.items()):
-            if not parts or any(compat.version(part) == version for part, version in parts):
+            if not parts or any(starmap(self._is_unwritten, parts.items())):
                 raise StepError(why)
             del self.torn[what]
+
+    def _is_unwritten(self, part: _Part, noted: _Noted) -> bool:
+        now = self._noted(part)
+        if noted is None or now is None:
+            return True
+        return noted[0]() is now[0]() and noted[1] == now[1]
 
     def arguments(self, variant: Variant, batch: Sequence[Tensor]) -> list[list[Tensor]]:
         """Per rank that this process runs, the values of forward's placeholders.

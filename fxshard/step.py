@@ -194,14 +194,14 @@ def _whole_or_refused(call: Call) -> Iterator[None]:
             runtime.torn["accumulated"] = (
                 f"{said} that had added to the gradients accumulated under no_sync, and they are "
                 f"lost: call zero_grad() of the model, and begin with the first micro-batch.",
-                [],
+                {},
             )
         if runtime.just_stepped:
             runtime.refuse_until_written(
                 "stepped",
                 f"{said} that had stepped {runtime.just_stepped[0]!r} and not all parameters "
                 f"(optimizer_in_backward=True): load the last checkpoint.",
-                [runtime.slots[fqn].tensor for fqn in ops.stepped(program)],
+                [("shard", fqn) for fqn in ops.stepped(program)],
             )
         raise
 

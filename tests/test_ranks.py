@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from typing import Any
@@ -201,6 +202,37 @@ def test_survivors_name_the_dead(hasty: Any, world_size: int, victim: int, verb:
             )
             assert said in failure
             assert "restart from the last checkpoint" in failure
+
+
+def dies_with_the_store(rank: int, world_size: int, port: int) -> str:
+    """Rank 0 hosts a TCP store, as that of torchrun's ``MASTER_ADDR``."""
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    case = MODELS["mlp13"]
+    model = fxshard.compile(built("mlp13"), units=case.units)
+    args, kwargs = case.batch(rank, 0)
+
+    def step() -> None:
+        case.loss(model(*args, **kwargs)).backward()
+
+    step()
+    if rank == 0:
+        os._exit(3)
+    first = told(step)
+    assert told(step).startswith("RankMismatchError: this rank has left the process group")
+    return first
+
+
+def test_survivors_know_that_the_store_died(hasty: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    found = hasty(3).run_expecting_errors(dies_with_the_store, port)
+    assert "died, exit code 3" in found[0]
+    for rank in (1, 2):
+        said = f"RankDiedError: a collective failed on rank {rank}"
+        assert found[rank].startswith(said), found[rank]
+        assert "the store cannot be reached" in found[rank] or "rank 0 of 3" in found[rank]
 
 
 def dies_before_it_agrees(rank: int, world_size: int) -> str:
