@@ -82,6 +82,7 @@ class FxshardModule(FsdpMethods):
         rest = {key: value for key, value in self.__dict__.items() if key != STATE}
         made.__dict__.update(copy.deepcopy(rest, memo))
         made.__dict__[STATE] = runtime
+        runtime.note_halves()
         let_gather(runtime)
         return made
 

@@ -331,12 +331,16 @@ class Runtime(ParameterStore):
         """No program, and no optimizer: a copy makes its own."""
         fresh: dict[str, Any] = {"variants": {}, "_agreed": {}, "_optimizer": None, "_root": None}
         fresh["attributes"] = Attributes()
-        torn = self.torn.items()  # `restored` notes what the copy has
+        torn = self.torn.items()  # `note_halves` notes what the copy has
         fresh["torn"] = {what: (why, dict.fromkeys(parts)) for what, (why, parts) in torn}
         return super().fresh() | fresh
 
     def restored(self) -> None:
         super().restored()
+        self.note_halves()
+
+    def note_halves(self) -> None:
+        """A copy is complete: it is refused as its original is, until its halves are written."""
         for what, (why, parts) in self.torn.items():
             self.refuse_until_written(what, why, list(parts))
 
