@@ -200,6 +200,71 @@ def test_outputs_that_share_memory(how: str, loss: Any) -> None:
     assert result.numerics.verdict != "wrong", result.numerics.table()
 
 
+class Holder:
+    """A loss that is an object, or a method of one."""
+
+    def __init__(self, labels: Tensor) -> None:
+        self.labels = {"all": [labels]}
+
+    def __call__(self, out: Tensor) -> Tensor:
+        return (out - self.labels["all"][0]).abs().sum()
+
+    def loss(self, out: Tensor) -> Tensor:
+        """As the object itself."""
+        return self(out)
+
+
+class ByLabels(torch.autograd.Function):
+    """A function whose backward alone reads labels."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, labels: Any) -> Tensor:
+        ctx.labels = labels
+        return out.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * ctx.labels[0], None
+
+
+def holding(labels: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Losses that hold `labels` in several ways; some hold a tensor too that they never read."""
+    unread = torch.zeros(100)
+    held, array = {"labels": labels, "unread": unread}, labels.numpy()
+
+    def inner(out: Tensor) -> Tensor:
+        return (out - labels).abs().sum()
+
+    def default(out: Tensor, labels: Tensor = labels) -> Tensor:
+        return (out - labels).abs().sum()
+
+    def keyword(out: Tensor, *, labels: Tensor = labels) -> Tensor:
+        return (out - labels).abs().sum()
+
+    return {
+        "closure": lambda out: (out - labels).abs().sum() + 0 * len(unread),
+        "dict": lambda out: (out - held["labels"]).abs().sum(),
+        "function of a closure": lambda out: 2 * inner(out),
+        "object": Holder(labels),
+        "method": Holder(labels).loss,
+        "default": default,
+        "keyword": keyword,
+        "partial": functools.partial(lambda held, out: (out - held[0]).abs().sum(), [labels]),
+        "new ones": lambda out: (out * torch.tensor(2.0)).sum() + out[[0, 1], [1, 2]].sum(),
+        "an array": lambda out: (out * torch.from_numpy(array)).sum(),
+        "in backward": lambda out: ByLabels.apply(out, [labels]),
+    }
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("how", holding(torch.zeros(1)))
+def test_tensors_that_a_loss_holds(how: str, micro_batches: int) -> None:
+    loss = holding(torch.randn(3, 4))[how]
+    model, x = nn.Linear(4, 4), torch.randn(3, 4)
+    result = fxshard.validate(model, (x,), world_size=2, loss=loss, micro_batches=micro_batches)
+    assert result.max_abs_difference == 0, result.table(only_different=True)
+
+
 @pytest.mark.parametrize("how", RETURNS)
 def test_a_tensor_is_returned_twice_where_eager_does(how: str) -> None:
     eager = Returns(how)
