@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from typing import Any
 
 import torch
 
 from fxshard import compat
 from fxshard.executor import Executor, TracedExecutor
+from fxshard.held import copied
 from fxshard.memory.category import Category
 from fxshard.memory.optimizer import make_optimizer
 from fxshard.memory.tracker import Measured, Tracker, WatchedWorld
@@ -23,7 +23,7 @@ from fxshard.units import configured_units
 def tracked(work: Workload, steps: int) -> list[Measured]:
     """Train a copy of the model on this rank of the default process group; what was measured."""
     tracker = Tracker(offloaded=work.config.offload is not None)
-    module, config = copy.deepcopy(work.module), work.config
+    module, config = copied(work.module), work.config
     units = configured_units(module, config)
     world = world_over(mesh_of(module, config, grid(work.world_size, config)), config, units)
 

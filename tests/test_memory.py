@@ -7,6 +7,7 @@ sees what neither can (inside kernels) and is torch's own.
 import copy
 import functools
 import itertools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -285,3 +286,37 @@ def test_what_gradients_are_before_they_are_stored(build: Any, world_size: int) 
         build(), (torch.randn(3, 4),), world_size=world_size, offload=CPUOffloadPolicy()
     )
     assert result.max_abs_difference == 0, result.table(only_different=True)
+
+
+def keeps_in_an_object(model: Any) -> None:
+    model.kept = types.SimpleNamespace(last=[model(torch.ones(3, 4))])
+
+
+def keeps_in_a_buffer(model: Any) -> None:
+    model.register_buffer("last", model(torch.ones(3, 4)))
+
+
+def keeps_a_distribution(model: Any) -> None:
+    model.prior = torch.distributions.Normal(model(torch.ones(3, 4)), 1.0)
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda model: nn.utils.weight_norm(model),
+        lambda model: setattr(model, "last", model(torch.ones(3, 4))),
+        keeps_in_an_object,
+        keeps_in_a_buffer,
+        keeps_a_distribution,
+    ],
+    ids=["weight_norm", "attribute", "object", "buffer", "distribution"],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_models_that_hold_what_autograd_has_made(keep: Callable[[nn.Module], Any]) -> None:
+    model = nn.Linear(4, 4)
+    keep(model)
+    x = torch.randn(3, 4)
+    result = fxshard.validate(model, (x,), world_size=2, numerics=True)
+    assert result.max_abs_difference == 0, result.table(only_different=True)
+    assert result.numerics is not None
+    assert result.numerics.verdict != "wrong", result.numerics.table()
