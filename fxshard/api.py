@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import logging
 import math
@@ -21,6 +20,7 @@ from fxshard.config import Config
 from fxshard.cost.hardware import Hardware, hardware_of
 from fxshard.errors import ConfigError, UnknownSizeError
 from fxshard.gathering import let_gather
+from fxshard.held import copied
 from fxshard.memory.compare import Validation, compare
 from fxshard.memory.report import MemoryReport
 from fxshard.mesh import grid, world_for
@@ -277,7 +277,7 @@ def validate(
             "process. Call it before init_process_group, or in another process."
         )
     args, kwargs = _example(args, kwargs)
-    module = copy.deepcopy(_plain_module(model))
+    module = copied(_plain_module(model))
     for name, param in module.named_parameters():
         if param.is_meta:
             raise ConfigError(

@@ -10,6 +10,7 @@ What a module counts in each run of its forward no program can go on with: `coun
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import sys
@@ -26,7 +27,7 @@ _FOREIGN = (sys.stdlib_module_names | {"torch", "numpy", "fxshard"}) - {"types"}
 @contextlib.contextmanager
 def put_back(model: nn.Module) -> Iterator[None]:
     """Afterwards the numbers that the code of `model` holds are what they were."""
-    before = [(holder, found) for holder in _held(model) if (found := _numbers(holder))]
+    before = [(holder, found) for holder in held(model) if (found := _numbers(holder))]
     try:
         yield
     finally:
@@ -71,10 +72,10 @@ def counting(model: nn.Module, seen: list[dict[tuple[int, str, Any], float]]) ->
 def has_iterators(model: nn.Module) -> bool:
     """True if the code of `model` holds an iterator: it goes on in each run, and never back."""
     kinds = types.GeneratorType
-    return any(isinstance(v, kinds) or type(v).__module__ == "itertools" for v in _held(model))
+    return any(isinstance(v, kinds) or type(v).__module__ == "itertools" for v in held(model))
 
 
-def _held(model: nn.Module) -> Iterator[Any]:
+def held(model: nn.Module) -> Iterator[Any]:
     """What the code of `model` holds beside tensors and modules, each object once."""
     todo: list[Any] = [v for m in model.modules() for v in (type(m), *vars(m).values())]
     seen: set[int] = set()
@@ -97,7 +98,7 @@ def _parts(value: Any) -> Iterable[Any]:
             return ()
         case dict():
             return list(value.values())
-        case list() | tuple() | set():
+        case list() | tuple() | set() | collections.deque():
             return list(value)
         case types.CellType():
             return _numbers(value, object).values()
@@ -105,16 +106,17 @@ def _parts(value: Any) -> Iterable[Any]:
             return (value.func, value.args, value.keywords)
         case types.MethodType():
             return (value.__func__, value.__self__)
-        case types.FunctionType() if _is_users(value):
+        case types.FunctionType() if is_users(value):
             return (value.__closure__, value.__defaults__, value.__globals__)
-        case type() if _is_users(value):
+        case type() if is_users(value):
             return (*value.__bases__, *vars(value).values())
         case type() | types.ModuleType() | types.FunctionType():
             return ()
-    return (getattr(value, "__dict__", None),) if _is_users(type(value)) else ()
+    return (getattr(value, "__dict__", None),) if is_users(type(value)) else ()
 
 
-def _is_users(code: Any) -> bool:
+def is_users(code: Any) -> bool:
+    """True for a class or a function of the user's, False for one of a library that we know."""
     return str(code.__module__).partition(".")[0] not in _FOREIGN
 
 

@@ -518,6 +518,7 @@ META = torch.device("meta")
 # (torch/_refs/__init__.py, torch/_decomp/decompositions.py, torch/_meta_registrations.py).
 AS_ON_META: tuple[OpOverload, ...] = (
     aten.native_layer_norm.default,
+    aten.native_batch_norm.default,
     aten._native_batch_norm_legit.default,
     aten._native_batch_norm_legit_functional.default,
     aten._native_batch_norm_legit_no_training.default,
@@ -547,9 +548,9 @@ class CudaFakeMode(KernelFakeMode):
             return compat.tree_unflatten([_like(x, device) for x in results], form)
 
 
-def decides(program: Program, op: Any) -> bool:
-    """True if fake results of `op` are CUDA's, where the CPU's are others."""
-    return isinstance(program.fake_mode, CudaFakeMode) and op in AS_ON_META
+def decides(mode: compat.FakeTensorMode, op: Any) -> bool:
+    """True if results of `op` that are fakes of `mode` are CUDA's, where the CPU's are others."""
+    return isinstance(mode, CudaFakeMode) and op in AS_ON_META
 
 
 def _like(value: Any, device: torch.device) -> Any:

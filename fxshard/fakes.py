@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from fxshard import cuda, meta
+from fxshard.compat import FakeTensorMode
 from fxshard.program import Program
 
 aten = torch.ops.aten
@@ -42,16 +43,21 @@ def correct(program: Program) -> None:
 
 def of_kernel(program: Program, node: fx.Node, val: Any) -> Any:
     """`val`, the fake value of `node`, as the kernel of its operator makes it."""
-    rule = RULES.get(node.target)
-    if rule is None or cuda.decides(program, node.target):
+    if node.target not in RULES:
         return val
-    values: tuple[Any, ...] = tuple(
-        a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args
-    )
+    values = tuple(a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args)
+    return as_made(node.target, values, val, program.fake_mode)
+
+
+def as_made(op: Any, values: tuple[Any, ...], result: Any, mode: FakeTensorMode) -> Any:
+    """`result`, a fake one of `mode` that `op` gave for `values`, as its kernel makes it."""
+    rule = RULES.get(op)
+    if rule is None or cuda.decides(mode, op):
+        return result
     if rule in OF_THE_CPU and values[0].device.type != "cpu":
-        return val  # the others hold on every device
-    with program.fake_mode:
-        return rule(values, val)
+        return result  # the others hold on every device
+    with mode:
+        return rule(values, result)
 
 
 def statistics(values: tuple[Any, ...], result: Any) -> Any:
@@ -125,7 +131,9 @@ def unreduced(values: tuple[Any, ...], result: Any) -> Any:
     if result.dim():
         return result
     count = math.prod(torch.broadcast_shapes(values[0].shape, values[1].shape))
-    flat = torch.empty(max(count, 1), dtype=result.dtype, device=result.device)
+    if isinstance(count, int):  # open sizes are at least two
+        count = max(count, 1)
+    flat = torch.empty(count, dtype=result.dtype, device=result.device)
     return flat.as_strided((), ())
 
 
@@ -147,6 +155,7 @@ OF_THE_CPU: tuple[Rule, ...] = (statistics, running_statistics, input_gradient, 
 RULES: dict[Any, Rule] = {
     aten._native_batch_norm_legit_functional.default: running_statistics,
     aten._native_batch_norm_legit.no_stats: statistics,
+    aten.native_batch_norm.default: statistics,
     aten._native_batch_norm_legit_no_training.default: statistics,
     aten.native_group_norm.default: statistics,
     aten.native_layer_norm.default: statistics,

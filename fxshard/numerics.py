@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from fxshard import compat, precision
 from fxshard.config import Precision
+from fxshard.held import copied
 from fxshard.mesh import grid
 from fxshard.module import sharded
 from fxshard.optimizer import OnShards
@@ -175,7 +176,7 @@ def beside_eager(work: Workload) -> Numerics:
     """
     with torch.random.fork_rng():
         ours, program = _compiled(work)
-        eager = _eager(copy.deepcopy(work.module), work, program, program.units)
+        eager = _eager(copied(work.module), work, program, program.units)
         keys = list(dict.fromkeys([*eager, *ours]))
         coarsest = coarsest_dtype(program)
         rows = [difference(key, ours.get(key), eager.get(key), coarsest) for key in keys]
@@ -285,7 +286,7 @@ class _Watched(Runtime):
 def _compiled(work: Workload) -> tuple[Seen, Program]:
     """What the step leaves, and the program that ran last."""
     replicas, shards = grid(work.world_size, work.config)
-    module = copy.deepcopy(work.module)
+    module = copied(work.module)
     units = configured_units(module, work.config)
     world = InProcessWorld(shards, replicas)
     model = sharded(module, units, world, work.config, kind=_Watched)
@@ -445,7 +446,7 @@ def _exact(work: Workload, program: Program, eager: Seen, computed_in: torch.dty
     """The eager step in fp64; None if the model does not run so, or eager's own is not near it."""
     work = dataclasses.replace(work, call=precision.cast_floating(work.call, torch.float64))
     try:
-        module = copy.deepcopy(work.module).double()
+        module = copied(work.module).double()
         exact = _eager(module, work, program, widened(program.units))
     except Exception:  # a model may insist on a dtype in any way; then there is no such run
         return None

@@ -18,7 +18,6 @@ optimizer that divides by the size of a gradient would blow up.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import math
@@ -33,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from fxshard import compat, precision, processes
 from fxshard.config import Config
 from fxshard.errors import ConfigError
+from fxshard.held import copied
 from fxshard.memory.compare import Validation, compare
 from fxshard.memory.optimizer import make_optimizer
 from fxshard.memory.report import MemoryReport
@@ -160,7 +160,7 @@ def _varied(call: Call, generator: torch.Generator, *, integers: bool) -> Call:
 
 def _runs(work: Workload, call: Call) -> bool:
     """Whether the model takes this batch."""
-    model = copy.deepcopy(work.module)
+    model = copied(work.module)
     args, kwargs = own(call)
     try:
         with torch.no_grad(), torch.random.fork_rng():
@@ -231,7 +231,7 @@ class _Watched(Runtime):
 
 def _steps(work: Workload, rank: int, steps: int) -> list[Left]:
     config = work.config
-    module = copy.deepcopy(work.module)
+    module = copied(work.module)
     units = configured_units(module, config)
     world = world_over(mesh_of(module, config, grid(work.world_size, config)), config, units)
     model = sharded(module, units, world, config, kind=_Watched)
@@ -298,7 +298,7 @@ def _beside_eager(
     rows: list[Difference] = []
     steps = len(lefts[0])
     for step in range(steps):
-        before = copy.deepcopy(eager.modules)
+        before = copied(eager.modules)
         theirs = eager.run(step)
         grads = [left[step].grads for left in lefts]
         ours = eager.seen("gradient", functools.partial(_whole, grads))
@@ -376,7 +376,7 @@ class _Eager:
     ) -> None:
         self.work, self.program, self.calls, self.places = work, program, calls, places
         self.units = program.units
-        self.modules = [copy.deepcopy(work.module) for _ in calls]
+        self.modules = [copied(work.module) for _ in calls]
         self.params: list[dict[str, nn.Parameter]] = [
             {
                 fqn: nn.Parameter(param.detach().clone(), param.requires_grad)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
-import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from fxshard import compat
 from fxshard.executor import Executor, TracedExecutor
+from fxshard.held import copied
 from fxshard.memory.category import Category
 from fxshard.memory.optimizer import make_optimizer
 from fxshard.memory.tracker import Measured, Tracker, WatchedWorld
@@ -26,7 +23,7 @@ from fxshard.units import configured_units
 def tracked(work: Workload, steps: int) -> list[Measured]:
     """Train a copy of the model on this rank of the default process group; what was measured."""
     tracker = Tracker(offloaded=work.config.offload is not None)
-    module, config = copy.deepcopy(work.module), work.config
+    module, config = copied(work.module), work.config
     units = configured_units(module, config)
     world = world_over(mesh_of(module, config, grid(work.world_size, config)), config, units)
 
@@ -59,7 +56,7 @@ def tracked_steps(model: FxshardModule, work: Workload, tracker: Tracker, steps:
     tracker.know(runtime.whole_parameters(), Category.SHARDED_PARAM)
     tracker.know([*model.buffers(), *program.constants.values()], Category.BUFFER)
     inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    tracker.know([*inputs, *_tensors_of(work.loss)], Category.INPUTS)
+    tracker.know(inputs, Category.INPUTS)  # and what the loss reads, once it does
     del shards
     trained = [param for param in model.parameters() if param.requires_grad]
     hooks = [param.register_hook(tracker.gradient) for param in trained if not in_backward]
@@ -108,22 +105,6 @@ def _forward_backward(
     tracker.at()
     tracker.begin("loss backward")
     value.backward()
-
-
-def _tensors_of(loss: Any) -> Iterator[torch.Tensor]:
-    """Tensors that a function closes over, or a module or a partial call holds."""
-    if isinstance(loss, torch.Tensor):
-        yield loss
-    elif isinstance(loss, torch.nn.Module):
-        yield from (*loss.parameters(), *loss.buffers())
-    elif isinstance(loss, functools.partial):
-        for value in (loss.func, *loss.args, *loss.keywords.values()):
-            yield from _tensors_of(value)
-    elif inspect.isfunction(loss):
-        names = inspect.getclosurevars(loss)
-        for value in (*names.nonlocals.values(), *names.globals.values()):
-            if isinstance(value, (torch.Tensor, torch.nn.Module)):
-                yield from _tensors_of(value)
 
 
 def split_steps(

@@ -40,6 +40,7 @@ from fxshard import (
 from fxshard.compat import FakeTensorMode
 from fxshard.config import environment
 from fxshard.errors import CaptureError
+from fxshard.held import Snapshot
 from fxshard.normalize import fake_like, normalize
 from fxshard.program import Program, Signature, input_name, path_name
 from fxshard.shapes import Domain, Symbols
@@ -940,7 +941,7 @@ def _fake_state(
     parameters are whole, wherever they or their shards lie now; None: where they are. `told`: warn
     of attributes that forward assigns.
     """
-    before = [(module, _snapshot(module)) for module in model.modules()]
+    before = Snapshot(model)
     made: dict[int, torch.Tensor] = {}
     try:
         for module in model.modules():
@@ -958,44 +959,25 @@ def _fake_state(
                         made[id(tensor)] = fake
                     slots[name] = made[id(tensor)]
         yield
-        for module, snapshot in before if told else ():
-            for name in _assigned(module, snapshot):
-                log.warning(
-                    "fxshard: forward of %s assigns self.%s; the traced program repeats what it "
-                    "computes, not the assignment.",
-                    type(module).__name__,
-                    name,
-                )
+        if told:
+            _tell_of(before)
     finally:
-        for module, snapshot in before:
-            _restore(module, snapshot)
+        before.restore()
 
 
-def _snapshot(module: nn.Module) -> dict[str, Any]:
-    return {
-        name: (value, value.copy() if isinstance(value, (dict, list, set)) else None)
-        for name, value in module.__dict__.items()
-    }
-
-
-def _assigned(module: nn.Module, snapshot: dict[str, Any]) -> list[str]:
-    """Public attributes of `module` that are not what they were."""
-    absent = (object(), None)
-    return [
-        name
-        for name, value in module.__dict__.items()
-        if not name.startswith("_") and snapshot.get(name, absent)[0] is not value
-    ]
-
-
-def _restore(module: nn.Module, snapshot: dict[str, Any]) -> None:
-    """Put `__dict__` back in place: collections keep their identity, others may share them."""
-    for key in set(module.__dict__) - set(snapshot):
-        del module.__dict__[key]
-    for key, (value, items) in snapshot.items():
-        if isinstance(value, list):
-            value[:] = items
-        elif items is not None:
-            value.clear()
-            value.update(items)
-        module.__dict__[key] = value
+def _tell_of(before: Snapshot) -> None:
+    """Warn of what forward has changed in its modules."""
+    for module, name in before.assigned():
+        log.warning(
+            "fxshard: forward of %s assigns self.%s; the traced program repeats what it computes, "
+            "not the assignment.",
+            type(module).__name__,
+            name,
+        )
+    for module, name in before.changed():
+        log.warning(
+            "fxshard: forward of %s changes what self.%s holds; the traced program repeats what it "
+            "computes, not the change.",
+            type(module).__name__,
+            name,
+        )

@@ -1,5 +1,6 @@
 """Fake values against the kernels themselves: dtypes, strides and the bytes of storages."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +44,9 @@ def assert_as_the_kernel(target: Any, *args: Any) -> None:
 def test_statistics_of_norms(input: Any, params: Any) -> None:
     x, rows = torch.randn(4, 8, 5, 5, dtype=input), torch.randn(4, 3, 8, dtype=input)
     weight, bias = (None if params is None else torch.ones(8, dtype=params) for _ in range(2))
-    assert_as_the_kernel(aten._native_batch_norm_legit.no_stats, x, weight, bias, True, 0.1, 1e-5)
+    numbers = True, 0.1, 1e-5
+    assert_as_the_kernel(aten._native_batch_norm_legit.no_stats, x, weight, bias, *numbers)
+    assert_as_the_kernel(aten.native_batch_norm.default, x, weight, bias, None, None, *numbers)
     assert_as_the_kernel(aten.native_group_norm.default, x, weight, bias, 4, 8, 25, 2, 1e-5)
     assert_as_the_kernel(aten.native_layer_norm.default, rows, [8], weight, bias, 1e-5)
 
@@ -210,6 +213,68 @@ class Mixed(nn.Module):
 def test_static_equals_measured(build: type[nn.Module], shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     result = fxshard.validate(build(), (torch.randn(shape),), world_size=2)
+    assert result.max_abs_difference == 0, result.table(only_different=True)
+
+
+TARGET, CHANCES = torch.linspace(-1, 1, 32).view(4, 8), torch.linspace(0.1, 0.9, 32).view(4, 8)
+ONE_OF, SIGNS, WEIGHT = torch.arange(4), TARGET.sign(), torch.ones(8)
+SOME_OF = torch.tensor([[1, 2, -1, 0, 0, 0, 0, 0]] * 4)
+# Called with f32[4, 8], and with reduction="mean" or "sum".
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "binary_cross_entropy": lambda x, **how: F.binary_cross_entropy(x.sigmoid(), CHANCES, **how),
+    "binary_cross_entropy, weights": lambda x, **how: F.binary_cross_entropy(
+        x.sigmoid(), CHANCES, weight=CHANCES, **how
+    ),
+    "binary_cross_entropy_with_logits": lambda x, **how: F.binary_cross_entropy_with_logits(
+        x, CHANCES, pos_weight=WEIGHT, **how
+    ),
+    "cosine_embedding": lambda x, **how: F.cosine_embedding_loss(x, TARGET, SIGNS[:, 0], **how),
+    "cross_entropy": lambda x, **how: F.cross_entropy(x, ONE_OF, **how),
+    "cross_entropy, smooth": lambda x, **how: F.cross_entropy(
+        x, ONE_OF, weight=WEIGHT, label_smoothing=0.1, **how
+    ),
+    "cross_entropy of chances": lambda x, **how: F.cross_entropy(x, CHANCES, **how),
+    "hinge_embedding": lambda x, **how: F.hinge_embedding_loss(x, SIGNS, **how),
+    "huber": lambda x, **how: F.huber_loss(x, TARGET, **how),
+    "kl_div": lambda x, **how: F.kl_div(x.log_softmax(-1), CHANCES, **how),
+    "l1": lambda x, **how: F.l1_loss(x, TARGET, **how),
+    "margin_ranking": lambda x, **how: F.margin_ranking_loss(x, TARGET, SIGNS, **how),
+    "mse": lambda x, **how: F.mse_loss(x, TARGET, **how),
+    "mse, expanded": lambda x, **how: F.mse_loss(x, TARGET[:1].expand(4, -1), **how),
+    "mse, weights": lambda x, **how: F.mse_loss(x, TARGET, weight=CHANCES, **how),
+    "multi_margin": lambda x, **how: F.multi_margin_loss(x, ONE_OF, **how),
+    "multilabel_margin": lambda x, **how: F.multilabel_margin_loss(x, SOME_OF, **how),
+    "multilabel_soft_margin": lambda x, **how: F.multilabel_soft_margin_loss(x, CHANCES, **how),
+    "nll": lambda x, **how: F.nll_loss(x.log_softmax(-1), ONE_OF, **how),
+    "poisson_nll": lambda x, **how: F.poisson_nll_loss(x, CHANCES, **how),
+    "smooth_l1": lambda x, **how: F.smooth_l1_loss(x, TARGET, **how),
+    "soft_margin": lambda x, **how: F.soft_margin_loss(x, SIGNS, **how),
+    "triplet_margin": lambda x, **how: F.triplet_margin_loss(x, TARGET, CHANCES, **how),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_behind_the_model_are_as_measured(name: str, reduction: str) -> None:
+    loss = functools.partial(LOSSES[name], reduction=reduction)
+    result = fxshard.validate(nn.Linear(8, 8), (torch.randn(4, 8),), world_size=2, loss=loss)
+    assert result.max_abs_difference == 0, result.table(only_different=True)
+
+
+BEHIND: dict[str, Callable[[Tensor], Tensor]] = {
+    "batch_norm": lambda x: F.batch_norm(x, None, None, WEIGHT, WEIGHT, training=True).sum(),
+    "layer_norm": lambda x: F.layer_norm(x, (8,), WEIGHT, WEIGHT).sum(),
+    "group_norm": lambda x: F.group_norm(x, 2, WEIGHT, WEIGHT).sum(),
+    "fold": lambda x: F.fold(x.float().reshape(1, 8, 4), (3, 3), (2, 2)).pow(2).sum(),
+    "mse in bf16": lambda x: F.mse_loss(x, TARGET.bfloat16()),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_what_kernels_make_in_a_loss_is_as_measured(name: str) -> None:
+    model = nn.Linear(8, 8, dtype=BF16)
+    rows = torch.randn(4, 8, dtype=BF16)
+    result = fxshard.validate(model, (rows,), world_size=2, loss=BEHIND[name])
     assert result.max_abs_difference == 0, result.table(only_different=True)
 
 

@@ -7,6 +7,7 @@ sees what neither can (inside kernels) and is torch's own.
 import copy
 import functools
 import itertools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -200,6 +201,71 @@ def test_outputs_that_share_memory(how: str, loss: Any) -> None:
     assert result.numerics.verdict != "wrong", result.numerics.table()
 
 
+class Holder:
+    """A loss that is an object, or a method of one."""
+
+    def __init__(self, labels: Tensor) -> None:
+        self.labels = {"all": [labels]}
+
+    def __call__(self, out: Tensor) -> Tensor:
+        return (out - self.labels["all"][0]).abs().sum()
+
+    def loss(self, out: Tensor) -> Tensor:
+        """As the object itself."""
+        return self(out)
+
+
+class ByLabels(torch.autograd.Function):
+    """A function whose backward alone reads labels."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, labels: Any) -> Tensor:
+        ctx.labels = labels
+        return out.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * ctx.labels[0], None
+
+
+def holding(labels: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Losses that hold `labels` in several ways; some hold a tensor too that they never read."""
+    unread = torch.zeros(100)
+    held, array = {"labels": labels, "unread": unread}, labels.numpy()
+
+    def inner(out: Tensor) -> Tensor:
+        return (out - labels).abs().sum()
+
+    def default(out: Tensor, labels: Tensor = labels) -> Tensor:
+        return (out - labels).abs().sum()
+
+    def keyword(out: Tensor, *, labels: Tensor = labels) -> Tensor:
+        return (out - labels).abs().sum()
+
+    return {
+        "closure": lambda out: (out - labels).abs().sum() + 0 * len(unread),
+        "dict": lambda out: (out - held["labels"]).abs().sum(),
+        "function of a closure": lambda out: 2 * inner(out),
+        "object": Holder(labels),
+        "method": Holder(labels).loss,
+        "default": default,
+        "keyword": keyword,
+        "partial": functools.partial(lambda held, out: (out - held[0]).abs().sum(), [labels]),
+        "new ones": lambda out: (out * torch.tensor(2.0)).sum() + out[[0, 1], [1, 2]].sum(),
+        "an array": lambda out: (out * torch.from_numpy(array)).sum(),
+        "in backward": lambda out: ByLabels.apply(out, [labels]),
+    }
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("how", holding(torch.zeros(1)))
+def test_tensors_that_a_loss_holds(how: str, micro_batches: int) -> None:
+    loss = holding(torch.randn(3, 4))[how]
+    model, x = nn.Linear(4, 4), torch.randn(3, 4)
+    result = fxshard.validate(model, (x,), world_size=2, loss=loss, micro_batches=micro_batches)
+    assert result.max_abs_difference == 0, result.table(only_different=True)
+
+
 @pytest.mark.parametrize("how", RETURNS)
 def test_a_tensor_is_returned_twice_where_eager_does(how: str) -> None:
     eager = Returns(how)
@@ -220,3 +286,37 @@ def test_what_gradients_are_before_they_are_stored(build: Any, world_size: int) 
         build(), (torch.randn(3, 4),), world_size=world_size, offload=CPUOffloadPolicy()
     )
     assert result.max_abs_difference == 0, result.table(only_different=True)
+
+
+def keeps_in_an_object(model: Any) -> None:
+    model.kept = types.SimpleNamespace(last=[model(torch.ones(3, 4))])
+
+
+def keeps_in_a_buffer(model: Any) -> None:
+    model.register_buffer("last", model(torch.ones(3, 4)))
+
+
+def keeps_a_distribution(model: Any) -> None:
+    model.prior = torch.distributions.Normal(model(torch.ones(3, 4)), 1.0)
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda model: nn.utils.weight_norm(model),
+        lambda model: setattr(model, "last", model(torch.ones(3, 4))),
+        keeps_in_an_object,
+        keeps_in_a_buffer,
+        keeps_a_distribution,
+    ],
+    ids=["weight_norm", "attribute", "object", "buffer", "distribution"],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_models_that_hold_what_autograd_has_made(keep: Callable[[nn.Module], Any]) -> None:
+    model = nn.Linear(4, 4)
+    keep(model)
+    x = torch.randn(3, 4)
+    result = fxshard.validate(model, (x,), world_size=2, numerics=True)
+    assert result.max_abs_difference == 0, result.table(only_different=True)
+    assert result.numerics is not None
+    assert result.numerics.verdict != "wrong", result.numerics.table()

@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx
 
-from fxshard import compat, cuda, shapes
+from fxshard import compat, cuda, fakes, shapes
 from fxshard.errors import ConfigError
 from fxshard.memory import symbolic
 from fxshard.memory.recording import Event, Recorder
@@ -45,6 +45,18 @@ class LossStep:
 
 
 UNSEEN = -1  # storage that no operator made: a constant that the loss's own backward gave
+
+
+class _Loss(Recorder):
+    """Records with results as their kernels make them, on the CPU or on CUDA."""
+
+    def __init__(self, mode: compat.FakeTensorMode) -> None:
+        super().__init__(mode)
+
+        def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return fakes.as_made(func, args, func(*args, **kwargs), mode)
+
+        self._run = run
 
 
 class _Model(torch.autograd.Function):
@@ -140,7 +152,7 @@ def trace_loss(
         }
     with mode:
         dense = {position: torch.empty_like(value).stride() for position, value in values.items()}
-    recorder = Recorder(mode)
+    recorder = _Loss(mode)
     on_cuda = isinstance(program.fake_mode, cuda.CudaFakeMode)
     parts: list[list[Event]] = []
     reached: set[int] = set()

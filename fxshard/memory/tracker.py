@@ -59,6 +59,10 @@ class _Event:
     phase: str = ""
 
 
+# What `torch.tensor` calls on a tensor that it has just made.
+_OF_NEW_DATA = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+
+
 class Tracker(TorchDispatchMode):
     """Records while it is entered. `begin` and `at` mark phases and points; the rest is watched."""
 
@@ -144,6 +148,8 @@ class Tracker(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # DTensor runs the operator on local tensors: see it there
         kwargs = kwargs or {}
+        if self.phase in ("loss", "loss backward") and func not in _OF_NEW_DATA:
+            self._read((args, kwargs))
         result = func(*args, **kwargs)
         self._events.append(_Event("ran"))  # what dies behind it is still alive
         leaves, _ = tree_flatten(result)
@@ -171,6 +177,16 @@ class Tracker(TorchDispatchMode):
                     self._sent(number)
                     self._label(number, Category.SHARDED_GRAD)
         return result
+
+    def _read(self, arguments: Any) -> None:
+        """The user's loss reads these: what nothing has made was there from the start."""
+        leaves, _ = tree_flatten(arguments)
+        for leaf in leaves:
+            count = len(self._storages)
+            if isinstance(leaf, Tensor):
+                self._see(leaf, Category.INPUTS)
+            if len(self._storages) > count:
+                self._events.insert(0, self._events.pop())
 
     def _copied(self, number: int, sources: tuple[int, ...]) -> None:
         """A copy was made that may be one to be sent, or a reduced gradient in its own dtype."""
