@@ -29,7 +29,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -228,7 +227,7 @@ def load_checkpoint(
 
     def take() -> None:
         state.update(_state(model, optimizer))
-        ignored = "optimizer." if optimizer is None else ()
+        ignored: tuple[str, ...] = ("optimizer.",)
         if optimizer is not None:
             states, own = state["optimizer"]["state"], state["optimizer"]["param_groups"]
             asked = [own[at] | group for at, group in zip(order, groups, strict=True)]
@@ -386,8 +385,9 @@ def _require_all(keys: Sequence[str], state: dict[str, Any]) -> None:
     Raises:
         ValueError: something has none.
     """
-    asked = flatten_state_dict(state)[0]
-    if left := sorted(key for key in keys if key not in asked):
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner(state)  # flattens it
+    if left := sorted(key for key in keys if key not in planner.state_dict):
         more = f" and {len(left) - 8} more" if len(left) > 8 else ""
         raise ValueError(
             f"it has what this model and optimizer have no place for: {', '.join(left[:8])}{more}"
