@@ -355,6 +355,23 @@ def optimizer_states(rank: int, world_size: int) -> None:
             model.optim_state_dict_to_load(loaded, wrong)
 
 
+def test_states_of_several_groups_do_not_become_those_of_one() -> None:
+    """Whose options are those of none of its parameters' groups then: torch refuses that too."""
+    model = compiled("mlp13")
+    saved = trained(model)
+    one = torch.optim.AdamW(model.parameters(), lr=0.3)
+    with pytest.raises(ValueError, match="parameter group"):
+        one.load_state_dict(saved.state_dict())
+    for state in (model.full_optim_state_dict(saved), model.optim_state_dict(saved)):
+        with pytest.raises(CheckpointError, match=r"was in another group .* another 'lr'"):
+            model.optim_state_dict_to_load(one, state, load_directly=True)
+    assert not one.state and one.param_groups[0]["lr"] == 0.3
+    for group in saved.param_groups:
+        group["lr"] = 0.25
+    model.optim_state_dict_to_load(one, model.optim_state_dict(saved), load_directly=True)
+    assert one.param_groups[0]["lr"] == 0.25 and len(one.state) == len(saved.state)
+
+
 @EVERYWHERE
 def test_optimizer_states(ranks: Any, where: str) -> None:
     run(ranks, where, optimizer_states)
