@@ -263,7 +263,7 @@ def validate(
 
     Raises:
         ConfigError: a process group is initialised in this process, or a parameter has no data; or
-            what the ranks need cannot be pickled.
+            `steps` is no number of steps; or what the ranks need cannot be pickled.
         RankDiedError: a rank died, failed, or did not answer within `fxshard.processes.LIMIT_S`.
         UnknownSizeError: a size depends on the data, and no `numerics` are asked for.
     """
@@ -271,6 +271,8 @@ def validate(
     grid(world_size, config)
     if ranks not in ("fake", "processes"):
         raise ConfigError(f"ranks={ranks!r}: expected 'fake' or 'processes'.")
+    if not is_count(steps):
+        raise ConfigError(f"steps={steps!r}: expected how many steps to run, an integer >= 1.")
     if dist.is_available() and dist.is_initialized():
         raise ConfigError(
             "validate needs a fake process group of its own, but one is initialised in this "

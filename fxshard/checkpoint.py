@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import hashlib
 import io
 import json
@@ -21,17 +22,22 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -88,9 +94,18 @@ def save_checkpoint(
         for entry in root.iterdir():  # of a process that died while it saved
             if (found := _version(entry)) and found[1] == "writing":
                 _remove(entry)
-        (root / f"writing-{name}").mkdir()
-        torch.save(extra, root / f"writing-{name}" / "extra.pt")
+        made = root / f"writing-{name}"
+        made.mkdir()
+        try:
+            (made / "extra.pt").write_bytes(packed.getvalue())
+        except BaseException:
+            shutil.rmtree(made, ignore_errors=True)
+            raise
         return name
+
+    def take() -> None:
+        with contextlib.nullcontext() if optimizer is None else compat.not_stepped(optimizer):
+            state.update(_state(model, optimizer))
 
     def digests() -> dict[str, str]:
         mine = (file for file in writing.iterdir() if _writer(file) == ranks.rank)
@@ -114,13 +129,15 @@ def save_checkpoint(
                 _remove(entry)
 
     ranks = _Ranks(process_group)
+    packed = io.BytesIO()
+    state: dict[str, Any] = {}
     ranks.all(lambda: _require_own(model, optimizer), "nothing was saved")
+    ranks.first(lambda: torch.save(extra, packed), "nothing was saved: extra cannot be pickled")
     name = ranks.first(begin, f"a checkpoint cannot be written to {root}. {_CHECK}")
     writing = root / f"writing-{name}"
     failed = f"{writing} could not be written, and the state before is as it was"
-    with contextlib.nullcontext() if optimizer is None else compat.not_stepped(optimizer):
-        state = _state(model, optimizer)
     try:
+        ranks.all(take, failed)
         with _explained(failed):
             save(state, storage_writer=_Writer(writing), process_group=process_group)
         parts = ranks.all(digests, failed)
@@ -147,8 +164,10 @@ def load_checkpoint(
     """Load what `save_checkpoint` wrote last into `model` and `optimizer`; call it on all ranks.
 
     The number of ranks may be another than at saving. `optimizer` gets state of the parameters
-    that it had state of then (those that had had a gradient), and has none of the others. Nothing
-    of `model` and `optimizer` is written before all files are known to be as they were saved.
+    that it had state of then (those that had had a gradient) and that are not frozen now, and has
+    none of the others. As with `torch.optim.Optimizer.load_state_dict`, its groups must be those
+    of then, and their options become what they were. Nothing of `model` and `optimizer` is written
+    before all files are known to be as they were saved, and to be all asked for.
 
     Args:
         trusted: whoever could write to `path` may run code here. By default only tensors and plain
@@ -160,8 +179,9 @@ def load_checkpoint(
         `extra`, on all ranks, with its tensors on the CPU.
 
     Raises:
-        CheckpointError: there is none; it is not one of this model and optimizer; a file is not as
-            it was saved; or it has objects that only a ``trusted`` checkpoint may have.
+        CheckpointError: there is none; it is not one of this model and optimizer, or has more
+            than they have; a file is not as it was saved; or it has objects that only a
+            ``trusted`` checkpoint may have.
         RankMismatchError: some ranks do something else with the model.
     """
     root = Path(path)
@@ -170,6 +190,10 @@ def load_checkpoint(
     extra: list[Any] = []
     names: dict[str, nn.Parameter] = {}
     saved: set[str] = set()
+    groups: list[dict[str, Any]] = []
+    order: list[int] = []  # which group of the optimizer each of them is
+    kinds: dict[str, Any] = {}
+    state: dict[str, Any] = {}
 
     def latest() -> tuple[str, dict[str, str]]:
         name = (root / "latest").read_text()
@@ -191,9 +215,36 @@ def load_checkpoint(
             extra.append(torch.load(version / "extra.pt", "cpu", weights_only=not trusted))
 
     def read_states() -> None:
+        metadata = reader.read_metadata()
+        kinds.update(metadata.state_dict_metadata)
+        plain = _plain(metadata, version, trusted=trusted)
         if optimizer is not None:
-            names.update(_names(model, optimizer))
-            saved.update(_with_state(reader.read_metadata(), names))
+            live = _groups(model, optimizer)
+            names.update({fqn: param for group in live for fqn, param in group.items()})
+            saved.update(_with_state(metadata, names))
+            groups.extend(_saved_groups(metadata, plain))
+            order.extend(_matched([group["params"] for group in groups], live))
+
+    def take() -> None:
+        state.update(_state(model, optimizer))
+        ignored: tuple[str, ...] = ("optimizer.",)
+        if optimizer is not None:
+            states, own = state["optimizer"]["state"], state["optimizer"]["param_groups"]
+            asked = [own[at] | group for at, group in zip(order, groups, strict=True)]
+            state["optimizer"]["state"] = {fqn: states[fqn] for fqn in states if fqn in saved}
+            state["optimizer"]["param_groups"] = asked
+            frozen = [fqn for fqn in saved if not names[fqn].requires_grad]  # as torch does
+            ignored = tuple(f"optimizer.state.{fqn}." for fqn in frozen)
+        _require_all([key for key in kinds if not key.startswith(ignored)], state)
+
+    def put() -> None:
+        set_model_state_dict(model, state["model"])
+        if optimizer is not None:
+            loaded = copy.deepcopy(state["optimizer"]["param_groups"])
+            some = StateDictOptions(strict=False)
+            set_optimizer_state_dict(model, optimizer, state["optimizer"], options=some)
+            for at, group in zip(order, loaded, strict=True):  # torch's leave out empty groups
+                optimizer.param_groups[at].update({k: group[k] for k in group if k != "params"})
 
     name, digests = ranks.first(latest, f"no complete checkpoint in {root}. {_CHECK}")
     version = root / name
@@ -206,16 +257,12 @@ def load_checkpoint(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_explained(failed))
         if optimizer is not None:
-            stack.enter_context(_stated(optimizer, [names[fqn] for fqn in saved]))
-        state = _state(model, optimizer)
-        if optimizer is not None:
-            states = state["optimizer"]["state"]
-            state["optimizer"]["state"] = {fqn: states[fqn] for fqn in states if fqn in saved}
+            keys = _state_keys(kinds, names)
+            stack.enter_context(_stated(optimizer, {names[fqn]: keys[fqn] for fqn in saved}))
+        with contextlib.nullcontext() if optimizer is None else _as_saved(optimizer, groups, order):
+            ranks.all(take, failed)
         load(state, storage_reader=reader, planner=planner, process_group=process_group)
-        set_model_state_dict(model, state["model"])
-        if optimizer is not None:
-            some = StateDictOptions(strict=False)
-            set_optimizer_state_dict(model, optimizer, state["optimizer"], options=some)
+        ranks.all(put, failed)
     return extra[0]
 
 
@@ -245,8 +292,8 @@ def _require_own(model: nn.Module, optimizer: Optimizer | None) -> None:
         )
 
 
-def _names(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """The parameters of `optimizer` by the names that they have in checkpoints.
+def _groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, nn.Parameter]]:
+    """The parameters of `optimizer` by group and by the names that they have in checkpoints.
 
     Those are torch's: without what wrappers of modules add (torch.compile, DDP, checkpoints).
 
@@ -257,15 +304,94 @@ def _names(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     _require_own(model, optimizer)
     with compat.not_stepped(optimizer):
         state: Any = get_optimizer_state_dict(model, optimizer)
-    found: dict[str, nn.Parameter] = {}
+    found: list[dict[str, nn.Parameter]] = []
     for named, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
         if len(named["params"]) != len(group["params"]):
             raise ValueError(
                 "a parameter of the model is in parts of other ones, as in FSDP1 without "
                 "use_orig_params=True: use torch.distributed.checkpoint itself"
             )
-        found |= zip(named["params"], group["params"], strict=True)
+        found.append(dict(zip(named["params"], group["params"], strict=True)))
     return found
+
+
+def _plain(metadata: Metadata, version: Path, *, trusted: bool) -> dict[str, Any]:
+    """The values of a state that are no tensors, by key; of a trusted one, the groups' options.
+
+    They are read before anything is loaded, as one may be what only a trusted state may have.
+    """
+    found: dict[str, Any] = {}
+    for index, info in metadata.storage_data.items():
+        kind = metadata.state_dict_metadata.get(index.fqn)
+        needed = not trusted or index.fqn.startswith(_OPTIONS)
+        if needed and isinstance(kind, BytesStorageMetadata):
+            with open(version / info.relative_path, "rb") as file:
+                file.seek(info.offset)
+                data = io.BytesIO(file.read(info.length))
+            with _restricted(index.fqn):
+                found[index.fqn] = torch.load(data, "cpu", weights_only=not trusted)
+    return found
+
+
+_OPTIONS = "optimizer.param_groups."
+
+
+def _saved_groups(metadata: Metadata, plain: dict[str, Any]) -> list[dict[str, Any]]:
+    """The options of each group of a state, with ``params``; tensors are there to be loaded into.
+
+    Raises:
+        ValueError: it was saved without an optimizer.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for key, kind in metadata.state_dict_metadata.items():
+        number, _, option = key.removeprefix(_OPTIONS).partition(".")
+        if key.startswith(_OPTIONS) and number.isdecimal():
+            group = found.setdefault(int(number), {})
+            if isinstance(kind, TensorStorageMetadata) and "." not in option:
+                group[option] = torch.zeros(kind.size, dtype=kind.properties.dtype)
+            elif key in plain and "." not in option:
+                group[option] = plain[key]
+    if not found:
+        raise ValueError("it was saved without an optimizer: load it without one")
+    return [found[number] for number in sorted(found)]
+
+
+def _matched(saved: list[list[str]], live: list[dict[str, nn.Parameter]]) -> list[int]:
+    """Per group of a state: which of the optimizer's has the same parameters.
+
+    Raises:
+        ValueError: none has.
+    """
+    left = dict(enumerate(live))
+    found = []
+    for params in saved:
+        same = [at for at, group in left.items() if group.keys() == set(params)]
+        if not same:
+            break
+        found.append(same[0])
+        del left[same[0]]
+    if left or len(found) < len(saved):
+        sizes = [[len(group) for group in groups] for groups in (saved, live)]
+        raise ValueError(
+            f"its optimizer has other parameter groups, of {sizes[0]} parameters where this one "
+            f"has {sizes[1]}: make the optimizer with the groups that were saved"
+        )
+    return found
+
+
+def _require_all(keys: Sequence[str], state: dict[str, Any]) -> None:
+    """See that everything that is in a checkpoint has a place in what it is loaded into.
+
+    Raises:
+        ValueError: something has none.
+    """
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner(state)  # flattens it
+    if left := sorted(key for key in keys if key not in planner.state_dict):
+        more = f" and {len(left) - 8} more" if len(left) > 8 else ""
+        raise ValueError(
+            f"it has what this model and optimizer have no place for: {', '.join(left[:8])}{more}"
+        )
 
 
 def _with_state(metadata: Metadata, names: Collection[str]) -> set[str]:
@@ -274,32 +400,74 @@ def _with_state(metadata: Metadata, names: Collection[str]) -> set[str]:
     Raises:
         ValueError: it has state of others alone.
     """
-    prefix = "optimizer.state."
-    keys = [k.removeprefix(prefix) for k in metadata.state_dict_metadata if k.startswith(prefix)]
-    found: set[str] = set()
-    for key in keys:
-        while key and key not in names:  # without the name of the state
-            key = key.rpartition(".")[0]
-        found |= {key} - {""}
+    keys = [key for key in metadata.state_dict_metadata if key.startswith(_STATES)]
+    found = set(_state_keys(keys, names))
     if keys and not found:
-        raise ValueError(f"its optimizer has state of other parameters: {keys[0]!r}")
+        raise ValueError(
+            f"its optimizer has state of other parameters: {keys[0].removeprefix(_STATES)!r}"
+        )
     return found
 
 
+_STATES = "optimizer.state."
+
+
+def _state_keys(keys: Iterable[str], names: Collection[str]) -> dict[str, set[str]]:
+    """What a checkpoint has in the optimizer's state of each parameter that it has any of."""
+    found: dict[str, set[str]] = {}
+    for key in keys:
+        fqn = key.removeprefix(_STATES) if key.startswith(_STATES) else ""
+        while fqn and fqn not in names:  # without the name of the state
+            fqn = fqn.rpartition(".")[0]
+        if fqn:
+            name = key.removeprefix(f"{_STATES}{fqn}.").partition(".")[0]
+            found.setdefault(fqn, set()).add(name)
+    return found
+
+
+# How a step is computed, not which state it makes; a device may lack what another one had.
+_IMPLEMENTATIONS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+
+
 @contextlib.contextmanager
-def _stated(optimizer: Optimizer, saved: Sequence[nn.Parameter]) -> Iterator[None]:
+def _as_saved(
+    optimizer: Optimizer, groups: Sequence[dict[str, Any]], order: Sequence[int]
+) -> Iterator[None]:
+    """`optimizer` has the options that were saved, for the step which makes state to load into."""
+    live = [optimizer.param_groups[at] for at in order]
+    before = [dict(group) for group in live]
+    for own, saved in zip(live, groups, strict=True):
+        kept = _IMPLEMENTATIONS | {k for k, v in saved.items() if isinstance(v, Tensor)}
+        own.update({k: v for k, v in saved.items() if k in own and k not in kept})
+    try:
+        yield
+    finally:
+        for own, options in zip(live, before, strict=True):
+            own.update(options)
+
+
+@contextlib.contextmanager
+def _stated(optimizer: Optimizer, saved: dict[nn.Parameter, set[str]]) -> Iterator[None]:
     """`optimizer` has state of the `saved` parameters and of no others; as before if that fails.
 
     torch makes state to load into by a step on gradients of zeros, if there is none at all and no
     gradient is in its way.
+
+    Args:
+        saved: with the names of what the state of each has.
     """
     before = optimizer.state
     params = [param for group in optimizer.param_groups for param in group["params"]]
     wanted = {id(param) for param in saved if param.requires_grad}
     grads = {param: param.grad for param in params}
+    same = all(
+        param in before and set(map(str, before[param])) == names
+        for param, names in saved.items()
+        if param.requires_grad
+    )
     try:
         with compat.not_stepped(optimizer) if not wanted else contextlib.nullcontext():
-            if not wanted <= {id(param) for param in before}:
+            if not same:
                 optimizer.state = collections.defaultdict(dict)
             for param in params:
                 param.grad = None

@@ -205,9 +205,10 @@ class Config:
         sync_module_states: rank 0's parameters and buffers are given to all ranks.
         backend: ``"eager"``: compute regions run op by op, bitwise with eager PyTorch.
             ``"inductor"``: each distinct region is compiled once (see `fxshard.regions`).
-        optimizer: a callable ``params -> torch.optim.Optimizer``, or an optimizer instance whose
-            class and parameter-group options are taken; its real ``step`` is analysed. A callable
-            whose argument is named ``named_parameters`` gets ``(FQN, parameter)`` pairs.
+        optimizer: a callable ``params -> torch.optim.Optimizer``; its real ``step`` is analysed. A
+            callable whose argument is named ``named_parameters`` gets ``(FQN, parameter)`` pairs.
+            Or an optimizer instance over all parameters, whose class and default options are
+            taken; one with groups, changed options or state needs a callable.
         optimizer_in_backward: the program steps the parameters of a unit as soon as their gradients
             are reduced, and frees the gradients; see `FxshardModule.optimizer`.
         dynamic: which sizes of the inputs one program leaves open, so that it serves calls of other

@@ -74,6 +74,7 @@ class OnShards(Optimizer):
     in_backward: bool
     _rows: dict[Tensor, _Rows]
     _positions: dict[Tensor, int]
+    _members: list[list[int]]
     _runner: Optimizer
     _own_step: Callable[[Optimizer], Any]  # without hooks and switches of autograd around it
 
@@ -100,12 +101,14 @@ class OnShards(Optimizer):
         """
         runner = self._runner
         runner.__dict__.update(_settings(self))
+        self._find_groups()
+        groups = [self._group(param) for param in params]
         rows = [self._rows_of(param) for param in params]
         members: dict[int, list[Tensor]] = {}
-        for param, row, grad in zip(params, rows, grads, strict=True):
+        for param, group, row, grad in zip(params, groups, rows, grads, strict=True):
             self._hand_down(param, row)
             row.leaf.grad = grad
-            members.setdefault(self._position(param), []).append(row.leaf)
+            members.setdefault(group, []).append(row.leaf)
         runner.param_groups = [
             {**group, "params": members[i]}
             for i, group in enumerate(self.param_groups)
@@ -149,12 +152,17 @@ class OnShards(Optimizer):
     def _step_supports_amp_scaling(self, value: bool) -> None:
         self.__dict__["_step_supports_amp_scaling"] = value
 
-    def _position(self, param: Tensor) -> int:
-        """Which group a parameter is in."""
-        if param not in self._positions:
+    def _find_groups(self) -> None:
+        """See which group each parameter is in: the user may have changed that since."""
+        members = [list(map(id, group["params"])) for group in self.param_groups]
+        if members != self._members:  # ids of tensors that `_positions` keeps alive
+            self._members = members
             self._positions = {
                 p: i for i, group in enumerate(self.param_groups) for p in group["params"]
             }
+
+    def _group(self, param: Tensor) -> int:
+        """Which group a parameter is in."""
         if param not in self._positions:
             raise StepError(
                 f"a parameter of shape {list(param.shape)} has a gradient and is in no group of "
@@ -238,7 +246,8 @@ def on_shards(optimizer: Optimizer, *, in_backward: bool = False) -> OnShards:
     optimizer.__class__ = _class_on_shards(cast("Any", kind))
     made = cast("OnShards", optimizer)
     made.in_backward, made._runner = in_backward, runner
-    made._rows, made._positions, made._own_step = {}, {}, inspect.unwrap(kind.step)
+    made._rows, made._positions, made._members = {}, {}, []
+    made._own_step = inspect.unwrap(kind.step)
     return made
 
 

@@ -43,6 +43,7 @@ from fxshard.world.backends import as_bytes, as_real
 from fxshard.world.c10d import OPS, C10dWorld
 
 if TYPE_CHECKING:
+    from fxshard.config import Config
     from fxshard.plans import Plan
     from fxshard.runtime import Runtime
 
@@ -89,6 +90,7 @@ class Root:
     )
     _hooks: list[saved_tensors_hooks] = dataclasses.field(default_factory=list)
     _around: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
+    _reduction: tuple[Config, InsertReduce] | None = None
 
     def __post_init__(self) -> None:
         ROOTS.add(self)
@@ -106,11 +108,15 @@ class Root:
         """The dtype of the parameter where it is whole."""
         return self.owner.as_it_is(slot.param).compute_dtype
 
-    @functools.cached_property
+    @property
     def reduction(self) -> InsertReduce:
-        """How gradients are reduced, as the pipeline of the model's options says it."""
-        for step in passes_of(self.owner.config):
+        """How gradients are reduced, as the pipeline of the model's options says it now."""
+        config = self.owner.config  # another one behind set_gradient_divide_factor
+        if self._reduction is not None and self._reduction[0] is config:
+            return self._reduction[1]
+        for step in passes_of(config):
             if isinstance(step, InsertReduce):
+                self._reduction = config, step
                 return step
         raise StepError(
             "the pipeline of option passes has no insert-reduce, so that the gradient of a "

@@ -505,7 +505,8 @@ def optim_state_dict_to_load(
     Of a whole tensor it holds this rank's rows; nothing is communicated.
 
     Raises:
-        CheckpointError: a parameter of `optimizer` is in no group of `saved`.
+        CheckpointError: a parameter of `optimizer` is in no group of `saved`, or those of one group
+            were in several, of other options.
     """
     names = {id(param): name for name, param in model.named_parameters()}
     groups: list[dict[str, Any]] = []
@@ -516,6 +517,7 @@ def optim_state_dict_to_load(
         found: dict[str, Any] = {}
         for i, param in zip(numbers, group["params"], strict=True):
             name = names.get(id(param), f"number {i}")
+            before = found
             found = next((g for g in saved.get("param_groups", ()) if name in g["params"]), {})
             if not found:
                 raise CheckpointError(
@@ -523,12 +525,34 @@ def optim_state_dict_to_load(
                     f"parameter name, as optim_state_dict and full_optim_state_dict give it, and "
                     f"on every rank (rank0_only=False)."
                 )
+            if before and (option := _differing(before, found)):
+                raise CheckpointError(
+                    f"parameter {name!r} was in another group of the saved optimizer than those "
+                    f"before it in its group now, with another {option!r}. Make the optimizer with "
+                    f"the groups that were saved."
+                )
             if name in saved["state"]:
                 leaves, spec = compat.tree_flatten(saved["state"][name])
                 leaves = [_rows_of_state(leaf, param) for leaf in leaves]
                 state[i] = compat.tree_unflatten(leaves, spec)
         groups.append({**group, **found, "params": list(numbers)})
     return {"state": state, "param_groups": groups}
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """The first option that two groups do not have alike; empty if there is none."""
+    for option in dict.fromkeys([*one, *other]):
+        values = one.get(option), other.get(option)
+        if option in ("params", "param_names"):
+            continue
+        if not (option in one and option in other):
+            return option
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        if len(tensors) == 1 or not (
+            torch.equal(*tensors) if tensors else bool(values[0] == values[1])
+        ):
+            return option
+    return ""
 
 
 def _rows_of_state(value: Any, param: nn.Parameter) -> Any:

@@ -176,6 +176,14 @@ def test_a_mesh_without_a_process_group() -> None:
     refused(ConfigError, message, compile, models.Mlp13(), process_group=group)
 
 
+@pytest.mark.parametrize("ranks", ["fake", "processes"])
+@pytest.mark.parametrize("steps", [0, -1, 1.5, "2", True, None], ids=repr)
+def test_validate_of_no_number_of_steps(steps: Any, ranks: str) -> None:
+    """Of no steps nothing would be compared, and everything would hold."""
+    message = f"steps={steps!r}: expected how many steps to run, an integer >= 1"
+    refused(ConfigError, message, validate, models.Mlp13(), steps=steps, ranks=ranks)
+
+
 def test_validate_inside_a_process_group() -> None:
     with compat.fake_process_group(0, 2):
         message = "validate needs a fake process group of its own.*in another process"

@@ -228,6 +228,37 @@ def test_set_gradient_divide_factor(ranks: Any) -> None:
         compiled("mlp13").set_gradient_divide_factor(0)
 
 
+def divides_outside(rank: int, world_size: int, options: dict[str, Any]) -> list[Any]:
+    """Gradients of a submodule that is called alone, and of the whole model, by factor."""
+    torch.manual_seed(0)
+    model = fxshard.compile(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), **options)
+    batch = torch.ones(2, 3) * (rank + 1)
+    found: list[Any] = []
+    for factor in (None, 1.0, 4.0, None):
+        if factor is not None or found:
+            model.set_gradient_divide_factor(factor)
+        for part in (model[0], model):
+            model.zero_grad()
+            part(batch).sum().backward()
+            found.append((factor, part is model, full(model[0].weight.grad)))
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_predivide_factor": 8.0}], ids=["", "before"])
+def test_the_gradient_divide_factor_reaches_submodules(ranks: Any, options: Any) -> None:
+    """Whose eager reads reduce on their own: each factor counts from the next backward on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    batch = torch.cat([torch.ones(2, 3), 2 * torch.ones(2, 3)])
+    for found in ranks(2).run(divides_outside, options):
+        assert len(found) == 8
+        for factor, whole, grad in found:
+            model.zero_grad()
+            (model if whole else model[0])(batch).sum().backward()
+            assert model[0].weight.grad is not None
+            torch.testing.assert_close(grad, model[0].weight.grad / (factor or 2))
+
+
 def reduces_elsewhere(rank: int, world_size: int) -> None:
     """Two groups of the same ranks, and the numbers of one."""
     case, grads, groups = MODELS["mlp13"], [], []
@@ -322,6 +353,23 @@ def optimizer_states(rank: int, world_size: int) -> None:
     for wrong in ({}, loaded.state_dict(), {"state": {}, "param_groups": [{"params": ["a"]}]}):
         with pytest.raises(CheckpointError, match="says nothing of parameter 'blocks"):
             model.optim_state_dict_to_load(loaded, wrong)
+
+
+def test_states_of_several_groups_do_not_become_those_of_one() -> None:
+    """Whose options are those of none of its parameters' groups then: torch refuses that too."""
+    model = compiled("mlp13")
+    saved = trained(model)
+    one = torch.optim.AdamW(model.parameters(), lr=0.3)
+    with pytest.raises(ValueError, match="parameter group"):
+        one.load_state_dict(saved.state_dict())
+    for state in (model.full_optim_state_dict(saved), model.optim_state_dict(saved)):
+        with pytest.raises(CheckpointError, match=r"was in another group .* another 'lr'"):
+            model.optim_state_dict_to_load(one, state, load_directly=True)
+    assert not one.state and one.param_groups[0]["lr"] == 0.3
+    for group in saved.param_groups:
+        group["lr"] = 0.25
+    model.optim_state_dict_to_load(one, model.optim_state_dict(saved), load_directly=True)
+    assert one.param_groups[0]["lr"] == 0.25 and len(one.state) == len(saved.state)
 
 
 @EVERYWHERE

@@ -883,3 +883,51 @@ def test_a_parameter_in_no_group_is_named() -> None:
     model = compiled_alone(optimizer=lambda params: SGD(list(params)[:2], lr=0.1))
     with pytest.raises(StepError, match="is in no group"):
         loss_of(model).backward()
+
+
+def _two_groups(named_parameters: Iterable[tuple[str, Any]]) -> Optimizer:
+    named = list(named_parameters)
+    inner = [param for name, param in named if name.startswith("inner")]
+    head = [param for name, param in named if name.startswith("head")]
+    groups = [{"params": inner, "lr": 0.1}, {"params": head, "lr": 0.01, "weight_decay": 0.1}]
+    return SGD(groups, lr=0.1, momentum=0.9)
+
+
+def _moved(optimizer: Optimizer) -> None:
+    inner, head = (group["params"] for group in optimizer.param_groups)
+    head.append(inner.pop(0))
+
+
+CHANGES: dict[str, Callable[[Optimizer], Any]] = {
+    "moved": _moved,
+    "reversed": lambda optimizer: optimizer.param_groups.reverse(),
+    "in another order": lambda optimizer: optimizer.param_groups[0]["params"].reverse(),
+    "exchanged": lambda optimizer: optimizer.param_groups.__setitem__(
+        slice(None), [{**g, "lr": g["lr"] / 2} for g in reversed(optimizer.param_groups)]
+    ),
+    "a group gone": lambda optimizer: optimizer.param_groups.pop(0),
+    "a parameter gone": lambda optimizer: optimizer.param_groups[1]["params"].pop(0),
+}
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_groups_that_the_user_changes_count(change: str, in_backward: bool) -> None:
+    eager = Uneven()
+    model: Any = compiled_alone(optimizer=_two_groups, optimizer_in_backward=in_backward)
+    model.load_state_dict(eager.state_dict())
+    optimizers = {eager: _two_groups(eager.named_parameters()), model: model.optimizer}
+    for module, optimizer in optimizers.items():
+        train(module, optimizer, UNEVEN, 2)
+        CHANGES[change](optimizer)
+    if in_backward and "gone" in change:  # the program steps what nothing says how to step
+        before = {name: full(param).clone() for name, param in model.named_parameters()}
+        with pytest.raises(StepError, match="is in no group"):
+            loss_of(model).backward()
+        gone = "inner.weight" if change == "a group gone" else "head.weight"
+        assert torch.equal(before[gone], full(model.get_parameter(gone)))
+        return
+    for module, optimizer in optimizers.items():
+        train(module, optimizer, UNEVEN, 2)
+    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(full(ours), theirs)

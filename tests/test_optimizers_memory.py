@@ -331,11 +331,73 @@ def test_groups_by_name() -> None:
     assert most == {f"max_exp_avg_sq of {name}" for name in weights}
 
 
-def test_an_instance_is_taken_with_the_options_of_its_class() -> None:
-    """Of an optimizer over other parameters: class and defaults, not its groups."""
-    own = torch.optim.AdamW([nn.Parameter(torch.ones(1))], amsgrad=True, foreach=True)
-    result = validated(own)
-    assert_exact(result)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_instance_is_taken_with_the_options_of_its_class(frozen: bool) -> None:
+    """Over all parameters, or over all that are trained."""
+    model = matrices()
+    model[0].weight.requires_grad_(not frozen)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    for params in (list(model.parameters()), trained):
+        own = torch.optim.AdamW(params, amsgrad=True, foreach=True)
+        assert_exact(validated(own, model, torch.ones(3, 12)))
+    named = torch.optim.Adagrad(model.named_parameters(), lr=torch.tensor(0.1))  # has state
+    assert_exact(validated(named, model, torch.ones(3, 12)))
+
+
+class Wrapped(torch.optim.SGD):
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+
+
+def _instance(what: str, model: nn.Module) -> torch.optim.Optimizer:
+    """One that steps the model otherwise than one of its class and defaults would."""
+    params = list(model.parameters())
+    if what == "groups":
+        return torch.optim.SGD([{"params": params[:1], "lr": 0.5}, {"params": params[1:]}], lr=0.1)
+    if what == "one group of its own options":
+        return torch.optim.SGD([{"params": params, "lr": 0.5}], lr=0.1)
+    if what == "some parameters":
+        return torch.optim.SGD(params[:1], lr=0.1)
+    if what == "options through **":
+        return Wrapped(params, lr=0.5)
+    made = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    if what == "changed":
+        made.param_groups[0]["lr"] = 0.5
+    elif what == "scheduler":
+        torch.optim.lr_scheduler.StepLR(made, 1, 0.1)
+    elif what == "hook":
+        made.register_step_pre_hook(lambda *_: None)
+    elif what == "state":
+        sum(param.sum() for param in params).backward()
+        made.step()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    {
+        "groups": "2 parameter groups",
+        "one group of its own options": "lr: 0.5 in place of 0.1",
+        "some parameters": "1 parameters where the model has",
+        "options through **": "changed option .lr: 0.001 in place of 0.5",
+        "changed": "lr: 0.5 in place of 0.1",
+        "scheduler": "initial_lr: 0.1, which is no default",
+        "hook": "hooks .optimizer_step_pre_hooks",
+        "state": "state of steps",
+    }.items(),
+)
+def test_an_instance_that_would_lose_something_is_refused(what: str, told: str) -> None:
+    """Nothing of it is left out in silence: plan, compile and validate ask for a callable."""
+    message = rf"has .*{told}.* Give a callable that makes it, of named parameters"
+    with pytest.raises(ConfigError, match=message):
+        _ = planned(_instance(what, model := matrices()), model, torch.ones(3, 12)).memory
+    with pytest.raises(ConfigError, match=message):
+        validated(_instance(what, model := matrices()), model, torch.ones(3, 12))
+    for in_backward in (False, True):
+        with pytest.raises(ConfigError, match=message):
+            own = _instance(what, model := matrices())
+            options = {"optimizer": own, "optimizer_in_backward": in_backward}
+            _ = fxshard.compile(model, world_size=2, **options).optimizer
 
 
 def test_frozen_parameters_have_no_state() -> None:
