@@ -90,7 +90,19 @@ def whole_for_autograd(runtime: Runtime, slot: Slot) -> Tensor:
     """A parameter, whole, whose gradient is reduced to the shard; collective.
 
     Raises:
-        StepError: something else than the options decides what becomes of its gradient.
+        StepError: see `_require_readable`.
+    """
+    _require_readable(runtime, slot)
+    whole: Tensor = reading.Gather.apply(slot.tensor, runtime.root, slot, slot.param.dtype)
+    return whole
+
+
+def _require_readable(runtime: Runtime, slot: Slot) -> None:
+    """Before a parameter is gathered.
+
+    Raises:
+        StepError: something else than the options decides what becomes of its gradient; or see
+            `Slot.settle`.
     """
     for said, clashes in {
         "optimizer_in_backward": runtime.config.optimizer_in_backward,
@@ -103,22 +115,29 @@ def whole_for_autograd(runtime: Runtime, slot: Slot) -> Tensor:
                 f"program. Read it under torch.no_grad(), or make the reading code part of forward."
             )
     slot.settle()
-    whole: Tensor = reading.Gather.apply(slot.tensor, runtime.root, slot, slot.param.dtype)
-    return whole
 
 
 @contextlib.contextmanager
 def as_plain(runtime: Runtime) -> Iterator[None]:
     """For the time of the block the model is as its user wrote it, with whole parameters.
 
-    Collective, once: what ranks do inside may differ. With gradients enabled those of whole
-    parameters are reduced to the shards. Values that are written inside are lost.
+    All ranks enter, or none. Then the values are here, and without gradients what ranks do inside
+    may differ. With gradients enabled those of whole parameters are reduced to the shards, each
+    when backward comes to it: all ranks must call backward, through the same parameters in the same
+    order. Values that are written inside are lost.
+
+    Raises:
+        RankMismatchError: some ranks do something else.
+        StepError: see `_require_readable`.
     """
     with contextlib.ExitStack() as stack:
         if isinstance(runtime.world, C10dWorld) and not runtime.summoned:
             runtime.reshard()
             if torch.is_grad_enabled():
                 slots = list(runtime.slots.values())
+                for slot in slots:
+                    _require_readable(runtime, slot)
+                runtime.together("a method that runs on whole parameters, with gradients")
                 wholes = [whole_for_autograd(runtime, slot) for slot in slots]
                 stack.enter_context(runtime.holding(slots, wholes))
             else:
