@@ -39,9 +39,17 @@ _PLACE = "_fxshard_place"  # attribute of a parameter: its runtime, and its FQN
 _ACCESS = ("__get__", "__set__", "__delete__")  # of an attribute of a tensor
 _VIEWS = ("T", "mT", "H", "mH", "real", "imag")  # attributes that are made by operators
 _ITEMS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+# Functions on elements which torch has no tag on, or on what is not values.
+_BY_ELEMENT = (
+    *("copy_", "zero_", "fill_", "masked_fill_", "abs_", "absolute_", "add_", "mul_", "subtract_"),
+    *("multiply_", "divide_", "true_divide_", "requires_grad_", "detach_"),
+)
 _SELF = ("view_as", "expand_as")  # how torch finds where a gradient goes
-_SCALARS = ("__bool__", "__int__", "__float__", "__complex__", "__index__", "__format__")
-_SCALARS += ("item", "tolist", "is_nonzero")  # of which DTensor takes this rank's, unsummed
+# What makes numbers of Python's: DTensor takes those of this rank, unsummed.
+_SCALARS = (
+    *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__format__"),
+    *("item", "tolist", "is_nonzero"),
+)
 _KEPT = ("clone", "cpu", "cuda", "to_local", "full_tensor", "redistribute")
 _TO_FILL = ("new_empty", "empty_like")  # what is made to be filled with random numbers next
 
@@ -173,7 +181,7 @@ def _runtime_of(tensor: DTensor) -> tuple[Runtime | None, str]:
     return (reference() if reference is not None else None), fqn
 
 
-def _whole(tensor: DTensor) -> Tensor:
+def _whole(tensor: Any) -> Tensor:
     runtime, fqn = _runtime_of(tensor)
     slot = runtime.slots.get(fqn) if runtime is not None else None
     if runtime is None or slot is None or slot.tensor is not tensor:
@@ -220,7 +228,7 @@ def _set_data(into: DTensor, value: Tensor) -> None:
         into.copy_(sharded_like(value.detach(), into))
 
 
-def _deepcopied(tensor: DTensor, memo: dict[int, Any]) -> Any:
+def _deepcopied(tensor: Any, memo: dict[int, Any]) -> Any:
     """As DTensor's own."""
     if id(tensor) not in memo:
         made: Any = DTensor.detach(tensor).clone()
@@ -248,7 +256,8 @@ def _written(func: Any, leaves: list[Any], spec: Any, into: DTensor) -> Any:
             f"{name} writes plain tensors into sharded parameters of other shapes. Write into the "
             f"whole ones: with model.summon_full_params(): ..."
         )
-    if several or not (name == "__setitem__" or any(t.shape != into.shape for t in plain)):
+    alike = _is_by_element(name) and all(t.shape == into.shape for t in plain)
+    if several or alike:
         rows = {id(t): sharded_like(t, into) for t in plain}
         args, kwargs = compat.tree_unflatten([rows.get(id(leaf), leaf) for leaf in leaves], spec)
         try:
@@ -269,7 +278,7 @@ def _written_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     for out in outs:
         _refuse_copy(out, func.__name__)
     tensors = [t for t in compat.tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
-    if len(tensors) > len(outs) and _is_pointwise(func.__name__):
+    if len(tensors) > len(outs) and _is_by_element(func.__name__):
         kinds = {
             (t.shape, t.placements, t.device_mesh) if isinstance(t, DTensor) else None
             for t in tensors
@@ -319,11 +328,16 @@ def _written_whole(
 
 
 @functools.cache
-def _is_pointwise(name: str) -> bool:
-    """True for an operator that works element by element, whichever overload of it."""
+def _is_by_element(name: str) -> bool:
+    """True for a function that makes each element of a tensor of the one in its place, or draws it.
+
+    Of the others DTensor has wrong ones: scatter_add_ gives the parameter another shape.
+    """
     packet = getattr(torch.ops.aten, name, None)
-    found = [getattr(packet, overload) for overload in packet.overloads()] if packet else []
-    return bool(found) and all(torch.Tag.pointwise in operator.tags for operator in found)
+    if packet is None or name in _BY_ELEMENT:
+        return name != "__setitem__"
+    tags = {tag for overload in packet.overloads() for tag in getattr(packet, overload).tags}
+    return bool(tags & {torch.Tag.pointwise, torch.Tag.nondeterministic_seeded})
 
 
 # -- operators on shards ---------------------------------------------------------------------------

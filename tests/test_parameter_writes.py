@@ -66,6 +66,13 @@ RIGHT: dict[str, Callable[[Any], Any]] = {
     "index_fill_": lambda p: p.index_fill_(0, ROWS, 9.0),
     "index_copy_": lambda p: p.index_copy_(0, ROWS, VALUES[:2]),
     "scatter_": lambda p: p.scatter_(0, ROWS[None], VALUES[:1, 2:]),
+    "scatter_add_": lambda p: p.scatter_add_(0, torch.zeros(5, 4, dtype=torch.long), VALUES),
+    "put_": lambda p: p.put_(torch.arange(19, -1, -1).view(5, 4), VALUES),
+    "addr_": lambda p: p.addr_(torch.ones(5), VALUES[1]),
+    "tril_": lambda p: p.tril_(),
+    "renorm_": lambda p: p.renorm_(2, 1, 0.1),
+    "div_ by the largest": lambda p: p.div_(p.abs().amax(dim=0, keepdim=True)),
+    "rows in another order": lambda p: p.copy_(p[torch.tensor([4, 2, 0, 1, 3])]),
     "masked_fill_": lambda p: p.masked_fill_(MASK, 9.0),
     "fill_diagonal_": lambda p: p.fill_diagonal_(3.0),
     "copy_": lambda p: p.copy_(VALUES),
@@ -249,7 +256,7 @@ def refused(rank: int, world_size: int) -> None:
         p[0] = 1.0
     with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
         p.mul_(2)
-    with pytest.raises(RuntimeError, match="out=.* don't support automatic differentiation"):
+    with pytest.raises(RuntimeError, match=r"out=.* don't support automatic differentiation"):
         torch.add(VALUES, VALUES, out=p)
     with pytest.raises(StepError, match=r"param\.data = a tensor of shape \[2, 2\]"):
         p.data = torch.ones(2, 2)
@@ -265,7 +272,7 @@ def refused(rank: int, world_size: int) -> None:
     loss.backward()
     loss = ours(x).square().sum()
     ours[1].weight.data = torch.ones(4, 5)
-    with pytest.raises(RuntimeError, match="in ?place"):
+    with pytest.raises(RuntimeError, match=r"in ?place"):
         loss.backward()
 
 
