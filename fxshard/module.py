@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fxshard import hf, reading
 from fxshard.config import Config
-from fxshard.errors import ConfigError
+from fxshard.errors import ConfigError, StepError
 from fxshard.executor import Executor
 from fxshard.fsdp import FsdpMethods
 from fxshard.gathering import as_plain, let_gather
@@ -73,6 +73,14 @@ class FxshardModule(FsdpMethods):
         return self._fxshard.optimizer()
 
     _ddp_params_and_buffers_to_ignore = property(reading.refuse_ddp)
+
+    def __copy__(self) -> Self:
+        """Raises StepError: the copy would share programs, which know of one model only."""
+        raise StepError(
+            f"copy.copy of a compiled {users_class(self).__name__}: two models would share one set "
+            f"of shards and programs, which follow what is done to the first alone. Use "
+            f"copy.deepcopy for an independent model, or keep a second reference to this one."
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """An independent model in the same world; nothing is communicated or traced."""

@@ -230,6 +230,7 @@ def gathered(root: Root, slot: Slot, dtype: torch.dtype | None = None) -> Tensor
     """All rows of a parameter, in a storage of its own; in the dtype that its unit computes in."""
     world, dtype = root.owner.world, dtype or root.computes_in(slot)
     assert isinstance(world, C10dWorld)
+    world.require_joined()  # without groups it would look like a world of one rank
     shard = slot.shards[0].to(torch.device(world.mesh.device_type), dtype)
     buffer = shard.new_empty((world.size * shard.shape[0], *shard.shape[1:]))
     if "shard" in world.groups:
@@ -250,6 +251,7 @@ def reduced(root: Root, slot: Slot, grad: Tensor) -> Tensor:
     """This rank's rows of the gradients of all ranks, reduced as the options say."""
     owner, world = root.owner, root.owner.world
     assert isinstance(world, C10dWorld)
+    world.require_joined()
     unit_precision = owner.units[slot.param.unit].precision
     grad = grad.to(unit_precision.reduce_dtype or grad.dtype)
     rows = slot.shards[0].shape[0]
@@ -425,6 +427,7 @@ def _reading_class(
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         "__reduce_ex__": _refuse_pickling,
+        "__copy__": _refuse_copy,
         "__deepcopy__": _deepcopy,
         "_fxshard_base": base,
     }
@@ -540,6 +543,14 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
     if is_root:
         give_handles(shared)
     return made
+
+
+def _refuse_copy(self: Any) -> Any:
+    raise StepError(
+        f"copy.copy of a {type(self).__name__} that fxshard.shard sharded: two modules would share "
+        f"one set of shards, and only one of them would be seen to change. Copy the whole model "
+        f"with copy.deepcopy, or keep a second reference to the module."
+    )
 
 
 def _refuse_pickling(self: Any, protocol: Any) -> Any:

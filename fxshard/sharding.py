@@ -49,7 +49,8 @@ class Slot:
     def settle(self) -> None:
         """Bring the parameter back onto its shards, if something gave it other storage.
 
-        ``load_state_dict(assign=True)``, ``param.data = ...`` and ``module.to(...)`` do.
+        ``load_state_dict(assign=True)`` and ``module.to(...)`` do; in one process also
+        ``param.data = ...``, of which `fxshard.gathering` takes this rank's rows otherwise.
 
         Raises:
             StepError: its kind changed, or it is not tied any more.

@@ -335,8 +335,8 @@ def holding(slots: Sequence[Slot], others: Sequence[Tensor | None]) -> Iterator[
 
 def converted(
     slots: Sequence[Slot], fn: Callable[[Tensor], Tensor], world: C10dWorld | InProcessWorld
-) -> bool:
-    """Run a conversion of ``nn.Module._apply`` on the shards; True if it changed any.
+) -> None:
+    """Run a conversion of ``nn.Module._apply`` on the shards.
 
     The Parameter objects stay, as in ``nn.Module._apply``.
 
@@ -364,7 +364,6 @@ def converted(
     for slot, new in fresh:
         _exchange(slot, new, fn)
     lay_out([slot for slot, _ in fresh])
-    return bool(fresh)
 
 
 def _exchange(slot: Slot, local: Tensor, fn: Callable[[Tensor], Tensor]) -> None:

@@ -57,6 +57,8 @@ def as_users_own(model: nn.Module, *, hooks: bool = False) -> Iterator[None]:
     Args:
         model: any module.
         hooks: also with the hooks on the model itself that run around its program, at every call.
+            Then a method of the user's runs: what it does to hooks, and a ``forward`` that it puts
+            on the object, stay. (Without, what is done is done while tracing, and is undone.)
     """
     ours = type(model)
     if not hasattr(ours, USERS_CLASS):
@@ -68,17 +70,31 @@ def as_users_own(model: nn.Module, *, hooks: bool = False) -> Iterator[None]:
     forward = kept.pop("forward", None)
     model.__class__ = users_class(model)
     for name, theirs in around.items():
-        kept[name] = type(theirs)(inside.hooks[name] | (dict(theirs) if hooks else {}))
+        if hooks:  # in the very dict, which the handles of hooks refer to
+            _put_in_front(theirs, inside.hooks[name])
+        else:
+            kept[name] = type(theirs)(inside.hooks[name])
     if inside.forward is not None:
         kept["forward"] = inside.forward
     try:
         yield
     finally:
+        for name, theirs in around.items():
+            for number in inside.hooks[name] if hooks else ():
+                theirs.pop(number, None)
         kept.update(around)
-        kept.pop("forward", None)
+        left = kept.pop("forward", None)
+        if hooks and left is not inside.forward:
+            forward = left
         if forward is not None:
             kept["forward"] = forward
         model.__class__ = ours
+
+
+def _put_in_front(hooks: dict[int, Any], others: dict[int, Any]) -> None:
+    kept = dict(hooks)
+    hooks.clear()
+    hooks.update(others | kept)
 
 
 def is_traced(hook: Any) -> bool:

@@ -147,6 +147,28 @@ def test_copies(ranks: Any, where: str) -> None:
     run(ranks, where, copies)
 
 
+def shallow(rank: int, world_size: int) -> None:
+    """A refused copy.copy leaves what runs as it was."""
+    x, _ = tokens(rank, world_size)
+    options: dict[str, Any] = {} if dist.is_initialized() else {"world_size": 2}
+    for made_by in ("compile", "shard"):
+        ours = getattr(fxshard, made_by)(agent(), **options)
+        loss = ours(x).sum()
+        with pytest.raises(StepError, match=r"copy\.copy of a .*Agent.* copy\.deepcopy"):
+            copy.copy(ours)
+        loss.backward()
+        eager = agent()
+        eager(tokens(rank, world_size)[1]).sum().div(world_size).backward()
+        assert_close(full(ours.scale.grad), eager.scale.grad)
+    with pytest.raises(StepError, match=r"copy\.copy of a Linear that fxshard\.shard sharded"):
+        copy.copy(ours.head)
+
+
+@EVERYWHERE
+def test_a_shallow_copy_is_refused(ranks: Any, where: str) -> None:
+    run(ranks, where, shallow)
+
+
 def test_hooks_on_the_model_run_on_every_call_also_those_from_before() -> None:
     model, seen = nn.Linear(4, 2), []
     model.register_forward_pre_hook(lambda module, args: seen.append("pre"))
@@ -563,3 +585,56 @@ def registered(rank: int, world_size: int) -> None:
 @EVERYWHERE
 def test_a_registered_method(ranks: Any, where: str) -> None:
     run(ranks, where, registered)
+
+
+class Arms(nn.Module):
+    """Methods that do to the object what others do from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x)
+
+    def arm(self) -> Any:
+        return self.register_forward_hook(lambda module, args, out: out * 0)
+
+    def disarm(self, handle: Any) -> None:
+        handle.remove()
+
+    def exchange(self) -> None:
+        inner = self.forward
+        self.forward = lambda x: inner(x) + 1
+
+
+def arms() -> Arms:
+    torch.manual_seed(0)
+    return Arms()
+
+
+def armed(rank: int, world_size: int) -> None:
+    ours, eager, x = compiled(arms()), arms(), torch.ones(2, 4)
+    for name in ("arm", "disarm", "exchange"):
+        fxshard.register_fsdp_forward_method(ours, name)
+    calls: list[int] = []
+    ours.register_forward_hook(lambda module, args, out: calls.append(1))
+    handle, other = ours.arm(), ours.arm()
+    assert len(ours._forward_hooks) == 3 and ours(x).eq(0).all() and calls == [1]
+    handle.remove()
+    assert ours(x).eq(0).all()
+    ours.disarm(other)
+    assert len(ours._forward_hooks) == 1
+    assert_close(ours(x), eager(x))
+    ours.exchange()
+    eager.exchange()
+    with torch.no_grad():
+        assert_close(ours(x), eager(x))
+    assert calls == [1] * 4
+    del ours.forward, eager.forward
+    assert_close(ours(x), eager(x))
+
+
+@EVERYWHERE
+def test_what_a_registered_method_does_to_the_object_stays(ranks: Any, where: str) -> None:
+    run(ranks, where, armed)

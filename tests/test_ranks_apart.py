@@ -203,3 +203,58 @@ def test_two_methods(hasty: Any, tmp_path: Path) -> None:
 def test_methods_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
     for name in METHODS:
         assert ranks(2).run(apart, str(tmp_path), name, name) == ["no error"] * 2
+
+
+class Critic(nn.Module):
+    """With another method than forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))
+
+    def value(self, x: Tensor) -> Tensor:
+        return self.a(x).sum()
+
+
+def registered(rank: int, world_size: int, apart: bool) -> str:
+    """Rank 1 runs a registered method, with gradients; rank 0 the model, or that method too."""
+    model: Any = fxshard.compile(Critic())
+    fxshard.register_fsdp_forward_method(model, "value")
+    model(BATCH).sum().backward()
+    return told(lambda: (model.value if rank or not apart else model)(BATCH).sum().backward())
+
+
+def test_a_registered_method_on_one_rank_while_the_other_calls_the_model(hasty: Any) -> None:
+    went_on, called = hasty(2).run(registered, True)
+    assert called.startswith("RankMismatchError: rank 1 would do something else"), called
+    assert "a method that runs on whole parameters" in called and "a call of the model" in called
+    assert went_on.startswith("RankMismatchError"), went_on
+    assert hasty(2).run(registered, False) == ["no error"] * 2
+
+
+def gone(rank: int, world_size: int, made_by: str) -> list[str]:
+    """What a rank that has left the process group is told, reading parameters with and without
+    gradients, and reducing gradients.
+    """
+    model: Any = getattr(fxshard, made_by)(build())
+    model(BATCH).sum().backward()
+    early = model[0](torch.ones(1, 8)).sum() if made_by == "compile" else model(BATCH).sum()
+    root = model._fxshard.root if made_by == "compile" else model._fxshard_root
+    root.owner.world._leave("was told to")
+    said = [told(early.backward)]
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            said.append(told(lambda: model[0](torch.ones(1, 8))))
+            said.append(told(lambda: model[0].bias + torch.ones(64)))
+            said.append(told(lambda: model(BATCH)))
+    return said
+
+
+@pytest.mark.parametrize("made_by", ["compile", "shard"])
+def test_a_rank_that_has_left_reads_nothing(hasty: Any, made_by: str) -> None:
+    for said in hasty(2).run(gone, made_by):
+        for text in said:
+            assert text.startswith("RankMismatchError: this rank has left the process group"), said
