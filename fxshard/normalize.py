@@ -311,17 +311,23 @@ def _allocate_zeros(program: Program) -> None:
 
 
 def _write_back(program: Program, mutated: list[tuple[fx.Node, fx.Node]]) -> None:
-    """Copy new values into buffers and inputs, behind everything that reads the old ones."""
+    """Copy new values into buffers and inputs, behind everything that reads the old ones.
+
+    Where backward or the caller reads the old one, be it through a view, forward begins with a copy
+    of it.
+    """
     forward = program.phase("forward")
     written = set().union(*(meta.storage_ids(holder) for holder, _ in mutated))
     for i, (holder, value) in enumerate(mutated):
         if meta.storage_ids(value) & written:  # two buffers change places
-            mutated[i] = (holder, _copied(program, value, forward[-1]))
+            mutated[i] = (holder, aliasing.copied(program, value, forward[-1]))
     forward = program.phase("forward")
     _warn_of_checkpoints([holder for holder, value in mutated if _in_checkpoint(value)])
+    returned = set(program.values)
+    for holder, _ in mutated:
+        if any(_outlives_forward(node, returned) for node in aliasing.with_views(holder)):
+            aliasing.keep_old_value(program, holder)
     for holder, value in mutated:
-        if any(meta.get(user).phase == "backward" for user in holder.users):
-            _keep_old_value(program, holder, forward[0])
         with program.graph.inserting_after(forward[-1]):
             node = program.graph.call_function(aten.copy_.default, (holder, value))
         module = (meta.get(holder).fqn or "").rpartition(".")[0]
@@ -345,20 +351,10 @@ def _warn_of_checkpoints(holders: list[fx.Node]) -> None:
         )
 
 
-def _keep_old_value(program: Program, holder: fx.Node, before: fx.Node) -> None:
-    """Backward reads the buffer as it was when forward ran: save a copy of it."""
-    copy = _copied(program, holder, before.prev)
-    holder.replace_all_uses_with(
-        copy, delete_user_cb=lambda user: meta.get(user).phase == "backward"
-    )
-
-
-def _copied(program: Program, value: fx.Node, behind: fx.Node) -> fx.Node:
-    with program.graph.inserting_after(behind):
-        copy = program.graph.call_function(aten.clone.default, (value,))
-    val = value.meta["val"]
-    fake = program.fake(tuple(val.shape), val.dtype, val.device)
-    return meta.put(copy, meta.Meta("forward", "compute", module=meta.get(behind).module), fake)
+def _outlives_forward(node: fx.Node, returned: set[fx.Node]) -> bool:
+    """True if the caller gets `node`, or backward reads it."""
+    readers = (user for user in node.users if user.op == "call_function")
+    return node in returned or any(meta.get(user).phase == "backward" for user in readers)
 
 
 def _check_gradients(program: Program) -> None:
