@@ -67,10 +67,10 @@ def with_views(holder: fx.Node) -> list[fx.Node]:
     found, todo = dict.fromkeys([holder]), [holder]
     while todo:
         for user in todo.pop().users:
-            if user.op == "call_function" and user not in found:
-                if meta.storage_ids(user) & storages:
-                    found[user] = None
-                    todo.append(user)
+            same = user.op == "call_function" and meta.storage_ids(user) & storages
+            if same and user not in found:
+                found[user] = None
+                todo.append(user)
     return list(found)
 
 

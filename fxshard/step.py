@@ -68,6 +68,15 @@ class Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # autograd has it so for create_graph=True alone
+            name = users_class(ctx.call.runtime.model).__name__
+            raise StepError(
+                f"backward with create_graph=True through {name}: gradients of a program have no "
+                f"graph of their own, and whatever is computed of them would get no gradient. "
+                f"Compute the gradient and what is made of it (a gradient penalty, say) inside of "
+                f"forward, by torch.autograd.grad(..., create_graph=True), and return it as a part "
+                f"of the loss: that is traced, its second derivatives too."
+            )
         grads = compat.boxed(given)
         call: Call = ctx.call
         call.runtime.require_sharded("backward")

@@ -484,7 +484,9 @@ def _fake_input(
     leaf: int, tensor: torch.Tensor, mode: FakeTensorMode, sizes: shapes.Trace | None
 ) -> torch.Tensor:
     symbolic = sizes.fake(leaf, tensor, mode) if sizes is not None else None
-    return fake_like(tensor, mode) if symbolic is None else symbolic
+    if symbolic is not None:
+        return symbolic
+    return fake_like(tensor, mode).requires_grad_(tensor.requires_grad)  # of an nn.Parameter too
 
 
 class _Call(nn.Module):

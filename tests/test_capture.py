@@ -676,6 +676,31 @@ def test_state_that_cannot_be_written_back(function: Callable[..., Any], message
         fxshard.plan(Net(forward), (batch(),), world_size=2)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("learned", [False, True])
+def test_an_argument_that_is_a_parameter(frozen: bool, learned: bool) -> None:
+    """A learned prompt, or an image that is optimised with a frozen network."""
+    found = []
+    for model in pair(lambda: Net(lambda net, x: net.a(x).sin()).requires_grad_(not frozen)):
+        image = nn.Parameter(batch(), requires_grad=learned)
+        out = model(image)
+        if out.requires_grad:
+            out.sum().backward()
+        grads = [image.grad, *(p.grad for p in model.parameters())]
+        found.append((out.detach(), out.requires_grad, grads))
+    assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_argument_that_is_a_parameter_of_the_model(world_size: int) -> None:
+    function = lambda net, x, w: torch.nn.functional.linear(x, w) * net.b(x)  # noqa: E731
+    eager, ours = pair(lambda: Net(function), world_size)
+    for model in (eager, ours):
+        model(batch(), model.b.weight).sum().backward()
+    assert_close(ours.b.weight.grad, eager.b.weight.grad)
+    assert fxshard.validate(eager, (batch(), eager.b.weight), world_size=2, numerics=True).holds
+
+
 def test_an_input_that_forward_changes() -> None:
     eager, ours = pair(lambda: Net(lambda net, x: net.a(x.add_(1)).sum()), world_size=3)
     theirs, mine = batch(), batch()

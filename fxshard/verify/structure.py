@@ -14,7 +14,7 @@ SHARDED = ("param", "shard", "accumulated")  # roles of placeholders
 
 
 def well_formed(program: Program) -> None:
-    """Values are made before they are read, read before they are written over, and returned by name.
+    """Values are made, read, then written over; those that are returned have a name each.
 
     What is written over (a buffer at the end of forward, an operand by reinplace) is read through
     the node that wrote it from then on: whoever reads an older alias expects what was there before.
