@@ -676,6 +676,62 @@ def test_state_that_cannot_be_written_back(function: Callable[..., Any], message
         fxshard.plan(Net(forward), (batch(),), world_size=2)
 
 
+def copies_into(net: Net, x: Tensor) -> Tensor:
+    y = net.a(x)
+    net.seen.copy_(y.mean(0))
+    return y
+
+
+def averages(net: Net, x: Tensor) -> Tensor:
+    y = net.a(x)
+    net.seen.mul_(0.9).add_(y.mean(0))
+    return y
+
+
+def keeps_an_auxiliary_loss(net: Net, x: Tensor) -> Tensor:
+    y = net.a(x)
+    net.seen = y.pow(2).mean(0)
+    return y
+
+
+def doubles_its_input(net: Net, x: Tensor) -> Tensor:
+    return net.a(x.mul_(2))
+
+
+def writes_into_its_input(net: Net, x: Tensor) -> Tensor:
+    y = net.a(x.clone())
+    x.copy_(y[:, :5])
+    return y
+
+
+ATTACHED: list[tuple[Callable[..., Tensor], bool, str]] = [
+    (copies_into, False, r"gives buffer 'seen' .* in copies_into:.*Detach it.*return it"),
+    (averages, False, r"gives buffer 'seen' .* in averages:.*Detach it"),
+    (keeps_an_auxiliary_loss, False, r"'seen' .* in keeps_an_auxiliary_loss:.*Detach it"),
+    (doubles_its_input, True, r"gives args\[0\] .* in doubles_its_input:.*Write into a clone"),
+    (writes_into_its_input, False, r"gives args\[0\] .* in writes_into_its_input:.*Write into"),
+]
+
+
+@pytest.mark.parametrize(("function", "computed", "message"), ATTACHED)
+def test_what_forward_leaves_with_the_caller_may_not_need_a_gradient(
+    function: Callable[..., Tensor], computed: bool, message: str
+) -> None:
+    """In eager a loss computed of it trains the model. Without gradients it is as in eager."""
+    eager, ours = pair(lambda: Net(function))
+    given = nn.Linear(5, 5)(batch()) if computed else batch()
+    with pytest.raises(CaptureError, match=rf"(?s){message}"):
+        ours(given)
+    theirs, mine = given.detach().clone(), given.detach().clone()
+    with torch.no_grad():
+        assert_close(ours(mine), eager(theirs))
+    assert_close((mine, ours.seen), (theirs, eager.seen))
+    for net in (eager, ours):
+        net.requires_grad_(False)
+    assert_close(ours(mine), eager(theirs))
+    assert_close((mine, ours.seen), (theirs, eager.seen))
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("learned", [False, True])
 def test_an_argument_that_is_a_parameter(frozen: bool, learned: bool) -> None:
