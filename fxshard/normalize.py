@@ -18,6 +18,7 @@ from fxshard import aliasing, compat, meta, precision, provenance, strides
 from fxshard.compat import FakeTensorMode
 from fxshard.errors import CaptureError
 from fxshard.program import Program, Result
+from fxshard.units import learned_buffer
 
 log = logging.getLogger("fxshard")
 aten = torch.ops.aten
@@ -263,6 +264,8 @@ def _set_results(
             kept.append(value)
         elif kind == "grad" and value is not None:
             what, name = source
+            if what == "buffer":  # it was set behind compile
+                raise CaptureError(learned_buffer(_fqn(name)))
             _refuse_sparse(name, value)
             if what == "param":
                 program.results.append(Result("grad", first[_fqn(name)]))

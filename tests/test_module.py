@@ -297,6 +297,19 @@ def test_a_gradient_penalty_inside_of_forward() -> None:
     assert_trains_like_eager(lambda: Net(forward), batch(), torch.ones(4, 5))
 
 
+def test_an_auxiliary_loss_beside_other_outputs() -> None:
+    """A scalar output is taken for the loss; the refusal says how it is none."""
+    _, ours = pair(lambda: Net(lambda net, x: (net.a(x), net.b(x).square().mean())))
+    y, aux = ours(batch())
+    with pytest.raises(StepError, match=r"no loss of its own.*one element \(aux\.view\(1\)\)"):
+        (y.logsumexp(-1).sum() + 0.01 * aux).backward()
+    assert_trains_like_eager(
+        lambda: Net(lambda net, x: (net.a(x), net.b(x).square().mean().view(1))),
+        batch(),
+        loss=lambda out: out[0].logsumexp(-1).sum() + 0.01 * out[1].sum(),
+    )
+
+
 def test_a_failed_backward_leaves_no_gradient() -> None:
     _, ours = pair(lambda: Net(lambda net, x: {"loss": net.a(x).sum(), "y": net.b(x)}))
     with pytest.raises(StepError, match="arrived at output"):
