@@ -282,7 +282,7 @@ def _set_results(
                     f"{line and ', at ' + line}. A rank holds only a shard of it: change it "
                     f"between steps, or make it a buffer."
                 )
-            role = "buffer" if what == "buffer" else "input"
+            role: meta.Role = "buffer" if what == "buffer" else "input"
             fqn = _fqn(name) if what == "buffer" else str(positions[name])
             if ("mutation", source) in tangents:
                 _refuse_attached(program, role, fqn, value)
