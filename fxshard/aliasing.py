@@ -61,6 +61,44 @@ def overlaps_itself(tensor: Tensor) -> bool:
     return False
 
 
+def with_views(holder: fx.Node) -> list[fx.Node]:
+    """`holder` and all that lies in its memory: its views, theirs, and what writes into it."""
+    storages = meta.storage_ids(holder)
+    found, todo = dict.fromkeys([holder]), [holder]
+    while todo:
+        for user in todo.pop().users:
+            same = user.op == "call_function" and meta.storage_ids(user) & storages
+            if same and user not in found:
+                found[user] = None
+                todo.append(user)
+    return list(found)
+
+
+def keep_old_value(program: Program, holder: fx.Node) -> fx.Node:
+    """Copy a placeholder where forward begins; all that reads it, be it by a view, reads the copy.
+
+    Returns:
+        the copy. What writes into the placeholder, if anything does by now, still does.
+    """
+    stale = meta.storage_ids(holder)
+    first = program.phase("forward")[0]
+    copy = copied(program, holder, first.prev)
+    meta.update(copy, unit=meta.get(first).unit)
+    holder.replace_all_uses_with(
+        copy, delete_user_cb=lambda user: user is not copy and not meta.writes(user)
+    )
+    program.refresh_views(copy, stale)
+    return copy
+
+
+def copied(program: Program, value: fx.Node, behind: fx.Node) -> fx.Node:
+    """A copy of `value`, made in forward behind another node."""
+    with program.graph.inserting_after(behind):
+        copy = program.graph.call_function(torch.ops.aten.clone.default, (value,))
+    tag = meta.Meta("forward", "compute", module=meta.get(behind).module)
+    return meta.put(copy, tag, program.refake(copy))
+
+
 def refuse_written(
     program: Program,
     model: nn.Module,

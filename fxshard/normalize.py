@@ -18,6 +18,7 @@ from fxshard import aliasing, compat, meta, precision, provenance, strides
 from fxshard.compat import FakeTensorMode
 from fxshard.errors import CaptureError
 from fxshard.program import Program, Result
+from fxshard.units import learned_buffer
 
 log = logging.getLogger("fxshard")
 aten = torch.ops.aten
@@ -38,7 +39,7 @@ def normalize(
     graph_module: fx.GraphModule,
     sources: list[Any],
     targets: list[Any],
-    replaced: tuple[str, ...],
+    replaced: dict[str, bool],
 ) -> None:
     """Tag and tidy the graph that was just traced, in place.
 
@@ -47,7 +48,7 @@ def normalize(
         graph_module: owner of constants.
         sources: descriptor of each placeholder (see `fxshard.compat.input_source`).
         targets: descriptor of each output (see `fxshard.compat.output_source`).
-        replaced: buffers whose new values follow the model's outputs.
+        replaced: buffers whose new values follow the model's outputs, and if they need a gradient.
 
     Raises:
         CaptureError: an input, an output or a change in forward that fxshard cannot repeat, or a
@@ -57,7 +58,7 @@ def normalize(
     _lift_constants(program, graph_module)
     _forward_first(program, targets)
     _tag_compute(program)
-    _set_results(program, targets, replaced)
+    _set_results(program, sources, targets, replaced)
     _refuse_sparse_values(program)
     _allocate_zeros(program)
     if compat.REDUCES_AS_STORED:
@@ -237,7 +238,9 @@ def _begins_backward(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
-def _set_results(program: Program, targets: list[Any], replaced: tuple[str, ...]) -> None:
+def _set_results(
+    program: Program, sources: list[Any], targets: list[Any], replaced: dict[str, bool]
+) -> None:
     """Name the outputs; write mutated buffers back at the end of forward."""
     first = _first_names(program)
     positions = program.signature.tensor_inputs
@@ -246,18 +249,23 @@ def _set_results(program: Program, targets: list[Any], replaced: tuple[str, ...]
     holders = {
         (meta.get(n).role, meta.get(n).fqn): n for n in program.graph.find_nodes(op="placeholder")
     }
+    tangents = [source for kind, source in map(compat.input_source, sources) if kind == "tangent"]
     kept: list[fx.Node] = []
     mutated: list[tuple[fx.Node, fx.Node]] = []
     for value, desc in zip(values, targets, strict=True):
         kind, source = compat.output_source(desc)
         if kind == "output" and source >= len(where):
-            holder = holders[("buffer", replaced[source - len(where)])]
-            mutated.append((holder, value))
+            name, attached = list(replaced.items())[source - len(where)]
+            if attached:
+                _refuse_attached(program, "buffer", name, value)
+            mutated.append((holders[("buffer", name)], value))
         elif kind == "output":
             program.results.append(Result("output", str(where[source])))
             kept.append(value)
         elif kind == "grad" and value is not None:
             what, name = source
+            if what == "buffer":  # it was set behind compile
+                raise CaptureError(learned_buffer(_fqn(name)))
             _refuse_sparse(name, value)
             if what == "param":
                 program.results.append(Result("grad", first[_fqn(name)]))
@@ -274,14 +282,36 @@ def _set_results(program: Program, targets: list[Any], replaced: tuple[str, ...]
                     f"{line and ', at ' + line}. A rank holds only a shard of it: change it "
                     f"between steps, or make it a buffer."
                 )
+            role: meta.Role = "buffer" if what == "buffer" else "input"
             fqn = _fqn(name) if what == "buffer" else str(positions[name])
-            mutated.append((holders[("buffer" if what == "buffer" else "input", fqn)], value))
+            if ("mutation", source) in tangents:
+                _refuse_attached(program, role, fqn, value)
+            mutated.append((holders[(role, fqn)], value))
         elif kind == "other":
             raise CaptureError(
                 f"the traced graph has an output that fxshard does not know: {source}"
             )
     program.values = kept
     _write_back(program, mutated)
+
+
+def _refuse_attached(program: Program, role: str, fqn: str, value: fx.Node) -> None:
+    """Raise CaptureError for a tensor of the caller's that gets a gradient by what is written.
+
+    Eager takes a loss back from there to all that `value` was computed of; a program does not.
+    """
+    line = meta.get(value).line
+    if role == "buffer":
+        what = f"buffer {fqn!r}"
+        remedy = "detach it (.detach()), or return it if a loss reads it"
+    else:
+        what = program.signature.input_names[int(fqn)]
+        remedy = "write into a clone (x = x.clone()), or return the new value"
+    raise CaptureError(
+        f"forward gives {what} a value that requires a gradient{line and ', at ' + line}: what is "
+        f"computed of it outside of forward would take no gradient back to the model. "
+        f"{remedy[0].upper()}{remedy[1:]}."
+    )
 
 
 def _refuse_sparse(name: Any, grad: fx.Node) -> None:
@@ -311,17 +341,23 @@ def _allocate_zeros(program: Program) -> None:
 
 
 def _write_back(program: Program, mutated: list[tuple[fx.Node, fx.Node]]) -> None:
-    """Copy new values into buffers and inputs, behind everything that reads the old ones."""
+    """Copy new values into buffers and inputs, behind everything that reads the old ones.
+
+    Where backward or the caller reads the old one, be it through a view, forward begins with a copy
+    of it.
+    """
     forward = program.phase("forward")
     written = set().union(*(meta.storage_ids(holder) for holder, _ in mutated))
     for i, (holder, value) in enumerate(mutated):
         if meta.storage_ids(value) & written:  # two buffers change places
-            mutated[i] = (holder, _copied(program, value, forward[-1]))
+            mutated[i] = (holder, aliasing.copied(program, value, forward[-1]))
     forward = program.phase("forward")
     _warn_of_checkpoints([holder for holder, value in mutated if _in_checkpoint(value)])
+    returned = set(program.values)
+    for holder, _ in mutated:
+        if any(_outlives_forward(node, returned) for node in aliasing.with_views(holder)):
+            aliasing.keep_old_value(program, holder)
     for holder, value in mutated:
-        if any(meta.get(user).phase == "backward" for user in holder.users):
-            _keep_old_value(program, holder, forward[0])
         with program.graph.inserting_after(forward[-1]):
             node = program.graph.call_function(aten.copy_.default, (holder, value))
         module = (meta.get(holder).fqn or "").rpartition(".")[0]
@@ -345,20 +381,10 @@ def _warn_of_checkpoints(holders: list[fx.Node]) -> None:
         )
 
 
-def _keep_old_value(program: Program, holder: fx.Node, before: fx.Node) -> None:
-    """Backward reads the buffer as it was when forward ran: save a copy of it."""
-    copy = _copied(program, holder, before.prev)
-    holder.replace_all_uses_with(
-        copy, delete_user_cb=lambda user: meta.get(user).phase == "backward"
-    )
-
-
-def _copied(program: Program, value: fx.Node, behind: fx.Node) -> fx.Node:
-    with program.graph.inserting_after(behind):
-        copy = program.graph.call_function(aten.clone.default, (value,))
-    val = value.meta["val"]
-    fake = program.fake(tuple(val.shape), val.dtype, val.device)
-    return meta.put(copy, meta.Meta("forward", "compute", module=meta.get(behind).module), fake)
+def _outlives_forward(node: fx.Node, returned: set[fx.Node]) -> bool:
+    """True if the caller gets `node`, or backward reads it."""
+    readers = (user for user in node.users if user.op == "call_function")
+    return node in returned or any(meta.get(user).phase == "backward" for user in readers)
 
 
 def _check_gradients(program: Program) -> None:

@@ -421,12 +421,16 @@ def own(call: Call) -> Call:
     leaves, spec = compat.tree_flatten(call)
     tensors = {id(leaf): leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)}
     copies = copy.deepcopy(tensors)
-    flat = [
-        copies[id(leaf)].requires_grad_(leaf.requires_grad) if id(leaf) in copies else leaf
-        for leaf in leaves
-    ]
+    flat = [like(leaf, copies[id(leaf)]) if id(leaf) in copies else leaf for leaf in leaves]
     args, kwargs = compat.tree_unflatten(flat, spec)
     return args, kwargs
+
+
+def like(leaf: Tensor, made: Tensor) -> Tensor:
+    """`made`, a new tensor of an argument's shape, as one of its kind: an nn.Parameter if it is."""
+    if isinstance(leaf, nn.Parameter):
+        return nn.Parameter(made, leaf.requires_grad)
+    return made.requires_grad_(leaf.requires_grad)
 
 
 def buffers_of(module: nn.Module) -> Seen:

@@ -53,6 +53,7 @@ from fxshard.numerics import (
     difference,
     forward_backward,
     judged,
+    like,
     own,
     plain,
     widened,
@@ -150,8 +151,8 @@ def _varied(call: Call, generator: torch.Generator, *, integers: bool) -> Call:
             made = (flat.roll(1) if torch.equal(made, flat) else made).reshape(leaf.shape)
         else:
             return leaf
-        like = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
-        return like.copy_(made).requires_grad_(leaf.requires_grad)
+        same = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+        return like(leaf, same.copy_(made))
 
     leaves, spec = compat.tree_flatten(own(call))
     args, kwargs = compat.tree_unflatten([vary(leaf) for leaf in leaves], spec)

@@ -60,7 +60,7 @@ class Fact(enum.Enum):
     Passes name those that they require and ensure: it helps to put them in order.
     """
 
-    WELL_FORMED = "every value is made once, before it is read"
+    WELL_FORMED = "every value is made once, before it is read, and read before it is written over"
     TAGGED = "every node has a phase, a module and a fake value; forward comes before backward"
     UNITS_ASSIGNED = "every node belongs to a unit"
     RECOMPUTED = "backward recomputes what checkpoints do not save"

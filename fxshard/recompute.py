@@ -222,13 +222,17 @@ class _Problem:
 
     def _written_buffers(self) -> dict[fx.Node, Value]:
         """Buffers that forward writes: what runs again reads a copy from before, which is saved."""
+        copies: dict[int, Value] = {}  # by storage
+        for node in self.program.graph.find_nodes(op="placeholder"):
+            if any(map(meta.writes, node.users)):
+                size = sum(map(nbytes_of, meta.storages(node)))
+                copies |= dict.fromkeys(meta.storage_ids(node), Value(node, node, size, None))
         found: dict[fx.Node, Value] = {}
-        for operators in self.operators.values():
+        for operators in self.operators.values() if copies else ():
             for node in operators:
                 for source in node.all_input_nodes:
-                    if source.op == "placeholder" and any(map(meta.writes, source.users)):
-                        size = sum(map(nbytes_of, meta.storages(source)))
-                        found.setdefault(source, Value(source, source, size, None))
+                    for storage in meta.storage_ids(source) & copies.keys():  # or that of its view
+                        found[source] = copies[storage]
         return found
 
     # -- variables and constraints ---------------------------------------------------------------

@@ -316,7 +316,7 @@ class Runtime(ParameterStore):
                 *(self.whole(fqn).requires_grad for fqn in self.wholes),
             ),
             "a buffer": tuple(
-                (buffer.shape, buffer.dtype, buffer.device)
+                (buffer.shape, buffer.dtype, buffer.device, buffer.requires_grad)
                 for module, key in self.buffer_slots.values()
                 if (buffer := module._buffers[key]) is not None
             ),

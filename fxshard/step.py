@@ -68,6 +68,15 @@ class Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # autograd has it so for create_graph=True alone
+            name = users_class(ctx.call.runtime.model).__name__
+            raise StepError(
+                f"backward with create_graph=True through {name}: gradients of a program have no "
+                f"graph of their own, and whatever is computed of them would get no gradient. "
+                f"Compute the gradient and what is made of it (a gradient penalty, say) inside of "
+                f"forward, by torch.autograd.grad(..., create_graph=True), and return it as a part "
+                f"of the loss: that is traced, its second derivatives too."
+            )
         grads = compat.boxed(given)
         call: Call = ctx.call
         call.runtime.require_sharded("backward")
@@ -85,7 +94,9 @@ class Step(torch.autograd.Function):
                     f"a gradient arrived at output {signature.output_names[position]}, but the "
                     f"program was traced for a loss at {', '.join(names)} (the model's scalar "
                     f"outputs). Do not pass labels, so that the model returns no loss of its own, "
-                    f"or call backward on its loss."
+                    f"or call backward on its loss. To add one of these numbers to a loss of other "
+                    f"outputs, let forward return it as a tensor of one element (aux.view(1)): "
+                    f"where no output is a scalar, a loss may be of any of them."
                 )
         for (what, before), (_, now) in zip(ctx.versions, _versions(call, ctx.batch), strict=True):
             if before != now:

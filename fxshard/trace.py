@@ -254,7 +254,7 @@ def _captured(
     normalize(program, found.owner, traced.sources, traced.targets, call.replaced)
     if not every_tangent:
         given = {str(i): flat[i] for i in positions}
-        aliasing.refuse_written(program, model, given, call.replaced)
+        aliasing.refuse_written(program, model, given, tuple(call.replaced))
     hf.refuse_packed(program.graph)
     return program
 
@@ -486,7 +486,9 @@ def _fake_input(
     leaf: int, tensor: torch.Tensor, mode: FakeTensorMode, sizes: shapes.Trace | None
 ) -> torch.Tensor:
     symbolic = sizes.fake(leaf, tensor, mode) if sizes is not None else None
-    return fake_like(tensor, mode) if symbolic is None else symbolic
+    if symbolic is not None:
+        return symbolic
+    return fake_like(tensor, mode).requires_grad_(tensor.requires_grad)  # of an nn.Parameter too
 
 
 class _Call(nn.Module):
@@ -524,7 +526,7 @@ class _Call(nn.Module):
         self.differentiable: tuple[int, ...] = ()
         self.tangents: tuple[int, ...] = ()
         self.repeats: tuple[tuple[int, int], ...] = ()
-        self.replaced: tuple[str, ...] = ()
+        self.replaced: dict[str, bool] = {}  # buffers, and if their new values need a gradient
         self.counts: list[dict[tuple[int, str, Any], float]] = []  # before, and after each run
 
     def inputs(self, tensors: Sequence[torch.Tensor]) -> Any:
@@ -607,7 +609,7 @@ class _Call(nn.Module):
             None if computed[i] else (value,) for i, value in enumerate(values)
         )
         replaced = _replaced(buffers, dict(self.model.named_buffers(remove_duplicate=False)))
-        self.replaced = tuple(replaced)
+        self.replaced = {name: self.grad and v.requires_grad for name, v in replaced.items()}
         outputs = [
             v if i in self.tangents or not is_tensor[i] else v.detach()
             for i, v in enumerate(values)

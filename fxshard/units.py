@@ -113,6 +113,7 @@ def find_units(
     out_modules, out_params = ignored_of(model, ignored)
     _check_kinds(model)
     _check_memory(model, out_params)
+    _check_buffers(model)
     chosen = (_unit_fqns(model, spec) | set(also)) - {n for n, _ in _named(out_modules, model)}
     fqns = ["", *(name for name, _ in model.named_modules() if name and name in chosen)]
     names: dict[int, list[str]] = {}
@@ -391,15 +392,15 @@ def _check_memory(model: nn.Module, out_params: Container[int]) -> None:
     in the other. Parameters that are left alone (`out_params`) stay where they are.
     """
     places: dict[int, list[tuple[int, int, str, str, bool]]] = {}
-    seen: set[int] = set()
+    params = {id(param) for param in model.parameters()}
     for kind, fqn, tensor in _named_tensors(model):
-        if id(tensor) in seen or isinstance(tensor, DTensor) or not tensor.numel():
+        if isinstance(tensor, DTensor) or not tensor.numel():
             continue
-        seen.add(id(tensor))
         first = int(tensor.storage_offset()) * tensor.element_size()
         spans = [s * (n - 1) for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
         end = first + (sum(spans) + 1) * tensor.element_size()
-        place = (first, end, kind, fqn, id(tensor) in out_params)
+        stays = id(tensor) in out_params and not (kind == "buffer" and id(tensor) in params)
+        place = (first, end, kind, fqn, stays)
         places.setdefault(tensor.untyped_storage()._cdata, []).append(place)
     for members in places.values():
         members.sort()
@@ -415,6 +416,22 @@ def _check_memory(model: nn.Module, out_params: Container[int]) -> None:
                     f"that changes one would not change the other any more. Give one of them a "
                     f"copy (.clone()); to tie parameters, assign one nn.Parameter under both names."
                 )
+
+
+def _check_buffers(model: nn.Module) -> None:
+    """Raise UnitError if a buffer needs a gradient."""
+    for fqn, buffer in model.named_buffers():
+        if buffer.requires_grad:
+            raise UnitError(learned_buffer(fqn))
+
+
+def learned_buffer(fqn: str) -> str:
+    """What to say of a buffer that needs a gradient."""
+    return (
+        f"buffer {fqn!r} requires a gradient, and a program makes none of buffers. Make it an "
+        f"nn.Parameter if it is to be trained, or detach it (module.{fqn.rpartition('.')[2]} = "
+        f"buffer.detach())."
+    )
 
 
 def note_replaced(fqn: str, param: torch.Tensor) -> None:

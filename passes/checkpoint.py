@@ -23,7 +23,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from fxshard import fakes, meta, rng, shapes
+from fxshard import aliasing, fakes, meta, rng, shapes
 from fxshard.program import Fact, Program
 from fxshard.recompute import from_parameter, generator_of, random_before
 
@@ -208,8 +208,15 @@ def set_state(program: Program, state: fx.Node, device: torch.device, tag: meta.
 
 
 def unwritten(program: Program, node: fx.Node) -> fx.Node:
-    """`node`, or if forward writes to it (a buffer), a copy from before: the one it reads."""
-    if node.op != "placeholder" or not any(meta.writes(user) for user in node.users):
+    """What a copy of a reader of `node` reads: `node`, or where forward writes it what was there.
+
+    `node` may be a buffer, or a view of one that the checkpoint was given.
+    """
+    holder = written_holder(program, node)
+    if holder is None:
+        return node
+    if node is not holder:
+        aliasing.keep_old_value(program, holder)
         return node
     for user in node.users:  # writes stand at the end of forward: any copy will do
         if user.target is aten.clone.default and meta.get(user).checkpoint is None:
@@ -220,3 +227,13 @@ def unwritten(program: Program, node: fx.Node) -> fx.Node:
         copy = program.graph.create_node("call_function", aten.clone.default, (node,), name=name)
     tag = meta.changed(meta.get(first), checkpoint=None, save=False, call=None)
     return meta.put(copy, tag, program.refake(copy))
+
+
+def written_holder(program: Program, node: fx.Node) -> fx.Node | None:
+    """The placeholder in whose memory `node` lies, if forward writes it."""
+    while node.op != "placeholder":
+        if not meta.aliases_input(node):
+            return None
+        mine = meta.storage_ids(node)
+        node = next(n for n in node.all_input_nodes if meta.storage_ids(n) & mine)
+    return node if any(meta.writes(user) for user in node.users) else None

@@ -326,8 +326,8 @@ def accumulate(program: Program, grads: dict[str, fx.Node]) -> dict[str, fx.Node
 
 
 def following(program: Program, node: fx.Node) -> fx.Node:
-    """The place behind `node`; the start of backward for a gradient that came in."""
-    if node.op == "placeholder":
+    """The place behind `node`; the start of backward for a gradient that forward has or came in."""
+    if node.op == "placeholder" or meta.get(node).phase == "forward":
         return next(iter(program.phase("backward")), program.output)
     return node.next
 

@@ -244,6 +244,23 @@ def test_buffers_are_written_once_and_made_again_from_their_old_values(
         torch.testing.assert_close(dict(ours.named_buffers()), dict(eager.named_buffers()))
 
 
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_checkpoint_that_is_given_a_view_of_a_buffer_makes_again_from_its_old_value(
+    direct: bool,
+) -> None:
+    """Only what is made again reads the view: no operator of backward does. (Or one does, too.)"""
+
+    def forward(net: Free, x: Tensor) -> Tensor:
+        view = net.seen.view(1, 8)
+        y = checkpoint(lambda h, v: torch.sin(h + v), net.a(x), view, use_reentrant=False)
+        if direct:
+            y = y * view
+        net.seen = net.seen + 1
+        return net.b(y).sum()
+
+    assert_trains_like_eager(lambda: Free(forward, checkpointed=False), batch())
+
+
 def test_the_generator_ends_where_it_ends_in_eager() -> None:
     ends = []
     for model in pair(lambda: Stack("checkpoint", dropout=0.5)):

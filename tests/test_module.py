@@ -24,7 +24,7 @@ from torch.testing import assert_close
 
 import fxshard
 from fxshard.errors import StepError
-from tests.eager import Net, batch, pair
+from tests.eager import Net, assert_trains_like_eager, batch, pair
 from tests.fsdp2 import full, units_of
 from tests.zoo import MODELS, Case, models
 
@@ -257,6 +257,57 @@ def test_misuse_of_backward() -> None:
     with pytest.raises(StepError, match=r"arrived at output \['logits'\]"):
         (output.loss + output.logits.mean()).backward()
     call(case, ours).backward()  # still usable
+
+
+def penalty(net: Any, z: Tensor) -> Tensor:
+    """That of WGAN-GP, through the network as a whole."""
+    z = z.detach().requires_grad_()
+    (grad,) = torch.autograd.grad(net(z).sum(), z, create_graph=True)
+    return 10 * (grad.norm(2, 1) - 1).pow(2).mean()
+
+
+PENALISED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "beside another loss": lambda net, z: net(batch()).mean() + penalty(net, z),
+    "alone": penalty,
+    "of one forward": lambda net, z: torch.autograd.grad(
+        net(z.requires_grad_()).sum(), list(net.parameters()), create_graph=True
+    )[0].sum(),
+    "backward": lambda net, z: net(z).sum().backward(create_graph=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@pytest.mark.parametrize("name", PENALISED)
+def test_a_graph_of_gradients_is_refused(name: str) -> None:
+    _, ours = pair(lambda: Net(lambda net, x: net.a(x).tanh()))
+    with pytest.raises(StepError, match=r"create_graph=True through Net.*inside of forward"):
+        PENALISED[name](ours, torch.ones(4, 5))
+    assert all(p.grad is None for p in ours.parameters())
+
+
+def test_a_gradient_penalty_inside_of_forward() -> None:
+    """What the refusal of one outside points at."""
+
+    def forward(net: Net, x: Tensor, z: Tensor) -> Tensor:
+        def critic(x: Tensor) -> Tensor:
+            return net.a(x).tanh()
+
+        return critic(x).mean() + penalty(critic, z)
+
+    assert_trains_like_eager(lambda: Net(forward), batch(), torch.ones(4, 5))
+
+
+def test_an_auxiliary_loss_beside_other_outputs() -> None:
+    """A scalar output is taken for the loss; the refusal says how it is none."""
+    _, ours = pair(lambda: Net(lambda net, x: (net.a(x), net.b(x).square().mean())))
+    y, aux = ours(batch())
+    with pytest.raises(StepError, match=r"no loss of its own.*one element \(aux\.view\(1\)\)"):
+        (y.logsumexp(-1).sum() + 0.01 * aux).backward()
+    assert_trains_like_eager(
+        lambda: Net(lambda net, x: (net.a(x), net.b(x).square().mean().view(1))),
+        batch(),
+        loss=lambda out: out[0].logsumexp(-1).sum() + 0.01 * out[1].sum(),
+    )
 
 
 def test_a_failed_backward_leaves_no_gradient() -> None:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 import fxshard
 from fxshard import cli, commands, meta
 from fxshard.config import Config
-from fxshard.numerics import RTOL, Numerics, difference
+from fxshard.numerics import RTOL, Numerics, difference, own
 from fxshard.pipeline import default_passes
 from fxshard.program import Program
 from tests.zoo import MODELS, built
@@ -405,3 +405,12 @@ def test_where_nothing_trains_there_is_no_backward(loss: Any, in_backward: bool)
         "forward"
     }
     assert not fxshard.compile(Unused(), world_size=2)(torch.randn(3, 4)).requires_grad
+
+
+def test_copies_of_a_call_are_of_its_kind() -> None:
+    """A plain tensor in place of an nn.Parameter hid that it got no gradient."""
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    call = ((torch.ones(2), nn.Parameter(torch.ones(2))), {"w": frozen})
+    (x, w), kwargs = own(call)
+    assert [type(t) for t in (x, w, kwargs["w"])] == [Tensor, nn.Parameter, nn.Parameter]
+    assert [t.requires_grad for t in (x, w, kwargs["w"])] == [False, True, False]

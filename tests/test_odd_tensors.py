@@ -13,6 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import fxshard
 from fxshard.errors import CaptureError, UnitError
+from tests.eager import Net, assert_trains_like_eager, batch, pair
 
 
 class Gain(nn.Parameter):
@@ -143,10 +144,22 @@ def buffer_of_a_parameter() -> nn.Module:
     return model
 
 
+def parameter_as_buffer() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].register_buffer("tied", model[0].weight)
+    return model
+
+
+def frozen_parameter_as_buffer() -> nn.Module:
+    return parameter_as_buffer().requires_grad_(False)
+
+
 SHARING = {
     "one storage": (same_data, "parameter '0.weight' and parameter '1.weight'"),
     "overlapping": (overlapping, "parameter 'a' and parameter 'b'"),
     "a buffer": (buffer_of_a_parameter, "parameter '0.weight' and buffer '1.first'"),
+    "as a buffer too": (parameter_as_buffer, "buffer '1.tied' and parameter '0.weight'"),
+    "frozen": (frozen_parameter_as_buffer, "buffer '1.tied' and parameter '0.weight'"),
 }
 
 
@@ -158,6 +171,54 @@ def test_parameters_that_share_memory_are_refused(name: str, device: str) -> Non
         model = build()
     with pytest.raises(UnitError, match=f"{names} lie in the same memory.*clone"):
         fxshard.compile(model, world_size=2)
+
+
+def test_an_ignored_parameter_that_is_a_buffer_too_is_refused() -> None:
+    with pytest.raises(UnitError, match=r"buffer '1\.tied' and parameter '0\.weight' lie in"):
+        fxshard.compile(parameter_as_buffer(), world_size=2, ignored=["0"])
+
+
+# -- buffers that need a gradient ------------------------------------------------------------------
+
+LEARNED = r"buffer 'seen' requires a gradient.*nn\.Parameter.*detach it \(module\.seen = "
+
+
+def scales(net: Net, x: torch.Tensor) -> torch.Tensor:
+    return net.a(x) * net.seen
+
+
+def test_a_buffer_that_needs_a_gradient_is_refused() -> None:
+    leaf, computed, parameter = Net(scales), Net(scales), Net(scales)
+    leaf.seen.requires_grad_()
+    computed.seen = computed.a(batch()).mean(0)
+    parameter._buffers["seen"] = nn.Parameter(torch.ones(6))  # as register_buffer would have it
+    for model in (leaf, computed, parameter):
+        with pytest.raises(UnitError, match=LEARNED):
+            fxshard.compile(model, world_size=2)
+        with pytest.raises(UnitError, match=LEARNED):
+            fxshard.plan(model, (batch(),), world_size=2)
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_a_buffer_that_needs_a_gradient_behind_compile_is_refused(calls: int) -> None:
+    _, ours = pair(lambda: Net(scales))
+    for _ in range(calls):
+        ours(batch()).sum().backward()
+    ours.seen.requires_grad_()
+    with pytest.raises(CaptureError, match=LEARNED):
+        ours(batch())
+    with torch.no_grad():
+        ours(batch())
+
+
+def test_a_frozen_parameter_may_be_a_buffer() -> None:
+    def build() -> nn.Module:
+        model = Net(scales)
+        frozen = nn.Parameter(torch.full((6,), 2.0), requires_grad=False)
+        model._buffers["seen"] = frozen  # as register_buffer would have it
+        return model
+
+    assert_trains_like_eager(build, batch())
 
 
 def test_parameters_of_one_storage_that_do_not_overlap() -> None:

@@ -199,6 +199,14 @@ def wait_before_its_launch(program: Program) -> fx.Node:
     return wait
 
 
+@breaks(Fact.WELL_FORMED)
+def read_behind_the_write_of_what_it_reads(program: Program) -> fx.Node:
+    """%y is returned, not what has written over it: so a buffer would be, behind its write."""
+    node = find(program, "y")
+    insert(program, node, aten.copy_.default, node, node)
+    return program.output
+
+
 @breaks(Fact.UNSHARD_PAIRED)
 def less_sent_than_picked(program: Program) -> fx.Node:
     node = launch(program, 1, "forward")

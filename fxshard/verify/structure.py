@@ -14,15 +14,31 @@ SHARDED = ("param", "shard", "accumulated")  # roles of placeholders
 
 
 def well_formed(program: Program) -> None:
-    """Values are made before they are read, and those that are returned have a name each."""
+    """Values are made, read, then written over; those that are returned have a name each.
+
+    What is written over (a buffer at the end of forward, an operand by reinplace) is read through
+    the node that wrote it from then on: whoever reads an older alias expects what was there before.
+    """
     fact = Fact.WELL_FORMED
     made: set[fx.Node] = set()
+    fresh: dict[int, tuple[fx.Node, set[fx.Node]]] = {}  # storage -> its writer, what is made since
     for node in program.graph.nodes:
         for source in node.all_input_nodes:
             if source not in made:
                 what = f"%{node.name} reads %{source.name} before it has been defined."
                 fail(program, fact, node, what)
+            for storage in meta.storage_ids(source) & fresh.keys():
+                writer, since = fresh[storage]
+                if source not in since and node.target not in ops.WORDS:
+                    what = (
+                        f"%{node.name} reads %{source.name}, which %{writer.name} has written over."
+                    )
+                    fail(program, fact, node, what)
         made.add(node)
+        for storage in meta.storage_ids(node) & fresh.keys():
+            fresh[storage][1].add(node)
+        if meta.writes(node) and node.target not in ops.WORDS:
+            fresh |= {storage: (node, {node}) for storage in walk.written(node)}
     try:
         program.graph.lint()
     except RuntimeError as error:

@@ -117,19 +117,6 @@ def is_pick_of(node: fx.Node, launch: fx.Node) -> bool:
     return node.target is operator.getitem and node.args[0] is launch
 
 
-def launch_behind(node: fx.Node) -> fx.Node | None:
-    """The launch that wrote `node`, through picks and views."""
-    while node.op == "call_function" and node.target not in ops.ASYNCHRONOUS:
-        if not meta.aliases_input(node):
-            return None
-        ids = meta.storage_ids(node)
-        source = next((n for n in node.all_input_nodes if meta.storage_ids(n) & ids), None)
-        if source is None:
-            return None
-        node = source
-    return node if node.target in ops.ASYNCHRONOUS else None
-
-
 def maker(node: fx.Node) -> fx.Node:
     """The operator that `node` is a pick of; itself for a placeholder."""
     return node if node.op == "placeholder" else meta.source(node)
