@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxshard import compat, reading
 from fxshard.errors import FxshardError, StepError
@@ -343,7 +342,7 @@ def _is_by_element(name: str) -> bool:
 # -- operators on shards ---------------------------------------------------------------------------
 
 
-class _OnShards(TorchDispatchMode):
+class _OnShards(compat.TorchDispatchMode):
     """What DTensor would get wrong without a word.
 
     It draws random numbers per shard, equal ones if ranks are seeded alike. And where it cannot
