@@ -67,8 +67,8 @@ WRITTEN = """
 %w : f32[4] = param layers.0.w
 forward:
 %more = aten.add.Tensor(%count, 1)  | layers.0
-%copy = aten.copy_(%count, %more)  | layers.0
 %again = aten.add.Tensor(%count, 1)  | layers.1
+%copy = aten.copy_(%count, %more)  | layers.0
 %scaled = aten.mul.Tensor(%w, %more)  | layers.0
 %y = aten.mul.Tensor(%scaled, %again)  | layers.1
 return %y (0)
