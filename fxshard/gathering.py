@@ -440,7 +440,10 @@ def _marked(found: Any, wholes: dict[int, Tensor], of: DTensor) -> Any:
     """What whole functions return of gathered tensors: views of them are marked as copies."""
     known = {whole.untyped_storage()._cdata for whole in wholes.values()}
     if type(found).__module__ == "numpy" and hasattr(found, "flags"):
-        found.flags.writeable = False
+        runtime, fqn = _runtime_of(of)
+        slot = runtime.slots.get(fqn) if runtime is not None else None
+        if slot is not None and _storage(of)._cdata == slot.local.untyped_storage()._cdata:
+            found.flags.writeable = False  # in one process it would be the parameter's memory
         return found
     leaves, spec = compat.tree_flatten(found)
     for i, leaf in enumerate(leaves):
