@@ -250,7 +250,7 @@ def _written(func: Any, leaves: list[Any], spec: Any, into: DTensor) -> Any:
             f"{name} writes a plain tensor into what was computed of a sharded parameter, and is "
             f"not summed over the ranks yet. Write it out of place (a + b for a += b)."
         )
-    several = name.startswith("_foreach")
+    several = name.startswith(("_foreach", "_fused"))  # what optimizers call
     if any(t.shape != into.shape for t in plain) and several:
         raise StepError(
             f"{name} writes plain tensors into sharded parameters of other shapes. Write into the "
