@@ -249,7 +249,7 @@ def _written(func: Any, leaves: list[Any], spec: Any, into: DTensor) -> Any:
             f"{name} writes a plain tensor into what was computed of a sharded parameter, and is "
             f"not summed over the ranks yet. Write it out of place (a + b for a += b)."
         )
-    several = name.startswith("_foreach")
+    several = name.startswith(("_foreach", "_fused"))  # what optimizers call
     if any(t.shape != into.shape for t in plain) and several:
         raise StepError(
             f"{name} writes plain tensors into sharded parameters of other shapes. Write into the "
@@ -439,7 +439,10 @@ def _marked(found: Any, wholes: dict[int, Tensor], of: DTensor) -> Any:
     """What whole functions return of gathered tensors: views of them are marked as copies."""
     known = {whole.untyped_storage()._cdata for whole in wholes.values()}
     if type(found).__module__ == "numpy" and hasattr(found, "flags"):
-        found.flags.writeable = False
+        runtime, fqn = _runtime_of(of)
+        slot = runtime.slots.get(fqn) if runtime is not None else None
+        if slot is not None and _storage(of)._cdata == slot.local.untyped_storage()._cdata:
+            found.flags.writeable = False  # in one process it would be the parameter's memory
         return found
     leaves, spec = compat.tree_flatten(found)
     for i, leaf in enumerate(leaves):

@@ -181,6 +181,8 @@ def through_views(rank: int, world_size: int) -> None:
         assert_close(full(weight(ours).detach()), weight(build()).detach(), rtol=0, atol=0)
     with torch.no_grad(), pytest.raises(ValueError, match="read-only"):
         weight(ours).numpy()[0] = 1
+    with torch.no_grad():
+        (weight(ours) * 2).numpy()[0] = 1  # it is the user's own
 
 
 def test_writes_through_views_of_copies_are_refused(ranks: Any) -> None:
