@@ -50,7 +50,7 @@ def walked(values: Iterable[Any], seen: set[int], *, foreign: bool = False) -> I
             case types.MethodType():
                 todo.append(value.__self__)
         if _is_looked_into(value, foreign):
-            todo += (getattr(value, "__dict__", None), *_slots(value).values())
+            todo += (getattr(value, "__dict__", None), *slots(value).values())
 
 
 def _is_looked_into(value: Any, foreign: bool) -> bool:
@@ -59,7 +59,7 @@ def _is_looked_into(value: Any, foreign: bool) -> bool:
     return foreign or isinstance(value, nn.Module) or counters.is_users(type(value))
 
 
-def _slots(value: Any) -> dict[str, Any]:
+def slots(value: Any) -> dict[str, Any]:
     """The attributes for which the class of an object has slots."""
     found = {}
     for cls in type(value).__mro__:
@@ -145,7 +145,7 @@ def _contents(holder: Any) -> Any:
             return list(holder)
         case set():
             return set(holder)
-    return (_is_looked_into(holder, False) and _slots(holder)) or None
+    return (_is_looked_into(holder, False) and slots(holder)) or None
 
 
 def _equal(now: Any, before: Any) -> bool:

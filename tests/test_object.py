@@ -1,11 +1,15 @@
 """What `compile` returns is the user's own object: its class, names, methods, hooks and copies."""
 
 import copy
+import dataclasses
 import io
 import pickle
+import types
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -438,7 +442,7 @@ def changes(rank: int, world_size: int) -> None:
     assert_close(ours(x), eager(x))
     count = len(ours._fxshard.variants)
     for model in (ours, eager):
-        model[1].beta, model[1].note = 2.0, "nobody reads this"
+        model[1].beta, model[1].note = 2, "nobody reads this"
     assert_close(ours(x), eager(x))
     assert len(ours._fxshard.variants) == count  # that of before serves
 
@@ -524,6 +528,173 @@ def test_attributes_that_forward_reads(args: Any) -> None:
         model.shift = torch.zeros(4)
     assert_close(ours(x), eager(x))
     assert len(ours._fxshard.variants) == 4
+
+
+class Holds(nn.Module):
+    """A linear layer, and what `function` makes of its output."""
+
+    factor = 1.0
+    table: ClassVar[list[float]] = [1.0]
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor], **attributes: Any) -> None:
+        super().__init__()
+        self.a, self.function = nn.Linear(4, 4), function
+        vars(self).update(attributes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, self.a(x))
+
+    def helped(self, x: Tensor) -> Tensor:
+        """A method that may be exchanged."""
+        return x
+
+
+class Times:
+    """An object that is called."""
+
+    def __init__(self, k: float) -> None:
+        self.k = k
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.k
+
+
+@dataclasses.dataclass(slots=True)
+class Sizes:
+    k: float = 1.0
+
+
+def space(**names: Any) -> types.SimpleNamespace:
+    return types.SimpleNamespace(**names)
+
+
+def exchange_config(model: Any) -> None:
+    model.cfg.sub = space(k=1.0)
+    model(torch.ones(2, 4))
+    model.cfg.sub.k = 3.0
+
+
+CHANGES: dict[str, tuple[Callable[[], Holds], Callable[[Any], Any]]] = {
+    "of the class, shadowed": (
+        lambda: Holds(lambda m, y: y * m.factor),
+        lambda m: setattr(m, "factor", 3.0),
+    ),
+    "a list of the class, shadowed": (
+        lambda: Holds(lambda m, y: y * m.table[0]),
+        lambda m: setattr(m, "table", [3.0]),
+    ),
+    "a default": (
+        lambda: Holds(lambda m, y: y * getattr(m, "k", 1.0)),
+        lambda m: setattr(m, "k", 3.0),
+    ),
+    "none yet": (
+        lambda: Holds(lambda m, y: y * 3 if hasattr(m, "k") else y),
+        lambda m: setattr(m, "k", None),
+    ),
+    "no buffer yet": (
+        lambda: Holds(lambda m, y: y * getattr(m, "k", 1.0)),
+        lambda m: m.register_buffer("k", torch.tensor(3.0)),
+    ),
+    "gone": (
+        lambda: Holds(lambda m, y: y * getattr(m, "k", 1.0), k=2.0),
+        lambda m: delattr(m, "k"),
+    ),
+    "an int, then the same as a float": (
+        lambda: Holds(lambda m, y: y * (torch.full((4,), 2**24 + 1) * m.k - 2**24), k=1),
+        lambda m: setattr(m, "k", 1.0),
+    ),
+    "a method": (
+        lambda: Holds(lambda m, y: m.helped(y)),
+        lambda m: setattr(m, "helped", lambda y: y * 3),
+    ),
+    "forward of a layer": (
+        lambda: Holds(lambda m, y: y),
+        lambda m: setattr(m.a, "forward", lambda x: x * 3),
+    ),
+    "a nested configuration": (
+        lambda: Holds(lambda m, y: y * m.cfg.sub.k, cfg=space(sub=space(k=1.0))),
+        lambda m: setattr(m.cfg.sub, "k", 3.0),
+    ),
+    "an exchanged configuration": (
+        lambda: Holds(lambda m, y: y * m.cfg.sub.k, cfg=space(sub=space(k=1.0))),
+        exchange_config,
+    ),
+    "a configuration in a dict": (
+        lambda: Holds(lambda m, y: y * m.d["c"].k, d={"c": space(k=1.0)}),
+        lambda m: setattr(m.d["c"], "k", 3.0),
+    ),
+    "a configuration with slots": (
+        lambda: Holds(lambda m, y: y * m.sizes[0].k, sizes=(Sizes(),)),
+        lambda m: setattr(m.sizes[0], "k", 3.0),
+    ),
+    "an object that is called": (
+        lambda: Holds(lambda m, y: m.times(y), times=Times(1.0)),
+        lambda m: setattr(m.times, "k", 3.0),
+    ),
+    "a list of lists": (
+        lambda: Holds(lambda m, y: y * m.order[0][0], order=[[1.0], torch.ones(1)]),
+        lambda m: m.order[0].append(m.order[0].pop() * 3),
+    ),
+    "a tensor in a list": (
+        lambda: Holds(lambda m, y: y * m.order[0], order=[torch.tensor(1.0)]),
+        lambda m: m.order.__setitem__(0, torch.tensor(3.0)),
+    ),
+    "a tensor in a deque": (
+        lambda: Holds(lambda m, y: y * m.order[-1], order=deque([torch.tensor(1.0)])),
+        lambda m: m.order.append(torch.tensor(3.0)),
+    ),
+    "a layer in a list": (
+        lambda: Holds(lambda m, y: m.aside[0](y), aside=[nn.LeakyReLU(0.5)]),
+        lambda m: setattr(m.aside[0], "negative_slope", 3.0),
+    ),
+    "an array": (
+        lambda: Holds(lambda m, y: y * float(m.n[0]), n=np.ones(1)),
+        lambda m: m.n.__setitem__(0, 3.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("args", [None, (torch.ones(2, 4),)], ids=["at a call", "with args"])
+@pytest.mark.parametrize("what", CHANGES)
+def test_attributes_that_are_changed_after_the_first_call(what: str, args: Any) -> None:
+    build, change = CHANGES[what]
+    torch.manual_seed(0)
+    eager = build()
+    ours, x = compiled(copy.deepcopy(eager), args=args), torch.randn(2, 4)
+    assert_close(ours(x), eager(x))
+    ours(x)
+    assert len(ours._fxshard.variants) == 1
+    before = eager(x)
+    change(eager)
+    change(ours)
+    assert not torch.equal(eager(x), before)
+    assert_close(ours(x), eager(x))
+    count = len(ours._fxshard.variants)
+    ours(x)
+    assert len(ours._fxshard.variants) == count
+
+
+def test_attributes_that_are_given_equal_values_keep_their_program() -> None:
+    def function(m: Any, y: Tensor) -> Tensor:
+        return y * m.k * m.order[0] * m.cfg.k * float(m.n[0]) * m.low
+
+    made = {"k": 1.5, "order": [2.0, [1.5]], "cfg": space(k=2.5), "n": np.ones(3), "low": 2.0}
+    ours = compiled(Holds(function, **made, twice=None))
+    x = torch.randn(2, 4)
+    ours(x)
+    ours.k, ours.order, ours.cfg.k = float("1.5"), [2.0, [float("1.5")]], float("2.5")
+    ours.n, ours.low = np.ones(3), np.float64(2.0)
+    ours(x)
+    first = len(ours._fxshard.variants)  # np.float64 is another kind of number
+    ours.low = np.float64("2.0")
+    ours(x)
+    assert len(ours._fxshard.variants) == first == 2
+    ours.low = 2.0
+    ours.order[1][0] = 7.0
+    ours(x)
+    ours.order[1][0] = 1.5
+    ours(x)
+    assert len(ours._fxshard.variants) == 3
 
 
 # -- methods on whole parameters -------------------------------------------------------------------
