@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from fxshard import counters
-from fxshard.held import slots
+from fxshard.counters import slots
 from fxshard.swapped import STATE, users_class
 
 Reads = dict[type, set[str]]  # by class of a module: names of attributes

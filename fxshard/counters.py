@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+ABSENT = object()  # of a slot without a value
 LONG = 1000  # items of a list or a dict that nobody counts in
 _FOREIGN = (sys.stdlib_module_names | {"torch", "numpy", "fxshard"}) - {"types"}
 
@@ -142,3 +143,14 @@ def _put(holder: Any, key: Any, number: float) -> None:
             holder.cell_contents = number
         case _:
             setattr(holder, key, number)
+
+
+def slots(value: Any) -> dict[str, Any]:
+    """The attributes for which the class of an object has slots."""
+    found = {}
+    for cls in type(value).__mro__:
+        names = vars(cls).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if isinstance(vars(cls).get(name), types.MemberDescriptorType):
+                found[name] = getattr(value, name, ABSENT)
+    return found

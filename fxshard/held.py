@@ -16,11 +16,10 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from fxshard import compat, counters
+from fxshard.counters import ABSENT, slots
 from fxshard.stamp.ghosts import Ghost
 
 T = TypeVar("T")
-
-_ABSENT = object()
 
 
 def walked(values: Iterable[Any], seen: set[int], *, foreign: bool = False) -> Iterator[Any]:
@@ -57,17 +56,6 @@ def _is_looked_into(value: Any, foreign: bool) -> bool:
     if isinstance(value, (Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)):
         return False
     return foreign or isinstance(value, nn.Module) or counters.is_users(type(value))
-
-
-def slots(value: Any) -> dict[str, Any]:
-    """The attributes for which the class of an object has slots."""
-    found = {}
-    for cls in type(value).__mro__:
-        names = vars(cls).get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            if isinstance(vars(cls).get(name), types.MemberDescriptorType):
-                found[name] = getattr(value, name, _ABSENT)
-    return found
 
 
 def copied(modules: T) -> T:
@@ -110,7 +98,7 @@ class Snapshot:
         """Public attributes that are not what they were."""
         for module, before in self._modules:
             for name, value in vars(module).items():
-                if not name.startswith("_") and before.get(name, _ABSENT) is not value:
+                if not name.startswith("_") and before.get(name, ABSENT) is not value:
                     yield module, name
 
     def changed(self) -> Iterator[tuple[nn.Module, str]]:
@@ -175,7 +163,7 @@ def _put(holder: Any, before: Any) -> None:
             holder.update(before)
         case _:
             for name, value in before.items():
-                if value is not _ABSENT:
+                if value is not ABSENT:
                     setattr(holder, name, value)
                 elif hasattr(holder, name):
                     delattr(holder, name)
@@ -188,7 +176,7 @@ def _put_items(holder: dict[Any, Any], before: dict[Any, Any]) -> None:
     for key in [key for key in holder if key not in before]:
         del holder[key]
     for key, value in before.items():
-        if holder.get(key, _ABSENT) is not value:
+        if holder.get(key, ABSENT) is not value:
             holder[key] = value
 
 
@@ -214,19 +202,19 @@ def _take_out(holder: Any, before: Any, now: Any) -> None:
             _put(holder, before)
         return
     for key, value in now.items():
-        old = before.get(key, _ABSENT)
+        old = before.get(key, ABSENT)
         if value is old or not _is_traced(value):
             continue
         match holder:
-            case types.CellType() if old is _ABSENT:
+            case types.CellType() if old is ABSENT:
                 del holder.cell_contents
             case types.CellType():
                 holder.cell_contents = old
-            case type() if old is _ABSENT:
+            case type() if old is ABSENT:
                 delattr(holder, key)
             case type():
                 setattr(holder, key, old)
-            case _ if old is _ABSENT:
+            case _ if old is ABSENT:
                 del holder[key]
             case _:
                 holder[key] = old
