@@ -57,7 +57,9 @@ class Slot:
         """
         tensor = self.tensor
         now, own = local_part(tensor), self.local
-        if now.data_ptr() == own.data_ptr() and now.dtype is own.dtype and len(self.owners) == 1:
+        stays = now.data_ptr() == own.data_ptr() and now.dtype is own.dtype
+        stays = stays and now.shape == own.shape and now.stride() == own.stride()
+        if stays and len(self.owners) == 1:
             return
         if any(module._parameters[name] is not tensor for module, name in self.owners):
             raise StepError(
@@ -74,8 +76,8 @@ class Slot:
                 f"model.summon_full_params(): ..., or load_state_dict); convert and move the whole "
                 f"model (model.to(...)), or do it before fxshard.compile."
             )
-        if now.data_ptr() != own.data_ptr():
-            own.copy_(now.detach())
+        if not stays:
+            own.copy_(now.detach().clone())  # param.data = param.data.t(): one storage
             if isinstance(tensor, DTensor):
                 compat.set_local_tensor(tensor, own)
             else:

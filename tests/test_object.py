@@ -347,6 +347,27 @@ def test_outside_of_the_program_the_dtype_is_the_stored_one(ranks: Any, where: s
     run(ranks, where, mixed)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [lambda w: w.data.t(), lambda w: w.data[:1].expand(5, 5), lambda w: w.data.flip(0)],
+    ids=["transposed", "one row", "flipped"],
+)
+@pytest.mark.parametrize("early", [True, False])
+def test_data_that_lies_in_the_parameter_itself(early: bool, change: Callable[..., Any]) -> None:
+    eager, x = nn.Linear(5, 5), torch.randn(3, 5)
+    ours = compiled(copy.deepcopy(eager))
+    if not early:
+        ours(x)
+    for model in (eager, ours):
+        model.weight.data = change(model.weight)
+        model(x).square().sum().backward()
+    assert_close(ours(x), eager(x))
+    assert_close(ours.weight.grad, eager.weight.grad)
+    ours.weight.data = ours.weight.data[:2]
+    with pytest.raises(StepError, match="'weight' is another kind of tensor"):
+        ours(x)
+
+
 def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
 
