@@ -320,8 +320,9 @@ class Peers:
             )
         if gone:
             return RankDiedError(f"{here}, but {self._names(gone)} died or left.")
+        why = f"{self._names(absent)} never asked" if absent else "another rank has given up"
         return RankMismatchError(
-            f"{here}; {self._names(absent)} never asked. Call the model on all ranks alike: same "
+            f"{here}; {why}. Call the model on all ranks alike: same "
             f"arguments, train/eval and grad mode."
         )
 
