@@ -96,8 +96,7 @@ class ParameterStore:
             RankMismatchError: some ranks call the model, or do something else.
         """
         if isinstance(self.world, C10dWorld):
-            self.world.require_joined()
-            self.world.agree([what], "what they do to the model", [["a call of the model"]])
+            self.world.together(what)
 
     def param(self, fqn: str) -> nn.Parameter:
         """The parameter that the user sees."""

@@ -480,6 +480,24 @@ def test_a_rank_that_went_the_way_of_the_next_is_told_too(hasty: Any) -> None:
     assert re.search(left, found[0][4])
 
 
+def clipped_apart(rank: int, world_size: int) -> list[str]:
+    torch.manual_seed(0)
+    model = fxshard.compile(Ways())
+    told_of = [told(lambda: model.clip_grad_norm_(1.0))]
+    for way in (0, 1, 0, rank):
+        model(rows(4, 8), way).backward()
+        told_of.append(told(lambda: model.clip_grad_norm_(1.0)))
+    return told_of
+
+
+def test_ranks_that_went_other_known_ways_do_nothing_together(hasty: Any) -> None:
+    """What they clip or save is mixed already."""
+    for found in hasty(2).run(clipped_apart):
+        assert found[:4] == ["no error"] * 4
+        assert found[4].startswith("RankMismatchError: ranks differ in what they do to the model")
+        assert "after program" in found[4]
+
+
 def one_program_too_many(rank: int, world_size: int) -> list[str]:
     torch.manual_seed(0)
     model = fxshard.compile(Layers(), dynamic=False, max_variants=2)

@@ -420,6 +420,16 @@ class C10dWorld:
         """What `await_backward` waited for."""
         self._due = {number: ref for number, ref in self._due.items() if ref() is not call}
 
+    def together(self, what: str) -> None:
+        """All ranks do `what` to the model, behind the same call of it, or none does.
+
+        Raises:
+            RankMismatchError: some ranks call the model, do something else, or ran another program.
+        """
+        self.require_joined()
+        ran = next((f"after program {p.last}" for p in self._everyone if p.last), "before any call")
+        self.agree([what, ran], "what they do to the model", [["a call of the model"]])
+
     def any_rank(self, flags: str) -> Callable[[], str]:
         """Tell all ranks of the mesh which of some things are true here ("0" or "1" for each).
 

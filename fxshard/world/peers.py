@@ -65,7 +65,7 @@ class Peers:
             self._calls = f"calls/{number}"
             self._stopped = f"fxshard/stopped/{number}"
         self._stops = 0  # phases of this rank that ended with an exception, as on all others
-        self._last: str | None = None  # digest of what this rank ran last
+        self.last: str | None = None  # digest of what this rank ran last
         self._tells, self._said = 0, ["", ""]  # see `tell`: how many, and the last two
 
     @_reads
@@ -95,10 +95,10 @@ class Peers:
         if self.alone:
             return
         other = (self.rank + 1) % self.size
-        if len(known) > 1 and self._last is not None:
+        if len(known) > 1 and self.last is not None:
             theirs = self._told(self._slot(number - 1), other).partition(" ")
-            if theirs[0] == str(number - 1) and theirs[2] != self._last:
-                mixed = self._mixed(other, _ran(theirs[2], known), _ran(self._last, known))
+            if theirs[0] == str(number - 1) and theirs[2] != self.last:
+                mixed = self._mixed(other, _ran(theirs[2], known), _ran(self.last, known))
                 leave(f"ran another program than {self._name(other)} in the last call")
                 raise RankMismatchError(mixed)
         self._note(number, digest)
@@ -106,12 +106,12 @@ class Peers:
     def note_backward(self, number: int) -> None:
         """Say that this rank begins a backward with collectives; it counts as a call."""
         if not self.alone:
-            self._note(number, f"{(self._last or '').partition(' ')[0]} {_BACKWARD}")
+            self._note(number, f"{(self.last or '').partition(' ')[0]} {_BACKWARD}")
 
     def _note(self, number: int, digest: str) -> None:
         store = compat.group_store(self.group)
         store.set(f"fxshard/{self._slot(number)}/{self.rank}", f"{number} {digest}")
-        self._last = digest
+        self.last = digest
 
     def _slot(self, number: int) -> str:
         """Where a call's entry is kept: no rank is two calls ahead of another."""
