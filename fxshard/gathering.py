@@ -28,13 +28,13 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fxshard import compat, reading
 from fxshard.errors import FxshardError, StepError
+from fxshard.replaced import PLACE
 from fxshard.runtime import Runtime
 from fxshard.sharding import Slot
 from fxshard.state import sharded_like
 from fxshard.swapped import as_users_own
 from fxshard.world.c10d import C10dWorld
 
-_PLACE = "_fxshard_place"  # attribute of a parameter: its runtime, and its FQN
 _ACCESS = ("__get__", "__set__", "__delete__")  # of an attribute of a tensor
 _VIEWS = ("T", "mT", "H", "mH", "real", "imag")  # attributes that are made by operators
 _ITEMS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
@@ -96,7 +96,7 @@ class GatheringTensor(DTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as the DTensor that it is."""
         own = self.__dict__
-        self.__dict__ = {key: value for key, value in own.items() if key != _PLACE}
+        self.__dict__ = {key: value for key, value in own.items() if key != PLACE}
         self.__class__ = DTensor  # type: ignore[assignment]
         try:
             return self.__reduce_ex__(protocol)
@@ -111,7 +111,7 @@ def let_gather(runtime: Runtime) -> None:
             tensor: Any = slot.tensor
             if type(tensor) is DTensor:
                 tensor.__class__ = GatheringTensor
-                setattr(tensor, _PLACE, (weakref.ref(runtime), fqn))
+                setattr(tensor, PLACE, (weakref.ref(runtime), fqn))
 
 
 def whole_for_autograd(runtime: Runtime, slot: Slot) -> Tensor:
@@ -176,7 +176,7 @@ def as_plain(runtime: Runtime) -> Iterator[None]:
 
 def _runtime_of(tensor: DTensor) -> tuple[Runtime | None, str]:
     """Of the model that a tensor is a parameter of, or was made of one; and the FQN of that."""
-    reference, fqn = getattr(tensor, _PLACE, (None, ""))
+    reference, fqn = getattr(tensor, PLACE, (None, ""))
     return (reference() if reference is not None else None), fqn
 
 
@@ -474,10 +474,10 @@ def _computes(found: Any, given: Sequence[Tensor]) -> bool:
 
 def _gathering(found: Any, given: Sequence[Tensor]) -> Any:
     """What an operator has made of a parameter may meet plain tensors next."""
-    place = next((p for t in given if (p := getattr(t, _PLACE, None)) is not None), None)
+    place = next((p for t in given if (p := getattr(t, PLACE, None)) is not None), None)
     for tensor in compat.tree_flatten(found)[0]:
         if type(tensor) is DTensor:
             tensor.__class__ = GatheringTensor
             if place is not None:
-                setattr(tensor, _PLACE, place)
+                setattr(tensor, PLACE, place)
     return found

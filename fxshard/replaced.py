@@ -1,7 +1,8 @@
-"""Parameters that are in no model any more: an optimizer that holds one steps nothing.
+"""Optimizers of the user's that would train nothing, or something else, and say nothing.
 
-`fxshard.compile` puts sharded parameters in the place of a model's. An optimizer made before that
-would find no gradients, and say nothing.
+`fxshard.compile` puts sharded parameters in the place of a model's: an optimizer made before that
+finds no gradients. And Adafactor scales its steps by norms that it takes as numbers of Python's,
+which DTensors give per rank, unsummed.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Adafactor, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fxshard.errors import StepError
 
+PLACE = "_fxshard_place"  # attribute of a sharded parameter: its runtime, and its FQN
 _MARK = "_fxshard_replaced"
 _count = 0
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -32,7 +34,7 @@ def mark(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise StepError if the optimizer holds a marked parameter; looked for once."""
+    """Raise StepError if the optimizer holds such a parameter; looked for once."""
     if _checked.get(optimizer) == _count:
         return
     for group in optimizer.param_groups:
@@ -42,5 +44,11 @@ def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                     f"this {type(optimizer).__name__} holds parameter {fqn!r} as it was before it "
                     f"was sharded or replaced: stepping it trains nothing. Make optimizers after "
                     f"fxshard.compile (or fxshard.shard), of model.parameters()."
+                )
+            if isinstance(optimizer, Adafactor) and hasattr(parameter, PLACE):
+                raise StepError(
+                    "torch.optim.Adafactor scales each step by norms of a whole parameter and of "
+                    "its update, and a rank has some of the rows: DTensor gives the norms of "
+                    "those. Use an optimizer that steps element by element, such as AdamW."
                 )
     _checked[optimizer] = _count

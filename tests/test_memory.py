@@ -52,7 +52,7 @@ def test_static_equals_measured_everywhere(name: str, world_size: int) -> None:
         functools.partial(torch.optim.AdamW, lr=1e-3, foreach=True, amsgrad=True),
         functools.partial(torch.optim.Adam, lr=1e-3, fused=True),
         torch.optim.Adagrad,
-        torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=1e-2, weight_decay=0.1),
+        torch.optim.AdamW(MODELS["mlp13"].build().parameters(), lr=1e-2, weight_decay=0.1),
     ],
 )
 def test_optimizers_are_analysed_by_running_them(optimizer: Any) -> None:

@@ -32,6 +32,7 @@ from fxshard.errors import StepError
 from fxshard.memory.category import Category
 from tests.fsdp2 import full
 from tests.oracles import Collective, count_collectives
+from tests.ranks import told
 
 Seen = Iterator[tuple[str, Any]]
 
@@ -698,12 +699,14 @@ def autocast_inside(model: Any, rank: int) -> Seen:
 # torch's optimizers that DTensors cannot do: the error of FSDP2, which is ours too.
 REFUSED_BY_DTENSOR = {
     "optimizer_sgd_fused": "_fused_sgd_.default does not have a sharding strategy",
-    "optimizer_adafactor": "in-place operations that require placement changes",
-    "optimizer_adafactor_loop": "in-place operations that require placement changes",
 }
+# Its norms are those of a rank's rows under FSDP2, for vectors without an error.
+ADAFACTOR = ("optimizer_adafactor", "optimizer_adafactor_loop", "optimizer_adafactor_vectors")
 
 
-@pytest.mark.parametrize("name", [name for name in LOOPS if name not in REFUSED_BY_DTENSOR])
+@pytest.mark.parametrize(
+    "name", [name for name in LOOPS if name not in (*REFUSED_BY_DTENSOR, *ADAFACTOR)]
+)
 def test_bitwise_with_fsdp2(ranks: Any, name: str) -> None:
     for ours, theirs in ranks(2).run(both, name):
         assert_same(ours, theirs)
@@ -725,8 +728,19 @@ def test_what_dtensor_cannot_do_is_refused_as_under_fsdp2(ranks: Any, name: str)
         assert REFUSED_BY_DTENSOR[name] in theirs
 
 
+def adafactor(rank: int, world_size: int, name: str) -> str:
+    return told(lambda: seen(name, "ranks", rank))
+
+
+@pytest.mark.parametrize("name", ADAFACTOR)
+def test_adafactor_is_refused_on_ranks(ranks: Any, name: str) -> None:
+    for found in ranks(2).run(adafactor, name):
+        assert found.startswith("StepError: torch.optim.Adafactor scales each step by norms")
+
+
 @pytest.mark.parametrize(
-    "name", [name for name in LOOPS if name not in OPTIMIZER_LOOPS or name in REFUSED_BY_DTENSOR]
+    "name",
+    [n for n in LOOPS if n not in OPTIMIZER_LOOPS or n in (*REFUSED_BY_DTENSOR, *ADAFACTOR)],
 )
 def test_in_process_as_in_eager(name: str) -> None:
     """Parameters are plain tensors here: of the optimizers, those that DTensors cannot do."""

@@ -531,7 +531,7 @@ def accumulated_gradient_without_this_step(program: Program) -> fx.Node:
     return total
 
 
-@breaks(Fact.REDUCED_ONCE, adds)
+@breaks(Fact.WELL_FORMED, adds)
 def accumulated_twice(program: Program) -> fx.Node:
     (held,) = (n for n in program.graph.nodes if n.name == "accumulated_head")
     (first,) = held.users
