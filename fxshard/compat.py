@@ -1063,9 +1063,7 @@ def will_accumulate(node: Any) -> bool:
     """
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except (
-        RuntimeError
-    ):  # "A leaf node was passed ... but we are currently running autograd.grad()"
+    except RuntimeError:  # autograd.grad asks for this leaf's gradient itself
         return False
 
 
