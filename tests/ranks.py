@@ -2,6 +2,7 @@
 
 import datetime
 import faulthandler
+import functools
 import multiprocessing as mp
 import os
 import pickle
@@ -218,6 +219,7 @@ def _serve(
         )
         # torch's own gathers of references run before fxshard is asked for anything
         compat.gather_one_by_one()
+        _make_each_mesh_once()
         connection.send_bytes(pickle.dumps(None))  # up
         while True:
             try:
@@ -229,6 +231,17 @@ def _serve(
     except BaseException:
         connection.send_bytes(pickle.dumps(Failure(traceback.format_exc())))
     os._exit(1)
+
+
+def _make_each_mesh_once() -> None:
+    """Equal calls of `init_device_mesh` give one mesh in this process, with one set of groups."""
+    from torch.distributed import device_mesh, tensor
+
+    import fxshard.mesh
+
+    once = functools.cache(device_mesh.init_device_mesh)  # of one process group: the pool's
+    for module in (device_mesh, tensor, fxshard.mesh):
+        module.init_device_mesh = once  # type: ignore[attr-defined]
 
 
 def _captures_are_shared() -> bool:
