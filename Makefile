@@ -21,7 +21,7 @@ examples: .venv/.installed ## run every example, and check what it prints
 	$(BIN)/python -m pytest -q tests/test_examples.py -m "slow or not slow"
 
 demo: .venv/.installed ## train the demo model; writes runs/demo
-	$(BIN)/fxshard train --out runs/demo
+	$(BIN)/python -m examples.demo --out runs/demo
 
 test: .venv/.installed ## the fast tests
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal

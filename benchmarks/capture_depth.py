@@ -18,8 +18,8 @@ from tabulate import tabulate
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fxshard import trace
-from fxshard.units import find_units
+from fxshard.capture import trace
+from fxshard.ir.units import find_units
 
 LAYERS = (8, 16, 32, 126)
 SEQUENCE = 8192

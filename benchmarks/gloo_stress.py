@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fxshard import compat
-from fxshard.world.backends import backend_of
+from fxshard._torch import compat
+from fxshard.runtime.world.backends import backend_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 

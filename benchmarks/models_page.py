@@ -55,7 +55,7 @@ units are those that fxshard finds, and models of transformers are called as the
 
 ## Models of Hugging Face transformers
 
-They are given to `fxshard.compile` as they are. While tracing (`fxshard/hf.py`):
+They are given to `fxshard.compile` as they are. While tracing (`fxshard/capture/hf.py`):
 
 - `config.use_cache` counts as False, in training and under `no_grad`: the output is the same
   `ModelOutput` class, with `past_key_values` None. A call that says `use_cache=True`, or passes

@@ -36,7 +36,8 @@ from benchmarks.analysis_speed import Stack
 from benchmarks.figures import RESULTS, ratio, spread, write
 from benchmarks.models import llama
 from benchmarks.ranks import here, on_ranks
-from fxshard import compat, trace
+from fxshard._torch import compat
+from fxshard.capture import trace
 
 LAYERS = (4, 40, 400)
 SHARE_TARGET = 0.10  # of the capture's time

@@ -22,8 +22,8 @@ import torch
 import fxshard
 from benchmarks.figures import RESULTS, write
 from benchmarks.gpu.models import ON_GPU, Recipe, tiny_llama, tokens
-from fxshard import ops
 from fxshard.errors import FxshardError
+from fxshard.ir import ops
 
 HARDWARE = "h200"
 COLLECTIVES = (ops.all_gather, ops.reduce_scatter, ops.all_reduce)

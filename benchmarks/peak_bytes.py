@@ -47,7 +47,7 @@ from benchmarks.figures import RESULTS, geometric_mean, write
 from benchmarks.models import SMOKE, Batch, Model
 from benchmarks.ranks import here, on_ranks
 from benchmarks.sides import BF16, Setting, Training
-from fxshard import compat
+from fxshard._torch import compat
 
 WORLDS = (8,)
 # The two ends: nothing saved on, and what large models are trained with.

@@ -73,7 +73,7 @@ def fxshard_side(layers: int, width: int) -> dict[str, Any]:
 
     done("import transformers")
     import fxshard
-    from fxshard import trace
+    from fxshard.capture import trace
 
     done("import fxshard")
     with torch.device("meta"):

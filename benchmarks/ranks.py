@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.figures import ROOT
-from fxshard import compat
+from fxshard._torch import compat
 
 
 class RankFailed(RuntimeError):

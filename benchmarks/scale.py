@@ -34,7 +34,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fxshard
 from benchmarks.analysis_speed import Block
 from benchmarks.figures import RESULTS, ROOT, write
-from fxshard import collector, trace, verify
+from fxshard import verify
+from fxshard.capture import trace
+from fxshard.host import collector
 from fxshard.memory import liveness
 from fxshard.memory.optimizer import trace_step
 from fxshard.memory.report import MemoryReport

@@ -23,7 +23,7 @@ from benchmarks.shapes import LLAMA2_7B, LLAMA3_8B, LLAMA3_70B, LLAMA3_405B, Sha
 from fxshard.cost import operators
 from fxshard.cost.hardware import PRESETS, Hardware, Link, Tree
 from fxshard.memory.cuda.settings import AllocatorSettings
-from fxshard.plans import Plan
+from fxshard.plans.plan import Plan
 
 RECORD = RESULTS / "scale_page.json"
 HARDWARE = ("h100", "h200")

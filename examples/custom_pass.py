@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fxshard
-from fxshard import meta
-from fxshard.program import Fact, Program
+from fxshard.ir import tags
+from fxshard.ir.program import Fact, Program
 
 RANKS = int(os.environ.get("WORLD_SIZE", "2"))  # torchrun sets it
 RANK = int(os.environ.get("RANK", "0"))
@@ -51,8 +51,8 @@ class RecomputeGelu:
                 again = program.graph.create_node(
                     "call_function", node.target, node.args, node.kwargs, name=f"{node.name}_again"
                 )
-            tag = dataclasses.replace(meta.get(node), phase="backward", again=True)
-            meta.put(again, tag, program.refake(again))
+            tag = dataclasses.replace(tags.get(node), phase="backward", again=True)
+            tags.put(again, tag, program.refake(again))
             for reader in readers:
                 reader.replace_input_with(node, again)
 

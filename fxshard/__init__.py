@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fxshard.api import compile, plan, shard, tune, validate
-    from fxshard.checkpoint import load_checkpoint, save_checkpoint
-    from fxshard.dynamo import reports
-    from fxshard.module import FxshardModule, register_fsdp_forward_method
-    from fxshard.plans import Plan
+    from fxshard.dynamo.backend import reports
+    from fxshard.plans.plan import Plan
+    from fxshard.runtime.checkpoint import load_checkpoint, save_checkpoint
+    from fxshard.runtime.module import FxshardModule, register_fsdp_forward_method
 
 __all__ = [
     "FxshardModule",
@@ -23,14 +23,14 @@ __all__ = [
     "validate",
 ]
 _HOMES = {
-    "FxshardModule": "module",
-    "Plan": "plans",
+    "FxshardModule": "runtime.module",
+    "Plan": "plans.plan",
     "compile": "api",
-    "load_checkpoint": "checkpoint",
+    "load_checkpoint": "runtime.checkpoint",
     "plan": "api",
-    "register_fsdp_forward_method": "module",
-    "reports": "dynamo",
-    "save_checkpoint": "checkpoint",
+    "register_fsdp_forward_method": "runtime.module",
+    "reports": "dynamo.backend",
+    "save_checkpoint": "runtime.checkpoint",
     "shard": "api",
     "tune": "api",
     "validate": "api",
@@ -46,7 +46,7 @@ def __getattr__(name: str) -> Any:
         if name.startswith("__") or importlib.util.find_spec(f"fxshard.{name}") is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return importlib.import_module(f"fxshard.{name}")
-    from fxshard import collector
+    from fxshard.host import collector
 
     with collector.paused():  # torch brings thousands of modules along: half of the time goes there
         importlib.import_module("fxshard.api")

@@ -2,7 +2,7 @@
 
 import sys
 
-from fxshard.cli import main
+from fxshard.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

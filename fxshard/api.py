@@ -14,29 +14,34 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxshard import attributes, budget, compat, dynamo, reading, replaced, shapes, trace
-from fxshard.certificate import agreement
-from fxshard.config import Config
+from fxshard._torch import compat
+from fxshard.bytesize import is_count, parse_budget
+from fxshard.capture import attributes, shapes, trace
+from fxshard.capture.held import copied
+from fxshard.config import Config, grid
 from fxshard.cost.hardware import Hardware, hardware_of
+from fxshard.dynamo import backend
 from fxshard.errors import ConfigError, UnknownSizeError
-from fxshard.gathering import let_gather
-from fxshard.held import copied
-from fxshard.memory.compare import Validation, compare
+from fxshard.ir.units import Unit, check_reshard, configured_units
 from fxshard.memory.report import MemoryReport
-from fxshard.mesh import grid, world_for
-from fxshard.module import FxshardModule, check_swappable, sharded, unchanged_on_error
-from fxshard.numerics import beside_eager
-from fxshard.on_ranks import beside_ranks
 from fxshard.pipeline import Observer, make_program
-from fxshard.plans import Plan, Workload, make_plan
-from fxshard.rehearsal import split_steps, tracked
-from fxshard.runtime import Runtime
-from fxshard.sizes import is_count, parse_budget
-from fxshard.tuning.result import Tuning
-from fxshard.tuning.search import PLANS, tuned
-from fxshard.units import Unit, check_reshard, configured_units
-from fxshard.world.c10d import C10dWorld
-from fxshard.world.in_process import InProcessWorld
+from fxshard.planner import budget
+from fxshard.planner.result import Tuning
+from fxshard.planner.search import PLANS, tuned
+from fxshard.plans.plan import Plan, make_plan
+from fxshard.plans.workload import Workload
+from fxshard.runtime import reading, replaced
+from fxshard.runtime.gathering import let_gather
+from fxshard.runtime.module import FxshardModule, check_swappable, sharded, unchanged_on_error
+from fxshard.runtime.runtime import Runtime
+from fxshard.runtime.world.c10d import C10dWorld
+from fxshard.runtime.world.in_process import InProcessWorld
+from fxshard.runtime.world.mesh import world_for
+from fxshard.validation.compare import Validation, compare
+from fxshard.validation.numerics import beside_eager
+from fxshard.validation.on_ranks import beside_ranks
+from fxshard.validation.rehearsal import split_steps, tracked
+from fxshard.verify.certificate import agreement
 
 log = logging.getLogger("fxshard")
 
@@ -102,7 +107,7 @@ def compile(
 
     Args:
         model: as for `plan`. Its parameters are replaced by sharded ones; what is on the meta
-            device is filled module by module (see `fxshard.materialise`): seed all ranks alike, or
+            device is filled module by module (see `fxshard.runtime.initialise`): seed all ranks alike, or
             give `sync_module_states`.
         world_size: number of ranks (for a hybrid strategy a pair, replicas x shards); with a
             process group it must be the group's.
@@ -185,7 +190,7 @@ def shard(
         model: as for `compile`, but a module: what is on the meta device is filled.
         world_size, mesh, process_group: as for `compile`.
         **options: see `fxshard.config.Config`. ``torch.compile(options={...})`` may change those
-            of `fxshard.dynamo.PER_GRAPH`.
+            of `fxshard.dynamo.backend.PER_GRAPH`.
 
     Returns:
         `model`.
@@ -197,7 +202,7 @@ def shard(
         RankMismatchError: the ranks hold different models.
     """
     config = Config.from_options(options)
-    dynamo.check_options(config)
+    backend.check_options(config)
     module = _plain_module(model)
     if module is not model or isinstance(model, torch.fx.GraphModule):
         raise ConfigError(
@@ -214,7 +219,7 @@ def shard(
     before = dict(module.named_parameters())
     with unchanged_on_error(module):
         runtime = Runtime(module, units, world, config)
-        dynamo.attach(runtime, classes)
+        backend.attach(runtime, classes)
         let_gather(runtime)
     replaced.mark({fqn: before[fqn] for fqn in runtime.slots})
     return model
@@ -251,20 +256,20 @@ def validate(
         loss: as for `plan`.
         numerics: also compare outputs, loss, gradients and buffers of a step with eager PyTorch:
             `Validation.numerics` says of each whether it is bitwise equal, close or wrong (see
-            `fxshard.numerics`). Takes two more copies of the model. Where a size depends on the
+            `fxshard.validation.numerics`). Takes two more copies of the model. Where a size depends on the
             data, that is all there is: `Validation.unknown` says why.
         ranks: "processes" starts `world_size` processes on this machine, a gloo process group,
             which train twice: once under the tracker, once for what `Validation.numerics` compares
             with eager PyTorch in one process: each rank's outputs, loss and buffers, every
             gradient, and every parameter behind each optimizer step. Rank 0 has the given batch,
-            the others have batches like it (see `fxshard.on_ranks`, also for what the loss of the
+            the others have batches like it (see `fxshard.validation.on_ranks`, also for what the loss of the
             joined batch is: the mean over ranks).
         **options: see `fxshard.config.Config`.
 
     Raises:
         ConfigError: a process group is initialised in this process, or a parameter has no data; or
             `steps` is no number of steps; or what the ranks need cannot be pickled.
-        RankDiedError: a rank died, failed, or did not answer within `fxshard.processes.LIMIT_S`.
+        RankDiedError: a rank died, failed, or did not answer within `fxshard.validation.processes.LIMIT_S`.
         UnknownSizeError: a size depends on the data, and no `numerics` are asked for.
     """
     config = Config.from_options(options)

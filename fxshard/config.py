@@ -23,9 +23,9 @@ from torch.distributed.fsdp import (
 )
 from torch.optim import Optimizer
 
-from fxshard.compat import REDUCES_AS_STORED
+from fxshard._torch.compat import REDUCES_AS_STORED
+from fxshard.bytesize import is_size, parse_budget, parse_bytes
 from fxshard.errors import ConfigError
-from fxshard.sizes import is_size, parse_budget, parse_bytes
 
 log = logging.getLogger("fxshard")
 
@@ -191,7 +191,7 @@ class Config:
             ``"selective"``: what matrix multiplications, convolutions and attention return is saved
             too; bytes, or text such as "2GiB": what each unit saves is chosen so that activations
             which live from forward to backward are at most that on a rank, and the least is made
-            again (see `fxshard.recompute`); or a policy as
+            again (see `fxshard.cost.activations`); or a policy as
             ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it,
             ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``. Or a dict from module classes or
             FQN globs to such values, without bytes: what its keys name is checkpointed.
@@ -204,7 +204,7 @@ class Config:
             them; None calls its ``reset_parameters``.
         sync_module_states: rank 0's parameters and buffers are given to all ranks.
         backend: ``"eager"``: compute regions run op by op, bitwise with eager PyTorch.
-            ``"inductor"``: each distinct region is compiled once (see `fxshard.regions`).
+            ``"inductor"``: each distinct region is compiled once (see `fxshard.codegen.regions`).
         optimizer: a callable ``params -> torch.optim.Optimizer``; its real ``step`` is analysed. A
             callable whose argument is named ``named_parameters`` gets ``(FQN, parameter)`` pairs.
             Or an optimizer instance over all parameters, whose class and default options are
@@ -224,7 +224,7 @@ class Config:
         memory_budget: bytes of one rank, or text such as "80GiB": what is left at its default of
             `reshard_after_forward`, `forward_prefetch`, `backward_prefetch`, `checkpoint` and
             `offload` is picked so that the step fits at the least estimated time (see
-            `fxshard.budget`), or the model is refused with the table of what was tried.
+            `fxshard.planner.budget`), or the model is refused with the table of what was tried.
         passes: a pipeline in place of the default one, or a function that makes it of the default
             list, ``lambda passes: [*passes, Mine()]`` (see `fxshard.pipeline`).
     """
@@ -505,7 +505,7 @@ class Environment:
         debug: 0 quiet; 1 pass list and timing; 2 op-count differences; 3 text differences per
             pass; 4 full dumps.
         dump_dir: where dumps go (None: standard error).
-        flat_capture: trace every block of a deep model (see `fxshard.stamp`).
+        flat_capture: trace every block of a deep model (see `fxshard.capture.repeat`).
     """
 
     debug: int = 0
@@ -544,3 +544,32 @@ def _is_count(value: object, least: int = 2) -> bool:
 def _one_of(name: str, value: object, legal: Sequence[str]) -> None:
     if value not in legal:
         raise ConfigError(f"{name}={value!r} is not supported; legal: {', '.join(legal)}.")
+
+
+def grid(world_size: Any, config: Config) -> tuple[int, int]:
+    """Replicas and shards of a world under a strategy.
+
+    Raises:
+        ConfigError: `world_size` is no number of ranks, or a pair where none is meant.
+    """
+    if isinstance(world_size, tuple) and len(world_size) == 2:
+        for size in world_size:
+            _check_world_size(size)
+        if not config.hybrid:
+            raise ConfigError(
+                f"world_size={world_size!r}: strategy {config.strategy!r} has one dimension. Give "
+                f"one number, or strategy='hybrid_shard'."
+            )
+        return world_size
+    _check_world_size(world_size)
+    if config.hybrid:
+        raise ConfigError(
+            f"world_size={world_size!r}: strategy {config.strategy!r} has two dimensions. Give a "
+            f"pair, replicas x shards, such as world_size=({world_size // 8 or 1}, 8)."
+        )
+    return (world_size, 1) if config.strategy == "no_shard" else (1, world_size)
+
+
+def _check_world_size(world_size: Any) -> None:
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        raise ConfigError(f"world_size={world_size!r}: expected a whole number of ranks >= 1.")

@@ -40,7 +40,7 @@ class OutOfRangeError(FxshardError, ValueError):
 
 
 class VerifyError(FxshardError, AssertionError):
-    """A program breaks one of the Facts (see `fxshard.program.Fact`).
+    """A program breaks one of the Facts (see `fxshard.ir.program.Fact`).
 
     Attributes:
         fact: name of the broken Fact.

@@ -22,9 +22,23 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fxshard import collector, compat, dump, files, meta, normalize, shapes, trace, verify
+from fxshard import verify
+from fxshard._torch import compat
+from fxshard.bytesize import parse_bytes
+from fxshard.capture import normalize, shapes, trace
 from fxshard.config import Config, Precision, environment
 from fxshard.errors import CaptureError, ConfigError, FxshardError, PassError, VerifyError
+from fxshard.host import collector, files
+from fxshard.ir import dump, tags
+from fxshard.ir.domain import Sizes, Symbols
+from fxshard.ir.program import Fact, Program
+from fxshard.ir.units import (
+    Unit,
+    check_constants,
+    check_reshard,
+    checkpointed_modules,
+    with_precision,
+)
 from fxshard.passes.annotate_streams import AnnotateStreams
 from fxshard.passes.assign_checkpoints import AssignCheckpoints
 from fxshard.passes.assign_units import AssignUnits
@@ -39,16 +53,6 @@ from fxshard.passes.insert_unshard import InsertUnshard
 from fxshard.passes.outline_regions import OutlineRegions
 from fxshard.passes.prefetch import Prefetch
 from fxshard.passes.reinplace import Reinplace
-from fxshard.program import Fact, Program
-from fxshard.shapes import Sizes, Symbols
-from fxshard.sizes import parse_bytes
-from fxshard.units import (
-    Unit,
-    check_constants,
-    check_reshard,
-    checkpointed_modules,
-    with_precision,
-)
 
 log = logging.getLogger("fxshard")
 
@@ -149,9 +153,9 @@ def run(
     env = environment()
     if program.gradients is None:
         program.gradients = frozenset(r.name for r in program.results if r.kind == "grad")
-        tags = {n.name: meta.get(n) for n in program.graph.find_nodes(op="placeholder")}
+        given = {n.name: tags.get(n) for n in program.graph.find_nodes(op="placeholder")}
         program.given = {
-            name: (tag.role, tag.fqn) for name, tag in tags.items() if tag.role in meta.GIVEN
+            name: (tag.role, tag.fqn) for name, tag in given.items() if tag.role in tags.GIVEN
         }
     texts = observe is not None or env.debug >= 3 or env.dump_dir is not None
     names = [step.name for step in passes]
@@ -247,8 +251,8 @@ def make_program(
         device: where parameters are when they are whole; None: where they are now.
         observe: called with the dump before and after each pass.
         captures: earlier captures of this model: one that serves the call is not made again, nor
-            one that serves it with other sizes (see `fxshard.shapes.resettled`).
-        symbols: sizes that the program leaves open (see `fxshard.trace.capture`).
+            one that serves it with other sizes (see `fxshard.capture.shapes.resettled`).
+        symbols: sizes that the program leaves open (see `fxshard.capture.trace.capture`).
         every_tangent: see `trace.capture`.
         stems: earlier programs of this model behind `STEM`, which see no ranks and no sharding: one
             that serves is not made again.
@@ -312,15 +316,6 @@ def make_program(
         return program
 
     return rewritten(sharded, passes, observe)
-
-
-def require_schedule(program: Program) -> None:
-    """Raise ConfigError if the passes have left nothing that could run."""
-    if program.schedule is None:
-        raise ConfigError(
-            "the passes leave a program without a schedule, so that nothing would run. Put "
-            "'outline-regions' at the end of them."
-        )
 
 
 def rewritten(

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from torch import fx
 
-from fxshard import meta, ops
-from fxshard.program import Fact, Program
-from fxshard.schedule import COMPUTE
+from fxshard.ir import ops, tags
+from fxshard.ir.outline import COMPUTE
+from fxshard.ir.program import Fact, Program
 from fxshard.verify import orders
 from fxshard.verify.orders import ENTRY, STREAMS, Need, Step
 
@@ -31,7 +31,7 @@ class AnnotateStreams:
     Events of the compute stream are recorded behind the compute region of the operator in question
     (no event can be recorded inside of one), or where the phase begins: ``c_forward`` and
     ``c_backward`` stand for all that the caller ran before. On CPU this orders nothing at run time;
-    on CUDA `fxshard.world.c10d.C10dWorld` obeys it.
+    on CUDA `fxshard.runtime.world.c10d.C10dWorld` obeys it.
 
     Before::
 
@@ -54,7 +54,7 @@ class AnnotateStreams:
         for node in program.graph.nodes:
             if node.op == "call_function":
                 stream = STREAMS.get(node.target, "compute")
-                meta.update(node, stream=stream, waits=(), records=None)
+                tags.update(node, stream=stream, waits=(), records=None)
         steps = list(orders.steps(program))
         order_launches(steps, order_compute(steps))
 
@@ -109,10 +109,10 @@ def order_compute(steps: list[Step]) -> dict[fx.Node, fx.Node]:
                 join(clock, knows.get((stream, need.position), {}))
             clock[step.stream] = step.position
             knows[step.stream, step.position] = of_stream[step.stream] = clock
-            launches[meta.get(step.node).pair] = step.node, clock
+            launches[tags.get(step.node).pair] = step.node, clock
             continue
         if step.kind == "run" and step.node.target is ops.wait:
-            launch = launches.get(meta.get(step.node).pair)
+            launch = launches.get(tags.get(step.node).pair)
             if launch is not None:
                 pending.append(Wait(at, step.node, *launch))
         for stream, need in step.needs.items():
@@ -134,7 +134,7 @@ def order_compute(steps: list[Step]) -> dict[fx.Node, fx.Node]:
 def order_launches(steps: list[Step], waits: dict[fx.Node, fx.Node]) -> None:
     """Tag every node with the events that it waits for and records."""
     ends = ends_of_runs(steps)
-    entered: dict[int, meta.Phase] = {}  # position on the compute stream -> phase that begins
+    entered: dict[int, tags.Phase] = {}  # position on the compute stream -> phase that begins
     nodes: dict[int, fx.Node] = {}  # position on the compute stream -> operator
     clocks: dict[str, Clock] = {"compute": {}}
     after: dict[fx.Node, Clock] = {}  # per launch, the clock of its stream behind it
@@ -144,13 +144,13 @@ def order_launches(steps: list[Step], waits: dict[fx.Node, fx.Node]) -> None:
     for step in steps:
         if step.kind == "entry":
             entry, before_entry = step.position, dict(clocks["compute"])
-            entered[step.position] = meta.get(step.node).phase
+            entered[step.position] = tags.get(step.node).phase
             changes.append((step.position, dict(clocks["compute"])))
         elif step.kind == "run" and step.stream == "compute":
             nodes[step.position] = step.node
             if step.node in waits:
                 launch = waits[step.node]
-                meta.update(step.node, waits=(event_of(launch),))
+                tags.update(step.node, waits=(event_of(launch),))
                 join(clocks["compute"], after[launch])
                 changes.append((step.position, dict(clocks["compute"])))
         elif step.kind == "run":
@@ -180,7 +180,7 @@ def order_launches(steps: list[Step], waits: dict[fx.Node, fx.Node]) -> None:
                 join(mine, clock)
             mine[step.stream] = step.position
             after[step.node], launches[step.stream, step.position] = dict(mine), step.node
-            meta.update(step.node, waits=tuple(waited))
+            tags.update(step.node, waits=tuple(waited))
 
 
 def ends_of_runs(steps: list[Step]) -> dict[int, int]:
@@ -189,7 +189,7 @@ def ends_of_runs(steps: list[Step]) -> dict[int, int]:
     unit: int | None = None
     found: dict[int, int] = {}
     for step in steps:
-        tag = meta.get(step.node)
+        tag = tags.get(step.node)
         ends = step.kind == "entry" or tag.role not in COMPUTE or tag.unit != unit
         if run and ends:
             found |= dict.fromkeys(run, run[-1])
@@ -213,18 +213,18 @@ def place(
 
 def event_of(launch: fx.Node) -> str:
     """The event that `launch` records when it is done."""
-    tag = meta.get(launch)
-    meta.update(launch, records=f"{EVENTS[launch.target]}{tag.pair}")
-    return str(meta.get(launch).records)
+    tag = tags.get(launch)
+    tags.update(launch, records=f"{EVENTS[launch.target]}{tag.pair}")
+    return str(tags.get(launch).records)
 
 
 def event_behind(node: fx.Node, launch: fx.Node) -> str:
     """The event that `node` of the compute stream records; named after the first that waits."""
-    if meta.get(node).records is None:
+    if tags.get(node).records is None:
         kind = EVENTS[launch.target]
-        name = f"c{meta.get(launch).pair}"
-        meta.update(node, records=name if kind in "urah" else name + kind)
-    return str(meta.get(node).records)
+        name = f"c{tags.get(launch).pair}"
+        tags.update(node, records=name if kind in "urah" else name + kind)
+    return str(tags.get(node).records)
 
 
 def covers(clock: Clock, other: Clock) -> bool:

@@ -11,11 +11,11 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from fxshard import meta
+from fxshard.cost.activations import Seconds, choose
 from fxshard.cost.hardware import PRESETS
 from fxshard.cost.operators import node_seconds
-from fxshard.program import Fact, Program
-from fxshard.recompute import Seconds, choose
+from fxshard.ir import tags
+from fxshard.ir.program import Fact, Program
 
 aten = torch.ops.aten
 
@@ -40,7 +40,7 @@ def on_h100(node: fx.Node) -> float:
 class AssignCheckpoints:
     """Each call of a module that ``checkpoint`` names is one checkpoint; the model's own stay.
 
-    With a number of bytes in place of policies, `fxshard.recompute` chooses what they save.
+    With a number of bytes in place of policies, `fxshard.cost.activations` chooses what they save.
 
     Before::
 
@@ -66,7 +66,7 @@ class AssignCheckpoints:
             return
         numbers: dict[Any, int] = {}  # in the order in which forward runs them
         for node in (*program.phase("forward"), *program.phase("backward")):
-            tag = meta.get(node)
+            tag = tags.get(node)
             call = checkpointed_call(program, tag.call)
             own = tag.checkpoint is not None
             key = ("own", tag.checkpoint) if own else ("call", call)
@@ -77,11 +77,11 @@ class AssignCheckpoints:
             if not own and call is not None and tag.phase == "forward":
                 save = is_saved(node, program.checkpoints[program.calls[call].module])
             save = save and node.target is not operator.getitem  # that of its operator counts
-            meta.update(node, checkpoint=number, save=save)
+            tags.update(node, checkpoint=number, save=save)
         budget = next((p for p in program.checkpoints.values() if isinstance(p, int)), None)
         if budget is not None and program.signature.training:
             for node in choose(program, budget, self.seconds).save:
-                meta.update(node, save=True)
+                tags.update(node, save=True)
 
 
 def checkpointed_call(program: Program, call: int | None) -> int | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from fxshard import meta
-from fxshard.program import Fact, Program
-from fxshard.units import owner_of
+from fxshard.ir import tags
+from fxshard.ir.program import Fact, Program
+from fxshard.ir.units import owner_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +32,10 @@ class AssignUnits:
         params = program.params
         owner: dict[str, int] = {}
         for node in program.graph.nodes:
-            tag = meta.get(node)
+            tag = tags.get(node)
             if tag.role == "param":
-                meta.update(node, unit=params[tag.fqn or ""].unit)
+                tags.update(node, unit=params[tag.fqn or ""].unit)
                 continue
             if tag.module not in owner:
                 owner[tag.module] = by_fqn[owner_of([tag.module], by_fqn)]
-            meta.update(node, unit=owner[tag.module])
+            tags.update(node, unit=owner[tag.module])

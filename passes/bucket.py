@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
 
-from fxshard import meta
-from fxshard.program import Fact, ParamBucket, Program, nbytes
+from fxshard.ir import tags
+from fxshard.ir.program import Fact, ParamBucket, Program, nbytes
 
 # Of a part of a unit that is gathered alone: at 50 GB/s (one InfiniBand link) its transfer takes
 # some 40 us, a few times what a launch more costs.
@@ -114,8 +114,8 @@ def uses_in_forward(program: Program) -> dict[str, tuple[int, int]]:
     order = {node: i for i, node in enumerate(program.graph.nodes)}
     found: dict[str, tuple[int, int]] = {}
     for node in program.graph.find_nodes(op="placeholder"):
-        tag = meta.get(node)
-        places = [order[u] for u in node.users if meta.get(u).phase == "forward"]
+        tag = tags.get(node)
+        places = [order[u] for u in node.users if tags.get(u).phase == "forward"]
         if tag.role == "param" and tag.fqn in program.params and places:
             found[tag.fqn or ""] = (min(places), max(places))
     return found

@@ -9,9 +9,10 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import fx
 
-from fxshard import fakes, meta, shapes
-from fxshard.program import Fact, Program
-from fxshard.units import owner_of
+from fxshard.capture import fakes, shapes
+from fxshard.ir import tags
+from fxshard.ir.program import Fact, Program
+from fxshard.ir.units import owner_of
 
 aten = torch.ops.aten
 
@@ -23,7 +24,7 @@ ASSERTS = (aten._assert_async.msg, aten._assert_tensor_metadata.default)
 class Canonicalize:
     """Strip no-ops, share what does not depend on parameters, and let backward re-derive views.
 
-    Before that, fake values that do not say what CPU kernels give are set right (`fxshard.fakes`).
+    Before that, fake values that do not say what CPU kernels give are set right (`fxshard.capture.fakes`).
     Four steps: (1) ``detach``, ``alias``, views to the same shape, double transposes and asserts
     go. (2) Equal operators that depend on no parameter (masks, rotary tables) are merged. (3) Those
     of them that several units read move to the front, so that identical layers stay identical.
@@ -56,7 +57,7 @@ class Canonicalize:
         hoist(program, shared)
         order = {node: i for i, node in enumerate(program.graph.nodes)}
         for node in list(program.graph.find_nodes(op="placeholder")):
-            if meta.get(node).role == "param":
+            if tags.get(node).role == "param":
                 rederive_in_backward(program, node, order)
         copy_returned_parameters(program)
 
@@ -69,7 +70,7 @@ def strip_no_ops(program: Program) -> None:
     instead: dict[fx.Node, fx.Node] = {}
 
     def remove(node: fx.Node, source: fx.Node) -> None:
-        stale = meta.storage_ids(node) - meta.storage_ids(source)
+        stale = tags.storage_ids(node) - tags.storage_ids(source)
         node.replace_all_uses_with(source)
         if stale:  # it was a copy: views of it are views of what it copied
             program.refresh_views(source, stale)
@@ -84,12 +85,12 @@ def strip_no_ops(program: Program) -> None:
         if node.target in ASSERTS and not node.users and node not in kept:
             program.graph.erase_node(node)
         elif node.target in NO_OPS or _is_same_shape_view(node):
-            remove(node, meta.source(node))
+            remove(node, tags.source(node))
         elif node.target in SCATTERS and _is_alike(node, node.args[1]):
             remove(node, cast("fx.Node", node.args[1]))
-        elif node.target is aten.t.default and meta.source(node).target is aten.t.default:
-            once = meta.source(node)
-            remove(node, meta.source(once))
+        elif node.target is aten.t.default and tags.source(node).target is aten.t.default:
+            once = tags.source(node)
+            remove(node, tags.source(once))
             if not once.users and once not in kept:
                 program.graph.erase_node(once)
     program.values = [instead.get(value, value) for value in returned]
@@ -105,7 +106,7 @@ SCATTERS = (aten.slice_scatter.default,)  # what is the second argument if that 
 
 
 def _is_same_shape_view(node: fx.Node) -> bool:
-    return node.target in SAME_IF_ALIKE and _is_alike(node, meta.source(node))
+    return node.target in SAME_IF_ALIKE and _is_alike(node, tags.source(node))
 
 
 def _is_alike(node: fx.Node, other: Any) -> bool:
@@ -126,19 +127,19 @@ def merge_parameter_free(program: Program) -> list[fx.Node]:
     seen: dict[Any, fx.Node] = {}
     for node in list(program.graph.nodes):
         if node.op == "placeholder":
-            if meta.get(node).role in ("buffer", "input") and not _is_written(node):
+            if tags.get(node).role in ("buffer", "input") and not _is_written(node):
                 is_free.add(node)
             continue
-        if node.op != "call_function" or meta.get(node).phase != "forward":
+        if node.op != "call_function" or tags.get(node).phase != "forward":
             continue
-        if meta.is_random(node) or _writes(node) or not is_free.issuperset(node.all_input_nodes):
+        if tags.is_random(node) or _writes(node) or not is_free.issuperset(node.all_input_nodes):
             continue
-        region = meta.get(node).checkpoint
+        region = tags.get(node).checkpoint
         key = (region, node.target, _freeze(node.args), _freeze(node.kwargs))
         if key in seen:
             node.replace_all_uses_with(seen[key])
             program.graph.erase_node(node)
-            program.refresh_views(seen[key], meta.storage_ids(node) - meta.storage_ids(seen[key]))
+            program.refresh_views(seen[key], tags.storage_ids(node) - tags.storage_ids(seen[key]))
             continue
         seen[key] = node
         is_free.add(node)
@@ -159,22 +160,22 @@ def hoist(program: Program, parameter_free: list[fx.Node]) -> None:
     for node in parameter_free:
         if node in wanted and anchor is not None:
             anchor.prepend(node)
-            meta.update(node, module="", call=None)
+            tags.update(node, module="", call=None)
 
 
 def _reading_units(units: set[str], node: fx.Node) -> set[str]:
     return {
-        owner_of([meta.get(user).module], units)
+        owner_of([tags.get(user).module], units)
         for user in node.users
-        if user.op != "output" and meta.get(user).phase == "forward"
+        if user.op != "output" and tags.get(user).phase == "forward"
     }
 
 
 def rederive_in_backward(program: Program, param: fx.Node, order: dict[fx.Node, int]) -> None:
     """Backward reads views and casts of `param` through nodes of its own."""
     for node in derived(param):
-        readers = [u for u in node.users if u.op != "output" and meta.get(u).phase == "backward"]
-        if not readers or meta.get(node).phase == "backward":
+        readers = [u for u in node.users if u.op != "output" and tags.get(u).phase == "backward"]
+        if not readers or tags.get(node).phase == "backward":
             continue
         first = min(readers, key=order.__getitem__)
         copy = _copy_chain(program, node, first)
@@ -192,8 +193,8 @@ def _copy_chain(program: Program, node: fx.Node, before: fx.Node) -> fx.Node:
     source = _copy_chain(program, node.all_input_nodes[0], before)
     with program.graph.inserting_before(before):
         copy = program.graph.node_copy(node, lambda n: source)
-    tag = meta.get(before)
-    meta.update(copy, phase="backward", module=tag.module, call=tag.call)
+    tag = tags.get(before)
+    tags.update(copy, phase="backward", module=tag.module, call=tag.call)
     return copy
 
 
@@ -203,7 +204,7 @@ def derived(param: fx.Node) -> list[fx.Node]:
     todo = [param]
     while todo:
         for user in todo.pop(0).users:
-            if len(user.all_input_nodes) == 1 and (_is_cast(user) or meta.aliases_input(user)):
+            if len(user.all_input_nodes) == 1 and (_is_cast(user) or tags.aliases_input(user)):
                 found.append(user)
                 todo.append(user)
     return found
@@ -214,18 +215,18 @@ def copy_returned_parameters(program: Program) -> None:
     sources = {
         storage
         for node in program.graph.find_nodes(op="placeholder")
-        if meta.get(node).role in ("param", "whole")
-        for storage in meta.storage_ids(node)
+        if tags.get(node).role in ("param", "whole")
+        for storage in tags.storage_ids(node)
     }
     values = program.values
     for i, value in enumerate(values):
-        if program.results[i].kind == "output" and meta.storage_ids(value) & sources:
+        if program.results[i].kind == "output" and tags.storage_ids(value) & sources:
             last = program.phase("forward")[-1]
             with program.graph.inserting_after(last):
                 copy = program.graph.call_function(aten.clone.default, (value,))
             val = value.meta["val"]
             fake = program.fake(tuple(val.shape), val.dtype, val.device)
-            values[i] = meta.put(copy, meta.get(last), fake)
+            values[i] = tags.put(copy, tags.get(last), fake)
     program.values = values
 
 

@@ -23,9 +23,9 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from fxshard import aliasing, fakes, meta, rng, shapes
-from fxshard.program import Fact, Program
-from fxshard.recompute import from_parameter, generator_of, random_before
+from fxshard.capture import aliasing, fakes, rng, shapes, tags
+from fxshard.cost.activations import from_parameter, generator_of, random_before
+from fxshard.ir.program import Fact, Program
 
 aten = torch.ops.aten
 
@@ -71,7 +71,7 @@ def by_checkpoint(nodes: list[fx.Node]) -> dict[int, list[fx.Node]]:
     """Those of `nodes` that are in a checkpoint, by its number."""
     found: dict[int, list[fx.Node]] = {}
     for node in nodes:
-        number = meta.get(node).checkpoint
+        number = tags.get(node).checkpoint
         if number is not None:
             found.setdefault(number, []).append(node)
     return found
@@ -105,9 +105,9 @@ def recompute(
         for node in wanted:
             reader.replace_input_with(node, copies[node])
     for node, copy in copies.items():  # backward reads some of them through views
-        program.refresh_views(copy, meta.storage_ids(node) - meta.storage_ids(copy))
+        program.refresh_views(copy, tags.storage_ids(node) - tags.storage_ids(copy))
     for node in reversed(region):  # what only backward needed, forward does not make any more
-        if not node.users and not meta.is_random(node) and not meta.writes(node):
+        if not node.users and not tags.is_random(node) and not tags.writes(node):
             program.graph.erase_node(node)
 
 
@@ -115,17 +115,17 @@ def is_kept(node: fx.Node, number: int) -> bool:
     """True if `node` of checkpoint `number` is saved: by its policy, or since others read it."""
     if from_parameter(node):
         return False
-    made = meta.source(node) if node.target is operator.getitem else node
+    made = tags.source(node) if node.target is operator.getitem else node
     return (
-        meta.get(node).save
-        or meta.get(made).save
-        or any(meta.get(user).checkpoint != number for user in backward_users(node))
+        tags.get(node).save
+        or tags.get(made).save
+        or any(tags.get(user).checkpoint != number for user in backward_users(node))
     )
 
 
 def backward_users(node: fx.Node) -> list[fx.Node]:
     """Operators of backward that read `node`."""
-    return [u for u in node.users if u.op != "output" and meta.get(u).phase == "backward"]
+    return [u for u in node.users if u.op != "output" and tags.get(u).phase == "backward"]
 
 
 def needed(wanted: list[fx.Node], lost: set[fx.Node]) -> list[fx.Node]:
@@ -155,15 +155,15 @@ def copy_in_front_of(
     """Repeat the nodes of `chain` in front of `before`; returns the copy of each."""
     graph = program.graph
     copies: dict[fx.Node, fx.Node] = {}
-    ends: dict[torch.device, tuple[fx.Node, meta.Meta]] = {}  # where each generator was
+    ends: dict[torch.device, tuple[fx.Node, tags.Meta]] = {}  # where each generator was
     last: dict[torch.device, fx.Node] = {}  # random operator that was made again last
 
     def source(node: fx.Node) -> fx.Node:
         return copies[node] if node in copies else unwritten(program, node)
 
     for node in chain:
-        tag = meta.changed(
-            meta.get(node), phase="backward", checkpoint=number, again=True, save=False
+        tag = tags.changed(
+            tags.get(node), phase="backward", checkpoint=number, again=True, save=False
         )
         device = generator_of(node)
         if device is not None:
@@ -172,7 +172,7 @@ def copy_in_front_of(
                     ends[device] = (get_state(program, device, tag, f"{node.name}_now"), tag)
             if device not in last or last[device] is not previous[node]:
                 with graph.inserting_before(node):
-                    own = meta.changed(meta.get(node), save=False)
+                    own = tags.changed(tags.get(node), save=False)
                     state = get_state(program, device, own, f"{node.name}_state")
                 with graph.inserting_before(before):
                     set_state(program, state, device, tag)
@@ -186,7 +186,7 @@ def copy_in_front_of(
         val = program.repeated(copy, node)
         if val is None:
             val = fakes.of_kernel(program, copy, program.refake(copy))
-        copies[node] = meta.put(copy, tag, val)
+        copies[node] = tags.put(copy, tag, val)
         shapes.take_along(node, copy)
     with graph.inserting_before(before):
         for device, (state, tag) in ends.items():
@@ -194,17 +194,17 @@ def copy_in_front_of(
     return copies
 
 
-def get_state(program: Program, device: torch.device, tag: meta.Meta, name: str) -> fx.Node:
+def get_state(program: Program, device: torch.device, tag: tags.Meta, name: str) -> fx.Node:
     """Append ``get_rng_state`` at the insertion point."""
     node = program.graph.create_node("call_function", rng.get_rng_state, (device,), name=name)
-    return meta.put(node, tag, program.refake(node))
+    return tags.put(node, tag, program.refake(node))
 
 
-def set_state(program: Program, state: fx.Node, device: torch.device, tag: meta.Meta) -> None:
+def set_state(program: Program, state: fx.Node, device: torch.device, tag: tags.Meta) -> None:
     """Append ``set_rng_state`` at the insertion point."""
     args = (state, device)
     node = program.graph.create_node("call_function", rng.set_rng_state, args, name="set_rng_state")
-    meta.put(node, tag)
+    tags.put(node, tag)
 
 
 def unwritten(program: Program, node: fx.Node) -> fx.Node:
@@ -219,21 +219,21 @@ def unwritten(program: Program, node: fx.Node) -> fx.Node:
         aliasing.keep_old_value(program, holder)
         return node
     for user in node.users:  # writes stand at the end of forward: any copy will do
-        if user.target is aten.clone.default and meta.get(user).checkpoint is None:
+        if user.target is aten.clone.default and tags.get(user).checkpoint is None:
             return user
     first = next(n for n in program.graph.nodes if n.op == "call_function")
     name = f"{node.name}_before"
     with program.graph.inserting_before(first):
         copy = program.graph.create_node("call_function", aten.clone.default, (node,), name=name)
-    tag = meta.changed(meta.get(first), checkpoint=None, save=False, call=None)
-    return meta.put(copy, tag, program.refake(copy))
+    tag = tags.changed(tags.get(first), checkpoint=None, save=False, call=None)
+    return tags.put(copy, tag, program.refake(copy))
 
 
 def written_holder(program: Program, node: fx.Node) -> fx.Node | None:
     """The placeholder in whose memory `node` lies, if forward writes it."""
     while node.op != "placeholder":
-        if not meta.aliases_input(node):
+        if not tags.aliases_input(node):
             return None
-        mine = meta.storage_ids(node)
-        node = next(n for n in node.all_input_nodes if meta.storage_ids(n) & mine)
-    return node if any(meta.writes(user) for user in node.users) else None
+        mine = tags.storage_ids(node)
+        node = next(n for n in node.all_input_nodes if tags.storage_ids(n) & mine)
+    return node if any(tags.writes(user) for user in node.users) else None

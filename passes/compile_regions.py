@@ -7,9 +7,10 @@ import logging
 import time
 from typing import ClassVar
 
-from fxshard import meta, regions
-from fxshard.program import Fact, Program
-from fxshard.schedule import Region, Schedule
+from fxshard.codegen import regions
+from fxshard.ir import compiled, tags
+from fxshard.ir.program import Fact, Program
+from fxshard.ir.schedule import Region, Schedule
 
 log = logging.getLogger("fxshard")
 
@@ -26,7 +27,7 @@ class CompileRegions:
 
         %region_0 = region_0(%x, %w)        # runs kernels that Inductor made of it
 
-    Code is kept on disk (`fxshard.regions.Store`). Ranks and processes that want the same regions
+    Code is kept on disk (`fxshard.codegen.regions.Store`). Ranks and processes that want the same regions
     at the same time share the work: each takes what no other is at, and reads the rest. What
     Inductor cannot do stays eager, with a warning.
     """
@@ -41,7 +42,7 @@ class CompileRegions:
         start = time.perf_counter()
         waiting = [r for r in schedule.regions.values() if regions.worth_compiling(r.graph)]
         store = regions.Store()
-        compiled: dict[str, regions.Compiled] = {}
+        compiled: dict[str, compiled.Compiled] = {}
         for wait in (False, True):  # first what no other process is at
             left = []
             for region in waiting:
@@ -67,7 +68,7 @@ class CompileRegions:
 
 def _compiled(
     program: Program, region: Region, store: regions.Store, wait: bool
-) -> regions.Compiled | None:
+) -> compiled.Compiled | None:
     """The region's code; None if another process is making it and `wait` is False."""
     digest = store.digest(region.digest)
     found = regions.generated(
@@ -77,7 +78,7 @@ def _compiled(
         return None
     code, fresh = found
     steps, outputs = regions.lifetimes(region.graph, code, program.fake_mode)
-    return regions.Compiled(digest, code, steps, outputs, fresh)
+    return compiled.Compiled(digest, code, steps, outputs, fresh)
 
 
 def _warn(program: Program, schedule: Schedule, region: Region, error: Exception) -> None:
@@ -87,7 +88,7 @@ def _warn(program: Program, schedule: Schedule, region: Region, error: Exception
         for _, graph in schedule.phases()
         for row in graph.find_nodes(op="call_module", target=region.name)
     ]
-    units = list(dict.fromkeys(program.units[meta.get(row).unit or 0].name for row in rows))
+    units = list(dict.fromkeys(program.units[tags.get(row).unit or 0].name for row in rows))
     where = units[0] if len(units) == 1 else f"{units[0]} and {len(units) - 1} more"
     reason = str(error).strip().splitlines() or [""]
     log.warning(

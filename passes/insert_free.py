@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from torch import fx
 
-from fxshard import meta, ops
-from fxshard.program import Fact, Program
+from fxshard.ir import ops, tags, transfers
+from fxshard.ir.program import Fact, Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,23 +41,23 @@ class InsertFree:
         last_reader: dict[int, fx.Node] = {}
         for node in program.graph.nodes:
             if node.op == "call_function":
-                last_reader.update(dict.fromkeys(meta.read_ids(node), node))
-                last_reader.update(dict.fromkeys(meta.storage_ids(node), node))
+                last_reader.update(dict.fromkeys(tags.read_ids(node), node))
+                last_reader.update(dict.fromkeys(tags.storage_ids(node), node))
 
-        def phase_of_last_reader(pick: fx.Node) -> meta.Phase:
-            readers = [last_reader[storage] for storage in meta.storage_ids(pick)]
-            return meta.get(max(readers, key=order.__getitem__)).phase
+        def phase_of_last_reader(pick: fx.Node) -> tags.Phase:
+            readers = [last_reader[storage] for storage in tags.storage_ids(pick)]
+            return tags.get(max(readers, key=order.__getitem__)).phase
 
         waits = {
-            meta.get(node).pair: node for node in program.graph.nodes if node.target is ops.wait
+            tags.get(node).pair: node for node in program.graph.nodes if node.target is ops.wait
         }
-        kept = ops.kept_storages(program)
-        for launch in [n for n in program.graph.nodes if ops.is_launch(n)]:
-            sent, results = ops.sent_copies(launch), ops.dying_results(launch, kept)
-            pair = meta.get(launch).pair
-            gathers = ops.is_unshard(launch)
+        kept = transfers.kept_storages(program)
+        for launch in [n for n in program.graph.nodes if transfers.is_launch(n)]:
+            sent, results = transfers.sent_copies(launch), transfers.dying_results(launch, kept)
+            pair = tags.get(launch).pair
+            gathers = transfers.is_unshard(launch)
             groups = [(sent, f"free_sent_{pair}" if gathers else f"free_{pair}")]
-            groups += [(ops.packed_results(launch), f"free_packed_{pair}")]
+            groups += [(transfers.packed_results(launch), f"free_packed_{pair}")]
             if gathers:  # of a unit that stays, backward need not read everything
                 early = [p for p in results if phase_of_last_reader(p) != "backward"]
                 late = [p for p in results if p not in early]
@@ -66,19 +66,19 @@ class InsertFree:
             else:
                 groups += [(results, f"free_result_{pair}")]
             for freed, name in groups:
-                storages = set().union(*map(meta.storage_ids, freed))
+                storages = set().union(*map(tags.storage_ids, freed))
                 readers = [last_reader[storage] for storage in storages]
                 if freed:
                     at = max((*readers, waits[pair]), key=order.__getitem__)
-                    insert_free(program, freed, name, at, meta.get(launch))
+                    insert_free(program, freed, name, at, tags.get(launch))
 
 
 def insert_free(
-    program: Program, freed: list[fx.Node], name: str, behind: fx.Node, tag: meta.Meta
+    program: Program, freed: list[fx.Node], name: str, behind: fx.Node, tag: tags.Meta
 ) -> None:
     """Insert a free of what the launch with `tag` read or wrote."""
     with program.graph.inserting_after(behind):
-        free = ops.node(program.graph, ops.free, (freed,), name)
-    phase = meta.get(behind).phase
-    made = meta.changed(tag, phase=phase, role="free", stream="compute", waits=(), records=None)
-    meta.put(free, made)
+        free = transfers.node(program.graph, ops.free, (freed,), name)
+    phase = tags.get(behind).phase
+    made = tags.changed(tag, phase=phase, role="free", stream="compute", waits=(), records=None)
+    tags.put(free, made)

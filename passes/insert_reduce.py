@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxshard import meta, ops
-from fxshard.program import Fact, Program, Result
-from fxshard.units import Param
+from fxshard.ir import ops, tags, transfers
+from fxshard.ir.program import Fact, Program, Result
+from fxshard.ir.units import Param
 
 aten = torch.ops.aten
 
@@ -86,7 +86,7 @@ class InsertReduce:
                 name: as_own(program, to_reduce_dtype(program, name, grads[name])) for name in fresh
             }
             for name in fresh:
-                meta.update(grads[name], fqn=name)
+                tags.update(grads[name], fqn=name)
             results = {name: Result("accumulated", name) for name in fresh}
             results |= {name: Result("grad", name) for name in grads if name not in sharded}
         outputs = [
@@ -102,7 +102,7 @@ class InsertReduce:
         """Replace the gradients of parameters by sharded ones."""
         order = {node: i for i, node in enumerate(program.graph.nodes)}
         returned = returned_storages(program)
-        pair = 1 + max((meta.get(n).pair or 0 for n in program.graph.nodes), default=-1)
+        pair = 1 + max((tags.get(n).pair or 0 for n in program.graph.nodes), default=-1)
         groups: list[tuple[fx.Node, list[Param], frozenset[str]]] = []
         for bucket in program.moving:
             by_dtype: dict[torch.dtype, list[Param]] = {}
@@ -151,7 +151,7 @@ class InsertReduce:
             packs: parameters whose gradients are sent in one copy.
         """
         unit = program.units[params[0].unit]
-        tag = meta.Meta("backward", "reduce", module=unit.fqn, unit=unit.index, pair=pair)
+        tag = tags.Meta("backward", "reduce", module=unit.fqn, unit=unit.index, pair=pair)
         alone = [param for param in params if param.fqn in own]
         fqns = [*(param.fqn for param in alone), *("" for _ in packs)]
         ranks = program.world_size * program.replicas
@@ -173,24 +173,24 @@ class InsertReduce:
             if program.world_size > 1:
                 args = (nodes, program.world_size, *([] if op == "avg" else ["shard", op]))
                 name = f"reduce_{pair}"
-                nodes = ops.insert_word(program, ops.reduce_scatter, args, fqns, tag, name)
-                ops.insert_wait(program, nodes, tag)
+                nodes = transfers.insert_word(program, ops.reduce_scatter, args, fqns, tag, name)
+                transfers.insert_wait(program, nodes, tag)
             if program.replicas > 1:
-                tag = meta.changed(tag, pair=pair + self._launches(program).index("all_reduce"))
+                tag = tags.changed(tag, pair=pair + self._launches(program).index("all_reduce"))
                 args = (nodes, program.replicas, "replicate", op)
                 name = f"all_reduce_{tag.pair}"
-                nodes = ops.insert_word(program, ops.all_reduce, args, fqns, tag, name)
-                ops.insert_wait(program, nodes, tag)
+                nodes = transfers.insert_word(program, ops.all_reduce, args, fqns, tag, name)
+                transfers.insert_wait(program, nodes, tag)
             nodes = [divided(program, node, behind, "settle", tag) for node in nodes]
             if not unit.precision.keep_low_precision_grads:
                 dtypes = [param.dtype for param in [*alone, *(pack[0] for pack in packs)]]
                 both = zip(nodes, dtypes, strict=True)
                 nodes = [cast(program, node, dtype, "settle", tag) for node, dtype in both]
             if program.offloaded:
-                tag = meta.changed(tag, pair=pair + self._launches(program).index("store"))
+                tag = tags.changed(tag, pair=pair + self._launches(program).index("store"))
                 name = f"store_{tag.pair}"
-                nodes = ops.insert_word(program, ops.store, (nodes,), fqns, tag, name)
-                ops.insert_wait(program, nodes, tag)
+                nodes = transfers.insert_word(program, ops.store, (nodes,), fqns, tag, name)
+                transfers.insert_wait(program, nodes, tag)
             found = {param.fqn: node for param, node in zip(alone, nodes, strict=False)}
             for pack, flat in zip(packs, nodes[len(alone) :], strict=True):
                 parts = parts_of(program, pack, flat, tag)
@@ -231,9 +231,9 @@ def packed_together(
     return [group for group in found.values() if len(group) > 1]
 
 
-def as_rows(program: Program, param: Param, grad: fx.Node, tag: meta.Meta) -> fx.Node:
+def as_rows(program: Program, param: Param, grad: fx.Node, tag: tags.Meta) -> fx.Node:
     """A view of `grad`, padded, of shape ``[world_size, n]``: what each rank gets of it."""
-    tag = meta.changed(tag, role="pad", fqn=param.fqn)
+    tag = tags.changed(tag, role="pad", fqn=param.fqn)
     pad = program.world_size * param.chunk(program.world_size)[0] - param.shape[0]
     node = grad
     if pad:
@@ -243,15 +243,15 @@ def as_rows(program: Program, param: Param, grad: fx.Node, tag: meta.Meta) -> fx
     return operation(program, aten.view.default, (node, [program.world_size, -1]), tag)
 
 
-def flat_copy(program: Program, rows: list[fx.Node], tag: meta.Meta) -> fx.Node:
+def flat_copy(program: Program, rows: list[fx.Node], tag: tags.Meta) -> fx.Node:
     """Append a flat copy of all of `rows`, rank by rank."""
-    tag = meta.changed(tag, role="pad", fqn="")
+    tag = tags.changed(tag, role="pad", fqn="")
     whole = operation(program, aten.cat.default, (rows, 1), tag)
     return operation(program, aten.view.default, (whole, [-1]), tag)
 
 
 def parts_of(
-    program: Program, params: list[Param], flat: fx.Node, tag: meta.Meta
+    program: Program, params: list[Param], flat: fx.Node, tag: tags.Meta
 ) -> Iterator[fx.Node]:
     """Append views of `flat`, which holds the sharded gradients of `params` one behind the other.
 
@@ -259,7 +259,7 @@ def parts_of(
     """
     start = 0
     for param in params:
-        settle = meta.changed(tag, role="settle", fqn=param.fqn)
+        settle = tags.changed(tag, role="settle", fqn=param.fqn)
         shape = param.chunk(program.world_size)
         end = start + math.prod(shape)
         piece = operation(program, aten.slice.Tensor, (flat, 0, start, end), settle)
@@ -267,14 +267,14 @@ def parts_of(
         start = end
 
 
-def operation(program: Program, target: Any, args: tuple[Any, ...], tag: meta.Meta) -> fx.Node:
+def operation(program: Program, target: Any, args: tuple[Any, ...], tag: tags.Meta) -> fx.Node:
     """Append an operator of the compute stream."""
     node = program.graph.call_function(target, args)
-    return meta.put(node, tag, program.refake(node))
+    return tags.put(node, tag, program.refake(node))
 
 
 def through_hook(
-    program: Program, params: list[Param], sent: list[fx.Node], tag: meta.Meta
+    program: Program, params: list[Param], sent: list[fx.Node], tag: tags.Meta
 ) -> list[fx.Node]:
     """Append the user's reduction of all of `sent`, as one flat tensor in rank order.
 
@@ -282,12 +282,12 @@ def through_hook(
     """
     world = program.world_size
     both = zip(params, sent, strict=True)
-    pads = [(node, meta.changed(tag, role="pad", fqn=p.fqn)) for p, node in both]
+    pads = [(node, tags.changed(tag, role="pad", fqn=p.fqn)) for p, node in both]
     rows = [operation(program, aten.view.default, (node, [world, -1]), pad) for node, pad in pads]
     flat = flat_copy(program, rows, tag)
     name = f"hook_{tag.pair}"
-    picks = ops.insert_word(program, ops.comm_hook, ([flat], world), [""], tag, name)
-    ops.insert_wait(program, picks, tag)
+    picks = transfers.insert_word(program, ops.comm_hook, ([flat], world), [""], tag, name)
+    transfers.insert_wait(program, picks, tag)
     found: list[fx.Node] = []
     for param, part in zip(params, parts_of(program, params, picks[0], tag), strict=True):
         keeps = program.units[param.unit].precision.keep_low_precision_grads
@@ -312,22 +312,22 @@ def accumulate(program: Program, grads: dict[str, fx.Node]) -> dict[str, fx.Node
             total = program.graph.placeholder("accumulated_" + fqn.replace(".", "_"))
         device, dtype = program.device, param.compute_dtype
         dtype = program.units[param.unit].precision.reduce_dtype or dtype
-        tag = meta.Meta("backward", "accumulated", unit=param.unit, fqn=fqn)
-        meta.put(total, tag, program.fake(param.shape, dtype, device))
+        tag = tags.Meta("backward", "accumulated", unit=param.unit, fqn=fqn)
+        tags.put(total, tag, program.fake(param.shape, dtype, device))
         if fqn in grads:
             grad = grads[fqn]
             with program.graph.inserting_before(following(program, grad)):
                 added = program.graph.call_function(aten.add_.Tensor, (total, grad))
-            like = meta.get(grad) if grad.op == "call_function" else tag
-            made = meta.changed(like, phase="backward", role="pad", fqn=fqn)
-            total = meta.put(added, made, total.meta["val"])
+            like = tags.get(grad) if grad.op == "call_function" else tag
+            made = tags.changed(like, phase="backward", role="pad", fqn=fqn)
+            total = tags.put(added, made, total.meta["val"])
         sums[fqn] = total
     return sums
 
 
 def following(program: Program, node: fx.Node) -> fx.Node:
     """The place behind `node`; the start of backward for a gradient that forward has or came in."""
-    if node.op == "placeholder" or meta.get(node).phase == "forward":
+    if node.op == "placeholder" or tags.get(node).phase == "forward":
         return next(iter(program.phase("backward")), program.output)
     return node.next
 
@@ -335,7 +335,7 @@ def following(program: Program, node: fx.Node) -> fx.Node:
 def to_reduce_dtype(program: Program, fqn: str, grad: fx.Node) -> fx.Node:
     """`grad` in the dtype in which gradients of its parameter are accumulated."""
     param = program.params[fqn]
-    tag = meta.Meta("backward", "pad", program.units[param.unit].fqn, param.unit)
+    tag = tags.Meta("backward", "pad", program.units[param.unit].fqn, param.unit)
     with program.graph.inserting_before(following(program, grad)):
         return cast(program, grad, reduce_dtype(program, param, grad), "pad", tag)
 
@@ -347,28 +347,28 @@ def as_own(program: Program, grad: fx.Node) -> fx.Node:
         grad, program.output, order, returned_storages(program)
     ):
         return grad
-    tag = meta.get(grad)
+    tag = tags.get(grad)
     with program.graph.inserting_before(following(program, grad)):
-        return contiguous(program, grad, meta.changed(tag, phase="backward"))
+        return contiguous(program, grad, tags.changed(tag, phase="backward"))
 
 
 def divided(
     program: Program,
     node: fx.Node,
     factor: float | None,
-    role: meta.Role = "pad",
-    tag: meta.Meta | None = None,
+    role: tags.Role = "pad",
+    tag: tags.Meta | None = None,
 ) -> fx.Node:
     """`node` divided by `factor` in place."""
     if factor is None or factor == 1:
         return node
     made = program.graph.call_function(aten.div_.Scalar, (node, factor))
-    like = meta.changed(tag or meta.get(node), role=role, fqn=meta.get(node).fqn)
-    return meta.put(made, like, node.meta["val"])
+    like = tags.changed(tag or tags.get(node), role=role, fqn=tags.get(node).fqn)
+    return tags.put(made, like, node.meta["val"])
 
 
 def cast(
-    program: Program, node: fx.Node, dtype: torch.dtype, role: meta.Role, tag: meta.Meta
+    program: Program, node: fx.Node, dtype: torch.dtype, role: tags.Role, tag: tags.Meta
 ) -> fx.Node:
     """`node` in `dtype`: itself, or a copy."""
     val = node.meta["val"]
@@ -376,24 +376,24 @@ def cast(
         return node
     made = program.graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
     fake = program.fake(tuple(val.shape), dtype, val.device)
-    return meta.put(made, meta.changed(tag, role=role, fqn=meta.get(node).fqn), fake)
+    return tags.put(made, tags.changed(tag, role=role, fqn=tags.get(node).fqn), fake)
 
 
 def as_sendable(
-    program: Program, param: Param, grad: fx.Node, alone: bool, tag: meta.Meta
+    program: Program, param: Param, grad: fx.Node, alone: bool, tag: tags.Meta
 ) -> fx.Node:
     """`grad` itself, or a contiguous copy of ``world_size * chunk`` rows in the reduction's dtype.
 
     What is sent is tagged with the FQN of the parameter whose gradient it is.
     """
-    tag = meta.changed(tag, fqn=param.fqn)
+    tag = tags.changed(tag, fqn=param.fqn)
     val, world = grad.meta["val"], program.world_size
     rows = world * param.chunk(world)[0]
     pad = rows - param.shape[0]
     dtype = reduce_dtype(program, param, grad)
     if not pad and val.is_contiguous() and (alone or val.dtype is not dtype):
         if val.dtype is dtype:
-            meta.update(grad, fqn=param.fqn)
+            tags.update(grad, fqn=param.fqn)
         node = grad
     elif pad:
         node = padded(program, grad, pad, tag)
@@ -402,32 +402,32 @@ def as_sendable(
     if val.dtype is dtype:
         return node
     node = cast(program, node, dtype, "pad", tag)
-    meta.update(node, fqn=param.fqn)
+    tags.update(node, fqn=param.fqn)
     return node
 
 
-def padded(program: Program, grad: fx.Node, pad: int, tag: meta.Meta) -> fx.Node:
+def padded(program: Program, grad: fx.Node, pad: int, tag: tags.Meta) -> fx.Node:
     """A contiguous copy of `grad` with `pad` more rows, of zeros."""
     val = grad.meta["val"]
     padding = [0, 0] * (val.dim() - 1) + [0, pad]
     source = grad if val.is_contiguous() else contiguous(program, grad, tag)
     node = program.graph.call_function(aten.constant_pad_nd.default, (source, padding))
     fake = program.fake((val.shape[0] + pad, *val.shape[1:]), val.dtype, val.device)
-    return meta.put(node, meta.changed(tag, role="pad"), fake)
+    return tags.put(node, tags.changed(tag, role="pad"), fake)
 
 
-def contiguous(program: Program, grad: fx.Node, tag: meta.Meta) -> fx.Node:
+def contiguous(program: Program, grad: fx.Node, tag: tags.Meta) -> fx.Node:
     """A contiguous copy of `grad`."""
     val = grad.meta["val"]
     kwargs: dict[str, Any] = {"memory_format": torch.contiguous_format}
     node = program.graph.call_function(aten.clone.default, (grad,), kwargs)
     fake = program.fake(tuple(val.shape), val.dtype, val.device)
-    return meta.put(node, meta.changed(tag, role="pad"), fake)
+    return tags.put(node, tags.changed(tag, role="pad"), fake)
 
 
 def returned_storages(program: Program) -> collections.Counter[int]:
     """How often each storage is among what the program returns."""
-    return collections.Counter(s for value in program.values for s in meta.storage_ids(value))
+    return collections.Counter(s for value in program.values for s in tags.storage_ids(value))
 
 
 def owns_storage(
@@ -437,20 +437,20 @@ def owns_storage(
     val = grad.meta["val"]
     if val.untyped_storage().nbytes() != val.numel() * val.element_size():
         return False
-    (storage,) = meta.storage_ids(grad)
+    (storage,) = tags.storage_ids(grad)
     if returned[storage] > 1:
         return False
     maker: fx.Node | None = grad
     aliases: list[fx.Node] = []
     while maker is not None:
         aliases.append(maker)
-        maker = next((n for n in maker.all_input_nodes if storage in meta.storage_ids(n)), None)
-    if aliases[-1].op == "placeholder" and meta.get(aliases[-1]).role != "accumulated":
+        maker = next((n for n in maker.all_input_nodes if storage in tags.storage_ids(n)), None)
+    if aliases[-1].op == "placeholder" and tags.get(aliases[-1]).role != "accumulated":
         return False
     todo = aliases[-1:]
     while todo:
         for user in todo.pop().users:
-            if storage in meta.storage_ids(user):
+            if storage in tags.storage_ids(user):
                 todo.append(user)
             elif user.op != "output" and order.get(user, -1) > order[last]:
                 return False

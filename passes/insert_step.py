@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from torch import fx
 
-from fxshard import meta, ops
-from fxshard.program import Fact, Program, Result
+from fxshard.ir import ops, tags, transfers
+from fxshard.ir.program import Fact, Program, Result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,18 +48,18 @@ class InsertStep:
         program.results[:] = [result for result, _ in left]
         program.values = [value for _, value in left]
         shards = {
-            meta.get(node).fqn or "": node
+            tags.get(node).fqn or "": node
             for node in program.graph.find_nodes(op="placeholder")
-            if meta.get(node).role == "shard"
+            if tags.get(node).role == "shard"
         }
         order = {node: i for i, node in enumerate(program.graph.nodes)}
         last = last_readers(program, order)
         groups: dict[tuple[int, int | None], list[tuple[str, fx.Node]]] = {}
         homes: dict[int, tuple[int, int | None]] = {}
         for result, grad in stepped:
-            reduced = meta.get(grad).role in ("reduce", "settle")
-            key = params[result.name].unit, meta.get(grad).pair if reduced else None
-            for storage in meta.storage_ids(grad):  # units whose gradients were sent in one copy
+            reduced = tags.get(grad).role in ("reduce", "settle")
+            key = params[result.name].unit, tags.get(grad).pair if reduced else None
+            for storage in tags.storage_ids(grad):  # units whose gradients were sent in one copy
                 key = homes.setdefault(storage, key)
             groups.setdefault(key, []).append((result.name, grad))
         places: list[tuple[fx.Node, list[str], list[fx.Node], list[fx.Node]]] = []
@@ -68,7 +68,7 @@ class InsertStep:
             fqns = [fqn for fqn, _ in members]
             grads = [grad for _, grad in members]
             mine = [shards[fqn] for fqn in fqns]
-            storages = set().union(*(meta.storage_ids(node) for node in (*grads, *mine)))
+            storages = set().union(*(tags.storage_ids(node) for node in (*grads, *mine)))
             behind = [last[storage] for storage in storages if storage in last]
             at = max((*grads, *behind), key=order.__getitem__)
             if at.op == "placeholder":
@@ -77,22 +77,24 @@ class InsertStep:
         places.sort(key=lambda place: order[place[0]])
         for number, (at, fqns, grads, mine) in enumerate(places):
             with program.graph.inserting_after(at):
-                made = ops.node(program.graph, ops.step, (grads, mine, fqns), f"step_{number}")
+                made = transfers.node(
+                    program.graph, ops.step, (grads, mine, fqns), f"step_{number}"
+                )
             unit = program.units[params[fqns[0]].unit]
-            meta.put(made, meta.Meta("backward", "step", module=unit.fqn, unit=unit.index))
+            tags.put(made, tags.Meta("backward", "step", module=unit.fqn, unit=unit.index))
 
 
 def last_readers(program: Program, order: dict[fx.Node, int]) -> dict[int, fx.Node]:
     """Per storage the node behind which nobody reads it: for what a launch reads, its wait."""
-    waits = {meta.get(node).pair: node for node in program.graph.nodes if node.target is ops.wait}
+    waits = {tags.get(node).pair: node for node in program.graph.nodes if node.target is ops.wait}
     found: dict[int, fx.Node] = {}
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
         done = node
-        if meta.get(node).role in ("unshard", "reduce") and meta.get(node).pair in waits:
-            done = max(node, waits[meta.get(node).pair], key=order.__getitem__)
+        if tags.get(node).role in ("unshard", "reduce") and tags.get(node).pair in waits:
+            done = max(node, waits[tags.get(node).pair], key=order.__getitem__)
         for source in (node, *node.all_input_nodes):
-            for storage in meta.storage_ids(source):
+            for storage in tags.storage_ids(source):
                 found[storage] = max(found.get(storage, done), done, key=order.__getitem__)
     return found

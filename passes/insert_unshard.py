@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from fxshard import meta, ops
-from fxshard.program import Fact, Program
-from fxshard.units import Param, Unit
+from fxshard.ir import ops, tags, transfers
+from fxshard.ir.program import Fact, Program
+from fxshard.ir.units import Param, Unit
 
 aten = torch.ops.aten
 
@@ -52,9 +52,9 @@ class InsertUnshard:
 
     def apply(self, program: Program) -> None:
         wholes = {
-            meta.get(node).fqn or "": node
+            tags.get(node).fqn or "": node
             for node in program.graph.find_nodes(op="placeholder")
-            if meta.get(node).role == "param"
+            if tags.get(node).role == "param"
         }
         shards: dict[str, fx.Node] = {}
         for param in program.params.values():
@@ -66,13 +66,13 @@ class InsertUnshard:
         sources = {fqn: Source(node, program.world_size) for fqn, node in shards.items()}
         order = {node: i for i, node in enumerate(program.graph.nodes)}
         entries = first_nodes(program)
-        pairs = (meta.get(node).pair for node in program.graph.nodes)
+        pairs = (tags.get(node).pair for node in program.graph.nodes)
         pair = 1 + max((number for number in pairs if number is not None), default=-1)
         for phase in PHASES:
             for at, params, packed in first_reads(program, phase, wholes, order, entries):
                 unit = program.units[params[0].unit]
-                tag = meta.Meta(phase, "unshard", module=unit.fqn, unit=unit.index, pair=pair)
-                served: tuple[meta.Phase, ...] = PHASES if unit.reshard is False else (phase,)
+                tag = tags.Meta(phase, "unshard", module=unit.fqn, unit=unit.index, pair=pair)
+                served: tuple[tags.Phase, ...] = PHASES if unit.reshard is False else (phase,)
                 parts = [sources[param.fqn] for param in params]
                 with program.graph.inserting_before(at):
                     picks = unshard(program, params, parts, packed, tag)
@@ -85,11 +85,11 @@ class InsertUnshard:
                     sources |= reshard(program, unit, kept, [picks[i] for i in again], tag)
                 pair += 1
         for node in program.graph.find_nodes(op="placeholder"):
-            if meta.get(node).role == "param":
+            if tags.get(node).role == "param":
                 program.graph.erase_node(node)
 
 
-PHASES: tuple[meta.Phase, ...] = ("forward", "backward")
+PHASES: tuple[tags.Phase, ...] = ("forward", "backward")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,27 +122,27 @@ def add_shard(program: Program, param: Param, whole: fx.Node) -> fx.Node:
     """Placeholder of this rank's padded shard of `param`, shape ``[ceil(rows/world), ...]``."""
     with program.graph.inserting_before(whole):
         node = program.graph.placeholder("shard_" + param.fqn.replace(".", "_"))
-    tag = meta.Meta("forward", "shard", unit=param.unit, fqn=param.fqn)
+    tag = tags.Meta("forward", "shard", unit=param.unit, fqn=param.fqn)
     device = torch.device("cpu") if program.offloaded else whole.meta["val"].device
-    return meta.put(node, tag, program.fake(param.chunk(program.world_size), param.dtype, device))
+    return tags.put(node, tag, program.fake(param.chunk(program.world_size), param.dtype, device))
 
 
-def first_nodes(program: Program) -> dict[tuple[meta.Phase, int | None], fx.Node]:
+def first_nodes(program: Program) -> dict[tuple[tags.Phase, int | None], fx.Node]:
     """First operator of each unit in each phase."""
-    found: dict[tuple[meta.Phase, int | None], fx.Node] = {}
+    found: dict[tuple[tags.Phase, int | None], fx.Node] = {}
     for node in program.graph.nodes:
         if node.op == "call_function":
-            tag = meta.get(node)
+            tag = tags.get(node)
             found.setdefault((tag.phase, tag.unit), node)
     return found
 
 
 def first_reads(
     program: Program,
-    phase: meta.Phase,
+    phase: tags.Phase,
     wholes: dict[str, fx.Node],
     order: dict[fx.Node, int],
-    entries: dict[tuple[meta.Phase, int | None], fx.Node],
+    entries: dict[tuple[tags.Phase, int | None], fx.Node],
 ) -> list[tuple[fx.Node, list[Param], frozenset[str]]]:
     """Per bucket that `phase` reads: where it is needed first, what is read, what of it is packed.
 
@@ -181,9 +181,9 @@ def launched_together(program: Program, params: list[Param]) -> list[list[Param]
     return list(found.values())
 
 
-def readers(whole: fx.Node, phase: meta.Phase) -> list[fx.Node]:
+def readers(whole: fx.Node, phase: tags.Phase) -> list[fx.Node]:
     """Operators of `phase` that read the whole parameter directly."""
-    return [user for user in whole.users if meta.get(user).phase == phase]
+    return [user for user in whole.users if tags.get(user).phase == phase]
 
 
 def unshard(
@@ -191,15 +191,15 @@ def unshard(
     params: list[Param],
     sources: list[Source],
     packed: frozenset[str],
-    tag: meta.Meta,
+    tag: tags.Meta,
 ) -> list[fx.Node]:
     """Append what makes whole parameters, padded, of `sources`, and the wait for it."""
     nodes = [source.node for source in sources]
     fqns = [param.fqn for param in params]
     size, group = sources[0].size, sources[0].group
-    if program.offloaded and meta.get(nodes[0]).role == "shard":
+    if program.offloaded and tags.get(nodes[0]).role == "shard":
         args = (nodes, program.device)
-        nodes = ops.insert_word(program, ops.load, args, fqns, tag, f"load_{tag.pair}")
+        nodes = transfers.insert_word(program, ops.load, args, fqns, tag, f"load_{tag.pair}")
     small = [i for i, fqn in enumerate(fqns) if fqn in packed and size > 1]
     small = small if len(small) > 1 else []
     alone = [i for i in range(len(params)) if i not in small]
@@ -208,18 +208,20 @@ def unshard(
     if casts:
         cast = ([nodes[i] for i in casts], dtype)
         names = [fqns[i] for i in casts]
-        made = ops.insert_word(program, ops.cast, cast, names, tag, f"cast_{tag.pair}")
+        made = transfers.insert_word(program, ops.cast, cast, names, tag, f"cast_{tag.pair}")
         for i, node in zip(casts, made, strict=True):
             nodes[i] = node
     made = [nodes[i] for i in alone]
     if small:
         sent = ([nodes[i] for i in small], dtype)
-        made += ops.insert_word(program, ops.pack, sent, [""], tag, f"pack_{tag.pair}")
+        made += transfers.insert_word(program, ops.pack, sent, [""], tag, f"pack_{tag.pair}")
     if size > 1:
         gather = (made, size) if group == "shard" else (made, size, group)
         names = [*(fqns[i] for i in alone), *([""] if small else [])]
-        made = ops.insert_word(program, ops.all_gather, gather, names, tag, f"unshard_{tag.pair}")
-    ops.insert_wait(program, made, tag)
+        made = transfers.insert_word(
+            program, ops.all_gather, gather, names, tag, f"unshard_{tag.pair}"
+        )
+    transfers.insert_wait(program, made, tag)
     if small:
         made += unpack(program, [params[i] for i in small], made.pop(), size, tag)
     both = zip([*alone, *small], made, strict=True)
@@ -227,7 +229,7 @@ def unshard(
 
 
 def unpack(
-    program: Program, params: list[Param], flat: fx.Node, size: int, tag: meta.Meta
+    program: Program, params: list[Param], flat: fx.Node, size: int, tag: tags.Meta
 ) -> list[fx.Node]:
     """Append the copies of `params` out of the buffer that they were gathered in."""
     # A group of `size` ranks holds as many padded rows as all ranks do.
@@ -235,17 +237,17 @@ def unpack(
     for param in params:
         rows, *rest = param.chunk(program.world_size)
         chunks.append([rows * program.world_size // size, *rest])
-    copies = meta.changed(tag, role="unpack")
+    copies = tags.changed(tag, role="unpack")
     fqns = [param.fqn for param in params]
     args = ([flat], size, chunks)
-    made = ops.insert_word(program, ops.unpack, args, fqns, copies, f"unpack_{tag.pair}")
+    made = transfers.insert_word(program, ops.unpack, args, fqns, copies, f"unpack_{tag.pair}")
     for pick in made:
-        meta.update(pick, role="unshard")
+        tags.update(pick, role="unshard")
     return made
 
 
 def cut_padding(
-    program: Program, params: list[Param], picks: list[fx.Node], tag: meta.Meta
+    program: Program, params: list[Param], picks: list[fx.Node], tag: tags.Meta
 ) -> list[fx.Node]:
     """Append a view of each pick without its padding rows, where it has some."""
     full: list[fx.Node] = []
@@ -253,38 +255,38 @@ def cut_padding(
         node = pick
         if pick.meta["val"].shape[0] != param.shape[0]:
             node = program.graph.call_function(aten.slice.Tensor, (pick, 0, 0, param.shape[0]))
-            meta.put(node, meta.changed(tag, fqn=param.fqn), program.refake(node))
+            tags.put(node, tags.changed(tag, fqn=param.fqn), program.refake(node))
         full.append(node)
     return full
 
 
 def replace(
-    program: Program, whole: fx.Node, full: fx.Node, phases: tuple[meta.Phase, ...]
+    program: Program, whole: fx.Node, full: fx.Node, phases: tuple[tags.Phase, ...]
 ) -> None:
     """Let the readers of `whole` in `phases` read `full`."""
     for phase in phases:
         for user in readers(whole, phase):
             user.replace_input_with(whole, full)
-    program.refresh_views(full, meta.storage_ids(whole))
+    program.refresh_views(full, tags.storage_ids(whole))
 
 
 def reshard(
-    program: Program, unit: Unit, params: list[Param], picks: list[fx.Node], tag: meta.Meta
+    program: Program, unit: Unit, params: list[Param], picks: list[fx.Node], tag: tags.Meta
 ) -> dict[str, Source]:
     """Behind the last reader in forward, keep this rank's rows in a smaller group."""
     size, group = int(unit.reshard), f"reshard{unit.reshard}"
-    storages = set().union(*map(meta.storage_ids, picks))
+    storages = set().union(*map(tags.storage_ids, picks))
     reading: set[fx.Node] = set()
     todo = list(picks)
     while todo:
         for user in todo.pop().users:
             if user not in reading and user.op == "call_function":
                 reading.add(user)
-                todo += [user] if meta.storage_ids(user) & storages else []
-    last = max(node for node in reading if meta.get(node).phase == "forward")
+                todo += [user] if tags.storage_ids(user) & storages else []
+    last = max(node for node in reading if tags.get(node).phase == "forward")
     fqns = [param.fqn for param in params]
-    role = meta.changed(tag, role="reshard")
+    role = tags.changed(tag, role="reshard")
     with program.graph.inserting_before(last.next):
         args = (picks, size, group)
-        parts = ops.insert_word(program, ops.reshard, args, fqns, role, f"reshard_{tag.pair}")
+        parts = transfers.insert_word(program, ops.reshard, args, fqns, role, f"reshard_{tag.pair}")
     return {fqn: Source(part, size, group) for fqn, part in zip(fqns, parts, strict=True)}

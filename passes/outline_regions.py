@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from fxshard.program import Fact, Program
-from fxshard.schedule import build
+from fxshard.ir.outline import build
+from fxshard.ir.program import Fact, Program
 
 
 @dataclasses.dataclass(frozen=True)

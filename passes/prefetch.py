@@ -9,9 +9,9 @@ from typing import ClassVar, Literal
 
 from torch import fx
 
-from fxshard import meta, ops
 from fxshard.errors import ConfigError
-from fxshard.program import Fact, Program
+from fxshard.ir import ops, tags, transfers
+from fxshard.ir.program import Fact, Program
 
 Ahead = int | Literal["pre", "post"]
 
@@ -72,7 +72,7 @@ class Prefetch:
         return self.forward, self.backward
 
 
-PHASES: tuple[meta.Phase, ...] = ("forward", "backward")
+PHASES: tuple[tags.Phase, ...] = ("forward", "backward")
 
 
 def depth(ahead: Ahead) -> int:
@@ -84,20 +84,21 @@ def by_bucket(program: Program, launches: list[fx.Node]) -> list[list[fx.Node]]:
     """`launches` in their order, those of one bucket in a phase together: one per dtype."""
     number = {fqn: i for i, bucket in enumerate(program.moving) for fqn in bucket.fqns}
     bucket = {
-        n: (meta.get(n).phase, number[meta.get(ops.unsharded(n)[0]).fqn or ""]) for n in launches
+        n: (tags.get(n).phase, number[tags.get(transfers.unsharded(n)[0]).fqn or ""])
+        for n in launches
     }
     return [list(group) for _, group in itertools.groupby(launches, bucket.__getitem__)]
 
 
-def advance_launches(program: Program, phase: meta.Phase, depth: int) -> None:
+def advance_launches(program: Program, phase: tags.Phase, depth: int) -> None:
     """Move each launch, and what it sends, behind the wait `depth` buckets before it.
 
     The launches of one bucket stand together, also where they are not moved.
     """
     nodes = program.phase(phase)
-    launches = [n for n in nodes if ops.is_unshard(n)]
+    launches = [n for n in nodes if transfers.is_unshard(n)]
     chains = chains_of(nodes, launches)
-    waits = {meta.get(n).pair: n for n in nodes if n.target is ops.wait}
+    waits = {tags.get(n).pair: n for n in nodes if n.target is ops.wait}
     buckets = by_bucket(program, launches)
     for k, bucket in enumerate(buckets):
         if depth == 0 or k == 0:
@@ -105,23 +106,23 @@ def advance_launches(program: Program, phase: meta.Phase, depth: int) -> None:
                 move_behind(chains[first][-1], chains[second])
             continue
         before = buckets[max(0, k - depth)][-1]
-        words = [user for pick in ops.packed_results(before) for user in pick.users]
+        words = [user for pick in transfers.packed_results(before) for user in pick.users]
         unpacked = [pick for word in words if word.target is ops.unpack for pick in word.users]
-        anchor = unpacked[-1] if unpacked else waits[meta.get(before).pair]
+        anchor = unpacked[-1] if unpacked else waits[tags.get(before).pair]
         for earlier in itertools.chain(*buckets[:k][-depth:]):  # in order of first use
             if _stands_behind(chains[earlier][0], anchor):
                 anchor = chains[earlier][-1]
         move_behind(anchor, [node for launch in bucket for node in chains[launch]])
 
 
-def pass_reductions(program: Program, phase: meta.Phase) -> None:
+def pass_reductions(program: Program, phase: tags.Phase) -> None:
     """Move each launch, and what it sends, in front of the reduction of the bucket before it.
 
     That is the first reduction, with its copies, behind the last reader of what that gathered.
     """
     everything = [node for node in program.graph.nodes if node.op == "call_function"]
     nodes = program.phase(phase)
-    launches = [n for n in nodes if ops.is_unshard(n)]
+    launches = [n for n in nodes if transfers.is_unshard(n)]
     chains, ends = chains_of(nodes, launches), last_readers(everything, launches)
     order = {node: i for i, node in enumerate(everything)}
     reductions = [n for n in nodes if n.target in REDUCTIONS]
@@ -130,7 +131,7 @@ def pass_reductions(program: Program, phase: meta.Phase) -> None:
         at = bisect.bisect(places, max(order[ends[launch]] for launch in before))
         if at < len(places) and places[at] < order[chains[bucket[0]][0]]:
             first = reductions[at]  # a CPU stands still at the wait in front of its copies
-            while meta.get(first.prev).role == "pad" and first.prev.op == "call_function":
+            while tags.get(first.prev).role == "pad" and first.prev.op == "call_function":
                 first = first.prev
             move_behind(first.prev, [node for launch in bucket for node in chains[launch]])
 
@@ -140,17 +141,17 @@ REDUCTIONS = (ops.reduce_scatter, ops.all_reduce, ops.comm_hook, ops.store)
 
 def chains_of(nodes: list[fx.Node], launches: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """Each launch with its picks, and the loads, casts and packs of its pair in front of it."""
-    by_pair: dict[int | None, list[fx.Node]] = {meta.get(n).pair: [] for n in launches}
+    by_pair: dict[int | None, list[fx.Node]] = {tags.get(n).pair: [] for n in launches}
     waited: set[int | None] = set()
     for node in nodes:
-        tag = meta.get(node)
+        tag = tags.get(node)
         if tag.pair not in by_pair or tag.pair in waited:
             continue
         if node.target is ops.wait:
             waited.add(tag.pair)
         elif tag.role == "unshard":
             by_pair[tag.pair].append(node)
-    return {launch: by_pair[meta.get(launch).pair] for launch in launches}
+    return {launch: by_pair[tags.get(launch).pair] for launch in launches}
 
 
 def move_behind(anchor: fx.Node, nodes: list[fx.Node]) -> None:
@@ -161,7 +162,7 @@ def move_behind(anchor: fx.Node, nodes: list[fx.Node]) -> None:
 
 def _stands_behind(first: fx.Node, wait: fx.Node) -> bool:
     node = wait.next
-    while node.op == "call_function" and meta.get(node).role in ("unshard", "unpack"):
+    while node.op == "call_function" and tags.get(node).role in ("unshard", "unpack"):
         if node is first:
             return True
         node = node.next
@@ -179,16 +180,16 @@ def hold_back(program: Program, limit: int) -> None:
     """
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
     order = {node: i for i, node in enumerate(nodes)}
-    waits = {meta.get(n).pair: n for n in nodes if n.target is ops.wait}
-    launches = [node for node in nodes if ops.is_unshard(node)]
-    launches.sort(key=lambda launch: order[waits[meta.get(launch).pair]])
+    waits = {tags.get(n).pair: n for n in nodes if n.target is ops.wait}
+    launches = [node for node in nodes if transfers.is_unshard(node)]
+    launches.sort(key=lambda launch: order[waits[tags.get(launch).pair]])
     chains = chains_of(nodes, launches)
     ends = last_readers(nodes, launches)
     held: list[tuple[int, list[fx.Node]]] = []  # last reader's place, launches: of those before
     start, behind = -1, None  # where the one before is launched now, and its chain's last node
     for bucket in by_bucket(program, launches):
         chain = [node for launch in bucket for node in chains[launch]]
-        its_waits = [waits[meta.get(launch).pair] for launch in bucket]
+        its_waits = [waits[tags.get(launch).pair] for launch in bucket]
         wait = min(its_waits, key=order.__getitem__)
         mine = max(order[chain[0]], start)
         later = sorted((place for place, _ in held if place > order[chain[0]]), reverse=True)
@@ -209,24 +210,24 @@ def last_readers(nodes: list[fx.Node], launches: list[fx.Node]) -> dict[fx.Node,
     """Per unshard the last operator that reads, through any alias, what it leaves."""
     last: dict[int, int] = {}
     for i, node in enumerate(nodes):
-        last.update(dict.fromkeys(meta.storage_ids(node), i))
-        last.update(dict.fromkeys(meta.read_ids(node), i))
+        last.update(dict.fromkeys(tags.storage_ids(node), i))
+        last.update(dict.fromkeys(tags.read_ids(node), i))
     found: dict[fx.Node, fx.Node] = {}
     for launch in launches:
-        storages = set().union(*map(meta.storage_ids, ops.unsharded(launch)))
+        storages = set().union(*map(tags.storage_ids, transfers.unsharded(launch)))
         found[launch] = nodes[max(last[storage] for storage in storages)]
     return found
 
 
 def raise_in_use(program: Program, buckets: list[list[fx.Node]], wait: fx.Node, limit: int) -> None:
     """Say which buckets compute at the same time."""
-    names = [program.units[meta.get(launches[0]).unit or 0].name for launches in buckets]
+    names = [program.units[tags.get(launches[0]).unit or 0].name for launches in buckets]
     kept = [
         unit.name for unit in program.units if unit.reshard is False and unit.name in set(names)
     ]
     hint = " Those with reshard_after_forward=False stay from forward to backward." if kept else ""
     raise ConfigError(
-        f"max_inflight={limit} cannot be held: at %{wait.name} in {meta.get(wait).phase}, "
+        f"max_inflight={limit} cannot be held: at %{wait.name} in {tags.get(wait).phase}, "
         f"{len(buckets)} units are unsharded because they compute: {', '.join(names)}.{hint} Give "
         f"at least {len(buckets)}, or split the largest with max_bucket_bytes."
     )
@@ -266,13 +267,13 @@ def stages(program: Program) -> list[list[list[fx.Node]]]:
     found: list[list[list[fx.Node]]] = []
     number: dict[int, int] = {}  # pair -> place in `found`
     for node in program.phase("backward"):
-        tag = meta.get(node)
+        tag = tags.get(node)
         if tag.pair is None or tag.role not in ("pad", "reduce", "wait", "settle"):
             continue
         if tag.pair not in number:
             if tag.role == "wait":
                 continue  # of an unshard
-            before = [meta.get(source).pair for source in node.all_input_nodes]
+            before = [tags.get(source).pair for source in node.all_input_nodes]
             known = [number[pair] for pair in before if pair in number]
             if not known:
                 found.append([[]])

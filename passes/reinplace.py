@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxshard import meta, shapes
-from fxshard.program import Fact, Program
+from fxshard.capture import shapes
+from fxshard.ir import tags
+from fxshard.ir.program import Fact, Program
 
 aten = torch.ops.aten
 
@@ -84,8 +85,8 @@ class Reinplace:
         makers: dict[int, fx.Node] = {}
         taken: set[int] = set()  # storages that others than compute operators read or write
         for node in program.graph.nodes:
-            private = node.op == "call_function" and meta.get(node).role == "compute"
-            touched = meta.read_ids(node) | meta.storage_ids(node)
+            private = node.op == "call_function" and tags.get(node).role == "compute"
+            touched = tags.read_ids(node) | tags.storage_ids(node)
             last.update(dict.fromkeys(touched, order[node]))
             for storage in touched:
                 makers.setdefault(storage, node)
@@ -93,20 +94,20 @@ class Reinplace:
                 taken.update(touched)
         for node in program.phase("forward") + program.phase("backward"):
             over = overwritten(node)
-            if meta.get(node).role != "compute" or len(meta.storage_ids(node)) != 1:
+            if tags.get(node).role != "compute" or len(tags.storage_ids(node)) != 1:
                 continue
-            (result,) = meta.storage_ids(node)
+            (result,) = tags.storage_ids(node)
             if not over or makers[result] is not node or result in taken:
                 continue
             for source in over:
                 if not lies_alike(node, source):
                     continue
-                (storage,) = meta.storage_ids(source)
+                (storage,) = tags.storage_ids(source)
                 if storage in taken or last[storage] > order[node]:
                     continue
-                if meta.get(makers[storage]).phase != meta.get(node).phase:
+                if tags.get(makers[storage]).phase != tags.get(node).phase:
                     continue
-                if any(storage in meta.storage_ids(n) for n in node.all_input_nodes if n != source):
+                if any(storage in tags.storage_ids(n) for n in node.all_input_nodes if n != source):
                     continue
                 write_over(program, node, source)
                 last[storage] = last[result]
@@ -118,7 +119,7 @@ def overwritten(node: fx.Node) -> list[fx.Node]:
     if node.target in OVER_GRADIENT:
         if node.target in ROW_WISE and not _along_rows(node):
             return []
-        return [meta.source(node)]
+        return [tags.source(node)]
     if node.target not in OVER_FIRST:
         return []
     arguments = node.args[: 1 + (node.target in COMMUTATIVE and not node.kwargs)]
@@ -128,14 +129,14 @@ def overwritten(node: fx.Node) -> list[fx.Node]:
 def _along_rows(node: fx.Node) -> bool:
     """True if a softmax runs along the last dimension of a contiguous tensor, in its dtype."""
     grad, dim = node.meta["val"], int(node.args[2])  # type: ignore[arg-type]
-    same = node.args[3] is meta.source(node).meta["val"].dtype
+    same = node.args[3] is tags.source(node).meta["val"].dtype
     return bool(same and grad.is_contiguous() and dim % grad.dim() == grad.dim() - 1)
 
 
 def lies_alike(node: fx.Node, source: fx.Node) -> bool:
     """True if the result of `node` would lie in all of the storage of `source` as that does."""
     made, val = node.meta["val"], source.meta["val"]
-    if not isinstance(val, torch.Tensor) or len(meta.storage_ids(source)) != 1:
+    if not isinstance(val, torch.Tensor) or len(tags.storage_ids(source)) != 1:
         return False
     alike = shapes.same_layout(node, source)
     return bool(
@@ -148,7 +149,7 @@ def lies_alike(node: fx.Node, source: fx.Node) -> bool:
 
 def write_over(program: Program, node: fx.Node, source: fx.Node) -> None:
     """Let `node` write its result over `source`."""
-    before = meta.storage_ids(node)
+    before = tags.storage_ids(node)
     if node.target in OVER_GRADIENT:
         target, name = OVER_GRADIENT[node.target]
         node.kwargs = {**node.kwargs, name: source}

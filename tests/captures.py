@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxshard import compat, strides, trace
-from fxshard.program import Program
-from fxshard.swapped import users_class
+from fxshard._torch import compat
+from fxshard.capture import strides, trace
+from fxshard.capture.swapped import users_class
+from fxshard.ir.program import Program
 
 Capture = Callable[..., Program]
 

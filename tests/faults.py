@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxshard import meta, ops
-from fxshard.program import Program
+from fxshard.ir import ops, tags, transfers
+from fxshard.ir.program import Program
 
 aten = torch.ops.aten
 Fault = Callable[[Program, random.Random], str | None]
@@ -35,7 +35,7 @@ def nodes(program: Program, *targets: Any, role: str = "") -> list[fx.Node]:
         for n in program.graph.nodes
         if n.op == "call_function"
         and (not targets or n.target in targets)
-        and (not role or meta.get(n).role == role)
+        and (not role or tags.get(n).role == role)
     ]
 
 
@@ -49,7 +49,7 @@ def picks(launch: fx.Node) -> list[fx.Node]:
 
 def waited(program: Program) -> list[fx.Node]:
     """Launches that a wait belongs to."""
-    return [n for n in nodes(program) if ops.is_launch(n)]
+    return [n for n in nodes(program) if transfers.is_launch(n)]
 
 
 def writers(program: Program) -> list[fx.Node]:
@@ -58,7 +58,7 @@ def writers(program: Program) -> list[fx.Node]:
 
 
 def wait_of(program: Program, launch: fx.Node) -> fx.Node | None:
-    mine = (n for n in nodes(program, ops.wait) if meta.get(n).pair == meta.get(launch).pair)
+    mine = (n for n in nodes(program, ops.wait) if tags.get(n).pair == tags.get(launch).pair)
     return next(mine, None)
 
 
@@ -80,7 +80,7 @@ def copied(node: fx.Node, behind: fx.Node) -> fx.Node:
 
 
 def retag(node: fx.Node, **changes: Any) -> str:
-    meta.update(node, **changes)
+    tags.update(node, **changes)
     return f"%{node}: {changes}"
 
 
@@ -110,7 +110,7 @@ def skipper(*targets: Any) -> Fault:
         if node is None:
             return None
         for pick in picks(node):
-            pick.replace_all_uses_with(meta.operands(node)[pick.args[1]])
+            pick.replace_all_uses_with(tags.operands(node)[pick.args[1]])
             program.graph.erase_node(pick)
         program.graph.erase_node(node)
         return f"operands of %{node} in the place of its results"
@@ -145,10 +145,10 @@ FAULTS["drop_cut_of_padding"] = cutter("unshard")
 
 @fault
 def drop_operand(program: Program, rng: random.Random) -> str | None:
-    node = one(rng, [n for n in waited(program) if len(meta.operands(n)) > 1])
+    node = one(rng, [n for n in waited(program) if len(tags.operands(n)) > 1])
     if node is None:
         return None
-    node.args = (meta.operands(node)[:-1], *node.args[1:])
+    node.args = (tags.operands(node)[:-1], *node.args[1:])
     return f"one tensor less into %{node}"
 
 
@@ -157,7 +157,7 @@ def drop_packed_operand(program: Program, rng: random.Random) -> str | None:
     node = one(rng, nodes(program, ops.pack))
     if node is None:
         return None
-    node.args = (meta.operands(node)[:-1], *node.args[1:])
+    node.args = (tags.operands(node)[:-1], *node.args[1:])
     return f"one tensor less into %{node}"
 
 
@@ -166,7 +166,7 @@ def wait_for_a_part(program: Program, rng: random.Random) -> str | None:
     node = one(rng, nodes(program, ops.wait))
     if node is None:
         return None
-    node.args = (meta.operands(node)[1:],)
+    node.args = (tags.operands(node)[1:],)
     return f"one tensor less in %{node}"
 
 
@@ -175,7 +175,7 @@ def free_of_a_part(program: Program, rng: random.Random) -> str | None:
     node = one(rng, nodes(program, ops.free))
     if node is None:
         return None
-    node.args = (meta.operands(node)[1:],)
+    node.args = (tags.operands(node)[1:],)
     return f"one tensor less in %{node}"
 
 
@@ -239,13 +239,13 @@ def free_of_another_tensor_too(program: Program, rng: random.Random) -> str | No
         if other is node:
             break
         before.append(other)
-    others = [n for n in before if meta.storage_ids(n) and len(meta.storage_ids(n)) == 1]
-    mine = set().union(*map(meta.storage_ids, meta.operands(node)))
-    others = [n for n in others if not meta.storage_ids(n) & mine and used_behind(n, node)]
+    others = [n for n in before if tags.storage_ids(n) and len(tags.storage_ids(n)) == 1]
+    mine = set().union(*map(tags.storage_ids, tags.operands(node)))
+    others = [n for n in others if not tags.storage_ids(n) & mine and used_behind(n, node)]
     other = one(rng, others)
     if other is None:
         return None
-    node.args = ([*meta.operands(node), other],)
+    node.args = ([*tags.operands(node), other],)
     return f"%{node} frees %{other} too"
 
 
@@ -268,7 +268,7 @@ def move_wait_behind_a_reader(program: Program, rng: random.Random) -> str | Non
         return None
     readers = [
         user
-        for source in meta.operands(node)
+        for source in tags.operands(node)
         for user in source.users
         if user.target not in (ops.wait, ops.free) and user.op == "call_function"
     ]
@@ -305,12 +305,12 @@ def move_free_before_a_reader(program: Program, rng: random.Random) -> str | Non
     node = one(rng, nodes(program, ops.free))
     if node is None:
         return None
-    mine = set().union(*map(meta.storage_ids, meta.operands(node)))
+    mine = set().union(*map(tags.storage_ids, tags.operands(node)))
     readers = [
         n
         for n in nodes(program)
         if n is not node
-        and mine & set().union(set(), *map(meta.storage_ids, n.all_input_nodes))
+        and mine & set().union(set(), *map(tags.storage_ids, n.all_input_nodes))
         and n.target not in (ops.wait, operator.getitem)
     ]
     reader = one(rng, readers)
@@ -335,17 +335,17 @@ def move_free_to_the_end(program: Program, rng: random.Random) -> str | None:
     node = one(rng, nodes(program, ops.free))
     if node is None:
         return None
-    program.phase(meta.get(node).phase)[-1].append(node)
+    program.phase(tags.get(node).phase)[-1].append(node)
     return f"%{node} at the end of its phase"
 
 
 @fault
 def move_free_to_the_other_phase(program: Program, rng: random.Random) -> str | None:
-    node = one(rng, [n for n in nodes(program, ops.free) if meta.get(n).phase == "forward"])
+    node = one(rng, [n for n in nodes(program, ops.free) if tags.get(n).phase == "forward"])
     if node is None:
         return None
     program.phase("backward")[-1].append(node)
-    meta.update(node, phase="backward")
+    tags.update(node, phase="backward")
     return f"%{node} at the end of backward"
 
 
@@ -363,8 +363,8 @@ def move_launch_behind_its_wait(program: Program, rng: random.Random) -> str | N
 def move_gathers_to_the_front(program: Program, rng: random.Random) -> str | None:
     """All launches of a phase come before anything runs: everything is unsharded at once."""
     phase = rng.choice(["forward", "backward"])
-    found = [n for n in nodes(program, ops.all_gather) if meta.get(n).phase == phase]
-    found = [n for n in found if all(s.op == "placeholder" for s in meta.operands(n))]
+    found = [n for n in nodes(program, ops.all_gather) if tags.get(n).phase == phase]
+    found = [n for n in found if all(s.op == "placeholder" for s in tags.operands(n))]
     if len(found) < 3:
         return None
     first = program.phase(phase)[0]  # type: ignore[arg-type]
@@ -379,14 +379,14 @@ def move_reduction_before_the_gradient(program: Program, rng: random.Random) -> 
     node = one(rng, nodes(program, *REDUCTIONS))
     if node is None:
         return None
-    meta.operands(node)[0].prepend(node)
+    tags.operands(node)[0].prepend(node)
     return f"%{node} in front of what it sends"
 
 
 @fault
 def move_compute_in_front_of_the_wait(program: Program, rng: random.Random) -> str | None:
     node = one(rng, nodes(program, ops.wait))
-    after = node and [n for s in meta.operands(node) for n in s.users if n in compute(program)]
+    after = node and [n for s in tags.operands(node) for n in s.users if n in compute(program)]
     reader = after and one(rng, after)
     if not reader:
         return None
@@ -407,11 +407,11 @@ def swapper(*targets: Any, role: str = "") -> Fault:
     def swap(program: Program, rng: random.Random) -> str | None:
         """Two operands of one word, which have one shape."""
         words = nodes(program, *targets, role=role)
-        found = [(n, pair) for n in words for pair in alike(meta.operands(n))]
+        found = [(n, pair) for n in words for pair in alike(tags.operands(n))]
         if not found:
             return None
         node, (i, j) = one(rng, found)
-        operands = meta.operands(node)
+        operands = tags.operands(node)
         if operands[i] is operands[j]:
             return None
         operands[i], operands[j] = operands[j], operands[i]
@@ -431,17 +431,17 @@ FAULTS["swap_operands_of_a_cast_load_or_store"] = swapper(ops.cast, ops.load, op
 def exchanger(*targets: Any) -> Fault:
     def exchange(program: Program, rng: random.Random) -> str | None:
         """An operand of one word for one of another, which has the same shape."""
-        found = [(n, i) for n in nodes(program, *targets) for i in range(len(meta.operands(n)))]
+        found = [(n, i) for n in nodes(program, *targets) for i in range(len(tags.operands(n)))]
         rng.shuffle(found)
         for node, i in found:
             for other, j in found:
-                mine, its = meta.operands(node)[i], meta.operands(other)[j]
+                mine, its = tags.operands(node)[i], tags.operands(other)[j]
                 same = alike([mine, its]) and mine is not its
-                if other is node or not same or meta.get(mine).fqn == meta.get(its).fqn:
+                if other is node or not same or tags.get(mine).fqn == tags.get(its).fqn:
                     continue
                 if its.op == "call_function" and not stands_before(its, node):
                     continue
-                operands = meta.operands(node)
+                operands = tags.operands(node)
                 operands[i] = its
                 node.args = (operands, *node.args[1:])
                 return f"%{node} takes %{its}, which %{other} takes"
@@ -600,7 +600,7 @@ def resize_buffer(program: Program, rng: random.Random) -> str | None:
 
 @fault
 def divide_by_another_number(program: Program, rng: random.Random) -> str | None:
-    found = [n for n in nodes(program, aten.div_.Scalar) if meta.get(n).role in ("pad", "settle")]
+    found = [n for n in nodes(program, aten.div_.Scalar) if tags.get(n).role in ("pad", "settle")]
     node = one(rng, found)
     if node is None:
         return None
@@ -611,9 +611,9 @@ def divide_by_another_number(program: Program, rng: random.Random) -> str | None
 def renamer(*targets: Any) -> Fault:
     def rename(program: Program, rng: random.Random) -> str | None:
         """A pick gets the FQN of another parameter."""
-        found = [p for n in nodes(program, *targets) for p in picks(n) if meta.get(p).fqn]
+        found = [p for n in nodes(program, *targets) for p in picks(n) if tags.get(p).fqn]
         node = one(rng, found)
-        names = sorted(set(program.params) - {meta.get(node).fqn}) if node else []
+        names = sorted(set(program.params) - {tags.get(node).fqn}) if node else []
         return retag(node, fqn=rng.choice(names)) if node and names else None
 
     return rename
@@ -627,23 +627,23 @@ FAULTS["rename_loaded_or_cast"] = renamer(ops.load, ops.cast)
 
 @fault
 def rename_shard(program: Program, rng: random.Random) -> str | None:
-    found = [n for n in program.graph.find_nodes(op="placeholder") if meta.get(n).role == "shard"]
+    found = [n for n in program.graph.find_nodes(op="placeholder") if tags.get(n).role == "shard"]
     found = [n for n in found if n.users]
     if len(found) < 2:
         return None
     node, other = rng.sample(found, 2)
-    return retag(node, fqn=meta.get(other).fqn)
+    return retag(node, fqn=tags.get(other).fqn)
 
 
 @fault
 def another_pair(program: Program, rng: random.Random) -> str | None:
     node = one(rng, nodes(program, ops.wait, ops.free))
-    return node and retag(node, pair=(meta.get(node).pair or 0) + 1)
+    return node and retag(node, pair=(tags.get(node).pair or 0) + 1)
 
 
 @fault
 def another_phase(program: Program, rng: random.Random) -> str | None:
-    found = [n for n in waited(program) if meta.get(n).phase == "forward"]
+    found = [n for n in waited(program) if tags.get(n).phase == "forward"]
     node = one(rng, found)
     return node and retag(node, phase="backward")
 
@@ -652,7 +652,7 @@ def another_phase(program: Program, rng: random.Random) -> str | None:
 
 
 def waiters(program: Program) -> list[fx.Node]:
-    return [n for n in nodes(program) if meta.get(n).waits]
+    return [n for n in nodes(program) if tags.get(n).waits]
 
 
 @fault
@@ -660,7 +660,7 @@ def drop_event_of_a_launch(program: Program, rng: random.Random) -> str | None:
     node = one(rng, [n for n in waiters(program) if n.target is not ops.wait])
     if node is None:
         return None
-    waits = list(meta.get(node).waits)
+    waits = list(tags.get(node).waits)
     waits.pop(rng.randrange(len(waits)))
     return retag(node, waits=tuple(waits))
 
@@ -673,7 +673,7 @@ def drop_event_of_a_wait(program: Program, rng: random.Random) -> str | None:
 
 @fault
 def drop_record(program: Program, rng: random.Random) -> str | None:
-    node = one(rng, [n for n in nodes(program) if meta.get(n).records])
+    node = one(rng, [n for n in nodes(program) if tags.get(n).records])
     return node and retag(node, records=None)
 
 
@@ -683,37 +683,37 @@ def swap_events(program: Program, rng: random.Random) -> str | None:
     if len(found) < 2:
         return None
     a, b = rng.sample(found, 2)
-    first, second = meta.get(a).waits, meta.get(b).waits
+    first, second = tags.get(a).waits, tags.get(b).waits
     if first == second:
         return None
-    meta.update(a, waits=second)
+    tags.update(a, waits=second)
     return retag(b, waits=first)
 
 
 @fault
 def swap_records(program: Program, rng: random.Random) -> str | None:
-    found = [n for n in nodes(program) if meta.get(n).records]
+    found = [n for n in nodes(program) if tags.get(n).records]
     if len(found) < 2:
         return None
     a, b = rng.sample(found, 2)
-    first = meta.get(a).records
-    meta.update(a, records=meta.get(b).records)
+    first = tags.get(a).records
+    tags.update(a, records=tags.get(b).records)
     return retag(b, records=first)
 
 
 @fault
 def record_earlier(program: Program, rng: random.Random) -> str | None:
-    found = [n for n in nodes(program) if (meta.get(n).records or "").startswith("c")]
+    found = [n for n in nodes(program) if (tags.get(n).records or "").startswith("c")]
     node = one(rng, found)
     if node is None:
         return None
-    earlier = [n for n in compute(program) if stands_before(n, node) and not meta.get(n).records]
-    earlier = [n for n in earlier if n is not node and not meta.aliases_input(n)]
+    earlier = [n for n in compute(program) if stands_before(n, node) and not tags.get(n).records]
+    earlier = [n for n in earlier if n is not node and not tags.aliases_input(n)]
     place = one(rng, earlier)
     if place is None:
         return None
-    event = meta.get(node).records
-    meta.update(node, records=None)
+    event = tags.get(node).records
+    tags.update(node, records=None)
     return retag(place, records=event)
 
 
@@ -722,7 +722,7 @@ def wait_for_an_older_event(program: Program, rng: random.Random) -> str | None:
     events: list[str] = []
     found: list[tuple[fx.Node, str]] = []
     for node in nodes(program):
-        tag = meta.get(node)
+        tag = tags.get(node)
         if tag.waits and events:
             found += [(node, event) for event in events if event not in tag.waits]
         events += [tag.records] if tag.records else []
@@ -737,7 +737,7 @@ def another_stream(program: Program, rng: random.Random) -> str | None:
     node = one(rng, nodes(program, *ops.ASYNCHRONOUS))
     others = ["compute", "unshard", "reduce", "all-reduce", "load", "store"]
     return node and retag(
-        node, stream=rng.choice([s for s in others if s != meta.get(node).stream])
+        node, stream=rng.choice([s for s in others if s != tags.get(node).stream])
     )
 
 
@@ -748,9 +748,9 @@ def insert(program: Program, behind: fx.Node, target: Any, *args: Any) -> fx.Nod
     with program.graph.inserting_after(behind):
         node = program.graph.call_function(target, args)
     tag = dataclasses.replace(
-        meta.get(behind), role="compute", stream="compute", records=None, waits=(), pair=None
+        tags.get(behind), role="compute", stream="compute", records=None, waits=(), pair=None
     )
-    return meta.put(node, tag, program.refake(node))
+    return tags.put(node, tag, program.refake(node))
 
 
 def returned(program: Program, node: fx.Node) -> None:
@@ -767,7 +767,7 @@ def returned(program: Program, node: fx.Node) -> None:
 
 @fault
 def read_in_flight(program: Program, rng: random.Random) -> str | None:
-    found = [n for n in nodes(program, ops.all_gather) if meta.get(n).phase == "forward"]
+    found = [n for n in nodes(program, ops.all_gather) if tags.get(n).phase == "forward"]
     launch = one(rng, [n for n in found if wait_of(program, n) is not None])
     if launch is None:
         return None
@@ -778,11 +778,11 @@ def read_in_flight(program: Program, rng: random.Random) -> str | None:
 
 @fault
 def read_after_free(program: Program, rng: random.Random) -> str | None:
-    found = [n for n in nodes(program, ops.free) if meta.get(n).phase == "forward"]
+    found = [n for n in nodes(program, ops.free) if tags.get(n).phase == "forward"]
     free = one(rng, found)
     if free is None:
         return None
-    reader = insert(program, free, aten.abs.default, meta.operands(free)[0])
+    reader = insert(program, free, aten.abs.default, tags.operands(free)[0])
     returned(program, reader)
     return f"%{reader} reads what %{free} has freed"
 
@@ -793,20 +793,20 @@ def write_in_flight(program: Program, rng: random.Random) -> str | None:
     if launch is None:
         return None
     behind = picks(launch)[-1]
-    writer = insert(program, behind, aten.mul_.Scalar, meta.operands(launch)[0], 2)
+    writer = insert(program, behind, aten.mul_.Scalar, tags.operands(launch)[0], 2)
     return f"%{writer} writes what %{launch} sends"
 
 
 @fault
 def save_unsharded_parameter(program: Program, rng: random.Random) -> str | None:
-    found = [n for n in nodes(program, ops.all_gather) if meta.get(n).phase == "forward"]
-    readers = [n for n in compute(program) if meta.get(n).phase == "backward"]
+    found = [n for n in nodes(program, ops.all_gather) if tags.get(n).phase == "forward"]
+    readers = [n for n in compute(program) if tags.get(n).phase == "backward"]
     readers = [n for n in readers if n.target is aten.mm.default]
     launch, reader = one(rng, found), one(rng, readers)
     if (
         launch is None
         or reader is None
-        or program.units[meta.get(launch).unit or 0].reshard is False
+        or program.units[tags.get(launch).unit or 0].reshard is False
     ):
         return None
     reader.update_arg(1, picks(launch)[0])
@@ -823,7 +823,7 @@ def return_unreduced_gradient(program: Program, rng: random.Random) -> str | Non
     values = program.values
     if pick not in values:
         return None
-    program.values = [meta.operands(launch)[pick.args[1]] if v is pick else v for v in values]
+    program.values = [tags.operands(launch)[pick.args[1]] if v is pick else v for v in values]
     return f"what %{launch} was sent is returned"
 
 
@@ -837,7 +837,7 @@ def kinds(program: Program) -> list[list[fx.Node]]:
         if "fxshard" in node.meta:
             what = node.target if node.op == "call_function" else node.op
             what = what if what in (*ops.WORDS, operator.getitem, "placeholder") else "an operator"
-            found.setdefault((what, meta.get(node).role), []).append(node)
+            found.setdefault((what, tags.get(node).role), []).append(node)
     return list(found.values())
 
 
@@ -845,8 +845,8 @@ def retagger(field: str) -> Fault:
     def change(program: Program, rng: random.Random) -> str | None:
         """A node says of itself what another one says; each kind is as likely."""
         node = one(rng, one(rng, kinds(program)))
-        said = {getattr(meta.get(n), field) for group in kinds(program) for n in group}
-        others = sorted(said - {getattr(meta.get(node), field)}, key=repr)
+        said = {getattr(tags.get(n), field) for group in kinds(program) for n in group}
+        others = sorted(said - {getattr(tags.get(node), field)}, key=repr)
         return retag(node, **{field: rng.choice(others)}) if others else None
 
     return change
@@ -863,7 +863,7 @@ def another_argument(program: Program, rng: random.Random) -> str | None:
         (n, i)
         for n in nodes(program, *ops.WORDS)
         for i, value in enumerate(n.args)
-        if not isinstance(value, fx.Node) and not (i == 0 and meta.operands(n))
+        if not isinstance(value, fx.Node) and not (i == 0 and tags.operands(n))
     ]
     place = one(rng, found)
     if place is None:
@@ -889,18 +889,18 @@ def another_argument(program: Program, rng: random.Random) -> str | None:
 @fault
 def another_operand(program: Program, rng: random.Random) -> str | None:
     """Of any word: a tensor of the same shape, made before."""
-    found = [(n, i) for n in nodes(program, *ops.WORDS) for i in range(len(meta.operands(n)))]
+    found = [(n, i) for n in nodes(program, *ops.WORDS) for i in range(len(tags.operands(n)))]
     place = one(rng, found)
     if place is None:
         return None
     node, i = place
-    mine = meta.operands(node)[i]
+    mine = tags.operands(node)[i]
     before = [n for n in program.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     before = [n for n in before if n is not mine and stands_before(n, node) and n is not node]
     other = one(rng, [n for n in before if alike([mine, n])])
     if other is None:
         return None
-    operands = meta.operands(node)
+    operands = tags.operands(node)
     operands[i] = other
     node.args = (operands, *node.args[1:])
     return f"%{node} takes %{other} for %{mine}"

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten
 
-from fxshard import meta, ops
-from fxshard.compat import FakeTensorMode
+from fxshard._torch.compat import FakeTensorMode
+from fxshard.codegen.emit import Executor
 from fxshard.config import Precision
-from fxshard.executor import Executor
-from fxshard.program import Fact, Program, Result, Signature
-from fxshard.units import Param, Unit, owner_of, with_precision
-from fxshard.world.in_process import InProcessWorld
+from fxshard.ir import ops, tags, transfers
+from fxshard.ir.program import Fact, Program, Result, Signature
+from fxshard.ir.units import Param, Unit, owner_of, with_precision
+from fxshard.runtime.world.in_process import InProcessWorld
 
 _DTYPES = {
     "f32": torch.float32,
@@ -61,7 +61,7 @@ def parse(
     mode, graph = FakeTensorMode(), fx.Graph()
     env: dict[str, fx.Node] = {}
     results: list[Result] = []
-    phase: meta.Phase = "forward"
+    phase: tags.Phase = "forward"
     for line in filter(None, map(str.strip, text.splitlines())):
         if line in ("forward:", "backward:"):
             phase = "forward" if line == "forward:" else "backward"
@@ -74,14 +74,14 @@ def parse(
             env[name] = graph.placeholder(name)
             with mode:
                 val = torch.empty([int(n) for n in shape.split(",") if n], dtype=_DTYPES[dtype])
-            at: meta.Phase = "backward" if role == "tangent" else "forward"
-            meta.put(env[name], meta.Meta(at, role, fqn=fqn), val)  # type: ignore[arg-type]
+            at: tags.Phase = "backward" if role == "tangent" else "forward"
+            tags.put(env[name], tags.Meta(at, role, fqn=fqn), val)  # type: ignore[arg-type]
         else:
             name, target, arguments, tag = _CALL.fullmatch(line).groups()  # type: ignore[union-attr]
             env[name] = _call(graph, mode, env, name, target, arguments)
-            meta.put(env[name], _tag(phase, (tag or "").split()))
+            tags.put(env[name], _tag(phase, (tag or "").split()))
     training = phase == "backward"
-    meta.put(graph.output_node(), meta.Meta(phase, "output"))
+    tags.put(graph.output_node(), tags.Meta(phase, "output"))
     return Program(
         graph=graph,
         results=results,
@@ -93,11 +93,11 @@ def parse(
     )
 
 
-def _tag(phase: meta.Phase, words: Sequence[str]) -> meta.Meta:
+def _tag(phase: tags.Phase, words: Sequence[str]) -> tags.Meta:
     """Of an operator: its module's FQN, ``checkpoint=0``, ``call=0``, ``save``, if it is there."""
     numbers = {k: int(v) for k, eq, v in (word.partition("=") for word in words) if eq}
     fqns = [word for word in words if word != "save" and "=" not in word]
-    return meta.Meta(
+    return tags.Meta(
         phase,
         "compute",
         module=next(iter(fqns), ""),
@@ -134,7 +134,7 @@ def _values(arguments: Any) -> Any:
 
 
 def _signature(graph: fx.Graph, results: list[Result], training: bool) -> Signature:
-    roles = [(meta.get(n).role, meta.get(n).fqn) for n in graph.find_nodes(op="placeholder")]
+    roles = [(tags.get(n).role, tags.get(n).fqn) for n in graph.find_nodes(op="placeholder")]
     inputs = tuple(int(fqn or 0) for role, fqn in roles if role == "input")
     outputs = tuple(r.name for r in results if r.kind == "output")
     empty = tree_flatten(((), {}))[1]
@@ -159,9 +159,9 @@ def _units(
 ) -> tuple[Unit, ...]:
     index = {fqn: i for i, fqn in enumerate(kinds)}
     members: dict[str, list[Param]] = {fqn: [] for fqn in kinds}
-    params = [n for n in graph.find_nodes(op="placeholder") if meta.get(n).role == "param"]
+    params = [n for n in graph.find_nodes(op="placeholder") if tags.get(n).role == "param"]
     for position, node in enumerate(params):
-        fqn, val = meta.get(node).fqn or "", node.meta["val"]
+        fqn, val = tags.get(node).fqn or "", node.meta["val"]
         aliases = next((names for names in tied if names[0] == fqn), (fqn,))
         owner = owner_of(aliases, kinds)
         members[owner].append(
@@ -189,8 +189,8 @@ def configured(
         attributes: of the program: ``replicas``, ``offloaded``, ``sync``, ...
     """
     for node in program.graph.find_nodes(op="placeholder"):
-        if meta.get(node).role == "param" and meta.get(node).fqn in ignored:
-            meta.update(node, role="whole")
+        if tags.get(node).role == "param" and tags.get(node).fqn in ignored:
+            tags.update(node, role="whole")
     units: list[Unit] = []
     for unit in program.units:
         params = unit.params
@@ -388,17 +388,17 @@ class StrictWorld(InProcessWorld):
 
     def _run_row(self, row: fx.Node, envs: list[dict[fx.Node, Any]]) -> None:
         if row.target in ops.ASYNCHRONOUS:
-            self._launched.setdefault(meta.get(row).pair, []).append(_launch(row, envs))
+            self._launched.setdefault(tags.get(row).pair, []).append(_launch(row, envs))
         elif row.target is ops.wait:
-            for launched in self._launched.pop(meta.get(row).pair):
+            for launched in self._launched.pop(tags.get(row).pair):
                 self._finish(*launched)
         elif row.target is ops.free:
             for env in envs:
-                for node in meta.operands(row):
+                for node in tags.operands(row):
                     storage = env[node].untyped_storage()
                     _ruin(env[node].new_empty(0).set_(storage))
                     self._gone[storage.data_ptr()] = storage
-        elif meta.is_random(row):
+        elif tags.is_random(row):
             state = torch.get_rng_state()
             for env in envs:
                 torch.set_rng_state(state)
@@ -415,7 +415,7 @@ class StrictWorld(InProcessWorld):
     ) -> None:
         written = not all(map(_equal, inputs, before))
         if launch.target is ops.comm_hook:
-            (flat,) = meta.operands(launch)
+            (flat,) = tags.operands(launch)
             total = _mean([env[flat] for env in inputs])
             for rank, env in enumerate(inputs):
                 env[launch] = [total.chunk(self.size)[rank % self.size]]
@@ -434,18 +434,18 @@ _Launched = tuple[fx.Node, list[dict[fx.Node, Any]], list[dict[fx.Node, Any]], l
 
 
 def _launch(row: fx.Node, envs: list[dict[fx.Node, Any]]) -> _Launched:
-    inputs = [{node: env[node] for node in meta.operands(row)} for env in envs]
+    inputs = [{node: env[node] for node in tags.operands(row)} for env in envs]
     for env in envs:
-        if ops.is_in_place(row):
-            env[row] = [env[node] for node in meta.operands(row)]
+        if transfers.is_in_place(row):
+            env[row] = [env[node] for node in tags.operands(row)]
         else:
             env[row] = [torch.empty(v.shape, dtype=v.dtype) for v in row.meta["val"]]
-    if ops.is_in_place(row):
+    if transfers.is_in_place(row):
         inputs = [{node: value.clone() for node, value in mine.items()} for mine in inputs]
     for env in envs:
         for buffer in env[row]:
             _ruin(buffer)
-    pair = meta.get(row).pair
+    pair = tags.get(row).pair
     before = [{n: v.clone() for n, v in mine.items() if not _is_of(n, pair)} for mine in inputs]
     return row, inputs, before, [env[row] for env in envs]
 
@@ -456,7 +456,7 @@ def _ruin(tensor: Tensor) -> None:
 
 def _is_of(node: fx.Node, pair: int | None) -> bool:
     """True if a launch of the same pair makes `node`: it comes before the wait."""
-    return meta.get(node).pair == pair and meta.get(node).role == "unshard"
+    return tags.get(node).pair == pair and tags.get(node).role == "unshard"
 
 
 def _equal(now: dict[fx.Node, Tensor], before: dict[fx.Node, Tensor]) -> bool:
@@ -483,7 +483,7 @@ def random_values(program: Program) -> Values:
     found: Values = {}
     torch.manual_seed(1)
     for node in program.graph.find_nodes(op="placeholder"):
-        tag, val = meta.get(node), node.meta["val"]
+        tag, val = tags.get(node), node.meta["val"]
         fits = torch.randn(val.shape) if val.is_floating_point() else torch.ones(val.shape)
         role = "param" if tag.role == "whole" else tag.role
         found[role, tag.fqn or ""] = fits.to(val.dtype)
@@ -534,7 +534,7 @@ def run(program: Program, values: Values, *, apart: bool = False) -> Found:
         kept = iter(saved)
         return [
             _argument(program, node, rank, rank * apart, values, written[rank])
-            if meta.get(node).role in _GIVEN
+            if tags.get(node).role in _GIVEN
             else next(kept)
             for node in nodes
         ]
@@ -611,7 +611,7 @@ def _argument(
     values: Values,
     written: Values,
 ) -> Tensor:
-    tag, dtype = meta.get(node), node.meta["val"].dtype
+    tag, dtype = tags.get(node), node.meta["val"].dtype
     name = tag.fqn or ""
     if tag.role in _WRITTEN:
         key = (tag.role, name)

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxshard import meta, ops
-from fxshard.program import Param, Program
+from fxshard.ir import ops, tags
+from fxshard.ir.program import Param, Program
 
 Values = dict[tuple[str, str], Tensor]  # (role, FQN or position) -> what goes in, of one rank
 Found = dict[tuple[str, str], list[Tensor]]  # (kind, name) -> what comes out, per rank
@@ -59,14 +59,14 @@ def values_of(program: Program, ranks: int, batch: Batch | None = None) -> list[
     held = {
         (("param" if tag.role == "whole" else tag.role), tag.fqn or ""): some(node, alike)
         for node in program.graph.find_nodes(op="placeholder")
-        if (tag := meta.get(node)).role in ("param", "whole", "buffer")
+        if (tag := tags.get(node)).role in ("param", "whole", "buffer")
         and not (tag.role == "buffer" and tag.fqn in program.constants)
     }
     for rank in range(ranks):
         own = torch.Generator().manual_seed(rank + 1)
         mine = dict(held)
         for node in program.graph.find_nodes(op="placeholder"):
-            tag = meta.get(node)
+            tag = tags.get(node)
             if tag.role == "input":
                 given = batch(rank)[int(tag.fqn or 0)] if batch else some(node, own)
                 mine["input", tag.fqn or ""] = given
@@ -84,7 +84,7 @@ def some(node: fx.Node, generator: torch.Generator) -> Tensor:
     val = node.meta["val"]
     if val.is_floating_point():
         numbers = torch.randn(val.shape, generator=generator)
-        if meta.get(node).role == "buffer":
+        if tags.get(node).role == "buffer":
             numbers = numbers.abs() + 0.5  # a variance
         return numbers.to(val.dtype)
     return torch.randint(0, 3, val.shape, generator=generator).to(val.dtype)
@@ -97,7 +97,7 @@ def interpreted(program: Program, values: Sequence[Values]) -> Found:
         Wrong: the program cannot run, or its numbers depend on which stream is fast.
     """
     ways = [(False, "compute"), (False, "-compute")]
-    streams = {meta.get(n).stream for n in program.graph.nodes if n.op == "call_function"}
+    streams = {tags.get(n).stream for n in program.graph.nodes if n.op == "call_function"}
     if len(streams) > 1:
         ways += [(True, sign + stream) for stream in sorted(streams) for sign in ("", "-")]
     first, *others = (Machine(program, values, *way).run() for way in ways)
@@ -224,14 +224,14 @@ class Machine:
     def adds(self, fqn: str) -> bool:
         """True if gradients are added to what was accumulated of `fqn`."""
         found = self.program.graph.find_nodes(op="placeholder")
-        return any((meta.get(n).role, meta.get(n).fqn) == ("accumulated", fqn) for n in found)
+        return any((tags.get(n).role, tags.get(n).fqn) == ("accumulated", fqn) for n in found)
 
     # -- what comes in and goes out ----------------------------------------------------------------
 
     def bind(self, graph: fx.Graph, saved: Sequence[list[Any]]) -> None:
         handed = iter(saved)
         for node in graph.find_nodes(op="placeholder"):
-            if meta.get(node).role in GIVEN:
+            if tags.get(node).role in GIVEN:
                 each = [self.argument(node, rank) for rank in range(self.ranks)]
             else:
                 each = next(handed)
@@ -239,7 +239,7 @@ class Machine:
                 env[node] = value
 
     def argument(self, node: fx.Node, rank: int) -> Tensor:
-        tag, dtype = meta.get(node), node.meta["val"].dtype
+        tag, dtype = tags.get(node), node.meta["val"].dtype
         name, mine = tag.fqn or "", self.given[rank]
         if tag.role in ("buffer", "accumulated"):
             if (tag.role, name) not in mine:
@@ -300,8 +300,8 @@ class Machine:
     def tagged(self, nodes: Sequence[fx.Node]) -> Iterator[Step]:
         """By the events of the tags; those inside of a region are recorded behind it."""
         for node in nodes:
-            tag = meta.get(node)
-            inside = [meta.get(n).records for n in node.meta.get("run", (node,))]
+            tag = tags.get(node)
+            inside = [tags.get(n).records for n in node.meta.get("run", (node,))]
             yield Step(node, tag.stream, list(tag.waits), [e for e in inside if e])
 
     def paired(self, nodes: Sequence[fx.Node]) -> Iterator[Step]:
@@ -309,7 +309,7 @@ class Machine:
         open_pairs: dict[int | None, list[str]] = {}
         here = ""
         for number, node in enumerate(nodes):
-            pair, event = meta.get(node).pair, f"{id(self)} {node.name} {number}"
+            pair, event = tags.get(node).pair, f"{id(self)} {node.name} {number}"
             if node.target in ops.ASYNCHRONOUS:
                 waits = [*open_pairs.get(pair, []), *([here] if here else [])]
                 open_pairs.setdefault(pair, []).append(event)
@@ -326,7 +326,7 @@ class Machine:
         env = self.envs[rank]
         if node not in env:
             if is_in_place(node):
-                return [self.value(rank, n) for n in meta.operands(node)]
+                return [self.value(rank, n) for n in tags.operands(node)]
             if node.op == "call_module" and all(map(is_view, node.meta["run"])):
                 self.region(node)
                 return env[node]
@@ -367,7 +367,7 @@ class Machine:
         self.gone = []
 
     def drawing(self, rank: int, node: fx.Node) -> Any:
-        if not meta.is_random(node):
+        if not tags.is_random(node):
             return self.called(rank, node)
         torch.set_rng_state(self.generators[rank])
         made = self.called(rank, node)
@@ -394,7 +394,7 @@ class Machine:
 
     def operands(self, node: fx.Node) -> list[list[Tensor]]:
         """Per rank, the list that an operator of ours takes."""
-        return [[self.value(rank, n) for n in meta.operands(node)] for rank in range(self.ranks)]
+        return [[self.value(rank, n) for n in tags.operands(node)] for rank in range(self.ranks)]
 
     def members(self, node: fx.Node) -> list[list[int]]:
         """The ranks that take part together, group by group."""

@@ -205,7 +205,7 @@ def _serve(
         import torch
         import torch.distributed as dist
 
-        from fxshard import compat
+        from fxshard._torch import compat
 
         torch.set_num_threads(1)
         # in front of Python's stacks: where each C++ thread is when one of them aborts
@@ -237,10 +237,10 @@ def _make_each_mesh_once() -> None:
     """Equal calls of `init_device_mesh` give one mesh in this process, with one set of groups."""
     from torch.distributed import device_mesh, tensor
 
-    import fxshard.mesh
+    import fxshard.runtime.world.mesh
 
     once = functools.cache(device_mesh.init_device_mesh)  # of one process group: the pool's
-    for module in (device_mesh, tensor, fxshard.mesh):
+    for module in (device_mesh, tensor, fxshard.runtime.world.mesh):
         module.init_device_mesh = once  # type: ignore[attr-defined]
 
 

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from fxshard import meta, ops
-from fxshard.program import Program
+from fxshard.ir import ops, tags
+from fxshard.ir.program import Program
 
 COMPUTE = "compute"
 Token = tuple[int, int]  # a storage, and how often it was written before
@@ -56,27 +56,27 @@ class Host:
     def issue(self) -> Iterator[Op]:
         graph, values = self.program.graph, self.program.values
         nodes = [node for node in graph.nodes if node.op == "call_function"]
-        kept = {s for value in values for s in meta.storage_ids(value)}
+        kept = {s for value in values for s in tags.storage_ids(value)}
         held: set[int] = set()
         arriving: dict[str, set[int]] = {"forward": set(), "backward": set()}
         for node in graph.find_nodes(op="placeholder"):
-            late = meta.get(node).role in ("tangent", "accumulated")
-            arriving["backward" if late else "forward"] |= meta.storage_ids(node)
-            if meta.get(node).role in ("shard", "whole", "buffer", "input"):
-                held |= meta.storage_ids(node)
+            late = tags.get(node).role in ("tangent", "accumulated")
+            arriving["backward" if late else "forward"] |= tags.storage_ids(node)
+            if tags.get(node).role in ("shard", "whole", "buffer", "input"):
+                held |= tags.storage_ids(node)
         last: dict[int, fx.Node] = {}
         for node in nodes:
             for each in (node, *node.all_input_nodes):
-                last |= dict.fromkeys(meta.storage_ids(each), node)
+                last |= dict.fromkeys(tags.storage_ids(each), node)
         phase = ""
         for node in nodes:
-            if meta.get(node).phase != phase:
-                phase = meta.get(node).phase
+            if tags.get(node).phase != phase:
+                phase = tags.get(node).phase
                 yield self.caller(phase, arriving[phase])
             yield self.run(node)
             gone = {s for s, reader in last.items() if reader is node} - kept - held
             if node.target is ops.free:
-                gone |= {s for each in node.all_input_nodes for s in meta.storage_ids(each)}
+                gone |= {s for each in node.all_input_nodes for s in tags.storage_ids(each)}
             for storage in sorted(gone & self.addresses.keys(), key=self.addresses.__getitem__):
                 self.free += [a for a in [self.addresses.pop(storage)] if a >= 0]
         end = Op("the caller, afterwards", COMPUTE)
@@ -95,13 +95,13 @@ class Host:
         return op
 
     def run(self, node: fx.Node) -> Op:
-        tag = meta.get(node)
+        tag = tags.get(node)
         records = (tag.records,) if tag.records else ()
         op = Op(node.name, tag.stream, waits=tag.waits, records=records)
         if node.target in (operator.getitem, ops.wait, ops.free):
             return op
-        inputs = {s for each in node.all_input_nodes for s in meta.storage_ids(each)}
-        own, written = meta.storage_ids(node), mutated(node)
+        inputs = {s for each in node.all_input_nodes for s in tags.storage_ids(each)}
+        own, written = tags.storage_ids(node), mutated(node)
         if own and own <= inputs and not written:
             return op  # a view
         op.reads = [self.here(s) for s in inputs & self.addresses.keys()]
@@ -132,7 +132,7 @@ class Host:
 
 def mutated(node: fx.Node) -> set[int]:
     if node.target is ops.all_reduce or (node.target is ops.comm_hook and node.args[1] == 1):
-        return meta.storage_ids(node)
+        return tags.storage_ids(node)
     found: set[int] = set()
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     given = dict(zip((a.name for a in schema), node.args, strict=False)) | node.kwargs
@@ -140,7 +140,7 @@ def mutated(node: fx.Node) -> set[int]:
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = given.get(argument.name)
             values = value if isinstance(value, list | tuple) else [value]
-            found |= {s for n in values if isinstance(n, fx.Node) for s in meta.storage_ids(n)}
+            found |= {s for n in values if isinstance(n, fx.Node) for s in tags.storage_ids(n)}
     return found
 
 
@@ -188,7 +188,7 @@ def race(program: Program, slowest: str, policy: int) -> str | None:
 
 def races(program: Program) -> str | None:
     """A race of `program`, on whichever stream is slow and whichever memory is given out next."""
-    streams = {meta.get(n).stream for n in program.graph.nodes if n.op == "call_function"}
+    streams = {tags.get(n).stream for n in program.graph.nodes if n.op == "call_function"}
     for policy in (-1, 0, -2, 1, -3, 2):
         for slowest in sorted(streams):
             found = race(program, slowest, policy)

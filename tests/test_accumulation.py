@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import SGD, AdamW
 
 import fxshard
-from fxshard import compat
+from fxshard._torch import compat
 from fxshard.errors import StepError
 from fxshard.memory.category import Category
 from tests.fsdp2 import full

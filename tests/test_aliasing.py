@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import fxshard
-from fxshard.aliasing import overlapping
+from fxshard.capture.aliasing import overlapping
 from fxshard.errors import CaptureError
 from tests.eager import Net, assert_trains_like_eager, batch, pair
 

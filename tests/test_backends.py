@@ -1,4 +1,4 @@
-"""What gloo promises, row by row of the table in `fxshard.world.backends`."""
+"""What gloo promises, row by row of the table in `fxshard.runtime.world.backends`."""
 
 import math
 from typing import Any
@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import fxshard
-from fxshard import ops
-from fxshard.world.backends import BACKENDS, backend_of
+from fxshard.ir import ops
+from fxshard.runtime.world.backends import BACKENDS, backend_of
 from tests.oracles import count_collectives
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, fully_shard
 
 import fxshard
-from fxshard import compat
+from fxshard._torch import compat
 from fxshard.config import environment
 from fxshard.errors import CaptureError, ConfigError, FxshardError, UnitError
 from tests.eager import Net, batch, pair

@@ -13,12 +13,15 @@ from torch import fx, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import fxshard
-from fxshard import certificate, compat, meta, ops, pipeline, verify
+from fxshard import pipeline, verify
+from fxshard._torch import compat
 from fxshard.config import Config
 from fxshard.errors import ConfigError, VerifyError
+from fxshard.ir import ops, tags
+from fxshard.ir.program import Fact, ParamBucket, Program
 from fxshard.memory.category import Category
 from fxshard.passes.bucket import LARGE, Bucket
-from fxshard.program import Fact, ParamBucket, Program
+from fxshard.verify import certificate
 from fxshard.verify.gradients import hook_rows
 from tests import fsdp2, graphs
 from tests.fsdp2 import Result
@@ -275,7 +278,7 @@ def test_a_root_whose_ends_are_large_is_split_between_them() -> None:
 def test_a_head_that_is_split_off_is_reduced_while_layers_run_backward() -> None:
     program = planned_ends(ROWS).program
     reduced = [
-        [meta.get(pick).fqn for pick in node.users if pick.target is operator.getitem]
+        [tags.get(pick).fqn for pick in node.users if pick.target is operator.getitem]
         for node in program.graph.nodes
         if node.target is ops.reduce_scatter
     ]
@@ -462,7 +465,7 @@ def word(program: Program, target: Any, unit: int = 1, phase: str = "forward") -
     return next(
         node
         for node in program.graph.find_nodes(op="call_function", target=target)
-        if (meta.get(node).unit, meta.get(node).phase) == (unit, phase)
+        if (tags.get(node).unit, tags.get(node).phase) == (unit, phase)
     )
 
 
@@ -483,7 +486,7 @@ def two_parameters_swapped_behind_unpack(program: Program) -> fx.Node:
 @breaks(Fact.PARAMS_UNSHARDED)
 def packed_in_another_order(program: Program) -> fx.Node:
     pack = word(program, ops.pack)
-    weight, bias, shift = meta.operands(pack)
+    weight, bias, shift = tags.operands(pack)
     pack.args = ([shift, bias, weight], *pack.args[1:])
     return word(program, ops.unpack)
 
@@ -498,19 +501,19 @@ def unpacked_for_another_number_of_ranks(program: Program) -> fx.Node:
 @breaks(Fact.PARAMS_UNSHARDED)
 def packed_buffer_read_as_it_is(program: Program) -> fx.Node:
     unpack = word(program, ops.unpack)
-    (flat,) = meta.operands(unpack)
+    (flat,) = tags.operands(unpack)
     free = next(user for user in flat.users if user.target is ops.free)
     with program.graph.inserting_before(free):
         node = program.graph.call_function(aten.relu.default, (flat,))
-    return meta.put(node, dataclasses.replace(meta.get(unpack), role="compute"), flat.meta["val"])
+    return tags.put(node, dataclasses.replace(tags.get(unpack), role="compute"), flat.meta["val"])
 
 
 @breaks(Fact.TAGGED)
 def buffer_packed_in_place_of_a_shard(program: Program) -> fx.Node:
     pack = word(program, ops.pack, unit=2)
-    first, *rest = meta.operands(pack)
+    first, *rest = tags.operands(pack)
     other = find(program, "scale")
-    meta.update(other, fqn=meta.get(first).fqn)
+    tags.update(other, fqn=tags.get(first).fqn)
     other.meta["val"] = first.meta["val"]
     pack.args = ([other, *rest], *pack.args[1:])
     return other
@@ -519,7 +522,7 @@ def buffer_packed_in_place_of_a_shard(program: Program) -> fx.Node:
 @breaks(Fact.UNSHARD_PAIRED)
 def unpacked_in_front_of_the_wait(program: Program) -> fx.Node:
     unpack = word(program, ops.unpack)
-    (flat,) = meta.operands(unpack)
+    (flat,) = tags.operands(unpack)
     flat.append(unpack)
     return unpack
 
@@ -527,7 +530,7 @@ def unpacked_in_front_of_the_wait(program: Program) -> fx.Node:
 @breaks(Fact.FREED)
 def packed_buffer_never_freed(program: Program) -> fx.Node:
     unpack = word(program, ops.unpack)
-    (flat,) = meta.operands(unpack)
+    (flat,) = tags.operands(unpack)
     free = next(user for user in flat.users if user.target is ops.free)
     program.graph.erase_node(free)
     return find(program, "free_sent_1")
@@ -536,7 +539,7 @@ def packed_buffer_never_freed(program: Program) -> fx.Node:
 @breaks(Fact.NO_USE_AFTER_FREE)
 def packed_buffer_freed_in_front_of_its_unpack(program: Program) -> fx.Node:
     unpack = word(program, ops.unpack)
-    (flat,) = meta.operands(unpack)
+    (flat,) = tags.operands(unpack)
     free = next(user for user in flat.users if user.target is ops.free)
     unpack.prepend(free)
     return unpack
@@ -562,10 +565,10 @@ def gradients_packed_in_another_order(program: Program) -> fx.Node:
 
 @breaks(Fact.REDUCED_ONCE)
 def gradient_cut_at_the_wrong_place(program: Program) -> fx.Node:
-    piece = meta.source(value_of(program, "layers.0.shift"))
+    piece = tags.source(value_of(program, "layers.0.shift"))
     start, end = piece.args[2:4]
     piece.args = (*piece.args[:2], start - 1, end - 1)  # type: ignore[operator]
-    return meta.source(piece)
+    return tags.source(piece)
 
 
 @breaks(Fact.BUCKETED)

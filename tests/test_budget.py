@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import fxshard
-from fxshard.cli import main
+from fxshard.cli.main import main
 from fxshard.errors import ConfigError, FxshardError
 from fxshard.memory.report import DoesNotFitError
-from fxshard.plans import Plan
+from fxshard.plans.plan import Plan
 from tests.zoo.models import Transformer
 
 adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
@@ -261,9 +261,9 @@ def test_a_budget_can_be_changed() -> None:
 
 def test_the_model_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = []
-    capture = fxshard.trace.capture
+    capture = fxshard.capture.trace.capture
     monkeypatch.setattr(
-        fxshard.trace, "capture", lambda *a, **k: captured.append(1) or capture(*a, **k)
+        fxshard.capture.trace, "capture", lambda *a, **k: captured.append(1) or capture(*a, **k)
     )
     model, args, options = stack()
     plan = fxshard.plan(model, args, **options, memory_budget="1GiB")

@@ -12,18 +12,19 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxshard
-from fxshard import meta, recompute
 from fxshard.config import Config
+from fxshard.cost import activations
 from fxshard.errors import ConfigError
+from fxshard.ir import tags
+from fxshard.ir.program import Program
+from fxshard.ir.units import configured_units
 from fxshard.memory.category import Category, State
 from fxshard.passes.assign_checkpoints import AssignCheckpoints
 from fxshard.passes.assign_units import AssignUnits
 from fxshard.passes.canonicalize import Canonicalize
 from fxshard.passes.checkpoint import Checkpoint
 from fxshard.pipeline import make_program
-from fxshard.plans import Plan
-from fxshard.program import Program
-from fxshard.units import configured_units
+from fxshard.plans.plan import Plan
 from tests.zoo import MODELS, built
 from tests.zoo.more import MORE
 
@@ -118,9 +119,9 @@ class Own(nn.Module):
 
 def weight(node: fx.Node) -> float:
     """Work that no formula gives: distinct for most operators, and exact in floating point."""
-    if meta.aliases_input(node) or node.target in recompute.STATES:
+    if tags.aliases_input(node) or node.target in activations.STATES:
         return 0.0
-    written = sum(t.numel() for t in meta.tensors(node.meta["val"]))
+    written = sum(t.numel() for t in tags.tensors(node.meta["val"]))
     return float(written * (7 if "mm" in str(node.target) else 2) + len(node.all_input_nodes))
 
 
@@ -132,13 +133,13 @@ def made(model: nn.Module, x: Tensor, passes: list[Any], captures: dict[Any, Any
 
 def saved_and_spent(program: Program) -> tuple[int, float]:
     """Bytes that live between the phases, and work of what runs again; counted on the graph."""
-    given = {s for n in program.graph.find_nodes(op="placeholder") for s in meta.storage_ids(n)}
+    given = {s for n in program.graph.find_nodes(op="placeholder") for s in tags.storage_ids(n)}
     storages = {}
     for node in program.phase("forward"):
         returned = any(user.op == "output" for user in node.users)
-        if returned or any(meta.get(u).phase == "backward" for u in node.users if u.op != "output"):
-            storages |= {id(s): s.nbytes() for s in meta.storages(node) if id(s) not in given}
-    again = [node for node in program.phase("backward") if meta.get(node).again]
+        if returned or any(tags.get(u).phase == "backward" for u in node.users if u.op != "output"):
+            storages |= {id(s): s.nbytes() for s in tags.storages(node) if id(s) not in given}
+    again = [node for node in program.phase("backward") if tags.get(node).again]
     return sum(storages.values()), sum(map(weight, again))
 
 
@@ -147,15 +148,15 @@ def all_choices(model: nn.Module, x: Tensor) -> Iterator[tuple[int, float]]:
     values = [
         node.name
         for node in plain.phase("forward")
-        if meta.get(node).checkpoint is not None
+        if tags.get(node).checkpoint is not None
         and isinstance(node.meta["val"], Tensor)
-        and (not meta.aliases_input(node) or "getitem" in node.name)
+        and (not tags.aliases_input(node) or "getitem" in node.name)
     ]
     for picked in itertools.product([False, True], repeat=len(values)):
         names = set(itertools.compress(values, picked))
         program = plain.copied(plain.units, plain.world_size)
         for node in program.phase("forward"):
-            meta.update(node, save=node.name in names)
+            tags.update(node, save=node.name in names)
         Checkpoint().apply(program)
         yield saved_and_spent(program)
 
@@ -271,7 +272,7 @@ def test_layers_of_one_form_share_their_variables() -> None:
         program = made(
             Chain(Wide, depth), x, [Canonicalize(), AssignUnits(), AssignCheckpoints()], {}
         )
-        sizes[depth] = len(recompute._Problem(program, weight).columns)
+        sizes[depth] = len(activations._Problem(program, weight).columns)
     assert sizes[3] == sizes[24]
 
 

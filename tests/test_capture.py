@@ -18,11 +18,13 @@ from torch.testing import assert_close
 from torch.utils import _pytree as pytree
 
 import fxshard
-from fxshard import aliasing, certificate, dump, meta, trace, verify
+from fxshard import verify
+from fxshard.capture import aliasing, dump, tags, trace
 from fxshard.errors import CaptureError, VerifyError
+from fxshard.ir.program import Program
+from fxshard.ir.units import find_units
 from fxshard.memory.category import Category
-from fxshard.program import Program
-from fxshard.units import find_units
+from fxshard.verify import certificate
 from tests import fsdp2
 from tests.eager import Net, assert_trains_like_eager, batch, pair
 from tests.zoo import MODELS, models
@@ -88,7 +90,7 @@ def test_exported_models_are_accepted(name: str, kind: str) -> None:
 
 
 def modules(program: Program) -> set[str]:
-    return {meta.get(n).module for n in program.graph.nodes if n.op == "call_function"}
+    return {tags.get(n).module for n in program.graph.nodes if n.op == "call_function"}
 
 
 # -- every node belongs to the module that a human would name -------------------------------------
@@ -139,11 +141,11 @@ def test_parameters_are_read_by_the_module_that_holds_them(
 ) -> None:
     program = captured(name)
     for node in program.graph.find_nodes(op="placeholder"):
-        if meta.get(node).role == "param":
-            fqn = meta.get(node).fqn or ""
+        if tags.get(node).role == "param":
+            fqn = tags.get(node).fqn or ""
             owner = fqn.rpartition(".")[0]
-            forward = [user for user in node.users if meta.get(user).phase == "forward"]
-            assert {meta.get(user).module for user in forward} == {owner}, fqn
+            forward = [user for user in node.users if tags.get(user).phase == "forward"]
+            assert {tags.get(user).module for user in forward} == {owner}, fqn
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -154,24 +156,24 @@ def test_gradients_are_made_by_the_module_that_holds_the_parameter(
     grads = {r.name: v for v, r in zip(program.values, program.results, strict=True)}
     for fqn in program.params:
         chain = [grads[fqn]]
-        while meta.aliases_input(chain[-1]):
+        while tags.aliases_input(chain[-1]):
             chain.append(chain[-1].all_input_nodes[0])
         owner = fqn.rpartition(".")[0]
-        assert {meta.get(node).module for node in chain} == {owner}, fqn
+        assert {tags.get(node).module for node in chain} == {owner}, fqn
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_backward_visits_the_layers_in_turn(captured: Callable[[str], Program], name: str) -> None:
     program = captured(name)
-    parts = [meta.get(node).module.split(".") for node in program.phase("backward")]
+    parts = [tags.get(node).module.split(".") for node in program.phase("backward")]
     layers = [int(names[names.index("layers") + 1]) for names in parts if "layers" in names]
     assert set(layers) == {0, 1, 2}
     assert layers == sorted(layers, reverse=True)
 
 
-def where(program: Program, phase: meta.Phase, target: Any) -> list[str]:
+def where(program: Program, phase: tags.Phase, target: Any) -> list[str]:
     """Modules of the operators `target` of a phase, in order."""
-    return [meta.get(n).module for n in program.phase(phase) if n.target is target]
+    return [tags.get(n).module for n in program.phase(phase) if n.target is target]
 
 
 def test_operators_of_the_transformer(captured: Callable[[str], Program]) -> None:
@@ -212,9 +214,9 @@ def test_operators_of_llama(captured: Callable[[str], Program]) -> None:
     attention = aten._scaled_dot_product_flash_attention_for_cpu
     assert where(program, "forward", attention.default) == [f"{b}.self_attn" for b in layers]
     residuals = [
-        meta.get(node).module
+        tags.get(node).module
         for node in program.phase("forward")
-        if node.target is aten.add.Tensor and meta.get(node).module in layers
+        if node.target is aten.add.Tensor and tags.get(node).module in layers
     ]
     assert residuals == [layer for layer in layers for _ in range(2)]
     assert set(where(program, "forward", aten.cos.default)) == {"model.rotary_emb"}

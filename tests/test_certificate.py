@@ -11,14 +11,16 @@ from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 
 import fxshard
-import fxshard.executor
-from fxshard import compat, dump, meta, ops, pipeline
-from fxshard.certificate import agreement, certificate, collectives
+import fxshard.codegen.emit
+from fxshard import pipeline
+from fxshard._torch import compat
 from fxshard.config import Config
 from fxshard.errors import RankMismatchError
-from fxshard.program import Program
-from fxshard.world.c10d import C10dWorld
-from fxshard.world.peers import first_difference
+from fxshard.ir import dump, ops, tags
+from fxshard.ir.program import Program
+from fxshard.runtime.world.c10d import C10dWorld
+from fxshard.runtime.world.peers import first_difference
+from fxshard.verify.certificate import agreement, certificate, collectives
 from tests import graphs
 from tests.test_verify import fresh
 from tests.zoo import MODELS, models
@@ -54,7 +56,7 @@ def texts_on(rank: int, shape: tuple[int, ...], name: str) -> list[str]:
         dump.schedule(program),
         *agreement(program),
         certificate(program),
-        fxshard.executor.emit(program),
+        fxshard.codegen.emit.emit(program),
     ]
 
 
@@ -100,7 +102,7 @@ def test_collectives_in_order() -> None:
 def sorted_as_launched(*lines: str) -> list[str]:
     """`lines` in the order of the launches of the graph (which passes choose)."""
     nodes = [n for n in rewritten(graphs.chain()).phase("backward") if n.target in ops.COLLECTIVES]
-    names = [dump.operation(n) + f" unit={meta.get(n).unit}" for n in nodes]
+    names = [dump.operation(n) + f" unit={tags.get(n).unit}" for n in nodes]
     found = {f"{line.split()[0]} {line[line.index('unit=') :].split()[0]}": line for line in lines}
     return [found[name] for name in names]
 
@@ -120,7 +122,7 @@ def test_collectives_are_those_of_the_graph() -> None:
     lines = collectives(program)
     assert len(lines) == len(launches)
     for line, node in zip(lines, launches, strict=True):
-        fqns = [meta.get(pick).fqn or "" for pick in node.users]
+        fqns = [tags.get(pick).fqn or "" for pick in node.users]
         assert all(f"{fqn} " in line for fqn in fqns)
     named = " ".join(lines)
     assert all(fqn in named for fqn in program.params)
@@ -185,16 +187,16 @@ def with_argument(name: str, value: Any) -> Change:
 
 
 def with_tag(**changes: Any) -> Change:
-    return lambda node: meta.update(node, **changes)
+    return lambda node: tags.update(node, **changes)
 
 
 def with_name(node: fx.Node) -> None:
-    meta.update(next(iter(node.users)), fqn="another.weight")
+    tags.update(next(iter(node.users)), fqn="another.weight")
 
 
 def with_value(change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
     def changed(node: fx.Node) -> None:
-        operand = meta.operands(node)[-1]
+        operand = tags.operands(node)[-1]
         operand.meta["val"] = change(operand.meta["val"])
 
     return changed
@@ -207,7 +209,7 @@ def with_target(node: fx.Node) -> None:
 
 
 def fewer_tensors(node: fx.Node) -> None:
-    node.args = (meta.operands(node)[:-1], *node.args[1:])
+    node.args = (tags.operands(node)[:-1], *node.args[1:])
 
 
 def dropped(node: fx.Node) -> None:
@@ -228,7 +230,7 @@ def launched_twice(node: fx.Node) -> None:
     with node.graph.inserting_after(node):
         twin = node.graph.call_function(node.target, node.args)
         twin.meta = dict(node.meta)
-    for i, operand in enumerate(meta.operands(node)):
+    for i, operand in enumerate(tags.operands(node)):
         with node.graph.inserting_after(twin):
             pick = node.graph.call_function(operator.getitem, (twin, i))
             pick.meta = dict(operand.meta)
@@ -265,11 +267,11 @@ def changed(build: Callable[[], Program], change: Change) -> Iterator[tuple[int,
         program = fresh(right, right.world_size)
         node = [n for n in program.graph.nodes if n.target in ops.COLLECTIVES][number]
         before = (node.target, node.args, dict(node.meta), node.next, len(program.graph.nodes))
-        what = [(n.meta["val"], meta.get(n)) for n in (*meta.operands(node), *node.users)]
+        what = [(n.meta["val"], tags.get(n)) for n in (*tags.operands(node), *node.users)]
         with program.fake_mode:
             change(node)
         after = (node.target, node.args, dict(node.meta), node.next, len(program.graph.nodes))
-        same = [(n.meta["val"], meta.get(n)) for n in (*meta.operands(node), *node.users)]
+        same = [(n.meta["val"], tags.get(n)) for n in (*tags.operands(node), *node.users)]
         if (
             before != after
             or len(what) != len(same)

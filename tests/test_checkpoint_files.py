@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxshard
-from fxshard import checkpoint
 from fxshard.errors import CheckpointError
+from fxshard.runtime import checkpoint
 from tests.ranks import Ranks
 
 OPERATIONS = {

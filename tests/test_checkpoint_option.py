@@ -13,9 +13,9 @@ from torch.utils.checkpoint import (
 )
 
 import fxshard
-from fxshard import dump, meta
 from fxshard.errors import ConfigError, UnitError
-from fxshard.program import Program
+from fxshard.ir import dump, tags
+from fxshard.ir.program import Program
 from tests.zoo import MODELS
 
 aten = torch.ops.aten
@@ -109,7 +109,7 @@ def test_the_bytes_are_those_of_torchs_checkpoint(policy: Any, own: dict[str, An
     assert ours.peak_bytes < plain.peak_bytes
 
 
-def products(program: Program, phase: meta.Phase) -> int:
+def products(program: Program, phase: tags.Phase) -> int:
     return sum(node.target in KEPT for node in program.phase(phase))
 
 

@@ -16,11 +16,12 @@ from torch.utils.checkpoint import (
 )
 
 import fxshard
-from fxshard import meta, rng
+from fxshard.capture import rng
 from fxshard.errors import CaptureError
+from fxshard.ir import tags
+from fxshard.ir.outline import saved_values
 from fxshard.memory.category import Category
-from fxshard.plans import Plan
-from fxshard.schedule import saved_values
+from fxshard.plans.plan import Plan
 from tests import fsdp2
 from tests.eager import assert_trains_like_eager, pair
 from tests.fsdp2 import Result
@@ -358,7 +359,7 @@ def test_backward_makes_matmuls_again(run: str, again: int) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_of_a_transformers_layer_only_its_input_is_saved(reentrant: bool) -> None:
     plan = planned("reentrant llama" if reentrant else "llama")
-    inside = [n for n in saved_values(plan.program) if meta.get(n).checkpoint is not None]
+    inside = [n for n in saved_values(plan.program) if tags.get(n).checkpoint is not None]
     # layers 0 and 1 give the inputs of 1 and 2, and layer 2 that of the norm
     assert [tuple(node.meta["val"].shape) for node in inside] == [(2, 8, 32)] * 3
     # gradients: 7 linear layers in 3 layers, and the head; again: all linear layers but `down`
@@ -371,7 +372,7 @@ def test_of_a_transformers_layer_only_its_input_is_saved(reentrant: bool) -> Non
 def test_a_random_operator_is_made_again_between_two_states() -> None:
     program = planned(Stack("checkpoint", depth=1, dropout=0.5)).program
     around = [n for phase in ("forward", "backward") for n in program.phase(phase)]
-    assert [n.name for n in around if meta.is_random(n)] == [
+    assert [n.name for n in around if tags.is_random(n)] == [
         "native_dropout_state",
         "native_dropout",
         "native_dropout_now",

@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
 import fxshard
-from fxshard import checkpoint
 from fxshard.errors import CheckpointError
+from fxshard.runtime import checkpoint
 from tests.fsdp2 import adamw, full
 from tests.test_module import built, compiled, load, reference, save, train
 from tests.zoo import MODELS

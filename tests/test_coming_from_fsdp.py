@@ -20,8 +20,8 @@ from torch.testing import assert_close
 import fxshard
 from fxshard.config import Config
 from fxshard.errors import CheckpointError, ConfigError, RankMismatchError, StepError
-from fxshard.module import FxshardModule
 from fxshard.pipeline import default_passes
+from fxshard.runtime.module import FxshardModule
 from tests.eager import Net, batch
 from tests.fsdp2 import full, units_of
 from tests.oracles import count_collectives

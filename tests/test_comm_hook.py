@@ -10,17 +10,17 @@ from torch import Tensor
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
 import fxshard
-from fxshard import compat
+from fxshard._torch import compat
+from fxshard.codegen.emit import Executor, TracedExecutor
 from fxshard.config import Config
 from fxshard.errors import ConfigError
-from fxshard.executor import Executor, TracedExecutor
-from fxshard.memory.compare import compare
-from fxshard.memory.tracker import Tracker, WatchedWorld
-from fxshard.mesh import world_over
-from fxshard.module import sharded
-from fxshard.plans import Workload
-from fxshard.rehearsal import split_steps, tracked_steps
-from fxshard.units import configured_units
+from fxshard.ir.units import configured_units
+from fxshard.plans.workload import Workload
+from fxshard.runtime.module import sharded
+from fxshard.runtime.world.mesh import world_over
+from fxshard.validation.compare import compare
+from fxshard.validation.rehearsal import split_steps, tracked_steps
+from fxshard.validation.tracker import Tracker, WatchedWorld
 from tests import fsdp2
 from tests.fsdp2 import Result
 from tests.oracles import count_collectives

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fxshard
 from fxshard.config import Config
 from fxshard.errors import ConfigError
-from fxshard.units import checkpointed_modules
+from fxshard.ir.units import checkpointed_modules
 
 OTHER: dict[str, Any] = {
     "strategy": "shard_grad_op",

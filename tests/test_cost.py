@@ -15,13 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxshard
-from fxshard import meta, model_source, ops, pipeline, schedule
+from fxshard import pipeline
+from fxshard.cli import model_source
 from fxshard.config import Config, Precision
 from fxshard.cost import operators, timeline
 from fxshard.cost.hardware import PRESETS, Hardware, Link, Tree, hardware_of
 from fxshard.cost.timeline import Estimate
 from fxshard.errors import ConfigError
-from fxshard.program import Program
+from fxshard.ir import ops, outline, tags, transfers
+from fxshard.ir.program import Program
 from tests import graphs
 from tests.zoo import MODELS, built
 from tests.zoo.more import MORE
@@ -455,11 +457,11 @@ def by_hand(*rows: RowOf) -> Program:
         {"": "M", "a": "A", "b": "A"},
     )
     x, w, first, output = program.graph.nodes
-    meta.update(first, unit=0, records="c0")
+    tags.update(first, unit=0, records="c0")
     launched: dict[str, list[Any]] = {}
     with program.graph.inserting_before(output):
         for pair, (word, unit, waits, records) in enumerate(rows):
-            tag = meta.Meta(
+            tag = tags.Meta(
                 "forward",
                 "compute",
                 unit=["", "a", "b"].index(unit),
@@ -469,9 +471,9 @@ def by_hand(*rows: RowOf) -> Program:
             )
             if word == "mm":
                 node = program.graph.call_function(aten.mm.default, (x, w))
-                meta.put(node, tag, program.refake(node))
+                tags.put(node, tag, program.refake(node))
             elif word == "wait":
-                ops.insert_wait(program, launched[unit], tag)
+                transfers.insert_wait(program, launched[unit], tag)
             else:
                 target, sent = {
                     "unshard": (ops.all_gather, x),
@@ -479,8 +481,10 @@ def by_hand(*rows: RowOf) -> Program:
                 }[word]
                 tag = dataclasses.replace(tag, role=word, stream=word)
                 name = f"{word}_{pair}"
-                launched[unit] = ops.insert_word(program, target, ([sent], 2), ["p"], tag, name)
-    program.schedule = schedule.build(program)
+                launched[unit] = transfers.insert_word(
+                    program, target, ([sent], 2), ["p"], tag, name
+                )
+    program.schedule = outline.build(program)
     return program
 
 
@@ -823,7 +827,7 @@ def test_bytes_stand_where_their_rows_do() -> None:
 
     plan = blocks()
     found, ledger = plan.estimate("h100"), plan.memory.ledger()
-    clock = times(found, ledger)
+    clock = times(found, ledger.phases)
     assert len(clock) == len(ledger.totals) + 1
     assert all(a <= b for a, b in itertools.pairwise(clock))
     after = live_after(plan.memory)

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 import fxshard
-from fxshard import compat
+from fxshard._torch import compat
+from fxshard.codegen.emit import Executor, TracedExecutor
 from fxshard.config import Config
-from fxshard.executor import Executor, TracedExecutor
-from fxshard.memory.tracker import Tracker, WatchedWorld
-from fxshard.module import sharded
-from fxshard.plans import Workload
-from fxshard.rehearsal import tracked_steps
-from fxshard.units import find_units
-from fxshard.world.c10d import C10dWorld
+from fxshard.ir.units import find_units
+from fxshard.plans.workload import Workload
+from fxshard.runtime.module import sharded
+from fxshard.runtime.world.c10d import C10dWorld
+from fxshard.validation.rehearsal import tracked_steps
+from fxshard.validation.tracker import Tracker, WatchedWorld
 from tests.fsdp2 import units_of
 from tests.oracles import Collective, count_collectives
 from tests.zoo import MODELS, Case, models

@@ -15,12 +15,15 @@ from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fxshard
-from fxshard import compat, cuda, cuda_autocast, dump, meta
+from fxshard._torch import compat
+from fxshard.capture.cuda import autocast
+from fxshard.capture.cuda import operators as cuda_operators
 from fxshard.config import Config
 from fxshard.errors import CaptureError, ConfigError
+from fxshard.ir import dump, tags
+from fxshard.ir.program import Program
 from fxshard.memory.cuda import kernels as kernels_cuda
 from fxshard.memory.optimizer import trace_step
-from fxshard.program import Program
 from tests.zoo import models
 
 aten = torch.ops.aten
@@ -61,7 +64,7 @@ def nodes(traced: Program, target: Any) -> list[fx.Node]:
 def results(traced: Program, target: Any) -> list[tuple[torch.dtype, tuple[int, ...]]]:
     """Dtype and shape of each tensor that the one node with this operator gives."""
     (node,) = nodes(traced, target)
-    return [(t.dtype, tuple(t.shape)) for t in meta.tensors(node.meta["val"])]
+    return [(t.dtype, tuple(t.shape)) for t in tags.tensors(node.meta["val"])]
 
 
 Kinds = dict[tuple[torch.dtype, int], int]
@@ -72,15 +75,15 @@ def saved(traced: Program) -> Kinds:
     held = {
         key
         for node in traced.graph.nodes
-        if node.op == "placeholder" or meta.get(node).role != "compute"
-        for key in meta.storage_ids(node)
+        if node.op == "placeholder" or tags.get(node).role != "compute"
+        for key in tags.storage_ids(node)
     }
     kept: dict[int, tuple[torch.dtype, int]] = {}
     for node in traced.graph.nodes:
-        if node.op != "call_function" or meta.get(node).phase == "backward":
+        if node.op != "call_function" or tags.get(node).phase == "backward":
             continue
-        if any(meta.get(u).phase == "backward" for u in node.users if u.op == "call_function"):
-            for tensor in meta.tensors(node.meta["val"]):
+        if any(tags.get(u).phase == "backward" for u in node.users if u.op == "call_function"):
+            for tensor in tags.tensors(node.meta["val"]):
                 size = tensor.untyped_storage().nbytes() // tensor.element_size()
                 kept[id(tensor.untyped_storage())] = tensor.dtype, size
     kinds = [kind for key, kind in kept.items() if key not in held]
@@ -226,7 +229,7 @@ def test_grouped_heads_in_fp32_are_computed_with_scores_where_torch_has_no_kerne
     shape that torch's meta kernel of its backward gives."""
     traced = attend(FLOAT, kv_heads=2, enable_gqa=True)
     kernel = nodes(traced, EFFICIENT)
-    assert bool(kernel) == cuda.knows_grouped_efficient()
+    assert bool(kernel) == cuda_operators.knows_grouped_efficient()
     assert bool(kernel) != any(size == B * H * S * S for _, size in saved(traced))
 
 
@@ -242,7 +245,7 @@ def test_llama_saves_by_hand(dtype: torch.dtype) -> None:
         assert kept[FLOAT, B * H * rows] == 1, "the log-sum-exp"
         assert kept[HALF, keys] == 2, "keys and values, not repeated"
         assert not any(size == scores for _, size in kept)
-    elif not cuda.knows_grouped_efficient():
+    elif not cuda_operators.knows_grouped_efficient():
         assert kept[FLOAT, scores] == 1, "the softmax, once"
 
 
@@ -365,7 +368,7 @@ def test_other_operators_are_the_same() -> None:
     for dtype in (HALF, FLOAT):
         x, labels = torch.randn(2, 3, 8, 8, dtype=dtype), torch.tensor([0, 1])
         both = (program(Many().to(dtype), x, labels, device=d) for d in (None, "cuda"))
-        on_cpu, on_cuda = map(cuda.capture_signature, both)
+        on_cpu, on_cuda = map(cuda_operators.capture_signature, both)
         assert on_cpu == on_cuda
 
 
@@ -410,12 +413,12 @@ def test_autocast_lists_are_those_of_the_header() -> None:
 
     have = set(compat.aten_names("AutocastCUDA"))
     by_cudnn = {"cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn"}
-    assert cuda_autocast.LOWER_PRECISION & have == macro("LOWER_PRECISION_FP") | by_cudnn & have
+    assert autocast.LOWER_PRECISION & have == macro("LOWER_PRECISION_FP") | by_cudnn & have
     in_no_header = {"linalg_matrix_sqrth"}  # since 2.15; see the next test
-    assert cuda_autocast.FP32 & have == macro("FP32") | in_no_header & have
-    assert cuda_autocast.FP32_RESULT & have == macro("FP32_SET_OPT_DTYPE")
-    assert cuda_autocast.WIDEST & have == macro("PROMOTE")
-    assert all(cuda_autocast.policy(name) for name in have)
+    assert autocast.FP32 & have == macro("FP32") | in_no_header & have
+    assert autocast.FP32_RESULT & have == macro("FP32_SET_OPT_DTYPE")
+    assert autocast.WIDEST & have == macro("PROMOTE")
+    assert all(autocast.policy(name) for name in have)
 
 
 UNLISTED = [name for name in ("linalg_matrix_sqrth",) if hasattr(aten, name)]  # torch 2.15 has it
@@ -439,7 +442,7 @@ def test_what_no_header_lists_is_cast_by_cudas_kernel_to_fp32(name: str) -> None
             getattr(aten, name)(x)
     finally:
         torch.set_autocast_enabled("cuda", before)
-    assert name in cuda_autocast.FP32 and seen[-1] == (getattr(aten, name).default, FLOAT)
+    assert name in autocast.FP32 and seen[-1] == (getattr(aten, name).default, FLOAT)
 
 
 class Cast(nn.Module):
@@ -496,7 +499,7 @@ def test_an_operator_that_no_list_has_is_refused_where_it_is_called_and_only_the
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A newer torch casts more, which must not matter to models that call none of it."""
-    monkeypatch.setattr(cuda_autocast, "FP32", cuda_autocast.FP32 - {"layer_norm"})
+    monkeypatch.setattr(autocast, "FP32", autocast.FP32 - {"layer_norm"})
     x = torch.randn(4, 32)
     with torch.autocast("cpu", dtype=HALF):
         program(Norm(nn.Softmax(-1)), x)
@@ -527,7 +530,7 @@ def test_autocast_that_turned_itself_off_is_refused() -> None:
 
 
 def dispatch_tables() -> dict[str, str]:
-    names = {"scaled_dot_product_attention", "_fused_rms_norm", *cuda.RECURRENT}
+    names = {"scaled_dot_product_attention", "_fused_rms_norm", *cuda_operators.RECURRENT}
     names |= {*compat.aten_names("AutocastCPU"), *compat.aten_names("AutocastCUDA")}
     return {name: torch._C._dispatch_dump_table(f"aten::{name}") for name in sorted(names)}
 
@@ -579,7 +582,9 @@ def test_meta_models_and_batches_are_planned_alike() -> None:
     with torch.device("meta"):
         on_meta = Attention().to(HALF)
         batch = torch.empty(B, S, H * D, dtype=HALF)
-    assert cuda.capture_signature(program(on_meta, batch)) == cuda.capture_signature(attend())
+    assert cuda_operators.capture_signature(
+        program(on_meta, batch)
+    ) == cuda_operators.capture_signature(attend())
 
 
 # -- temporaries inside kernels --------------------------------------------------------------------
@@ -767,7 +772,7 @@ def test_what_is_planned_for_cuda_does_not_run_on_the_cpu() -> None:
 
 def test_the_table_names_its_tests_and_the_page_shows_it() -> None:
     page = (Path(__file__).parent.parent / "docs/cuda.md").read_text()
-    for row in cuda.DIFFERENCES:
+    for row in cuda_operators.DIFFERENCES:
         cells = (row.op, row.cpu, row.cuda, row.bytes, row.source, f"`{row.test}`")
         assert f"| {' | '.join(cells)} |" in page, row.op
         assert row.test in globals(), row.test

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from examples.demo import claims
+from examples.demo.corpus import read_corpus
+from examples.demo.main import RanksFailedError, conclude, train_on_ranks
+from examples.demo.recipe import Settings
 from fxshard.config import Config
-from fxshard.demo import claims
-from fxshard.demo.corpus import read_corpus
-from fxshard.demo.main import RanksFailedError, conclude, train_on_ranks
-from fxshard.demo.recipe import Settings
 from fxshard.pipeline import default_passes
 
 SMALL = "--steps 6 --compared 3 --layers 2 --hidden 32 --seq 32 --batch 2 --lr 1e-2 --target 7.5"
@@ -28,7 +28,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str,
     """Where the small demo left its results, what it printed, and its summary."""
     out = tmp_path_factory.mktemp("demo")
     done = subprocess.run(
-        [sys.executable, "-m", "fxshard", "train", "--out", str(out), *SMALL.split()],
+        [sys.executable, "-m", "examples.demo", "--out", str(out), *SMALL.split()],
         capture_output=True,
         text=True,
         timeout=900,

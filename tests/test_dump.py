@@ -9,12 +9,14 @@ import pytest
 import torch
 
 import fxshard
-from fxshard import certificate, dump, ops, pipeline
+from fxshard import pipeline
 from fxshard.config import Config
-from fxshard.dump import Row
+from fxshard.ir import dump, ops
+from fxshard.ir.dump import Row
+from fxshard.ir.program import Program
 from fxshard.memory.views.live import live_after
 from fxshard.passes.canonicalize import Canonicalize
-from fxshard.program import Program
+from fxshard.verify import certificate
 from tests import graphs
 from tests.zoo import MODELS
 

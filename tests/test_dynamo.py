@@ -28,9 +28,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.checkpoint import checkpoint
 
 import fxshard
-from fxshard import reading
 from fxshard.errors import CaptureError, ConfigError, RankMismatchError, StepError, UnitError
-from fxshard.program import Fact
+from fxshard.ir.program import Fact
+from fxshard.runtime import reading
 from tests import fsdp2
 from tests.fsdp2 import Result
 from tests.oracles import count_collectives

@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 from torch.testing import assert_close
 
 import fxshard
+from fxshard.codegen.emit import TracedExecutor
 from fxshard.errors import RankMismatchError, StepError
-from fxshard.executor import TracedExecutor
-from fxshard.world import peers
-from fxshard.world.c10d import C10dWorld
+from fxshard.runtime.world import peers
+from fxshard.runtime.world.c10d import C10dWorld
 from tests.fsdp2 import full
 from tests.ranks import Ranks, told
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import fxshard
-from fxshard import trace
+from fxshard.capture import trace
 from fxshard.errors import ConfigError
 from fxshard.memory.category import Category
 from fxshard.memory.explain import Lever

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxshard
-from fxshard import fakes, strides
-from fxshard.compat import FakeTensorMode
-from fxshard.strides import KernelFakeMode
+from fxshard._torch.compat import FakeTensorMode
+from fxshard.capture import fakes, strides
+from fxshard.capture.strides import KernelFakeMode
 from tests.eager import assert_trains_like_eager
 
 aten = torch.ops.aten

@@ -13,10 +13,11 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import fxshard
-from fxshard import meta, trace
+from fxshard.capture import trace
 from fxshard.errors import CaptureError, UnknownSizeError
-from fxshard.program import Program
-from fxshard.units import find_units
+from fxshard.ir import tags
+from fxshard.ir.program import Program
+from fxshard.ir.units import find_units
 
 Forward = Callable[["Net", Tensor], Tensor]
 
@@ -179,7 +180,7 @@ def test_what_the_model_hands_through_stays_what_it_is() -> None:
 def products(program: Program) -> list[bool]:
     """Per matrix product of backward that forward has too, if it is made again."""
     nodes = [n for n in program.phase("backward") if n.target is torch.ops.aten.addmm.default]
-    return [meta.get(node).again for node in nodes]
+    return [tags.get(node).again for node in nodes]
 
 
 def test_checkpoints_hold_in_a_graph_of_dynamo() -> None:
@@ -226,7 +227,7 @@ def test_a_graph_of_dynamo_keeps_modules_and_names() -> None:
     model = Net(through_numpy)
     program = fxshard.plan(model, (batches()[0],), world_size=2).program
     assert set(program.params) == dict(model.named_parameters()).keys()
-    assert {meta.get(node).module for node in program.phase("forward")} >= {"a", "b"}
+    assert {tags.get(node).module for node in program.phase("forward")} >= {"a", "b"}
 
 
 def test_bytes_through_dynamo_are_exact() -> None:

@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch import fx
 
-from fxshard import meta, ops, verify
+from fxshard import verify
 from fxshard.errors import VerifyError
-from fxshard.program import Fact, Program
+from fxshard.ir import ops, tags
+from fxshard.ir.program import Fact, Program
 from tests import graphs, streams
 from tests.faults import FAULTS
 from tests.test_streams import ALL, SMALL, of_zoo, untouched
@@ -73,21 +74,21 @@ def buffers(program: Program) -> tuple[int, int]:
     theirs: dict[int, int] = {}
     alive: dict[int, int] = {}
     most = 0
-    kept = {s for value in program.values for s in meta.storage_ids(value)}
+    kept = {s for value in program.values for s in tags.storage_ids(value)}
     for node in program.graph.nodes:
         if node.op == "placeholder":
-            kept |= meta.storage_ids(node)
+            kept |= tags.storage_ids(node)
     for node in program.graph.nodes:
         if node.target in (*ops.ASYNCHRONOUS, ops.unpack):
-            for each in (node, *meta.operands(node)):
-                theirs |= {id(s): s.nbytes() for s in meta.storages(each) if id(s) not in kept}
-            alive |= {s: theirs[s] for s in meta.storage_ids(node) if s in theirs}
-            for each in meta.operands(node):
-                alive |= {s: theirs[s] for s in meta.storage_ids(each) if s in theirs}
+            for each in (node, *tags.operands(node)):
+                theirs |= {id(s): s.nbytes() for s in tags.storages(each) if id(s) not in kept}
+            alive |= {s: theirs[s] for s in tags.storage_ids(node) if s in theirs}
+            for each in tags.operands(node):
+                alive |= {s: theirs[s] for s in tags.storage_ids(each) if s in theirs}
             most = max(most, sum(alive.values()))
         elif node.target is ops.free:
-            for each in meta.operands(node):
-                for storage in meta.storage_ids(each):
+            for each in tags.operands(node):
+                for storage in tags.storage_ids(each):
                     alive.pop(storage, None)
     return most, sum(alive.values())
 
@@ -196,11 +197,11 @@ def test_what_does_no_harm_is_no_fault_and_what_does_is_one() -> None:
 
     def no_events(program: Program) -> None:
         for node in program.graph.nodes:
-            meta.update(node, waits=())
+            tags.update(node, waits=())
 
     def other_numbers(program: Program) -> None:
-        node = next(n for n in launches(program) if len(meta.operands(n)) == 3)
-        a, b, c = meta.operands(node)
+        node = next(n for n in launches(program) if len(tags.operands(n)) == 3)
+        a, b, c = tags.operands(node)
         node.args = ([c, b, a], *node.args[1:])
 
     assert touched(lambda program: None) is None

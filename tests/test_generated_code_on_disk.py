@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxshard import compat, files, regions
+from fxshard._torch import compat
+from fxshard.codegen import regions
+from fxshard.host import files
 
 CODE = compat.Generated("def call(args):\n    return args\n", {"c": torch.arange(3)}, (0,))
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"

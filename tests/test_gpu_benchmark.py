@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.gpu import case, emulated_network, memory, streams
 from benchmarks.gpu.emulated import EmulatedGroup, Link, emulated_world
 from benchmarks.gpu.models import ON_CPU
-from fxshard import compat
+from fxshard._torch import compat
 
 ROOT = Path(__file__).parents[1]
 RUN = ROOT / "benchmarks" / "gpu" / "run.sh"

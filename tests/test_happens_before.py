@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard import (
 )
 
 import fxshard
-from fxshard import compat
+from fxshard._torch import compat
 from tests.happens_before import Machine, Stream, Watch
 from tests.test_exceptions import pointed
 from tests.zoo import MODELS, Case

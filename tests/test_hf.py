@@ -14,7 +14,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 import fxshard
-from fxshard import hf
+from fxshard.capture import hf
 from fxshard.errors import CaptureError
 from tests.zoo import MODELS, models
 

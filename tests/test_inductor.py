@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxshard
-from fxshard import compat, meta, regions
+from fxshard._torch import compat
+from fxshard.codegen import regions
+from fxshard.ir import compiled, tags
 from fxshard.passes.compile_regions import CompileRegions
 from tests.fsdp2 import assert_close, run_steps
 from tests.oracles import profiler_peak_bytes
@@ -88,7 +90,7 @@ def plan(case: Case, **options: Any) -> fxshard.Plan:
     return fxshard.plan(model, args, kwargs, **options)
 
 
-def compiled(plan: fxshard.Plan) -> list[regions.Compiled]:
+def compiled(plan: fxshard.Plan) -> list[compiled.Compiled]:
     assert plan.program.schedule is not None
     found = plan.program.schedule.regions.values()
     return [region.compiled for region in found if region.compiled is not None]
@@ -261,24 +263,24 @@ def test_random_operators_and_writes_stand_apart() -> None:
     schedule = found.program.schedule
     assert schedule is not None
     for region in schedule.regions.values():
-        kinds = {regions.stays_apart(node) for node in region.body}
+        kinds = {compiled.stays_apart(node) for node in region.body}
         assert len(kinds) == 1, f"{region.name} mixes what is compiled and what is not"
         assert region.compiled is None or kinds == {False}
-    drawn = [n for r in schedule.regions.values() for n in r.body if meta.is_random(n)]
+    drawn = [n for r in schedule.regions.values() for n in r.body if tags.is_random(n)]
     assert drawn
 
 
 def test_attention_without_dropout_is_compiled_and_with_it_is_not() -> None:
-    tag = meta.Meta("forward", "compute")
+    tag = tags.Meta("forward", "compute")
 
     def node(dropout: float) -> fx.Node:
         graph = fx.Graph()
         q = graph.placeholder("q")
         target = aten._scaled_dot_product_flash_attention_for_cpu.default
-        return meta.put(graph.call_function(target, (q, q, q, dropout, True)), tag)
+        return tags.put(graph.call_function(target, (q, q, q, dropout, True)), tag)
 
-    assert not regions.stays_apart(node(0.0))
-    assert regions.stays_apart(node(0.1))
+    assert not compiled.stays_apart(node(0.0))
+    assert compiled.stays_apart(node(0.1))
 
 
 def test_a_plan_for_cuda_compiles_nothing(counter: Counter) -> None:
@@ -373,10 +375,10 @@ def test_steps_by_hand() -> None:
     )
     steps, outputs = regions.lifetimes(graph, code, mode)
     assert steps == (
-        regions.Step("cpp_fused_0", ((1, 128),), (0,)),
-        regions.Step("mm", ((2, 128),), ()),
-        regions.Step("aten.add.Tensor", ((3, 128),), (1,)),
-        regions.Step("", (), (2,)),  # its last view goes when the function returns
+        compiled.Step("cpp_fused_0", ((1, 128),), (0,)),
+        compiled.Step("mm", ((2, 128),), ()),
+        compiled.Step("aten.add.Tensor", ((3, 128),), (1,)),
+        compiled.Step("", (), (2,)),  # its last view goes when the function returns
     )
     assert outputs == (3,)
 
@@ -431,7 +433,7 @@ def test_the_first_call_asserts_strides(monkeypatch: pytest.MonkeyPatch) -> None
         "return (torch.mul(arg0_1, 2.0), )",
     )
     code = replace(code, source=code.source.replace("async_compile.cpp_pybinding", "print"))
-    made = regions.Compiled("by hand", code, (), (), True)
+    made = compiled.Compiled("by hand", code, (), (), True)
     monkeypatch.setattr(regions, "_finished", lambda namespace: namespace)
     head = "import torch\n"
     made = replace(made, code=replace(code, source=head + code.source))
@@ -485,16 +487,16 @@ def _fill(args: list[Tensor], graph: fx.Graph) -> None:
     """Zeros for the placeholders, in storages as theirs."""
     bases: dict[int, Tensor] = {}
     for node in graph.find_nodes(op="placeholder"):
-        (storage,), val = meta.storages(node), node.meta["val"]
+        (storage,), val = tags.storages(node), node.meta["val"]
         base = bases.setdefault(id(storage), torch.zeros(storage.nbytes(), dtype=torch.uint8))
         view = base.view(val.dtype).as_strided(val.shape, val.stride(), val.storage_offset())
         args.append(view)
 
 
-def _peak(graph: fx.Graph, steps: tuple[regions.Step, ...]) -> int:
+def _peak(graph: fx.Graph, steps: tuple[compiled.Step, ...]) -> int:
     """Bytes above those of the arguments, all of which die inside."""
     places = graph.find_nodes(op="placeholder")
-    held = {id(s): s.nbytes() for node in places for s in meta.storages(node)}
+    held = {id(s): s.nbytes() for node in places for s in tags.storages(node)}
     sizes = dict(enumerate(held.values()))
     now = top = 0
     for step in steps:

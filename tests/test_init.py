@@ -19,13 +19,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 
 import fxshard
-from fxshard import compat
+from fxshard._torch import compat
 from fxshard.config import Config
 from fxshard.errors import FxshardError, RankMismatchError, UnitError
-from fxshard.sharding import shard_parameters
-from fxshard.units import find_units
-from fxshard.world.c10d import C10dWorld
-from fxshard.world.in_process import InProcessWorld
+from fxshard.ir.units import find_units
+from fxshard.runtime.sharding import shard_parameters
+from fxshard.runtime.world.c10d import C10dWorld
+from fxshard.runtime.world.in_process import InProcessWorld
 from tests.fsdp2 import full
 from tests.oracles import count_collectives, profiler_peak_bytes
 from tests.zoo import MODELS, models

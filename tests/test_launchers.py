@@ -11,8 +11,8 @@ from torch import nn
 
 import fxshard
 from fxshard.errors import ConfigError
-from fxshard.world.c10d import C10dWorld
-from fxshard.world.in_process import InProcessWorld
+from fxshard.runtime.world.c10d import C10dWorld
+from fxshard.runtime.world.in_process import InProcessWorld
 from tests.ranks import told
 
 BATCH = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))

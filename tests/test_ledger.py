@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxshard
-from fxshard import compat
+from fxshard._torch import compat
 from fxshard.errors import ConfigError
 from fxshard.memory import liveness
 from fxshard.memory.category import Category, State

@@ -21,13 +21,14 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import fxshard
-from fxshard import checkpoint, compat, sharding
+from fxshard._torch import compat
 from fxshard.memory.category import Category
 from fxshard.memory.lifecycle.phases import lifecycle
 from fxshard.memory.lifecycle.script import LifecyclePhase
 from fxshard.memory.liveness import held_ranges
 from fxshard.memory.optimizer import trace_step
-from fxshard.memory.tracker import Tracker
+from fxshard.runtime import checkpoint, sharding
+from fxshard.validation.tracker import Tracker
 from tests.oracles import uncollected
 
 adamw = functools.partial(torch.optim.AdamW, lr=1e-3)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import fxshard
 from fxshard.errors import ConfigError
 from fxshard.memory.report import DoesNotFitError
-from fxshard.plans import Plan
+from fxshard.plans.plan import Plan
 
 adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
 MOST = 24  # sizes that are planned one by one

@@ -22,7 +22,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fxshard
 from benchmarks.scale import Grouped, Timed
-from fxshard import collector, meta, verify
+from fxshard import verify
+from fxshard.host import collector
+from fxshard.ir import tags
 from fxshard.memory import liveness
 from fxshard.memory.lifecycle import init
 from fxshard.memory.optimizer import trace_step
@@ -161,7 +163,7 @@ def test_larger_units_cost_as_much_per_node() -> None:
 def _laid_out(value: Any) -> list[tuple[Any, ...]]:
     return [
         (t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, t.untyped_storage().nbytes())
-        for t in meta.tensors(value)
+        for t in tags.tensors(value)
     ]
 
 
@@ -174,14 +176,14 @@ def test_what_is_made_again_lies_as_torchs_fake_kernels_say(name: str) -> None:
     plan = fxshard.plan(
         model, args, kwargs, world_size=4, checkpoint="full", units=MODELS[name].units
     )
-    again = [n for n in plan.program.graph.nodes if "val" in n.meta and meta.get(n).again]
+    again = [n for n in plan.program.graph.nodes if "val" in n.meta and tags.get(n).again]
     assert len(again) > 10
     for node in again:
         made = plan.program.refake(node)
         assert _laid_out(made) == _laid_out(node.meta["val"]), node.format_node()
-        inputs = {s for n in node.all_input_nodes for s in meta.storage_ids(n)}
-        theirs = {id(t.untyped_storage()) for t in meta.tensors(made)}
-        assert (theirs <= inputs) == (meta.storage_ids(node) <= inputs), node.format_node()
+        inputs = {s for n in node.all_input_nodes for s in tags.storage_ids(n)}
+        theirs = {id(t.untyped_storage()) for t in tags.tensors(made)}
+        assert (theirs <= inputs) == (tags.storage_ids(node) <= inputs), node.format_node()
 
 
 def _calls() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
@@ -220,12 +222,12 @@ def test_kernels_that_are_not_run_again_give_what_torchs_give() -> None:
             assert _laid_out(args) == _laid_out(same), func
             for i, (mine, yours) in enumerate(zip(args, same, strict=True)):
                 assert (made is mine) == (want is yours), (func, i)
-            storages = {id(t.untyped_storage()) for t in meta.tensors(list(args))}
-            wanted = {id(t.untyped_storage()) for t in meta.tensors(list(same))}
-            views = [id(t.untyped_storage()) in storages for t in meta.tensors(made)]
-            assert views == [id(t.untyped_storage()) in wanted for t in meta.tensors(want)], func
-            distinct = {id(t.untyped_storage()) for t in meta.tensors(made)}
-            assert len(distinct) == len({id(t.untyped_storage()) for t in meta.tensors(want)})
+            storages = {id(t.untyped_storage()) for t in tags.tensors(list(args))}
+            wanted = {id(t.untyped_storage()) for t in tags.tensors(list(same))}
+            views = [id(t.untyped_storage()) in storages for t in tags.tensors(made)]
+            assert views == [id(t.untyped_storage()) in wanted for t in tags.tensors(want)], func
+            distinct = {id(t.untyped_storage()) for t in tags.tensors(made)}
+            assert len(distinct) == len({id(t.untyped_storage()) for t in tags.tensors(want)})
 
 
 def test_kernels_with_values_run_each_time() -> None:

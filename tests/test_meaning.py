@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from fxshard import pipeline, trace
+from fxshard import pipeline
+from fxshard.capture import trace
 from fxshard.config import Config
+from fxshard.ir.program import Program
+from fxshard.ir.units import find_units
 from fxshard.passes.insert_step import InsertStep
-from fxshard.program import Program
-from fxshard.units import find_units
 from tests import graphs, interpreter
 from tests.interpreter import Found, Values
 from tests.test_passes import marked

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxshard
-from fxshard import compat
-from fxshard.compat import FakeTensorMode
-from fxshard.config import Config
-from fxshard.executor import Executor, TracedExecutor
+from fxshard._torch import compat
+from fxshard._torch.compat import FakeTensorMode
+from fxshard.codegen.emit import Executor, TracedExecutor
+from fxshard.config import Config, grid
+from fxshard.ir.units import configured_units
 from fxshard.memory import kernels
-from fxshard.memory.tracker import Tracker, WatchedWorld
-from fxshard.mesh import grid, mesh_of, world_over
-from fxshard.module import sharded
-from fxshard.units import configured_units
+from fxshard.runtime.module import sharded
+from fxshard.runtime.world.mesh import mesh_of, world_over
+from fxshard.validation.tracker import Tracker, WatchedWorld
 from tests import oracles
 from tests.zoo import MODELS, built
 from tests.zoo.more import MATRIX, checkpointed

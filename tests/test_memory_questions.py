@@ -23,10 +23,10 @@ from torch.utils.checkpoint import (
 
 import fxshard
 from benchmarks.memory_questions import PAGE, answered
-from fxshard import compat
+from fxshard._torch import compat
 from fxshard.memory.category import Category, State
 from fxshard.memory.report import DoesNotFitError, MemoryReport
-from fxshard.plans import Plan
+from fxshard.plans.plan import Plan
 from tests import oracles
 
 aten = torch.ops.aten

@@ -20,7 +20,7 @@ from benchmarks.vs_fsdp2.models import CASES, WIDE, Case
 from benchmarks.vs_fsdp2.peaks import adam_bytes, estimates, measured_peak, zero3_bytes
 from benchmarks.vs_fsdp2.things import Row, Thing
 from benchmarks.vs_fsdp2.tracked import fully_sharded
-from fxshard import compat
+from fxshard._torch import compat
 
 # Dense(vocab=64, dim=32): all dimensions divide by 8 ranks, so nothing is padded.
 LAYER = 4 * (2 * 32 + 3 * 32 * 32 + 32 * 32 + 32 + 2 * 32 + 4 * 32 * 32 + 128 + 4 * 32 * 32 + 32)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import fxshard
-from fxshard import units
 from fxshard.errors import UnitError
+from fxshard.ir import units
 from fxshard.memory.views.plots import Curve, plot_curves
 
 ODD = (

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 import fxshard
-from fxshard import cli, commands, meta
+from fxshard.cli import commands, main
 from fxshard.config import Config
-from fxshard.numerics import RTOL, Numerics, difference, own
+from fxshard.ir import tags
+from fxshard.ir.program import Program
 from fxshard.pipeline import default_passes
-from fxshard.program import Program
+from fxshard.validation.numerics import RTOL, Numerics, difference, own
 from tests.zoo import MODELS, built
 
 aten = torch.ops.aten
@@ -55,7 +56,7 @@ class Fault:
         with program.graph.inserting_after(node):
             changed = program.graph.call_function(self.target, (node, *self.args))
         changed.meta = dict(node.meta)
-        meta.update(changed, phase=meta.get(node).phase)
+        tags.update(changed, phase=tags.get(node).phase)
         changed.meta["val"] = self.target(node.meta["val"], *self.args)
         node.replace_all_uses_with(changed, lambda user: user is not changed)
         program.values = [changed if v is node else v for v in program.values]
@@ -365,17 +366,17 @@ TINY = ("--model", "tests.test_cli:blocks", "--world-size", "2", "--steps", "1")
 
 
 def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cli.main(["validate", *TINY, "--numerics"]) == 0
+    assert main.main(["validate", *TINY, "--numerics"]) == 0
     said = capsys.readouterr().out
     assert said.endswith("bitwise equal to eager PyTorch's.\n") and "gradient" not in said
-    assert cli.main(["validate", *TINY, "--numerics", "--all"]) == 0
+    assert main.main(["validate", *TINY, "--numerics", "--all"]) == 0
     assert "bitwise    gradient" in capsys.readouterr().out
     passes = with_fault("0.linear.bias", aten.neg.default)
     monkeypatch.setattr(commands, "options", lambda args: {"passes": passes})
-    assert cli.main(["validate", *TINY, "--numerics", "--json"]) == 1
+    assert main.main(["validate", *TINY, "--numerics", "--json"]) == 1
     rows = json.loads(capsys.readouterr().out)["numerics"]["rows"]
     assert "wrong" in {row["verdict"] for row in rows}
-    assert cli.main(["validate", *TINY, "--numerics"]) == 1
+    assert main.main(["validate", *TINY, "--numerics"]) == 1
     assert "1 wrong: gradient 0.linear.bias." in capsys.readouterr().out
 
 

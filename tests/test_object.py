@@ -20,7 +20,7 @@ from torch.testing import assert_close
 
 import fxshard
 from fxshard.errors import ConfigError, StepError
-from fxshard.module import public_names
+from fxshard.runtime.module import public_names
 from tests.fsdp2 import full
 
 EVERYWHERE = pytest.mark.parametrize("where", ["in_process", "2 ranks"])

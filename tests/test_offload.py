@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fxshard
-from fxshard import meta, ops
+from fxshard.ir import ops, tags
 from fxshard.memory.category import Category
 from tests import fsdp2
 from tests.fsdp2 import Result
@@ -83,16 +83,16 @@ def test_copies_are_rows_on_streams_of_their_own(layout: dict[str, Any], copy: A
     program = planned.program
     gathers = program.graph.find_nodes(op="call_function", target=ops.all_gather)
     for gather in gathers:
-        made = meta.source(meta.operands(gather)[0])
-        load = meta.source(meta.operands(made)[0])
+        made = tags.source(tags.operands(gather)[0])
+        load = tags.source(tags.operands(made)[0])
         assert (made.target, load.target) == (copy, ops.load)
-        assert meta.get(load).stream == "load"
-        assert meta.get(load).records in meta.get(made).waits
-        assert all(meta.get(shard).role == "shard" for shard in meta.operands(load))
+        assert tags.get(load).stream == "load"
+        assert tags.get(load).records in tags.get(made).waits
+        assert all(tags.get(shard).role == "shard" for shard in tags.operands(load))
     reduces = program.graph.find_nodes(op="call_function", target=ops.reduce_scatter)
     stores = program.graph.find_nodes(op="call_function", target=ops.store)
     assert len(stores) == len(reduces) == len(program.units)
-    assert {meta.get(store).stream for store in stores} == {"store"}
+    assert {tags.get(store).stream for store in stores} == {"store"}
     text = planned.dump()
     assert " load " in text and " store " in text
 

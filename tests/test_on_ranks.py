@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import fxshard
-from fxshard import on_ranks, processes
 from fxshard.config import Config
 from fxshard.errors import ConfigError, RankDiedError
-from fxshard.memory.compare import Validation
-from fxshard.plans import Workload
-from fxshard.world.c10d import C10dWorld
+from fxshard.plans.workload import Workload
+from fxshard.runtime.world.c10d import C10dWorld
+from fxshard.validation import on_ranks, processes
+from fxshard.validation.compare import Validation
 
 adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
 sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)

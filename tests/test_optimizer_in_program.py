@@ -35,12 +35,13 @@ from torch.optim import (
 )
 
 import fxshard
-from fxshard import dump, meta, ops, pipeline, verify
+from fxshard import pipeline, verify
 from fxshard.config import Config
 from fxshard.errors import ConfigError, StepError, VerifyError
+from fxshard.ir import dump, ops, tags
+from fxshard.ir.program import Program, Result
 from fxshard.memory.category import Category
 from fxshard.passes.insert_step import InsertStep
-from fxshard.program import Program, Result
 from fxshard.verify.gradients import reduced_once
 from fxshard.verify.steps import stepped_once
 from tests import graphs
@@ -366,7 +367,7 @@ def test_each_unit_is_stepped_behind_its_reduction_and_its_gradients_are_freed(
     frees = program.graph.find_nodes(op="call_function", target=ops.free)
 
     def storages(node: Any) -> set[int]:
-        return set().union(*map(meta.storage_ids, meta.operands(node)))
+        return set().union(*map(tags.storage_ids, tags.operands(node)))
 
     for word in words(program):
         (free,) = (node for node in frees if storages(node) & storages(word))
@@ -401,12 +402,12 @@ def test_with_one_rank_a_parameter_is_stepped_behind_its_last_reader() -> None:
     program = planned(world_size=1).program
     order = {node: i for i, node in enumerate(program.graph.nodes)}
     for word in words(program):
-        shards = set().union(*map(meta.storage_ids, word.args[1]))
+        shards = set().union(*map(tags.storage_ids, word.args[1]))
         readers = [
             node
             for node in program.graph.nodes
             if node.op == "call_function"
-            and set().union(*map(meta.storage_ids, node.all_input_nodes), set()) & shards
+            and set().union(*map(tags.storage_ids, node.all_input_nodes), set()) & shards
         ]
         assert max(readers, key=order.__getitem__) is word
 
@@ -436,19 +437,19 @@ def stepped_twice(program: Program) -> None:
 
 def before_the_wait(program: Program) -> None:
     word = words(program)[0]
-    (pair,) = {meta.get(meta.source(grad)).pair for grad in meta.operands(word)}
-    (wait,) = (n for n in program.graph.nodes if n.target is ops.wait and meta.get(n).pair == pair)
-    parts = [n for n in program.graph.nodes if meta.get(n).pair == pair]
-    for node in [*(n for n in parts if meta.get(n).role == "settle"), word]:
+    (pair,) = {tags.get(tags.source(grad)).pair for grad in tags.operands(word)}
+    (wait,) = (n for n in program.graph.nodes if n.target is ops.wait and tags.get(n).pair == pair)
+    parts = [n for n in program.graph.nodes if tags.get(n).pair == pair]
+    for node in [*(n for n in parts if tags.get(n).role == "settle"), word]:
         wait.prepend(node)
 
 
 def read_later(program: Program) -> None:
     word = words(program)[0]
-    grad = meta.operands(word)[0]
+    grad = tags.operands(word)[0]
     with program.graph.inserting_after(word):
         made = program.graph.call_function(torch.ops.aten.neg.default, (grad,))
-    meta.put(made, dataclasses.replace(meta.get(word), role="compute"), program.refake(made))
+    tags.put(made, dataclasses.replace(tags.get(word), role="compute"), program.refake(made))
 
 
 def gather_of(program: Program, word: Any) -> Any:
@@ -464,20 +465,20 @@ def gathered_later(program: Program) -> None:
     word = words(program)[0]
     with program.graph.inserting_after(word):
         gather = program.graph.node_copy(gather_of(program, word))
-    gather.meta = dict(gather.meta) | {"fxshard": dataclasses.replace(meta.get(gather), pair=99)}
+    gather.meta = dict(gather.meta) | {"fxshard": dataclasses.replace(tags.get(gather), pair=99)}
 
 
 def still_in_flight(program: Program) -> None:
     word = words(program)[0]
-    pair = meta.get(gather_of(program, word)).pair
-    (wait,) = (n for n in program.graph.nodes if n.target is ops.wait and meta.get(n).pair == pair)
+    pair = tags.get(gather_of(program, word)).pair
+    (wait,) = (n for n in program.graph.nodes if n.target is ops.wait and tags.get(n).pair == pair)
     word.append(wait)
 
 
 def returned(program: Program) -> None:
     word = words(program)[0]
     program.results.append(Result("grad", word.args[2][0]))
-    program.values = [*program.values, meta.operands(word)[0]]
+    program.values = [*program.values, tags.operands(word)[0]]
 
 
 def under_no_sync(program: Program) -> None:

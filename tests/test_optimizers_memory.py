@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 import fxshard
-from fxshard import compat
+from fxshard._torch import compat
 from fxshard.errors import ConfigError
 from fxshard.memory.category import Category
 from tests.test_memory import built

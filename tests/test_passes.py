@@ -18,16 +18,18 @@ import pytest
 import torch
 from torch import nn
 
-from fxshard import dump, meta, ops, pipeline, trace
+from fxshard import pipeline
+from fxshard.capture import trace
 from fxshard.config import Config, Precision
+from fxshard.ir import dump, ops, tags
+from fxshard.ir.calls import Call
+from fxshard.ir.program import Program
+from fxshard.ir.units import find_units
 from fxshard.passes.bucket import Bucket
 from fxshard.passes.compile_regions import CompileRegions
 from fxshard.passes.insert_reduce import InsertReduce
 from fxshard.passes.insert_step import InsertStep
 from fxshard.passes.prefetch import Prefetch
-from fxshard.program import Program
-from fxshard.provenance import Call
-from fxshard.units import find_units
 from tests import graphs
 from tests.zoo import MODELS, models
 
@@ -684,16 +686,16 @@ def test_canonicalize_shares_masks_and_draws_every_random_number() -> None:
     assert targets(program).count(aten.gt.Scalar) == 1
     assert targets(program).count(aten.detach.default) == 0
     first = program.phase("forward")[0]
-    assert first.target is aten.gt.Scalar and meta.get(first).module == ""
+    assert first.target is aten.gt.Scalar and tags.get(first).module == ""
     noises = [node for node in program.phase("forward") if node.target is aten.rand_like.default]
-    assert [meta.get(node).module for node in noises] == ["layers.0", "layers.1"]
+    assert [tags.get(node).module for node in noises] == ["layers.0", "layers.1"]
 
 
 def test_reduce_copies_a_gradient_that_is_an_activation_gradient() -> None:
     program = graphs.layered()
     before("prefetch", program)
     launch = program.graph.find_nodes(op="call_function", target=ops.reduce_scatter)[0]
-    weight, bias, shift = meta.operands(launch)
+    weight, bias, shift = tags.operands(launch)
     assert (weight.name, bias.name) == ("dweight_1", "dbias_1")
     assert shift.target is aten.clone.default
     assert [node.name for node in shift.all_input_nodes] == ["dx_1"]

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten
 from fxshard import pipeline
 from fxshard.config import Config
 from fxshard.errors import ConfigError, PassError, VerifyError
-from fxshard.program import Fact, Program
+from fxshard.ir.program import Fact, Program
 from tests import graphs, interpreter
 from tests.test_passes import marked
 from tests.test_streams import SMALL, untouched

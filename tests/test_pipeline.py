@@ -13,16 +13,17 @@ import torch
 from torch import nn
 
 import fxshard
-from fxshard import dump, meta, ops, pipeline
+from fxshard import pipeline
 from fxshard.config import Config, environment
 from fxshard.errors import ConfigError, VerifyError
+from fxshard.ir import dump, ops, tags
+from fxshard.ir.program import Fact, Program
 from fxshard.passes.assign_units import AssignUnits
 from fxshard.passes.canonicalize import Canonicalize
 from fxshard.passes.insert_free import InsertFree
 from fxshard.passes.insert_reduce import InsertReduce
 from fxshard.passes.insert_unshard import InsertUnshard
 from fxshard.passes.outline_regions import OutlineRegions
-from fxshard.program import Fact, Program
 from tests import graphs
 
 aten = torch.ops.aten
@@ -66,7 +67,7 @@ class TanhToSigmoid:
 
     def apply(self, program: Program) -> None:
         for node in program.graph.find_nodes(op="call_function", target=aten.tanh.default):
-            if meta.get(node).module in self.modules:
+            if tags.get(node).module in self.modules:
                 node.target = aten.sigmoid.default
 
 

@@ -25,9 +25,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxshard
-from fxshard import compat, ops
+from fxshard._torch import compat
 from fxshard.config import Config, Precision
 from fxshard.errors import ConfigError, UnitError
+from fxshard.ir import ops
 from fxshard.memory.category import Category
 from tests import fsdp2
 from tests.fsdp2 import Result, adamw, full, run_steps

@@ -9,11 +9,12 @@ from torch import Tensor, fx, nn
 from torch.distributed.fsdp import BackwardPrefetch
 
 import fxshard
-from fxshard import meta, ops, pipeline, verify
+from fxshard import pipeline, verify
 from fxshard.config import Config
 from fxshard.errors import ConfigError, VerifyError
+from fxshard.ir import ops, tags
+from fxshard.ir.program import Program
 from fxshard.memory.category import CATEGORIES, Category
-from fxshard.program import Program
 from tests import fsdp2, graphs
 from tests.test_counts import live_peak
 from tests.zoo import MODELS
@@ -82,9 +83,9 @@ def backward(**options: Any) -> str:
     pipeline.run(program, passes, check_each=True)
     words: list[str] = []
     names = {ops.all_gather: "g", ops.free: "f", ops.reduce_scatter: "r"}
-    unshards = {meta.get(n).pair for n in program.graph.nodes if n.target is ops.all_gather}
+    unshards = {tags.get(n).pair for n in program.graph.nodes if n.target is ops.all_gather}
     for node in program.phase("backward"):
-        tag = meta.get(node)
+        tag = tags.get(node)
         of = "h" if not tag.unit else str(tag.unit - 1)
         gathers = tag.pair in unshards
         if node.target is ops.wait:
@@ -129,9 +130,9 @@ def unsharded_at_most(program: Program) -> int:
     """Units between their launch and their free, at any point, by a count of its own."""
     alive: set[int | None] = set()
     most = 0
-    gathers = {meta.get(n).pair for n in program.graph.nodes if n.target is ops.all_gather}
+    gathers = {tags.get(n).pair for n in program.graph.nodes if n.target is ops.all_gather}
     for node in program.graph.nodes:
-        pair = meta.get(node).pair if node.op == "call_function" else None
+        pair = tags.get(node).pair if node.op == "call_function" else None
         if node.target is ops.all_gather:
             alive.add(pair)
         elif node.target is ops.free and pair in gathers and "sent" not in node.name:
@@ -197,7 +198,7 @@ def test_a_free_moved_back_is_a_fault() -> None:
     free = next(
         node
         for node in program.graph.find_nodes(op="call_function", target=ops.free)
-        if meta.get(node).pair == 0
+        if tags.get(node).pair == 0
     )
     launch.append(free)
     with pytest.raises(VerifyError) as caught:
@@ -260,7 +261,7 @@ def test_a_reduction_waits_for_one_unit_at_most() -> None:
         wait = order[waits_of(program, launch)]
         assert wait < order[launches[k + 1]]
         between = nodes[order[launch] : wait]
-        assert any(meta.get(node).role == "compute" for node in between), launch.name
+        assert any(tags.get(node).role == "compute" for node in between), launch.name
 
 
 # -- numbers --------------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
 import fxshard
-from fxshard import compat
+from fxshard._torch import compat
 from fxshard.errors import ConfigError
-from fxshard.world import census
-from fxshard.world.peers import Peers
+from fxshard.runtime.world import census
+from fxshard.runtime.world.peers import Peers
 from tests.eager import Net, batch
 from tests.fsdp2 import full
 from tests.ranks import Failure, told

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 import fxshard
-from fxshard import cli, files
-from fxshard.demo.recipe import Settings
+from examples.demo.recipe import Settings
+from fxshard.cli import main
 from fxshard.errors import ConfigError
+from fxshard.host import files
 from fxshard.memory.report import MemoryReport
 from fxshard.memory.views import diff as differences
 
@@ -80,7 +81,7 @@ def test_files_that_are_no_reports_are_refused(
     codes = []
     for each in broken:
         (tmp_path / "broken.json").write_bytes(each)
-        code = cli.main(["diff", str(tmp_path / "whole.json"), str(tmp_path / "broken.json")])
+        code = main.main(["diff", str(tmp_path / "whole.json"), str(tmp_path / "broken.json")])
         assert code in (0, 2), "a figure that was altered is a figure"
         said = capsys.readouterr().err
         assert (code == 2) == said.startswith("fxshard: "), said
@@ -110,7 +111,7 @@ def test_configs_that_are_none_are_refused(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(text)
-    code = cli.main(["report", "--hf-config", str(tmp_path / "config.json")])
+    code = main.main(["report", "--hf-config", str(tmp_path / "config.json")])
     assert code == 2 and capsys.readouterr().err.startswith("fxshard: --hf-config")
 
 
@@ -145,7 +146,7 @@ def test_the_command_says_what_cannot_be_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(tmp_path / "absent" / "report.json")
-    code = cli.main(["report", "--model", "tests.test_report_files:called", "--json", path])
+    code = main.main(["report", "--model", "tests.test_report_files:called", "--json", path])
     said = capsys.readouterr().err
     assert code == 2 and f"cannot write {path}: No such file" in said
 

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import fxshard
-from fxshard import dump, pipeline, trace
-from fxshard.plans import Plan
+from fxshard import pipeline
+from fxshard.capture import trace
+from fxshard.ir import dump
+from fxshard.plans.plan import Plan
 from tests.test_shapes import named_dimensions
 from tests.zoo.more import MATRIX
 

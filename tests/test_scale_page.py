@@ -14,8 +14,8 @@ import fxshard
 from benchmarks import published, scale_cells, scale_page
 from benchmarks.scale_cells import BF16, Cell
 from benchmarks.shapes import LLAMA3_8B, LLAMA3_70B, LLAMA3_405B, Shape, call
-from fxshard import meta
 from fxshard.cost.hardware import PRESETS, Hardware, Link
+from fxshard.ir import tags
 from fxshard.memory.cuda.settings import AllocatorSettings
 
 aten = torch.ops.aten
@@ -300,9 +300,9 @@ def test_torchtitans_policy_saves_every_second_product_of_a_layer() -> None:
         plan.replan(checkpoint=scale_cells.policy(each)) for each in ("full", published.TORCHTITAN)
     )
     saved = {
-        (meta.get(node).module, node.target)
+        (tags.get(node).module, node.target)
         for node in theirs.program.phase("forward")
-        if meta.get(node).save
+        if tags.get(node).save
     }
     names = ("self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.down_proj")
     products = {f"model.layers.{layer}.{name}" for layer in range(layers) for name in names}

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from torch import fx
 
-from fxshard import meta, ops, pipeline, verify
+from fxshard import pipeline, verify
 from fxshard.config import Config
 from fxshard.errors import VerifyError
-from fxshard.program import Fact, Program
+from fxshard.ir import ops, tags
+from fxshard.ir.program import Fact, Program
 from tests import graphs
 
 CHANGES: dict[str, Any] = {
@@ -55,18 +56,18 @@ def in_regions(program: Program) -> Iterator[fx.Node]:
 
 def changed(node: fx.Node, field: str) -> bool:
     """Change a field of a tag; False if it is that already."""
-    tag = meta.get(node)
+    tag = tags.get(node)
     value = CHANGES[field]
     if field == "phase" and tag.phase == "forward":
         value = "backward"
     if getattr(tag, field) == value:
         return False
-    meta.put(node, dataclasses.replace(tag, **{field: value}))
+    tags.put(node, dataclasses.replace(tag, **{field: value}))
     return True
 
 
 def test_every_field_of_a_tag_is_tried() -> None:
-    assert set(CHANGES) == {field.name for field in dataclasses.fields(meta.Meta)}
+    assert set(CHANGES) == {field.name for field in dataclasses.fields(tags.Meta)}
 
 
 @pytest.mark.parametrize("where", ["graph", "rows", "regions"])
@@ -76,7 +77,7 @@ def test_a_changed_tag_is_found(where: str) -> None:
     nodes = {"graph": graph, "rows": rows(program), "regions": in_regions(program)}[where]
     tried = 0
     for node in list(nodes):
-        tag = meta.get(node)
+        tag = tags.get(node)
         for field in CHANGES if where != "regions" else SHARED:
             if (
                 where == "graph"
@@ -88,7 +89,7 @@ def test_a_changed_tag_is_found(where: str) -> None:
                 tried += 1
                 with pytest.raises(VerifyError):
                     verify.CHECKS[Fact.OUTLINED](program)
-                meta.put(node, tag)
+                tags.put(node, tag)
     assert tried > 20
     verify.verify(program)
 

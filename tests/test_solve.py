@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import fxshard
-from fxshard import cli, limits, trace
+from fxshard.capture import trace
+from fxshard.cli import main
 from fxshard.errors import ConfigError
 from fxshard.memory.report import DoesNotFitError
+from fxshard.planner import limits
 from tests.test_formula import ADAMW, OF_X, Convolutions, Mlps, Positioned, floats, squares
 
 OPTIONS: dict[str, Any] = {"optimizer": ADAMW}
@@ -155,13 +157,13 @@ def test_what_cannot_be_answered_says_why() -> None:
 
 def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     model = ["--hf-config", "tiny-llama", "--budget", "4MiB"]
-    assert cli.main(["solve", "max_batch", *model, "--at", "seq=64", "--at", "world=16"]) == 0
+    assert main.main(["solve", "max_batch", *model, "--at", "seq=64", "--at", "world=16"]) == 0
     out = capsys.readouterr().out
     size = int(out.split()[2])
     assert out.startswith(f"max_batch = {size} with seq=64, world=16: needs ")
     tokens = torch.zeros(size, 64, dtype=torch.int64, device="meta")
     transformers = pytest.importorskip("transformers")
-    from fxshard.model_source import PRESETS
+    from fxshard.cli.model_source import PRESETS
 
     values = {k: v for k, v in PRESETS["tiny-llama"].items() if k != "model_type"}
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**values, use_cache=False))
@@ -171,8 +173,8 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         optimizer = partial(torch.optim.AdamW, lr=1e-3)
         memory = fxshard.plan(llama, kwargs=call, world_size=16, optimizer=optimizer).memory
         assert (max(memory.peak_bytes, memory.first_step_peak_bytes) <= 4 * 2**20) == fits
-    assert cli.main(["solve", "max_x", *model]) == 2
+    assert main.main(["solve", "max_x", *model]) == 2
     assert "this plan knows max_batch, max_seq, min_world" in capsys.readouterr().err
     named = ["--dynamic", "rows=input_ids:0,labels:0"]
-    assert cli.main(["solve", "max_rows", *model, *named, "--seq", "64"]) == 0
+    assert main.main(["solve", "max_rows", *model, *named, "--seq", "64"]) == 0
     assert capsys.readouterr().out.startswith("max_rows = ")

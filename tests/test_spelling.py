@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxshard
-from fxshard import executor, spelling
+from fxshard.codegen import emit, spelling
 from tests import zoo
 from tests.zoo.more import MATRIX
 
@@ -60,7 +60,7 @@ def test_a_step_calls_the_operators_of_its_program_in_their_order(name: str) -> 
 
 def test_views_are_spelled_as_methods_of_the_tensor() -> None:
     model, args, kwargs = zoo.built(MATRIX["llama"])
-    code = executor.emit(fxshard.plan(model, args, kwargs, world_size=2).program)
+    code = emit.emit(fxshard.plan(model, args, kwargs, world_size=2).program)
     assert re.search(r"= \w+\.view\(\[", code) and re.search(r"= \w+\.t\(\)", code)
     assert "aten_view(" not in code and "aten_transpose_int(" not in code
     assert "torch.mm(" in code and "aten_mm(" not in code

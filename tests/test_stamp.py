@@ -13,11 +13,12 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 import fxshard
-from fxshard import dump, fakes, meta, stamp, trace
+from fxshard.capture import fakes, repeat, trace
+from fxshard.capture.repeat.ghosts import Ghost
 from fxshard.errors import CaptureError
-from fxshard.program import Program
-from fxshard.stamp.ghosts import Ghost
-from fxshard.units import find_units
+from fxshard.ir import dump, tags
+from fxshard.ir.program import Program
+from fxshard.ir.units import find_units
 from tests.zoo import architectures as zoo
 from tests.zoo import deep
 from tests.zoo.deep import DEEP_TRAPS, HALF, STAMPED, TRAPS, Block, Net, x
@@ -41,7 +42,7 @@ def planned(model: nn.Module, call: Any, options: dict[str, Any]) -> tuple[list[
     """All that a plan says, as text, and its report."""
     plan = fxshard.plan(model, *call, world_size=2, **options)
     text = [dump.text(plan.program), plan.dump(fold=False)]
-    return [*text, *tags(plan.program)], plan.memory.to_dict()
+    return [*text, *tags_of(plan.program)], plan.memory.to_dict()
 
 
 def captured(model: nn.Module, call: Any, options: dict[str, Any]) -> tuple[list[str], Any]:
@@ -53,10 +54,10 @@ def captured(model: nn.Module, call: Any, options: dict[str, Any]) -> tuple[list
     # torch keeps results of fake kernels without the offset and bytes of their storage: what comes
     # again differs from what is first, here or in an earlier test. The first pass sets it right.
     fakes.correct(program)
-    return [dump.text(program), *tags(program)], storages(program)
+    return [dump.text(program), *tags_of(program)], storages(program)
 
 
-def tags(program: Program) -> list[str]:
+def tags_of(program: Program) -> list[str]:
     """What the text of a program leaves out."""
     lines = [str(node.meta["fxshard"]) for node in program.graph.nodes]
     return [*lines, *map(str, program.calls), str(program.results), str(program.signature)]
@@ -72,7 +73,7 @@ def storages(program: Program) -> list[Any]:
                 *(t.untyped_storage().nbytes(), t.storage_offset(), t.shape, t.stride(), t.dtype),
                 *(t.device, t.requires_grad),
             )
-            for t in meta.tensors(node.meta.get("val"))
+            for t in tags.tensors(node.meta.get("val"))
         ]
         for node in program.graph.nodes
     ]
@@ -88,14 +89,14 @@ def both(
 ) -> Seen:
     """Capture a model as it is and with FXSHARD_FLAT_CAPTURE=1, and compare all that is `said`."""
     written: list[Any] = []
-    original = stamp.written
+    original = repeat.written
 
     def counted(*args: Any) -> Any:
         found = original(*args)
         written.append(found)
         return found
 
-    monkeypatch.setattr(stamp, "written", counted)
+    monkeypatch.setattr(repeat, "written", counted)
     found: list[Any] = []
     lines: list[list[str]] = []
     for flat in ("0", "1"):
@@ -109,7 +110,7 @@ def both(
         assert state(model) == before
         assert torch.equal(torch.get_rng_state(), numbers)
         lines.append([r.getMessage() for r in caplog.records if FLAT in r.getMessage()])
-    monkeypatch.setattr(stamp, "written", original)
+    monkeypatch.setattr(repeat, "written", original)
     assert "\n".join(found[0][0]).splitlines() == "\n".join(found[1][0]).splitlines()
     assert found[0][1] == found[1][1]
     assert not lines[1]
@@ -240,8 +241,8 @@ def test_shallow_models_are_not_looked_at(monkeypatch: Any, caplog: Any) -> None
 def test_compile_stamps_too(monkeypatch: Any) -> None:
     """Gradients of a stamped program are those of eager."""
     written: list[Any] = []
-    original = stamp.written
-    monkeypatch.setattr(stamp, "written", lambda *a: written.append(a) or original(*a))
+    original = repeat.written
+    monkeypatch.setattr(repeat, "written", lambda *a: written.append(a) or original(*a))
     torch.manual_seed(0)
     model = Net()
     loss = model(x())

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.testing import assert_close
 
 import fxshard
-from fxshard import state
 from fxshard.errors import ConfigError, StepError
+from fxshard.runtime import state
 from tests.eager import Net, batch, pair
 from tests.fsdp2 import full
 from tests.test_module import EVERYWHERE, built, call, compiled, run

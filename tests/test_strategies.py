@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import AdamW
 
 import fxshard
-from fxshard import compat
+from fxshard._torch import compat
 from fxshard.errors import ConfigError, UnitError
 from fxshard.memory.category import Category
 from tests import fsdp2

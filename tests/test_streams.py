@@ -15,14 +15,16 @@ import torch
 from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 
-from fxshard import compat, meta, ops, pipeline, verify
+from fxshard import pipeline, verify
+from fxshard._torch import compat
+from fxshard.codegen.emit import Executor
 from fxshard.config import Config, Precision
 from fxshard.errors import VerifyError
-from fxshard.executor import Executor
-from fxshard.program import Fact, Program
-from fxshard.units import configured_units
+from fxshard.ir import ops, tags
+from fxshard.ir.program import Fact, Program
+from fxshard.ir.units import configured_units
+from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.verify import orders
-from fxshard.world.c10d import C10dWorld
 from tests import graphs, streams
 from tests.graphs import APART, BF16
 from tests.test_verify import fresh
@@ -86,11 +88,11 @@ def of_zoo(name: str, setting: str, prefetch: int) -> Program:
 def without_one(program: Program) -> Iterator[tuple[fx.Node, str]]:
     """`program` without one entry of one `waits`, for each there is; whole again afterwards."""
     for node in program.graph.nodes:
-        tag = meta.get(node)
+        tag = tags.get(node)
         for i, event in enumerate(tag.waits):
-            meta.put(node, dataclasses.replace(tag, waits=tag.waits[:i] + tag.waits[i + 1 :]))
+            tags.put(node, dataclasses.replace(tag, waits=tag.waits[:i] + tag.waits[i + 1 :]))
             yield node, event
-            meta.put(node, tag)
+            tags.put(node, tag)
 
 
 def assert_none_too_many(program: Program) -> int:
@@ -108,11 +110,11 @@ def assert_none_too_many(program: Program) -> int:
 
 
 def recorded(program: Program) -> list[str]:
-    return [event for n in program.graph.nodes if (event := meta.get(n).records) is not None]
+    return [event for n in program.graph.nodes if (event := tags.get(n).records) is not None]
 
 
 def waited(program: Program) -> set[str]:
-    return {event for node in program.graph.nodes for event in meta.get(node).waits}
+    return {event for node in program.graph.nodes for event in tags.get(node).waits}
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
@@ -132,12 +134,12 @@ def test_the_simulation_finds_nothing_wrong_only_where_nothing_is() -> None:
     """Without any event at all it finds a race; nor does it wait for what comes later."""
     program = small("full")
     for node in program.graph.nodes:
-        meta.update(node, waits=())
+        tags.update(node, waits=())
     assert streams.races(program)
     program = small("full")
     first = next(n for n in program.graph.nodes if n.target is ops.all_gather)
-    last = [n for n in program.graph.nodes if meta.get(n).records][-1]
-    meta.update(first, waits=(str(meta.get(last).records),))
+    last = [n for n in program.graph.nodes if tags.get(n).records][-1]
+    tags.update(first, waits=(str(tags.get(last).records),))
     assert "deadlock" in (streams.races(program) or "")
 
 
@@ -163,7 +165,7 @@ def test_whole_zoo(name: str, setting: str, prefetch: int) -> None:
 def test_events_are_few() -> None:
     """By hand, for 2 layers and a root in two gathers per phase: what each launch waits for."""
     program = annotated(graphs.chain())
-    said = {n.name: meta.get(n).waits for n in program.graph.nodes if meta.get(n).waits}
+    said = {n.name: tags.get(n).waits for n in program.graph.nodes if tags.get(n).waits}
     # A loss has used memory; or the first of backward's own operators, if it is launched behind it.
     assert said.pop("unshard_3") in (("c_backward",), ("c5",))
     assert said == {
@@ -233,10 +235,10 @@ def wanted(program: Program) -> list[tuple[str, str, str | None]]:
     found: list[tuple[str, str, str | None]] = []
     for phase in ("forward", "backward"):
         nodes = program.phase(phase)  # type: ignore[arg-type]
-        if any(orders.ENTRY[phase] in meta.get(node).waits for node in nodes):  # type: ignore[index]
+        if any(orders.ENTRY[phase] in tags.get(node).waits for node in nodes):  # type: ignore[index]
             found.append(("record", "compute", orders.ENTRY[phase]))  # type: ignore[index]
         for node in nodes:
-            tag = meta.get(node)
+            tag = tags.get(node)
             found += [("wait", tag.stream, event) for event in tag.waits]
             found += [("launch", tag.stream, None)] if node.target in ops.ASYNCHRONOUS else []
             found += [("record", tag.stream, tag.records)] if tag.records else []
@@ -270,7 +272,7 @@ def some(nodes: list[fx.Node], saved: Iterator[torch.Tensor] | None = None) -> l
     given = ("shard", "whole", "buffer", "input", "tangent", "accumulated")
     return [
         torch.ones(n.meta["val"].shape, dtype=n.meta["val"].dtype)
-        if meta.get(n).role in given
+        if tags.get(n).role in given
         else next(saved or iter(()))
         for n in nodes
     ]
@@ -278,7 +280,7 @@ def some(nodes: list[fx.Node], saved: Iterator[torch.Tensor] | None = None) -> l
 
 def test_offload_has_streams_of_its_own() -> None:
     program = small("hybrid_offload_bf16")
-    ran = {n.target: meta.get(n).stream for n in program.graph.nodes if n.op == "call_function"}
+    ran = {n.target: tags.get(n).stream for n in program.graph.nodes if n.op == "call_function"}
     assert {target: ran[target] for target in orders.STREAMS if target in ran} == {
         ops.all_gather: "unshard",
         ops.cast: "unshard",

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.utils.generic import ModelOutput
 
 import fxshard
-from fxshard import compat
+from fxshard._torch import compat
 from fxshard.errors import StepError
 from fxshard.memory.category import Category
 from tests.fsdp2 import full

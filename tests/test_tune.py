@@ -13,16 +13,20 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import fxshard
-from fxshard import cli, dump, pipeline, trace
+from fxshard import pipeline
+from fxshard.capture import trace
+from fxshard.cli import main
 from fxshard.config import Config
 from fxshard.cost.hardware import PRESETS
 from fxshard.errors import ConfigError
+from fxshard.ir import dump
 from fxshard.memory.report import DoesNotFitError
 from fxshard.memory.views import html, plots
 from fxshard.memory.views.plots import Dot
-from fxshard.plans import Workload, make_plan
-from fxshard.tuning import bounds
-from fxshard.tuning.result import Tuning
+from fxshard.planner import bounds
+from fxshard.planner.result import Tuning
+from fxshard.plans.plan import make_plan
+from fxshard.plans.workload import Workload
 
 adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -308,7 +312,7 @@ def test_nothing_fits(every: dict[Any, tuple[int, float]]) -> None:
     smallest = min(peak for peak, _ in every.values())
     with pytest.raises(DoesNotFitError, match="nothing fits") as raised:
         tuned(smallest - 1)
-    assert f"needs {fxshard.sizes.size_text(smallest)} (" in str(raised.value)
+    assert f"needs {fxshard.bytesize.size_text(smallest)} (" in str(raised.value)
     assert "batch 2)" in str(raised.value)
     with pytest.raises(DoesNotFitError, match="the smallest of"):
         tuned("1KiB", plans=2)
@@ -427,16 +431,16 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     png, page = tmp_path / "front.png", tmp_path / "page.html"
     command = "tune --model tests.test_tune:example --batches 2 --world-size 4 --bf16"
     more = f"--hardware h100 --plans 4 --plot {png} --html {page}"
-    assert cli.main([*command.split(), *more.split()]) == 0
+    assert main.main([*command.split(), *more.split()]) == 0
     told = capsys.readouterr().out
     assert "Best of" in told and "ms / sample" in told and "best" in told
     assert png.read_bytes().startswith(b"\x89PNG")
     data = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text())[1])
     assert data["front"]["budget"] == PRESETS["h100"].memory_bytes
     assert len(data["front"]["dots"]) == 4 and "curves" not in data
-    assert cli.main([*command.split(), "--hardware", "h100", "--budget", "1KiB"]) == 1
+    assert main.main([*command.split(), "--hardware", "h100", "--budget", "1KiB"]) == 1
     assert "nothing fits" in capsys.readouterr().err
-    assert cli.main([*command.split(), "--hardware", "a100"]) == 2
+    assert main.main([*command.split(), "--hardware", "a100"]) == 2
 
 
 def example() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:

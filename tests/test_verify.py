@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from fxshard import dump, meta, ops, pipeline, trace, verify
+from fxshard import pipeline, verify
+from fxshard.capture import trace
 from fxshard.config import Config
 from fxshard.errors import FxshardError, VerifyError
-from fxshard.program import Fact, Program
-from fxshard.units import find_units
+from fxshard.ir import dump, ops, tags
+from fxshard.ir.program import Fact, Program
+from fxshard.ir.units import find_units
 from tests import graphs
 from tests.zoo import MODELS
 
@@ -53,7 +55,7 @@ def of(program: Program, target: Any, unit: int, phase: str) -> fx.Node:
 def paired(program: Program, target: Any, launch: fx.Node) -> fx.Node:
     """The wait or free that belongs to a launch."""
     found = program.graph.find_nodes(op="call_function", target=target)
-    (node,) = (node for node in found if meta.get(node).pair == meta.get(launch).pair)
+    (node,) = (node for node in found if tags.get(node).pair == tags.get(launch).pair)
     return node
 
 
@@ -61,7 +63,7 @@ def launch(program: Program, unit: int, phase: str, target: Any = ops.all_gather
     (node,) = (
         node
         for node in program.graph.find_nodes(op="call_function", target=target)
-        if (meta.get(node).unit, meta.get(node).phase) == (unit, phase)
+        if (tags.get(node).unit, tags.get(node).phase) == (unit, phase)
     )
     return node
 
@@ -74,8 +76,8 @@ def insert(program: Program, behind: fx.Node, target: Any, *args: Any, **tag: An
     """A new node with the tag of the one it stands behind, but for `tag`."""
     with program.graph.inserting_after(behind):
         node = program.graph.call_function(target, args)
-    same = dataclasses.replace(meta.get(behind), records=None, waits=(), stream="compute")
-    return meta.put(node, dataclasses.replace(same, **tag), behind.meta.get("val"))
+    same = dataclasses.replace(tags.get(behind), records=None, waits=(), stream="compute")
+    return tags.put(node, dataclasses.replace(same, **tag), behind.meta.get("val"))
 
 
 # -- one fault after the other --------------------------------------------------------------------
@@ -117,22 +119,22 @@ def view_that_aliases_nothing(program: Program) -> fx.Node:
 
 @breaks(Fact.UNITS_ASSIGNED)
 def node_without_unit(program: Program) -> fx.Node:
-    meta.update(find(program, "tanh_1"), unit=None)
+    tags.update(find(program, "tanh_1"), unit=None)
     return find(program, "tanh_1")
 
 
 @breaks(Fact.RECOMPUTED)
 def value_of_a_checkpoint_is_saved(program: Program) -> fx.Node:
     for name in ("linear_1", "tanh_1", "dlinear_1"):
-        meta.update(find(program, name), checkpoint=0)
+        tags.update(find(program, name), checkpoint=0)
     return find(program, "dlinear_1")
 
 
 @breaks(Fact.UNITS_ASSIGNED)
 def unit_that_is_not_there(program: Program) -> fx.Node:
-    meta.update(find(program, "tanh_1"), unit=2)
+    tags.update(find(program, "tanh_1"), unit=2)
     program.units = program.units[:2]
-    return next(n for n in program.graph.nodes if meta.get(n).unit == 2)
+    return next(n for n in program.graph.nodes if tags.get(n).unit == 2)
 
 
 @breaks(Fact.BUCKETED)
@@ -188,7 +190,7 @@ def wait_behind_the_use_of_a_view(program: Program) -> fx.Node:
 @breaks(Fact.UNSHARD_PAIRED)
 def wait_for_a_part(program: Program) -> fx.Node:
     wait = of(program, ops.wait, 1, "forward")
-    wait.args = (meta.operands(wait)[:-1],)
+    wait.args = (tags.operands(wait)[:-1],)
     return wait
 
 
@@ -210,7 +212,7 @@ def read_behind_the_write_of_what_it_reads(program: Program) -> fx.Node:
 @breaks(Fact.UNSHARD_PAIRED)
 def less_sent_than_picked(program: Program) -> fx.Node:
     node = launch(program, 1, "forward")
-    node.args = (meta.operands(node)[:-1], 2)
+    node.args = (tags.operands(node)[:-1], 2)
     return node
 
 
@@ -224,7 +226,7 @@ def picked_twice(program: Program) -> fx.Node:
 @breaks(Fact.PARAMS_UNSHARDED)
 def whole_parameter_comes_in(program: Program) -> fx.Node:
     shard = find(program, "shard_layers_0_weight")
-    meta.update(shard, role="param")
+    tags.update(shard, role="param")
     return shard
 
 
@@ -246,7 +248,7 @@ def wrong_shape(program: Program) -> fx.Node:
 def shards_swapped(program: Program) -> fx.Node:
     """The weight and the shift have one shape; only the names can tell."""
     node = launch(program, 1, "forward")
-    weight, bias, shift = meta.operands(node)
+    weight, bias, shift = tags.operands(node)
     node.args = ([shift, bias, weight], 2)
     return pick(node, 0)
 
@@ -282,7 +284,7 @@ def model_returns_a_parameter(program: Program) -> fx.Node:
 def freed_in_backward(program: Program) -> fx.Node:
     free = of(program, ops.free, 2, "forward")
     find(program, "dhead").append(free)
-    meta.update(free, phase="backward")
+    tags.update(free, phase="backward")
     return free
 
 
@@ -304,7 +306,7 @@ def gradient_reduced_twice(program: Program) -> fx.Node:
     )
     picks: list[fx.Node] = []
     for i, val in enumerate(values):
-        tag = {"fqn": meta.get(pick(behind, i)).fqn, "pair": 99}
+        tag = {"fqn": tags.get(pick(behind, i)).fqn, "pair": 99}
         picks.append(
             insert(program, picks[-1] if picks else node, operator.getitem, node, i, **tag)
         )
@@ -316,7 +318,7 @@ def gradient_reduced_twice(program: Program) -> fx.Node:
 @breaks(Fact.REDUCED_ONCE)
 def one_tensor_sent_for_two(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.reduce_scatter)
-    weight, bias, _ = meta.operands(node)
+    weight, bias, _ = tags.operands(node)
     node.args = ([weight, bias, weight], 2)
     return pick(node, 2)
 
@@ -325,7 +327,7 @@ def one_tensor_sent_for_two(program: Program) -> fx.Node:
 def gradients_swapped(program: Program) -> fx.Node:
     """The weight and the shift have one shape; only the names can tell."""
     node = launch(program, 1, "backward", ops.reduce_scatter)
-    weight, bias, shift = meta.operands(node)
+    weight, bias, shift = tags.operands(node)
     node.args = ([shift, bias, weight], 2)
     return pick(node, 0)
 
@@ -343,7 +345,7 @@ def reduced_gradient_not_returned(program: Program) -> fx.Node:
 def padded_wrongly(program: Program) -> fx.Node:
     """8 rows are 2 equal chunks as 6 are, but not of a parameter of 5."""
     node = launch(program, 0, "backward", ops.reduce_scatter)
-    (sent,) = meta.operands(node)
+    (sent,) = tags.operands(node)
     result = pick(node, 0)
     sent.meta["val"] = program.fake((8, 4), torch.float32, torch.device("cpu"))
     result.meta["val"] = program.fake((4, 4), torch.float32, torch.device("cpu"))
@@ -354,7 +356,7 @@ def padded_wrongly(program: Program) -> fx.Node:
 @breaks(Fact.ONE_DTYPE)
 def two_dtypes_in_one_launch(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.reduce_scatter)
-    sent = meta.operands(node)[0]
+    sent = tags.operands(node)[0]
     sent.meta["val"] = sent.meta["val"].to(torch.bfloat16)
     return node
 
@@ -362,8 +364,8 @@ def two_dtypes_in_one_launch(program: Program) -> fx.Node:
 @breaks(Fact.EQUAL_CHUNKS)
 def not_padded(program: Program) -> fx.Node:
     node = launch(program, 0, "backward", ops.reduce_scatter)
-    (pad,) = meta.operands(node)
-    meta.update(pad.all_input_nodes[0], fqn=meta.get(pad).fqn)
+    (pad,) = tags.operands(node)
+    tags.update(pad.all_input_nodes[0], fqn=tags.get(pad).fqn)
     node.args = (pad.all_input_nodes, 2)
     return node
 
@@ -371,7 +373,7 @@ def not_padded(program: Program) -> fx.Node:
 @breaks(Fact.EQUAL_CHUNKS)
 def not_contiguous(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.reduce_scatter)
-    weight = meta.operands(node)[0]
+    weight = tags.operands(node)[0]
     weight.meta["val"] = weight.meta["val"].t()
     return node
 
@@ -393,7 +395,7 @@ def waited_for_too_far_ahead(program: Program) -> fx.Node:
     later = launch(program, 2, "forward")
     anchor = pick(launch(program, 1, "forward"), 2)
     for node in reversed([wait, later, *later.users]):
-        if node.target is not ops.free and meta.get(node).role != "compute":
+        if node.target is not ops.free and tags.get(node).role != "compute":
             anchor.append(node)
     return later
 
@@ -429,7 +431,7 @@ def two_frees(program: Program) -> fx.Node:
 @breaks(Fact.FREED)
 def free_of_a_part(program: Program) -> fx.Node:
     free = of(program, ops.free, 1, "forward")
-    free.args = (meta.operands(free)[1:],)
+    free.args = (tags.operands(free)[1:],)
     return free
 
 
@@ -463,7 +465,7 @@ def view_of_a_view_read_after_the_free(program: Program) -> fx.Node:
 def sent_gradient_read_after_the_free(program: Program) -> fx.Node:
     free = next(n for n in find(program, "dweight_0").users if n.target is ops.free)
     reader = insert(program, free, aten.abs.default, find(program, "dweight_0"))
-    return meta.put(reader, meta.get(reader), program.refake(reader))
+    return tags.put(reader, tags.get(reader), program.refake(reader))
 
 
 @breaks(Fact.NO_USE_AFTER_FREE)
@@ -477,57 +479,57 @@ def freed_while_it_is_sent(program: Program) -> fx.Node:
 @breaks(Fact.STREAMS_ORDERED)
 def launch_on_the_compute_stream(program: Program) -> fx.Node:
     node = launch(program, 1, "forward")
-    meta.update(node, stream="compute")
+    tags.update(node, stream="compute")
     return node
 
 
 @breaks(Fact.STREAMS_ORDERED)
 def launch_without_an_event(program: Program) -> fx.Node:
     node = launch(program, 1, "forward")
-    meta.update(node, records=None)
+    tags.update(node, records=None)
     return of(program, ops.wait, 1, "forward")
 
 
 @breaks(Fact.STREAMS_ORDERED)
 def launch_that_waits_for_nothing(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.reduce_scatter)
-    meta.update(node, waits=())
+    tags.update(node, waits=())
     return node
 
 
 @breaks(Fact.STREAMS_ORDERED)
 def event_that_nobody_records(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.reduce_scatter)
-    (event,) = meta.get(node).waits
-    meta.update(recorder(program, event), records=None)
+    (event,) = tags.get(node).waits
+    tags.update(recorder(program, event), records=None)
     return node
 
 
 @breaks(Fact.STREAMS_ORDERED)
 def event_recorded_too_early(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.reduce_scatter)
-    (event,) = meta.get(node).waits
-    meta.update(recorder(program, event), records=None)
-    meta.update(find(program, "dlinear_0"), records=event)
+    (event,) = tags.get(node).waits
+    tags.update(recorder(program, event), records=None)
+    tags.update(find(program, "dlinear_0"), records=event)
     return node
 
 
 @breaks(Fact.STREAMS_ORDERED)
 def event_recorded_twice(program: Program) -> fx.Node:
     again = find(program, "dlinear_0")
-    meta.update(again, records=meta.get(launch(program, 1, "backward")).records)
+    tags.update(again, records=tags.get(launch(program, 1, "backward")).records)
     return again
 
 
 @breaks(Fact.STREAMS_ORDERED)
 def reader_that_does_not_wait(program: Program) -> fx.Node:
     wait = of(program, ops.wait, 1, "forward")
-    meta.update(wait, waits=())
+    tags.update(wait, waits=())
     return find(program, "h_0")
 
 
 def recorder(program: Program, event: str) -> fx.Node:
-    (node,) = (n for n in program.graph.nodes if meta.get(n).records == event)
+    (node,) = (n for n in program.graph.nodes if tags.get(n).records == event)
     return node
 
 
@@ -562,7 +564,7 @@ def last_row_dropped(program: Program) -> fx.Node:
 def rows_swapped(program: Program) -> fx.Node:
     free = of(program, ops.free, 1, "forward")
     same = row(program, free.name)
-    (call,) = {meta.source(n) for n in (row(program, "linear_0"), row(program, "h_0"))}
+    (call,) = {tags.source(n) for n in (row(program, "linear_0"), row(program, "h_0"))}
     call.prepend(same)
     return find(program, "h_0")
 
@@ -592,7 +594,7 @@ def region_called_on_other_values(program: Program) -> fx.Node:
 def row_on_other_values(program: Program) -> fx.Node:
     free = of(program, ops.free, 1, "forward")
     same = row(program, free.name)
-    same.args = (meta.operands(same)[::-1],)
+    same.args = (tags.operands(same)[::-1],)
     return free
 
 
@@ -671,15 +673,15 @@ def test_every_event_matters() -> None:
     """Whatever is recorded is waited for, and nothing of it can be left out."""
     program = good()
     for node in program.graph.nodes:
-        tag = meta.get(node)
+        tag = tags.get(node)
         fewer = [tag.waits[:i] + tag.waits[i + 1 :] for i in range(len(tag.waits))]
         broken = [dataclasses.replace(tag, waits=waits) for waits in fewer]
         for without in broken + [dataclasses.replace(tag, records=None)] * bool(tag.records):
-            meta.put(node, without)
+            tags.put(node, without)
             with pytest.raises(VerifyError) as caught:
                 verify.verify(program)
             assert caught.value.fact == "streams_ordered"
-            meta.put(node, tag)
+            tags.put(node, tag)
     verify.verify(program)
 
 

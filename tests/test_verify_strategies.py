@@ -13,11 +13,13 @@ import torch
 from torch import fx
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from fxshard import dump, meta, ops, pipeline, trace, verify
+from fxshard import pipeline, verify
+from fxshard.capture import trace
 from fxshard.config import Config, Precision
 from fxshard.errors import VerifyError
-from fxshard.program import Fact, Program
-from fxshard.units import configured_units
+from fxshard.ir import dump, ops, tags, transfers
+from fxshard.ir.program import Fact, Program
+from fxshard.ir.units import configured_units
 from fxshard.verify import gradients
 from tests import graphs
 from tests.graphs import BF16
@@ -79,13 +81,13 @@ def value_of(program: Program, name: str) -> fx.Node:
 def again(program: Program, behind: fx.Node, node: fx.Node, taken: list[fx.Node]) -> fx.Node:
     """A copy of the launch `node` on `taken`, and its wait, behind `behind`; returns its pick."""
     tag = dataclasses.replace(
-        meta.get(node), phase="backward", pair=99, records="z99", waits=(), fqn=None
+        tags.get(node), phase="backward", pair=99, records="z99", waits=(), fqn=None
     )
     with program.graph.inserting_before(behind.next):
-        got, *_ = ops.insert_word(
-            program, node.target, (taken, *node.args[1:]), [str(meta.get(taken[0]).fqn)], tag, "z"
+        got, *_ = transfers.insert_word(
+            program, node.target, (taken, *node.args[1:]), [str(tags.get(taken[0]).fqn)], tag, "z"
         )
-        ops.insert_wait(program, [got], tag)
+        transfers.insert_wait(program, [got], tag)
     return got
 
 
@@ -115,7 +117,7 @@ adds = functools.partial(chain, sync=False, accumulated=frozenset({"head"}))
 @breaks(Fact.REDUCED_ONCE, hybrid)
 def all_reduce_missing(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.all_reduce)
-    (sent,) = meta.operands(node)
+    (sent,) = tags.operands(node)
     returned(program, "layers.0.weight", sent)
     for each in (paired(program, ops.wait, node), pick(node, 0), node):
         program.graph.erase_node(each)
@@ -125,7 +127,7 @@ def all_reduce_missing(program: Program) -> fx.Node:
 @breaks(Fact.REDUCED_ONCE, no_shard)
 def all_reduce_of_whole_gradients_missing(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.all_reduce)
-    returned(program, "layers.0.weight", meta.operands(node)[0])
+    returned(program, "layers.0.weight", tags.operands(node)[0])
     for each in (paired(program, ops.wait, node), pick(node, 0), node):
         program.graph.erase_node(each)
     return program.output
@@ -134,7 +136,7 @@ def all_reduce_of_whole_gradients_missing(program: Program) -> fx.Node:
 @breaks(Fact.REDUCED_ONCE, hybrid, harms=False)  # it is reduced in place
 def returned_from_before_the_all_reduce(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.all_reduce)
-    return returned(program, "layers.0.weight", meta.operands(node)[0])
+    return returned(program, "layers.0.weight", tags.operands(node)[0])
 
 
 @breaks(Fact.REDUCED_ONCE, summed)
@@ -150,7 +152,7 @@ def all_reduced_twice(program: Program) -> fx.Node:
 @breaks(Fact.REDUCED_ONCE, hybrid_layers)
 def all_reduce_of_another_gradient(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.all_reduce)
-    weight, bias, shift = meta.operands(node)
+    weight, bias, shift = tags.operands(node)
     node.args = ([shift, bias, weight], *node.args[1:])
     return pick(node, 0)
 
@@ -211,9 +213,9 @@ def operand_read_while_it_is_all_reduced(program: Program) -> fx.Node:
 @breaks(Fact.UNSHARD_PAIRED, summed)
 def predivided_behind_the_launch(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.reduce_scatter)
-    (division,) = meta.operands(node)
-    gradient = meta.source(division)
-    meta.update(gradient, fqn=meta.get(division).fqn)
+    (division,) = tags.operands(node)
+    gradient = tags.source(division)
+    tags.update(gradient, fqn=tags.get(division).fqn)
     division.replace_all_uses_with(gradient)
     pick(node, 0).append(division)
     return division
@@ -222,7 +224,7 @@ def predivided_behind_the_launch(program: Program) -> fx.Node:
 @breaks(Fact.STREAMS_ORDERED, hybrid, harms=False)  # as all that follows about streams
 def all_reduce_that_waits_for_nothing(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.all_reduce)
-    meta.update(node, waits=())
+    tags.update(node, waits=())
     return node
 
 
@@ -244,7 +246,7 @@ def shard_sent_without_cast(program: Program) -> fx.Node:
     for each in (free, pick(cast, 0), cast):
         program.graph.erase_node(each)
     buffer = pick(node, 0)
-    stale = meta.storage_ids(buffer)
+    stale = tags.storage_ids(buffer)
     node.meta["val"] = program.refake(node)
     buffer.meta["val"] = node.meta["val"][0]
     program.refresh_views(buffer, stale)
@@ -271,7 +273,7 @@ def nobody_waits_for_the_cast(program: Program) -> fx.Node:
 def gather_of_an_activation(program: Program) -> fx.Node:
     node = find(program, "unshard_2")
     activation = insert(program, node.prev, aten.clone.default, find(program, "x_0"))
-    meta.update(activation, fqn="head", phase="forward", unit=0, role="compute")
+    tags.update(activation, fqn="head", phase="forward", unit=0, role="compute")
     activation.meta["val"] = program.fake((2, 3), torch.float32, torch.device("cpu"))
     node.args = ([activation], 2)
     return node
@@ -294,9 +296,9 @@ def cast_not_freed(program: Program) -> fx.Node:
 def reduced_gradient_not_freed(program: Program) -> fx.Node:
     """Its cast is returned."""
     node = launch(program, 1, "backward", ops.reduce_scatter)
-    free = find(program, f"free_result_{meta.get(node).pair}")
+    free = find(program, f"free_result_{tags.get(node).pair}")
     program.graph.erase_node(free)
-    return find(program, f"free_{meta.get(node).pair}")
+    return find(program, f"free_{tags.get(node).pair}")
 
 
 @breaks(Fact.NO_USE_AFTER_FREE, low_precision)
@@ -305,7 +307,7 @@ def reduced_gradient_freed_before_its_cast(program: Program) -> fx.Node:
     (free,) = (
         n
         for n in program.graph.find_nodes(op="call_function", target=ops.free)
-        if meta.storage_ids(meta.operands(n)[0]) & meta.storage_ids(meta.source(value))
+        if tags.storage_ids(tags.operands(n)[0]) & tags.storage_ids(tags.source(value))
     )
     value.prepend(free)
     return value
@@ -314,14 +316,14 @@ def reduced_gradient_freed_before_its_cast(program: Program) -> fx.Node:
 @breaks(Fact.NO_USE_AFTER_FREE, low_precision)
 def reduced_gradient_freed_while_it_is_all_reduced(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.all_reduce)
-    pair = meta.get(launch(program, 1, "backward", ops.reduce_scatter)).pair
+    pair = tags.get(launch(program, 1, "backward", ops.reduce_scatter)).pair
     pick(node, 0).append(find(program, f"free_result_{pair}"))
     return paired(program, ops.wait, node)
 
 
 @breaks(Fact.REDUCED_ONCE, low_precision)
 def gradient_not_cast_back(program: Program) -> fx.Node:
-    return returned(program, "layers.0.weight", meta.source(value_of(program, "layers.0.weight")))
+    return returned(program, "layers.0.weight", tags.source(value_of(program, "layers.0.weight")))
 
 
 # -- offload --------------------------------------------------------------------------------------
@@ -346,9 +348,9 @@ def shard_sent_without_load(program: Program) -> fx.Node:
 @breaks(Fact.NO_USE_AFTER_FREE, offload_bf16)
 def load_freed_before_the_wait_of_the_gather(program: Program) -> fx.Node:
     free = find(program, "free_sent_1")
-    free.args = (meta.operands(free)[1:],)
+    free.args = (tags.operands(free)[1:],)
     early = insert(program, part(program, "unshard_1"), ops.free, [part(program, "load_1")])
-    meta.put(early, meta.get(free)).meta.pop("val", None)
+    tags.put(early, tags.get(free)).meta.pop("val", None)
     late = [part(program, "cast_1")]
     free.args = (late,)
     return early
@@ -357,28 +359,28 @@ def load_freed_before_the_wait_of_the_gather(program: Program) -> fx.Node:
 @breaks(Fact.STREAMS_ORDERED, offload, harms=False)
 def gather_that_does_not_wait_for_the_load(program: Program) -> fx.Node:
     node = find(program, "unshard_1")
-    meta.update(node, waits=tuple(e for e in meta.get(node).waits if e != "l1"))
+    tags.update(node, waits=tuple(e for e in tags.get(node).waits if e != "l1"))
     return node
 
 
 @breaks(Fact.STREAMS_ORDERED, offload_bf16, harms=False)
 def cast_that_does_not_wait_for_the_load(program: Program) -> fx.Node:
     node = find(program, "cast_1")
-    meta.update(node, waits=tuple(e for e in meta.get(node).waits if e != "l1"))
+    tags.update(node, waits=tuple(e for e in tags.get(node).waits if e != "l1"))
     return node
 
 
 @breaks(Fact.STREAMS_ORDERED, bf16, harms=False)
 def cast_on_another_stream_than_its_gather(program: Program) -> fx.Node:
     node = find(program, "cast_1")
-    meta.update(node, stream="load")
+    tags.update(node, stream="load")
     return node
 
 
 @breaks(Fact.STREAMS_ORDERED, offload, harms=False)
 def store_that_does_not_wait(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.store)
-    meta.update(node, waits=())
+    tags.update(node, waits=())
     return node
 
 
@@ -392,7 +394,7 @@ def store_of_what_is_in_flight(program: Program) -> fx.Node:
 @breaks(Fact.NO_USE_AFTER_FREE, offload)
 def freed_while_it_is_stored(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.store)
-    free = find(program, f"free_{meta.get(node).pair}")
+    free = find(program, f"free_{tags.get(node).pair}")
     pick(node, 0).append(free)
     return free
 
@@ -400,13 +402,13 @@ def freed_while_it_is_stored(program: Program) -> fx.Node:
 @breaks(Fact.REDUCED_ONCE, offload, harms=False)  # where all is one memory
 def gradient_not_stored(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.store)
-    return returned(program, "layers.0.weight", meta.operands(node)[0])
+    return returned(program, "layers.0.weight", tags.operands(node)[0])
 
 
 @breaks(Fact.REDUCED_ONCE, functools.partial(layered, offloaded=True))
 def stores_swapped(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.store)
-    weight, bias, shift = meta.operands(node)
+    weight, bias, shift = tags.operands(node)
     node.args = ([shift, bias, weight],)
     return pick(node, 0)
 
@@ -418,17 +420,17 @@ def stores_swapped(program: Program) -> fx.Node:
 def kept_parameter_freed_in_forward(program: Program) -> fx.Node:
     free = find(program, "free_1")
     find(program, "mm_1").append(free)
-    meta.update(free, phase="forward")
+    tags.update(free, phase="forward")
     return find(program, "dx_1")
 
 
 @breaks(Fact.BOUNDED_INFLIGHT, kept, harms=False)  # but for memory
 def kept_parameter_gathered_again_for_nobody(program: Program) -> fx.Node:
     node = find(program, "unshard_1")
-    got = again(program, find(program, "dhead"), node, meta.operands(node))
+    got = again(program, find(program, "dhead"), node, tags.operands(node))
     wait = next(n for n in got.users if n.target is ops.wait)
     insert(program, wait, ops.free, [got], role="free")
-    return meta.source(got)
+    return tags.source(got)
 
 
 @breaks(Fact.NO_PARAM_SAVED, regrouped, harms=False)  # but for memory; it is freed, see below
@@ -456,23 +458,23 @@ def resharded_behind_the_free(program: Program) -> fx.Node:
 @breaks(Fact.PARAMS_UNSHARDED, functools.partial(layered, world_size=4, reshard=2))
 def part_of_another_unit(program: Program) -> fx.Node:
     node, other = launch(program, 1, "backward"), launch(program, 2, "backward")
-    node.args = (meta.operands(other), *node.args[1:])
+    node.args = (tags.operands(other), *node.args[1:])
     return pick(node, 0)
 
 
 @breaks(Fact.FREED, regrouped)
 def part_freed_too_early(program: Program) -> fx.Node:
     gather = launch(program, 2, "backward")
-    free = find(program, f"free_sent_{meta.get(gather).pair}")
+    free = find(program, f"free_sent_{tags.get(gather).pair}")
     pick(find(program, "reshard_1"), 0).append(free)
-    meta.update(free, phase="forward")
+    tags.update(free, phase="forward")
     return free
 
 
 @breaks(Fact.NO_USE_AFTER_FREE, regrouped)
 def part_freed_while_it_is_sent(program: Program) -> fx.Node:
     gather = launch(program, 2, "backward")
-    free = find(program, f"free_sent_{meta.get(gather).pair}")
+    free = find(program, f"free_sent_{tags.get(gather).pair}")
     pick(gather, 0).append(free)
     return free
 
@@ -504,7 +506,7 @@ def shards_gathered_from_the_replicas(program: Program) -> fx.Node:
 @breaks(Fact.REDUCED_ONCE, accumulated)
 def accumulated_gradient_not_reduced(program: Program) -> fx.Node:
     node = launch(program, 0, "backward", ops.reduce_scatter)
-    returned(program, "head", meta.operands(node)[0])
+    returned(program, "head", tags.operands(node)[0])
     return program.output
 
 
@@ -512,9 +514,9 @@ def accumulated_gradient_not_reduced(program: Program) -> fx.Node:
 def accumulated_gradient_forgotten(program: Program) -> fx.Node:
     """What this step adds is reduced, and what is there already is not."""
     node = launch(program, 0, "backward", ops.reduce_scatter)
-    (total,) = meta.operands(node)
+    (total,) = tags.operands(node)
     gradient = find(program, "dhead")
-    meta.update(gradient, fqn="head")
+    tags.update(gradient, fqn="head")
     total.replace_all_uses_with(gradient)
     program.graph.erase_node(total)
     return gradient
@@ -524,8 +526,8 @@ def accumulated_gradient_forgotten(program: Program) -> fx.Node:
 def accumulated_gradient_without_this_step(program: Program) -> fx.Node:
     """What is there already is reduced, then added to, behind the free of it."""
     node = launch(program, 0, "backward", ops.reduce_scatter)
-    (total,) = meta.operands(node)
-    held = meta.source(total)
+    (total,) = tags.operands(node)
+    held = tags.source(total)
     total.replace_all_uses_with(held)
     paired(program, ops.wait, node).append(total)
     return total
@@ -589,25 +591,25 @@ def hook_in_another_order(program: Program) -> fx.Node:
 @breaks(Fact.REDUCED_ONCE, hooked)
 def hook_result_cut_at_the_wrong_place(program: Program) -> fx.Node:
     value = value_of(program, "layers.0.shift")
-    piece = meta.source(value)
+    piece = tags.source(value)
     start, end = piece.args[2:4]
     piece.args = (*piece.args[:2], start - 1, end - 1)  # type: ignore[operator]
-    return meta.source(piece)
+    return tags.source(piece)
 
 
 @breaks(Fact.REDUCED_ONCE, functools.partial(layered, comm_hook=True, world_size=1, replicas=2))
 def returned_from_before_the_hook(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.comm_hook)
     rows = gradients.hook_rows(node)
-    row = next(n for n in rows if meta.get(meta.source(n)).fqn == "layers.0.shift")
-    returned(program, "layers.0.shift", meta.source(row))
+    row = next(n for n in rows if tags.get(tags.source(n)).fqn == "layers.0.shift")
+    returned(program, "layers.0.shift", tags.source(row))
     return program.output
 
 
 @breaks(Fact.NO_USE_AFTER_FREE, hooked)
 def flat_tensor_freed_while_the_hook_runs(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.comm_hook)
-    free = find(program, f"free_{meta.get(node).pair}")
+    free = find(program, f"free_{tags.get(node).pair}")
     pick(node, 0).append(free)
     return free
 
@@ -678,16 +680,16 @@ def test_every_event_matters(build: Build) -> None:
     program = good(build)
     program.facts = {Fact.STREAMS_ORDERED}
     for node in program.graph.nodes:
-        tag = meta.get(node)
+        tag = tags.get(node)
         fewer = [tag.waits[:i] + tag.waits[i + 1 :] for i in range(len(tag.waits))]
         broken = [dataclasses.replace(tag, waits=waits) for waits in fewer]
         broken += [dataclasses.replace(tag, records=None)] if tag.records else []
         for without in broken:
-            meta.put(node, without)
+            tags.put(node, without)
             with pytest.raises(VerifyError) as caught:
                 verify.verify(program)
             assert caught.value.fact == "streams_ordered"
-            meta.put(node, tag)
+            tags.put(node, tag)
     verify.verify(program)
 
 

@@ -25,8 +25,8 @@ from torch.distributed.fsdp.wrap import (
 )
 
 import fxshard
-from fxshard import compat
-from fxshard.units import find_units
+from fxshard._torch import compat
+from fxshard.ir.units import find_units
 from tests.fsdp2 import full
 from tests.oracles import Collective, count_collectives
 from tests.test_training import assert_same, grads_of, loss_of, state_of

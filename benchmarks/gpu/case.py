@@ -33,8 +33,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import fxshard
 from benchmarks.gpu.models import ON_CPU, ON_GPU, Batch, Recipe
-from fxshard import compat
-from fxshard.cuda import capture_signature
+from fxshard._torch import compat
+from fxshard.capture.cuda.operators import capture_signature
 from fxshard.memory.cuda.reserved import STEADY_STEPS, DeviceMemory
 from fxshard.memory.cuda.settings import AllocatorSettings
 from fxshard.memory.report import MemoryReport

@@ -31,7 +31,7 @@ from tabulate import tabulate
 
 from benchmarks.gpu.case import ALLOCATED_TARGET, RESERVED_TARGET
 from benchmarks.gpu.models import ON_CPU, ON_GPU
-from fxshard.cuda import TARGET
+from fxshard.capture.cuda.operators import TARGET
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import fxshard
 from benchmarks.vs_fsdp2.models import WORLD, Case, training
 from benchmarks.vs_fsdp2.tracked import fully_sharded
-from fxshard import compat
+from fxshard._torch import compat
 
 
 def measured_peak(model: nn.Module, optimizer: Any, step: Callable[[], None]) -> int:

@@ -14,7 +14,7 @@ from benchmarks.vs_fsdp2.models import WORLD, Case, make_optimizer
 from benchmarks.vs_fsdp2.things import Row, Rows, Thing, unit_of
 from fxshard.memory.category import Category, State
 from fxshard.memory.ledger import Ledger, LiveRange, Moment
-from fxshard.plans import Plan
+from fxshard.plans.plan import Plan
 
 KINDS = {
     Category.SHARDED_PARAM: "shard",

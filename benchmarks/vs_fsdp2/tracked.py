@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from benchmarks.vs_fsdp2.models import CASES, WORLD, Case, LossOutside, training
 from benchmarks.vs_fsdp2.things import Row, Rows, Thing, unit_of
-from fxshard import compat
+from fxshard._torch import compat
 from fxshard.memory.category import CATEGORIES
 
 CPU = torch.device("cpu")

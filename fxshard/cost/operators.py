@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxshard import meta, ops
-from fxshard.compat import OpOverload
+from fxshard._torch.compat import OpOverload
 from fxshard.cost.hardware import Hardware
+from fxshard.ir import ops, tags
 
 aten = torch.ops.aten
 
@@ -127,13 +127,13 @@ def bytes_moved(node: fx.Node) -> int:
     packet = _packet(node)
     if packet in ALLOCATIONS or is_view(node):
         return 0
-    written = sum(map(_extent, meta.tensors(node.meta.get("val"))))
+    written = sum(map(_extent, tags.tensors(node.meta.get("val"))))
     inputs = [n.meta.get("val") for n in node.all_input_nodes]
     if packet in GATHERS:
-        return 2 * written + sum(map(_extent, meta.tensors(inputs[1:])))
+        return 2 * written + sum(map(_extent, tags.tensors(inputs[1:])))
     if packet in OVERWRITES:
         inputs = inputs[1:]
-    return written + sum(map(_extent, meta.tensors(inputs)))
+    return written + sum(map(_extent, tags.tensors(inputs)))
 
 
 def is_view(node: fx.Node) -> bool:
@@ -141,7 +141,7 @@ def is_view(node: fx.Node) -> bool:
     if node.op != "call_function" or node.target is operator.getitem:
         return True
     mutates = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
-    return not mutates and meta.aliases_input(node)
+    return not mutates and tags.aliases_input(node)
 
 
 def node_seconds(node: fx.Node, hardware: Hardware, world_size: int = 1) -> float:
@@ -280,7 +280,7 @@ def wire_bytes(sent: Collective, hardware: Hardware) -> tuple[float, float]:
 
 
 def _sent(node: fx.Node) -> int:
-    return sum(_extent(t) for source in meta.operands(node) for t in meta.tensors(_value(source)))
+    return sum(_extent(t) for source in tags.operands(node) for t in tags.tensors(_value(source)))
 
 
 def _extent(tensor: Tensor) -> int:
@@ -293,7 +293,7 @@ def _extent(tensor: Tensor) -> int:
 
 def operand_dtype(node: fx.Node) -> torch.dtype:
     """Dtype of what is multiplied: of the first operand (attention's last ones may be others)."""
-    found = next(meta.tensors([_value(n) for n in node.all_input_nodes]), None)
+    found = next(tags.tensors([_value(n) for n in node.all_input_nodes]), None)
     return found.dtype if found is not None else torch.float32
 
 

@@ -1,6 +1,6 @@
 """An estimate as a trace for ui.perfetto.dev, beside the bytes that are alive.
 
-The format is that of `fxshard.memory.views.perfetto`. Times are microseconds from the beginning of
+Times are microseconds from the beginning of
 the step. Memory is taken and given back in program order: its counters follow the clock of the
 compute stream, past each operator and each row.
 """
@@ -8,18 +8,24 @@ compute stream, past each operator and each row.
 from __future__ import annotations
 
 import bisect
+import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from fxshard.cost.timeline import Estimate
-from fxshard.memory.ledger import Ledger
-from fxshard.memory.report import MemoryReport
-from fxshard.memory.views.perfetto import STREAMS, Event, memory_events, processes, threads
+from fxshard.cost.trace_events import (
+    STREAMS,
+    DrawsMemory,
+    Event,
+    PhaseOfStep,
+    processes,
+    threads,
+)
 
 MICROSECONDS = 1e6
 
 
-def text(estimate: Estimate, memory: MemoryReport | None = None) -> str:
+def text(estimate: Estimate, memory: DrawsMemory | None = None) -> str:
     """The trace as JSON.
 
     Args:
@@ -34,7 +40,7 @@ def text(estimate: Estimate, memory: MemoryReport | None = None) -> str:
         *_operators(estimate),
     ]
     if memory is not None:
-        events += memory_events(memory, times(estimate, memory.ledger()))
+        events += memory.trace_events(functools.partial(times, estimate))
     said = {"hardware": estimate.hardware.name, "step_seconds": estimate.step_seconds}
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": said})
 
@@ -82,8 +88,8 @@ def _operators(estimate: Estimate) -> Iterator[Event]:
             before = end
 
 
-def times(estimate: Estimate, ledger: Ledger) -> list[float]:
-    """Microseconds per tick of a ledger, and of the end behind them.
+def times(estimate: Estimate, phases: Iterable[PhaseOfStep]) -> list[float]:
+    """Microseconds per tick of a ledger with these phases, and of the end behind them.
 
     What the estimate knows nothing of (the user's loss, ``zero_grad``) takes no time; the events of
     the optimizer share its time equally.
@@ -92,7 +98,7 @@ def times(estimate: Estimate, ledger: Ledger) -> list[float]:
     last = estimate.rows[-1] if estimate.rows else None
     now = 0.0
     found: list[float] = []
-    for phase in ledger.phases:
+    for phase in phases:
         ends: tuple[float, ...] = ()
         estimated = known.get((phase.name, phase.micro_batch))
         if estimated is not None:

@@ -16,21 +16,19 @@ import functools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from tabulate import tabulate
 from torch import fx
 
-from fxshard import dump, files, meta, ops
 from fxshard.cost import operators
 from fxshard.cost.hardware import Hardware
-from fxshard.memory.optimizer import OptimizerStep
-from fxshard.program import Program, nbytes
-from fxshard.schedule import Region
+from fxshard.cost.trace_events import DrawsMemory
+from fxshard.host import files
+from fxshard.ir import dump, ops, tags
+from fxshard.ir.program import Program, nbytes
+from fxshard.ir.schedule import Region
 from fxshard.verify.orders import ENTRY
-
-if TYPE_CHECKING:
-    from fxshard.memory.report import MemoryReport
 
 OPTIMIZER = "(optimizer)"
 COLLECTIVES = tuple(dump.OPERATIONS[word] for word in ops.COLLECTIVES)
@@ -43,7 +41,7 @@ class Row:
     Attributes:
         micro_batch: which of the step's, from 0; -1 for the optimizer.
         phase: "forward", "backward" or "optimizer".
-        operation: as in `fxshard.dump.Row`.
+        operation: as in `fxshard.ir.dump.Row`.
         unit: its unit's name.
         name: of the row in the schedule.
         stream: where it runs.
@@ -72,13 +70,26 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
+class OptimizerState:
+    """What an optimizer that runs behind the programs reads and writes beside its parameters.
+
+    Attributes:
+        name: class of the optimizer.
+        bytes: of its state between two steps, by FQN of the parameter.
+    """
+
+    name: str
+    bytes: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
 class Phase:
     """The operators of one phase on the clock of the compute stream.
 
     Attributes:
         name, micro_batch: see `Row`.
         start: when it begins.
-        operators: per point (`fxshard.schedule.points`), the operator, if a region runs it; else
+        operators: per point (`fxshard.ir.schedule.points`), the operator, if a region runs it; else
             "".
         ends: per point, when the compute stream is past it.
     """
@@ -202,7 +213,7 @@ class Estimate:
             if row.micro_batch == micro_batch
         }
 
-    def to_perfetto(self, path: str | Path, memory: MemoryReport | None = None) -> None:
+    def to_perfetto(self, path: str | Path, memory: DrawsMemory | None = None) -> None:
         """Write a trace for ui.perfetto.dev: a track per stream, times as estimated.
 
         Args:
@@ -249,7 +260,7 @@ class Estimate:
 
 
 def estimate(
-    programs: Sequence[Program], hardware: Hardware, optimizer: OptimizerStep | None = None
+    programs: Sequence[Program], hardware: Hardware, optimizer: OptimizerState | None = None
 ) -> Estimate:
     """Walk a step; nothing runs.
 
@@ -292,14 +303,14 @@ Span = tuple[float, float, float]  # start, end, exposed
 class _Walk:
     """A clock per stream, carried from row to row and from program to program."""
 
-    def __init__(self, hardware: Hardware, optimizer: OptimizerStep | None) -> None:
+    def __init__(self, hardware: Hardware, optimizer: OptimizerState | None) -> None:
         self.hardware = hardware
         self.clock: dict[str, float] = {"compute": 0.0}  # stream -> until when it is taken
         self.rows: list[Row] = []
         self.phases: list[Phase] = []
         self.model_flops = 0
         self.ideal_seconds = 0.0
-        self._state = state_bytes(optimizer)
+        self._state = optimizer.bytes if optimizer else {}
 
     def run(self, program: Program, micro_batch: int) -> None:
         """Forward and backward of one micro-batch."""
@@ -326,7 +337,7 @@ class _Walk:
                 ends.append(self.clock["compute"])
                 names.append("")
                 if node.op == "call_module" or node.target in ops.WORDS:  # not the cut of a buffer
-                    tag, word = meta.get(node), dump.OPERATIONS.get(node.target, "compute")
+                    tag, word = tags.get(node), dump.OPERATIONS.get(node.target, "compute")
                     unit = program.units[tag.unit or 0].name
                     self.rows.append(
                         Row(
@@ -347,7 +358,7 @@ class _Walk:
         start = now = self.clock["compute"]
         exposed = 0.0
         for node, seconds in zip(run, cost.seconds, strict=True):
-            tag = meta.get(node)
+            tag = tags.get(node)
             if tag.waits:
                 stands = max(now, *map(self._event, tag.waits)) - now
                 exposed += stands
@@ -358,14 +369,14 @@ class _Walk:
                 self._events[tag.records] = now
             ends.append(now)
         for at, flops, seconds in cost.flops:
-            if not meta.get(run[at]).again:
+            if not tags.get(run[at]).again:
                 self.model_flops += flops
                 self.ideal_seconds += seconds
         self.clock["compute"] = now
         return start, now, exposed
 
     def _word(self, node: fx.Node) -> Span:
-        tag = meta.get(node)
+        tag = tags.get(node)
         free = self.clock.get(tag.stream, 0.0)
         ready = [free, *map(self._event, tag.waits)]
         group = str(operators.argument(node, "group") or "shard")
@@ -412,7 +423,7 @@ class _Walk:
             )
         return self._costs[region.name]
 
-    def step(self, optimizer: OptimizerStep, program: Program) -> None:
+    def step(self, optimizer: OptimizerState, program: Program) -> None:
         """The optimizer behind all programs, on the compute stream: what no program steps itself.
 
         It runs when backward has returned, and so when the reductions are there.
@@ -437,7 +448,7 @@ def optimizer_seconds(
 
     Args:
         fqns: the parameters; what is none of `program` (the gradient of an input) counts nothing.
-        state: bytes of each one's state, from `state_bytes`.
+        state: bytes of each one's state, as in `OptimizerState`.
     """
     moved = 0
     for fqn in fqns:
@@ -452,20 +463,9 @@ def optimizer_seconds(
     return hardware.launch_overhead + moved / hardware.memory_bandwidth
 
 
-def state_bytes(optimizer: OptimizerStep | None) -> dict[str, int]:
-    """Bytes of the optimizer's state between two steps, by FQN of its parameter."""
-    found: dict[str, int] = {}
-    if optimizer is None:
-        return found
-    for number in optimizer.held:
-        fqn = optimizer.names[number][0].partition(" of ")[2]
-        found[fqn] = found.get(fqn, 0) + optimizer.state[number]
-    return found
-
-
 def _launch(wait: fx.Node) -> fx.Node:
     """The operator that a wait row waits for, or what it was handed from another phase."""
-    first = meta.operands(wait)[0]
+    first = tags.operands(wait)[0]
     while first.op == "call_function" and first.target not in ops.ASYNCHRONOUS:
-        first = meta.source(first)
+        first = tags.source(first)
     return first

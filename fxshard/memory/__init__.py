@@ -1,1 +1,1 @@
-"""What lives in memory: computed from the program (liveness), measured (tracker), compared."""
+"""What lives in memory, computed from the program alone."""

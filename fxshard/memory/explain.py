@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from fxshard.bytesize import SIZES as SIZES
+from fxshard.bytesize import size_text as size_text
+from fxshard.capture.provenance import line_text
 from fxshard.memory.category import Category
 from fxshard.memory.ledger import LiveRange
-from fxshard.provenance import line_text
-from fxshard.sizes import SIZES as SIZES
-from fxshard.sizes import size_text as size_text
 
 
 @dataclasses.dataclass(frozen=True)

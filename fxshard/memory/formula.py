@@ -15,7 +15,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import sympy
@@ -26,14 +26,42 @@ from fxshard.memory.explain import size_text
 from fxshard.memory.ledger import Ledger, LiveRange
 from fxshard.memory.symbolic import WORLD, WorldKind, evaluate
 
-if TYPE_CHECKING:
-    from fxshard.memory.report import MemoryReport
-
 EXACT = 2**53  # below it a float64 holds every integer
 MOST = 2**62  # bytes, and products of sizes: up to there int64 counts right
 BLOCK = 512  # bytes: CUDA's caching allocator rounds every size up to a multiple of it
 
 Point = Mapping[str, Any]  # sizes by name: ints or int64 arrays
+
+
+class Asked(Protocol):
+    """What a formula needs of a `fxshard.memory.report.MemoryReport`."""
+
+    @property
+    def formulas(self) -> StepFormulas:
+        """The live ranges as formulas."""
+
+    def of_world(self, world: int) -> Asked:
+        """The report of a plan whose formulas hold for a number of ranks."""
+
+    def category_of(self, category: Category | str) -> Category:
+        """A category by its name."""
+
+    def ledger(self, *, first_step: bool = False) -> Ledger:
+        """Every live range of the step."""
+
+    def owners(self, *, first_step: bool = False) -> set[str]:
+        """Modules that own something."""
+
+    def stretch(
+        self,
+        module: str,
+        state: State | str,
+        *,
+        first_step: bool = False,
+        call: int = 0,
+        micro_batch: int = -1,
+    ) -> range | None:
+        """The ticks of the ledger at which `module` is in `state`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -425,7 +453,7 @@ class Vectors:
     basis: Basis
     choose: Matrix
     value: Matrix
-    report: MemoryReport
+    report: Asked
     question: Question
     terms: tuple[Term, ...]
     elsewhere: dict[WorldKind, Formula] = dataclasses.field(default_factory=dict)
@@ -579,7 +607,7 @@ def _latex(formula: Formula) -> str:
     return rf"\max\left({text},\ \ldots_{{{others}}}\right)" if others else text
 
 
-def ask(report: MemoryReport, question: Question) -> Formula:
+def ask(report: Asked, question: Question) -> Formula:
     """See `MemoryReport.formula`."""
     module, state, first_step = question.module, question.state, question.first_step
     step = report.formulas

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxshard import meta, ops
+from fxshard.ir import ops, tags, transfers
+from fxshard.ir.program import Program, nbytes
 from fxshard.memory.category import Category
 from fxshard.memory.loss import LossStep
-from fxshard.program import Program, nbytes
 
 aten = torch.ops.aten
 
@@ -29,22 +29,22 @@ def gradient_categories(
     todo: list[fx.Node] = []
     for launch in program.graph.nodes:
         if launch.target in (first, ops.comm_hook):
-            todo += meta.operands(launch)
+            todo += tags.operands(launch)
     while todo:
         sent = todo.pop()
         maker = _maker(sent)
         if maker is not None and is_reduce_copy(maker.target, dict(maker.kwargs)):
-            found |= dict.fromkeys(meta.storage_ids(maker), Category.REDUCE_SCATTER)
+            found |= dict.fromkeys(tags.storage_ids(maker), Category.REDUCE_SCATTER)
             todo += maker.all_input_nodes
         else:
-            for storage in meta.storage_ids(sent):
+            for storage in tags.storage_ids(sent):
                 found.setdefault(storage, Category.UNSHARDED_GRAD)
     stored = [n for node in program.graph.nodes if node.target is ops.store for n in node.args[0]]
     for node in stored:
-        for storage in meta.storage_ids(node):
+        for storage in tags.storage_ids(node):
             found.setdefault(storage, Category.SHARDED_GRAD)
-    for value in ops.stepped(program).values():
-        for storage in meta.storage_ids(value):
+    for value in transfers.stepped(program).values():
+        for storage in tags.storage_ids(value):
             found.setdefault(storage, Category.SHARDED_GRAD)
     for value, result in zip(program.values, program.results, strict=True):
         if result.kind == "accumulated":
@@ -53,7 +53,7 @@ def gradient_categories(
             category = Category.SHARDED_GRAD
         else:
             continue
-        for storage in meta.storage_ids(value):
+        for storage in tags.storage_ids(value):
             found.setdefault(storage, category)
     return found
 
@@ -71,9 +71,9 @@ def unreached(program: Program, loss: LossStep | None) -> frozenset[str]:
 
 def _maker(node: fx.Node) -> fx.Node | None:
     """The operator that made the storage of `node`, through views and changes in place."""
-    storages = meta.storage_ids(node)
+    storages = tags.storage_ids(node)
     while node.op == "call_function":
-        before = [n for n in node.all_input_nodes if meta.storage_ids(n) & storages]
+        before = [n for n in node.all_input_nodes if tags.storage_ids(n) & storages]
         if not before:
             return node
         node = before[0]

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from fxshard.bytesize import size_text
 from fxshard.memory.category import CATEGORIES, Matrix
 from fxshard.memory.ledger import PhaseBytes
 from fxshard.memory.report import MemoryReport, Snapshot
-from fxshard.sizes import size_text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxshard import collector, ops
-from fxshard.compat import FakeTensorMode
+from fxshard._torch.compat import FakeTensorMode
+from fxshard.codegen.optimizer import on_shards
 from fxshard.errors import ConfigError
+from fxshard.host import collector
+from fxshard.ir import ops
+from fxshard.ir.program import Program
 from fxshard.memory.optimizer import (
     OptimizerStep,
     RealScalars,
@@ -23,8 +26,6 @@ from fxshard.memory.optimizer import (
     step_of,
 )
 from fxshard.memory.recording import Event, Kernels, Recorder
-from fxshard.optimizer import on_shards
-from fxshard.program import Program
 
 
 @collector.paused()

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxshard import meta, ops
-from fxshard.program import Program
-from fxshard.schedule import Point, points
+from fxshard.ir import ops, tags
+from fxshard.ir.program import Program
+from fxshard.ir.schedule import Point, points
 
 aten = torch.ops.aten
 
@@ -89,8 +89,8 @@ def _of_launch(phase: str, number: int, point: Point) -> KernelTemporary | None:
     row = point.row
     if row.target not in ops.COLLECTIVES:
         return None
-    ins = sum(_nbytes(t) for n in meta.operands(row) for t in meta.tensors(n.meta["val"]))
-    outs = sum(_nbytes(t) for t in meta.tensors(row.meta["val"]))
+    ins = sum(_nbytes(t) for n in tags.operands(row) for t in tags.tensors(n.meta["val"]))
+    outs = sum(_nbytes(t) for t in tags.tensors(row.meta["val"]))
     gathers = row.target is ops.all_gather
     size, why = (outs, "flat outputs") if gathers else (ins, "clones of the inputs")
     op = str(row.target).removeprefix("fxshard.").removesuffix(".default")

@@ -24,8 +24,13 @@ import sympy
 import torch
 from torch import fx, nn
 
-from fxshard import collector, meta, ops
-from fxshard.compat import tree_flatten
+from fxshard._torch.compat import tree_flatten
+from fxshard.host import collector
+from fxshard.ir import ops, tags, transfers
+from fxshard.ir.compiled import Compiled
+from fxshard.ir.program import Program, nbytes
+from fxshard.ir.schedule import Region, Schedule, last_reads, points
+from fxshard.ir.units import buffer_dtypes
 from fxshard.memory import symbolic
 from fxshard.memory.category import Category
 from fxshard.memory.gradients import (
@@ -38,10 +43,6 @@ from fxshard.memory.ledger import BEFORE, LOSS, OPTIMIZER, Ledger, LiveRange, Mo
 from fxshard.memory.loss import LossStep
 from fxshard.memory.optimizer import OptimizerStep, Words
 from fxshard.memory.recording import Event
-from fxshard.program import Program, nbytes
-from fxshard.regions import Compiled
-from fxshard.schedule import Region, Schedule, last_reads, points
-from fxshard.units import buffer_dtypes
 
 
 @dataclasses.dataclass
@@ -207,7 +208,7 @@ def _walks_with_steps(
 def _read(graph: fx.Graph, loss: LossStep) -> set[int]:
     """Of the gradients that a loss sends to outputs, those that backward reads."""
     nodes = [n for n in graph.find_nodes(op="placeholder") if n.users]
-    fqns = [meta.get(node).fqn or "" for node in nodes if meta.get(node).role == "tangent"]
+    fqns = [tags.get(node).fqn or "" for node in nodes if tags.get(node).role == "tangent"]
     return {loss.tangents[fqn] for fqn in fqns if fqn in loss.tangents}
 
 
@@ -285,14 +286,14 @@ class Walk:
                         self._sums[fqn] = [self._accumulated(fqn)]
             env: dict[fx.Node, list[int]] = {}
             for node in graph.find_nodes(op="placeholder"):
-                if meta.get(node).role != "tangent":
+                if tags.get(node).role != "tangent":
                     env[node] = self._enter(node, saved)
                 elif loss is None:
                     env[node] = self._allocate(node, self._label(node))
                     self._hold(env[node])
                     caller += env[node]
-                elif meta.get(node).fqn in loss.tangents:  # it is there already
-                    number = loss.tangents[meta.get(node).fqn or ""]
+                elif tags.get(node).fqn in loss.tangents:  # it is there already
+                    number = loss.tangents[tags.get(node).fqn or ""]
                     env[node] = [taken[number]] if number in taken else []
                     self._hold(env[node])
                 elif node.users:
@@ -318,7 +319,7 @@ class Walk:
                 self.now = 2 * self.ledger.add([Moment("backward returned")])
                 values = cast("tuple[fx.Node, ...]", output.args[0])
                 # Gradients that are the caller's own, who holds them still, are copied.
-                own = [n for n in dict.fromkeys(values) if meta.get(n).role == "tangent"]
+                own = [n for n in dict.fromkeys(values) if tags.get(n).role == "tangent"]
                 given = [env[node] for node in own if loss is None]
                 env |= {n: self._allocate(n, self._label(n)) for n in own if loss is None}
                 self._release(caller)
@@ -334,7 +335,7 @@ class Walk:
     ) -> None:
         """What backward returned is held by the caller, or added in place to what is.
 
-        But for gradients `without` a loss: None is returned for those (`fxshard.unused`).
+        But for gradients `without` a loss: None is returned for those (`fxshard.runtime.unused`).
         """
         results = [result for result in self.program.results if result.kind != "output"]
         for node, result in zip(values, results, strict=True):
@@ -380,13 +381,13 @@ class Walk:
 
     def _labels(self, graph: fx.Graph, loss: LossStep) -> dict[int, Category]:
         """Of the gradients of outputs: those that are gradients of parameters as they come."""
-        nodes = [n for n in graph.find_nodes(op="placeholder") if meta.get(n).role == "tangent"]
-        found = {loss.tangents.get(meta.get(node).fqn or ""): self._label(node) for node in nodes}
+        nodes = [n for n in graph.find_nodes(op="placeholder") if tags.get(n).role == "tangent"]
+        found = {loss.tangents.get(tags.get(node).fqn or ""): self._label(node) for node in nodes}
         return {number: label for number, label in found.items() if number is not None}
 
     def _label(self, tangent: fx.Node) -> Category:
         """The column of the gradient of an output."""
-        labels = [self._categories.get(storage) for storage in meta.storage_ids(tangent)]
+        labels = [self._categories.get(storage) for storage in tags.storage_ids(tangent)]
         return next((label for label in labels if label is not None), Category.TEMP)
 
     def _loss(
@@ -418,14 +419,14 @@ class Walk:
 
     def _enter(self, node: fx.Node, saved: list[list[int]]) -> list[int]:
         """Tokens of a placeholder. What the caller holds throughout has none: it never dies."""
-        role = meta.get(node).role
+        role = tags.get(node).role
         if role == "accumulated":  # dies when it is reduced; else the caller holds it on
-            return self._sums[meta.get(node).fqn or ""] if self.program.sync else []
-        if role in meta.HELD:
+            return self._sums[tags.get(node).fqn or ""] if self.program.sync else []
+        if role in tags.HELD:
             return []
         return saved.pop(0)
 
-    def _phase(self, phase: meta.Phase, graph: fx.Graph, env: dict[fx.Node, list[int]]) -> None:
+    def _phase(self, phase: tags.Phase, graph: fx.Graph, env: dict[fx.Node, list[int]]) -> None:
         places = points(self.schedule, graph)
         self.now = 2 * self.ledger.add(map(moment_of, places))
         origins = [place.origin for place in places]
@@ -458,17 +459,17 @@ class Walk:
 
     def _row(self, row: fx.Node, picks: list[fx.Node], env: dict[fx.Node, list[int]]) -> None:
         if row.target is ops.wait:
-            for source in meta.operands(row):
+            for source in tags.operands(row):
                 packed = any(user.target is ops.unpack for user in source.users)
-                if meta.get(source).role == "unshard" and not packed:
+                if tags.get(source).role == "unshard" and not packed:
                     self._relabel(env[source], Category.UNSHARDED_PARAM)
         elif row.target is ops.step:
             self._step_row(row)
         elif row.target is ops.free:
-            for source in meta.operands(row):
+            for source in tags.operands(row):
                 self._end(env[source])
-        elif ops.is_in_place(row):
-            for pick, source in zip(picks, meta.operands(row), strict=True):
+        elif transfers.is_in_place(row):
+            for pick, source in zip(picks, tags.operands(row), strict=True):
                 env[pick] = env[source]
                 self._hold(env[pick])
                 self._relabel(env[pick], Category.SHARDED_GRAD)
@@ -516,26 +517,26 @@ class Walk:
         region = self.schedule.regions[str(row.target)]
         if region.compiled is not None:
             return self._compiled(row, region, region.compiled, picks, inputs, owned)
-        default = Category.ACTIVATION if meta.get(row).phase == "forward" else Category.TEMP
+        default = Category.ACTIVATION if tags.get(row).phase == "forward" else Category.TEMP
         env: dict[fx.Node, list[int]] = {}
         tokens_of: dict[int, int] = {}  # storage of the stored body -> token of this call
         for place, argument, tokens in zip(
             region.graph.find_nodes(op="placeholder"), row.all_input_nodes, inputs, strict=True
         ):
             env[place] = tokens
-            for storage, token in zip(meta.storages(place), tokens, strict=False):
+            for storage, token in zip(tags.storages(place), tokens, strict=False):
                 tokens_of[id(storage)] = token
             if not tokens:
-                for storage_id in meta.storage_ids(place):
+                for storage_id in tags.storage_ids(place):
                     tokens_of.setdefault(storage_id, -1)
             if argument not in owned:
                 self._hold(tokens)
-        outputs = meta.operands(region.graph.find_nodes(op="output")[0])
+        outputs = tags.operands(region.graph.find_nodes(op="output")[0])
         labels = self._region_categories(region.body, outputs, picks)
         dead = self._dead(region)
         for node, origin in zip(region.body, origins, strict=True):
             tokens = []
-            for i, storage in enumerate(meta.storages(node)):
+            for i, storage in enumerate(tags.storages(node)):
                 if id(storage) not in tokens_of:
                     category = labels.get(id(storage), default)
                     tokens_of[id(storage)] = self._made(origin, category, storage.nbytes(), i)
@@ -543,7 +544,7 @@ class Walk:
                 elif tokens_of[id(storage)] >= 0:
                     tokens.append(tokens_of[id(storage)])
                     self._hold([tokens_of[id(storage)]])
-                    if meta.get(node).role == "compute" and meta.writes(node):
+                    if tags.get(node).role == "compute" and tags.writes(node):
                         self._rewrite(tokens_of[id(storage)], origin)
             env[node] = tokens
             self.now += 1
@@ -568,7 +569,7 @@ class Walk:
 
         No operator of it makes a copy that can be told from a gradient: what is sent is one.
         """
-        default = Category.ACTIVATION if meta.get(row).phase == "forward" else Category.TEMP
+        default = Category.ACTIVATION if tags.get(row).phase == "forward" else Category.TEMP
         tokens_of: dict[int, list[int]] = {}  # number of a storage -> what the code holds of it
         numbers: dict[int, int] = {}
         for place, argument, tokens in zip(
@@ -576,16 +577,16 @@ class Walk:
         ):
             if argument not in owned:
                 self._hold(tokens)
-            for storage in meta.storage_ids(place):
+            for storage in tags.storage_ids(place):
                 tokens_of.setdefault(numbers.setdefault(storage, len(numbers)), []).extend(tokens)
-        outputs = meta.operands(region.graph.find_nodes(op="output")[0])
+        outputs = tags.operands(region.graph.find_nodes(op="output")[0])
         labels = self._region_categories(region.body, outputs, picks)
         of_number: dict[int, Category] = {}
         origins: dict[int, fx.Node] = {}
         runs = dict(zip(region.body, row.meta["run"], strict=True))
         for node, number in zip(outputs, compiled.outputs, strict=True):
             origins.setdefault(number, runs.get(node, row))
-            for storage in meta.storage_ids(node) & labels.keys():
+            for storage in tags.storage_ids(node) & labels.keys():
                 of_number[number] = labels[storage]
         for step in compiled.steps:
             for number, size in step.made:
@@ -613,18 +614,18 @@ class Walk:
         """Categories of storages of a body that are gradients, seen from this call of it."""
         found: dict[int, Category] = {}
         for node, pick in zip(outputs, picks, strict=True):
-            for inner, outer in zip(meta.storages(node), meta.storages(pick), strict=True):
+            for inner, outer in zip(tags.storages(node), tags.storages(pick), strict=True):
                 if id(outer) in self._categories:
                     found[id(inner)] = self._categories[id(outer)]
         makers: dict[int, fx.Node] = {}
         for node in body:
-            for storage in meta.storage_ids(node):
+            for storage in tags.storage_ids(node):
                 makers.setdefault(storage, node)
         for node in reversed(body):
-            sent = any(found.get(s) is Category.REDUCE_SCATTER for s in meta.storage_ids(node))
+            sent = any(found.get(s) is Category.REDUCE_SCATTER for s in tags.storage_ids(node))
             if not sent or not is_reduce_copy(node.target, dict(node.kwargs)):
                 continue
-            sources = [storage for n in node.all_input_nodes for storage in meta.storage_ids(n)]
+            sources = [storage for n in node.all_input_nodes for storage in tags.storage_ids(n)]
             for storage in sources:
                 maker = makers.get(storage)
                 again = maker is not None and is_reduce_copy(maker.target, dict(maker.kwargs))
@@ -642,14 +643,14 @@ class Walk:
     def _allocate(self, node: fx.Node, category: Category, host: bool = False) -> list[int]:
         return [
             self._made(node, category, storage.nbytes(), i, host)
-            for i, storage in enumerate(meta.storages(node))
+            for i, storage in enumerate(tags.storages(node))
         ]
 
     def _made(
         self, node: fx.Node, category: Category, size: int, place: int = 0, host: bool = False
     ) -> int:
         """The storage at `place` among those that `node` makes; a parameter's is its module's."""
-        tag = meta.get(node)
+        tag = tags.get(node)
         of_parameter = tag.fqn in self._params
         name = tag.fqn if tag.fqn and (of_parameter or node.op == "placeholder") else node.name
         module = owner_of(tag.fqn or "") if of_parameter else tag.module
@@ -691,7 +692,7 @@ class Walk:
 
     def _rewrite(self, token: int, node: fx.Node) -> None:
         """`node` writes its result over what the storage held: from now on it is that result."""
-        before, tag = self._open[token], meta.get(node)
+        before, tag = self._open[token], tags.get(node)
         before.died = self.now
         after = before.copied()
         after.born, after.died, after.module = self.now, None, tag.module
@@ -724,7 +725,7 @@ MADE_BY = {
 
 def moment_of(place: Any) -> Moment:
     """A point of the schedule for people."""
-    tag = meta.get(place.origin)
+    tag = tags.get(place.origin)
     op = "" if place.origin.op == "call_module" else operation_of(place.origin)
     return Moment(place.origin.name, op, tag.module, tag.stream, tag.line, tag.call)
 
@@ -732,7 +733,7 @@ def moment_of(place: Any) -> Moment:
 def operation_of(node: fx.Node) -> str:
     """``aten.mm`` of a node that calls ``aten.mm.default``; of a pick, what it picks from."""
     while node.op == "call_function" and node.target is operator.getitem:
-        node = meta.source(node)
+        node = tags.source(node)
     return str(node.target).removesuffix(".default")
 
 

@@ -11,11 +11,13 @@ import sympy
 import torch
 from torch import fx
 
-from fxshard import compat, cuda, fakes, shapes
+from fxshard._torch import compat
+from fxshard.capture import fakes, shapes
+from fxshard.capture.cuda import operators as cuda_operators
 from fxshard.errors import ConfigError
+from fxshard.ir.program import Program
 from fxshard.memory import symbolic
 from fxshard.memory.recording import Event, Recorder
-from fxshard.program import Program
 
 
 @dataclasses.dataclass
@@ -153,7 +155,7 @@ def trace_loss(
     with mode:
         dense = {position: torch.empty_like(value).stride() for position, value in values.items()}
     recorder = _Loss(mode)
-    on_cuda = isinstance(program.fake_mode, cuda.CudaFakeMode)
+    on_cuda = isinstance(program.fake_mode, cuda_operators.CudaFakeMode)
     parts: list[list[Event]] = []
     reached: set[int] = set()
     tangents: dict[str, int] = {}
@@ -196,7 +198,7 @@ def trace_loss(
         del made, tensor
         out = compat.tree_unflatten(flat, signature.out_spec)
         try:
-            with cuda.substituted() if on_cuda else contextlib.nullcontext(), recorder:
+            with cuda_operators.substituted() if on_cuda else contextlib.nullcontext(), recorder:
                 value = loss(out)
                 if not isinstance(value, torch.Tensor) or value.numel() != 1:
                     raise ConfigError("loss=...: expected a scalar tensor to come back.")

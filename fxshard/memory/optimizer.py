@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fxshard import collector, meta, ops
-from fxshard.compat import FakeTensorMode, TorchDispatchMode, tree_flatten_with_path
+from fxshard._torch.compat import FakeTensorMode, TorchDispatchMode, tree_flatten_with_path
+from fxshard.cost.timeline import OptimizerState
 from fxshard.errors import ConfigError
+from fxshard.host import collector
+from fxshard.ir import tags, transfers
+from fxshard.ir.program import Program
 from fxshard.memory import symbolic
 from fxshard.memory.recording import Event, Kernels, Recorder, name_of
-from fxshard.program import Program
 
 
 class State(NamedTuple):
@@ -68,6 +70,14 @@ class OptimizerStep:
     words: tuple[Words, Words] | None = None
     formulas: dict[int, sympy.Expr] = dataclasses.field(default_factory=dict)
     without: frozenset[str] = frozenset()
+
+    def between_steps(self) -> OptimizerState:
+        """What it keeps between two steps, for an estimate of its time."""
+        found: dict[str, int] = {}
+        for number in self.held:
+            fqn = self.names[number][0].partition(" of ")[2]
+            found[fqn] = found.get(fqn, 0) + self.state[number]
+        return OptimizerState(self.name, found)
 
 
 @collector.paused()
@@ -192,7 +202,7 @@ def _made(step: OptimizerStep) -> dict[int, int]:
 
 def _trained(program: Program) -> set[str]:
     """FQNs of the parameters that a gradient arrives at."""
-    return {r.name for r in program.results if r.kind == "grad"} | ops.stepped(program).keys()
+    return {r.name for r in program.results if r.kind == "grad"} | transfers.stepped(program).keys()
 
 
 def unused(program: Program) -> bool:
@@ -256,7 +266,7 @@ class _Mixing(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if not _runs_alone(func) and any(t.dim() for t in meta.tensors((args, kwargs))):
+        if not _runs_alone(func) and any(t.dim() for t in tags.tensors((args, kwargs))):
             self.found = self.found or name_of(func).removesuffix(".default")
         return func(*args, **(kwargs or {}))
 
@@ -284,7 +294,7 @@ class RealScalars(TorchFunctionMode):
         made = func(*args, **kwargs)
         if "device" not in kwargs or kwargs["device"] != _META or not isinstance(made, Tensor):
             return made
-        if made.dim() or any(t.is_meta for t in meta.tensors(args)):
+        if made.dim() or any(t.is_meta for t in tags.tensors(args)):
             return made
         del made
         return func(*args, **kwargs | {"device": torch.device("cpu")})

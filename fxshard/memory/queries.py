@@ -5,24 +5,39 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import fx
 
-from fxshard import meta
+from fxshard.ir import tags
+from fxshard.ir.program import Program
 from fxshard.memory.category import Category
-from fxshard.memory.ledger import LiveRange
+from fxshard.memory.ledger import Ledger, LiveRange
 from fxshard.memory.liveness import operation_of
-from fxshard.program import Program
-
-if TYPE_CHECKING:
-    from fxshard.memory.report import MemoryReport
 
 # What is unsharded, and the categories that it is in between launch and free.
 UNSHARDED = {
     "parameters": (Category.ALL_GATHER, Category.UNSHARDED_PARAM),
     "gradients": (Category.UNSHARDED_GRAD, Category.REDUCE_SCATTER),
 }
+
+
+class Asked(Protocol):
+    """What these questions need of a `fxshard.memory.report.MemoryReport`."""
+
+    @property
+    def program(self) -> Program:
+        """Of the last micro-batch."""
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """One per micro-batch."""
+
+    def ledger(self, *, first_step: bool = False) -> Ledger:
+        """Every live range of the step."""
+
+    def alive_at_peak(self) -> list[LiveRange]:
+        """The storages alive on the device at the peak, largest first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +84,7 @@ class Kept:
 
 
 def peak_by_module(
-    report: MemoryReport, category: Category | None = None, depth: int | None = None
+    report: Asked, category: Category | None = None, depth: int | None = None
 ) -> dict[str, int]:
     """Bytes alive at the peak by the module that owns them, largest first.
 
@@ -86,7 +101,7 @@ def peak_by_module(
     return dict(sorted(found.items(), key=lambda item: item[1], reverse=True))
 
 
-def unsharded(report: MemoryReport) -> list[Unsharded]:
+def unsharded(report: Asked) -> list[Unsharded]:
     """When each unit holds unsharded memory on the device, in the order in which that begins.
 
     A stretch lasts as long as the unit holds any byte of it. With prefetch, stretches of two units
@@ -151,7 +166,7 @@ def _bytes_at(ranges: Collection[LiveRange], tick: int) -> Iterator[int]:
             yield each.bytes
 
 
-def kept_for_backward(report: MemoryReport, number: int) -> list[Kept]:
+def kept_for_backward(report: Asked, number: int) -> list[Kept]:
     """Every activation alive when forward of micro-batch `number` is over, and why, largest first.
 
     They add up to the root's activations After Post-Forward.
@@ -160,13 +175,13 @@ def kept_for_backward(report: MemoryReport, number: int) -> list[Kept]:
     phase = next(p for p in ledger.phases if (p.name, p.micro_batch) == ("forward", number))
     first, tick = 2 * phase.start, 2 * (phase.start + phase.points) + 1
     makers, aliases = _forward_nodes(program)
-    outputs = set().union(*(meta.storage_ids(node) for node in returned(program)))
+    outputs = set().union(*(tags.storage_ids(node) for node in returned(program)))
     found = []
     for each in ledger.alive(tick):
         if each.category is Category.ACTIVATION and each.born >= first and each.bytes:
             maker = makers[each.name]
-            same = {n: None for storage in meta.storage_ids(maker) for n in aliases[storage]}
-            number_of = meta.get(maker).checkpoint
+            same = {n: None for storage in tags.storage_ids(maker) for n in aliases[storage]}
+            number_of = tags.get(maker).checkpoint
             why = _why(maker, list(same), outputs)
             inside = number_of is not None
             found.append(Kept(each.name, each.op, each.module, each.bytes, inside, why))
@@ -180,9 +195,9 @@ def recomputed(program: Program) -> dict[str, int]:
     """
     found: dict[str, int] = defaultdict(int)
     for node in program.phase("backward"):
-        if meta.get(node).again and (meta.writes(node) or not meta.aliases_input(node)):
+        if tags.get(node).again and (tags.writes(node) or not tags.aliases_input(node)):
             name = operation_of(node)
-            if meta.writes(node):
+            if tags.writes(node):
                 name = name.replace("_.", ".").removesuffix("_")
             found[name] += 1
     return dict(sorted(found.items(), key=lambda item: item[1], reverse=True))
@@ -200,25 +215,25 @@ def _forward_nodes(program: Program) -> tuple[dict[str, fx.Node], dict[int, list
     aliases: dict[int, list[fx.Node]] = defaultdict(list)
     for node in program.phase("forward"):
         makers[node.name] = node
-        for storage in meta.storage_ids(node):
+        for storage in tags.storage_ids(node):
             aliases[storage].append(node)
     return makers, aliases
 
 
 def _why(maker: fx.Node, same: list[fx.Node], outputs: set[int]) -> str:
-    tag = meta.get(maker)
+    tag = tags.get(maker)
     if tag.checkpoint is not None and tag.save:
         return "its checkpoint's policy saves it"
     readers = [
         reader
         for node in same
         for reader in node.users
-        if reader.op == "call_function" and meta.get(reader).phase == "backward"
+        if reader.op == "call_function" and tags.get(reader).phase == "backward"
     ]
-    others = [r for r in readers if meta.get(r).checkpoint != tag.checkpoint]
+    others = [r for r in readers if tags.get(r).checkpoint != tag.checkpoint]
     if tag.checkpoint is not None and others:
-        modules = {meta.get(r).module or "the root" for r in others}
+        modules = {tags.get(r).module or "the root" for r in others}
         return f"backward of {', '.join(sorted(modules))} reads it"
     if readers:
         return "backward reads it" + ("" if tag.checkpoint is None else " to make others again")
-    return "the model returns it" if meta.storage_ids(maker) & outputs else "held to the end"
+    return "the model returns it" if tags.storage_ids(maker) & outputs else "held to the end"

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from fxshard import meta
-from fxshard.compat import FakeTensorMode, TorchDispatchMode, is_fake
+from fxshard._torch.compat import FakeTensorMode, TorchDispatchMode, is_fake
+from fxshard.ir import tags
 
 
 @dataclasses.dataclass
@@ -138,7 +138,7 @@ def _repeat(
         return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
     storage = result.untyped_storage()
-    taken = {id(t.untyped_storage()) for t in meta.tensors([*args, *kwargs.values()])}
+    taken = {id(t.untyped_storage()) for t in tags.tensors([*args, *kwargs.values()])}
     fresh = id(storage) not in taken and not result.storage_offset()
     return make if fresh and storage.nbytes() == make(()).untyped_storage().nbytes() else None
 
@@ -188,12 +188,12 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self._fake_mode is not None and func not in _FRESH:
-            for tensor in meta.tensors([*args, *kwargs.values()]):
+            for tensor in tags.tensors([*args, *kwargs.values()]):
                 self._read(tensor, self._fake_mode)
         result = self._run(func, args, kwargs)
         event = Event(name_of(func), [], [])
         self.events.append(event)
-        for tensor in meta.tensors(result):
+        for tensor in tags.tensors(result):
             storage = tensor.untyped_storage()
             number = self.know(storage)
             if number is not None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fxshard import collector, files
+from fxshard.bytesize import parse_budget
+from fxshard.capture.provenance import line_text
 from fxshard.errors import ConfigError, FxshardError
+from fxshard.host import collector, files
+from fxshard.ir.program import Program
 from fxshard.memory import formula, queries
 from fxshard.memory.category import CATEGORIES, Category, State
 from fxshard.memory.cuda.kernels import kernel_temporaries_cuda
@@ -25,9 +28,6 @@ from fxshard.memory.liveness import StepBytes
 from fxshard.memory.owners import owned_rows
 from fxshard.memory.queries import Kept, Unsharded
 from fxshard.memory.states import PEAKS, Span, Where, spans
-from fxshard.program import Program
-from fxshard.provenance import line_text
-from fxshard.sizes import parse_budget
 
 if TYPE_CHECKING:
     from fxshard.memory.views.diff import Diff
@@ -725,6 +725,12 @@ class MemoryReport:
 
         text = html.page(self, first_step=first_step, front=front, curves=curves, budget=budget)
         files.write(path, text)
+
+    def trace_events(self, clock: Callable[[Iterable[Any]], list[float]]) -> list[dict[str, Any]]:
+        """Bytes by category over estimated times (`fxshard.cost.timeline.Estimate.to_perfetto`)."""
+        from fxshard.memory.views import perfetto
+
+        return perfetto.memory_events(self, clock(self.ledger().phases))
 
     def to_perfetto(self, path: str | Path, *, first_step: bool = False) -> None:
         """Write a trace for ui.perfetto.dev: counters per category, a track per stream."""

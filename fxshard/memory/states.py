@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from fxshard import meta, ops
+from fxshard.ir import ops, tags
+from fxshard.ir.calls import Call
+from fxshard.ir.program import Program
+from fxshard.ir.schedule import points
 from fxshard.memory.category import State
-from fxshard.program import Program
-from fxshard.provenance import Call
-from fxshard.schedule import points
 
 aten = torch.ops.aten
 
@@ -83,7 +83,7 @@ MOMENTS = {
 PEAKS = {"forward": State.PEAK_FORWARD, "backward": State.PEAK_BACKWARD}
 
 
-def spans(program: Program) -> dict[tuple[Called, meta.Phase], Span]:
+def spans(program: Program) -> dict[tuple[Called, tags.Phase], Span]:
     """Per call of a module, and phase in which it computes, its span.
 
     A call's computation runs from the first to the last operator of it or of what it calls. A
@@ -91,7 +91,7 @@ def spans(program: Program) -> dict[tuple[Called, meta.Phase], Span]:
     do. What a checkpoint makes again does not belong to the backward of the modules inside of it.
     """
     assert program.schedule is not None
-    found: dict[tuple[Called, meta.Phase], Span] = {}
+    found: dict[tuple[Called, tags.Phase], Span] = {}
     ever = {call.module for call in program.calls}
     outside: set[Called] = set()  # calls that no checkpoint repeats as a whole
     chains: dict[tuple[int | None, str], list[Called]] = {}
@@ -103,7 +103,7 @@ def spans(program: Program) -> dict[tuple[Called, meta.Phase], Span]:
         frees: dict[str, list[int]] = {}
         places = points(program.schedule, graph)
         for i, place in enumerate(places):
-            tag = meta.get(place.origin)
+            tag = tags.get(place.origin)
             if place.node is None:
                 if place.row.target is ops.wait:
                     waits.setdefault(tag.module, []).append(i)

@@ -1,6 +1,6 @@
 """How many bytes each storage of a program has, as an expression of open sizes and of the ranks.
 
-The trace knows the sizes of what it has seen (`fxshard.shapes.OpenTensor`). What passes have made
+The trace knows the sizes of what it has seen (`fxshard.capture.shapes.OpenTensor`). What passes have made
 is of parameters: a shard has ``ceil(rows / world)`` rows, and the operators between shards,
 unsharded parameters and reduced gradients move, join, pad and cut such rows. Whatever is neither
 has one size in all calls.
@@ -20,9 +20,11 @@ import torch
 from sympy.logic.boolalg import BooleanAtom
 from torch import fx
 
-from fxshard import compat, fakes, meta, ops, shapes
-from fxshard.program import Program
-from fxshard.units import Param, Unit
+from fxshard._torch import compat
+from fxshard.capture import fakes, shapes
+from fxshard.ir import domain, ops, tags, transfers
+from fxshard.ir.program import Program
+from fxshard.ir.units import Param, Unit
 
 aten = torch.ops.aten
 
@@ -156,13 +158,13 @@ class _Reading:
 
     def dense(self, node: fx.Node) -> tuple[sympy.Expr, ...]:
         """Bytes of storages that hold no more than a tensor each."""
-        tensors = meta.tensors(node.meta["val"])
+        tensors = tags.tensors(node.meta["val"])
         both = zip(self.numels[node], tensors, strict=True)
         return tuple(numel * tensor.element_size() for numel, tensor in both)
 
     def made(self, node: fx.Node) -> Numels | None:
         """Elements of what a pass has made; None: they are the same in all calls."""
-        tag = meta.get(node) if node.op != "output" else None
+        tag = tags.get(node) if node.op != "output" else None
         if tag is None:
             return None
         if node.op == "placeholder":
@@ -176,12 +178,12 @@ class _Reading:
         if node.target in ops.WORDS:
             return self.word(node)
         if node.target in UNREDUCED and node.all_input_nodes[0] in self.numels:
-            return tuple(sympy.Integer(t.numel()) for t in meta.tensors(node.meta["val"]))
+            return tuple(sympy.Integer(t.numel()) for t in tags.tensors(node.meta["val"]))
         param = self.program.params.get(tag.fqn or "")
         if node.target is aten.constant_pad_nd.default and tag.role == "pad" and param is not None:
             return (chunk_numel(param, self.world) * ranks(self.world),)
         if node.target is aten.cat.default and tag.role == "pad":
-            return (sympy.Add(*map(self.numel, meta.operands(node))),)
+            return (sympy.Add(*map(self.numel, tags.operands(node))),)
         first = self.numels.get(node.all_input_nodes[0]) if node.all_input_nodes else None
         if first is None:
             return None
@@ -195,14 +197,14 @@ class _Reading:
         """Elements of each result of a ``fxshard::`` operator."""
         if node.target in (ops.wait, ops.free, ops.step):
             return None
-        given = list(map(self.numel, meta.operands(node)))
+        given = list(map(self.numel, tags.operands(node)))
         size = ranks(self.world)
         if node.target is ops.all_gather and node.args[2:] not in ((), ("shard",)):
             size = sympy.Integer(int(node.args[1]))  # type: ignore[arg-type]
         if node.target is ops.all_gather:
             return tuple(numel * size for numel in given)
         if node.target is ops.reduce_scatter or (
-            node.target is ops.comm_hook and not ops.is_in_place(node)
+            node.target is ops.comm_hook and not transfers.is_in_place(node)
         ):
             return tuple(numel / size for numel in given)
         if node.target is ops.reshard:
@@ -211,7 +213,7 @@ class _Reading:
             return (sympy.Add(*given),)
         if node.target is ops.unpack:
             picks = sorted(node.users, key=lambda pick: int(pick.args[1]))  # type: ignore[arg-type]
-            params = [self.program.params[meta.get(pick).fqn or ""] for pick in picks]
+            params = [self.program.params[tags.get(pick).fqn or ""] for pick in picks]
             return tuple(chunk_numel(p, self.world) * ranks(self.world) for p in params)
         return tuple(given)
 
@@ -219,7 +221,7 @@ class _Reading:
         self, node: fx.Node, nbytes: tuple[sympy.Expr, ...], found: Expressions
     ) -> tuple[sympy.Expr, ...]:
         """The bytes that `fakes.correct` gave the results: what its rules say, as expressions."""
-        rule, vals = fakes.RULES[node.target], list(meta.tensors(node.meta["val"]))
+        rule, vals = fakes.RULES[node.target], list(tags.tensors(node.meta["val"]))
         base = node.all_input_nodes[0]
         if rule in fakes.OF_THE_CPU:
             return self.dense(node)
@@ -228,7 +230,7 @@ class _Reading:
             return (self.broadcast(*node.args[:2]) * size,)  # type: ignore[arg-type]
         if rule is fakes.grown:
             return (sympy.Max(self.numel(base), self.numel(node)) * size,)
-        storages = meta.storages(node), meta.storages(base)
+        storages = tags.storages(node), tags.storages(base)
         if rule is fakes.whole_storage and storages[0][0].nbytes() == storages[1][0].nbytes():
             return found.get(base.name, nbytes)
         return nbytes
@@ -254,7 +256,7 @@ def input_bytes(program: Program, leaf: int, value: torch.Tensor) -> sympy.Expr 
     return sympy.Mul(*sizes) * value.element_size()
 
 
-def conditions(domain: shapes.Domain) -> list[tuple[sympy.Basic, str]]:
+def conditions(domain: domain.Domain) -> list[tuple[sympy.Basic, str]]:
     """What a trace took for granted, in the names of the sizes, and where."""
     names = {found: symbol(name) for name, found in domain.symbols.items()}
     return [(compat.in_sympy(c.xreplace(names)), where) for c, where in domain.conditions]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fxshard.errors import VerifyError
-from fxshard.program import Fact, Program
+from fxshard.ir.program import Fact, Program
 from fxshard.verify.applies import APPLIES
 from fxshard.verify.buckets import bucketed
 from fxshard.verify.checkpoints import recomputed
@@ -21,13 +21,7 @@ from fxshard.verify.schedules import outlined
 from fxshard.verify.steps import stepped_once
 from fxshard.verify.storages import bounded_inflight, freed, no_use_after_free
 from fxshard.verify.streams import streams_ordered
-from fxshard.verify.structure import (
-    one_dtype,
-    tagged,
-    units_assigned,
-    unshard_paired,
-    well_formed,
-)
+from fxshard.verify.structure import one_dtype, tagged, units_assigned, unshard_paired, well_formed
 
 __all__ = ["APPLIES", "CHECKS", "fail", "verify"]
 

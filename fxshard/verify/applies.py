@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fxshard import meta, ops
-from fxshard.program import Fact, Program
+from fxshard.ir import ops, tags
+from fxshard.ir.program import Fact, Program
 
 Applies = Callable[[Program], bool]
 
@@ -36,7 +36,7 @@ def has(*targets: Any) -> Applies:
 def sharded(program: Program) -> bool:
     """Parameters come in as shards."""
     placeholders = program.graph.find_nodes(op="placeholder")
-    return finished(program) or any(meta.get(node).role == "shard" for node in placeholders)
+    return finished(program) or any(tags.get(node).role == "shard" for node in placeholders)
 
 
 def bucketed(program: Program) -> bool:
@@ -59,8 +59,8 @@ def stepped(program: Program) -> bool:
 
 
 def on_streams(program: Program) -> bool:
-    tags = (meta.get(node) for node in program.graph.nodes)
-    return finished(program) or any(t.stream != "compute" or t.waits or t.records for t in tags)
+    found = (tags.get(node) for node in program.graph.nodes)
+    return finished(program) or any(t.stream != "compute" or t.waits or t.records for t in found)
 
 
 APPLIES: dict[Fact, Applies] = {

@@ -6,8 +6,8 @@ import collections
 
 from torch import fx
 
-from fxshard import meta, ops
-from fxshard.program import Fact, Program
+from fxshard.ir import ops, tags
+from fxshard.ir.program import Fact, Program
 from fxshard.verify import walk
 from fxshard.verify.failure import fail
 
@@ -36,9 +36,9 @@ def bucketed(program: Program) -> None:
             what = f"%{launch.name} moves {', '.join(names)}, which are in {len(mine)} buckets."
             fail(program, fact, launch, what)
         for fqn, count in collections.Counter(names).items():
-            key = (meta.get(launch).phase, launch.target, fqn)
+            key = (tags.get(launch).phase, launch.target, fqn)
             if count > 1 or key in seen:
-                what = f"%{launch.name} moves {fqn!r} a second time in {meta.get(launch).phase}."
+                what = f"%{launch.name} moves {fqn!r} a second time in {tags.get(launch).phase}."
                 fail(program, fact, launch, what)
             seen[key] = launch
         packed = walk.packed_names(launch)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 
-from fxshard import meta, rng
-from fxshard.program import Fact, Program
+from fxshard.capture import rng
+from fxshard.ir import tags
+from fxshard.ir.program import Fact, Program
 from fxshard.verify.failure import fail
 
 
@@ -19,17 +20,17 @@ def recomputed(program: Program) -> None:
     if not program.signature.training:
         return
     for node in program.phase("forward"):
-        tag = meta.get(node)
+        tag = tags.get(node)
         if tag.checkpoint is None:
             module = _checkpointed(program, tag.call)
             if module is not None and tag.role == "compute":
                 what = f"{module!r} is to be checkpointed, but %{node.name} of it is in no "
                 fail(program, fact, node, what + "checkpoint: assign-checkpoints has not run.")
             continue
-        readers = [u for u in node.users if u.op != "output" and meta.get(u).phase == "backward"]
-        made = meta.source(node) if node.target is operator.getitem else node
-        saved = tag.save or meta.get(made).save or node.target is rng.get_rng_state
-        if readers and not saved and {meta.get(u).checkpoint for u in readers} == {tag.checkpoint}:
+        readers = [u for u in node.users if u.op != "output" and tags.get(u).phase == "backward"]
+        made = tags.source(node) if node.target is operator.getitem else node
+        saved = tag.save or tags.get(made).save or node.target is rng.get_rng_state
+        if readers and not saved and {tags.get(u).checkpoint for u in readers} == {tag.checkpoint}:
             what = f"%{readers[0].name} reads %{node.name}, which its checkpoint does not save: "
             fail(program, fact, readers[0], what + "checkpoint has not run since it was assigned.")
 

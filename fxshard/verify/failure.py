@@ -6,9 +6,9 @@ from typing import NoReturn
 
 from torch import fx
 
-from fxshard import dump
 from fxshard.errors import VerifyError
-from fxshard.program import Fact, Program
+from fxshard.ir import dump
+from fxshard.ir.program import Fact, Program
 
 
 def fail(program: Program, fact: Fact, node: fx.Node, message: str) -> NoReturn:

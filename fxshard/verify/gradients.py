@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxshard import dump, meta, ops
-from fxshard.program import Fact, Program, Result
+from fxshard.ir import dump, ops, tags, transfers
+from fxshard.ir.program import Fact, Program, Result
 from fxshard.verify import walk
 from fxshard.verify.failure import fail
 
@@ -32,8 +32,8 @@ def reduced_once(program: Program) -> None:
     for value, result in left:
         if result.kind == "accumulated" and program.sync:
             fail(program, fact, value, f"the gradient of {result.name!r} is not reduced.")
-        if result.kind == "accumulated" and meta.get(value).fqn != result.name:
-            what = f"the gradient of {result.name!r} is that of {meta.get(value).fqn!r}."
+        if result.kind == "accumulated" and tags.get(value).fqn != result.name:
+            what = f"the gradient of {result.name!r} is that of {tags.get(value).fqn!r}."
             fail(program, fact, value, what)
         if result.kind != "grad" or result.name not in program.params:
             continue
@@ -41,20 +41,20 @@ def reduced_once(program: Program) -> None:
             fail(program, fact, value, f"the gradient of {result.name!r} is not accumulated.")
         picks = _reductions_of(value)
         for pick in picks:
-            _by_its_group(program, meta.source(pick))
-            if meta.get(pick).fqn != "":
+            _by_its_group(program, tags.source(pick))
+            if tags.get(pick).fqn != "":
                 _one_reduction(program, pick, result.name, seen)
                 continue
             seen[pick] = result.name
             if pick not in packs:
-                packs[pick] = _packed(meta.operands(meta.source(pick))[walk.picked(pick)])
+                packs[pick] = _packed(tags.operands(tags.source(pick))[walk.picked(pick)])
             packed = packs[pick]
             if _piece(value, pick) != packed.get(result.name):
                 what = f"the gradient of {result.name!r} is not in what %{pick.name} reduced."
                 if result.name in packed:
                     what = f"%{value.name} is not the part of %{pick.name} of {result.name!r}."
                 fail(program, fact, pick, what)
-        done = [meta.source(pick).target for pick in reversed(picks)]
+        done = [tags.source(pick).target for pick in reversed(picks)]
         if done != need:
             ran = ", ".join(walk.word(target) for target in done) or "nothing"
             fail(
@@ -74,8 +74,8 @@ def reduced_once(program: Program) -> None:
     ):
         for pick in launch.users:
             if pick.target is operator.getitem and pick not in seen:
-                fqns = walk.packed_fqns(meta.operands(launch)[walk.picked(pick)])
-                fqn = meta.get(pick).fqn or ", ".join(fqns)
+                fqns = walk.packed_fqns(tags.operands(launch)[walk.picked(pick)])
+                fqn = tags.get(pick).fqn or ", ".join(fqns)
                 fail(program, fact, pick, f"the reduced gradient of {fqn!r} is not returned.")
     _accumulated_once(program)
     given = {result.name for _, result in left} | _added(program)
@@ -86,9 +86,9 @@ def reduced_once(program: Program) -> None:
 def _added(program: Program) -> set[str]:
     """Parameters whose gradient is added to the accumulated one, which the caller has already."""
     return {
-        meta.get(node).fqn or ""
+        tags.get(node).fqn or ""
         for node in program.graph.find_nodes(op="placeholder")
-        if meta.get(node).role == "accumulated" and not program.sync
+        if tags.get(node).role == "accumulated" and not program.sync
         if any(user.target is torch.ops.aten.add_.Tensor for user in node.users)
     }
 
@@ -97,8 +97,8 @@ def _all_returned(program: Program, seen: dict[fx.Node, str]) -> None:
     """Each gradient in a packed tensor that is reduced is returned."""
     names = {result.name for _, result in _left_by_backward(program)}
     for pick in seen:
-        if meta.get(pick).fqn == "":
-            for fqn in _packed(meta.operands(meta.source(pick))[walk.picked(pick)]):
+        if tags.get(pick).fqn == "":
+            for fqn in _packed(tags.operands(tags.source(pick))[walk.picked(pick)]):
                 if fqn not in names:
                     what = f"the gradient of {fqn!r}, which %{pick.name} holds, is not returned."
                     fail(program, Fact.REDUCED_ONCE, pick, what)
@@ -136,18 +136,18 @@ def _divided(
     divisor, operations, node = 1.0, [], value
     sizes = {"shard": program.world_size, "replicate": program.replicas}
     while node.op == "call_function":
-        made = meta.source(node) if node.target is operator.getitem else None
-        if made is not None and ops.is_launch(made):
+        made = tags.source(node) if node.target is operator.getitem else None
+        if made is not None and transfers.is_launch(made):
             if made.target in GROUPS:
                 operation = str(made.args[3]) if len(made.args) > 3 else "avg"
                 divisor *= sizes[walk.group(made)] if operation == "avg" else 1.0
                 operations += ["sum" if operation == "avg" else operation]
-            node = meta.operands(made)[walk.picked(node)]
-        elif meta.get(node).role in ("settle", "pad"):
+            node = tags.operands(made)[walk.picked(node)]
+        elif tags.get(node).role in ("settle", "pad"):
             if node.target in (aten.div_.Scalar, aten.div.Scalar):
                 divisor *= float(cast("float", node.args[1]))
             if not isinstance(node.args[0], (list, tuple)):
-                node = meta.source(node)
+                node = tags.source(node)
                 continue
             if node not in known:
                 inputs = reversed(node.all_input_nodes)  # the first of a name counts
@@ -162,30 +162,30 @@ def _divided(
 
 def _names_of(row: fx.Node) -> list[str | None]:
     """FQNs along what a row of a packed tensor is made of."""
-    found = [meta.get(row).fqn]
-    while row.op == "call_function" and meta.get(row).role in ("pad", "settle"):
+    found = [tags.get(row).fqn]
+    while row.op == "call_function" and tags.get(row).role in ("pad", "settle"):
         if len(row.all_input_nodes) != 1:
             break
         (row,) = row.all_input_nodes
-        found.append(meta.get(row).fqn)
+        found.append(tags.get(row).fqn)
     return found
 
 
 def _left_by_backward(program: Program) -> list[tuple[fx.Node, Result]]:
     """What is returned, and the gradients that are stepped instead."""
-    stepped = [(node, Result("grad", fqn)) for fqn, node in ops.stepped(program).items()]
+    stepped = [(node, Result("grad", fqn)) for fqn, node in transfers.stepped(program).items()]
     return [*zip(program.values, program.results, strict=True), *stepped]
 
 
 def _one_reduction(program: Program, pick: fx.Node, fqn: str, seen: dict[fx.Node, str]) -> None:
     """`pick` is the gradient of `fqn` behind a reduction, as its name, its ranks and `seen` say."""
-    fact, launch = Fact.REDUCED_ONCE, meta.source(pick)
+    fact, launch = Fact.REDUCED_ONCE, tags.source(pick)
     if pick in seen:
         fail(program, fact, pick, f"the gradient of {fqn!r} is that of {seen[pick]!r}.")
     seen[pick] = fqn
-    for node in (pick, meta.operands(launch)[walk.picked(pick)]):
-        if meta.get(node).fqn != fqn:
-            what = f"%{node.name}, which is that of {meta.get(node).fqn!r}"
+    for node in (pick, tags.operands(launch)[walk.picked(pick)]):
+        if tags.get(node).fqn != fqn:
+            what = f"%{node.name}, which is that of {tags.get(node).fqn!r}"
             fail(program, fact, pick, f"the gradient of {fqn!r} is made of {what}.")
 
 
@@ -216,9 +216,9 @@ def _accumulated_once(program: Program) -> None:
     rows: Rows = {}
     made = {r.name: _origin(v, r.name, rows) for v, r in both if r.name in program.params}
     for node in program.graph.find_nodes(op="placeholder"):
-        if meta.get(node).role != "accumulated":
+        if tags.get(node).role != "accumulated":
             continue
-        fqn = meta.get(node).fqn or ""
+        fqn = tags.get(node).fqn or ""
         readers = [n for n in node.users if n.target is not ops.free and n.op == "call_function"]
         if len(readers) > 1:
             readers.sort(key=walk.order(program).__getitem__)
@@ -233,13 +233,13 @@ def _origin(value: fx.Node, fqn: str, known: Rows) -> fx.Node:
     """The gradient that `value` was made of by reductions, paddings, divisions and casts."""
     node = value
     for pick in _reductions_of(value):
-        node = meta.operands(meta.source(pick))[walk.picked(pick)]
+        node = tags.operands(tags.source(pick))[walk.picked(pick)]
         if node not in known:
             rows = reversed(walk.packed_rows(node))  # the first of a name counts
-            known[node] = {meta.get(row).fqn: row for row in rows}
+            known[node] = {tags.get(row).fqn: row for row in rows}
         node = known[node].get(fqn, node)
-    while node.op == "call_function" and meta.get(node).role in ("pad", "settle"):
-        node = meta.source(node)
+    while node.op == "call_function" and tags.get(node).role in ("pad", "settle"):
+        node = tags.source(node)
     return node
 
 
@@ -248,13 +248,13 @@ def _reductions_of(value: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     node = value
     while node.op == "call_function":
-        if node.target is operator.getitem and ops.is_launch(meta.source(node)):
+        if node.target is operator.getitem and transfers.is_launch(tags.source(node)):
             found.append(node)
-            if meta.source(node).target is ops.comm_hook:
+            if tags.source(node).target is ops.comm_hook:
                 break
-            node = meta.operands(meta.source(node))[walk.picked(node)]
-        elif meta.get(node).role == "settle":
-            node = meta.source(node)
+            node = tags.operands(tags.source(node))[walk.picked(node)]
+        elif tags.get(node).role == "settle":
+            node = tags.source(node)
         else:
             break
     return found
@@ -262,7 +262,7 @@ def _reductions_of(value: fx.Node) -> list[fx.Node]:
 
 def hook_rows(hook: fx.Node) -> list[fx.Node]:
     """The gradients in the flat tensor that `hook` takes, rank by rank, as they lie there."""
-    return walk.packed_rows(meta.operands(hook)[0])
+    return walk.packed_rows(tags.operands(hook)[0])
 
 
 def _packed(sent: fx.Node) -> dict[str | None, tuple[int, int]]:
@@ -271,7 +271,7 @@ def _packed(sent: fx.Node) -> dict[str | None, tuple[int, int]]:
     start = 0
     for row in walk.packed_rows(sent):
         end = start + row.meta["val"].shape[-1]
-        found[meta.get(row).fqn] = (start, end)
+        found[tags.get(row).fqn] = (start, end)
         start = end
     return found
 
@@ -279,7 +279,7 @@ def _packed(sent: fx.Node) -> dict[str | None, tuple[int, int]]:
 def _piece(value: fx.Node, pick: fx.Node) -> tuple[Any, ...]:
     """Begin and end of `value` in the flat tensor `pick`: those of the slice behind it."""
     while value is not pick and value.target is not aten.slice.Tensor:
-        value = meta.source(value)
+        value = tags.source(value)
     return value.args[2:4] if value is not pick else ()
 
 
@@ -296,12 +296,12 @@ def equal_chunks(program: Program) -> None:
                 fail(program, Fact.EQUAL_CHUNKS, node, what)
         if node.target in ops.WORDS and node.meta.get("val") is not None:
             _makes_what_it_says(program, node)
-        if node.op == "call_function" and meta.get(node).role in ("pad", "settle"):
+        if node.op == "call_function" and tags.get(node).role in ("pad", "settle"):
             _is_what_it_says(program, node)
     for launch in walk.launches(program, ops.all_gather, ops.reduce_scatter):
         size = cast("int", launch.args[1])
-        ins = [t for s in meta.operands(launch) for t in meta.tensors(s.meta["val"])]
-        outs = list(meta.tensors(launch.meta["val"]))
+        ins = [t for s in tags.operands(launch) for t in tags.tensors(s.meta["val"])]
+        outs = list(tags.tensors(launch.meta["val"]))
         small, large = (ins, outs) if launch.target is ops.all_gather else (outs, ins)
         for part, whole in zip(small, large, strict=True):
             even = whole.shape[0] == part.shape[0] * size and whole.dtype is part.dtype
@@ -351,9 +351,9 @@ def _without_minus_one(shape: Sequence[int], numel: int) -> list[int]:
 def _makes_what_it_says(program: Program, node: fx.Node) -> None:
     """The fake values of a word and of the picks of it are what the word makes."""
     packing = node.target in (ops.pack, ops.unpack)
-    made = list(meta.tensors(program.refake(node) if packing else node.meta["val"]))
+    made = list(tags.tensors(program.refake(node) if packing else node.meta["val"]))
     if node.target in (ops.cast, ops.load, ops.store, ops.all_reduce):
-        for value, operand in zip(made, meta.operands(node), strict=True):
+        for value, operand in zip(made, tags.operands(node), strict=True):
             given = operand.meta["val"]
             dtype = node.args[1] if node.target is ops.cast else given.dtype
             if (value.shape, value.dtype) != (given.shape, dtype):

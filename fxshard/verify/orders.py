@@ -12,7 +12,7 @@ Two operators on different streams need an order in these cases, and in no other
 The second is CUDA's caching allocator's (c10/cuda/CUDACachingAllocator.cpp): a block belongs to the
 stream that was current when it was asked for, and when it is freed goes back at once to the free
 blocks of that stream, whoever still uses it, unless ``record_stream`` told of the other streams.
-Every buffer is asked for on the compute stream (`fxshard.world.c10d`), and nothing is told: these
+Every buffer is asked for on the compute stream (`fxshard.runtime.world.c10d`), and nothing is told: these
 orders are what makes a reuse safe. A copy to the CPU writes no memory of the device; pinned memory
 is the host allocator's, which waits for the copies (aten/src/ATen/core/CachingHostAllocator.h).
 
@@ -28,12 +28,12 @@ from typing import Literal
 
 from torch import fx
 
-from fxshard import meta, ops
-from fxshard.program import Program
+from fxshard.ir import ops, tags, transfers
+from fxshard.ir.program import Program
 from fxshard.verify import walk
 
 # Where each word runs. What sends a shard, or makes it ready to be sent, has one stream.
-STREAMS: dict[object, meta.Stream] = {
+STREAMS: dict[object, tags.Stream] = {
     ops.all_gather: "unshard",
     ops.cast: "unshard",
     ops.load: "load",
@@ -44,7 +44,7 @@ STREAMS: dict[object, meta.Stream] = {
     ops.pack: "unshard",
 }
 # Events of the compute stream that are recorded where a phase begins, if anything waits for them.
-ENTRY: dict[meta.Phase, str] = {"forward": "c_forward", "backward": "c_backward"}
+ENTRY: dict[tags.Phase, str] = {"forward": "c_forward", "backward": "c_backward"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,9 +76,9 @@ class Step:
 
     kind: Literal["entry", "run", "end"]
     node: fx.Node
-    stream: meta.Stream
+    stream: tags.Stream
     position: int
-    needs: dict[meta.Stream, Need]
+    needs: dict[tags.Stream, Need]
 
 
 Storages = Set[int]  # identities
@@ -90,9 +90,9 @@ class _Access:
 
     __slots__ = ("reads", "write")
 
-    def __init__(self, stream: meta.Stream, position: int, node: fx.Node | None) -> None:
+    def __init__(self, stream: tags.Stream, position: int, node: fx.Node | None) -> None:
         self.write = (stream, position, node)
-        self.reads: dict[meta.Stream, tuple[int, fx.Node]] = {}
+        self.reads: dict[tags.Stream, tuple[int, fx.Node]] = {}
 
 
 def steps(program: Program) -> Iterator[Step]:
@@ -106,7 +106,7 @@ def steps(program: Program) -> Iterator[Step]:
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
-        if before is None or meta.get(node).phase != meta.get(before).phase:
+        if before is None or tags.get(node).phase != tags.get(before).phase:
             if before is not None:
                 yield walker.end(before)
             yield walker.entry(node)
@@ -119,24 +119,24 @@ def steps(program: Program) -> Iterator[Step]:
 
 class _Walker:
     def __init__(self, program: Program) -> None:
-        self.ids = {node: tuple(meta.storage_ids(node)) for node in program.graph.nodes}
+        self.ids = {node: tuple(tags.storage_ids(node)) for node in program.graph.nodes}
         self.reads: dict[fx.Node, frozenset[int]] = {}
-        self.positions: dict[meta.Stream, int] = {}
+        self.positions: dict[tags.Stream, int] = {}
         self.accesses: dict[int, _Access] = {}
-        self.dead: dict[meta.Stream, Need] = {}  # what touched memory that is free again
-        self.touched: dict[meta.Stream, Need] = {}  # last access of each stream
-        self.comes: dict[meta.Phase, list[int]] = {"forward": [], "backward": []}
+        self.dead: dict[tags.Stream, Need] = {}  # what touched memory that is free again
+        self.touched: dict[tags.Stream, Need] = {}  # last access of each stream
+        self.comes: dict[tags.Phase, list[int]] = {"forward": [], "backward": []}
         kept = {storage for value in program.values for storage in self.ids[value]}
         for node in program.graph.find_nodes(op="placeholder"):
-            role = meta.get(node).role
-            if role in meta.HELD:
+            role = tags.get(node).role
+            if role in tags.HELD:
                 kept.update(self.ids[node])
             late = role in ("tangent", "accumulated")
             self.comes["backward" if late else "forward"].extend(self.ids[node])
         last: dict[int, fx.Node] = {}
         for node in program.graph.nodes:
             if node.op == "call_function":
-                self.reads[node] = meta.read_ids(node)
+                self.reads[node] = tags.read_ids(node)
                 last.update(dict.fromkeys(self.ids[node], node))
                 last.update(dict.fromkeys(self.reads[node], node))
         self.dying: dict[fx.Node, list[int]] = {}
@@ -144,14 +144,14 @@ class _Walker:
             if storage not in kept:
                 self.dying.setdefault(node, []).append(storage)
 
-    def advance(self, stream: meta.Stream) -> int:
+    def advance(self, stream: tags.Stream) -> int:
         self.positions[stream] = self.positions.get(stream, 0) + 1
         return self.positions[stream]
 
     def entry(self, node: fx.Node) -> Step:
         """The caller has written what comes in, and has used memory that is free now."""
         position = self.advance("compute")
-        phase = meta.get(node).phase
+        phase = tags.get(node).phase
         for storage in self.comes[phase]:
             self.accesses[storage] = _Access("compute", position, None)
         self.dead["compute"] = Need(position, None, GONE)
@@ -159,14 +159,14 @@ class _Walker:
 
     def end(self, node: fx.Node) -> Step:
         """The caller may write or give back anything."""
-        needs: dict[meta.Stream, Need] = {}
+        needs: dict[tags.Stream, Need] = {}
         needs |= {stream: need for stream, need in self.touched.items() if stream != "compute"}
         return Step("end", node, "compute", self.positions["compute"], needs)
 
     def run(self, node: fx.Node) -> Step:
-        stream = meta.get(node).stream
+        stream = tags.get(node).stream
         position = self.advance(stream)
-        needs: dict[meta.Stream, Need] = {}
+        needs: dict[tags.Stream, Need] = {}
         reads, writes, fresh = self.touches(node)
         allocates = reads or writes if stream == "compute" else fresh
         if allocates and node.target is not ops.store:
@@ -199,8 +199,8 @@ class _Walker:
         if node.target in (operator.getitem, ops.wait, ops.free):
             return _NONE, _NONE, _NONE
         inputs = self.reads[node]
-        own = meta.storage_ids(node)
-        written = own if ops.is_in_place(node) else walk.written(node)
+        own = tags.storage_ids(node)
+        written = own if transfers.is_in_place(node) else walk.written(node)
         if own and own <= inputs and not written:
             return _NONE, _NONE, _NONE
         fresh = own - inputs
@@ -210,7 +210,7 @@ class _Walker:
         """Behind `node`, what it is the last to refer to is gone, or what it frees."""
         gone = self.dying.pop(node, [])
         if node.target is ops.free:
-            gone = [storage for source in meta.operands(node) for storage in self.ids[source]]
+            gone = [storage for source in tags.operands(node) for storage in self.ids[source]]
         for storage in gone:
             access = self.accesses.pop(storage, None)
             if access is None:
@@ -224,9 +224,9 @@ GONE = "may get memory that was used by"
 
 
 def _add(
-    needs: dict[meta.Stream, Need],
-    stream: meta.Stream | None,
-    other: meta.Stream,
+    needs: dict[tags.Stream, Need],
+    stream: tags.Stream | None,
+    other: tags.Stream,
     position: int,
     node: fx.Node | None,
     why: str,

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 from torch import fx
 
-from fxshard import dump, meta, ops
-from fxshard.program import Fact, Program
+from fxshard.ir import dump, ops, tags, transfers
+from fxshard.ir.program import Fact, Program
 from fxshard.verify import walk
 from fxshard.verify.failure import fail
 
@@ -15,7 +15,7 @@ from fxshard.verify.failure import fail
 def params_unsharded(program: Program) -> None:
     seen: dict[str, fx.Node] = {}
     for node in program.graph.find_nodes(op="placeholder"):
-        tag = meta.get(node)
+        tag = tags.get(node)
         if tag.role == "param":
             fail(program, Fact.PARAMS_UNSHARDED, node, f"parameter {tag.fqn!r} comes in whole.")
         if tag.role != "shard":
@@ -39,8 +39,8 @@ def params_unsharded(program: Program) -> None:
     _sent_as_named(program)
     for launch in walk.unshards(program):
         _unpacked_as_packed(program, launch)
-        for pick in ops.unsharded(launch):
-            fqn = meta.get(pick).fqn
+        for pick in transfers.unsharded(launch):
+            fqn = tags.get(pick).fqn
             want = program.params[fqn or ""]
             shape, dtype = tuple(pick.meta["val"].shape), pick.meta["val"].dtype
             rows = want.chunk(program.world_size)[0] * program.world_size
@@ -53,7 +53,7 @@ def params_unsharded(program: Program) -> None:
                     f"{[rows, *want.shape[1:]]} of {want.compute_dtype}.",
                 )
             for user in pick.users:
-                if shape != want.shape and meta.get(user).role not in ROLES_WITH_PADDING:
+                if shape != want.shape and tags.get(user).role not in ROLES_WITH_PADDING:
                     fail(
                         program,
                         Fact.PARAMS_UNSHARDED,
@@ -64,7 +64,7 @@ def params_unsharded(program: Program) -> None:
 
 def _is_the_shard(program: Program, node: fx.Node, seen: dict[str, fx.Node]) -> None:
     """`node` is the only shard of its name, and has its shape and dtype."""
-    fqn, val = meta.get(node).fqn or "", node.meta["val"]
+    fqn, val = tags.get(node).fqn or "", node.meta["val"]
     param = program.params[fqn]
     if fqn in seen:
         what = f"%{node.name} is the shard of {fqn!r}, as %{seen[fqn].name} is."
@@ -81,8 +81,8 @@ def _sent_as_named(program: Program) -> None:
     fact = Fact.PARAMS_UNSHARDED
     for node in program.graph.nodes:
         if node.target is ops.pack:
-            for shard in meta.operands(node):
-                if meta.get(shard).role not in ("shard", "unshard", "reshard"):
+            for shard in tags.operands(node):
+                if tags.get(shard).role not in ("shard", "unshard", "reshard"):
                     what = f"%{node.name} takes %{shard.name}, which is no shard."
                     fail(program, fact, node, what)
         if node.target not in (ops.all_gather, ops.cast, ops.load, ops.reshard):
@@ -90,15 +90,17 @@ def _sent_as_named(program: Program) -> None:
         for pick in node.users:
             if not walk.is_pick_of(pick, node):
                 continue
-            taken, fqn = meta.operands(node)[walk.picked(pick)], meta.get(pick).fqn
-            if meta.get(taken).role not in ("shard", "unshard", "reshard"):
+            taken, fqn = tags.operands(node)[walk.picked(pick)], tags.get(pick).fqn
+            if tags.get(taken).role not in ("shard", "unshard", "reshard"):
                 fail(program, fact, node, f"%{node.name} takes %{taken.name}, which is no shard.")
-            if meta.get(taken).fqn != fqn:
-                what = f"%{pick.name} stands for {fqn!r}, but picks {meta.get(taken).fqn!r}."
+            if tags.get(taken).fqn != fqn:
+                what = f"%{pick.name} stands for {fqn!r}, but picks {tags.get(taken).fqn!r}."
                 fail(program, fact, pick, what)
             if node.target is not ops.all_gather:
                 continue
-            makers = [n for n in map(walk.maker, ops.sent_copies(node)) if n.target is ops.reshard]
+            makers = [
+                n for n in map(walk.maker, transfers.sent_copies(node)) if n.target is ops.reshard
+            ]
             has = walk.group(makers[0]) if makers else "shard"
             if walk.group(node) != has:
                 what = f"%{node.name} gathers in {walk.group(node)!r} what {has!r} shares."
@@ -109,7 +111,7 @@ def _unpacked_as_packed(program: Program, launch: fx.Node) -> None:
     """What several shards were packed into is taken apart once, in the same pieces and order."""
     fact = Fact.PARAMS_UNSHARDED
     for pick in (user for user in launch.users if walk.is_pick_of(user, launch)):
-        sent = meta.operands(launch)[walk.picked(pick)]
+        sent = tags.operands(launch)[walk.picked(pick)]
         maker = walk.maker(sent)
         words = [user for user in pick.users if user.target is ops.unpack]
         if len(words) != int(maker.target is ops.pack):
@@ -120,8 +122,8 @@ def _unpacked_as_packed(program: Program, launch: fx.Node) -> None:
         for user in pick.users:
             if user.target not in (ops.wait, ops.unpack, ops.free):
                 fail(program, fact, user, f"%{user.name} reads %{pick.name}, which is packed.")
-        parts = {walk.picked(part): meta.get(part).fqn for part in words[0].users}
-        shards = [(meta.get(n).fqn, list(n.meta["val"].shape)) for n in meta.operands(maker)]
+        parts = {walk.picked(part): tags.get(part).fqn for part in words[0].users}
+        shards = [(tags.get(n).fqn, list(n.meta["val"].shape)) for n in tags.operands(maker)]
         _, size, chunks = cast("tuple[Any, int, list[list[int]]]", words[0].args)
         pieces = [(parts.get(i), list(chunk)) for i, chunk in enumerate(chunks)]
         if pieces != shards or size != launch.args[1] or len(parts) != len(words[0].users):
@@ -131,11 +133,11 @@ def _unpacked_as_packed(program: Program, launch: fx.Node) -> None:
 
 def no_param_saved(program: Program) -> None:
     for launch in walk.unshards(program):
-        tag = meta.get(launch)
+        tag = tags.get(launch)
         stays = program.units[tag.unit or 0].reshard is False
         for node in (launch, *walk.aliases(program, launch)):
             for user in node.users:
-                if user.op == "output" or (meta.get(user).phase != tag.phase and not stays):
+                if user.op == "output" or (tags.get(user).phase != tag.phase and not stays):
                     fail(
                         program,
                         Fact.NO_PARAM_SAVED,

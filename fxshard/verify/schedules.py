@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fxshard import dump, meta, ops
 from fxshard.errors import VerifyError
-from fxshard.program import Fact, Program
-from fxshard.schedule import Region, describe, relative
+from fxshard.ir import dump, ops, tags
+from fxshard.ir.outline import describe
+from fxshard.ir.program import Fact, Program
+from fxshard.ir.schedule import Region, relative
 from fxshard.verify import walk
 from fxshard.verify.failure import fail
 
@@ -42,7 +43,7 @@ def outlined(program: Program) -> None:
                 region = schedule.regions[str(row.target)]
                 env[row] = _runs(program, row, region, want, env, digests)
             elif row.op == "call_function" and _picks_region(row):
-                env[row] = env[meta.source(row)][walk.picked(row)]
+                env[row] = env[tags.source(row)][walk.picked(row)]
                 _is_result(program, row, env[row])
             elif row.op == "call_function":
                 env[row] = _stands_for(program, row, row, next(want, None), env)
@@ -63,7 +64,7 @@ def outlined(program: Program) -> None:
 
 
 def _is_saved(placeholder: fx.Node) -> bool:
-    return meta.get(placeholder).role not in (*meta.HELD, "tangent", "accumulated")
+    return tags.get(placeholder).role not in (*tags.HELD, "tangent", "accumulated")
 
 
 def _comes_in(program: Program, row: fx.Node, nodes: dict[str, fx.Node]) -> fx.Node:
@@ -85,7 +86,7 @@ def _runs(
     digests: dict[str, str],
 ) -> list[fx.Node]:
     """What the call of a region gives: nodes of the graph."""
-    tag = meta.get(row)
+    tag = tags.get(row)
     inputs = region.graph.find_nodes(op="placeholder")
     inner: Env = {a: env[b] for a, b in zip(inputs, row.all_input_nodes, strict=True)}
     for a in inputs:
@@ -94,7 +95,7 @@ def _runs(
     for body in region.body:
         node = inner[body] = _stands_for(program, row, body, next(want, None), inner)
         run.append(node)
-        mine, its = meta.get(body), meta.get(node)
+        mine, its = tags.get(body), tags.get(node)
         if node.target in ops.WORDS:
             fail(program, FACT, node, f"%{node.name} is no row of its own: {region.name} has it.")
         if (mine.role, mine.module) != (its.role, relative(its.module, tag.module)):
@@ -106,7 +107,7 @@ def _runs(
         _lies_alike(program, row, body, node)
     if list(row.meta["run"]) != run:
         fail(program, FACT, run[0], f"row %{row.name} says that it runs other nodes than it runs.")
-    if tag != meta.Meta(tag.phase, "compute", program.units[tag.unit or 0].fqn, tag.unit):
+    if tag != tags.Meta(tag.phase, "compute", program.units[tag.unit or 0].fqn, tag.unit):
         fail(program, FACT, run[0], f"row %{row.name} of the schedule is tagged {tag}.")
     outputs = region.graph.output_node().all_input_nodes
     if region.name not in digests:
@@ -121,9 +122,9 @@ def _runs(
 
 def _is_result(program: Program, row: fx.Node, node: fx.Node) -> None:
     """`row`, a result of a region, is tagged as the call is, but with its own module."""
-    call = meta.get(meta.source(row))
-    if meta.get(row) != meta.changed(call, module=meta.get(node).module):
-        fail(program, FACT, node, f"row %{row.name} of the schedule is tagged {meta.get(row)}.")
+    call = tags.get(tags.source(row))
+    if tags.get(row) != tags.changed(call, module=tags.get(node).module):
+        fail(program, FACT, node, f"row %{row.name} of the schedule is tagged {tags.get(row)}.")
     _lies_alike(program, row, row, node)
 
 
@@ -141,7 +142,7 @@ def _stands_for(
 
 
 def _tagged_alike(program: Program, row: fx.Node, node: fx.Node) -> None:
-    mine, its = vars(meta.get(row)), vars(meta.get(node))
+    mine, its = vars(tags.get(row)), vars(tags.get(node))
     other = [f"{key}={mine[key]!r}" for key in its if mine[key] != its[key]]
     if other:
         what = f"row %{row.name} of the schedule has {', '.join(other)}, unlike the graph: tags "
@@ -157,7 +158,7 @@ def _lies_alike(program: Program, row: fx.Node, mine: fx.Node, node: fx.Node) ->
 
 
 def _layout(val: Any) -> list[Any]:
-    return [(t.shape, _steps(t), t.dtype, t.device) for t in meta.tensors(val)]
+    return [(t.shape, _steps(t), t.dtype, t.device) for t in tags.tensors(val)]
 
 
 def _steps(tensor: Tensor) -> list[Any]:
@@ -167,4 +168,4 @@ def _steps(tensor: Tensor) -> list[Any]:
 
 
 def _picks_region(row: fx.Node) -> bool:
-    return row.target is operator.getitem and meta.source(row).op == "call_module"
+    return row.target is operator.getitem and tags.source(row).op == "call_module"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxshard import meta, ops
-from fxshard.program import Fact, Program
+from fxshard.ir import ops, tags
+from fxshard.ir.program import Fact, Program
 from fxshard.verify import walk
 from fxshard.verify.failure import fail
 
@@ -21,7 +21,7 @@ def stepped_once(program: Program) -> None:
         if result.kind == "grad" and result.name in program.params and program.sync:
             fail(program, fact, value, f"the gradient of {result.name!r} is returned, not stepped.")
     order = walk.order(program)
-    waits = {meta.get(n).pair: n for n in program.graph.nodes if n.target is ops.wait}
+    waits = {tags.get(n).pair: n for n in program.graph.nodes if n.target is ops.wait}
     by: dict[str, fx.Node] = {}
     steps = program.graph.find_nodes(op="call_function", target=ops.step)
     for node in steps:
@@ -35,7 +35,7 @@ def stepped_once(program: Program) -> None:
                 what = f"%{node.name} steps {fqn!r}, as %{by[fqn].name} does."
                 fail(program, fact, node, what)
             by[fqn] = node
-            if (meta.get(shard).role, meta.get(shard).fqn) != ("shard", fqn):
+            if (tags.get(shard).role, tags.get(shard).fqn) != ("shard", fqn):
                 fail(program, fact, node, f"%{node.name} steps %{shard.name}, not {fqn!r}.")
     for node in steps:
         _nothing_behind(program, node, order, waits)
@@ -45,16 +45,16 @@ def _nothing_behind(
     program: Program, step: fx.Node, order: dict[fx.Node, int], waits: dict[int | None, fx.Node]
 ) -> None:
     """Nobody reads what `step` takes behind it, or is still at it; only frees may follow."""
-    mine = set().union(*map(meta.storage_ids, step.all_input_nodes))
+    mine = set().union(*map(tags.storage_ids, step.all_input_nodes))
     for node in program.graph.nodes:
         if node is step or node.op != "call_function" or node.target is ops.free:
             continue
-        reads = set().union(*map(meta.storage_ids, node.all_input_nodes), set())
+        reads = set().union(*map(tags.storage_ids, node.all_input_nodes), set())
         if not reads & mine:
             continue
         done = node
-        if meta.get(node).role in ("unshard", "reduce"):
-            done = waits.get(meta.get(node).pair, node)
+        if tags.get(node).role in ("unshard", "reduce"):
+            done = waits.get(tags.get(node).pair, node)
         if max(order[node], order[done]) > order[step]:
             what = f"%{node.name} reads what %{step.name} has stepped or stepped with"
             if done is not node and order[node] < order[step]:

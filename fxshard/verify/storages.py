@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxshard import meta, ops
-from fxshard.program import Fact, Program
+from fxshard.ir import ops, tags, transfers
+from fxshard.ir.program import Fact, Program
 from fxshard.verify import walk
 from fxshard.verify.failure import fail
 
@@ -15,12 +15,12 @@ def freed(program: Program) -> None:
     fact = Fact.FREED
     frees = walk.by_pair(program, ops.free)
     order = walk.order(program)
-    kept = ops.kept_storages(program)
+    kept = transfers.kept_storages(program)
     for launch in walk.launches(program):
-        mine = frees.get(meta.get(launch).pair, [])
-        have = [node for free in mine for node in meta.operands(free)]
-        want = [*ops.sent_copies(launch), *ops.packed_results(launch)]
-        want += ops.dying_results(launch, kept)
+        mine = frees.get(tags.get(launch).pair, [])
+        have = [node for free in mine for node in tags.operands(free)]
+        want = [*transfers.sent_copies(launch), *transfers.packed_results(launch)]
+        want += transfers.dying_results(launch, kept)
         if want and not mine:
             fail(program, fact, launch, f"%{launch.name} has 0 frees, expected 1.")
         if len(have) != len(set(have)):
@@ -28,10 +28,11 @@ def freed(program: Program) -> None:
         if set(have) != set(want):
             fail(program, fact, mine[0], f"%{mine[0].name} does not free all of %{launch.name}.")
         stays = (
-            ops.is_unshard(launch) and program.units[meta.get(launch).unit or 0].reshard is False
+            transfers.is_unshard(launch)
+            and program.units[tags.get(launch).unit or 0].reshard is False
         )
         for free in mine:
-            elsewhere = meta.get(free).phase != meta.get(launch).phase and not stays
+            elsewhere = tags.get(free).phase != tags.get(launch).phase and not stays
             if elsewhere or order[free] < order[launch]:
                 fail(program, fact, free, f"%{free.name} does not follow %{launch.name}.")
 
@@ -39,7 +40,7 @@ def freed(program: Program) -> None:
 def no_use_after_free(program: Program) -> None:
     gone: dict[int, fx.Node] = {}
     for node in program.graph.nodes:
-        for storage in meta.read_ids(node) & gone.keys():
+        for storage in tags.read_ids(node) & gone.keys():
             fail(
                 program,
                 Fact.NO_USE_AFTER_FREE,
@@ -47,12 +48,12 @@ def no_use_after_free(program: Program) -> None:
                 f"%{node.name} reads a storage that %{gone[storage].name} has freed.",
             )
         if node.target is ops.free:
-            for source in meta.operands(node):
-                gone |= dict.fromkeys(meta.storage_ids(source), node)
-    waits = {meta.get(n).pair: n for n in program.graph.nodes if n.target is ops.wait}
+            for source in tags.operands(node):
+                gone |= dict.fromkeys(tags.storage_ids(source), node)
+    waits = {tags.get(n).pair: n for n in program.graph.nodes if n.target is ops.wait}
     order = walk.order(program)
     for node in program.graph.nodes:
-        if node.target is ops.free and order[node] < order[waits[meta.get(node).pair]]:
+        if node.target is ops.free and order[node] < order[waits[tags.get(node).pair]]:
             fail(
                 program,
                 Fact.NO_USE_AFTER_FREE,
@@ -76,7 +77,7 @@ def bounded_inflight(program: Program) -> None:
     last: dict[fx.Node, int] = {}  # of what is alive, where it is read last
     unused: dict[fx.Node, None] = {}  # of what is alive, what waits for its first use
     for node in _launches_and_frees(program):
-        tag = meta.get(node)
+        tag = tags.get(node)
         gone = alive.pop(tag.pair, None) if node.target is ops.free else alive.get(tag.pair)
         if gone is not None:
             unused.pop(gone, None)
@@ -86,7 +87,7 @@ def bounded_inflight(program: Program) -> None:
         alive[tag.pair] = node
         cuts = ("unshard", "unpack")
         readers = walk.alias_readers(program, node)
-        if all(meta.get(reader).role in cuts for reader in readers):
+        if all(tags.get(reader).role in cuts for reader in readers):
             fail(program, fact, node, f"nothing reads what %{node.name} gathers.")
         last[node] = max(order[reader] for reader in readers)
         unused[node] = None
@@ -120,14 +121,14 @@ def bounded_inflight(program: Program) -> None:
 def _freed_in_time(program: Program) -> None:
     """Nothing runs between the last use of what is freed and the free."""
     for free in program.graph.find_nodes(op="call_function", target=ops.free):
-        storages = set().union(*map(meta.storage_ids, meta.operands(free)))
+        storages = set().union(*map(tags.storage_ids, tags.operands(free)))
         node = free.prev
         while node.op == "call_function":
-            uses = meta.read_ids(node) | meta.storage_ids(node)
-            mine = node.target is ops.wait and meta.get(node).pair == meta.get(free).pair
+            uses = tags.read_ids(node) | tags.storage_ids(node)
+            mine = node.target is ops.wait and tags.get(node).pair == tags.get(free).pair
             if mine or (uses & storages and node.target is not ops.free):
                 break
-            if node.target not in (ops.wait, ops.free) and not meta.aliases_input(node):
+            if node.target not in (ops.wait, ops.free) and not tags.aliases_input(node):
                 what = f"%{free.name} stands behind %{node.name}, though nothing in front of that "
                 fail(program, Fact.BOUNDED_INFLIGHT, free, what + "needs what it frees any more.")
             node = node.prev
@@ -140,11 +141,11 @@ def _limited(program: Program) -> None:
     number = {fqn: i for i, bucket in enumerate(program.moving) for fqn in bucket.fqns}
     left: dict[fx.Node, set[fx.Node]] = {}
     for node in program.graph.nodes:
-        if ops.is_unshard(node):
-            left[node] = set(ops.unsharded(node))
+        if transfers.is_unshard(node):
+            left[node] = set(transfers.unsharded(node))
         elif node.target is ops.free:
             for launch in list(left):
-                left[launch] -= set(meta.operands(node))
+                left[launch] -= set(tags.operands(node))
                 if not left[launch]:
                     del left[launch]
         buckets = {
@@ -158,32 +159,32 @@ def _limited(program: Program) -> None:
 
 def _launches_and_frees(program: Program) -> list[fx.Node]:
     """Unshards, and the frees of what they wrote."""
-    unshards = {meta.get(launch).pair: launch for launch in walk.unshards(program)}
+    unshards = {tags.get(launch).pair: launch for launch in walk.unshards(program)}
     return [
         n
         for n in program.graph.nodes
-        if ops.is_unshard(n)
+        if transfers.is_unshard(n)
         or (
             n.target is ops.free
-            and meta.get(n).pair in unshards
-            and set(meta.operands(n)) & set(ops.unsharded(unshards[meta.get(n).pair]))
+            and tags.get(n).pair in unshards
+            and set(tags.operands(n)) & set(transfers.unsharded(unshards[tags.get(n).pair]))
         )
     ]
 
 
 def _first_uses(program: Program) -> dict[fx.Node, fx.Node]:
     """Per all-gather, the first operator behind its wait that reads it or runs in its unit."""
-    launches = {meta.get(launch).pair: launch for launch in walk.unshards(program)}
+    launches = {tags.get(launch).pair: launch for launch in walk.unshards(program)}
     found = dict.fromkeys(launches.values(), program.output)
     written = {launch: walk.written_by(launch) for launch in found}
     waited: list[fx.Node] = []
     for node in program.graph.nodes:
-        if node.target is ops.wait and meta.get(node).pair in launches:
-            waited.append(launches[meta.get(node).pair])
-        elif node.op == "call_function" and meta.get(node).role in ("compute", "pad"):
-            reads = meta.read_ids(node)
+        if node.target is ops.wait and tags.get(node).pair in launches:
+            waited.append(launches[tags.get(node).pair])
+        elif node.op == "call_function" and tags.get(node).role in ("compute", "pad"):
+            reads = tags.read_ids(node)
             for launch in list(waited):
-                if meta.get(launch).unit == meta.get(node).unit or written[launch] & reads:
+                if tags.get(launch).unit == tags.get(node).unit or written[launch] & reads:
                     found[launch] = node
                     waited.remove(launch)
     return found

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fxshard import meta, ops
-from fxshard.program import Fact, Program
+from fxshard.ir import ops, tags
+from fxshard.ir.program import Fact, Program
 from fxshard.verify import orders
 from fxshard.verify.failure import fail
 
@@ -21,7 +21,7 @@ def streams_ordered(program: Program) -> None:
     events: dict[str, Clock] = {}
     recorders: dict[str, str] = {}
     for step in orders.steps(program):
-        node, tag = step.node, meta.get(step.node)
+        node, tag = step.node, tags.get(step.node)
         clock = clocks.setdefault(step.stream, {})
         if step.kind == "entry":
             clock["compute"] = step.position

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxshard import meta, ops
 from fxshard.errors import VerifyError
-from fxshard.program import Fact, Program
+from fxshard.ir import ops, tags, transfers
+from fxshard.ir.program import Fact, Program
 from fxshard.verify import walk
 from fxshard.verify.failure import fail
 
@@ -27,7 +27,7 @@ def well_formed(program: Program) -> None:
             if source not in made:
                 what = f"%{node.name} reads %{source.name} before it has been defined."
                 fail(program, fact, node, what)
-            for storage in meta.storage_ids(source) & fresh.keys():
+            for storage in tags.storage_ids(source) & fresh.keys():
                 writer, since = fresh[storage]
                 if source not in since and node.target not in ops.WORDS:
                     what = (
@@ -35,9 +35,9 @@ def well_formed(program: Program) -> None:
                     )
                     fail(program, fact, node, what)
         made.add(node)
-        for storage in meta.storage_ids(node) & fresh.keys():
+        for storage in tags.storage_ids(node) & fresh.keys():
             fresh[storage][1].add(node)
-        if meta.writes(node) and node.target not in ops.WORDS:
+        if tags.writes(node) and node.target not in ops.WORDS:
             fresh |= {storage: (node, {node}) for storage in walk.written(node)}
     try:
         program.graph.lint()
@@ -54,12 +54,12 @@ def tagged(program: Program) -> None:
     for node in program.graph.nodes:
         if "fxshard" not in node.meta:
             fail(program, Fact.TAGGED, node, f"%{node.name} has no tag; tag nodes when made.")
-        tag = meta.get(node)
+        tag = tags.get(node)
         if node.op == "placeholder":
             _is_given(program, node)
         if node.op != "call_function":
             continue
-        if tag.role in (*SHARDED, "whole", *meta.GIVEN):
+        if tag.role in (*SHARDED, "whole", *tags.GIVEN):
             what = f"%{node.name} is computed, and tagged as what comes in ({tag.role})."
             fail(program, Fact.TAGGED, node, what)
         if tag.phase == "backward":
@@ -70,16 +70,16 @@ def tagged(program: Program) -> None:
         if returns and "val" not in node.meta:
             fail(program, Fact.TAGGED, node, f"%{node.name} has no fake value.")
         # Who reads a storage is found through the aliases of fake values: they must be right.
-        if meta.shares_by_schema(node) and not meta.aliases_input(node):
+        if tags.shares_by_schema(node) and not tags.aliases_input(node):
             what = f"%{node.name} is a view, but its fake value is no alias of its input's."
             fail(program, Fact.TAGGED, node, what)
 
 
 def _is_given(program: Program, node: fx.Node) -> None:
     """A placeholder is what capture made of it, or a parameter's: by its tag values are bound."""
-    tag = meta.get(node)
+    tag = tags.get(node)
     given = (program.given or {}).get(node.name)
-    if given is not None or tag.role in meta.GIVEN:
+    if given is not None or tag.role in tags.GIVEN:
         right = program.given is None or given == (tag.role, tag.fqn)
     else:
         stays = tag.fqn in program.wholes
@@ -94,7 +94,7 @@ def units_assigned(program: Program) -> None:
     units = program.units
     owner = {param.fqn: i for i, unit in enumerate(units) for param in unit.params}
     for node in program.graph.nodes:
-        tag = meta.get(node)
+        tag = tags.get(node)
         if node.op == "call_function":
             right = tag.unit in range(len(units))
         else:
@@ -110,30 +110,30 @@ def unshard_paired(program: Program) -> None:
     waits = walk.by_pair(program, ops.wait)
     for node in program.graph.nodes:
         for pick in node.users if node.target in ops.ASYNCHRONOUS else ():
-            if meta.get(pick).pair != meta.get(node).pair:
+            if tags.get(pick).pair != tags.get(node).pair:
                 what = f"%{pick.name} is of another collective than %{node.name}, which makes it."
                 fail(program, fact, pick, what)
-        if node.target in (ops.cast, ops.load) and not ops.is_launch(node):
+        if node.target in (ops.cast, ops.load) and not transfers.is_launch(node):
             for reader in (user for pick in node.users for user in pick.users):
                 if reader.target not in (*ops.ASYNCHRONOUS, ops.free):
                     what = f"%{reader.name} reads what %{node.name} makes, which nobody waits for."
                     fail(program, fact, reader, what)
-                if meta.get(reader).pair != meta.get(node).pair:
+                if tags.get(reader).pair != tags.get(node).pair:
                     what = f"%{node.name} is of another collective than %{reader.name}, its reader."
                     fail(program, fact, node, what)
     for launch in walk.launches(program):
-        tag = meta.get(launch)
+        tag = tags.get(launch)
         mine = waits.get(tag.pair, [])
         if len(mine) != 1:
             fail(program, fact, launch, f"%{launch.name} has {len(mine)} waits, expected 1.")
-        if sorted(map(walk.picked, launch.users)) != list(range(len(meta.operands(launch)))):
+        if sorted(map(walk.picked, launch.users)) != list(range(len(tags.operands(launch)))):
             fail(
                 program, fact, launch, f"%{launch.name} has not one pick per tensor that it takes."
             )
         wait = mine[0]
         if order[wait] < order[launch]:
             fail(program, fact, wait, f"%{wait.name} stands before its launch %{launch.name}.")
-        if set(meta.operands(wait)) != set(launch.users):
+        if set(tags.operands(wait)) != set(launch.users):
             fail(program, fact, wait, f"%{wait.name} does not wait for all of %{launch.name}.")
         for reader in walk.alias_readers(program, launch):
             if order[reader] < order[wait] and not walk.is_pick_of(reader, launch):
@@ -150,7 +150,7 @@ def unshard_paired(program: Program) -> None:
 def one_dtype(program: Program) -> None:
     """Every collective sends, and leaves, tensors of one dtype: backends promise no more."""
     for launch in walk.launches(program, *ops.COLLECTIVES):
-        values = (node.meta["val"] for node in (*meta.operands(launch), *launch.users))
+        values = (node.meta["val"] for node in (*tags.operands(launch), *launch.users))
         dtypes = sorted({str(value.dtype).removeprefix("torch.") for value in values})
         if len(dtypes) > 1:
             what = f"%{launch.name} moves {' and '.join(dtypes)} in one launch; give each its own."
@@ -159,13 +159,13 @@ def one_dtype(program: Program) -> None:
 
 def _nobody_interferes(program: Program, launch: fx.Node, wait: fx.Node) -> None:
     """Between the two nobody writes what `launch` sends, nor reads what it writes in place."""
-    sent = set().union(*map(meta.storage_ids, meta.operands(launch)))
+    sent = set().union(*map(tags.storage_ids, tags.operands(launch)))
     node = launch.next
     while node is not wait:
         if node.target not in (ops.wait, ops.free) and not walk.is_pick_of(node, launch):
             touched = walk.written(node)
-            if ops.is_in_place(launch):
-                touched = set().union(*map(meta.storage_ids, node.all_input_nodes))
+            if transfers.is_in_place(launch):
+                touched = set().union(*map(tags.storage_ids, node.all_input_nodes))
             if touched & sent:
                 what = f"%{node.name} touches what %{launch.name} works on until %{wait.name}."
                 fail(program, Fact.UNSHARD_PAIRED, node, what)

@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxshard import meta, ops
-from fxshard.program import Program
+from fxshard.ir import ops, tags, transfers
+from fxshard.ir.program import Program
 
 aten = torch.ops.aten
 
@@ -23,19 +23,19 @@ def launches(program: Program, *targets: Any) -> list[fx.Node]:
     return [
         node
         for node in program.graph.nodes
-        if ops.is_launch(node) and (not targets or node.target in targets)
+        if transfers.is_launch(node) and (not targets or node.target in targets)
     ]
 
 
 def unshards(program: Program) -> list[fx.Node]:
-    return [node for node in program.graph.nodes if ops.is_unshard(node)]
+    return [node for node in program.graph.nodes if transfers.is_unshard(node)]
 
 
 def by_pair(program: Program, target: Any) -> dict[int | None, list[fx.Node]]:
     found: dict[int | None, list[fx.Node]] = {}
     for node in program.graph.nodes:
         if node.target is target:
-            found.setdefault(meta.get(node).pair, []).append(node)
+            found.setdefault(tags.get(node).pair, []).append(node)
     return found
 
 
@@ -46,7 +46,7 @@ def aliases(program: Program, launch: fx.Node) -> list[fx.Node]:
     todo = [launch]
     while todo:
         for user in todo.pop().users:
-            if user not in found and meta.storage_ids(user) & storages:
+            if user not in found and tags.storage_ids(user) & storages:
                 found[user] = None
                 todo.append(user)
     return list(found)
@@ -55,16 +55,16 @@ def aliases(program: Program, launch: fx.Node) -> list[fx.Node]:
 def written_by(launch: fx.Node) -> set[int]:
     """Storages that `launch` writes, and those of what is unpacked from them."""
     words = [u for pick in launch.users for u in pick.users if u.target is ops.unpack]
-    return set().union(*map(meta.storage_ids, (launch, *words)))
+    return set().union(*map(tags.storage_ids, (launch, *words)))
 
 
 def moved(launch: fx.Node) -> list[str]:
     """FQNs of the parameters that a launch moves, or whose gradients."""
-    if ops.is_unshard(launch):
-        return [meta.get(pick).fqn or "" for pick in ops.unsharded(launch)]
+    if transfers.is_unshard(launch):
+        return [tags.get(pick).fqn or "" for pick in transfers.unsharded(launch)]
     found: list[str] = []
-    for operand in meta.operands(launch):
-        fqn = meta.get(operand).fqn
+    for operand in tags.operands(launch):
+        fqn = tags.get(operand).fqn
         found += [fqn] if fqn else packed_fqns(operand)
     return found
 
@@ -73,10 +73,12 @@ def packed_names(launch: fx.Node) -> list[str]:
     """Those of `moved` that share a buffer; of a comm_hook none: there all do."""
     if launch.target is ops.comm_hook:
         return []
-    if ops.is_unshard(launch):
-        words = [u for p in ops.packed_results(launch) for u in p.users if u.target is ops.unpack]
-        return [meta.get(pick).fqn or "" for word in words for pick in word.users]
-    operands = (operand for operand in meta.operands(launch) if not meta.get(operand).fqn)
+    if transfers.is_unshard(launch):
+        words = [
+            u for p in transfers.packed_results(launch) for u in p.users if u.target is ops.unpack
+        ]
+        return [tags.get(pick).fqn or "" for word in words for pick in word.users]
+    operands = (operand for operand in tags.operands(launch) if not tags.get(operand).fqn)
     return [fqn for operand in operands for fqn in packed_fqns(operand)]
 
 
@@ -84,11 +86,11 @@ def packed_rows(sent: fx.Node) -> list[fx.Node]:
     """The gradients in a flat copy that is sent, each ``[ranks, n]``, as they lie there."""
     node = sent
     while node.op == "call_function" and node.target is not aten.cat.default:
-        if meta.get(node).role == "reduce":  # a result of the reduction before
+        if tags.get(node).role == "reduce":  # a result of the reduction before
             pick = node
-            node = meta.operands(meta.source(pick))[picked(pick)]
-        elif meta.get(node).role in ("pad", "settle"):
-            node = meta.source(node)
+            node = tags.operands(tags.source(pick))[picked(pick)]
+        elif tags.get(node).role in ("pad", "settle"):
+            node = tags.source(node)
         else:
             return []
     return list(cast("list[fx.Node]", node.args[0])) if node.op == "call_function" else []
@@ -96,7 +98,7 @@ def packed_rows(sent: fx.Node) -> list[fx.Node]:
 
 def packed_fqns(sent: fx.Node) -> list[str]:
     """The parameters whose gradients are in a flat copy that is sent."""
-    return [meta.get(row).fqn or "" for row in packed_rows(sent)]
+    return [tags.get(row).fqn or "" for row in packed_rows(sent)]
 
 
 def alias_readers(program: Program, launch: fx.Node) -> list[fx.Node]:
@@ -119,7 +121,7 @@ def is_pick_of(node: fx.Node, launch: fx.Node) -> bool:
 
 def maker(node: fx.Node) -> fx.Node:
     """The operator that `node` is a pick of; itself for a placeholder."""
-    return node if node.op == "placeholder" else meta.source(node)
+    return node if node.op == "placeholder" else tags.source(node)
 
 
 def group(node: fx.Node) -> str:
@@ -137,7 +139,7 @@ def written(node: fx.Node) -> set[int]:
         value = node.args[i] if i < len(node.args) else node.kwargs.get(name)
         for each in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(each, fx.Node):
-                found |= meta.storage_ids(each)
+                found |= tags.storage_ids(each)
     return found
 
 
@@ -157,4 +159,4 @@ def word(target: Any) -> str:
 
 
 def unit_name(program: Program, node: fx.Node) -> str:
-    return program.units[meta.get(node).unit or 0].name
+    return program.units[tags.get(node).unit or 0].name

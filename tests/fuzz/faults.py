@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxshard import normalize, ops, sharding, step
+from fxshard.capture import normalize
+from fxshard.ir import ops
 from fxshard.memory import liveness
-from fxshard.world import c10d, in_process
+from fxshard.runtime import sharding, step
+from fxshard.runtime.world import c10d, in_process
 from tests.fuzz.case import Case
 
 Plant = Callable[[pytest.MonkeyPatch], None]

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import fxshard
-from fxshard import trace
+from fxshard.capture import trace
 from fxshard.config import Config
 from fxshard.errors import FxshardError, UnknownSizeError
-from fxshard.numerics import largest_difference, largest_value
-from fxshard.units import configured_units
+from fxshard.ir.units import configured_units
+from fxshard.validation.numerics import largest_difference, largest_value
 from tests.zoo import built, output_loss
 from tests.zoo.architectures import Architecture
 

@@ -1,7 +1,7 @@
 """Temporaries inside CUDA kernels: what no graph can see and ``max_memory_allocated`` counts.
 
 Each formula is that of the kernel in torch's sources, named beside it, for the GPU that
-`fxshard.cuda.TARGET` is. None has been held against a GPU yet. As on the CPU, rows name their
+`fxshard.capture.cuda.operators.TARGET` is. None has been held against a GPU yet. As on the CPU, rows name their
 operator, ``bytes=None`` is a temporary of a size that the graph does not tell, and nothing here is
 part of any other figure of a report. Workspaces that stay (cuBLAS) are no temporaries.
 """
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxshard.cuda import HALF, TARGET
+from fxshard.capture.cuda.operators import HALF, TARGET
+from fxshard.ir.program import Program
+from fxshard.ir.schedule import points
 from fxshard.memory.kernels import KernelTemporary
-from fxshard.program import Program
-from fxshard.schedule import points
 
 aten = torch.ops.aten
 FLOAT = 4  # bytes of what kernels accumulate in

@@ -1,7 +1,7 @@
 """What the CUDA caching allocator makes of a step: allocated and reserved bytes, phase by phase.
 
 All memory of a step is asked for on the compute stream, and is freed only after the compute stream
-has waited for the work that reads it (`fxshard.world.c10d`): no block waits for another stream.
+has waited for the work that reads it (`fxshard.runtime.world.c10d`): no block waits for another stream.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from fxshard.ir.program import Program
 from fxshard.memory.cuda.allocator import Allocation, Replay, replay
 from fxshard.memory.cuda.fixed_costs import FixedCost, fixed_costs
 from fxshard.memory.cuda.settings import AllocatorSettings
 from fxshard.memory.kernels import KernelTemporary
 from fxshard.memory.ledger import BEFORE, Ledger, LiveRange
-from fxshard.program import Program
 
 aten = torch.ops.aten
 

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fxshard.compat import FakeTensorMode
-from fxshard.materialise import join, own_tensors, put_back
+from fxshard._torch.compat import FakeTensorMode
+from fxshard.capture.modules import join, own_tensors, put_back
+from fxshard.ir.program import nbytes
+from fxshard.ir.units import Param, buffer_dtypes
 from fxshard.memory.category import Category
 from fxshard.memory.ledger import LiveRange
 from fxshard.memory.lifecycle.script import LifecyclePhase, Script
 from fxshard.memory.lifecycle.tree import Filled, Tree, dense
 from fxshard.memory.recording import Event, Recorder
-from fxshard.program import nbytes
-from fxshard.units import Param, buffer_dtypes
 
 
 def _given(tree: Tree, phase: str) -> tuple[Script, dict[int, list[LiveRange]], set[int]]:
@@ -56,7 +56,7 @@ def _given(tree: Tree, phase: str) -> tuple[Script, dict[int, list[LiveRange]], 
 
 
 def _make_shards(tree: Tree, script: Script) -> None:
-    """All flat storages come first (fxshard/sharding.py, ``_flat_shards``)."""
+    """All flat storages come first (fxshard/runtime/sharding.py, ``_flat_shards``)."""
     for unit in tree.program.units:
         for dtype in dict.fromkeys(param.dtype for param in unit.params):
             made = [
@@ -72,7 +72,7 @@ def _expose(
 ) -> None:
     """The module tree gets its shards, buffers get their dtype; what was there before goes.
 
-    Until then a failure could still put it back (`fxshard.module.unchanged_on_error`).
+    Until then a failure could still put it back (`fxshard.runtime.module.unchanged_on_error`).
     """
     for fqn, param in tree.program.params.items():
         stand_in(tree, script, fqn, param)
@@ -96,7 +96,7 @@ def stand_in(tree: Tree, script: Script, fqn: str, param: Param) -> None:
 def _cast_buffers(tree: Tree, script: Script, given: dict[int, list[LiveRange]]) -> list[LiveRange]:
     """To the dtype of their unit's policy, and with offload to where the program computes.
 
-    Returns the old ones, which go later (fxshard/store.py, ``_cast_buffers``).
+    Returns the old ones, which go later (fxshard/runtime/store.py, ``_cast_buffers``).
     """
     buffers = dict(tree.model.named_buffers())
     dtypes = buffer_dtypes(tree.program.units, buffers)
@@ -115,7 +115,7 @@ def _cast_buffers(tree: Tree, script: Script, given: dict[int, list[LiveRange]])
 
 
 def init(tree: Tree) -> LifecyclePhase:
-    """`fxshard.compile` on rank 0 (fxshard/sharding.py, fxshard/materialise.py)."""
+    """`fxshard.compile` on rank 0 (fxshard/runtime/sharding.py, fxshard/runtime/initialise.py)."""
     script, given, ignored = _given(tree, "init")
     _make_shards(tree, script)
     seen = set(ignored)

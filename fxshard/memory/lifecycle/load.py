@@ -6,7 +6,7 @@ import dataclasses
 
 from torch import nn
 
-from fxshard.materialise import join
+from fxshard.capture.modules import join
 from fxshard.memory.category import Category
 from fxshard.memory.ledger import LiveRange
 from fxshard.memory.lifecycle.save import (
@@ -26,7 +26,7 @@ def load_state_dict(tree: Tree) -> LifecyclePhase:
     """``load_state_dict`` of whole tensors.
 
     Each module's sharded parameters are replaced by copies of this rank's rows, which live until
-    the modules below it are done (torch/nn/modules/module.py, ``load``; `fxshard.state`).
+    the modules below it are done (torch/nn/modules/module.py, ``load``; `fxshard.runtime.state`).
     """
     script = Script("load_state_dict", tree.held)
     for item in model_items(tree):

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from fxshard.config import Config
+from fxshard.ir.program import Program
 from fxshard.memory.category import Category
 from fxshard.memory.ledger import LiveRange
 from fxshard.memory.lifecycle.init import init, init_receiving
@@ -23,7 +24,6 @@ from fxshard.memory.lifecycle.save import full_state_dict, save_checkpoint
 from fxshard.memory.lifecycle.script import LifecyclePhase
 from fxshard.memory.lifecycle.tree import Tree
 from fxshard.memory.optimizer import OptimizerStep, trace_step, unused
-from fxshard.program import Program
 
 
 def lifecycle(

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from fxshard.materialise import join
+from fxshard.capture.modules import join
+from fxshard.ir.program import nbytes
+from fxshard.ir.units import buffer_dtypes
 from fxshard.memory.category import Category
 from fxshard.memory.ledger import OPTIMIZER, LiveRange
 from fxshard.memory.lifecycle.init import stand_in
 from fxshard.memory.lifecycle.script import LifecyclePhase, Script
 from fxshard.memory.lifecycle.tree import MESSAGES, Item, Tree
 from fxshard.memory.optimizer import OptimizerStep
-from fxshard.program import nbytes
-from fxshard.units import buffer_dtypes
 
 
 def state_held(tree: Tree, step: OptimizerStep | None) -> list[LiveRange]:
@@ -121,7 +121,7 @@ def full_state_dict(tree: Tree, step: OptimizerStep | None, *, alone: bool) -> L
 
 
 def detached(tree: Tree, script: Script, item: Item) -> None:
-    """An entry of ``state_dict``: a view, but see `fxshard.state`, ``_make_savable``."""
+    """An entry of ``state_dict``: a view, but see `fxshard.runtime.state`, ``_make_savable``."""
     if item.sharded and tree.params[item.name].fqn not in tree.in_front:
         stand_in(tree, script, tree.params[item.name].fqn, tree.params[item.name])
 

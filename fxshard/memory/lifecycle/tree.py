@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from fxshard.config import Config
+from fxshard.ir.program import Program, nbytes
+from fxshard.ir.units import Param
 from fxshard.memory.category import Category
 from fxshard.memory.ledger import LiveRange
 from fxshard.memory.recording import Event
-from fxshard.program import Program, nbytes
-from fxshard.units import Param
 
 
 @dataclasses.dataclass

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from fxshard.capture.provenance import line_text
 from fxshard.errors import ConfigError
 from fxshard.memory.category import CATEGORIES, COLUMN, Category, Matrix, State
 from fxshard.memory.explain import size_text
@@ -28,7 +29,6 @@ from fxshard.memory.owners import owned_rows
 from fxshard.memory.report import UNITS, MemoryReport
 from fxshard.memory.views.plots import Curve, Dot, scale_of
 from fxshard.memory.views.tables import peak_place, phase_name
-from fxshard.provenance import line_text
 
 DRAWN = 6000  # ticks that a page draws
 NEAR = 300  # on either side of the peak, all are drawn

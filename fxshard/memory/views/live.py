@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from fxshard.ir.schedule import points
 from fxshard.memory.report import MemoryReport
-from fxshard.schedule import points
 
 
 def live_after(report: MemoryReport) -> dict[tuple[str, str], int]:

@@ -1,7 +1,6 @@
 """A step as a trace for ui.perfetto.dev and chrome://tracing.
 
-The format is the JSON form of Chrome's traces ("Trace Event Format", Google 2016): complete events
-("X"), counters ("C"), nestable asynchronous events ("b", "e") and metadata ("M").
+The format is in `fxshard.cost.trace_events`.
 
 Note: time
 ==========
@@ -14,20 +13,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
 
+from fxshard.cost.trace_events import BUFFERS, MEMORY, STREAMS, Event, processes, threads
 from fxshard.memory.category import CATEGORIES, Category
 from fxshard.memory.ledger import Ledger
 from fxshard.memory.report import MemoryReport
 from fxshard.memory.views.serialize import streams
 
-MEMORY, STREAMS, BUFFERS = 1, 2, 3  # processes of the trace
 PHASES = 0  # thread of the phases; those of the streams follow
 TOTAL = "total"
 SENT_NAME = "gathers and reduces"
 SENT = (Category.ALL_GATHER, Category.UNSHARDED_PARAM, Category.REDUCE_SCATTER)
-
-Event = dict[str, Any]
 
 
 def text(report: MemoryReport, *, first_step: bool = False) -> str:
@@ -61,26 +57,6 @@ def memory_events(report: MemoryReport, times: Sequence[float]) -> list[Event]:
         *_counters(ledger, report.program.offloaded, times),
         *_buffers(ledger, times),
     ]
-
-
-def processes(names: dict[int, str]) -> Iterator[Event]:
-    """What the groups of tracks are called; they stand in the order of their numbers."""
-    for process, name in names.items():
-        yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
-        yield {
-            "ph": "M",
-            "pid": process,
-            "name": "process_sort_index",
-            "args": {"sort_index": process},
-        }
-
-
-def threads(names: Sequence[str]) -> Iterator[Event]:
-    """What the tracks of `STREAMS` are called, from number 0 on."""
-    for thread, name in enumerate(names):
-        where = {"ph": "M", "pid": STREAMS, "tid": thread}
-        yield {**where, "name": "thread_name", "args": {"name": name}}
-        yield {**where, "name": "thread_sort_index", "args": {"sort_index": thread}}
 
 
 def _counters(ledger: Ledger, offloaded: bool, times: Sequence[float]) -> Iterator[Event]:

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from fxshard import files
+from fxshard.bytesize import SIZES, size_text
 from fxshard.errors import ConfigError
-from fxshard.sizes import SIZES, size_text
+from fxshard.host import files
 
 Peak = Callable[..., Any]  # (batch=..., seq=..., world=...) int64 arrays -> int64 array of bytes
 POINTS = 200  # of a curve, at most

@@ -1,0 +1,261 @@
+"""Plain attributes of modules that forward reads: a program depends on their values.
+
+While a model is traced every read of an attribute is noted, by the class of the module: layers that
+are alike read alike, also where one was traced for all. One that the class has, or nobody, may be
+put on the module later. At each call the attributes so named are compared with what they were, with
+the collections and configurations that they hold: ``drop.p = 0`` asks for another program.
+
+By identity first, as nearly all of them are at nearly all calls; by value where that fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import repeat
+from operator import is_
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fxshard.capture import counters
+from fxshard.capture.counters import slots
+from fxshard.capture.swapped import STATE, users_class
+
+Reads = dict[type, set[str]]  # by class of a module: names of attributes
+
+# nn.Module's, which say what is asked for elsewhere, and ours.
+_OWN = frozenset(vars(nn.Module())) | vars(nn.Module).keys() - {"forward"} | {STATE}
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic)
+_LARGE = 1 << 16  # bytes of a NumPy array that nobody writes in place
+_ABSENT = object()
+_sink: Reads | None = None
+
+
+@contextlib.contextmanager
+def noted(reads: Reads) -> Iterator[None]:
+    """What `watching` sees while the block runs goes into `reads`."""
+    global _sink
+    before, _sink = _sink, reads
+    try:
+        yield
+    finally:
+        _sink = before
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[None]:
+    """The model runs, to be traced: note which attributes it reads, if anybody asked."""
+    reads = _sink
+    if reads is None or "__getattribute__" in vars(nn.Module):
+        yield
+        return
+
+    def read(module: Any, name: str) -> Any:
+        if name not in _OWN and not name.startswith("__"):
+            held = object.__getattribute__(module, "__dict__")
+            if name in held or not _registered(held, name):
+                reads.setdefault(users_class(module), set()).add(name)
+        return object.__getattribute__(module, name)
+
+    nn.Module.__getattribute__ = read  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del nn.Module.__getattribute__
+
+
+def note_all(model: nn.Module) -> None:
+    """Which attributes are read cannot be seen: note all."""
+    if (reads := _sink) is not None:
+        for module in model.modules():
+            names = reads.setdefault(users_class(module), set())
+            names |= vars(module).keys() - _OWN
+            for cls in filter(counters.is_users, users_class(module).__mro__):
+                names |= {n for n, v in vars(cls).items() if not n.startswith("__") and _value(v)}
+
+
+def _registered(held: Mapping[str, Any], name: str) -> bool:
+    """True for a parameter, buffer or module: what they are is asked for elsewhere."""
+    return any(name in held.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
+
+
+def _value(found: Any) -> bool:
+    """True for what a class holds as a value, False for a method or a property."""
+    return not hasattr(found, "__get__")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Place:
+    """Something to look at: what it held, and whether it still does."""
+
+    before: tuple[Any, ...]
+    is_same: Callable[[], bool]
+
+
+def _any_place(read: Callable[[], tuple[Any, ...]]) -> _Place:
+    before = read()
+
+    def is_same() -> bool:
+        now = read()
+        if len(now) != len(before):
+            return False
+        return all(map(is_, now, before)) or all(map(_alike, now, before))
+
+    return _Place(before, is_same)
+
+
+def _names_of(held: Mapping[str, Any], names: tuple[str, ...]) -> _Place:
+    """Attributes of a module or a class. Most names are those of methods: no module has them."""
+    before = tuple(map(held.get, names, repeat(_ABSENT)))
+    there = [(name, value) for name, value in zip(names, before, strict=True) if name in held]
+    own, values = [name for name, _ in there], [value for _, value in there]
+    absent, keys, get = tuple(name for name in names if name not in held), held.keys(), held.get
+
+    def is_same() -> bool:
+        if not keys.isdisjoint(absent):
+            return False
+        if not own or all(map(is_, map(get, own, repeat(_ABSENT)), values)):
+            return True
+        return all(map(_alike, map(get, own, repeat(_ABSENT)), values))
+
+    return _Place(before, is_same)
+
+
+def _alike(now: Any, before: Any) -> bool:
+    if now is before:
+        return True
+    return type(now) is type(before) and isinstance(now, _PLAIN) and bool(now == before)
+
+
+class Attributes:
+    """What the attributes that programs depend on say now, as a number: equal if all are equal."""
+
+    def __init__(self, reads: Reads | None = None) -> None:
+        self.reads: Reads = {} if reads is None else reads
+        self._watched = 0  # how many of them are looked at
+        self._places: list[_Place] = []
+        self._states: list[list[tuple[Any, ...]]] = [[]]
+        self._number = 0
+
+    def number(self, tree: Iterable[nn.Module]) -> int:
+        """Of the state that the modules of `tree`, all of the model, are in."""
+        if (size := sum(map(len, self.reads.values()))) != self._watched:
+            self._watched, self._places = size, _places(tree, self.reads)
+            # What other states said of the attributes that are new here is not known.
+            self._states = [[] for _ in self._states]
+            self._states[self._number] = _state(self._places)
+        elif not all(place.is_same() for place in self._places):
+            self._places = _places(tree, self.reads)
+            now = _state(self._places)
+            if now not in self._states:
+                self._states.append(now)
+            self._number = self._states.index(now)
+        return self._number
+
+
+def _places(tree: Iterable[nn.Module], reads: Reads) -> list[_Place]:
+    """Where to look: attributes of modules and classes, and what is held by them, however deep."""
+    found: list[_Place] = []
+    modules = list(tree)
+    seen = {id(module) for module in modules}
+    classes: set[type] = set()
+
+    def look(place: _Place) -> None:
+        found.append(place)
+        for value in place.before:
+            if not isinstance(value, _PLAIN) and id(value) not in seen:
+                inside = _inside(value)
+                if inside is not None or isinstance(value, nn.Module):
+                    seen.add(id(value))
+                if inside is not None:
+                    look(_any_place(inside))
+                elif isinstance(value, nn.Module):
+                    look_at(value)
+
+    def look_at(module: nn.Module) -> None:
+        cls = users_class(module)
+        names = tuple(sorted(reads.get(cls, ())))
+        if module is modules[0]:  # compiling it takes its forward off
+            names = tuple(name for name in names if name != "forward")
+        if not names:
+            return
+        held = vars(module)
+        look(_names_of(held, names))
+        absent = tuple(n for n in names if n not in held and not hasattr(cls, n))
+        if absent:
+            look(_any_place(lambda: tuple(_registered(held, name) for name in absent)))
+        if cls not in classes:
+            classes.add(cls)
+            for owner, of_owner in _by_owner(cls, names).items():
+                look(_names_of(vars(owner), of_owner))
+
+    for module in modules:
+        look_at(module)
+    return found
+
+
+def _by_owner(cls: type, names: tuple[str, ...]) -> dict[type, tuple[str, ...]]:
+    """The class that each name is found in; `cls` for those that none has."""
+    found: dict[type, tuple[str, ...]] = {}
+    for name in names:
+        owner = next((each for each in cls.__mro__ if name in vars(each)), cls)
+        found[owner] = (*found.get(owner, ()), name)
+    return found
+
+
+def _inside(value: Any) -> Callable[[], tuple[Any, ...]] | None:
+    """How to read what a collection, a configuration or an array holds; None for all else."""
+    match value:
+        case dict():
+            return lambda: (*value, *value.values())
+        case list() | tuple() | set() | frozenset() | deque():
+            return lambda: tuple(value)
+        case np.ndarray() if value.nbytes <= _LARGE and not value.dtype.hasobject:
+            return lambda: (str(value.dtype), str(value.shape), value.tobytes())
+        case nn.Module() | torch.Tensor() | type() | types.ModuleType() | enum.Enum():
+            return None
+    if counters.is_users(type(value)):  # as transformers' PretrainedConfig
+        if slots(value):
+            return lambda: (*_items(getattr(value, "__dict__", {})), *slots(value).values())
+        if hasattr(value, "__dict__"):
+            return lambda: _items(vars(value))
+    elif hasattr(value, "__dict__") and not callable(value):
+        return lambda: _items({n: v for n, v in vars(value).items() if isinstance(v, _PLAIN)})
+    return None
+
+
+def _items(held: Mapping[str, Any]) -> tuple[Any, ...]:
+    return (*held, *held.values())
+
+
+def _state(places: list[_Place]) -> list[tuple[Any, ...]]:
+    """What all places hold, to compare with: what is looked into by kind, all else by identity."""
+    return [tuple(map(_frozen, place.before)) for place in places]
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, (dict, list, tuple, set, frozenset, deque, np.ndarray)):
+        inside = not isinstance(value, np.ndarray) or _inside(value) is not None
+        return type(value) if inside else _Same(value)
+    return _Same(value)
+
+
+class _Same:
+    """Equal to one object alone, and to nothing that looks like it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    __hash__ = None  # type: ignore[assignment]

@@ -1,0 +1,162 @@
+"""Tensors that say what they are and hold nothing, and operators on them, each worked out once.
+
+A fake tensor costs a hundred microseconds per operator. The blocks of a deep model run the same
+operators on the same shapes again and again: the second time, a table has the answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxshard._torch import compat
+from fxshard._torch.compat import FakeTensorMode
+from fxshard.capture import strides
+from fxshard.capture.repeat.places import Formless
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """All that an operator may ask of a tensor but its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int  # of its storage
+
+
+class Ghost(Tensor):
+    """A tensor that has a form only."""
+
+    form: Form
+
+    @staticmethod
+    def of(form: Form, requires_grad: bool = False) -> Ghost:
+        """The ghost of a form."""
+        ghost: Ghost = compat.wrapper(
+            Ghost, form.shape, form.stride, form.offset, form.dtype, form.device, requires_grad
+        )
+        ghost.form = form
+        return ghost
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Outside of a rehearsal: `nn.Parameter` detaches what it is given."""
+        if func is torch.ops.aten.detach.default:
+            return cls.of(args[0].form)
+        raise Formless(
+            f"{func} reads what forward made in a rehearsal of the capture, and kept outside of "
+            f"its modules: in a functools.cache, say. Let it be filled by a call of the model "
+            f"before the capture, or hold it in a buffer"
+        )
+
+    __torch_function__ = compat.NO_TORCH_FUNCTION
+
+
+def ghost_like(
+    tensor: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> Ghost:
+    """The ghost of a tensor that has a storage of its own; of a meta tensor, one on the CPU."""
+    dtype = dtype or tensor.dtype
+    own = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
+    shape, stride = tuple(tensor.shape), strides.of_state(tensor)
+    last = sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    nbytes = (0 if 0 in shape else last + 1) * dtype.itemsize
+    form = Form(shape, stride, 0, dtype, device or own, nbytes)
+    return Ghost.of(form, tensor.requires_grad)
+
+
+class Table:
+    """What operators make of forms.
+
+    Args:
+        mode: works out what is not in the table.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode = mode
+        self._made: dict[Any, tuple[Any, ...]] = {}
+
+    def run(self, func: Any, args: Any, kwargs: Any, said: Any, tensors: list[Tensor]) -> Any:
+        """The result of an operator on ghosts.
+
+        Args:
+            func, args, kwargs: the call.
+            said: its constants, hashable.
+            tensors: its tensors, in order.
+        """
+        if not all(isinstance(tensor, Ghost) for tensor in tensors):
+            return self._worked_out(func, args, kwargs, tensors)[1]  # reads values, perhaps
+        forms: list[Any] = [tensor.form for tensor in tensors]  # type: ignore[attr-defined]
+        key = (func, said, tuple(forms))
+        known = self._made.get(key)
+        if known is not None:
+            return _result(known[0], tensors)
+        known, result = self._worked_out(func, args, kwargs, tensors)
+        self._made[key] = (known,)
+        return result
+
+    def _worked_out(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """A recipe for the result, and the result."""
+        fakes: dict[int, Tensor] = {}
+        for tensor in tensors:
+            if isinstance(tensor, Ghost) and id(tensor) not in fakes:
+                fakes[id(tensor)] = self._fake(tensor.form)
+
+        def swap(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return fakes.get(id(value), value)
+            if isinstance(value, (list, tuple)):
+                return type(value)([swap(item) for item in value])
+            return {k: swap(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+        with self.mode:
+            out = func(*swap(args), **swap(kwargs))
+        for tensor in tensors:
+            if isinstance(tensor, Ghost) and form_of(fakes[id(tensor)]) != tensor.form:
+                raise Formless(f"{func} changes the shape of a tensor in place")
+        order = [id(fakes.get(id(tensor), tensor)) for tensor in tensors]
+        recipe = _recipe(out, order)
+        return recipe, _result(recipe, tensors)
+
+    def _fake(self, form: Form) -> Tensor:
+        return compat.fake_of(
+            self.mode,
+            *(compat.fake_storage(form.nbytes), form.shape, form.stride, form.offset),
+            *(form.dtype, form.device),
+        )
+
+
+def form_of(tensor: Tensor) -> Form:
+    """The form of a fake tensor."""
+    offset, nbytes = int(tensor.storage_offset()), tensor.untyped_storage().nbytes()
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    return Form(shape, stride, offset, tensor.dtype, tensor.device, nbytes)
+
+
+def _recipe(out: Any, order: list[int]) -> Any:
+    """A result with forms for new tensors, and places among the arguments for those given."""
+    if isinstance(out, Tensor):
+        return (order.index(id(out)),) if id(out) in order else form_of(out)
+    if isinstance(out, (list, tuple)):
+        return [type(out), *(_recipe(item, order) for item in out)]
+    if isinstance(out, compat.SYMBOLIC):
+        raise Formless("a size depends on data")
+    return {"is": out}
+
+
+def _result(recipe: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(recipe, Form):
+        return Ghost.of(recipe)
+    if isinstance(recipe, tuple):
+        return tensors[recipe[0]]
+    if isinstance(recipe, list):
+        return recipe[0]([_result(item, tensors) for item in recipe[1:]])
+    return recipe["is"]

@@ -1,0 +1,626 @@
+"""The graph of a model of fewer blocks -> the graph of all of them, node by node."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxshard._torch import compat
+from fxshard._torch.compat import FakeTensorMode
+from fxshard.capture import provenance
+from fxshard.capture.repeat.places import (
+    OUTSIDE,
+    Item,
+    Label,
+    Place,
+    Run,
+    Runs,
+    Stamp,
+    Unproven,
+    Wider,
+    cut,
+    name_at,
+    place_of,
+)
+from fxshard.capture.repeat.rehearse import call_items, call_labels, said_of
+from fxshard.ir import tags
+from fxshard.ir.calls import Call
+
+STACKS = {"forward": "nn_module_stack", "backward": "fwd_nn_module_stack"}
+_NUMBERED = re.compile(r"(.*?)_(\d+)$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Noted:
+    """Where each node of a graph was traced.
+
+    Attributes:
+        order: every operator, in the order in which the trace made it.
+        places: of each of them.
+        calls: items of the calls that they ran in.
+        firsts: per base of a name, the number of its first node; 0 is not written.
+    """
+
+    order: list[fx.Node]
+    places: dict[fx.Node, Place]
+    calls: list[Item]
+    firsts: dict[str, int]
+
+
+def note(graph: fx.Graph, made: Sequence[fx.Node], calls: Sequence[Call], runs: Runs) -> Noted:
+    """Note where the nodes of `graph`, just traced, belong.
+
+    Args:
+        graph: of the model with fewer blocks.
+        made: its nodes, and those that were dead (see `compat.nodes_made`).
+        calls: its calls; FQNs are those among all blocks.
+        runs: what was left out.
+
+    Raises:
+        Unproven: the blocks cannot be told apart in it.
+    """
+    if not compat.has_names_of(graph, made):
+        raise Unproven("the trace has dropped operators, and their names with them")
+
+    def short(run: int, block: int) -> int | None:
+        return runs[run].short(block)
+
+    labels = call_labels(list(calls), runs, short)
+    items = call_items(list(calls), labels, runs, short)
+    order = [n for n in made if n.op not in ("placeholder", "output")]
+    count: dict[str, int] = {}
+    firsts: dict[str, int] = {}
+    phase = "forward"
+    phases: dict[str, list[fx.Node]] = {"forward": [], "backward": []}
+    for node in order:
+        base, number = _numbered(node.name)
+        if base not in firsts:
+            firsts[base] = number  # 1 where the base is a word of Python's, such as sum
+            count[base] = number - 1
+        if _next_name(count, base) != node.name:
+            raise Unproven(f"the trace names a node {node.name}, which another number was due for")
+        if node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward"):
+            phase = "backward"
+        phases[phase].append(node)
+    places: dict[fx.Node, Place] = {}
+    for kind, nodes in phases.items():
+        found: list[Label] = []
+        for node in nodes:
+            call = None if compat.sums_gradients(node) else provenance.call_in(_stack(node, kind))
+            found.append(None if call is None else labels[call])
+        at = cut(found, descending=kind == "backward")
+        places |= {n: Place(kind, *where) for n, where in zip(nodes, at, strict=True)}
+    return Noted(order, places, items, firsts)
+
+
+def _numbered(name: str) -> tuple[str, int]:
+    found = _NUMBERED.match(name)
+    return (found[1], int(found[2])) if found else (name, 0)
+
+
+def _next_name(count: dict[str, int], base: str) -> str:
+    """The name that `torch.fx` gives to the next node of this base (``create_name``)."""
+    number = count[base] + 1
+    count[base] = number
+    return f"{base}_{number}" if number else base
+
+
+def _stack(node: fx.Node, phase: str) -> dict[str, Any] | None:
+    found: dict[str, Any] | None = node.meta.get(STACKS[phase]) or node.meta.get("nn_module_stack")
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A joint graph with what its inputs and outputs are (see `compat.export_joint`)."""
+
+    graph: fx.Graph
+    sources: list[Any]
+    targets: list[Any]
+
+
+@dataclasses.dataclass(slots=True)
+class _Written:
+    """What a place holds in the full graph."""
+
+    node: fx.Node
+    storages: list[torch.UntypedStorage]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Recipe:
+    """What all images of a node have in common; a deep model has a hundred of each.
+
+    Attributes:
+        template: the node.
+        reads: how many nodes its arguments name, in front of its other references.
+        metadata: of its images, without those of its `stack`.
+        storages: each storage of its value, and which one of the node that owns it; that is itself
+            if it says so.
+        stack: of its module, by the phase that it is in.
+        module: FQN in that stack.
+        call: it names a call.
+        checkpoint: it ran in one.
+    """
+
+    template: fx.Node
+    reads: int
+    metadata: dict[str, Any]
+    storages: list[tuple[torch.UntypedStorage, int, bool]]
+    stack: dict[str, Any] | None
+    module: str | None
+    call: bool
+    checkpoint: bool
+
+
+class Writer:
+    """Writes the full graph.
+
+    Args:
+        traced: of the model with fewer blocks; every value is a fake one without symbols.
+        noted: where its nodes were traced.
+        runs: what was left out.
+        names: FQN of each parameter and of each buffer of the whole model, in order.
+        calls: of the whole model, as `Program.calls`.
+        full_calls: the same as items.
+        mode: owner of the fake values.
+        training: the graph has a backward.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        noted: Noted,
+        runs: Runs,
+        names: tuple[list[str], list[str]],
+        calls: Sequence[Call],
+        full_calls: Sequence[Item],
+        mode: FakeTensorMode,
+        training: bool,
+    ) -> None:
+        self.traced, self.noted, self.runs, self.names = traced, noted, runs, names
+        self.calls, self.mode, self.training = calls, mode, training
+        self._call_numbers = {item.place: i for i, item in enumerate(full_calls)}
+        self._owners: dict[int, tuple[Place, int]] = {}
+        self._nodes: dict[Place, fx.Node] = {}
+        self._places: dict[fx.Node, Place] = {}
+        self._regions: dict[int, Place] = {}
+        self._region_numbers: dict[Place, int] = {}
+        self._written: dict[Place, _Written] = {}
+        self._items: dict[Place, Item] = {}
+        self._recipes: dict[Place, _Recipe] = {}
+        self._stacks: dict[Any, dict[str, Any]] = {}  # one for all that were run in one line
+        self.graph = fx.Graph()
+        try:
+            self.stamp = Stamp(runs, self._sequences())
+        except Unproven as reason:  # forward is proven: what reaches over blocks is backward
+            raise Wider(str(reason)) from None
+
+    # -- what was traced ---------------------------------------------------------------------------
+
+    def _sequences(self) -> dict[str, list[Item]]:
+        found: dict[str, list[Item]] = {"call": self.noted.calls, "leaf": [], "size": []}
+        found |= {"forward": [], "backward": [], "result": []}
+        (output,) = self.traced.graph.find_nodes(op="output")
+        for node, desc in zip(
+            self.traced.graph.find_nodes(op="placeholder"), self.traced.sources, strict=True
+        ):
+            what, name = compat.input_source(desc)
+            inside = what in ("param", "buffer")
+            place = place_of(_user(name), self.runs) if inside else _outside("leaf", (what, name))
+            found["leaf"].append(self._item(node, place, what))
+        for node in self.traced.graph.nodes:
+            if node.op in ("placeholder", "output"):
+                continue
+            place = self.noted.places[node]
+            if "partitioner_tag" not in node.meta and place.kind == "forward" and _is_size(node):
+                place = _outside("size", len(found["size"]))
+                if found["forward"]:
+                    raise Unproven("a size is computed behind the operators that need it")
+            found[place.kind].append(self._item(node, place, node.target))
+        found["result"] = self._results(output)
+        return found
+
+    def _item(self, node: fx.Node, place: Place, what: Any) -> Item:
+        refs: list[Place] = []
+
+        def argument(read: fx.Node) -> str:
+            refs.append(self._places[read])
+            return "%"
+
+        args = fx.node.map_arg((node.args, node.kwargs), argument)
+        storages: list[int] = []
+        own = 0
+        for storage in tags.storages(node):
+            storages.append(id(storage))
+            if id(storage) not in self._owners:
+                self._owners[id(storage)] = (place, own)
+                own += 1
+        key: list[Any] = [node.op, what, said_of(args), _value_key(node.meta.get("val"), storages)]
+        for number in storages:
+            owner, ordinal = self._owners[number]
+            refs.append(owner)
+            key.append(ordinal)
+        key += [_own(node), sorted(set(node.meta) & _FLAGS)]
+        if place.kind in STACKS:
+            stack = _stack(node, place.kind)
+            module, call = provenance.module_in(stack), provenance.call_in(stack)
+            key += [provenance.line_in(stack), provenance.without_gradient(stack), module is None]
+            key += [node.meta.get("partitioner_tag"), compat.is_saved_by_policy(node)]
+            if module is not None:
+                refs.append(self._short(place_of(module, self.runs, "module")))
+            if call is not None:
+                refs.append(self.noted.calls[call].place)
+            region = compat.checkpoint_of(node)
+            if region is not None:
+                if region not in self._regions:
+                    taken = [r for r in self._regions.values() if r[1:3] == place[1:3]]
+                    self._regions[region] = Place("region", place.run, place.block, len(taken))
+                refs.append(self._regions[region])
+        self._nodes[place], self._places[node] = node, place
+        item = self._items[place] = Item(place, tuple(map(_hashable, key)), tuple(refs))
+        return item
+
+    def _short(self, place: Place) -> Place:
+        if place.run == OUTSIDE:
+            return place
+        block = self.runs[place.run].short(place.block)
+        if block is None:
+            raise Unproven(f"a block that was left out ran: {name_at(place, self.runs)}")
+        return place._replace(block=block)
+
+    def _results(self, output: fx.Node) -> list[Item]:
+        """Outputs of the graph as items: changes of leaves, results, a gradient per leaf."""
+        values: Any = output.args[0]
+        leaves = [place for place in self._leaves() if not _is_tangent(place)]
+        tail = len(values) - len(leaves) if self.training else len(values)
+        items: list[Item] = []
+        for i, (value, desc) in enumerate(zip(values, self.traced.targets, strict=True)):
+            kind, source = compat.output_source(desc)
+            if i >= tail:
+                place = leaves[i - tail]
+                if kind != "none" and (kind != "grad" or self._leaf(source) != place):
+                    raise Unproven("gradients are not in the order of what they are of")
+                place = _of(place, "grad")
+            elif kind == "mutation":
+                place = _of(self._leaf(source), "mutation")
+                if items and items[-1].place.position[0] == "output":
+                    raise Unproven("changes are not in front of results")
+            elif kind == "output":
+                place = _outside("result", ("output", i))
+            else:
+                raise Unproven(f"the trace has an output of the kind {kind!r}")
+            refs = (self._places[value],) if isinstance(value, fx.Node) else ()
+            said = "" if isinstance(value, fx.Node) else said_of(value)
+            item = self._items[place] = Item(place, (kind, said), refs)
+            items.append(item)
+        order = [
+            leaves.index(i.place._replace(kind="leaf", position=i.place.position[1]))
+            for i in items
+            if i.place.position[0] == "mutation"
+        ]
+        if order != sorted(order):
+            raise Unproven("changes are not in the order of what they are of")
+        return items
+
+    def _leaves(self) -> list[Place]:
+        return [self._places[n] for n in self.traced.graph.find_nodes(op="placeholder")]
+
+    def _leaf(self, source: Any) -> Place:
+        what, name = source
+        inside = what in ("param", "buffer")
+        return place_of(_user(name), self.runs) if inside else _outside("leaf", source)
+
+    # -- what is written ---------------------------------------------------------------------------
+
+    def write(self) -> Traced:
+        """The full graph.
+
+        Raises:
+            Unproven: it does not follow from what was traced.
+        """
+        full = self._full_leaves()
+        for i, (item, shift, desc) in enumerate(full):
+            template = self._nodes[item.place]
+            name = template.name if _is_tangent(item.place) else self._input(i)
+            node = self._node(item, shift, "placeholder", name, name)
+            node.meta["desc"] = desc
+        names = self._names()
+        for kind in ("size", "forward", "backward"):
+            for item, shift in self.stamp.written(kind):
+                template = self._nodes[item.place]
+                traced = item if kind != "size" else Item(self.noted.places[template], None, ())
+                name = names[self.stamp.place(traced, shift)]
+                self._node(item, shift, template.op, template.target, name)
+        self._reserve(names)
+        values, targets = self._full_results(full)
+        output = self.graph.output(tuple(values))
+        (before,) = self.traced.graph.find_nodes(op="output")
+        output.meta.update(before.meta, desc=targets)
+        return Traced(self.graph, [desc for _, _, desc in full], targets)
+
+    def _full_leaves(self) -> list[tuple[Item, int, Any]]:
+        """Item, distance and descriptor of each placeholder of the full graph."""
+        placeholders = list(self.traced.graph.find_nodes(op="placeholder"))
+        descs = {self._places[n]: d for n, d in zip(placeholders, self.traced.sources, strict=True)}
+        of_model = [p for p, d in descs.items() if compat.input_source(d)[0] in ("param", "buffer")]
+        found: list[tuple[Item, int, Any]] = []
+        for name in (*self.names[0], *self.names[1]):
+            place = place_of(name, self.runs)
+            source, shift = self._source(place)
+            if source not in descs:
+                raise Unproven(f"the trace does not have {name}")
+            desc = compat.of_name(descs[source], functools.partial(_prefixed, name))
+            found.append((self._items[source], shift, desc))
+        kept = [item.place for item, shift, _ in found if not shift]
+        if kept != of_model or [self._places[n] for n in placeholders][: len(kept)] != kept:
+            raise Unproven("parameters and buffers are traced in another order")
+        found += [(self._items[p], 0, d) for p, d in descs.items() if p not in set(kept)]
+        for i, node in enumerate(placeholders):
+            if not _is_tangent(self._places[node]) and node.name != self._input(i):
+                raise Unproven(f"the trace names an input {node.name}")
+        return found
+
+    def _input(self, i: int) -> str:
+        """The name that the trace gives to its input `i`."""
+        return f"primals_{i + 1}" if self.training else f"arg{i}_1"
+
+    def _source(self, place: Place) -> tuple[Place, int]:
+        """What a place of the full model is an image of, and how many blocks from it."""
+        if place.run == OUTSIDE:
+            return place, 0
+        run = self.runs[place.run]
+        short = run.short(place.block)
+        if short is not None:
+            return place._replace(block=short), 0
+        template = _template(run, place.block)
+        return place._replace(block=template), place.block - template
+
+    def _names(self) -> dict[Place, str]:
+        """The names that a full trace gives, by where it makes a node."""
+        by_kind: dict[str, list[Item]] = {"forward": [], "backward": []}
+        nodes: dict[Place, fx.Node] = {}
+        for node in self.noted.order:
+            place = self.noted.places[node]
+            by_kind[place.kind].append(Item(place, None, ()))
+            nodes[place] = node
+        naming = Stamp(self.runs, by_kind)
+        count = {base: number - 1 for base, number in self.noted.firsts.items()}
+        found: dict[Place, str] = {}
+        for kind in by_kind:
+            for item, shift in naming.written(kind):
+                base, _ = _numbered(nodes[item.place].name)
+                found[naming.place(item, shift)] = _next_name(count, base)
+        return found
+
+    def _reserve(self, names: dict[Place, str]) -> None:
+        """Take the names of nodes that are dead, as the trace has."""
+        taken = {node.name for node in self.graph.nodes}
+        for name in names.values():
+            if name not in taken:
+                dead = self.graph.create_node("call_function", _dead, (), {}, name)
+                if dead.name != name:
+                    raise Unproven(f"the name {name} is taken")
+                self.graph.erase_node(dead)
+
+    def _node(self, item: Item, shift: int, op: str, target: Any, name: str) -> fx.Node:
+        recipe = self._recipes.get(item.place)
+        if recipe is None:
+            recipe = self._recipes[item.place] = self._recipe(item)
+        rest = iter(self.stamp.refs(item, shift))
+        template = recipe.template
+        if recipe.reads:
+            args, kwargs = fx.node.map_arg(
+                (template.args, template.kwargs), lambda _: self._at(next(rest)).node
+            )
+        else:
+            args, kwargs = template.args, template.kwargs
+        node = compat.append_node(self.graph, op, target, args, kwargs, name)
+        if node.name != name:
+            raise Unproven(f"the name {name} is taken")
+        node.meta.update(recipe.metadata)
+        own = self._value(recipe, node, shift == 0, rest)
+        self._written[self.stamp.place(item, shift)] = _Written(node, own)
+        if item.place.kind in STACKS:
+            self._origin(recipe, item.place.kind, node, rest)
+        return node
+
+    def _recipe(self, item: Item) -> _Recipe:
+        template = self._nodes[item.place]
+        read: list[fx.Node] = []
+        fx.node.map_arg((template.args, template.kwargs), read.append)
+        kind = item.place.kind
+        stack = _stack(template, kind) if kind in STACKS else None
+        left = {*_LEFT, *(STACKS.values() if stack else ())}
+        storages = []
+        for storage in tags.storages(template):
+            owner, ordinal = self._owners[id(storage)]
+            storages.append((storage, ordinal, owner == item.place))
+        return _Recipe(
+            template=template,
+            reads=len(read),
+            metadata={k: v for k, v in template.meta.items() if k not in left},
+            storages=storages,
+            stack=stack,
+            module=provenance.module_in(stack),
+            call=provenance.call_in(stack) is not None,
+            checkpoint=kind in STACKS and compat.checkpoint_of(template) is not None,
+        )
+
+    def _at(self, place: Place) -> _Written:
+        found = self._written.get(place)
+        if found is None:
+            raise Unproven(f"nothing is written at {tuple(place)}")
+        return found
+
+    def _value(
+        self, recipe: _Recipe, node: fx.Node, stays: bool, refs: Iterator[Place]
+    ) -> list[torch.UntypedStorage]:
+        """Give the node the value of its template, in storages of its own or in those it reads.
+
+        Args: `stays`: the node is the template itself, in the full graph.
+
+        Returns those of its own.
+        """
+        moved = False
+        own: list[torch.UntypedStorage] = []
+        storages: dict[int, torch.UntypedStorage] = {}
+        for before, ordinal, is_own in recipe.storages:
+            at = next(refs)
+            if not is_own:
+                after = self._at(at).storages[ordinal]
+            else:
+                after = before if stays else compat.fake_storage(before.nbytes())
+                own.append(after)
+            storages[id(before)] = after
+            moved = moved or after is not before
+        if moved:
+            node.meta["val"] = self._moved(recipe.metadata["val"], storages)
+        return own
+
+    def _moved(self, value: Any, storages: dict[int, torch.UntypedStorage]) -> Any:
+        if isinstance(value, Tensor):
+            storage = storages[id(value.untyped_storage())]
+            where = value.size(), value.stride(), int(value.storage_offset())
+            moved = compat.fake_of(self.mode, storage, *where, value.dtype, value.device)
+            return moved.requires_grad_() if value.requires_grad and value.is_leaf else moved
+        if isinstance(value, (list, tuple)):
+            return type(value)([self._moved(v, storages) for v in value])
+        return value
+
+    def _origin(self, recipe: _Recipe, kind: str, node: fx.Node, refs: Iterator[Place]) -> None:
+        """Say the module, the call, the line and the checkpoint of the node."""
+        stack = recipe.stack
+        if stack:
+            module = None if recipe.module is None else next(refs)
+            call = next(refs) if recipe.call else None
+            said = (stack.get(provenance.LINE), stack.get(provenance.NO_GRAD), module, call)
+            here = self._stacks.get(said)
+            if here is None:
+                here = self._stacks[said] = self._stack_at(recipe, module, call)
+            node.meta[STACKS[kind]] = here
+        if recipe.checkpoint:
+            region = next(refs)
+            number = self._region_numbers.setdefault(region, len(self._region_numbers))
+            compat.in_checkpoint(node.meta, number)
+
+    def _stack_at(self, recipe: _Recipe, module: Place | None, call: Place | None) -> Any:
+        """The stack of `recipe` in another module and call."""
+        stack = recipe.stack or {}
+        here = {key: stack[key] for key in (provenance.LINE, provenance.NO_GRAD) if key in stack}
+        if module is not None and recipe.module is not None:
+            name = name_at(module, self.runs)
+            here = {name: (name, stack[recipe.module][1]), **here}
+        if call is not None:
+            number = self._call_numbers.get(call)
+            if number is None:
+                raise Unproven("an operator runs in a call that the rehearsal does not have")
+            here[provenance.CALL] = (number, stack[provenance.CALL][1])
+        return here
+
+    def _full_results(self, full: list[tuple[Item, int, Any]]) -> tuple[list[Any], list[Any]]:
+        """Values and descriptors of the full graph's output."""
+        results = {item.place: item for item in self.stamp.sequences["result"]}
+        targets = {
+            item.place: desc
+            for item, desc in zip(self.stamp.sequences["result"], self.traced.targets, strict=True)
+        }
+        (output,) = self.traced.graph.find_nodes(op="output")
+        before: Any = output.args[0]
+        values_of = {
+            item.place: value
+            for item, value in zip(self.stamp.sequences["result"], before, strict=True)
+        }
+        values: list[Any] = []
+        found: list[Any] = []
+
+        def put(place: Place, shift: int, rename: Callable[[str], str] | None) -> None:
+            item = results[place]
+            refs = self.stamp.refs(item, shift)
+            values.append(self._at(refs[0]).node if refs else values_of[place])
+            desc = targets[place]
+            found.append(desc if rename is None or desc is None else compat.of_name(desc, rename))
+
+        def leaves(what: str) -> None:
+            for item, shift, desc in full:
+                place = _of(item.place, what)
+                if place in results:
+                    kind, name = compat.input_source(desc)
+                    named = kind in ("param", "buffer")
+                    put(place, shift, functools.partial(_other, name) if named else None)
+
+        leaves("mutation")
+        for place in results:
+            if place.position[0] == "output":
+                put(place, 0, None)
+        leaves("grad")
+        return values, found
+
+
+def _dead() -> None:
+    """Stands for the operator of a node that is dead."""
+
+
+_LEFT = ("fxshard_storages",)
+_FLAGS = frozenset({"is_gradient_acc", "autograd_backward", "recompute"})
+
+
+def _own(node: fx.Node) -> tuple[tuple[str, str], ...]:
+    """What fxshard has noted of the value (`shapes.LAYOUT`, say): copies carry it along."""
+    noted = (k for k in node.meta if k.startswith("fxshard_") and k not in _LEFT)
+    return tuple((key, str(node.meta[key])) for key in sorted(noted))
+
+
+def _user(name: Any) -> str:
+    return str(name).removeprefix("model.")
+
+
+def _prefixed(name: str, old: str) -> str:
+    return f"model.{name}" if old.startswith("model.") else name
+
+
+def _other(name: str, _: str) -> str:
+    return name
+
+
+def _outside(kind: str, position: Any) -> Place:
+    return Place(kind, OUTSIDE, 0, position)
+
+
+def _of(leaf: Place, what: str) -> Place:
+    return leaf._replace(kind="result", position=(what, leaf.position))
+
+
+def _is_tangent(leaf: Place) -> bool:
+    return leaf.run == OUTSIDE and leaf.position[0] == "tangent"
+
+
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (bool, int, float))
+
+
+def _template(run: Run, block: int) -> int:
+    return run.kept - run.period + (block - run.kept) % run.period
+
+
+def _value_key(value: Any, storages: list[int]) -> Any:
+    """All of a fake value but the identity of its storages."""
+    if isinstance(value, Tensor):
+        storage = value.untyped_storage()
+        return (
+            *(value.dtype, tuple(value.shape), value.stride(), value.storage_offset()),
+            *(value.device, value.requires_grad, storages.index(id(storage)), storage.nbytes()),
+        )
+    if isinstance(value, (list, tuple)):
+        return tuple(_value_key(v, storages) for v in value)
+    return said_of(value)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,630 @@
+"""Symbolic sizes: one program for calls whose inputs differ in some dimensions.
+
+The trace sees symbols in place of the sizes that may differ. Afterwards every size that an operator
+takes is a node in front of the graph, computed from the inputs' sizes, and every fake value is one
+of the example call: passes and analyses see concrete bytes, and the program runs on other sizes as
+it is. What the trace took for granted of the symbols is its `Domain`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
+
+from fxshard._torch import compat
+from fxshard._torch.compat import FakeTensorMode
+from fxshard.errors import CaptureError, ConfigError
+from fxshard.ir.domain import LAYOUT, Domain, Layout, Place, Sizes, Symbols, size_at
+from fxshard.ir.program import Program, input_name
+from fxshard.ir.units import no_plain_tensor
+
+if TYPE_CHECKING:
+    pass
+
+aten = torch.ops.aten
+
+
+OF_A_TENSOR = (aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default)
+ASSERTS = (
+    *(aten._assert_scalar.default, aten.sym_constrain_range.default),
+    aten.sym_constrain_range_for_size.default,
+)
+_TAKEN_ALONG = ("val", "desc", "custom")  # metadata of the trace that a moved node keeps
+
+
+def require_plain(leaves: Sequence[Any], name: Callable[[int], str]) -> None:
+    """See that the tensors of a call are dense ones without operators of their own.
+
+    Args:
+        leaves: flat, of the call.
+        name: place among them -> where that is in the call.
+
+    Raises:
+        CaptureError: one is not.
+    """
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            kind = "a DTensor" if isinstance(leaf, DTensor) else no_plain_tensor(leaf)
+            if kind:
+                raise CaptureError(
+                    f"argument {name(i)} is {kind}. Programs run on plain dense tensors: pass its "
+                    f"values, indices or offsets as such, and put them together outside."
+                )
+
+
+def of_call(leaves: Sequence[Any], *, ints: bool = False) -> Sizes:
+    """The sizes of the contiguous tensors of a call; None for its other leaves.
+
+    Args:
+        leaves: flat, of the call.
+        ints: those among them are sizes too.
+    """
+
+    def of(leaf: Any) -> tuple[int, ...] | int | None:
+        if isinstance(leaf, Tensor):
+            return tuple(leaf.shape) if leaf.is_contiguous() else None
+        return leaf if ints and isinstance(leaf, int) and not isinstance(leaf, bool) else None
+
+    return tuple(map(of, leaves))
+
+
+def named(
+    dynamic: Mapping[str, Sequence[tuple[str, int]]],
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    least: int = 2,
+) -> dict[str, tuple[Place, ...]]:
+    """Where the call ``model(*args, **kwargs)`` has the sizes that the option ``dynamic`` names.
+
+    Sizes below `least` are left out: those of 0 and 1 broadcast, and are numbers in a program.
+
+    Raises:
+        CaptureError: see `require_plain`.
+        ConfigError: a name is no argument of ``forward``, or an argument no contiguous tensor with
+            such a dimension; or dimensions of one name have different sizes.
+    """
+    leaves, _ = compat.tree_flatten_with_path((args, kwargs))
+    given = [leaf for _, leaf in leaves]
+    require_plain(given, lambda i: input_name(leaves[i][0]))
+    shapes: Any = of_call(given)
+    where = {input_name(path): number for number, (path, _) in enumerate(leaves)}
+    parameters = list(inspect.signature(model.forward).parameters)
+    for number, (path, _) in enumerate(leaves):
+        if len(path) == 2 and path[0].idx == 1:
+            where[path[1].key] = number
+        elif len(path) == 2 and path[1].idx < len(parameters):
+            where[parameters[path[1].idx]] = number
+    found: dict[str, tuple[Place, ...]] = {}
+    for name, wanted in dynamic.items():
+        places: list[Place] = []
+        for argument, dim in wanted:
+            if argument not in where and argument not in parameters:
+                raise ConfigError(
+                    f"dynamic[{name!r}] names {argument!r}, but the call has "
+                    f"{', '.join(where)} and forward takes {', '.join(parameters)}."
+                )
+            leaf = where.get(argument)
+            if leaf is None:
+                continue  # not given in this call
+            shape = shapes[leaf]
+            if shape is None or not 0 <= dim < len(shape):
+                raise ConfigError(
+                    f"dynamic[{name!r}] names dimension {dim} of {argument!r}, which is no "
+                    f"contiguous tensor with such a dimension in this call."
+                )
+            places.append((leaf, dim))
+        sizes = {shapes[leaf][dim]: argument for leaf, dim in places}
+        if len(sizes) > 1:
+            raise ConfigError(
+                f"dynamic[{name!r}] names dimensions of different sizes: {sorted(sizes)}. Give "
+                f"each a name of its own."
+            )
+        if sizes and min(sizes) >= least:
+            found[name] = tuple(places)
+    return found
+
+
+class Trace:
+    """The symbols of one trace.
+
+    Attributes:
+        env: torch's ShapeEnv, which collects what the trace asks of them.
+    """
+
+    def __init__(self, places: Symbols, sizes: Sizes) -> None:
+        self.places, self.sizes = dict(places), sizes
+        self.env = compat.ShapeEnv(duck_shape=False)
+        self._examples = {name: size_at(sizes, at[0]) for name, at in self.places.items()}
+        self._sizes = {
+            name: compat.symbolic_size(self.env, name, size)
+            for name, size in self._examples.items()
+        }
+        self._at = {place: self._sizes[name] for name, at in self.places.items() for place in at}
+        self._symbols = {name: compat.expression(size) for name, size in self._sizes.items()}
+
+    def fake(self, leaf: int, like: Tensor, mode: FakeTensorMode) -> Tensor | None:
+        """A contiguous fake input with symbols for sizes, or None where it has none of them."""
+        if not any((leaf, dim) in self._at for dim in range(like.dim())):
+            return None
+        shape = [self._at.get((leaf, dim), size) for dim, size in enumerate(like.shape)]
+        device = torch.device("cpu") if like.is_meta else like.device
+        with mode:
+            fake: Tensor = torch.empty(shape, dtype=like.dtype, device=device)
+        return fake.requires_grad_(like.requires_grad)
+
+    def number(self, leaf: int, value: Any) -> Any:
+        """The symbol of a leaf of the call that is an open size, or its value."""
+        return self._at.get((leaf, None), value)
+
+    def size(self, name: str) -> torch.SymInt:
+        """The symbol of a name."""
+        return self._sizes[name]
+
+    @property
+    def example(self) -> dict[sympy.Symbol, int]:
+        """The sizes of the example call."""
+        return {self._symbols[name]: size for name, size in self._examples.items()}
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """The conditions of `domain` as text, to compare traces by."""
+        return tuple(f"{condition}: {where}" for condition, where in self.domain().conditions)
+
+    def domain(self) -> Domain:
+        """What the trace has asked of the symbols."""
+        given = set(self._symbols.values())
+        found: dict[sympy.Basic, str] = {}
+        asked = {guard.expr: f"asked at {guard.sloc}" for guard in self.env.guards}
+        for symbol in self._symbols.values():
+            known = self.env.replacements.get(symbol)
+            if known is not None and known.free_symbols <= given:
+                fixed = sympy.Eq(symbol, known)
+                where = asked.get(fixed, "the model made it so")
+                found.setdefault(fixed, f"{where}: Python, or an operator, takes it as a number")
+            else:
+                least = self.env.var_to_range[symbol].lower
+                found.setdefault(sympy.Ge(symbol, least), "smaller ones go another way")
+        for condition, where in asked.items():
+            if condition.free_symbols <= given:
+                found.setdefault(condition, where)
+        conditions = tuple((c, where) for c, where in found.items() if c != sympy.true)
+        return Domain(self.sizes, self.places, self._symbols, conditions)
+
+
+def settle(graph: fx.Graph, trace: Trace, mode: FakeTensorMode) -> Domain:
+    """Put sizes in front and make every fake value one of the example call, in place.
+
+    Args:
+        graph: as it was traced; nodes have symbolic fake values.
+        trace: its symbols.
+        mode: owner of the concrete fake values.
+    """
+    example = _Example(trace, mode)
+    _sizes_first(graph, example)
+    for node in graph.nodes:
+        if "val" in node.meta:
+            val = node.meta["val"]
+            layout = tuple(map(example.layout, _tensors(val)))
+            if any(size.free_symbols for each in layout for side in each for size in side):
+                node.meta[LAYOUT] = layout
+            node.meta[OPEN] = example.open(val)
+            node.meta["val"] = example.of(val)
+    return trace.domain()
+
+
+OPEN = "fxshard_open"  # what `_Example.open` says; missing on what was made behind the trace
+
+
+def take_along(node: fx.Node, copy: fx.Node) -> None:
+    """Give a copy of `node` that runs on the same sizes what is known of them."""
+    copy.meta |= {key: node.meta[key] for key in (LAYOUT, OPEN) if key in node.meta}
+
+
+def open_tensors(node: fx.Node) -> list[tuple[Tensor, OpenTensor | None]]:
+    """The tensors of `node`, each with where it lies; None for what is the same in all calls."""
+
+    def pairs(value: Any, opened: Any) -> list[tuple[Tensor, OpenTensor | None]]:
+        if isinstance(value, (list, tuple)):
+            each = opened or [None] * len(value)
+            return [pair for both in zip(value, each, strict=True) for pair in pairs(*both)]
+        return [(value, opened)] if isinstance(value, Tensor) else []
+
+    return pairs(node.meta.get("val"), node.meta.get(OPEN))
+
+
+def same_layout(node: fx.Node, other: fx.Node) -> bool:
+    """True if both are one tensor of equal sizes and strides, whatever the inputs' sizes are."""
+    mine, theirs = node.meta.get(LAYOUT), other.meta.get(LAYOUT)
+    if mine or theirs:
+        return bool(mine == theirs)
+    a, b = node.meta["val"], other.meta["val"]
+    return bool(a.shape == b.shape and a.stride() == b.stride())
+
+
+def fills_storage(node: fx.Node) -> bool:
+    """True if a tensor is all of its storage, whatever the inputs' sizes are."""
+    ((val, opened),) = open_tensors(node)
+    if opened is None:
+        return val.untyped_storage().nbytes() == val.numel() * val.element_size()
+    left = opened.nbytes - sympy.Mul(*opened.size) * val.element_size()
+    return bool(sympy.expand(left) == 0)
+
+
+def stride_like(tensor: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense tensor of `shape`, its dimensions in the order in memory of `tensor`'s."""
+    strides = [0] * len(shape)
+    step = 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (tensor.stride(dim), -dim)):
+        strides[dim] = step
+        step *= shape[dim]
+    return tuple(strides)
+
+
+def lies_as(tensor: Tensor, stride: Sequence[Any]) -> bool:
+    """True if `tensor` has these strides, where it has more than one element."""
+    sides = zip(tensor.shape, tensor.stride(), stride, strict=True)
+    return all(size == 1 or mine == theirs for size, mine, theirs in sides)
+
+
+def depends_on_data(node: fx.Node) -> bool:
+    """True if a size of `node` is that of what the model found in its data: its fake is made up."""
+    sizes = (size for each in node.meta.get(LAYOUT, ()) for side in each for size in side)
+    return any(_FROM_DATA.search(str(size)) for size in sizes)
+
+
+_FROM_DATA = re.compile(r"\bu\d+\b")  # torch's names of symbols without an example
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for item in value for t in _tensors(item)] if isinstance(value, (list, tuple)) else []
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenTensor:
+    """Where a tensor lies, in symbols of the inputs' sizes.
+
+    Attributes:
+        size, stride, offset: as of ``as_strided``, in elements.
+        nbytes: of its storage.
+    """
+
+    size: tuple[sympy.Basic, ...]
+    stride: tuple[sympy.Basic, ...]
+    offset: sympy.Basic
+    nbytes: sympy.Basic
+
+    @property
+    def is_fixed(self) -> bool:
+        """True if it has no symbols."""
+        every = (*self.size, *self.stride, self.offset, self.nbytes)
+        return not any(each.free_symbols for each in every)
+
+
+def _sides(relation: type[sympy.Basic], conditions: list[sympy.Basic]) -> set[sympy.Basic]:
+    """What conditions compare with 0 by `relation`."""
+    with_zero = [c for c in conditions if isinstance(c, relation) and 0 in c.args]
+    return {side for condition in with_zero for side in condition.args if side != 0}
+
+
+def _positive(conditions: list[sympy.Basic]) -> set[sympy.Basic]:
+    """What conditions hold above a positive number."""
+    above = (c for c in conditions if isinstance(c, (sympy.Ge, sympy.Gt)))
+    return {condition.lhs for condition in above if condition.rhs.is_positive}
+
+
+def _primitive(expression: sympy.Expr) -> sympy.Expr:
+    """An expression without a common factor of its numbers."""
+    return sympy.expand(expression).primitive()[1]
+
+
+class _Example:
+    """Values of the example call for values with symbols."""
+
+    def __init__(self, trace: Trace, mode: FakeTensorMode) -> None:
+        self.env, self.mode = trace.env, mode
+        self._given = trace.example
+        self._made_up: dict[sympy.Symbol, sympy.Number] = {}
+        self._storages: dict[int, tuple[Any, Tensor]] = {}  # the first keeps the number taken
+        self._tensors: dict[int, tuple[Any, Tensor]] = {}
+        self._expressions: dict[sympy.Basic, sympy.Basic] = {}
+        asked = [condition for condition, _ in trace.domain().conditions]
+        self._divisible = _sides(sympy.Eq, asked)
+        self._not_empty = {
+            _primitive(factor)
+            for side in (*_sides(sympy.Ne, asked), *_positive(asked))
+            for factor in (side, *sympy.Mul.make_args(side))
+        }
+
+    def number(self, value: Any) -> Any:
+        """A size as a number."""
+        if not isinstance(value, compat.SYMBOLIC):
+            return value
+        found = self._in_inputs(value).xreplace(self._given)
+        if isinstance(value, torch.SymBool):
+            return bool(found)
+        return float(found) if isinstance(value, torch.SymFloat) else int(found)
+
+    def _in_inputs(self, value: Any) -> sympy.Basic:
+        """A number as an expression of the inputs' sizes; what depends on the data is made up."""
+        expression = self._expression(value)
+        made_up = {s: self._known(s) for s in expression.free_symbols - self._given.keys()}
+        return expression.xreplace(made_up) if made_up else expression
+
+    def _expression(self, value: Any) -> sympy.Basic:
+        """A number as an expression; those that the trace has shown to be equal are the same."""
+        if not isinstance(value, compat.SYMBOLIC):
+            return sympy.sympify(value)
+        given = compat.expression(value)
+        if given not in self._expressions:
+            self._expressions[given] = self._simplified(given)
+        return self._expressions[given]
+
+    def _simplified(self, given: sympy.Basic) -> sympy.Basic:
+        """What torch makes simpler, and what the trace has decided: no rest, no empty tensor.
+
+        Strides have ``Max(1, size)``.
+        """
+        expression = self.env.simplify(given)
+        while True:
+            known = {
+                division: division.args[0] / division.args[1]
+                for division in expression.atoms(compat.FloorDiv)
+                if compat.Mod(*division.args) in self._divisible
+            }
+            known |= {
+                maximum: size
+                for maximum in expression.atoms(compat.Max)
+                for size in maximum.args
+                if {1, size} == set(maximum.args) and _primitive(size) in self._not_empty
+            }
+            if not known:
+                break
+            expression = expression.xreplace(known)
+        return sympy.expand(expression) if isinstance(expression, sympy.Expr) else expression
+
+    def layout(self, tensor: Tensor) -> Layout:
+        """Sizes and strides of a tensor, also where they depend on the data."""
+        size, stride = (tuple(map(self._expression, at)) for at in (tensor.shape, tensor.stride()))
+        return size, stride
+
+    def open(self, value: Any) -> Any:
+        """Of a value with symbols: a `OpenTensor` per tensor, an expression per number, as a tree.
+
+        None for what has no symbols: such values are those of every call.
+        """
+        if isinstance(value, (list, tuple)):
+            each = [self.open(item) for item in value]
+            return None if all(item is None for item in each) else each
+        if isinstance(value, compat.SYMBOLIC):
+            number = self._in_inputs(value)
+            return number if number.free_symbols else None
+        if not isinstance(value, Tensor):
+            return None
+        size, stride = (tuple(map(self._in_inputs, at)) for at in (value.shape, value.stride()))
+        offset, nbytes = value.storage_offset(), value.untyped_storage().nbytes()
+        place = OpenTensor(size, stride, self._in_inputs(offset), self._in_inputs(nbytes))
+        return None if place.is_fixed else place
+
+    def _known(self, symbol: sympy.Symbol) -> sympy.Number:
+        if symbol in self._given:
+            return sympy.Integer(self._given[symbol])
+        if symbol not in self._made_up:  # depends on the data: any number in its range will do
+            bounds = self.env.var_to_range[symbol]
+            number = sympy.Integer(5 + 2 * len(self._made_up))
+            self._made_up[symbol] = min(max(number, bounds.lower), bounds.upper)
+        return self._made_up[symbol]
+
+    def of(self, value: Any) -> Any:
+        """The same value without symbols; aliases stay aliases."""
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(self.of, value))
+        if not isinstance(value, Tensor):
+            return self.number(value)
+        if id(value) not in self._tensors:
+            self._tensors[id(value)] = value, self._tensor(value)
+        return self._tensors[id(value)][1]
+
+    def _tensor(self, value: Tensor) -> Tensor:
+        storage = value.untyped_storage()
+        size, stride = map(self.number, value.shape), map(self.number, value.stride())
+        where = tuple(size), tuple(stride), self.number(value.storage_offset())
+        if id(storage) not in self._storages:
+            nbytes = self.number(storage.nbytes())
+            flat = compat.fake_empty(
+                self.mode, (nbytes // value.element_size(),), value.dtype, value.device
+            )
+            self._storages[id(storage)] = storage, flat
+        _, flat = self._storages[id(storage)]
+        made = compat.fake_view(self.mode, flat, lambda x: x.view(value.dtype).as_strided(*where))
+        return made.requires_grad_() if value.requires_grad and value.is_leaf else made
+
+
+def resettled(program: Program, sizes: Sizes) -> Program | None:
+    """A captured program with the fake values of a call of other sizes; nothing is traced.
+
+    Equal to the capture of such a call. No pass may have touched `program`, which stays as it is;
+    fake values that are the same for all sizes are shared.
+
+    Args:
+        program: captured with open sizes.
+        sizes: of the call, as `of_call` gives them.
+
+    Returns:
+        None if the program has no open sizes, or does not hold for `sizes`.
+    """
+    domain = program.domain
+    if domain is None or domain.refusal(sizes) is not None:
+        return None
+    if sizes == domain.example:
+        return program
+    values = {domain.symbols[name]: size_at(sizes, at[0]) for name, at in domain.places.items()}
+    given = dict(enumerate(program.signature.inputs))
+    given |= {leaf: sizes[leaf] for at in domain.places.values() for leaf, dim in at if dim is None}
+    made = program.copied(program.units, program.world_size)
+    made.domain = dataclasses.replace(domain, example=sizes)
+    made.signature = dataclasses.replace(program.signature, inputs=tuple(given.values()))
+    other = _OtherSizes(values, program.fake_mode)
+    for node in made.graph.nodes:
+        if "val" not in node.meta:
+            continue
+        before = node.meta["val"]
+        node.meta["val"] = other.of(before, node.meta.get(OPEN))
+        if OPEN not in node.meta and node.op == "call_function" and node.meta["val"] is before:
+            node.meta["val"] = made.refake(
+                node
+            )  # `fxshard.capture.normalize` made it, behind the trace
+    return made
+
+
+class _OtherSizes:
+    """Values of a call of other sizes for those of the example call."""
+
+    def __init__(self, values: Mapping[sympy.Symbol, int], mode: FakeTensorMode) -> None:
+        self.mode = mode
+        self._values = {symbol: sympy.Integer(size) for symbol, size in values.items()}
+        self._numbers: dict[sympy.Basic, Any] = {}
+        self._storages: dict[int, Tensor] = {}
+        self._tensors: dict[int, Tensor] = {}
+
+    def of(self, value: Any, opened: Any) -> Any:
+        """The same value for these sizes; aliases stay aliases.
+
+        Args:
+            value: of the example call.
+            opened: what `_Example.open` has said of it; None of what was made behind the trace.
+        """
+        if isinstance(value, (list, tuple)):
+            each = opened or [None] * len(value)
+            made = [self.of(*both) for both in zip(value, each, strict=True)]
+            same = all(a is b for a, b in zip(value, made, strict=True))
+            return value if same else type(value)(made)
+        if isinstance(value, Tensor):
+            if id(value) not in self._tensors and opened is not None:
+                self._tensors[id(value)] = self._tensor(value, opened)
+            return self._tensors.get(id(value), value)
+        return value if opened is None else type(value)(self._number(opened))
+
+    def _number(self, expression: sympy.Basic) -> Any:
+        if expression not in self._numbers:
+            self._numbers[expression] = expression.xreplace(self._values)
+        return self._numbers[expression]
+
+    def _tensor(self, value: Tensor, place: OpenTensor) -> Tensor:
+        size, stride = (
+            tuple(int(self._number(n)) for n in at) for at in (place.size, place.stride)
+        )
+        where = size, stride, int(self._number(place.offset))
+        storage = value.untyped_storage()
+        if id(storage) not in self._storages:
+            flat = value
+            if place.nbytes.free_symbols:
+                count = int(self._number(place.nbytes)) // value.element_size()
+                flat = compat.fake_empty(self.mode, (count,), value.dtype, value.device)
+            self._storages[id(storage)] = flat
+        flat = self._storages[id(storage)]
+        made = compat.fake_view(self.mode, flat, lambda x: x.view(value.dtype).as_strided(*where))
+        return made.requires_grad_() if value.requires_grad and value.is_leaf else made
+
+
+def alike(leaves: Sequence[Any], symbols: Symbols) -> tuple[Any, ...]:
+    """Of the leaves of a call, all that its capture depends on but its open sizes; hashable.
+
+    Args:
+        leaves: flat, of the call.
+        symbols: the sizes that the capture leaves open.
+    """
+    open_at = {place for places in symbols.values() for place in places}
+
+    def of(number: int, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            is_open = (number, None) in open_at
+            plain = leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes))
+            return (type(leaf), None if is_open else repr(leaf) if plain else id(leaf))
+        sizes = [None if (number, dim) in open_at else n for dim, n in enumerate(leaf.shape)]
+        layout = "contiguous" if leaf.is_contiguous() else leaf.stride()
+        device = "cpu" if leaf.is_meta else str(leaf.device)
+        return (*sizes, layout, leaf.dtype, device, leaf.requires_grad)
+
+    return tuple(of(number, leaf) for number, leaf in enumerate(leaves))
+
+
+def _sizes_first(graph: fx.Graph, example: _Example) -> None:
+    """One node per size: in front where it follows from the inputs, else behind what it is of.
+
+    The trace asks a tensor for its size wherever an operator needs it; a late question would keep
+    the tensor alive, until backward if it is asked there.
+    """
+    *_, front = graph.find_nodes(op="placeholder")  # sizes go behind it
+    ready: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        if node.target in ASSERTS:
+            graph.erase_node(node)
+    known: dict[sympy.Basic, fx.Node] = {}
+    for node in list(graph.nodes):
+        val = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(val, compat.SYMBOLIC):
+            known.setdefault(compat.expression(val), node)
+            ready.add(node)
+        if node.op != "call_function" or not isinstance(val, compat.SYMBOLIC):
+            continue
+        expression = example.env.simplify(compat.expression(val))
+        if expression in known:
+            node.replace_all_uses_with(known[expression])
+            graph.erase_node(node)
+            continue
+        known[expression] = node
+        source: Any = node.args[0]
+        of_tensor = node.target in OF_A_TENSOR
+        if source.op == "placeholder" if of_tensor else ready.issuperset(node.all_input_nodes):
+            front.append(node)
+            front = node
+            ready.add(node)
+        elif of_tensor:
+            source.append(node)
+        else:
+            continue  # read out of the data, or computed from what was
+        node.meta = {key: node.meta[key] for key in _TAKEN_ALONG if key in node.meta}
+    for node in reversed(list(graph.nodes)):
+        unread = node.op == "call_function" and not node.users
+        if unread and isinstance(node.meta.get("val"), compat.SYMBOLIC):
+            graph.erase_node(node)
+
+
+def with_sizes(
+    call: tuple[tuple[Any, ...], dict[str, Any]], places: Symbols, sizes: Mapping[str, int]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call with other sizes; its tensors that have them become meta tensors.
+
+    Args:
+        call: ``(args, kwargs)``.
+        places: per name of a size, where the call has it.
+        sizes: new ones, by name.
+    """
+    leaves, spec = compat.tree_flatten(call)
+    changed: dict[int, dict[int, int]] = {}
+    for name, size in sizes.items():
+        for leaf, dim in places[name]:
+            changed.setdefault(leaf, {})[dim if dim is not None else -1] = size
+    made: dict[int, torch.Tensor] = {}
+    flat = list(leaves)
+    for number, dims in changed.items():
+        leaf = leaves[number]
+        if id(leaf) not in made:
+            shape = [dims.get(dim, size) for dim, size in enumerate(leaf.shape)]
+            new = torch.empty(shape, dtype=leaf.dtype, device="meta")
+            made[id(leaf)] = new.requires_grad_(leaf.requires_grad)
+        flat[number] = made[id(leaf)]
+    args, kwargs = compat.tree_unflatten(flat, spec)
+    return args, kwargs

@@ -1,0 +1,198 @@
+"""Fake results that must be right while the trace is made, where torch's fake kernels are not.
+
+Strides: autograd writes views of results into the graph, and a view that the fake tensor allows may
+not exist of the real one. Which results there are, and their sizes: the trace notes expressions of
+open sizes for them. What does not change the graph, `fxshard.capture.fakes` sets right behind the trace. A
+test holds every rule against the kernel itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxshard._torch.compat import FakeTensorMode, convolves_with_onednn
+
+aten = torch.ops.aten
+
+Rule = Callable[[tuple[Any, ...]], Tensor]  # arguments of the operator -> laid out as its result
+
+
+def of_state(tensor: Tensor) -> tuple[int, ...]:
+    """Strides of a tensor of the model in a step: of a contiguous parameter, those of its shape.
+
+    A dimension of one element may have any stride (``torch.empty(1, 3).t()``), and a parameter that
+    is gathered has the usual ones.
+    """
+    if isinstance(tensor, torch.nn.Parameter) and tensor.is_contiguous():
+        return torch.empty(tensor.shape, device="meta").stride()
+    return tensor.stride()
+
+
+def as_iterated(args: tuple[Any, ...]) -> Tensor:
+    """Results of elementwise kernels follow the first argument where arguments disagree.
+
+    Fakes come from torch/_decomp, whose formulas begin with another argument.
+    Source: ``TensorIteratorBase::reorder_dimensions`` (ATen/TensorIterator.cpp).
+    """
+    first, second = (arg for arg in args if isinstance(arg, Tensor))
+    return torch.add(first, second)
+
+
+def as_input(args: tuple[Any, ...]) -> Tensor:
+    """``empty_like`` of the input, not of the gradient.
+
+    Source: ``binary_cross_entropy_backward_cpu`` (ATen/native/Loss.cpp).
+    """
+    return torch.empty_like(args[1])
+
+
+def contiguous(args: tuple[Any, ...]) -> Tensor:
+    """Contiguous, whatever the arguments are.
+
+    Source: ``mse_loss_backward``, ``smooth_l1_loss_backward``, ``huber_loss_backward``
+    (ATen/native/Loss.cpp): ``zeros_like`` with LEGACY_CONTIGUOUS_MEMORY_FORMAT.
+    """
+    return torch.empty(torch.broadcast_shapes(args[0].shape, args[1].shape, args[2].shape))
+
+
+RULES: dict[Any, Rule] = {
+    aten.copysign.Tensor: as_iterated,
+    aten.elu_backward.default: as_iterated,
+    aten.hardsigmoid_backward.default: as_iterated,
+    aten.hardswish_backward.default: as_iterated,
+    aten.hardtanh_backward.default: as_iterated,
+    aten.logit_backward.default: as_iterated,
+    aten.native_dropout_backward.default: as_iterated,
+    aten.softplus_backward.default: as_iterated,
+    aten.special_xlog1py.default: as_iterated,
+    aten.xlogy.Tensor: as_iterated,
+    aten.binary_cross_entropy_backward.default: as_input,
+    aten.huber_loss_backward.default: contiguous,
+    aten.mse_loss_backward.default: contiguous,
+    aten.smooth_l1_loss_backward.default: contiguous,
+}
+
+
+def upsampled(args: tuple[Any, ...]) -> Tensor:
+    """Of an image and the size that it gets: ``[N, C, *size]``, in the image's memory format."""
+    image, size = args[:2]
+    return _in_format_of(image, (*image.shape[:2], *size))
+
+
+def upsampled_backward(args: tuple[Any, ...]) -> Tensor:
+    """Of a gradient, its size and the shape of the image: that shape, in the gradient's format."""
+    return _in_format_of(args[0], args[2])
+
+
+def _in_format_of(image: Tensor, shape: Sequence[Any]) -> Tensor:
+    """Source: the meta functions in ATen/native/UpSample*.cpp, ``suggest_memory_format``."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(image.dim())
+    is_last = (
+        last is not None and not image.is_contiguous() and image.is_contiguous(memory_format=last)
+    )
+    kept = last if is_last and last is not None else torch.contiguous_format
+    return torch.empty(shape, dtype=image.dtype, device=image.device, memory_format=kept)
+
+
+# Where torch's own meta functions take plain numbers alone, and make constants of open sizes.
+OPEN: dict[Any, Rule] = {
+    getattr(aten, name).default: upsampled_backward if name.endswith("_backward") else upsampled
+    for name in dir(aten)
+    if name.startswith(("upsample_", "_upsample_"))
+}
+
+
+def without_input(args: tuple[Any, ...], result: Any) -> Any:
+    """No gradient of an input that needs none; fakes have one whatever the mask says.
+
+    Source: ``batch_norm_backward_cpu`` (ATen/native/Normalization.cpp), likewise on CUDA.
+    """
+    return result if args[9][0] else (None, *result[1:])
+
+
+def weight_and_bias(args: tuple[Any, ...], result: Any) -> Any:
+    """OneDNN computes the gradient of the weight along with that of the bias, asked for or not.
+
+    Source: ``mkldnn_convolution_backward`` (ATen/native/mkldnn/Conv.cpp).
+    """
+    given, (of_input, of_weight, of_bias) = args[:10], args[10]
+    if args[1].device.type != "cpu" or of_weight or not of_bias:
+        return result
+    if not convolves_with_onednn(*given[1:]):
+        return result
+    full = aten.convolution_backward.default(*given, [of_input, True, True])
+    return (result[0], *full[1:])
+
+
+def bags(args: tuple[Any, ...], result: Any) -> Any:
+    """What bags are kept with lies in storages that were made for one number more.
+
+    Source: ``_embedding_bag_cpu_impl_out``, ``make_offset2bag_out`` and ``make_bag_size_out``
+    (ATen/native/EmbeddingBag.cpp): made for all offsets, or with a last one, and resized. Sums of
+    plain rows (``is_fast_path``) keep no numbers of bags; of bf16 fakes have them.
+    """
+    weight, indices, offsets = args[:3]
+    if weight.device.type != "cpu":
+        return result
+    given = (*args, *(False, 0, False, None, False, -1)[len(args) - 3 :])
+    mode, of_each, has_last, padding = given[4], given[6], given[7], given[8]
+    is_plain = weight.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    is_plain &= weight.stride(1) == 1 and (of_each is None or of_each.stride(0) == 1)
+    if mode == 0 and is_plain and padding < 0:
+        numbers = indices.new_empty(0)
+    else:
+        numbers = indices.new_empty(indices.numel() + 1)[:-1]
+    sizes = offsets.new_empty(offsets.numel())
+    return (result[0], numbers, sizes[:-1] if has_last else sizes, result[3])
+
+
+def bags_alone(args: tuple[Any, ...], result: Any) -> Any:
+    """The same where no backward follows: sums keep what they do not need in full."""
+    output, numbers, sizes, most = bags(args, result)
+    is_sum = len(args) < 5 or args[4] == 0
+    if args[0].device.type == "cpu" and is_sum:
+        sizes, most = (args[2].new_empty(args[2].numel()) for _ in range(2))
+    return (output, numbers, sizes, most)
+
+
+RESULTS: dict[Any, Callable[[tuple[Any, ...], Any], Any]] = {
+    aten.native_batch_norm_backward.default: without_input,
+    aten.batch_norm_backward.default: without_input,
+    aten.convolution_backward.default: weight_and_bias,
+    aten._embedding_bag.default: bags,
+    aten._embedding_bag_forward_only.default: bags_alone,
+}
+
+
+OF_THE_CPU: tuple[Any, ...] = (weight_and_bias, bags, bags_alone)
+
+
+class KernelFakeMode(FakeTensorMode):
+    """Fake tensors with the strides that kernels give, and as many results."""
+
+    on_cpu = True  # what is on the CPU stays there
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in OPEN and any(isinstance(n, torch.SymInt) for n in (*args[0].shape, *args[1])):
+            with self:
+                return OPEN[func](args)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        change = RESULTS.get(func)
+        if change is not None and (self.on_cpu or change not in OF_THE_CPU):
+            with self:
+                return change(args, result)
+        if func not in RULES or not isinstance(result, Tensor):
+            return result
+        with self:
+            strides = RULES[func](args).stride()
+            if result.stride() == strides:
+                return result
+            return torch.empty_strided(
+                result.shape, strides, dtype=result.dtype, device=result.device
+            )

@@ -1,0 +1,571 @@
+"""What the commands of `fxshard.cli.main` do, and the arguments that they take."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import fxshard
+from fxshard.bytesize import parse_budget
+from fxshard.cli.model_source import (
+    Call,
+    add_arguments,
+    load,
+    named_dimensions,
+    named_size,
+    open_sizes,
+    options,
+    whole_number,
+)
+from fxshard.cli.overview import COMMANDS
+from fxshard.cost.hardware import PRESETS, Hardware, hardware_of
+from fxshard.errors import CaptureError, ConfigError, FxshardError, UnitError, UnknownSizeError
+from fxshard.host import files
+from fxshard.ir import dump
+from fxshard.memory.explain import size_text
+from fxshard.memory.report import UNITS, MemoryReport
+from fxshard.memory.views.diff import diff
+from fxshard.memory.views.live import live_after
+from fxshard.planner.search import PLANS
+from fxshard.plans.plan import Plan
+from fxshard.validation.compare import Validation
+
+NUMERICS_ROWS = 20  # of `validate --numerics`, the worst; --all shows the rest
+MOST_RANKS = 8  # that `validate` starts unasked
+PATIENCE = 2.0  # seconds until a command says that it is at work
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command that `argv` names; returns its exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        code: int = args.command(args)
+        sys.stdout.flush()
+        return code
+    except (ConfigError, UnitError, CaptureError) as error:
+        print("fxshard:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except FxshardError as error:
+        print("fxshard:", error, file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `fxshard dump | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def report(args: argparse.Namespace) -> int:
+    """``fxshard report``."""
+    budget = None if args.budget is None else parse_budget(args.budget)
+    with progress("planning") as say:
+        memory = _plan(args).memory
+        say("writing")
+        written = [
+            write(memory, path)
+            for name, write in OUTPUTS.items()
+            if (path := getattr(args, name)) not in (None, "-")
+        ]
+    if args.json == "-":
+        print(json.dumps(memory.to_dict(), indent=2))
+    else:
+        table = memory.table(args.depth, args.memory_units)
+        print(memory.explain_peak(5, levers=False), table, *written, sep="\n\n")
+    if budget is not None:
+        memory.assert_fits(budget)
+    return 0
+
+
+def _to_json(memory: MemoryReport, path: str) -> None:
+    files.write(path, json.dumps(memory.to_dict(), indent=2))
+
+
+def _to_csv(memory: MemoryReport, path: str) -> None:
+    files.write(path, memory.to_csv())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Output:
+    """A file that ``report`` can write."""
+
+    write: Any
+    what: str
+
+    def __call__(self, memory: MemoryReport, path: str) -> str:
+        try:
+            self.write(memory, path)
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}.") from error
+        return f"{self.what}: {path}"
+
+
+_PERFETTO = "Trace for ui.perfetto.dev"
+OUTPUTS = {
+    "json": _Output(_to_json, "Everything as JSON"),
+    "csv": _Output(_to_csv, "All rows as CSV"),
+    "html": _Output(MemoryReport.to_html, "Timeline, schedule and tables, for a browser"),
+    "perfetto": _Output(MemoryReport.to_perfetto, _PERFETTO),
+    "memory_viz": _Output(MemoryReport.to_memory_viz, "Snapshot for pytorch.org/memory_viz"),
+}
+
+
+def explain(args: argparse.Namespace) -> int:
+    """``fxshard explain``."""
+    with progress("planning") as say:
+        memory = _plan(args).memory
+        say("planning again with each lever pulled" if args.levers else "explaining")
+        said = memory.explain_peak(args.top, levers=args.levers)
+    print(said)
+    return 0
+
+
+def fits(args: argparse.Namespace) -> int:
+    """``fxshard fits``."""
+    budget = parse_budget(args.budget)
+    with progress("planning"):
+        memory = _plan(args).memory
+    memory.assert_fits(budget)
+    made = [phase.peak_bytes for phase in memory.lifecycle if phase.name.startswith("init")]
+    needed = max(memory.peak_bytes, memory.first_step_peak_bytes, *made)
+    free = size_text(budget - needed)
+    print(f"It fits: {size_text(needed)} needed of {size_text(budget)}, {free} left.")
+    if memory.device == "cuda":
+        outside = memory.device_memory().outside
+        reserved = memory.device_memory(capacity=budget - outside).reserved
+        print(
+            f"CUDA's allocator reserves {size_text(reserved)} for it; its context and NCCL take "
+            f"{size_text(outside)} at most."
+        )
+    return 0
+
+
+def diff_(args: argparse.Namespace) -> int:
+    """``fxshard diff``."""
+    found = diff(_saved(args.before), _saved(args.after))
+    if args.json:
+        rows = [dataclasses.asdict(row) for row in found.only_different().rows]
+        print(json.dumps({"schema": "fxshard.memory-diff/1", "rows": rows}, indent=2))
+    else:
+        print(found.table(args.depth, args.memory_units, only_different=not args.all))
+    return 0
+
+
+def _saved(path: str) -> dict[str, Any]:
+    """A report that ``fxshard report --json FILE`` has written."""
+    try:
+        told = json.loads(Path(path).read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: no report that can be read: {error}.") from error
+    if not isinstance(told, dict):
+        raise ConfigError(f"{path}: no report; write one with fxshard report --json {path}.")
+    return told
+
+
+def dump_(args: argparse.Namespace) -> int:
+    """``fxshard dump``."""
+    texts: dict[str, tuple[str, str]] = {}
+
+    def note(name: str, before: str, after: str) -> None:
+        texts[name] = before, after
+
+    hardware = None if args.hardware is None else hardware_of(args.hardware)
+    with progress("planning"):
+        plan = _plan(args, **({"observe": note} if args.diff is not None else {}))
+    if args.diff is not None:
+        print(_changes(texts, args.diff))
+    elif args.graph:
+        print(dump.text(plan.program))
+    elif args.code:
+        print(plan.code)
+    elif args.json:
+        print(json.dumps(_schedule(plan, args.phase, args.fold, hardware), indent=2))
+    else:
+        print(plan.dump(phase=args.phase, fold=args.fold, hardware=hardware))
+    return 0
+
+
+def _changes(texts: dict[str, tuple[str, str]], name: str) -> str:
+    """What the pass `name` changed in the graph of the last micro-batch."""
+    if name not in texts:
+        raise ConfigError(f"--diff {name}: no such pass; there are {', '.join(texts)}.")
+    return dump.changes(*texts[name]) or f"{name} changes nothing in the graph of this model."
+
+
+def estimate(args: argparse.Namespace) -> int:
+    """``fxshard estimate``."""
+    hardware = hardware_of(args.hardware, args.ranks_per_node)
+    with progress("planning"):
+        plan = _plan(args)
+        found = plan.estimate(hardware)
+    written = []
+    if args.perfetto is not None:
+        write = _Output(lambda _, path: found.to_perfetto(path, plan.memory), _PERFETTO)
+        written.append(write(plan.memory, args.perfetto))
+    print(found.table(), found.summary(), *written, sep="\n\n")
+    return 0
+
+
+def tune(args: argparse.Namespace) -> int:
+    """``fxshard tune``."""
+    model, inputs, keywords = load(args, "meta")
+    more = {name: getattr(args, name) for name in ("micro_batches", "no_sync", "device")}
+    given = {name: value for name, value in more.items() if value} | options(args)
+    found = fxshard.tune(
+        *(model, inputs, keywords),
+        world_size=args.world_size,
+        hardware=args.hardware,
+        budget=args.budget,
+        batches=args.batches,
+        plans=args.plans,
+        **given,
+    )
+    best, written = found.best.plan, []
+    assert best is not None  # of the best it is kept
+    if args.plot is not None:
+        write = _Output(lambda _, path: found.plot(path), "Memory against time, as PNG")
+        written.append(write(best.memory, args.plot))
+    if args.html is not None:
+        dots, budget = found.dots(), found.budget_bytes
+        write = _Output(
+            lambda memory, path: memory.to_html(path, front=dots, budget=budget),
+            "The best, and memory against time, for a browser",
+        )
+        written.append(write(best.memory, args.html))
+    table = found.table(rows=None) if args.all else found.table()
+    print(found.summary(), table, *written, sep="\n\n")
+    return 0
+
+
+def validate(args: argparse.Namespace) -> int:
+    """``fxshard validate``."""
+    model, inputs, keywords = load(args, "cpu")
+    how = {
+        "world_size": args.world_size,
+        "steps": args.steps,
+        "micro_batches": args.micro_batches,
+        "no_sync": args.no_sync,
+        **options(args),
+    }
+    with progress("validating"):
+        result = _validated((model, inputs, keywords), args, how)
+    numerics = result.numerics
+    if args.json:
+        print(json.dumps(_comparison(result), indent=2))
+    else:
+        cells = [] if result.unknown else [(result if args.all else excerpt(result)).table()]
+        said = [*cells, result.summary()]
+        if numerics is not None:
+            if args.all or numerics.verdict != "bitwise":
+                top = None if args.all else NUMERICS_ROWS
+                said.append(numerics.table(only_different=not args.all, top=top))
+            said.append(numerics.summary())
+        print(*said, sep="\n\n")
+    return 0 if result.holds else 1
+
+
+def _validated(call: Call, args: argparse.Namespace, how: dict[str, Any]) -> Validation:
+    """On real ranks if they are asked for, or, if nothing is said of them, where it can be."""
+    if args.ranks == "processes":
+        return fxshard.validate(*call, **how, ranks="processes")
+    ranks = math.prod(args.world_size) if isinstance(args.world_size, tuple) else args.world_size
+    if args.ranks is None and not args.numerics and ranks <= MOST_RANKS:
+        try:
+            return fxshard.validate(*call, **how, ranks="processes")
+        except (ConfigError, UnknownSizeError) as reason:
+            told = f"fxshard: not on real ranks: {' '.join(str(reason).split())}"
+        found = fxshard.validate(*call, **how)
+        print(told, file=sys.stderr)  # behind it: the reason may be one for both
+        return found
+    return fxshard.validate(*call, **how, numerics=args.numerics)
+
+
+def excerpt(result: Validation) -> Validation:
+    """What a reader sees first: the peaks in the last step, of the root, of the first block of
+    layers and of the optimizer. And every cell that differs.
+    """
+    last = max((cell.step for cell in result.cells), default=0)
+    numbered = (c.module for c in result.cells if c.module.rpartition(".")[2].isdigit())
+    modules = {"", next(numbered, ""), "optimizer"}
+    cells = [
+        cell
+        for cell in result.cells
+        if cell.difference
+        or (cell.step == last and cell.module in modules and cell.state.startswith("Peak"))
+    ]
+    return dataclasses.replace(result, cells=cells)
+
+
+def _schedule(
+    plan: Plan, phase: str | None, fold: bool, hardware: Hardware | None
+) -> dict[str, Any]:
+    exposed = None
+    if hardware is not None:
+        exposed = plan.estimate(hardware).exposed(len(plan.programs) - 1)
+    everything = dump.rows(plan.program, live_after(plan.memory), exposed)
+    rows = [row for row in everything if phase in (None, row.phase)]
+    blocks = dump.fold(rows) if fold else [(1, rows)]
+    return {
+        "schema": "fxshard.ir.schedule/1",
+        "world_size": plan.program.world_size,
+        "certificate": plan.certificate,
+        "units": [
+            {"name": unit.name, "kind": unit.kind, "parameters": [p.fqn for p in unit.params]}
+            for unit in plan.units
+        ],
+        "blocks": [
+            {"count": count, "rows": [dataclasses.asdict(row) for row in block]}
+            for count, block in blocks
+        ],
+    }
+
+
+def _comparison(result: Validation) -> dict[str, Any]:
+    numbers = result.numerics
+    return {
+        "schema": "fxshard.validation/1",
+        "unknown": result.unknown,
+        "max_abs_difference": None if result.unknown else result.max_abs_difference,
+        "static_peak_bytes": result.static_peak_bytes,
+        "measured_peak_bytes": result.measured_peak_bytes,
+        "peaks": list(result.peaks),
+        "points": [
+            {"step": step, "phase": phase, "max_abs_difference": difference}
+            for step, phase, difference in result.points
+        ],
+        "cells": [
+            {**dataclasses.asdict(cell), "category": cell.category.value} for cell in result.cells
+        ],
+        "numerics": numbers and {"verdict": numbers.verdict, "rows": numbers.to_list()},
+    }
+
+
+def solve(args: argparse.Namespace) -> int:
+    """``fxshard solve``."""
+    with progress("planning"):
+        model, inputs, keywords = load(args, "meta")
+        dynamic = dict(args.dynamic or open_sizes(model, inputs, keywords))
+        plan = _plan_of((model, inputs, keywords), args, dynamic=dynamic)
+        fixed = dict(args.at or ())
+        found = plan.solve(args.what, args.budget, multiple_of=args.multiple_of, **fixed)
+    print(found)
+    return 0
+
+
+def _plan(args: argparse.Namespace, **others: Any) -> Plan:
+    return _plan_of(load(args, "meta"), args, **others)
+
+
+def _plan_of(call: Call, args: argparse.Namespace, **others: Any) -> Plan:
+    model, inputs, keywords = call
+    more = {name: getattr(args, name, None) for name in ("micro_batches", "no_sync", "device")}
+    given = {name: value for name, value in more.items() if value}
+    plan = fxshard.plan(
+        model, inputs, keywords, world_size=args.world_size, **others, **given, **options(args)
+    )
+    if plan.picked is not None:
+        print("fxshard:", plan.picked, file=sys.stderr)
+    return plan
+
+
+@contextlib.contextmanager
+def progress(
+    what: str, console: Console | None = None, patience: float = PATIENCE
+) -> Iterator[Any]:
+    """Say what is going on, if it goes on for longer than `patience` seconds.
+
+    Only on a terminal, and on standard error. Yields a function that takes the next thing to say.
+    """
+    shown = console or Console(stderr=True)
+    if not shown.is_terminal:
+        yield lambda text: None
+        return
+    status = shown.status(f"{what} …")
+    timer = threading.Timer(patience, status.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield lambda text: status.update(f"{text} …")
+    finally:
+        timer.cancel()
+        timer.join()  # it may be starting the display just now
+        status.stop()
+
+
+# -- the arguments ------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("fxshard")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, add in ARGUMENTS.items():
+        add(commands.add_parser(name, description=COMMANDS[name]))
+    return parser
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    add_arguments(parser)
+    _add_step(parser)
+    _add_table(parser)
+    parser.add_argument("--budget", metavar="80GiB", help="exit with 1 if the peak is above it")
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="everything as JSON (to the terminal)"
+    )
+    parser.add_argument("--csv", metavar="FILE", help="every phase and row")
+    parser.add_argument("--html", metavar="FILE", help="a page for a browser")
+    parser.add_argument("--perfetto", metavar="FILE", help="a trace for ui.perfetto.dev")
+    parser.add_argument("--memory-viz", metavar="FILE", help="for pytorch.org/memory_viz")
+    parser.set_defaults(command=report)
+
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    add_arguments(parser)
+    _add_step(parser)
+    parser.add_argument("--top", type=whole_number, default=20, help="how many of them (20)")
+    parser.add_argument(
+        "--no-levers", dest="levers", action="store_false", help="do not try what would save"
+    )
+    parser.set_defaults(command=explain)
+
+
+def _add_fits(parser: argparse.ArgumentParser) -> None:
+    add_arguments(parser)
+    _add_step(parser)
+    parser.add_argument("--budget", metavar="80GiB", required=True, help="memory of one rank")
+    parser.set_defaults(command=fits)
+
+
+def _add_solve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", help="max_batch, max_seq, min_world, or max_<name> of --dynamic")
+    parser.add_argument("--budget", metavar="80GiB", required=True, help="memory of one rank")
+    add_arguments(parser)
+    _add_step(parser)
+    parser.set_defaults(batch=2, seq=128)  # sizes of 1 are not left open
+    parser.add_argument(
+        "--at", action="append", type=named_size, metavar="seq=8192", help="a size that is fixed"
+    )
+    parser.add_argument(
+        "--multiple-of", type=whole_number, default=1, metavar="N", help="ask for such sizes only"
+    )
+    parser.add_argument(
+        "--dynamic",
+        action="append",
+        type=named_dimensions,
+        metavar="batch=x:0,y:0",
+        help="a size by name, and which dimensions of which arguments have it",
+    )
+    parser.set_defaults(command=solve)
+
+
+def _add_diff(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("before", metavar="A", help="written by fxshard report --json A")
+    parser.add_argument("after", metavar="B", help="likewise")
+    _add_table(parser)
+    parser.add_argument("--all", action="store_true", help="what does not differ, too")
+    parser.add_argument("--json", action="store_true", help="every figure that differs")
+    parser.set_defaults(command=diff_)
+
+
+def _add_dump(parser: argparse.ArgumentParser) -> None:
+    add_arguments(parser)
+    parser.add_argument("--phase", choices=("forward", "backward"))
+    parser.add_argument(
+        "--no-fold", dest="fold", action="store_false", help="identical layers one by one"
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--graph", action="store_true", help="the joint graph, every operator")
+    form.add_argument("--code", action="store_true", help="the Python source that runs")
+    form.add_argument("--json", action="store_true")
+    form.add_argument("--diff", metavar="PASS", help="what a pass changed in the joint graph")
+    parser.add_argument(
+        "--hardware", metavar="NAME", help=f"adds exposed milliseconds: {', '.join(PRESETS)}"
+    )
+    parser.set_defaults(command=dump_)
+
+
+def _add_estimate(parser: argparse.ArgumentParser) -> None:
+    add_arguments(parser)
+    _add_step(parser)
+    parser.add_argument("--hardware", required=True, metavar="NAME", help=", ".join(PRESETS))
+    parser.add_argument(
+        "--ranks-per-node", type=whole_number, metavar="N", help="other than the hardware's"
+    )
+    parser.add_argument("--perfetto", metavar="FILE", help="a trace for ui.perfetto.dev")
+    parser.set_defaults(command=estimate)
+
+
+def _add_tune(parser: argparse.ArgumentParser) -> None:
+    add_arguments(parser)
+    _add_step(parser)
+    parser.add_argument("--hardware", required=True, metavar="NAME", help=", ".join(PRESETS))
+    parser.add_argument("--budget", metavar="80GiB", help="memory of one rank (the hardware's)")
+    parser.add_argument(
+        "--batches", type=whole_number, nargs="+", metavar="N", help="(--batch, and doubled)"
+    )
+    parser.add_argument(
+        "--plans", type=whole_number, default=PLANS, help=f"to be made at most ({PLANS})"
+    )
+    parser.add_argument("--all", action="store_true", help="every configuration")
+    parser.add_argument("--plot", metavar="FILE", help="memory against time, as PNG")
+    parser.add_argument("--html", metavar="FILE", help="a page for a browser")
+    parser.set_defaults(command=tune)
+
+
+def _add_validate(parser: argparse.ArgumentParser) -> None:
+    add_arguments(parser)
+    parser.add_argument("--steps", type=whole_number, default=2)
+    _add_micro_batches(parser)
+    parser.add_argument(
+        "--ranks",
+        choices=("processes", "fake"),
+        help=f"processes: gloo ranks, each with its own batch, beside eager PyTorch (the default "
+        f"of up to {MOST_RANKS}, if model and options can be sent to them); fake: rank 0's bytes",
+    )
+    parser.add_argument(
+        "--numerics",
+        action="store_true",
+        help="with fake ranks: compare loss, gradients and buffers with eager, in one process",
+    )
+    parser.add_argument("--all", action="store_true", help="every module, state and category")
+    parser.add_argument("--json", action="store_true")
+    parser.set_defaults(command=validate)
+
+
+def _add_table(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--depth", type=whole_number, help="modules with at most this many names")
+    parser.add_argument("--memory-units", choices=UNITS, default="MiB")
+
+
+def _add_step(parser: argparse.ArgumentParser) -> None:
+    _add_micro_batches(parser)
+    parser.add_argument("--device", metavar="cuda", help="plan for this type of device")
+
+
+def _add_micro_batches(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--micro-batches", type=whole_number, default=1, metavar="K", help="per step (1)"
+    )
+    parser.add_argument(
+        "--no-sync", action="store_true", help="all micro-batches but the last reduce nothing"
+    )
+
+
+ARGUMENTS = {
+    "report": _add_report,
+    "explain": _add_explain,
+    "fits": _add_fits,
+    "solve": _add_solve,
+    "diff": _add_diff,
+    "dump": _add_dump,
+    "estimate": _add_estimate,
+    "tune": _add_tune,
+    "validate": _add_validate,
+}

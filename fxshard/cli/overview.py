@@ -1,0 +1,14 @@
+"""The commands, and what each is for."""
+
+# What each is for; `fxshard.cli.commands` has their arguments, and needs torch.
+COMMANDS = {
+    "report": "memory of one rank, from the program alone",
+    "explain": "where the peak is, and what is alive there",
+    "fits": "exit with 0 if a rank's peak is within a budget",
+    "solve": "the largest batch or sequence, or the fewest ranks, that fit a budget",
+    "diff": "two reports side by side",
+    "dump": "the schedule, the graph or the code",
+    "estimate": "seconds of a step on a GPU, from constants",
+    "tune": "the fastest configuration that fits, and why the others lost",
+    "validate": "run ranks under a tracker; compare with the report and with eager PyTorch",
+}

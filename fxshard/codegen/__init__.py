@@ -1,0 +1,1 @@
+"""From a schedule to Python source, and compiled regions."""

@@ -1,0 +1,330 @@
+"""Schedule -> readable Python source -> two functions that run it.
+
+The emitted code follows the schedule literally: arguments come in a list that is cleared, every
+value is dropped by ``x = None`` behind its last reader, collectives are calls on the World.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import linecache
+import logging
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+from torch.optim import Optimizer
+
+from fxshard._torch.compat import OpOverload
+from fxshard.capture import rng
+from fxshard.codegen import spelling
+from fxshard.codegen.regions import load as load_regions
+from fxshard.codegen.world import AllRanks, World
+from fxshard.errors import ConfigError
+from fxshard.ir import dump, ops, tags
+from fxshard.ir.program import Program
+from fxshard.ir.schedule import Region, Schedule, last_reads
+from fxshard.verify.orders import ENTRY
+
+# Steps parameters, by FQN, with their sharded gradients: per rank of this process, per parameter.
+StepParameters = Callable[[list[str], list[list[Tensor]]], Optimizer]
+
+log = logging.getLogger("fxshard")
+
+
+class Executor:
+    """Runs the schedule of a program on a world.
+
+    Attributes:
+        code: the emitted Python source.
+        communicates: the phases that have collectives.
+    """
+
+    def __init__(self, program: Program, world: World | AllRanks) -> None:
+        require_schedule(program)
+        assert program.schedule is not None
+        self.program = program
+        self.schedule: Schedule = program.schedule
+        self.world = world
+        self.code = emit(program)
+        self._functions = load(self.code, program)
+        self._functions.update(compiled_functions(program))
+        self._random = {
+            region.name
+            for region in self.schedule.regions.values()
+            if any(tags.is_random(node) for node in region.body)
+        }
+        rows = {name: {row.target for row in graph.nodes} for name, graph in self.schedule.phases()}
+        self._draws = {name for name, run in rows.items() if run & self._random}
+        self.communicates = {name for name, run in rows.items() if run & {*ops.COLLECTIVES}}
+
+    def forward(self, args: list[list[Tensor]]) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """Run forward.
+
+        Args:
+            args: per rank that this process runs, values in the order of `forward_inputs`;
+                the inner lists are cleared.
+
+        Returns:
+            the model's output tensors (of the first rank), and per rank the saved values.
+        """
+        results = self._run("forward", self.schedule.forward, args)
+        return list(results[0][0]), [list(saved) for _, saved in results]
+
+    def backward(self, args: list[list[Tensor | None]]) -> list[list[Tensor]]:
+        """Run backward. Returns gradients per rank.
+
+        Args:
+            args: as for `forward`, in the order of `backward_inputs`; None for what is not read.
+        """
+        assert self.schedule.backward is not None
+        return [list(grads) for grads in self._run("backward", self.schedule.backward, args)]
+
+    def bind_step(self, step: StepParameters) -> None:
+        """Let ``fxshard.runtime.step`` call `step`."""
+        self._functions["step"] = step
+
+    @property
+    def forward_inputs(self) -> list[fx.Node]:
+        """Placeholders of forward."""
+        return list(self.schedule.forward.find_nodes(op="placeholder"))
+
+    @property
+    def backward_inputs(self) -> list[fx.Node]:
+        """Placeholders of backward."""
+        assert self.schedule.backward is not None
+        return list(self.schedule.backward.find_nodes(op="placeholder"))
+
+    def _run(self, phase: str, graph: fx.Graph, args: Sequence[list[Any]]) -> list[Any]:
+        draws = rng.kept(self.program.device) if phase in self._draws else contextlib.nullcontext()
+        with self.world.phase(phase, phase in self.communicates), draws:
+            if isinstance(self.world, AllRanks):
+                names = [*self.schedule.regions, "step"]
+                regions = {n: self._functions[n] for n in names if n in self._functions}
+                return self.world.run(graph, regions, self._random, args)
+            return [self._functions[phase](self.world, args[0])]
+
+
+class Probe(Protocol):
+    """What a `TracedExecutor` reports to (fxshard.validation.tracker.Tracker is one)."""
+
+    def begin(self, phase: str) -> None:
+        """A phase begins."""
+
+    def at(self) -> None:
+        """One operator or row is done, and what it read last is dropped."""
+
+    def stepping(self, grads: list[list[Tensor]], step: Callable[[], Optimizer]) -> Optimizer:
+        """Call `step`, which steps an optimizer with `grads` and returns it."""
+
+
+class TracedExecutor(Executor):
+    """An Executor whose code calls ``at()`` behind every operator and row. Nothing else differs."""
+
+    def __init__(self, program: Program, world: World | AllRanks, probe: Probe) -> None:
+        super().__init__(program, world)
+        self.code = emit(program, points=True)
+        self._functions = load(self.code, program, probe.at)
+        self._functions.update(compiled_functions(program, probe.at))
+        self._probe = probe
+
+    def bind_step(self, step: StepParameters) -> None:
+        def watched(params: list[str], grads: list[list[Tensor]]) -> Optimizer:
+            return self._probe.stepping(grads, lambda: step(params, grads))
+
+        super().bind_step(watched)
+
+    def _run(self, phase: str, graph: fx.Graph, args: Sequence[list[Any]]) -> list[Any]:
+        self._probe.begin(phase)
+        return super()._run(phase, graph, args)
+
+
+def load(source: str, program: Program, at: Callable[[], None] | None = None) -> dict[str, Any]:
+    """Execute emitted source; returns its functions by name."""
+    namespace: dict[str, Any] = {
+        "torch": torch,
+        "device": torch.device,
+        "inf": math.inf,
+        "nan": math.nan,
+        "at": at,
+    }
+    assert program.schedule is not None
+    for graph in (*(r.graph for r in program.schedule.regions.values()), program.graph):
+        for node in graph.nodes:
+            if node.op == "call_function" and node.target is not operator.getitem:
+                namespace[function_name(node.target)] = node.target
+    filename = f"<fxshard program {id(program):#x}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    exec(compile(source, filename, "exec"), namespace)
+    return namespace
+
+
+def compiled_functions(
+    program: Program, at: Callable[[], None] | None = None
+) -> dict[str, Callable[[list[Any]], Any]]:
+    """What runs in place of the emitted functions of compiled regions, by name."""
+    assert program.schedule is not None
+    found = program.schedule.regions
+    compiled = {r.name: r.compiled for r in found.values() if r.compiled is not None}
+    functions, failed = load_regions(compiled, at) if compiled else ({}, {})
+    for name, error in failed.items():
+        found[name] = dataclasses.replace(found[name], compiled=None)
+        log.warning("fxshard: %s stays eager, its kernels cannot be built: %s", name, error)
+    return functions
+
+
+def function_name(target: Any) -> str:
+    """``aten_mm``, ``aten_mul_Tensor``: the name by which emitted code calls an operator.
+
+    Sizes are computed by functions of Python's and torch's, whose names are those of nodes too:
+    ``_operator_neg``, ``torch_sym_max``.
+    """
+    if not isinstance(target, OpOverload):
+        return f"{target.__module__}_{target.__name__}".replace(".", "_")
+    return str(target).removesuffix(".default").replace(".", "_")
+
+
+def emit(program: Program, *, points: bool = False) -> str:
+    """Python source: one function per region, then ``forward`` and ``backward``.
+
+    Args:
+        program: with a schedule.
+        points: call ``at()`` behind every operator and row.
+    """
+    assert program.schedule is not None
+    schedule = program.schedule
+    parts = [_region(program, region, points) for region in schedule.regions.values()]
+    parts += [_phase(program, name, graph, points) for name, graph in schedule.phases()]
+    return "\n\n\n".join(parts) + "\n"
+
+
+def _region(program: Program, region: Region, points: bool) -> str:
+    lines = [f"def {region.name}(args):"]
+    lines += _unpack(region.graph)
+    dead = last_reads(region.graph)
+    for node in region.body:
+        comment = _comment(tags.get(node).module) if tags.get(node).module.strip(".") else ""
+        lines.append(f"    {node.name} = {_call(node)}{comment}")
+        lines += _drop(dead[node])
+        if points:
+            lines.append("    at()")
+    lines.append(f"    return {_tuple(_output(region.graph))}")
+    return "\n".join(lines)
+
+
+def _phase(program: Program, name: str, graph: fx.Graph, points: bool) -> str:
+    lines = [f"def {name}(world, args):", *_unpack(graph), *_entry(graph)]
+    dead = last_reads(graph)
+    for row in graph.nodes:
+        if row.op not in ("call_function", "call_module") or row.target is operator.getitem:
+            continue
+        unit = _comment(program.units[tags.get(row).unit or 0].name)
+        picks = [user for user in row.users if user.target is operator.getitem]
+        targets = f"{_tuple([pick.name for pick in picks])} = " if picks else ""
+        drops = [n for reader in (row, *picks) for n in dead[reader] if n is not row]
+        tag = tags.get(row)
+        lines += [f"    world.wait_event({tag.stream!r}, {event!r})" for event in tag.waits]
+        if row.op == "call_module":
+            lines.append(f"    args = [{', '.join(n.name for n in row.all_input_nodes)}]")
+            lines += _drop(drops)
+            lines.append(f"    {targets}{row.target}(args){unit}")
+            drops = []
+        elif row.target in ops.WORDS:
+            lines.append(f"    {targets}{_word(row)}{unit}")
+        else:
+            lines.append(f"    {row.name} = {_call(row)}{unit}")
+        ran = [tags.get(node) for node in row.meta.get("run", (row,))]
+        lines += [f"    world.record_event({t.stream!r}, {t.records!r})" for t in ran if t.records]
+        lines += _drop(drops)
+        if points:
+            lines.append("    at()")
+    lines.append(f"    return {_value(_output(graph))}")
+    return "\n".join(lines)
+
+
+def _comment(name: str) -> str:
+    """A name of the user's behind a statement: of whatever it is made, it is no code."""
+    return f"  # {name if name.isprintable() else ascii(name)}"
+
+
+def _entry(graph: fx.Graph) -> list[str]:
+    """Records the event of all that the caller ran before, if a launch waits for it."""
+    waited = {event for row in graph.nodes for event in tags.get(row).waits}
+    entries = [event for event in ENTRY.values() if event in waited]
+    return [f"    world.record_event('compute', {event!r})" for event in entries]
+
+
+def _word(row: fx.Node) -> str:
+    """The call of a World's method: ``world.all_gather([a, b], pair=3)``; or of `bind_step`'s."""
+    if row.target is ops.step:
+        return f"step({list(row.args[2])!r}, [{_names(row.args[0])}])"  # type: ignore[arg-type]
+    name = dump.operation(row).removeprefix("fxshard.")
+    options = {key: row.kwargs.get(key) for key in row.kwargs}
+    schema = row.target._schema.arguments  # type: ignore[union-attr]
+    options |= {a.name: v for a, v in zip(schema[1:], row.args[1:], strict=False)}
+    options.pop("size", None)  # the world knows its groups
+    if row.target not in (ops.free, ops.reshard, ops.unpack):
+        options["pair"] = tags.get(row).pair
+    said = "".join(f", {key}={_value(value)}" for key, value in options.items())
+    return f"world.{name}({_names(row.args[0])}{said})"
+
+
+def _output(graph: fx.Graph) -> Any:
+    (node,) = graph.find_nodes(op="output")
+    return node.args[0]
+
+
+def _unpack(graph: fx.Graph) -> list[str]:
+    names = [node.name for node in graph.find_nodes(op="placeholder")]
+    unused = [node.name for node in graph.find_nodes(op="placeholder") if not node.users]
+    if not names:
+        return []
+    lines = [f"    {_tuple(names)} = args", "    args.clear()"]
+    return lines + ([f"    {' = '.join(unused)} = None"] if unused else [])
+
+
+def _tuple(names: Sequence[Any]) -> str:
+    return "(" + ", ".join(map(str, names)) + ("," if len(names) == 1 else "") + ")"
+
+
+def _names(nodes: Any) -> str:
+    return "[" + ", ".join(node.name for node in nodes) + "]"
+
+
+def _drop(nodes: Sequence[fx.Node]) -> list[str]:
+    names = list(dict.fromkeys(node.name for node in nodes))
+    return [f"    {' = '.join(names)} = None"] if names else []
+
+
+def _call(node: fx.Node) -> str:
+    if node.target is operator.getitem:
+        return f"{node.args[0]}[{node.args[1]}]"
+    expression = spelling.spelled(node, _value)
+    if expression is not None:
+        return expression
+    args = [_value(a) for a in node.args]
+    args += [f"{key}={_value(value)}" for key, value in node.kwargs.items()]
+    return f"{function_name(node.target)}({', '.join(args)})"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, tuple):
+        return _tuple([_value(item) for item in value])
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    return repr(value)
+
+
+def require_schedule(program: Program) -> None:
+    """Raise ConfigError if the passes have left nothing that could run."""
+    if program.schedule is None:
+        raise ConfigError(
+            "the passes leave a program without a schedule, so that nothing would run. Put "
+            "'outline-regions' at the end of them."
+        )

@@ -1,0 +1,100 @@
+"""Worlds: what the ``fxshard::`` operators of a schedule are bound to when it runs.
+
+`fxshard.runtime.world.c10d` runs one rank over a torch.distributed process group (gloo, NCCL, or the fake
+group, which moves no data); `fxshard.runtime.world.in_process` runs all ranks inside this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, fx
+
+
+class World(Protocol):
+    """The verbs that emitted code calls. `pair` ties a wait to its launch.
+
+    `group` is "shard", "replicate" or "reshard<n>"; `op` is "avg", "sum", "max" or "min".
+    """
+
+    def phase(self, name: str, communicates: bool) -> AbstractContextManager[None]:
+        """A phase runs inside; however it ends, nothing of it runs on behind.
+
+        `communicates`: it has collectives, so that ranks compare where an exception ended it.
+        """
+
+    def all_gather(self, shards: list[Tensor], pair: int, group: str = "shard") -> list[Tensor]:
+        """Launch: shards ``[chunk, ...]`` -> fresh buffers ``[size * chunk, ...]``."""
+
+    def reduce_scatter(
+        self, grads: list[Tensor], pair: int, group: str = "shard", op: str = "avg"
+    ) -> list[Tensor]:
+        """Launch: gradients ``[size * chunk, ...]`` -> fresh reduced ones ``[chunk, ...]``."""
+
+    def all_reduce(
+        self, grads: list[Tensor], pair: int, group: str = "replicate", op: str = "avg"
+    ) -> list[Tensor]:
+        """Launch: gradients reduced in place; returns them."""
+
+    def comm_hook(self, grads: list[Tensor], pair: int) -> list[Tensor]:
+        """Launch: the user's reduction of a flat tensor ``[size * n]`` -> ``[n]``."""
+
+    def cast(self, tensors: list[Tensor], dtype: torch.dtype, pair: int) -> list[Tensor]:
+        """Launch, or what an all-gather sends: fresh copies in `dtype`."""
+
+    def load(self, tensors: list[Tensor], device: torch.device, pair: int) -> list[Tensor]:
+        """Launch, or what is cast or sent next: fresh copies on `device`."""
+
+    def store(self, tensors: list[Tensor], pair: int) -> list[Tensor]:
+        """Launch: fresh copies on the CPU."""
+
+    def pack(self, shards: list[Tensor], dtype: torch.dtype, pair: int) -> list[Tensor]:
+        """What is sent next: one fresh flat tensor in `dtype`, the shards one behind the other."""
+
+    def unpack(self, packed: list[Tensor], chunks: list[list[int]]) -> list[Tensor]:
+        """Of a gathered packed buffer: a fresh tensor per parameter, all ranks' chunks of it."""
+
+    def reshard(self, buffers: list[Tensor], group: str) -> list[Tensor]:
+        """Fresh copies of this rank's rows, of as many parts as `group` has ranks."""
+
+    def wait(self, tensors: list[Tensor], pair: int) -> None:
+        """The launch `pair`, which wrote `tensors`, is over for what comes behind.
+
+        Where there are streams, `wait_event` has seen to it.
+        """
+
+    def wait_event(self, stream: str, event: str) -> None:
+        """`stream` runs nothing more before what was in front of `event` is over."""
+
+    def record_event(self, stream: str, event: str) -> None:
+        """`event` stands behind all that `stream` was given so far."""
+
+    def free(self, tensors: list[Tensor]) -> None:
+        """Give the storages of `tensors` back now."""
+
+
+@runtime_checkable
+class AllRanks(Protocol):
+    """A world that runs every rank inside this process, from the outer graph of a phase."""
+
+    def phase(self, name: str, communicates: bool) -> AbstractContextManager[None]:
+        """See `World.phase`."""
+
+    def run(
+        self,
+        graph: fx.Graph,
+        regions: Mapping[str, Callable[..., Any]],
+        random: set[str],
+        args: Sequence[list[Any]],
+    ) -> list[Any]:
+        """The results of a phase, per rank.
+
+        Args:
+            graph: its outer graph.
+            regions: functions of the regions that it calls, by name.
+            random: names of those that draw random numbers.
+            args: per rank, the values of the placeholders.
+        """

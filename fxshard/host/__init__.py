@@ -1,0 +1,1 @@
+"""This machine: files that no crash tears, and Python's collector of cycles."""

@@ -1,0 +1,1 @@
+"""What a program is: the graph with its tags, operators, units, schedule, domain and text."""

@@ -1,0 +1,106 @@
+"""The sizes that a program serves, where some of them are open."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+
+Place = tuple[int, int | None]  # flat leaf of the call, and its dimension; None: the leaf, an int
+
+
+Symbols = Mapping[str, tuple[Place, ...]]  # name of a size -> where the call has it
+
+
+Sizes = tuple[tuple[int, ...] | int | None, ...]  # per leaf: of a tensor, an int, anything else
+
+
+Layout = tuple[tuple[sympy.Basic, ...], tuple[sympy.Basic, ...]]  # sizes and strides of a tensor
+
+
+FIXED = "a size that the program has as a number is another in this call"
+
+
+@dataclasses.dataclass(frozen=True)
+class Domain:
+    """The sizes that a program serves.
+
+    Attributes:
+        example: the sizes of the call that was traced; those without a name must be the same.
+        places: per name of a symbolic size, where the call has it.
+        symbols: per name, its symbol.
+        conditions: what the trace took for granted, and where torch asked for it.
+    """
+
+    example: Sizes
+    places: Symbols
+    symbols: Mapping[str, sympy.Symbol]
+    conditions: tuple[tuple[sympy.Basic, str], ...]
+
+    def refusal(self, sizes: Sizes) -> str | None:
+        """Why a call with these sizes needs another program; None if this one serves it."""
+        values: dict[sympy.Symbol, int] = {}
+        for name, places in self.places.items():
+            found = {size_at(sizes, place) for place in places}
+            if len(found) != 1:
+                return f"{name} has one size in the program, and {sorted(found)} in this call"
+            values[self.symbols[name]] = found.pop()
+        if _without(sizes, self.places) != _without(self.example, self.places):
+            return FIXED
+        for condition, where in self.conditions:
+            if condition.xreplace(values) != sympy.true:
+                return f"the program holds for {self.said(condition)} only ({where})"
+        return None
+
+    def said(self, condition: sympy.Basic) -> str:
+        """A condition in the names of the sizes."""
+        names = {symbol: sympy.Symbol(name) for name, symbol in self.symbols.items()}
+        return str(condition.xreplace(names))
+
+    @property
+    def text(self) -> str:
+        """What it leaves open, for people: ``open: batch, seq while seq <= 16``."""
+        notable = [
+            self.said(c)
+            for c, _ in self.conditions
+            if not (isinstance(c, sympy.Ge) and c.args[1] == 2)
+        ]
+        more = f" and {len(notable) - 4} more" if len(notable) > 5 else ""
+        held = f" while {', '.join(notable[:4] if more else notable)}{more}" if notable else ""
+        return f"open: {', '.join(self.free) or 'nothing'}{held}"
+
+    @property
+    def free(self) -> tuple[str, ...]:
+        """Names of the sizes that no condition holds to one number."""
+        fixed = {
+            side
+            for condition, _ in self.conditions
+            if isinstance(condition, sympy.Eq) and any(s.is_Integer for s in condition.args)
+            for side in condition.args
+        }
+        return tuple(name for name, symbol in self.symbols.items() if symbol not in fixed)
+
+
+def size_at(sizes: Sizes, place: Place) -> int:
+    """The size that a call has at `place`."""
+    leaf, dim = place
+    found: Any = sizes[leaf]
+    return int(found if dim is None else found[dim])
+
+
+def _without(sizes: Sizes, places: Symbols) -> list[Any]:
+    """The sizes that have no name."""
+    named = {place for at in places.values() for place in at}
+    return [
+        [size for dim, size in enumerate(shape) if (leaf, dim) not in named]
+        if isinstance(shape, tuple)
+        else shape
+        for leaf, shape in enumerate(sizes)
+        if (leaf, None) not in named
+    ]
+
+
+# Metadata keys of a node that has symbols:
+LAYOUT = "fxshard_layout"  # the Layout of each of its tensors

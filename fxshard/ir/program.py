@@ -1,0 +1,386 @@
+"""Program: the rewritten graph of one step, and everything needed to run or analyse it.
+
+Note: kinds of tensor
+=====================
+sharded parameter     this rank's rows of a parameter, padded to ``ceil(rows / world_size)`` so
+                      that every rank sends the same number of bytes. A view of the unit's flat
+                      storage. Lives as long as the model; on the CPU if it is offloaded.
+unsharded parameter   the whole parameter, for as long as its unit computes. It is the buffer that
+                      the all-gather wrote (from launch to wait: category *All Gather*; from wait
+                      to free: category *Unsharded Param*), or a copy of its part of one.
+sent copy             what an all-gather sends if not the shard itself: the shard cast to the
+                      unit's dtype, loaded from the CPU, or packed with others (category *All
+                      Gather*, as what is gathered of packed ones until it is unpacked).
+resharded parameter   rows of an unsharded parameter that a rank of a smaller group keeps from
+                      forward to backward (category *Sharded Param*).
+whole parameter       an ignored parameter: as it is on the model, never communicated.
+unsharded gradient    the whole gradient of a parameter, from the backward operator that makes it
+                      to the free behind its reduction.
+accumulated gradient  the sum of unsharded gradients of steps under ``no_sync``, in the dtype of
+                      the reduction (category *Unsharded Grad*).
+reduce buffer         a padded, packed or cast copy of an unsharded gradient, made only where the
+                      gradient cannot be sent as it lies (category *Reduce Scatter*).
+sharded gradient      this rank's averaged rows: what the reduction leaves; becomes ``.grad``.
+saved activation      a forward value that backward reads. An unsharded parameter or a view of one
+                      only if its unit is not resharded after forward.
+tangent               the gradient that arrives at an output of the model.
+
+The joint graph
+===============
+One `torch.fx.Graph` holds both phases in execution order: forward nodes, then backward nodes.
+Every node carries a `fxshard.ir.tags.Meta`. A value dies after its last use, in the order of the
+graph; `free` gives a storage back at once. The edges from forward to backward are the saved
+values. docs/ir.md has the grammar.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, fx
+
+from fxshard._torch import compat
+from fxshard._torch.compat import FakeTensorMode, TreeSpec
+from fxshard.ir import ops, tags
+from fxshard.ir.calls import Call
+from fxshard.ir.domain import Domain
+from fxshard.ir.schedule import Schedule
+from fxshard.ir.units import Param, Unit
+
+
+class Fact(enum.Enum):
+    """What must be true of a finished Program; `fxshard.verify` says from when on, and checks it.
+
+    Passes name those that they require and ensure: it helps to put them in order.
+    """
+
+    WELL_FORMED = "every value is made once, before it is read, and read before it is written over"
+    TAGGED = "every node has a phase, a module and a fake value; forward comes before backward"
+    UNITS_ASSIGNED = "every node belongs to a unit"
+    RECOMPUTED = "backward recomputes what checkpoints do not save"
+    UNSHARD_PAIRED = "every unshard has one wait, after it, before any use"
+    PARAMS_UNSHARDED = "no whole parameter is an input; each use reads an unsharded parameter"
+    NO_PARAM_SAVED = "nothing of a parameter is saved for backward, unless its unit stays unsharded"
+    REDUCED_ONCE = "each unsharded gradient is reduced exactly once"
+    ONE_DTYPE = "every collective moves tensors of one dtype"
+    EQUAL_CHUNKS = "every collective moves the same number of bytes on every rank"
+    BUCKETED = "every parameter is in one bucket, and each collective moves those of one"
+    STEPPED_ONCE = "each reduced gradient is stepped once, behind every read of it and its shard"
+    FREED = "every unsharded parameter and reduced gradient has one free"
+    NO_USE_AFTER_FREE = "nothing reads a storage after its free, through any alias"
+    BOUNDED_INFLIGHT = (
+        "at most prefetch + 1 units wait for their first use, none outlasts its last, "
+        "at most max_inflight are unsharded"
+    )
+    STREAMS_ORDERED = "every read across streams is ordered by an event"
+    OUTLINED = "the schedule runs the nodes of the graph as they are tagged, each once, in order"
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamBucket:
+    """What one all-gather, and one reduction, moves: by default the parameters of one unit.
+
+    Attributes:
+        fqns: its parameters.
+        packed: those of them that are sent in one buffer, if at least two of a dtype are.
+    """
+
+    fqns: tuple[str, ...]
+    packed: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What one entry of the graph's output is.
+
+    Attributes:
+        kind: "output" (of the model), "grad" (of a parameter or input), "accumulated" (the
+            unsharded gradient of a parameter, not reduced yet).
+        name: output index, parameter FQN, or ``input[i]``.
+    """
+
+    kind: Literal["output", "grad", "accumulated"]
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """How the flat graph is called from the user's side.
+
+    Attributes:
+        in_spec: tree of ``(args, kwargs)``.
+        out_spec: tree of the model's return value.
+        inputs: per flat input: the constant it had, or None where a tensor goes.
+        tensor_inputs: flat positions that hold tensors, in order.
+        outputs: per flat output: None where a tensor or a size comes, else ``(constant,)``.
+        input_names, output_names: readable paths, for messages.
+        tangents: flat output indices whose gradient backward takes. Of a tensor that is returned
+            twice, the last: there autograd brings its gradient.
+        training: True if the program has a backward.
+        differentiable: flat output indices that need a gradient in eager; the others leave
+            autograd.
+        repeats: flat output index, and the first one that holds the very same tensor.
+    """
+
+    in_spec: TreeSpec
+    out_spec: TreeSpec
+    inputs: tuple[Any, ...]
+    tensor_inputs: tuple[int, ...]
+    outputs: tuple[tuple[Any] | None, ...]
+    input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
+    tangents: tuple[int, ...]
+    training: bool
+    differentiable: tuple[int, ...] = ()
+    repeats: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def computed_outputs(self) -> tuple[int, ...]:
+        """Flat positions of outputs that the graph computes, in order: tensors, and open sizes."""
+        return tuple(i for i, constant in enumerate(self.outputs) if constant is None)
+
+
+@dataclasses.dataclass
+class Program:
+    """One step of one model for one world size. Passes rewrite `graph` in place.
+
+    Attributes:
+        graph: the joint graph.
+        results: what each entry of the graph's output is.
+        signature: how the user's call maps to the graph.
+        constants: tensors that the model holds outside of parameters and buffers, by name.
+        units: unit 0 is the root.
+        world_size: number of ranks that parameters are sharded over.
+        replicas: number of such groups of ranks, which hold the same shards.
+        sync: False under ``no_sync``: gradients are accumulated, not reduced.
+        accumulated: parameters that have an accumulated gradient when backward begins.
+        comm_hook: the user's function reduces gradients (`FxshardModule.register_comm_hook`).
+        offloaded: shards and sharded gradients live on the CPU.
+        device: where it computes.
+        fake_mode: owner of the fake values, for passes that make new ones.
+        facts: what passes said that they ensure.
+        gradients: names of the gradients that capture found, once the pipeline has begun.
+        given: name of each placeholder that is no parameter's -> its role and FQN, from then on.
+        buckets: what moves together; none before bucket has run (see `moving`).
+        forward_prefetch, backward_prefetch: how many buckets may wait unsharded for their first
+            use, besides the one that is launched where it is needed.
+        max_inflight: how many buckets may be unsharded at any point; None: no limit of its own.
+        optimizer_in_backward: it steps parameters, in place of returning their gradients.
+        compiled: regions are compiled: what must run in eager's order stands apart from the rest.
+        calls: every call of a module in forward, in order; nodes refer to them.
+        domain: the sizes that it serves; None: those of the example call.
+        checkpoints: FQN of each module whose calls are checkpointed -> "full", "selective" or a
+            policy function, as in `Config`.
+        schedule: the outer schedule and its regions, once outline-regions has run.
+        closed: why the sizes that were to be open are not; "" if they are.
+        reached: of each gradient that not all of the tangents reach, by result name: the flat
+            output indices of those that do. Where none of them arrives, eager has no gradient.
+    """
+
+    graph: fx.Graph
+    results: list[Result]
+    signature: Signature
+    constants: dict[str, torch.Tensor]
+    units: tuple[Unit, ...]
+    world_size: int
+    fake_mode: FakeTensorMode
+    device: torch.device = torch.device("cpu")  # noqa: RUF009, is immutable
+    replicas: int = 1
+    sync: bool = True
+    accumulated: frozenset[str] = frozenset()
+    comm_hook: bool = False
+    offloaded: bool = False
+    facts: set[Fact] = dataclasses.field(default_factory=set)
+    gradients: frozenset[str] | None = None
+    given: dict[str, tuple[tags.Role, str | None]] | None = None
+    buckets: tuple[ParamBucket, ...] = ()
+    forward_prefetch: int = 1
+    backward_prefetch: int = 1
+    max_inflight: int | None = None
+    optimizer_in_backward: bool = False
+    compiled: bool = False
+    calls: tuple[Call, ...] = ()
+    domain: Domain | None = None
+    checkpoints: dict[str, Any] = dataclasses.field(default_factory=dict)
+    schedule: Schedule | None = None
+    closed: str = ""
+    reached: dict[str, frozenset[int]] = dataclasses.field(default_factory=dict)
+    _params: tuple[Any, dict[str, Param]] | None = dataclasses.field(
+        default=None, init=False, repr=False, compare=False
+    )
+
+    @property
+    def params(self) -> dict[str, Param]:
+        """Every parameter by FQN, in unit order."""
+        if self._params is None or self._params[0] is not self.units:
+            params = {param.fqn: param for unit in self.units for param in unit.params}
+            self._params = self.units, params
+        return self._params[1]
+
+    @property
+    def moving(self) -> tuple[ParamBucket, ...]:
+        """`buckets`, or one per unit where no pass has made any."""
+        units = (ParamBucket(tuple(p.fqn for p in unit.params)) for unit in self.units)
+        return self.buckets or tuple(bucket for bucket in units if bucket.fqns)
+
+    @property
+    def wholes(self) -> dict[str, Param]:
+        """Every ignored parameter by FQN."""
+        return {param.fqn: param for unit in self.units for param in unit.ignored}
+
+    @property
+    def output(self) -> fx.Node:
+        """The output node of the joint graph."""
+        (node,) = self.graph.find_nodes(op="output")
+        return node
+
+    @property
+    def values(self) -> list[fx.Node]:
+        """What the joint graph returns, entry by entry as in `results`."""
+        return list(cast("tuple[fx.Node, ...]", self.output.args[0]))
+
+    @values.setter
+    def values(self, values: Sequence[fx.Node]) -> None:
+        self.output.args = (tuple(values),)
+
+    def phase(self, phase: tags.Phase) -> list[fx.Node]:
+        """Nodes of one phase in execution order, without placeholders and output."""
+        return [
+            node
+            for node in self.graph.nodes
+            if node.op == "call_function" and tags.get(node).phase == phase
+        ]
+
+    def fake(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
+        """A fresh contiguous fake tensor with a storage of its own."""
+        return compat.fake_empty(self.fake_mode, shape, dtype, device)
+
+    def refake(self, node: fx.Node) -> Any:
+        """The fake value of `node`, made again from the fake values of its inputs."""
+
+        def val(value: fx.Node) -> Any:
+            return value.meta["val"]
+
+        def empty(like: Tensor, shape: Sequence[int], **said: Any) -> Tensor:
+            dtype, device = said.get("dtype", like.dtype), said.get("device", like.device)
+            return compat.fake_empty(self.fake_mode, shape, dtype, device)
+
+        target: Any = node.target
+        if _is_plain_view(node):
+            base, *rest = node.args
+            whole = val(cast("fx.Node", base))
+            return compat.fake_view(
+                self.fake_mode, whole, lambda x: target(x, *rest, **node.kwargs)
+            )
+        args = fx.node.map_arg(node.args, val)
+        kwargs = fx.node.map_arg(node.kwargs, val)
+        if target in ops.WORDS:
+            return ops.makes(target, args, empty)
+        with self.fake_mode:
+            return target(*args, **kwargs)
+
+    def repeated(self, copy: fx.Node, node: fx.Node) -> Any:
+        """The fake value of `copy`, which does what `node` does on values that lie alike.
+
+        Made of the value of `node`, storage for storage, without its operator's fake kernel: that
+        takes ten times as long. None where what `copy` reads lies otherwise, or a size is open.
+        """
+        made: dict[int, torch.UntypedStorage] = {}  # storage of `node` or its inputs -> of `copy`
+        for before, after in zip(node.all_input_nodes, copy.all_input_nodes, strict=True):
+            if not _lie_alike(before.meta["val"], after.meta["val"], made):
+                return None
+        return _laid_out(self.fake_mode, node.meta.get("val"), made)
+
+    def copied(self, units: tuple[Unit, ...], world_size: int) -> Program:
+        """A copy that passes may rewrite, for other units and ranks; fake values are shared.
+
+        Only of a program that no pass has touched, or those of `fxshard.pipeline.STEM` alone.
+        """
+        return dataclasses.replace(
+            self,
+            graph=compat.copy_graph(self.graph),
+            results=list(self.results),
+            units=units,
+            world_size=world_size,
+            facts=set(),
+            schedule=None,
+        )
+
+    def refresh_views(self, node: fx.Node, stale: frozenset[int]) -> None:
+        """Make fake values again along the views of `node`, so that they alias its storage.
+
+        Views are those readers whose value still lies in one of the `stale` storages.
+        """
+        for user in node.users:
+            if user.op == "call_function" and tags.storage_ids(user) & stale:
+                user.meta["val"] = self.refake(user)
+                self.refresh_views(user, stale)
+
+
+def _is_plain_view(node: fx.Node) -> bool:
+    """True if `node` makes one view of one tensor."""
+    target = node.target
+    return (
+        isinstance(target, compat.OpOverload)
+        and target.is_view
+        and [str(made.type) for made in target._schema.returns] == ["Tensor"]
+        and node.all_input_nodes == [node.args[0]]
+    )
+
+
+def _lie_alike(one: Any, other: Any, storages: dict[int, torch.UntypedStorage]) -> bool:
+    """True if two values have the same layout; notes which storage stands for which."""
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(
+            _lie_alike(a, b, storages) for a, b in zip(one, other, strict=True)
+        )
+    if not isinstance(one, Tensor):
+        return one is other
+    mine, theirs = one.untyped_storage(), other.untyped_storage()
+    if storages.setdefault(id(mine), theirs) is not theirs:
+        return False
+    return one is other or (
+        one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.storage_offset() == other.storage_offset()
+        and one.dtype is other.dtype
+        and one.device == other.device
+        and mine.nbytes() == theirs.nbytes()
+    )
+
+
+def _laid_out(mode: FakeTensorMode, val: Any, storages: dict[int, torch.UntypedStorage]) -> Any:
+    """A value like `val` on other storages: those given, else fresh ones. None if it has none."""
+    if isinstance(val, (list, tuple)):
+        made = [_laid_out(mode, each, storages) for each in val]
+        known = all(a is not None or b is None for a, b in zip(made, val, strict=True))
+        return type(val)(made) if known and type(val) in (list, tuple) else None
+    if not isinstance(val, Tensor):
+        return None
+    storage = val.untyped_storage()
+    size = storage.nbytes()
+    if any(type(n) is not int for n in (size, *val.shape, *val.stride())):
+        return None
+    if id(storage) not in storages:
+        storages[id(storage)] = torch.UntypedStorage(size, device="meta")
+    return compat.fake_over(mode, val, storages[id(storage)])
+
+
+def nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a contiguous tensor."""
+    return math.prod(shape) * dtype.itemsize
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """``['logits']``, ``[0].x``: the place of a leaf in a tree."""
+    return "".join(str(key) for key in path).lstrip(".")
+
+
+def input_name(path: tuple[Any, ...]) -> str:
+    """``args[0]``, ``kwargs['labels']``: the place of a flat input in the user's call."""
+    return ("args", "kwargs")[path[0].idx] + path_name(path[1:])

@@ -1,0 +1,196 @@
+"""Typed access to ``node.meta["fxshard"]``: what a node is for, tagged when it is made.
+
+Passes and analyses read these tags; nothing is ever recognised later by its shape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterator
+from typing import Any, Literal, cast
+
+import torch
+from torch import fx
+
+from fxshard._torch.compat import OpOverload
+
+Phase = Literal["forward", "backward"]
+Role = Literal[
+    "shard",  # placeholder: this rank's padded shard of a parameter
+    "param",  # placeholder: a parameter of a unit, whole (before insert-unshard)
+    "whole",  # placeholder: an ignored parameter, which stays whole
+    "buffer",  # placeholder: a buffer of the model, or a constant tensor it holds
+    "input",  # placeholder: a tensor of the batch
+    "tangent",  # placeholder: gradient arriving at an output
+    "accumulated",  # placeholder: accumulated gradient of a parameter
+    "compute",
+    "unshard",  # all-gather, load, cast, pack of what it sends, picks of them, cut of the padding
+    "unpack",  # what copies small parameters out of the buffer that they were gathered in
+    "reshard",  # what a smaller group keeps of an unsharded parameter, and the picks of it
+    "reduce",  # launch of a reduction or of a copy to the CPU behind it, the picks of its results
+    "pad",  # what brings a gradient into the form in which it is sent
+    "settle",  # what is done to a sharded gradient behind its reduction: division, cast
+    "wait",
+    "free",
+    "step",  # the optimizer's, of a unit
+    "output",
+]
+Stream = Literal["compute", "unshard", "reduce", "all-reduce", "load", "store"]
+
+# Roles of placeholders that are the caller's: they live as long as the model or the batch.
+HELD: tuple[Role, ...] = ("shard", "whole", "buffer", "input")
+# Roles of placeholders that no pass changes.
+GIVEN: tuple[Role, ...] = ("buffer", "input", "tangent")
+
+
+@dataclasses.dataclass(frozen=True)
+class Meta:
+    """The tag of one node.
+
+    Attributes:
+        phase: the half of the step in which the node runs.
+        role: what it is for.
+        module: FQN of the module that it belongs to ("" is the root).
+        unit: index of the unit that it belongs to, or None before assign-units.
+        fqn: for placeholders, what they hold: parameter or buffer FQN, input or output name; for
+            picks and cuts of an unshard or reduce, and for what a reduce sends, the parameter.
+        stream: where it runs.
+        pair: shared by the launch, wait and free of one collective.
+        records: event recorded on `stream` when the node is done.
+        waits: events that `stream` waits for before the node starts.
+        checkpoint: number of the model's own activation checkpoint that the node runs in (of the
+            outermost, if they are nested); a backward node has that of its forward.
+        save: the policy of that checkpoint keeps the value for backward.
+        again: the node makes a value of a checkpoint again, in backward.
+        call: index into `Program.calls`: the call of the module that it runs in.
+        line: the line of user code that it comes from, ``path:line in function``; "" if unknown.
+    """
+
+    phase: Phase
+    role: Role
+    module: str = ""
+    unit: int | None = None
+    fqn: str | None = None
+    stream: Stream = "compute"
+    pair: int | None = None
+    records: str | None = None
+    waits: tuple[str, ...] = ()
+    checkpoint: int | None = None
+    save: bool = False
+    again: bool = False
+    call: int | None = None
+    line: str = ""
+
+
+def get(node: fx.Node) -> Meta:
+    """The tag of `node`. Raises KeyError when a pass made it without one."""
+    tag: Meta = node.meta["fxshard"]
+    return tag
+
+
+def put(node: fx.Node, tag: Meta, val: Any = None) -> fx.Node:
+    """Tag `node`, and give it its fake value when one is passed; returns the node."""
+    node.meta["fxshard"] = tag
+    if val is not None:
+        node.meta["val"] = val
+    return node
+
+
+def update(node: fx.Node, **changes: Any) -> None:
+    """Replace fields of the tag of `node`."""
+    node.meta["fxshard"] = changed(get(node), **changes)
+
+
+def changed(tag: Meta, **changes: Any) -> Meta:
+    """`tag` with some fields replaced; `dataclasses.replace` costs five times as much per node."""
+    before = tag.__dict__
+    assert changes.keys() <= before.keys(), f"no such fields: {changes.keys() - before.keys()}"
+    after = object.__new__(Meta)
+    after.__dict__.update(before, **changes)
+    return after
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in the value of a node (a tensor, or a list or tuple that holds some)."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors(item)
+
+
+def storages(node: fx.Node) -> list[torch.UntypedStorage]:
+    """The distinct storages that the value of `node` refers to. Aliases share one object."""
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors(node.meta.get("val")):
+        storage = tensor.untyped_storage()
+        found[id(storage)] = storage
+    return list(found.values())
+
+
+def storage_ids(node: fx.Node) -> frozenset[int]:
+    """Identity of each storage of `node`; equal for aliases, stable while the graph lives.
+
+    Passes and checks ask for it a hundred times per node, so that it is kept beside the value.
+    """
+    held = node.meta
+    val = held.get("val")
+    known = held.get(_STORAGES)
+    if known is None or known[0] is not val:
+        known = held[_STORAGES] = (val, frozenset(map(id, storages(node))))
+    ids: frozenset[int] = known[1]
+    return ids
+
+
+_STORAGES = "fxshard_storages"  # (value, identities of its storages)
+
+
+def read_ids(node: fx.Node) -> frozenset[int]:
+    """Identity of each storage that `node` reads; a pick reads what it picks, not all of a list."""
+    if node.target is operator.getitem:
+        return storage_ids(node)
+    inputs = node.all_input_nodes
+    return storage_ids(inputs[0]) if len(inputs) == 1 else _NONE.union(*map(storage_ids, inputs))
+
+
+_NONE: frozenset[int] = frozenset()
+
+
+def aliases_input(node: fx.Node) -> bool:
+    """True if `node` is a view of (or a pick from) one of its inputs: it allocates nothing."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return True
+    inputs: set[int] = set().union(*map(storage_ids, node.all_input_nodes))
+    own = storage_ids(node)
+    return bool(own) and own <= inputs
+
+
+def shares_by_schema(node: fx.Node) -> bool:
+    """True if a result of its operator is of an input's storage: a view, or written in place."""
+    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    return any(getattr(returned, "alias_info", None) for returned in returns)
+
+
+def writes(node: fx.Node) -> bool:
+    """True if the operator of `node` changes what it reads."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def is_random(node: fx.Node) -> bool:
+    """True if the operator of `node` draws random numbers."""
+    target = node.target
+    return isinstance(target, OpOverload) and (torch.Tag.nondeterministic_seeded in target.tags)
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """The list of values that a ``fxshard::`` operator takes (its first argument)."""
+    return list(cast("list[fx.Node]", node.args[0]))
+
+
+def source(node: fx.Node) -> fx.Node:
+    """The node that `node`, a ``getitem`` or a view, is taken from: its first argument."""
+    return cast("fx.Node", node.args[0])

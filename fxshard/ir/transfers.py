@@ -1,0 +1,143 @@
+"""Launches in a graph: what they send and leave, and how passes insert them."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import fx
+
+from fxshard.ir import ops, tags
+from fxshard.ir.program import Program
+
+
+def is_launch(candidate: fx.Node) -> bool:
+    """True if a wait belongs to `candidate`: casts and loads are launches if nothing sends them."""
+    if candidate.target in (ops.cast, ops.load):
+        return any(user.target is ops.wait for pick in candidate.users for user in pick.users)
+    return candidate.target in (*ops.COLLECTIVES, ops.store)
+
+
+def stepped(program: Program) -> dict[str, fx.Node]:
+    """Per parameter that the program steps, its sharded gradient."""
+    found: dict[str, fx.Node] = {}
+    for node in program.graph.find_nodes(op="call_function", target=ops.step):
+        found |= zip(node.args[2], tags.operands(node), strict=True)
+    return found
+
+
+def is_unshard(candidate: fx.Node) -> bool:
+    """True if `candidate` is the launch whose results are unsharded parameters."""
+    return candidate.target is ops.all_gather or (
+        candidate.target in (ops.cast, ops.load) and is_launch(candidate)
+    )
+
+
+def is_in_place(candidate: fx.Node) -> bool:
+    """True if the results of `candidate` are its operands."""
+    if candidate.target is ops.comm_hook:
+        return bool(candidate.args[1] == 1)
+    return candidate.target is ops.all_reduce
+
+
+def sent_copies(launch: fx.Node) -> list[fx.Node]:
+    """What was made only to be sent: behind the wait for `launch` nobody needs it.
+
+    For an unshard: packs, casts, loads and reshards in front of it. For a reduction or a copy to
+    the CPU: its operands, unless its results are the operands.
+    """
+    if is_in_place(launch):
+        return []
+    if not is_unshard(launch):
+        return tags.operands(launch)
+    found: list[fx.Node] = []
+    todo = tags.operands(launch)[::-1]
+    while todo:
+        operand = todo.pop()
+        if operand.op != "call_function":
+            continue
+        found.append(operand)
+        maker = tags.source(operand)  # the pick's operator
+        if maker.target is ops.pack:
+            todo += tags.operands(maker)[::-1]
+        elif maker.target not in (ops.reshard, ops.unpack):
+            todo.append(tags.operands(maker)[int(operand.args[1])])  # type: ignore[arg-type]
+    return found
+
+
+def packed_results(launch: fx.Node) -> list[fx.Node]:
+    """Results of an unshard that `unpack` takes apart: behind it nobody needs them."""
+    return [pick for pick in launch.users if any(user.target is ops.unpack for user in pick.users)]
+
+
+def unsharded(launch: fx.Node) -> list[fx.Node]:
+    """The unsharded parameters, padded, that an unshard leaves: its results, or the unpacked."""
+    found: list[fx.Node] = []
+    for pick in launch.users:
+        parts = [user for user in pick.users if user.target is ops.unpack]
+        found += [part for word in parts for part in word.users] or [pick]
+    return found
+
+
+def node(graph: fx.Graph, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
+    """Append an operator under a name of its own choice ("unshard_3") at the insertion point."""
+    return graph.create_node("call_function", target, args, name=name)
+
+
+def kept_storages(program: Program) -> set[int]:
+    """Storages that are returned, or sent on by a later launch and freed as such."""
+    return set().union(
+        *(tags.storage_ids(value) for value in program.values),
+        *(
+            tags.storage_ids(operand)
+            for other in program.graph.nodes
+            if is_launch(other) and other.target in (ops.reduce_scatter, ops.store)
+            for operand in sent_copies(other)
+        ),
+    )
+
+
+def dying_results(launch: fx.Node, kept: set[int]) -> list[fx.Node]:
+    """Results of `launch` that are freed: unsharded parameters, and gradients that are cast or
+    copied to the CPU later on. What is in place of an operand, or sent on, is freed there.
+
+    `kept`: from `kept_storages`.
+    """
+    if is_unshard(launch):
+        return unsharded(launch)
+    picks = list(launch.users)
+    taken = kept
+    if is_in_place(launch):
+        for operand in tags.operands(launch):
+            maker = tags.source(operand) if operand.op == "call_function" else operand
+            if maker.target is ops.reduce_scatter:  # its result, which is freed as such
+                taken = taken | tags.storage_ids(operand)
+    return [pick for pick in picks if not tags.storage_ids(pick) & taken]
+
+
+def insert_word(
+    program: Program, target: Any, args: tuple[Any, ...], fqns: list[str], tag: tags.Meta, name: str
+) -> list[fx.Node]:
+    """Append an operator that gives a list, and a pick of each of its results; returns the picks.
+
+    Args:
+        program: whose graph has its insertion point set.
+        target: the operator.
+        args: its arguments; the first is a list with one tensor per parameter.
+        fqns: of the parameters; each pick is tagged with its own.
+        tag: of the operator.
+        name: of the operator.
+    """
+    made = node(program.graph, target, args, name)
+    values = program.refake(made)
+    tags.put(made, tag, values)
+    picks = [program.graph.call_function(operator.getitem, (made, i)) for i in range(len(fqns))]
+    for pick, fqn, value in zip(picks, fqns, values, strict=True):
+        tags.put(pick, tags.changed(tag, fqn=fqn), value)
+    return picks
+
+
+def insert_wait(program: Program, picks: list[fx.Node], tag: tags.Meta) -> fx.Node:
+    """Append the wait for the launch that made `picks`, which has the tag `tag`."""
+    made = node(program.graph, ops.wait, (picks,), f"wait_{tag.pair}")
+    return tags.put(made, tags.changed(tag, role="wait", fqn=None))

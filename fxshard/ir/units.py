@@ -1,0 +1,620 @@
+"""Module tree -> units: the sets of parameters that are sharded and unsharded together."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fxshard._torch import compat
+from fxshard.config import Config, Precision
+from fxshard.errors import CaptureError, ConfigError, UnitError
+
+
+@dataclasses.dataclass(frozen=True)
+class Param:
+    """One parameter of the model (tied names are one Param).
+
+    Attributes:
+        fqn: its first name.
+        aliases: all its names, `fqn` included.
+        shape: global shape.
+        dtype: dtype of the sharded parameter.
+        requires_grad: False for a frozen parameter.
+        unit: index of its unit.
+        position: place among ``model.named_parameters()``: the order that optimizers see.
+        compute_dtype: dtype of the unsharded parameter and of its gradient.
+    """
+
+    fqn: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    unit: int
+    position: int
+    compute_dtype: torch.dtype = None  # type: ignore[assignment]  # set below: `dtype`
+
+    def __post_init__(self) -> None:
+        if self.compute_dtype is None:
+            object.__setattr__(self, "compute_dtype", self.dtype)
+
+    def chunk(self, world_size: int) -> tuple[int, ...]:
+        """Shape of one rank's padded shard: dim 0 is ``ceil(shape[0] / world_size)``.
+
+        That is torch.chunk's rule, hence DTensor's ``Shard(0)``.
+        """
+        return (-(-self.shape[0] // world_size), *self.shape[1:])
+
+    def rows(self, rank: int, world_size: int) -> range:
+        """Rows of dim 0 that `rank` owns; empty for trailing ranks of a short parameter."""
+        chunk = self.chunk(world_size)[0]
+        start = min(rank * chunk, self.shape[0])
+        return range(start, min(start + chunk, self.shape[0]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """A set of parameters that move together.
+
+    Attributes:
+        index: position in the program's tuple of units; 0 is the root unit.
+        fqn: FQN of the module ("" for the root unit).
+        kind: class name of the module; equal kinds fold to one row in dumps.
+        params: its parameters, in ``named_parameters`` order.
+        ignored: parameters of its modules that stay whole and are never communicated.
+        ignored_modules: FQNs of its modules whose buffers stay as they are too.
+        precision: dtypes of compute and reduction.
+        reshard: what its parameters are between forward and backward: True sharded, False
+            unsharded, n sharded over groups of n neighbouring ranks.
+    """
+
+    index: int
+    fqn: str
+    kind: str
+    params: tuple[Param, ...]
+    ignored: tuple[Param, ...] = ()
+    ignored_modules: tuple[str, ...] = ()
+    precision: Precision = dataclasses.field(default_factory=Precision)
+    reshard: bool | int = True
+
+    @property
+    def name(self) -> str:
+        """`fqn`, or "(root)"."""
+        return self.fqn or "(root)"
+
+
+def find_units(
+    model: nn.Module, spec: Any = None, *, ignored: Sequence[Any] = (), also: Iterable[str] = ()
+) -> tuple[Unit, ...]:
+    """Split the parameters of `model` into units; the rest is the root unit, index 0.
+
+    Args:
+        model: the module tree; parameters may be real, meta or fake.
+        spec: None, or a list of classes and FQN globs, or a callable ``(fqn, module) -> bool``,
+            or a policy of ``torch.distributed.fsdp.wrap``.
+        ignored: modules, parameters and FQN globs: what is in no unit.
+        also: FQNs of modules that are units besides those of `spec`.
+
+    Raises:
+        UnitError: a pattern matches no module, a parameter cannot be sharded on dim 0, or
+            parameters and buffers are of a kind or lie in memory as programs cannot keep it; or a
+            name has a line break or another character that cannot be printed.
+    """
+    _check_names(model)
+    out_modules, out_params = ignored_of(model, ignored)
+    _check_kinds(model)
+    _check_memory(model, out_params)
+    _check_buffers(model)
+    chosen = (_unit_fqns(model, spec) | set(also)) - {n for n, _ in _named(out_modules, model)}
+    fqns = ["", *(name for name, _ in model.named_modules() if name and name in chosen)]
+    names: dict[int, list[str]] = {}
+    by_id: dict[int, nn.Parameter] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+        by_id[id(param)] = param
+    members: dict[str, list[Param]] = {fqn: [] for fqn in fqns}
+    whole: dict[str, list[Param]] = {fqn: [] for fqn in fqns}
+    index = {fqn: i for i, fqn in enumerate(fqns)}
+    for position, (key, aliases) in enumerate(names.items()):
+        param = by_id[key]
+        if key not in out_params:
+            check_shardable(aliases[0], param)
+        owner = owner_of(aliases, index)
+        (whole if key in out_params else members)[owner].append(
+            Param(
+                fqn=aliases[0],
+                aliases=tuple(aliases),
+                shape=tuple(param.shape),
+                dtype=param.dtype,
+                requires_grad=param.requires_grad,
+                unit=index[owner],
+                position=position,
+            )
+        )
+    modules = dict(model.named_modules())
+    left_out = [name for name, _ in _named(out_modules, model)]
+    return tuple(
+        Unit(
+            index[fqn],
+            fqn,
+            type(modules[fqn]).__name__,
+            tuple(members[fqn]),
+            tuple(whole[fqn]),
+            tuple(name for name in left_out if owner_of([name], index) == fqn),
+        )
+        for fqn in fqns
+    )
+
+
+def _check_names(model: nn.Module) -> None:
+    """Raises UnitError for names that would break lines: of schedules, tables and source."""
+    modules = (name for name, _ in model.named_modules(remove_duplicate=False))
+    params = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    buffers = (name for name, _ in model.named_buffers(remove_duplicate=False))
+    for name in itertools.chain(modules, params, buffers):
+        if not name.isprintable():
+            raise UnitError(
+                f"{name!a}: a name of a module, parameter or buffer with a character that cannot "
+                f"be printed. Schedules and reports name it in lines of text: rename it."
+            )
+
+
+def configured_units(model: nn.Module, config: Config) -> tuple[Unit, ...]:
+    """The units of `model` as `config` says, each with its precision and its resharding.
+
+    What a key of ``mixed_precision`` names becomes a unit, as ``fully_shard`` on it would make it.
+
+    Raises:
+        UnitError: a pattern matches no module.
+        ConfigError: ``reshard_after_forward`` names a module that is no unit.
+    """
+    policies = {key: Precision.of(policy) for key, policy in config.precisions.items()}
+    default = policies.pop("", Precision())
+    special = {fqn: p for key, p in policies.items() for fqn in _matches(model, key)}
+    asked = {"": default} | special
+    for name, module in model.named_modules():
+        around = asked[owner_of([name], asked)]
+        if name and name not in asked and isinstance(module, around.full_precision_classes):
+            back = around.param_dtype
+            special[name] = Precision(torch.float32, torch.float32, output_dtype=back)
+    units = find_units(model, config.units, ignored=config.ignored, also=special)
+    reshard = reshard_by_unit(model, config, units)
+    return tuple(
+        dataclasses.replace(
+            with_precision(unit, special.get(unit.fqn, default)), reshard=reshard[unit.fqn]
+        )
+        for unit in units
+    )
+
+
+def with_precision(unit: Unit, precision: Precision) -> Unit:
+    """`unit` computing in `precision`: only floating parameters are cast."""
+    if precision.reduce_as_stored:
+        stored = [p.dtype for p in unit.params if p.requires_grad and p.dtype.is_floating_point]
+        if precision.reduce_dtype is None and stored:
+            dtype = functools.reduce(torch.promote_types, stored)
+            precision = dataclasses.replace(precision, reduce_dtype=dtype)
+        precision = dataclasses.replace(precision, reduce_as_stored=False)
+    params = tuple(
+        dataclasses.replace(p, compute_dtype=precision.computes_in(p.dtype)) for p in unit.params
+    )
+    return dataclasses.replace(unit, params=params, precision=precision)
+
+
+def buffer_dtypes(
+    units: tuple[Unit, ...], buffers: Mapping[str, torch.Tensor]
+) -> dict[str, torch.dtype]:
+    """The dtype of each floating buffer that the precision of its unit changes."""
+    by_fqn = {unit.fqn: unit for unit in units}
+    found: dict[str, torch.dtype] = {}
+    for name, buffer in buffers.items():
+        unit = by_fqn[owner_of([name], by_fqn)]
+        if name.rpartition(".")[0] in unit.ignored_modules:
+            continue
+        wanted = unit.precision.buffer_dtype
+        if wanted is not None and buffer.is_floating_point() and buffer.dtype is not wanted:
+            found[name] = wanted
+    return found
+
+
+def check_reshard(units: tuple[Unit, ...], world: int) -> None:
+    """Raise ConfigError if `world` ranks cannot be cut into the groups that a unit asks for."""
+    for unit in units:
+        if not isinstance(unit.reshard, bool) and world % unit.reshard:
+            raise ConfigError(
+                f"reshard_after_forward={unit.reshard} of unit {unit.name!r}: {world} ranks cannot "
+                f"be cut into groups of {unit.reshard}. Take a divisor of {world}."
+            )
+
+
+def checkpointed_modules(
+    model: nn.Module, config: Config, units: tuple[Unit, ...]
+) -> dict[str, Any]:
+    """FQN of each module that ``checkpoint`` names -> its policy; without names, of each unit.
+
+    Left unsaid, Inductor's regions make cheap values again, as torch.compile's partitioner lets
+    them (torch/_functorch/partitioners.py, min_cut_rematerialization_partition): fused into what
+    reads them, they cost less than reading them would.
+
+    Raises:
+        ConfigError: there is no unit but the root, whose checkpoint would save nothing.
+        UnitError: a pattern matches no module.
+    """
+    wanted = config.checkpoint
+    if wanted is None and config.backend == "inductor" and "checkpoint" not in config.given:
+        return {unit.fqn: "selective" for unit in units[1:]}
+    if wanted is None:
+        return {}
+    if isinstance(wanted, Mapping):
+        return {
+            fqn: policy
+            for key, policy in wanted.items()
+            if policy is not None
+            for fqn in sorted(_matches(model, key))
+        }
+    if len(units) == 1:
+        raise ConfigError(
+            f"checkpoint={wanted!r} checkpoints each unit, and {type(model).__name__} has the root "
+            f"unit only. Name modules: checkpoint={{'blocks.*': {wanted!r}}}, or give units=[...]."
+        )
+    return {unit.fqn: wanted for unit in units[1:]}
+
+
+def reshard_by_unit(
+    model: nn.Module, config: Config, units: tuple[Unit, ...]
+) -> dict[str, bool | int]:
+    """`Unit.reshard` of each unit by FQN, as the options say."""
+    default: bool | int = not config.keeps_unsharded
+    value = config.reshard_after_forward
+    if value is None:
+        return {unit.fqn: default for unit in units}
+    if not isinstance(value, Mapping):
+        return {unit.fqn: value for unit in units}
+    found = {unit.fqn: default for unit in units}
+    for key, wanted in value.items():
+        for fqn in [""] if key == "" else sorted(_matches(model, key)):
+            if fqn not in found:
+                raise ConfigError(
+                    f"reshard_after_forward names {fqn!r}, which is no unit. Units are: "
+                    f"{', '.join(unit.name for unit in units[:8])}."
+                )
+            found[fqn] = wanted
+    return found
+
+
+def ignored_of(model: nn.Module, ignored: Sequence[Any]) -> tuple[list[nn.Module], set[int]]:
+    """Modules that are left alone, and the ids of their and all other ignored parameters."""
+    modules: list[nn.Module] = []
+    params: set[int] = set()
+    tree = dict(model.named_modules())
+    own = {name: p for name, p in model.named_parameters(remove_duplicate=False)}
+    for item in ignored:
+        if isinstance(item, nn.Module):
+            found = [item] if any(item is module for module in tree.values()) else []
+        elif isinstance(item, str):
+            pattern = item.split(".")
+            found = [m for name, m in tree.items() if name and _glob(pattern, name.split("."))]
+            named = [p for name, p in own.items() if _glob(pattern, name.split("."))]
+            params.update(map(id, named))
+            if named:
+                continue
+        elif isinstance(item, nn.Parameter):
+            if any(item is p for p in own.values()):
+                params.add(id(item))
+                continue
+            found = []
+        else:
+            raise UnitError(f"ignored holds {item!r}: expected a module, a parameter or a glob.")
+        if not found:
+            what = repr(item) if isinstance(item, str) else f"a {type(item).__name__}"
+            raise UnitError(f"ignored: {what} is not in {type(model).__name__}.")
+        modules += found
+    inside = [sub for module in modules for sub in module.modules()]
+    params.update(id(p) for module in inside for p in module.parameters(recurse=False))
+    return inside, params
+
+
+def _named(modules: list[nn.Module], model: nn.Module) -> list[tuple[str, nn.Module]]:
+    chosen = set(map(id, modules))
+    named = model.named_modules(remove_duplicate=False)
+    return [(name, module) for name, module in named if id(module) in chosen]
+
+
+def check_shardable(fqn: str, param: torch.Tensor) -> None:
+    """Raise UnitError if `param` cannot be cut along dim 0."""
+    if param.dim() == 0:
+        raise UnitError(
+            f"parameter {fqn!r} is a scalar (shape []), which has no dim 0 to shard. "
+            f"Make it a 1-D tensor with one element: nn.Parameter(x.reshape(1))."
+        )
+    if not param.is_contiguous():
+        raise UnitError(
+            f"parameter {fqn!r} is not contiguous (shape {list(param.shape)}, strides "
+            f"{list(param.stride())}); its rows cannot be sent as they lie. "
+            f"Make it contiguous: nn.Parameter(x.contiguous())."
+        )
+
+
+def _check_kinds(model: nn.Module) -> None:
+    """Raise UnitError if a parameter or buffer is more than the numbers in its storage.
+
+    Programs run on plain tensors. DTensors are for `sharding` to judge.
+    """
+    for kind, fqn, tensor in _named_tensors(model):
+        if nn.parameter.is_lazy(tensor):
+            raise UnitError(
+                f"{kind} {fqn!r} is lazy and has no shape yet. Call the plain model once, which "
+                f"initialises it."
+            )
+        what = no_plain_tensor(tensor)
+        if what:
+            raise UnitError(
+                f"{kind} {fqn!r} is {what}: programs run on plain dense tensors, and would drop "
+                f"what it is besides. Make it plain before fxshard.compile (quantize behind "
+                f"training, say), or use torch.distributed.fsdp.fully_shard."
+            )
+
+
+def no_plain_tensor(tensor: torch.Tensor) -> str:
+    """What a tensor is that is no plain dense one; empty if it is."""
+    if isinstance(tensor, (DTensor, compat.FakeTensor)):
+        return ""
+    if _has_own_operators(type(tensor)):
+        return f"a {type(tensor).__name__}, a subclass of torch.Tensor with operators of its own"
+    if tensor.layout is not torch.strided:
+        return f"sparse ({tensor.layout})"
+    if tensor.is_nested:
+        return "nested"
+    return f"quantized ({tensor.dtype})" if tensor.is_quantized else ""
+
+
+def _has_own_operators(cls: type[torch.Tensor]) -> bool:
+    if cls is torch.Tensor:
+        return False
+    plain = nn.Parameter
+    same = cls.__torch_function__ is plain.__torch_function__
+    return not (same and cls.__torch_dispatch__ is plain.__torch_dispatch__)
+
+
+def _check_memory(model: nn.Module, out_params: Container[int]) -> None:
+    """Raise UnitError if two parameters, or a parameter and a buffer, lie in the same memory.
+
+    Sharding copies a parameter's values, so that what is written into one later would not be seen
+    in the other. Parameters that are left alone (`out_params`) stay where they are.
+    """
+    places: dict[int, list[tuple[int, int, str, str, bool]]] = {}
+    params = {id(param) for param in model.parameters()}
+    for kind, fqn, tensor in _named_tensors(model):
+        if isinstance(tensor, DTensor) or not tensor.numel():
+            continue
+        first = int(tensor.storage_offset()) * tensor.element_size()
+        spans = [s * (n - 1) for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
+        end = first + (sum(spans) + 1) * tensor.element_size()
+        stays = id(tensor) in out_params and not (kind == "buffer" and id(tensor) in params)
+        place = (first, end, kind, fqn, stays)
+        places.setdefault(tensor.untyped_storage()._cdata, []).append(place)
+    for members in places.values():
+        members.sort()
+        for i, (_, end, kind, fqn, out) in enumerate(members):
+            for start, _, other_kind, other, other_out in members[i + 1 :]:
+                both_buffers = kind == other_kind == "buffer"
+                if start >= end:
+                    break
+                if both_buffers or (out and other_out):
+                    continue
+                raise UnitError(
+                    f"{kind} {fqn!r} and {other_kind} {other!r} lie in the same memory: a step "
+                    f"that changes one would not change the other any more. Give one of them a "
+                    f"copy (.clone()); to tie parameters, assign one nn.Parameter under both names."
+                )
+
+
+def _check_buffers(model: nn.Module) -> None:
+    """Raise UnitError if a buffer needs a gradient."""
+    for fqn, buffer in model.named_buffers():
+        if buffer.requires_grad:
+            raise UnitError(learned_buffer(fqn))
+
+
+def learned_buffer(fqn: str) -> str:
+    """What to say of a buffer that needs a gradient."""
+    return (
+        f"buffer {fqn!r} requires a gradient, and a program makes none of buffers. Make it an "
+        f"nn.Parameter if it is to be trained, or detach it (module.{fqn.rpartition('.')[2]} = "
+        f"buffer.detach())."
+    )
+
+
+def note_replaced(fqn: str, param: torch.Tensor) -> None:
+    """Remember of what `param` lies in that it was the memory of a parameter, now sharded."""
+    param.untyped_storage()._fxshard_was = fqn  # type: ignore[attr-defined]
+
+
+def check_constants(
+    model: nn.Module, units: Sequence[Unit], constants: Mapping[str, torch.Tensor]
+) -> None:
+    """Refuse tensors that forward has found elsewhere than in its modules and that will not stay.
+
+    Args:
+        model: before it is sharded, or after.
+        units: of the model.
+        constants: tensors that a capture has met and that are no parameters or buffers.
+
+    Raises:
+        CaptureError: one is a parameter of the model (or of its memory), which lies in a list or a
+            closure, or needs a gradient, which it would not get.
+    """
+    named = dict(model.named_parameters())
+    chosen = {p.fqn: named[p.fqn] for unit in units for p in unit.params if p.fqn in named}
+    known = {t.untyped_storage()._cdata: fqn for fqn, t in chosen.items() if t.numel()}
+    for tensor in constants.values():
+        storage = tensor.untyped_storage()
+        fqn = getattr(storage, "_fxshard_was", known.get(storage._cdata))
+        if fqn is not None:
+            raise CaptureError(
+                f"forward reads parameter {fqn!r}, or a view of it, from elsewhere than its module "
+                f"(a list, a closure, an attribute made before): there it would keep its values "
+                f"for ever. Read it in forward through the module that holds it."
+            )
+        if tensor.requires_grad:
+            raise CaptureError(
+                f"forward reads a tensor {list(tensor.shape)} that requires a gradient and is no "
+                f"parameter of the model: it would get none. Register it as an nn.Parameter, or "
+                f"pass it to forward."
+            )
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    for fqn, param in model.named_parameters():
+        yield "parameter", fqn, param
+    for fqn, buffer in model.named_buffers():
+        yield "buffer", fqn, buffer
+
+
+def owner_of(fqns: Sequence[str], candidates: Container[str]) -> str:
+    """The longest of `candidates` that is an ancestor of (or equal to) every one of `fqns`.
+
+    "" if there is none. Looks at the ancestors of the first, not at all candidates.
+    """
+    ancestor, *rest = fqns
+    while ancestor:
+        if ancestor in candidates and all(is_under(fqn, ancestor) for fqn in rest):
+            break
+        ancestor = ancestor.rpartition(".")[0]
+    return ancestor
+
+
+def is_under(fqn: str, ancestor: str) -> bool:
+    """True if `fqn` is `ancestor` or inside it ("" contains everything)."""
+    return not ancestor or fqn == ancestor or fqn.startswith(ancestor + ".")
+
+
+def _unit_fqns(model: nn.Module, spec: Any) -> set[str]:
+    if spec is None:
+        return set(repeated_blocks(model))
+    if isinstance(spec, Sequence):
+        return set().union(*(_matches(model, item) for item in spec))
+    if compat.is_wrap_policy(spec):
+        wrapped = compat.run_wrap_policy(spec, model)
+        return {name for name, module in model.named_modules() if module in wrapped}
+    if callable(spec):
+        return _run_callable(model, spec)
+    raise UnitError(
+        f"units={spec!r}: expected None, a list of classes or FQN globs, a callable "
+        f"(fqn, module) -> bool, or a torch.distributed.fsdp.wrap policy."
+    )
+
+
+def _matches(model: nn.Module, item: Any) -> set[str]:
+    if isinstance(item, type) and issubclass(item, nn.Module):
+        found = {name for name, module in model.named_modules() if isinstance(module, item)}
+        what = f"class {item.__name__}"
+    elif isinstance(item, str):
+        found = {n for n, _ in model.named_modules() if n and _glob(item.split("."), n.split("."))}
+        what = f"pattern {item!r}"
+    else:
+        raise UnitError(f"units holds {item!r}: expected a module class or an FQN glob.")
+    if not found:
+        some = ", ".join(name for name, _ in list(model.named_modules())[1:9])
+        raise UnitError(
+            f"units: {what} matches no module of {type(model).__name__}. "
+            f"Its modules begin: {some}. ('*' matches one name, '**' any number.)"
+        )
+    return found
+
+
+def _glob(pattern: list[str], names: list[str]) -> bool:
+    if not pattern:
+        return not names
+    if pattern[0] == "**":
+        return any(_glob(pattern[1:], names[i:]) for i in range(len(names) + 1))
+    return (
+        bool(names) and fnmatch.fnmatchcase(names[0], pattern[0]) and _glob(pattern[1:], names[1:])
+    )
+
+
+def _run_callable(model: nn.Module, spec: Callable[..., Any]) -> set[str]:
+    if _is_auto_wrap_policy(spec):
+        return set(_auto_wrap(model, spec))
+    return {name for name, module in model.named_modules() if name and spec(name, module)}
+
+
+def _is_auto_wrap_policy(spec: Callable[..., Any]) -> bool:
+    """FSDP1's function policies take ``(module, recurse, nonwrapped_numel)`` by these names.
+
+    Older ones take the last in ``**kwargs``.
+    """
+    function = spec.func if isinstance(spec, functools.partial) else spec
+    return "recurse" in inspect.signature(function).parameters
+
+
+def _auto_wrap(model: nn.Module, policy: Callable[..., bool]) -> Iterator[str]:
+    """Units that FSDP1 would wrap: children first, a parent sees what its children left.
+
+    (torch/distributed/fsdp/wrap.py, ``_recursive_wrap``)
+    """
+
+    def visit(name: str, module: nn.Module) -> tuple[int, list[str]]:
+        numel = sum(p.numel() for p in module.parameters())
+        if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+            return 0, []
+        wrapped = 0
+        found: list[str] = []
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}" if name else child_name
+            below, names = visit(path, child)
+            wrapped, found = wrapped + below, found + names
+        if name and policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped):
+            return numel, [*found, name]
+        return wrapped, found
+
+    return iter(visit("", model)[1])
+
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # their class says nothing
+
+
+def repeated_blocks(model: nn.Module) -> list[str]:
+    """FQNs of the repeated blocks of `model`, found by structure alone.
+
+    A block is a module with submodules and parameters that has a sibling like it. Lists of blocks
+    (children named 0, 1, ...) are looked for first, from the top down; there the class decides, for
+    the first block of a list often has a parameter more. Siblings that are plain attributes must
+    have one structure (class, and names and ranks of parameters), and count only where no list was
+    found inside them.
+    """
+
+    def visit(name: str, module: nn.Module) -> list[str]:
+        children = [
+            (f"{name}.{child}" if name else child, child, sub)
+            for child, sub in module.named_children()
+            if any(True for _ in sub.parameters())
+        ]
+        groups: dict[Any, list[str]] = {}
+        for path, child, sub in children:
+            if any(True for _ in sub.children()):
+                by_class = child.isdigit() and type(sub) not in _CONTAINERS
+                groups.setdefault(type(sub) if by_class else _structure(sub), []).append(path)
+        repeats = [path for paths in groups.values() if len(paths) > 1 for path in paths]
+        listed = {path for path, child, _ in children if path in repeats and child.isdigit()}
+        found = list(listed)
+        deeper = {path: visit(path, sub) for path, _, sub in children if path not in listed}
+        for path, below in deeper.items():
+            found += below or ([path] if path in repeats else [])
+        return found
+
+    return visit("", model)
+
+
+def _structure(module: nn.Module) -> tuple[Any, ...]:
+    params = ((name, p.dim()) for name, p in module.named_parameters(remove_duplicate=False))
+    return (type(module), *params)

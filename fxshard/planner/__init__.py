@@ -1,0 +1,1 @@
+"""Searches over plans: what fits a budget, the largest batch, the fastest configuration."""

@@ -1,0 +1,174 @@
+"""Which configurations there are: a choice per dimension, and a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from fxshard.bytesize import size_text
+from fxshard.config import Config, Precision
+from fxshard.cost.hardware import Hardware
+from fxshard.errors import ConfigError
+
+BF16 = torch.bfloat16
+SHARDING = ("strategy", "reshard_after_forward", "world_size")
+PREFETCH = ("forward_prefetch", "backward_prefetch")
+# Options that are one choice: who gives one of them takes the place of all.
+DIMENSIONS = (SHARDING, ("mixed_precision",), ("checkpoint",), PREFETCH, ("offload",))
+DEPTHS = (2, 1, 0)  # of prefetch
+DOUBLINGS = 8  # of the batch of the example
+
+Choice = dict[str, Any]  # arguments of `Plan.replan`
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One configuration.
+
+    Attributes:
+        changes: arguments of `Plan.replan`, besides the batch.
+        batch: samples per rank and micro-batch; None: the call has none.
+        rank: place in the space, the choices that are likely to be faster first.
+    """
+
+    changes: Choice
+    batch: int | None
+    rank: int
+
+    @property
+    def text(self) -> str:
+        """``shard_grad_op, checkpoint=full, prefetch=2``; None of an option is left out."""
+        depths = {self.changes.get(name) for name in PREFETCH}
+        both = {"prefetch": depths.pop()} if len(depths) == 1 and None not in depths else {}
+        others = {n: v for n, v in self.changes.items() if not both or n not in PREFETCH}
+        told = [value_text(n, v) for n, v in {**others, **both}.items() if v is not None]
+        return ", ".join(told) or "as given"
+
+    def without_batch(self) -> tuple[tuple[str, str], ...]:
+        """Equal for points that differ in the batch alone."""
+        return tuple((name, repr(value)) for name, value in self.changes.items())
+
+
+def value_text(name: str, value: Any) -> str:
+    """An option and its value, in a table."""
+    if name == "strategy":
+        return str(value)
+    if name == "offload":
+        return "offload"
+    if name == "world_size":
+        return f"{'x'.join(map(str, value)) if isinstance(value, tuple) else value} ranks"
+    if name == "checkpoint" and isinstance(value, int):
+        return f"checkpoint={size_text(value)}"
+    if name == "mixed_precision" and not isinstance(value, Mapping):
+        policy = Precision.of(value)
+        dtypes = {policy.param_dtype: "", policy.reduce_dtype: " reduced"}
+        return ", ".join(f"{str(d)[6:]}{what}" for d, what in dtypes.items() if d is not None)
+    return f"{'reshard' if name == 'reshard_after_forward' else name}={value}"
+
+
+def given_space(space: Mapping[str, Iterable[Any]] | None) -> dict[str, list[Any]]:
+    """Values by name of an option (or ``world_size``), in place of the default ones.
+
+    Raises:
+        ConfigError: not of that form, a name is no option, or has no values.
+    """
+    legal = {*Config.names(), "world_size"}
+    legal -= {"memory_budget"}  # the task of `budget`
+    example = "space={'checkpoint': [None, 'full']}"
+    if space is None:
+        return {}
+    if not isinstance(space, Mapping):
+        raise ConfigError(f"space={space!r}: expected a dict by name of an option, as {example}.")
+    found = {}
+    for name, values in space.items():
+        several = isinstance(values, Iterable) and not isinstance(values, (str, Mapping))
+        found[name] = list(values) if several else []
+        if name not in legal or not found[name]:
+            raise ConfigError(
+                f"space[{name!r}]={values!r}: expected the name of an option and a list of its "
+                f"values, such as {example}. Options are: {', '.join(sorted(legal))}."
+            )
+    return found
+
+
+def points(
+    config: Config,
+    world_size: int | tuple[int, int],
+    hardware: Hardware,
+    units: int,
+    batches: Sequence[int | None],
+    space: Mapping[str, Sequence[Any]],
+) -> list[Point]:
+    """All configurations, in the order in which they are tried where nothing else decides.
+
+    Args:
+        config: what the user has given stays; `space` goes before it.
+        world_size: as of `fxshard.plan`.
+        hardware: how many ranks share a node.
+        units: number of units of the model.
+        batches: to be tried with each.
+        space: from `given_space`.
+    """
+    dimensions: list[list[Choice]] = []
+    for names in DIMENSIONS:
+        wanted = {name: space[name] for name in names if name in space}
+        if wanted:
+            dimensions.append(_product(wanted))
+        elif not config.given & set(names):
+            dimensions.append(_default(names, world_size, hardware, units))
+    taken = {name for names in DIMENSIONS for name in names}
+    dimensions += [
+        [{name: value} for value in values] for name, values in space.items() if name not in taken
+    ]
+    chosen = [
+        {name: value for choice in each for name, value in choice.items()}
+        for each in itertools.product(*dimensions)
+    ]
+    largest_first = sorted(batches, key=lambda batch: -(batch or 0))
+    both = itertools.product(chosen, largest_first)
+    return [Point(changes, batch, rank) for rank, (changes, batch) in enumerate(both)]
+
+
+def _product(values: Mapping[str, Sequence[Any]]) -> list[Choice]:
+    return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
+
+
+def _default(
+    names: tuple[str, ...], world_size: int | tuple[int, int], hardware: Hardware, units: int
+) -> list[Choice]:
+    """The choices of one dimension, the fastest where memory is no matter first."""
+    if names == SHARDING:
+        return _shardings(world_size, hardware.ranks_per_node)
+    if names == PREFETCH:
+        return [dict.fromkeys(PREFETCH, depth) for depth in DEPTHS]
+    if names == ("mixed_precision",):
+        low = Precision(param_dtype=BF16, reduce_dtype=BF16)
+        wide = dataclasses.replace(low, reduce_dtype=torch.float32)
+        return [{"mixed_precision": each} for each in (low, wide, None)]
+    if names == ("checkpoint",):
+        policies = (None, "selective", "full") if units > 1 else (None,)
+        return [{"checkpoint": policy} for policy in policies]
+    return [{"offload": None}, {"offload": CPUOffloadPolicy()}]
+
+
+def _shardings(world_size: int | tuple[int, int], node: int) -> list[Choice]:
+    if isinstance(world_size, tuple):
+        return [{"strategy": name} for name in ("hybrid_shard_zero2", "hybrid_shard")]
+    if world_size == 1:
+        return [{"strategy": "full_shard"}]
+    found: list[Choice] = [{"strategy": "no_shard"}]
+    nodes, rest = divmod(world_size, node)
+    by_node = nodes > 1 and not rest and node > 1
+    if by_node:
+        pair = {"world_size": (nodes, node)}
+        found.append({"strategy": "hybrid_shard_zero2", **pair})
+        found.append({"strategy": "hybrid_shard", **pair})
+    found.append({"strategy": "shard_grad_op"})
+    if by_node:
+        found.append({"strategy": "full_shard", "reshard_after_forward": node})
+    return [*found, {"strategy": "full_shard"}]

@@ -1,0 +1,119 @@
+"""Levers: changes of a step that may lower its peak, each tried by planning the step with it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from fxshard._torch import compat
+from fxshard.capture.shapes import with_sizes
+from fxshard.config import Config, Precision
+from fxshard.errors import FxshardError
+from fxshard.memory.explain import Lever
+from fxshard.plans.plan import Plan
+
+BF16 = torch.bfloat16
+
+
+def pulled(plan: Plan) -> list[Lever]:
+    """Every lever that is not pulled yet, best first; those that cannot be pulled come last."""
+    before = plan.memory.peak_bytes
+    found = []
+    for name, changes in candidates(plan):
+        try:
+            peak = plan.replan(**changes).memory.peak_bytes
+            found.append(Lever(name, changes, peak, before - peak))
+        except FxshardError as error:
+            found.append(Lever(name, changes, None, None, " ".join(str(error).split())))
+    worst = -(2**63)
+    return sorted(found, key=lambda each: worst if each.saves_bytes is None else each.saves_bytes)[
+        ::-1
+    ]
+
+
+def candidates(plan: Plan) -> list[tuple[str, dict[str, Any]]]:
+    """Name and `Plan.replan` arguments of each lever that is not pulled in `plan`."""
+    config = plan.config
+    found: list[tuple[str, dict[str, Any]]] = []
+    if config.strategy == "no_shard":
+        found.append(("shard parameters (full_shard)", {"strategy": "full_shard"}))
+    elif any(unit.reshard is not True for unit in plan.units):
+        strategy = config.strategy.replace("shard_grad_op", "full_shard").removesuffix("_zero2")
+        changes = {"strategy": strategy, "reshard_after_forward": True}
+        found.append(("reshard after forward", changes))
+    if len(plan.units) > 1 and config.checkpoint != "full":
+        found.append(("checkpoint each unit", {"checkpoint": "full"}))
+        if config.checkpoint != "selective":
+            found.append(("checkpoint selectively", {"checkpoint": "selective"}))
+    if config.offload is None:
+        changes = {"offload": CPUOffloadPolicy()}
+        found.append(("offload shards, gradients and optimizer states", changes))
+    if config.forward_prefetch or config.backward_prefetch:
+        found.append(("no prefetch", {"forward_prefetch": 0, "backward_prefetch": 0}))
+    if config.optimizer is not None and not config.optimizer_in_backward:
+        found.append(("optimizer in backward", {"optimizer_in_backward": True}))
+    found += _precisions(config)
+    return found + _batches(plan)
+
+
+def _precisions(config: Config) -> list[tuple[str, dict[str, Any]]]:
+    if not config.precisions:
+        bf16 = Precision(param_dtype=BF16, reduce_dtype=torch.float32)
+        return [
+            ("bf16 parameters and compute, fp32 reduction", {"mixed_precision": bf16}),
+            (
+                "bf16 parameters, compute and reduction",
+                {"mixed_precision": dataclasses.replace(bf16, reduce_dtype=BF16)},
+            ),
+        ]
+    policies = {key: Precision.of(policy) for key, policy in config.precisions.items()}
+    low = [p.reduce_dtype or (None if p.reduce_as_stored else BF16) for p in policies.values()]
+    if all(dtype is BF16 for dtype in low):
+        return []
+    reduced = {key: dataclasses.replace(p, reduce_dtype=BF16) for key, p in policies.items()}
+    whole = isinstance(config.mixed_precision, Mapping)
+    return [("bf16 reduction", {"mixed_precision": reduced if whole else reduced[""]})]
+
+
+def _batches(plan: Plan) -> list[tuple[str, dict[str, Any]]]:
+    size = batch_size(plan)
+    if size is None or size < 2:
+        return []
+    args, kwargs = with_batch(plan, size // 2)
+    half: dict[str, Any] = {"args": args, "kwargs": kwargs}
+    found = [(f"batch of {size // 2} instead of {size}", half)]
+    if size % 2 == 0 and not plan.config.optimizer_in_backward:
+        twice = 2 * plan.workload.micro_batches
+        changes = {**half, "micro_batches": twice}
+        found.append((f"accumulation: {twice} micro-batches of {size // 2}", changes))
+    return found
+
+
+def batch_size(plan: Plan) -> int | None:
+    """Size of the first dimension of the first tensor of the call that has one."""
+    leaves, _ = compat.tree_flatten(plan.workload.call)
+    sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    return sizes[0] if sizes else None
+
+
+def with_batch(plan: Plan, size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call with `size` instead of `batch_size` wherever that is a tensor's first dimension."""
+    before = batch_size(plan)
+    return resized(plan, 0, before, size)
+
+
+def resized(
+    plan: Plan, dim: int, before: int | None, after: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call on meta tensors, with dimension `dim` changed where its size is `before`."""
+    leaves, _ = compat.tree_flatten(plan.workload.call)
+    has = [
+        (number, dim)
+        for number, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > dim and leaf.shape[dim] == before
+    ]
+    return with_sizes(plan.workload.call, {"": tuple(has)}, {"": after})

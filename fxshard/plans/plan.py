@@ -1,0 +1,503 @@
+"""Plan: what one training step of a model will do on one rank, known before it runs."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import sympy
+import torch
+
+from fxshard._torch import compat
+from fxshard.bytesize import counts, is_size
+from fxshard.capture import shapes
+from fxshard.codegen.emit import emit
+from fxshard.config import Config, grid
+from fxshard.cost import timeline
+from fxshard.cost.hardware import Hardware, hardware_of
+from fxshard.cost.timeline import Estimate
+from fxshard.errors import ConfigError, UnknownSizeError
+from fxshard.host import collector
+from fxshard.ir import domain, dump, tags, transfers
+from fxshard.ir.program import Program
+from fxshard.ir.units import Unit, configured_units
+from fxshard.memory import liveness, symbolic
+from fxshard.memory.explain import Lever
+from fxshard.memory.formula import Range, StepFormulas
+from fxshard.memory.gradients import unreached
+from fxshard.memory.in_backward import trace_in_backward
+from fxshard.memory.lifecycle.phases import lifecycle
+from fxshard.memory.lifecycle.script import LifecyclePhase
+from fxshard.memory.loss import LossStep, trace_loss
+from fxshard.memory.loss import with_formulas as loss_with_formulas
+from fxshard.memory.optimizer import OptimizerStep, trace_step, with_formulas
+from fxshard.memory.report import MemoryReport
+from fxshard.memory.views.live import live_after
+from fxshard.pipeline import Observer, make_program, open_captures
+from fxshard.plans.answers import Limit, Picked, Solution
+from fxshard.plans.workload import Workload, is_own
+from fxshard.verify import certificate
+
+# Recordings of optimizers, by what they depend on, each with its optimizer, whose id is in the key.
+Steps = dict[Any, tuple[Any, OptimizerStep | None]]
+
+
+def make_plan(
+    workload: Workload,
+    *,
+    observe: Observer | None = None,
+    captures: dict[Any, Program] | None = None,
+    steps: Steps | None = None,
+    stems: dict[Any, Program] | None = None,
+) -> Plan:
+    """Capture the call and run the passes, once per kind of micro-batch.
+
+    Args:
+        workload: what is asked.
+        observe: called with the dump before and after each pass.
+        captures: of the same model, from before.
+        steps: recordings of optimizers, from before.
+        stems: see `make_program`.
+    """
+    replicas, shards = grid(workload.world_size, workload.config)
+    captures = {} if captures is None else captures
+    made: dict[tuple[bool, frozenset[str]], Program] = {}
+    programs: list[Program] = []
+    accumulated: frozenset[str] = frozenset()
+    for number in range(workload.micro_batches):
+        sync = not workload.no_sync or number == workload.micro_batches - 1
+        if (sync, accumulated) not in made:
+            made[sync, accumulated] = make_program(
+                workload.module,
+                *workload.call,
+                units=configured_units(workload.module, workload.config),
+                world=shards,
+                replicas=replicas,
+                config=workload.config,
+                sync=sync,
+                accumulated=sorted(accumulated),
+                observe=observe,
+                captures=captures,
+                stems=stems,
+                symbols=shapes.named(
+                    workload.config.dynamic or {}, workload.module, *workload.call
+                ),
+            )
+        program = made[sync, accumulated]
+        programs.append(program)
+        accumulated |= {r.name for r in program.results if r.kind == "accumulated"}
+    return Plan(programs, workload, captures, steps)
+
+
+class _Planner(Protocol):
+    """`fxshard.planner.verbs`: what searches over plans."""
+
+    def fitting(self, plan: Plan) -> Plan: ...
+
+    def largest(
+        self, plan: Plan, budget: int | str, what: str, dim: int, multiple_of: int
+    ) -> Limit[Plan]: ...
+
+    def solve(
+        self, plan: Plan, what: str, budget: int | str, multiple_of: int, fixed: dict[str, int]
+    ) -> Solution[Plan]: ...
+
+    def what_ifs(self, plan: Plan) -> list[Lever]: ...
+
+
+@functools.cache
+def _planner() -> _Planner:
+    """The room above, which makes plans itself: the one call upward (docs/layout.md)."""
+    found: Any = importlib.import_module("fxshard.planner.verbs")
+    planner: _Planner = found
+    return planner
+
+
+class Plan:
+    """What one training step of a model will do on one rank, known before it runs.
+
+    Attributes:
+        programs: the rewritten programs, one per micro-batch of a step.
+        workload: what it was made for.
+        picked: what ``memory_budget`` has picked; None without it.
+    """
+
+    picked: Picked | None = None
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        workload: Workload,
+        captures: dict[Any, Program] | None = None,
+        steps: Steps | None = None,
+    ) -> None:
+        self.programs, self.workload = tuple(programs), workload
+        self._kinds: dict[int, symbolic.WorldKind] = {}
+        self._captures = {} if captures is None else captures
+        self._steps = {} if steps is None else steps
+
+    @property
+    def config(self) -> Config:
+        """The options it was made with."""
+        return self.workload.config
+
+    @property
+    def program(self) -> Program:
+        """The program of the last micro-batch: the one that reduces all gradients."""
+        return self.programs[-1]
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """The units; index 0 is the root."""
+        return self.program.units
+
+    @functools.cached_property
+    def optimizer_step(self) -> OptimizerStep | None:
+        """What the optimizer allocates and frees; None without one."""
+        if self.config.optimizer_in_backward:
+            return self._recorded(self.program, self.config.optimizer)
+        return self.step_behind()
+
+    @functools.cached_property
+    def _loss(self) -> LossStep | None:
+        return trace_loss(self.program, self.workload.loss)
+
+    def step_behind(self) -> OptimizerStep | None:
+        """The optimizer's step behind backward; plans made from each other record equal ones once.
+
+        It sees this rank's rows of the parameters, and which of them have gradients.
+        """
+        program, for_cuda = self.program, self.config.device == "cuda"
+        params = *program.params.values(), *program.wholes.values()
+        rows = tuple((p.fqn, p.shape, p.dtype, p.requires_grad, p.position) for p in params)
+        trained = frozenset(r.name for r in program.results if r.kind == "grad")
+        without = unreached(program, self._loss)
+        optimizer = self.config.optimizer
+        stepped = frozenset(transfers.stepped(program))
+        key = (
+            id(optimizer),
+            program.world_size,
+            rows,
+            len(program.wholes),
+            trained,
+            stepped,
+            without,
+            for_cuda,
+        )
+        if key not in self._steps:
+            made = trace_step(program, optimizer, for_cuda=for_cuda, without=without)
+            self._steps[key] = optimizer, made
+        return self._steps[key][1]
+
+    @functools.cached_property
+    def memory(self) -> MemoryReport:
+        """Bytes at every point of the step, per category and module (computed once, on demand).
+
+        Raises:
+            UnknownSizeError: a size depends on the data.
+        """
+        self._require_known_sizes()
+        step = self.optimizer_step
+        loss, work = self._loss, self.workload
+        held = liveness.held_ranges(work.module, work.call, self.program, loss)
+        step_bytes = liveness.analyse(
+            self.programs, held, step, loss, self.config.device or self.program.device.type
+        )
+        return MemoryReport(
+            step_bytes, lambda: _planner().what_ifs(self), self._lifecycle, _Elsewhere(self)
+        )
+
+    def at(self, *, traced: bool = False, **sizes: int) -> Plan:
+        """The plan of the same step for other sizes of ``dynamic=`` and of ``world``.
+
+        As `replan`: traced again only where the capture does not serve those sizes.
+
+        Args:
+            traced: of a call that is traced on its own, with no size left open.
+            **sizes: by name; the others stay.
+
+        Raises:
+            ConfigError: there is no such size.
+        """
+        sizes = counts(sizes)
+        named, world = self._named_sizes(), sizes.pop("world", None)
+        for name in sizes.keys() - named.keys():
+            raise ConfigError(
+                f"no size {name!r}: this plan has {', '.join(map(repr, (*named, 'world')))}."
+            )
+        changes: dict[str, Any] = {}
+        if world is not None and self.config.hybrid:
+            changes["world_size"] = grid(self.workload.world_size, self.config)[0], world
+        elif world is not None:
+            changes["world_size"] = world
+        if any(size != named[name] for name, size in sizes.items()):
+            call = shapes.with_sizes(self.workload.call, self._places(), sizes)
+            changes["args"], changes["kwargs"] = call
+        if traced:
+            fresh = self.workload.changed({**changes, "dynamic": None})
+            return make_plan(fresh)
+        return self.replan(**changes) if changes else self
+
+    def inputs_with(self, name: str, sizes: dict[str, int]) -> list[torch.Tensor]:
+        """The tensors of the call that have a size of ``dynamic=``, of other sizes, on meta."""
+        places = self._places()
+        given = {other: size for other, size in sizes.items() if other in places}
+        leaves, _ = compat.tree_flatten(shapes.with_sizes(self.workload.call, places, given))
+        return [leaves[leaf] for leaf, _ in places[name]]
+
+    def _places(self) -> domain.Symbols:
+        work = self.workload
+        return shapes.named(self.config.dynamic or {}, work.module, *work.call, least=1)
+
+    def _named_sizes(self) -> dict[str, int]:
+        """The sizes of the call by their names."""
+        leaves, _ = compat.tree_flatten(self.workload.call)
+        sizes = shapes.of_call(leaves)
+        return {name: domain.size_at(sizes, at[0]) for name, at in self._places().items()}
+
+    @property
+    def _world(self) -> int:
+        """The number of ranks that formulas call ``world``."""
+        replicas, shards = grid(self.workload.world_size, self.config)
+        return replicas if self.config.strategy == "no_shard" else shards
+
+    def _kind_of_world(self, world: int) -> symbolic.WorldKind:
+        if world not in self._kinds:
+            kind: symbolic.WorldKind = world == 1, frozenset(), frozenset()
+            if self.config.strategy != "no_shard":
+                kind = symbolic.kind_of_world(self.units, world)
+            self._kinds[world] = kind
+        return self._kinds[world]
+
+    @functools.cached_property
+    def _formulas(self) -> StepFormulas:
+        """The live ranges of the step for all sizes that the capture leaves open."""
+        self._require_known_sizes()
+        if self.config.backend == "inductor":
+            raise ConfigError(
+                "formulas with backend='inductor': what compiled regions allocate is read off the "
+                "code that is made for the sizes of one call. Plan with backend='eager'."
+            )
+        if is_size(self.config.checkpoint):
+            raise ConfigError(
+                f"formulas with checkpoint={self.config.checkpoint!r}: what is kept within a "
+                f"number of bytes is another thing for every size. Plan with checkpoint='full', "
+                f"'selective', None or a policy."
+            )
+        step, loss, work = self.optimizer_step, self._loss, self.workload
+        if step is not None:
+            record = functools.partial(self._recorded, optimizer=self.config.optimizer)
+            step = with_formulas(self.program, step, record)
+        if loss is not None and work.loss is not None:
+            loss = loss_with_formulas(self.program, work.loss, loss)
+        held = liveness.held_ranges(work.module, work.call, self.program, loss, formulas=True)
+        found = liveness.analyse(
+            self.programs, held, step, loss, self.program.device.type, formulas=True
+        )
+        return StepFormulas((found.first, found.steady), self._range(loss))
+
+    def _range(self, loss: LossStep | None) -> Range:
+        """Where the formulas hold."""
+        named = self._named_sizes()
+        held: dict[Any, str] = {}
+        for program in self.programs:
+            domain = program.domain
+            known = {} if domain is None else domain.symbols
+            for name in named.keys() - known.keys():
+                why = program.closed or "sizes of 1 are broadcast, so that they stay as they are"
+                held[sympy.Eq(symbolic.symbol(name), named[name])] = why
+            if domain is not None:
+                held |= dict(symbolic.conditions(domain))
+        held |= dict(loss.conditions if loss is not None else ())
+        leaves, _ = compat.tree_flatten(self.workload.call)
+        for name, places in self._places().items():
+            parts = [leaves[leaf] for leaf, _ in places if not is_own(leaves[leaf])]
+            if parts:
+                held[sympy.Eq(symbolic.symbol(name), named[name])] = (
+                    "an input is a part of a larger tensor, which is held whole: pass a clone of it"
+                )
+        for name, (least, most) in self.config.bounds.items():
+            if name in named:
+                size = symbolic.symbol(name)
+                held[sympy.And(size >= least, size <= most)] = "the bounds of its Dim"
+        held = {condition: why for condition, why in held.items() if condition != sympy.true}
+        fixed = {str(side) for c in held if isinstance(c, sympy.Eq) for side in c.args}
+        return Range(
+            {**named, "world": self._world},
+            tuple(name for name in named if name not in fixed),
+            tuple(held.items()),
+            self._kind_of_world(self._world),
+            self._kind_of_world,
+        )
+
+    def _recorded(self, program: Program, optimizer: Any) -> OptimizerStep | None:
+        for_cuda = self.config.device == "cuda"
+        without = unreached(self.program, self._loss)
+        if self.config.optimizer_in_backward:
+            return trace_in_backward(program, optimizer, for_cuda=for_cuda, without=without)
+        return trace_step(program, optimizer, for_cuda=for_cuda, without=without)
+
+    def _require_known_sizes(self) -> None:
+        for node in self.program.graph.nodes:
+            if shapes.depends_on_data(node):
+                tag = tags.get(node)
+                raise UnknownSizeError(
+                    f"the size of {node.name}, by {dump.operation(node)} of "
+                    f"{tag.module or 'the root module'} ({tag.line}), depends on the data, so that "
+                    f"bytes and times are not known before it runs. Give it a fixed size (such as "
+                    f"torch.where, or nonzero_static) to have them."
+                )
+
+    @collector.paused()
+    def _lifecycle(self) -> list[LifecyclePhase]:
+        work, config = self.workload, self.config
+        step = self.step_behind()
+        held = liveness.held_ranges(work.module, work.call, self.program)
+        return lifecycle(self.program, config, work.module, held, step)
+
+    def replan(self, **changes: Any) -> Plan:
+        """The plan of the same step with something changed.
+
+        The model is traced again only if the trace itself would differ (other inputs, dtypes,
+        ignored parameters or device): ranks, units, strategy, resharding, prefetch, checkpointing,
+        offload, reduction, micro-batches and optimizer are free, and so are sizes that ``dynamic``
+        leaves open, as far as the trace holds for them.
+
+        Args:
+            **changes: options of `fxshard.plan`, ``world_size``, ``args``, ``kwargs``,
+                ``micro_batches``, ``no_sync``, ``loss``.
+
+        Raises:
+            ConfigError, UnitError, CaptureError, VerifyError, DoesNotFitError: as `fxshard.plan`.
+        """
+        same_call = "args" not in changes and "kwargs" not in changes
+        captures = self._captures if same_call else open_captures(self._captures)
+        if changes.get("memory_budget") is None:
+            workload = self.workload.changed(changes)
+            return make_plan(workload, captures=captures, steps=self._steps)
+        asked = self.workload if self.picked is None else self.picked.asked
+        plan = make_plan(asked.changed(changes), captures=captures, steps=self._steps)
+        return _planner().fitting(plan)
+
+    def largest_batch(self, budget: int | str, *, multiple_of: int = 1) -> Limit[Plan]:
+        """The largest batch per rank with which the first and every later step fit.
+
+        Exact: the answer was planned and fits, the next batch was planned and does not.
+
+        Args:
+            budget: bytes, or text such as "80GiB".
+            multiple_of: only such batches.
+
+        Raises:
+            DoesNotFitError, ConfigError, CaptureError: see `fxshard.planner.limits.largest`.
+        """
+        return _planner().largest(self, budget, "batch", 0, multiple_of)
+
+    def longest_sequence(
+        self, budget: int | str, dim: int = 1, *, multiple_of: int = 1
+    ) -> Limit[Plan]:
+        """The longest sequence, of the same batch, with which the first and every later step fit.
+
+        As `largest_batch`.
+
+        Args:
+            budget: bytes, or text such as "80GiB".
+            dim: dimension of the inputs in which the sequence lies.
+            multiple_of: only such lengths.
+
+        Raises:
+            DoesNotFitError, ConfigError, CaptureError: see `fxshard.planner.limits.largest`.
+        """
+        return _planner().largest(self, budget, "sequence", dim, multiple_of)
+
+    def solve(
+        self, what: str, budget: int | str, *, multiple_of: int = 1, **fixed: int
+    ) -> Solution[Plan]:
+        """The largest size, or the smallest number of ranks, with which the step fits.
+
+        Exact: the formulas say where to look, and what they say is proven by plans of calls that
+        are traced on their own: the answer fits, the next one does not. Where a larger size needs
+        less (another program, such as other kernels from some batch on; other padded rows with
+        other numbers of ranks), there are several such edges, and the answer is one of them.
+
+        Args:
+            what: ``"max_<name>"`` of a size of ``dynamic=`` ("max_batch", "max_seq"), or
+                "min_world".
+            budget: bytes, or text such as "80GiB", as for `MemoryReport.assert_fits`.
+            multiple_of: ask only for multiples of this: 8 for whole nodes.
+            **fixed: the other sizes; those that are not named are the plan's.
+
+        Raises:
+            DoesNotFitError: nothing fits; tells what is alive at the peak of the smallest.
+            ConfigError: no such size, a size or `budget` that is none, or the plan has no formulas.
+            CaptureError: the model refuses a size of `multiple_of`.
+        """
+        return _planner().solve(self, what, budget, multiple_of, fixed)
+
+    @property
+    def code(self) -> str:
+        """The Python source that the executor runs."""
+        return emit(self.program)
+
+    @property
+    def certificate(self) -> str:
+        """SHA-256 of the collective sequence; equal on all ranks."""
+        return certificate.certificate(self.program)
+
+    @collector.paused()
+    def estimate(self, hardware: str | Hardware, *, ranks_per_node: int | None = None) -> Estimate:
+        """What a step takes: a timeline of every stream, estimated without running anything.
+
+        Args:
+            hardware: "h100", "h200", "b200", or figures of your own.
+            ranks_per_node: other than the hardware's.
+
+        Raises:
+            ConfigError: there is no such preset.
+            UnknownSizeError: a size depends on the data.
+        """
+        self._require_known_sizes()
+        chosen = hardware_of(hardware, ranks_per_node)
+        step = self.optimizer_step
+        return timeline.estimate(self.programs, chosen, step and step.between_steps())
+
+    @collector.paused()
+    def dump(
+        self, phase: str | None = None, fold: bool = True, hardware: str | Hardware | None = None
+    ) -> str:
+        """The outer schedule as text, with what is alive behind each row; in MiB.
+
+        Args:
+            phase: "forward" or "backward"; None for both.
+            fold: identical layers as one block, "x N", and waits and frees beside what they are
+                for; else every row as it is.
+            hardware: adds for how many milliseconds the compute stream stands still, as
+                `estimate`.
+        """
+        exposed = None
+        if hardware is not None:
+            exposed = self.estimate(hardware).exposed(len(self.programs) - 1)
+        live = live_after(self.memory)
+        return dump.schedule(self.program, folded=fold, phase=phase, live=live, exposed=exposed)
+
+
+class _Elsewhere:
+    """How the report of a plan is had for other sizes and ranks."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._kinds = {plan._kind_of_world(plan._world): plan}
+
+    def formulas(self) -> StepFormulas:
+        return self._plan._formulas
+
+    def of_world(self, world: int) -> MemoryReport:
+        kind = self._plan._kind_of_world(world)
+        if kind not in self._kinds:
+            self._kinds[kind] = self._plan.at(world=world)
+        return self._kinds[kind].memory
+
+    def planned(self, sizes: dict[str, int]) -> MemoryReport:
+        return self._plan.at(traced=False, **sizes).memory

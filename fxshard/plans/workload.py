@@ -1,0 +1,87 @@
+"""What a plan is made for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxshard._torch import compat
+from fxshard.config import Config
+from fxshard.errors import ConfigError
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of a call of the model
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What a plan is made for: everything that decides what a step does.
+
+    Attributes:
+        module: the plain model.
+        call: the ``(args, kwargs)`` of one micro-batch.
+        world_size: number of ranks; for a hybrid strategy a pair, replicas x shards.
+        config: the options.
+        micro_batches: forward and backward passes per step.
+        no_sync: all but the last of them run under `FxshardModule.no_sync`.
+        loss: what the user computes from the model's output, outside of it; None: nothing.
+    """
+
+    module: nn.Module
+    call: Call
+    world_size: int | tuple[int, int]
+    config: Config
+    micro_batches: int = 1
+    no_sync: bool = False
+    loss: Callable[[Any], torch.Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
+            raise ConfigError(f"micro_batches={self.micro_batches!r}: a step has at least one.")
+        if self.config.optimizer_in_backward and self.micro_batches > 1 and not self.no_sync:
+            raise ConfigError(
+                "optimizer_in_backward=True with micro_batches > 1: the first micro-batch would "
+                "step already. Accumulate under no_sync (no_sync=True), or leave one of them out."
+            )
+
+    def changed(self, changes: dict[str, Any]) -> Workload:
+        """With some of its fields, of the call's ``args`` and ``kwargs``, or options replaced."""
+        own = {f.name for f in dataclasses.fields(self)} - {"config", "call"}
+        mine = {name: value for name, value in changes.items() if name in own}
+        args, kwargs = self.call
+        mine["call"] = changes.get("args", args), changes.get("kwargs", kwargs)
+        options = {n: v for n, v in changes.items() if n not in (*own, "args", "kwargs")}
+        return dataclasses.replace(self, config=self.config.changed(options), **mine)
+
+
+def is_own(tensor: torch.Tensor) -> bool:
+    """True if a tensor is all of its storage."""
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def without_data(call: Call) -> Call:
+    """The same call on meta tensors that share storages as its tensors do."""
+    leaves, spec = compat.tree_flatten(call)
+    bases: dict[int, torch.Tensor] = {}
+    held = [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    seen: dict[int, torch.Tensor] = {}
+    flat: list[Any] = []
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            flat.append(leaf)
+            continue
+        if id(leaf) not in seen:
+            storage = leaf.untyped_storage()
+            size = storage.nbytes() // leaf.element_size()
+            base = bases.setdefault(id(storage), torch.empty(size, dtype=leaf.dtype, device="meta"))
+            if base.dtype is not leaf.dtype:  # two dtypes in one storage: they count as two
+                base = torch.empty(size, dtype=leaf.dtype, device="meta")
+            view = base.as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
+            seen[id(leaf)] = view.detach().requires_grad_(leaf.requires_grad)
+        flat.append(seen[id(leaf)])
+    del held
+    args, kwargs = compat.tree_unflatten(flat, spec)
+    return args, kwargs

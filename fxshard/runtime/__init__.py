@@ -1,0 +1,1 @@
+"""Runs programs: the model's own object, its shards, calls, state dicts and checkpoints."""

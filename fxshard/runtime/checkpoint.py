@@ -1,0 +1,660 @@
+"""Checkpoints of model and optimizer that no crash can tear, on torch.distributed.checkpoint.
+
+A checkpoint is a directory with complete states in ``version-N`` and a file ``latest`` that names
+one of them. A new state is written into ``writing-N``, renamed when all ranks are done, and then
+``latest`` is replaced, which the file system does at once or not at all. The old state is removed
+after that. So at any moment ``latest`` names a complete state: the old one or the new one.
+
+``digests.json`` of a state has the SHA-256 of its other files: what was truncated or altered since
+is refused. It does not say who wrote them: what is unpickled is restricted for that (`_Reader`).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import hashlib
+import io
+import json
+import logging
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
+
+from fxshard._torch import compat
+from fxshard.errors import CheckpointError
+from fxshard.runtime.module import FxshardModule
+
+log = logging.getLogger("fxshard")
+DIGESTS = "digests.json"
+
+T = TypeVar("T")
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    extra: Any = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write the state of `model` and `optimizer`; call it on all ranks.
+
+    The state that was there before can be loaded until this one is complete, and is then removed.
+
+    Args:
+        path: a directory that all ranks see; made if it is not there.
+        model, optimizer: of any kind that torch.distributed.checkpoint knows.
+        extra: what else `load_checkpoint` shall return (step, random state, ...); rank 0's is kept.
+            Tensors and plain values load by default, all that can be pickled with ``trusted``.
+        process_group: the ranks that hold the model (default: all).
+
+    Raises:
+        CheckpointError: a rank cannot write; the previous state is still there.
+        RankMismatchError: some ranks do something else with the model.
+    """
+    root = Path(path)
+    _together(model, "save_checkpoint")
+
+    def begin() -> str:
+        root.mkdir(parents=True, exist_ok=True)
+        numbers = [int(found[2]) for entry in root.iterdir() if (found := _version(entry))]
+        name = str(1 + max(numbers, default=0))
+        for entry in root.iterdir():  # of a process that died while it saved
+            if (found := _version(entry)) and found[1] == "writing":
+                _remove(entry)
+        made = root / f"writing-{name}"
+        made.mkdir()
+        try:
+            (made / "extra.pt").write_bytes(packed.getvalue())
+        except BaseException:
+            shutil.rmtree(made, ignore_errors=True)
+            raise
+        return name
+
+    def take() -> None:
+        with contextlib.nullcontext() if optimizer is None else compat.not_stepped(optimizer):
+            state.update(_state(model, optimizer))
+
+    def digests() -> dict[str, str]:
+        mine = (file for file in writing.iterdir() if _writer(file) == ranks.rank)
+        return {file.name: _digest(file) for file in mine}
+
+    def publish() -> None:
+        listed = {file: digest for part in parts for file, digest in part.items()}
+        (writing / DIGESTS).write_text(json.dumps(listed))
+        pointer = writing.with_suffix(".latest")
+        pointer.write_text(f"version-{name}")
+        for written in (writing / DIGESTS, writing / "extra.pt", writing, pointer):
+            _sync(written)
+        writing.rename(root / f"version-{name}")
+        _sync(root)
+        pointer.replace(root / "latest")
+
+    def clean() -> None:
+        _sync(root)
+        for entry in root.iterdir():
+            if (found := _version(entry)) and int(found[2]) < int(name):
+                _remove(entry)
+
+    ranks = _Ranks(process_group)
+    packed = io.BytesIO()
+    state: dict[str, Any] = {}
+    ranks.all(lambda: _require_own(model, optimizer), "nothing was saved")
+    ranks.first(lambda: torch.save(extra, packed), "nothing was saved: extra cannot be pickled")
+    name = ranks.first(begin, f"a checkpoint cannot be written to {root}. {_CHECK}")
+    writing = root / f"writing-{name}"
+    failed = f"{writing} could not be written, and the state before is as it was"
+    try:
+        ranks.all(take, failed)
+        with _explained(failed):
+            save(state, storage_writer=_Writer(writing), process_group=process_group)
+        parts = ranks.all(digests, failed)
+        ranks.first(publish, failed)
+    except CheckpointError:
+        if ranks.rank == 0:  # it may be what fills the disk
+            shutil.rmtree(writing, ignore_errors=True)
+        raise
+    if ranks.rank == 0:
+        try:
+            clean()
+        except OSError as error:
+            log.warning("fxshard: a state before in %s cannot be removed: %s", root, error)
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    trusted: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> Any:
+    """Load what `save_checkpoint` wrote last into `model` and `optimizer`; call it on all ranks.
+
+    The number of ranks may be another than at saving. `optimizer` gets state of the parameters
+    that it had state of then (those that had had a gradient) and that are not frozen now, and has
+    none of the others. As with `torch.optim.Optimizer.load_state_dict`, its groups must be those
+    of then, and their options become what they were. Nothing of `model` and `optimizer` is written
+    before all files are known to be as they were saved, and to be all asked for.
+
+    Args:
+        trusted: whoever could write to `path` may run code here. By default only tensors and plain
+            values are unpickled, as `torch.load` does with ``weights_only=True``; classes that
+            `torch.serialization.add_safe_globals` names are too.
+        process_group: the ranks that hold the model (default: all).
+
+    Returns:
+        `extra`, on all ranks, with its tensors on the CPU.
+
+    Raises:
+        CheckpointError: there is none; it is not one of this model and optimizer, or has more
+            than they have; a file is not as it was saved; or it has objects that only a
+            ``trusted`` checkpoint may have.
+        RankMismatchError: some ranks do something else with the model.
+    """
+    root = Path(path)
+    _together(model, "load_checkpoint")
+    ranks = _Ranks(process_group)
+    extra: list[Any] = []
+    names: dict[str, nn.Parameter] = {}
+    saved: set[str] = set()
+    groups: list[dict[str, Any]] = []
+    order: list[int] = []  # which group of the optimizer each of them is
+    kinds: dict[str, Any] = {}
+    state: dict[str, Any] = {}
+
+    def latest() -> tuple[str, dict[str, str]]:
+        name = (root / "latest").read_text()
+        if not re.fullmatch(r"version-\d+", name):
+            raise ValueError(f"'latest' names {name[:80]!r}, which is no state")
+        listed = json.loads((root / name / DIGESTS).read_text())
+        found = {file.name for file in (root / name).iterdir()} - {DIGESTS}
+        if not isinstance(listed, dict) or listed.keys() != found:
+            raise ValueError(f"{DIGESTS} lists other files than {sorted(found)}")
+        return name, listed
+
+    def check() -> None:
+        for file in sorted(digests)[ranks.rank :: ranks.size]:
+            if _digest(version / file) != digests[file]:
+                raise ValueError(f"{file} is not as it was saved")
+
+    def read() -> None:
+        with _restricted("extra"):
+            extra.append(torch.load(version / "extra.pt", "cpu", weights_only=not trusted))
+
+    def read_states() -> None:
+        metadata = reader.read_metadata()
+        kinds.update(metadata.state_dict_metadata)
+        plain = _plain(metadata, version, trusted=trusted)
+        if optimizer is not None:
+            live = _groups(model, optimizer)
+            names.update({fqn: param for group in live for fqn, param in group.items()})
+            saved.update(_with_state(metadata, names))
+            groups.extend(_saved_groups(metadata, plain))
+            order.extend(_matched([group["params"] for group in groups], live))
+
+    def take() -> None:
+        state.update(_state(model, optimizer))
+        ignored: tuple[str, ...] = ("optimizer.",)
+        if optimizer is not None:
+            states, own = state["optimizer"]["state"], state["optimizer"]["param_groups"]
+            asked = [own[at] | group for at, group in zip(order, groups, strict=True)]
+            state["optimizer"]["state"] = {fqn: states[fqn] for fqn in states if fqn in saved}
+            state["optimizer"]["param_groups"] = asked
+            frozen = [fqn for fqn in saved if not names[fqn].requires_grad]  # as torch does
+            ignored = tuple(f"optimizer.state.{fqn}." for fqn in frozen)
+        _require_all([key for key in kinds if not key.startswith(ignored)], state)
+
+    def put() -> None:
+        set_model_state_dict(model, state["model"])
+        if optimizer is not None:
+            loaded = copy.deepcopy(state["optimizer"]["param_groups"])
+            some = StateDictOptions(strict=False)
+            set_optimizer_state_dict(model, optimizer, state["optimizer"], options=some)
+            for at, group in zip(order, loaded, strict=True):  # torch's leave out empty groups
+                optimizer.param_groups[at].update({k: group[k] for k in group if k != "params"})
+
+    name, digests = ranks.first(latest, f"no complete checkpoint in {root}. {_CHECK}")
+    version = root / name
+    ranks.all(check, f"{version} cannot be loaded")
+    ranks.all(read, f"{version} cannot be loaded")
+    reader = FileSystemReader(version) if trusted else _Reader(version)
+    planner = None if trusted else _Planner()
+    failed = f"{version} could not be loaded; was it saved with this model and optimizer?"
+    ranks.all(read_states, failed)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_explained(failed))
+        if optimizer is not None:
+            keys = _state_keys(kinds, names)
+            stack.enter_context(_stated(optimizer, {names[fqn]: keys[fqn] for fqn in saved}))
+        with contextlib.nullcontext() if optimizer is None else _as_saved(optimizer, groups, order):
+            ranks.all(take, failed)
+        load(state, storage_reader=reader, planner=planner, process_group=process_group)
+        ranks.all(put, failed)
+    return extra[0]
+
+
+def _state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+    if optimizer is None:
+        return {"model": get_model_state_dict(model)}
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
+def _together(model: nn.Module, what: str) -> None:
+    if isinstance(model, FxshardModule):
+        model._fxshard.together(what)
+
+
+def _require_own(model: nn.Module, optimizer: Optimizer | None) -> None:
+    """See that an optimizer, if there is one, steps parameters of the model and nothing else.
+
+    Raises:
+        ValueError: it does not.
+    """
+    own = set(map(id, model.parameters()))
+    groups = [] if optimizer is None else optimizer.param_groups
+    if any(id(param) not in own for group in groups for param in group["params"]):
+        raise ValueError(
+            "the optimizer holds tensors that are no parameters of the model: make it of "
+            "model.parameters(), behind whatever replaces them"
+        )
+
+
+def _groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, nn.Parameter]]:
+    """The parameters of `optimizer` by group and by the names that they have in checkpoints.
+
+    Those are torch's: without what wrappers of modules add (torch.compile, DDP, checkpoints).
+
+    Raises:
+        ValueError: it holds other tensors, or parameters are parts of other ones (FSDP1 without
+            ``use_orig_params``).
+    """
+    _require_own(model, optimizer)
+    with compat.not_stepped(optimizer):
+        state: Any = get_optimizer_state_dict(model, optimizer)
+    found: list[dict[str, nn.Parameter]] = []
+    for named, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        if len(named["params"]) != len(group["params"]):
+            raise ValueError(
+                "a parameter of the model is in parts of other ones, as in FSDP1 without "
+                "use_orig_params=True: use torch.distributed.checkpoint itself"
+            )
+        found.append(dict(zip(named["params"], group["params"], strict=True)))
+    return found
+
+
+def _plain(metadata: Metadata, version: Path, *, trusted: bool) -> dict[str, Any]:
+    """The values of a state that are no tensors, by key; of a trusted one, the groups' options.
+
+    They are read before anything is loaded, as one may be what only a trusted state may have.
+    """
+    found: dict[str, Any] = {}
+    for index, info in metadata.storage_data.items():
+        kind = metadata.state_dict_metadata.get(index.fqn)
+        needed = not trusted or index.fqn.startswith(_OPTIONS)
+        if needed and isinstance(kind, BytesStorageMetadata):
+            with open(version / info.relative_path, "rb") as file:
+                file.seek(info.offset)
+                data = io.BytesIO(file.read(info.length))
+            with _restricted(index.fqn):
+                found[index.fqn] = torch.load(data, "cpu", weights_only=not trusted)
+    return found
+
+
+_OPTIONS = "optimizer.param_groups."
+
+
+def _saved_groups(metadata: Metadata, plain: dict[str, Any]) -> list[dict[str, Any]]:
+    """The options of each group of a state, with ``params``; tensors are there to be loaded into.
+
+    Raises:
+        ValueError: it was saved without an optimizer.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for key, kind in metadata.state_dict_metadata.items():
+        number, _, option = key.removeprefix(_OPTIONS).partition(".")
+        if key.startswith(_OPTIONS) and number.isdecimal():
+            group = found.setdefault(int(number), {})
+            if isinstance(kind, TensorStorageMetadata) and "." not in option:
+                group[option] = torch.zeros(kind.size, dtype=kind.properties.dtype)
+            elif key in plain and "." not in option:
+                group[option] = plain[key]
+    if not found:
+        raise ValueError("it was saved without an optimizer: load it without one")
+    return [found[number] for number in sorted(found)]
+
+
+def _matched(saved: list[list[str]], live: list[dict[str, nn.Parameter]]) -> list[int]:
+    """Per group of a state: which of the optimizer's has the same parameters.
+
+    Raises:
+        ValueError: none has.
+    """
+    left = dict(enumerate(live))
+    found = []
+    for params in saved:
+        same = [at for at, group in left.items() if group.keys() == set(params)]
+        if not same:
+            break
+        found.append(same[0])
+        del left[same[0]]
+    if left or len(found) < len(saved):
+        sizes = [[len(group) for group in groups] for groups in (saved, live)]
+        raise ValueError(
+            f"its optimizer has other parameter groups, of {sizes[0]} parameters where this one "
+            f"has {sizes[1]}: make the optimizer with the groups that were saved"
+        )
+    return found
+
+
+def _require_all(keys: Sequence[str], state: dict[str, Any]) -> None:
+    """See that everything that is in a checkpoint has a place in what it is loaded into.
+
+    Raises:
+        ValueError: something has none.
+    """
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner(state)  # flattens it
+    if left := sorted(key for key in keys if key not in planner.state_dict):
+        more = f" and {len(left) - 8} more" if len(left) > 8 else ""
+        raise ValueError(
+            f"it has what this model and optimizer have no place for: {', '.join(left[:8])}{more}"
+        )
+
+
+def _with_state(metadata: Metadata, names: Collection[str]) -> set[str]:
+    """Of some parameters, by name: those that a checkpoint has optimizer state of.
+
+    Raises:
+        ValueError: it has state of others alone.
+    """
+    keys = [key for key in metadata.state_dict_metadata if key.startswith(_STATES)]
+    found = set(_state_keys(keys, names))
+    if keys and not found:
+        raise ValueError(
+            f"its optimizer has state of other parameters: {keys[0].removeprefix(_STATES)!r}"
+        )
+    return found
+
+
+_STATES = "optimizer.state."
+
+
+def _state_keys(keys: Iterable[str], names: Collection[str]) -> dict[str, set[str]]:
+    """What a checkpoint has in the optimizer's state of each parameter that it has any of."""
+    found: dict[str, set[str]] = {}
+    for key in keys:
+        fqn = key.removeprefix(_STATES) if key.startswith(_STATES) else ""
+        while fqn and fqn not in names:  # without the name of the state
+            fqn = fqn.rpartition(".")[0]
+        if fqn:
+            name = key.removeprefix(f"{_STATES}{fqn}.").partition(".")[0]
+            found.setdefault(fqn, set()).add(name)
+    return found
+
+
+# How a step is computed, not which state it makes; a device may lack what another one had.
+_IMPLEMENTATIONS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+
+
+@contextlib.contextmanager
+def _as_saved(
+    optimizer: Optimizer, groups: Sequence[dict[str, Any]], order: Sequence[int]
+) -> Iterator[None]:
+    """`optimizer` has the options that were saved, for the step which makes state to load into."""
+    live = [optimizer.param_groups[at] for at in order]
+    before = [dict(group) for group in live]
+    for own, saved in zip(live, groups, strict=True):
+        kept = _IMPLEMENTATIONS | {k for k, v in saved.items() if isinstance(v, Tensor)}
+        own.update({k: v for k, v in saved.items() if k in own and k not in kept})
+    try:
+        yield
+    finally:
+        for own, options in zip(live, before, strict=True):
+            own.update(options)
+
+
+@contextlib.contextmanager
+def _stated(optimizer: Optimizer, saved: dict[nn.Parameter, set[str]]) -> Iterator[None]:
+    """`optimizer` has state of the `saved` parameters and of no others; as before if that fails.
+
+    torch makes state to load into by a step on gradients of zeros, if there is none at all and no
+    gradient is in its way.
+
+    Args:
+        saved: with the names of what the state of each has.
+    """
+    before = optimizer.state
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    wanted = {id(param) for param in saved if param.requires_grad}
+    grads = {param: param.grad for param in params}
+    same = all(
+        param in before and set(map(str, before[param])) == names
+        for param, names in saved.items()
+        if param.requires_grad
+    )
+    try:
+        with compat.not_stepped(optimizer) if not wanted else contextlib.nullcontext():
+            if not same:
+                optimizer.state = collections.defaultdict(dict)
+            for param in params:
+                param.grad = None
+            yield
+        for param in params:
+            if id(param) not in wanted:
+                optimizer.state.pop(param, None)
+    except BaseException:
+        optimizer.state = before
+        raise
+    finally:
+        for param, grad in grads.items():
+            param.grad = grad
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def _version(entry: Path) -> re.Match[str] | None:
+    """Of a complete or half-written state: group 2 is its number."""
+    return re.fullmatch(r"(version|writing)-(\d+)(\.latest)?", entry.name)
+
+
+def _writer(file: Path) -> int:
+    """The rank that wrote a file of a state: torch's begin with its number, all others are 0's."""
+    found = re.match(r"__(\d+)_", file.name)
+    return int(found[1]) if found else 0
+
+
+def _digest(file: Path) -> str:
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _remove(entry: Path) -> None:
+    if entry.is_dir():
+        shutil.rmtree(entry)
+    else:
+        entry.unlink()
+
+
+def _sync(path: Path) -> None:
+    """Have the file system write a file, or the names in a directory, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class _Writer(FileSystemWriter):
+    """Torch's, which says what the disk said."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            raise _cause(error) from error
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The error of the disk, which torch's writer of zip files hides behind one of its own."""
+    first = error
+    while not isinstance(first, OSError) and first.__context__ is not None:
+        first = first.__context__
+    return first if isinstance(first, OSError) else error
+
+
+# -- unpickling, restricted ------------------------------------------------------------------------
+
+_METADATA = {  # what torch.distributed.checkpoint describes a checkpoint with, besides dtypes
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.metadata": {
+        "_MEM_FORMAT_ENCODING",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},  # since Python 3.13
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Of metadata: knows the classes in it, and no others."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if name not in _METADATA.get(module, ()):
+            raise pickle.UnpicklingError(f"GLOBAL {module}.{name} is no description of tensors")
+        return super().find_class(module, name)
+
+
+class _Reader(FileSystemReader):
+    """Torch's, whose metadata cannot call anything, or name files outside of the checkpoint."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with _restricted("metadata"), open(Path(self.path, ".metadata"), "rb") as file:
+            metadata: Metadata = _Unpickler(file).load()
+        for info in metadata.storage_data.values():
+            if Path(info.relative_path).name != info.relative_path:
+                raise ValueError(f"metadata names {info.relative_path!r}, a file elsewhere")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Planner(DefaultLoadPlanner):
+    """Torch's, for which values that are no tensors are plain ones."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        with _restricted(read_item.dest_index.fqn):
+            torch.load(io.BytesIO(value.getvalue()), weights_only=True)
+        super().load_bytes(read_item, value)
+
+
+@contextlib.contextmanager
+def _restricted(what: str) -> Iterator[None]:
+    """Torch's error is about an argument of its own."""
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        raise pickle.UnpicklingError(
+            f"{what} has {found[1] if found else 'something'}, and only tensors and plain values "
+            f"are loaded from a checkpoint that anybody may have written. If nobody but you can "
+            f"have: load_checkpoint(..., trusted=True)"
+        ) from error
+
+
+# -- ranks -----------------------------------------------------------------------------------------
+
+_CHECK = "Check that the path is right, and a directory that all ranks see and may write to"
+
+
+@contextlib.contextmanager
+def _explained(complaint: str) -> Iterator[None]:
+    """Torch's error, raised on all ranks if one fails, names the ranks but is no `Exception`.
+
+    And it is a RuntimeError where a rank is gone.
+    """
+    try:
+        yield
+    except (CheckpointException, RuntimeError) as error:
+        raise CheckpointError(f"{complaint}. Cause: {error}") from error
+
+
+class _Ranks:
+    """The ranks of a process group, which go on together or fail together."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.alone = not (dist.is_available() and dist.is_initialized())
+        self.rank = 0 if self.alone else dist.get_rank(group)
+        self.size = 1 if self.alone else dist.get_world_size(group)
+
+    def all(self, action: Callable[[], T], complaint: str) -> list[T]:
+        """What `action` returns, by rank.
+
+        Raises:
+            CheckpointError: `complaint` and the causes, on all ranks if it fails on one.
+        """
+        answer: tuple[Any, str] = (None, "")
+        cause = None
+        try:
+            answer = action(), ""
+        except Exception as error:
+            cause = _cause(error)
+            answer = None, f"{type(cause).__name__}: {cause}"
+        answers: list[Any] = [answer] * self.size
+        if not self.alone:
+            with _explained(complaint):
+                dist.all_gather_object(answers, answer, self.group)
+        failed = [f"rank {rank}: {told}" for rank, (_, told) in enumerate(answers) if told]
+        if failed:
+            raise CheckpointError(f"{complaint}. Cause: {'; '.join(failed)}") from cause
+        return [found for found, _ in answers]
+
+    def first(self, action: Callable[[], T], complaint: str) -> T:
+        """What `action` returns on rank 0, on all ranks; all raise if it fails there."""
+        found: list[Any] = self.all(action if self.rank == 0 else lambda: None, complaint)
+        first: T = found[0]
+        return first

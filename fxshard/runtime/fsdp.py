@@ -1,0 +1,306 @@
+"""What `FullyShardedDataParallel` and `fully_shard` offer besides forward, on a compiled model.
+
+docs/coming-from-fsdp.md says for each of their names what it is here. The work on parameters and
+state dicts is done in `fxshard.runtime.store` and `fxshard.runtime.state`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from fxshard.errors import ConfigError, StepError
+from fxshard.runtime import state
+from fxshard.runtime.gathering import let_gather
+from fxshard.runtime.runtime import Runtime
+from fxshard.runtime.world.c10d import C10dWorld
+
+
+class FsdpMethods(nn.Module):
+    """Gradients, whole parameters and states of a compiled model."""
+
+    _fxshard: Runtime  # a real name: transformers evaluates the annotations of subclasses
+
+    # -- gradients --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Calls inside accumulate gradients without reducing them.
+
+        The first backward of a call outside of the block adds what was accumulated and reduces the
+        sum, once per unit. Until then the gradients are whole, on every rank, and not in ``.grad``
+        (as FSDP2's ``set_requires_gradient_sync(False)``).
+        """
+        runtime = self._fxshard
+        before, runtime.sync = runtime.sync, False
+        try:
+            yield
+        finally:
+            runtime.sync = before
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """FSDP2's name for `no_sync`, for the calls from now on."""
+        self._fxshard.sync = requires_gradient_sync
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `nn.Module.zero_grad`; also drops gradients accumulated under `no_sync`."""
+        self._fxshard.accumulated.clear()
+        self._fxshard.torn.pop("accumulated", None)
+        super().zero_grad(set_to_none)
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., None]) -> None:
+        """Let `hook` reduce gradients, as ``FullyShardedDataParallel.register_comm_hook``.
+
+        It is called once per unit and dtype: ``hook(state, flat, out)`` with all gradients of the
+        unit in rank order, ``[ranks * n]``, and room for this rank's part, ``[n]``; with strategy
+        ``no_shard`` ``hook(state, flat)``, in place. It averages itself. Those of
+        torch.distributed.algorithms' default_hooks (fp16 and bf16 compression) fit.
+
+        Raises:
+            ConfigError: the strategy is hybrid, all ranks run in this process, an option says how
+                to reduce, parameters are offloaded, or there is a hook already.
+        """
+        runtime = self._fxshard
+        if not isinstance(runtime.world, C10dWorld):
+            raise ConfigError("register_comm_hook needs a process group: start with torchrun.")
+        config = runtime.config
+        for name, clashes in {
+            f"strategy={config.strategy!r}": config.hybrid,
+            f"reduce_op={config.reduce_op!r}": config.reduce_op != "avg",
+            "gradient_divide_factor": config.gradient_divide_factor is not None,
+            "gradient_predivide_factor": config.gradient_predivide_factor is not None,
+            "offload": config.offload is not None,
+            "another hook": runtime.comm_hook,
+        }.items():
+            if clashes:
+                raise ConfigError(f"register_comm_hook does not go together with {name}.")
+        if not callable(hook):
+            raise ConfigError(f"register_comm_hook: {hook!r} cannot be called.")
+        runtime.world.hook = functools.partial(hook, state)
+        runtime.comm_hook = True
+        runtime.variants.clear()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the norm of all gradients of all ranks; call it on all ranks.
+
+        Args:
+            max_norm: gradients are scaled in place so that their norm is at most this.
+            norm_type: p of the p-norm; ``float("inf")`` for the largest absolute value.
+
+        Returns:
+            The norm before, a plain scalar, the same on all ranks. Parameters that are not sharded
+            (`Config.ignored`) count with the gradient that this rank has.
+        """
+        if self._fxshard.config.optimizer_in_backward:
+            raise StepError(
+                "clip_grad_norm_ with optimizer_in_backward=True: parameters are stepped before "
+                "all gradients are there, and the norm of all is never known. Leave "
+                "optimizer_in_backward out, and step behind backward."
+            )
+        self._fxshard.together("clip_grad_norm_")
+        return state.clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type))
+
+    @contextlib.contextmanager
+    def summon_full_params(
+        self,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """For the time of the block each parameter is a whole plain `nn.Parameter`; collective.
+
+        Then the sharded parameters are back, the very objects that optimizers hold.
+
+        Args:
+            recurse: False takes only the parameters of the root unit.
+            writeback: at the end this rank's rows of the changed values go into its shards.
+            rank0_only: only the first rank sees whole parameters, the others their sharded ones.
+            offload_to_cpu: the whole parameters lie on the CPU.
+            with_grads: gradients are whole too, and written back with the values.
+
+        Raises:
+            ConfigError: `writeback` with `rank0_only`.
+            StepError: parameters are whole already; or at the end one has changed its shape.
+        """
+        with self._fxshard.whole_now(
+            recurse,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        ):
+            yield
+
+    def unshard(self, async_op: bool = False, **options: Any) -> Unsharded:
+        """Make parameters whole now, until `reshard`, the next call, or the end of a with block.
+
+        Args:
+            async_op: taken for FSDP2's sake: parameters are whole when this returns.
+            **options: those of `summon_full_params`.
+
+        Returns:
+            A handle: ``wait()`` does nothing more, and ``with`` on it reshards at the end.
+        """
+        self._fxshard.unshard(**options)
+        return Unsharded(self)
+
+    def reshard(self) -> None:
+        """End `unshard`: changes are written back, and parameters are sharded again; collective."""
+        self._fxshard.reshard()
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """As `nn.Module.apply`, with whole parameters; collective.
+
+        Random numbers are those of this process: seed all ranks alike to get what one process gets.
+        """
+        with self._fxshard.whole_now():
+            super().apply(fn)
+        return self
+
+    def full_state_dict(self, cpu_offload: bool = True, rank0_only: bool = True) -> dict[str, Any]:
+        """The state dict of the unsharded model; collective.
+
+        Args:
+            cpu_offload: all tensors are on the CPU.
+            rank0_only: other ranks than 0 get ``{}``.
+        """
+        self._fxshard.together("full_state_dict")
+        return state.full_state_dict(self, cpu_offload, rank0_only)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What ``.to()``, ``.half()`` and their kin call: converts shards, buffers and the rest."""
+        if self._fxshard.convert(fn, lambda: super(FsdpMethods, self)._apply(fn, recurse)):
+            self._fxshard.variants.clear()
+            let_gather(self._fxshard)
+        return self
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True) -> None:
+        """Run reduce-scatters in a process group of their own; call it on all ranks alike.
+
+        One communicator of NCCL runs one collective at a time; with two, the reduction of a unit
+        and the all-gather of the next can share the wire (FSDP2's method of this name).
+
+        Raises:
+            ConfigError: nothing is reduce-scattered: no process group, or one rank per shard.
+        """
+        world, strategy = self._fxshard.world, self._fxshard.config.strategy
+        if not isinstance(world, C10dWorld) or world.size == 1:
+            raise ConfigError(
+                f"set_separate_reduce_scatter_group: strategy {strategy!r} on "
+                f"{world.size} rank(s) per shard group, or without a process group, has no "
+                f"reduce-scatter. Leave the call out."
+            )
+        self._fxshard.together("set_separate_reduce_scatter_group")
+        if enable and world.reductions is None:
+            world.separate_reductions()
+        elif not enable:
+            world.reductions = None
+
+    def set_gradient_divide_factor(self, factor: float | None) -> None:
+        """Divide gradients by `factor` in the calls from now on, which are traced anew.
+
+        None: by the number of ranks. (FSDP2's name for `Config.gradient_divide_factor`.)
+
+        Raises:
+            ConfigError: something else says how to reduce: an option, a hook, or a pipeline.
+        """
+        runtime = self._fxshard
+        if runtime.comm_hook or runtime.config.passes is not None:
+            what = "register_comm_hook" if runtime.comm_hook else "the option passes"
+            raise ConfigError(
+                f"set_gradient_divide_factor has no effect with {what}, which says how gradients "
+                f"are reduced. Divide there."
+            )
+        runtime.config = runtime.config.changed({"gradient_divide_factor": factor})
+        runtime.variants.clear()
+
+    def set_reshard_after_forward(
+        self, reshard_after_forward: bool, recurse: bool = True, *, fqns: Sequence[str] = ()
+    ) -> None:
+        """Change `Config.reshard_after_forward` for the calls from now on, which are traced anew.
+
+        Args:
+            reshard_after_forward: False: units stay unsharded from forward to backward.
+            recurse: False: only the root unit, as in FSDP2, where the root is the one called.
+            fqns: only the units of these names, for FSDP2's call on a submodule.
+
+        Raises:
+            ConfigError: it is no bool; True with ``no_shard``; or `fqns` names what is no unit.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ConfigError(f"reshard_after_forward={reshard_after_forward!r}: expected a bool.")
+        runtime, units = self._fxshard, self._fxshard.units
+        every = [unit.fqn for unit in units]
+        if unknown := [fqn for fqn in fqns if fqn not in every]:
+            raise ConfigError(
+                f"set_reshard_after_forward: {unknown[0]!r} is no unit. Units are: "
+                f"{', '.join(unit.name for unit in units[:8])}."
+            )
+        chosen = fqns or (every if recurse else [""])
+        now = {u.fqn: reshard_after_forward if u.fqn in chosen else u.reshard for u in units}
+        runtime.config = runtime.config.changed({"reshard_after_forward": now})
+        runtime.units = tuple(dataclasses.replace(u, reshard=now[u.fqn]) for u in units)
+        runtime.variants.clear()
+
+    def optim_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The state of `optimizer` by parameter name; sharded tensors are DTensors."""
+        return state.optim_state_dict(self, optimizer)
+
+    def full_optim_state_dict(
+        self, optimizer: torch.optim.Optimizer, cpu_offload: bool = True, rank0_only: bool = True
+    ) -> dict[str, Any]:
+        """The same with whole tensors, as of the unsharded model; collective.
+
+        Args:
+            optimizer: of this module's parameters.
+            cpu_offload: all tensors are on the CPU.
+            rank0_only: other ranks than 0 get ``{}``.
+        """
+        self._fxshard.together("full_optim_state_dict")
+        return state.full_optim_state_dict(self, optimizer, cpu_offload, rank0_only)
+
+    def optim_state_dict_to_load(
+        self,
+        optimizer: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        load_directly: bool = False,
+    ) -> dict[str, Any]:
+        """What ``optimizer.load_state_dict`` takes, made of a state by parameter name.
+
+        Args:
+            optimizer: of this module's parameters.
+            optim_state_dict: of `optim_state_dict`, `full_optim_state_dict` on every rank, or
+                their namesakes of FSDP1. Of a whole tensor each rank takes its own rows.
+            load_directly: also load it.
+
+        Raises:
+            CheckpointError: a parameter of `optimizer` is not in it.
+        """
+        made = state.optim_state_dict_to_load(self, optimizer, optim_state_dict)
+        if load_directly:
+            optimizer.load_state_dict(made)
+        return made
+
+
+class Unsharded:
+    """What `FxshardModule.unshard` returns: to wait for, and to end by leaving a with block."""
+
+    def __init__(self, module: FsdpMethods) -> None:
+        self._module = module
+
+    def wait(self) -> None:
+        """Nothing is left to wait for."""
+
+    def __enter__(self) -> Unsharded:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._module.reshard()

@@ -1,0 +1,484 @@
+"""The parameters of a compiled model outside of its programs.
+
+A submodule that is called alone, another method of the model, and what `torch.utils.checkpoint`
+repeats in backward read parameters as they read any tensor. Under a process group these are
+DTensors, with which plain tensors do not mix. So they are of a subclass that gathers itself where
+code computes with it: the value is whole, on every rank, in the dtype that is stored, and its
+gradient is reduced to the shard. What works on shards alike on all ranks stays with DTensor:
+optimizers, norms without gradients, state dicts.
+
+What is written into a parameter is what one process would write. An operator that works element by
+element writes this rank's rows. For any other, the whole value is gathered, written, and this
+rank's rows of it are kept; all ranks must do so. Random numbers are drawn for the whole tensor, by
+each rank: seed all ranks alike to get what one process gets. A view whose memory is not that of the
+shards (a row, a diagonal) can be read, and writing into it is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from fxshard._torch import compat
+from fxshard._torch.dtensors import sharded_like
+from fxshard.capture.swapped import as_users_own
+from fxshard.errors import FxshardError, StepError
+from fxshard.runtime import reading
+from fxshard.runtime.replaced import PLACE
+from fxshard.runtime.runtime import Runtime
+from fxshard.runtime.sharding import Slot
+from fxshard.runtime.world.c10d import C10dWorld
+
+_ACCESS = ("__get__", "__set__", "__delete__")  # of an attribute of a tensor
+_VIEWS = ("T", "mT", "H", "mH", "real", "imag")  # attributes that are made by operators
+_ITEMS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+# Functions on elements which torch has no tag on, or on what is not values.
+_BY_ELEMENT = (
+    *("copy_", "zero_", "fill_", "masked_fill_", "abs_", "absolute_", "add_", "mul_", "subtract_"),
+    *("multiply_", "divide_", "true_divide_", "requires_grad_", "detach_"),
+)
+_SELF = ("view_as", "expand_as")  # how torch finds where a gradient goes
+# What makes numbers of Python's: DTensor takes those of this rank, unsummed.
+_SCALARS = (
+    *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__format__"),
+    *("item", "tolist", "is_nonzero"),
+)
+_KEPT = ("clone", "cpu", "cuda", "to_local", "full_tensor", "redistribute")
+_TO_FILL = ("new_empty", "empty_like")  # what is made to be filled with random numbers next
+
+
+class GatheringTensor(DTensor):
+    """A DTensor that is whole where it meets plain tensors, or where a gradient is asked of it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with compat.plain_torch_functions():
+            name = getattr(func, "__name__", "")
+            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+            if name in _ACCESS and attribute not in _VIEWS:
+                return _accessed(func, name, attribute, args, kwargs)
+            if name == "__deepcopy__":
+                return _deepcopied(*args, **kwargs)
+            leaves, spec = compat.tree_flatten((args, kwargs))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            if name in _SELF and len({id(tensor) for tensor in tensors}) == 1:
+                return func(*args, **kwargs)
+            if any(isinstance(t, DTensor) for t in compat.tree_flatten(kwargs.get("out"))[0]):
+                return _written_out(func, args, kwargs)
+            in_place = name in _ITEMS or (name.endswith("_") and not name.endswith("__"))
+            if in_place and isinstance(tensors[0], DTensor):
+                return _written(func, leaves, spec, tensors[0])
+            alone = all(isinstance(t, DTensor) or not t.dim() for t in tensors)
+            if alone and not _is_scalar(name, tensors):
+                try:
+                    with _OnShards():
+                        found = func(*args, **kwargs)
+                except FxshardError:
+                    raise
+                except (NotImplementedError, RuntimeError):  # DTensor cannot, whole tensors may
+                    pass
+                else:
+                    if not (torch.is_grad_enabled() and _computes(found, tensors)):
+                        return found if _is_kept(name) else _gathering(found, tensors)
+            wholes = {id(t): _whole(t) for t in tensors if isinstance(t, DTensor)}
+            found = func(*_exchanged(args, wholes), **_exchanged(kwargs, wholes))
+            return _marked(found, wholes, next(t for t in tensors if isinstance(t, DTensor)))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as the DTensor that it is."""
+        own = self.__dict__
+        self.__dict__ = {key: value for key, value in own.items() if key != PLACE}
+        self.__class__ = DTensor  # type: ignore[assignment]
+        try:
+            return self.__reduce_ex__(protocol)
+        finally:
+            self.__class__, self.__dict__ = GatheringTensor, own
+
+
+def let_gather(runtime: Runtime) -> None:
+    """Let the sharded parameters of a model gather themselves; again, for new ones among them."""
+    if isinstance(runtime.world, C10dWorld):
+        for fqn, slot in runtime.slots.items():
+            tensor: Any = slot.tensor
+            if type(tensor) is DTensor:
+                tensor.__class__ = GatheringTensor
+                setattr(tensor, PLACE, (weakref.ref(runtime), fqn))
+
+
+def whole_for_autograd(runtime: Runtime, slot: Slot) -> Tensor:
+    """A parameter, whole, whose gradient is reduced to the shard; collective.
+
+    Raises:
+        StepError: see `_require_readable`.
+    """
+    _require_readable(runtime, slot)
+    whole: Tensor = reading.Gather.apply(slot.tensor, runtime.root, slot, slot.param.dtype)
+    return whole
+
+
+def _require_readable(runtime: Runtime, slot: Slot) -> None:
+    """Before a parameter is gathered.
+
+    Raises:
+        StepError: something else than the options decides what becomes of its gradient; or see
+            `Slot.settle`.
+    """
+    for said, clashes in {
+        "optimizer_in_backward": runtime.config.optimizer_in_backward,
+        "register_comm_hook": runtime.comm_hook,
+    }.items():
+        if clashes and torch.is_grad_enabled() and slot.tensor.requires_grad:
+            raise StepError(
+                f"parameter {slot.param.fqn!r} is read with gradients outside of the model's "
+                f"forward, and with {said} its gradient would not go the same way as those of the "
+                f"program. Read it under torch.no_grad(), or make the reading code part of forward."
+            )
+    slot.settle()
+
+
+@contextlib.contextmanager
+def as_plain(runtime: Runtime) -> Iterator[None]:
+    """For the time of the block the model is as its user wrote it, with whole parameters.
+
+    All ranks enter, or none. Then the values are here, and without gradients what ranks do inside
+    may differ. With gradients enabled those of whole parameters are reduced to the shards, each
+    when backward comes to it: all ranks must call backward, through the same parameters in the same
+    order. Values that are written inside are lost.
+
+    Raises:
+        RankMismatchError: some ranks do something else.
+        StepError: see `_require_readable`.
+    """
+    with contextlib.ExitStack() as stack:
+        if isinstance(runtime.world, C10dWorld) and not runtime.summoned:
+            runtime.reshard()
+            if torch.is_grad_enabled():
+                slots = list(runtime.slots.values())
+                for slot in slots:
+                    _require_readable(runtime, slot)
+                runtime.together("a method that runs on whole parameters, with gradients")
+                wholes = [whole_for_autograd(runtime, slot) for slot in slots]
+                stack.enter_context(runtime.holding(slots, wholes))
+            else:
+                stack.enter_context(runtime.whole_now(writeback=False))
+        stack.enter_context(as_users_own(runtime.model, hooks=True))
+        yield
+
+
+def _runtime_of(tensor: DTensor) -> tuple[Runtime | None, str]:
+    """Of the model that a tensor is a parameter of, or was made of one; and the FQN of that."""
+    reference, fqn = getattr(tensor, PLACE, (None, ""))
+    return (reference() if reference is not None else None), fqn
+
+
+def _whole(tensor: Any) -> Tensor:
+    runtime, fqn = _runtime_of(tensor)
+    slot = runtime.slots.get(fqn) if runtime is not None else None
+    if runtime is None or slot is None or slot.tensor is not tensor:
+        if runtime is not None and isinstance(runtime.world, C10dWorld):
+            runtime.world.require_joined()
+        return tensor.full_tensor()
+    return whole_for_autograd(runtime, slot)
+
+
+def _exchanged(tree: Any, others: dict[int, Tensor]) -> Any:
+    """`tree` with other tensors, by the ``id`` of those that it holds."""
+    leaves, spec = compat.tree_flatten(tree)
+    return compat.tree_unflatten([others.get(id(leaf), leaf) for leaf in leaves], spec)
+
+
+# -- attributes ------------------------------------------------------------------------------------
+
+
+def _accessed(func: Any, name: str, attribute: str, args: Any, kwargs: Any) -> Any:
+    """An attribute of a parameter is read, set or deleted."""
+    tensor = args[0]
+    if name == "__set__" and attribute == "data":
+        value = args[1]
+        if isinstance(value, Tensor) and not isinstance(value, DTensor):
+            return _set_data(tensor, value)
+    found = func(*args, **kwargs)
+    return _gathering(found, [tensor]) if attribute == "data" else found
+
+
+def _set_data(into: DTensor, value: Tensor) -> None:
+    """``param.data = value``, of a whole plain tensor: its rows are copied.
+
+    Raises:
+        StepError: it would make another kind of tensor of the parameter.
+    """
+    if (value.shape, value.dtype) != (into.shape, into.dtype):
+        raise StepError(
+            f"param.data = a tensor of shape {list(value.shape)} and {value.dtype}, of a sharded "
+            f"parameter of shape {list(into.shape)} and {into.dtype}. Convert the whole model "
+            f"(model.to(...)), or change the plain model, and compile that."
+        )
+    _refuse_copy(into, "param.data = ...")
+    with torch.no_grad():
+        into.copy_(sharded_like(value.detach(), into))
+
+
+def _deepcopied(tensor: Any, memo: dict[int, Any]) -> Any:
+    """As DTensor's own."""
+    if id(tensor) not in memo:
+        made: Any = DTensor.detach(tensor).clone()
+        made = torch.nn.Parameter(made) if isinstance(tensor, torch.nn.Parameter) else made
+        memo[id(tensor)] = made.requires_grad_(tensor.requires_grad)
+    return memo[id(tensor)]
+
+
+# -- writes ----------------------------------------------------------------------------------------
+
+
+def _written(func: Any, leaves: list[Any], spec: Any, into: DTensor) -> Any:
+    """What writes into a parameter writes this rank's rows."""
+    name = func.__name__
+    _refuse_copy(into, name)
+    plain = [t for t in leaves if isinstance(t, Tensor) and not isinstance(t, DTensor) and t.dim()]
+    if plain and any(place.is_partial() for place in into.placements):
+        raise StepError(
+            f"{name} writes a plain tensor into what was computed of a sharded parameter, and is "
+            f"not summed over the ranks yet. Write it out of place (a + b for a += b)."
+        )
+    several = name.startswith(("_foreach", "_fused"))  # what optimizers call
+    if any(t.shape != into.shape for t in plain) and several:
+        raise StepError(
+            f"{name} writes plain tensors into sharded parameters of other shapes. Write into the "
+            f"whole ones: with model.summon_full_params(): ..."
+        )
+    alike = _is_by_element(name) and all(t.shape == into.shape for t in plain)
+    if several or alike:
+        rows = {id(t): sharded_like(t, into) for t in plain}
+        args, kwargs = compat.tree_unflatten([rows.get(id(leaf), leaf) for leaf in leaves], spec)
+        try:
+            with _OnShards():
+                return func(*args, **kwargs)
+        except FxshardError:
+            raise
+        except (NotImplementedError, RuntimeError):  # DTensor cannot, or no one can
+            if several:
+                raise
+    args, kwargs = compat.tree_unflatten(leaves, spec)
+    return _written_whole(func, args, kwargs, [into])
+
+
+def _written_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``out=`` is a parameter, or several."""
+    outs = [t for t in compat.tree_flatten(kwargs["out"])[0] if isinstance(t, DTensor)]
+    for out in outs:
+        _refuse_copy(out, func.__name__)
+    tensors = [t for t in compat.tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+    if len(tensors) > len(outs) and _is_by_element(func.__name__):
+        kinds = {
+            (t.shape, t.placements, t.device_mesh) if isinstance(t, DTensor) else None
+            for t in tensors
+        }
+        if len(kinds) == 1 and None not in kinds:
+            return func(*args, **kwargs)
+    return _written_whole(func, args, kwargs, outs)
+
+
+def _written_whole(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], into: list[DTensor]
+) -> Any:
+    """Write into whole tensors, and keep this rank's rows; collective.
+
+    Raises:
+        RankMismatchError: some ranks do something else.
+        StepError: it changes more than values.
+    """
+    name = func.__name__
+    runtimes = {id(r): r for t in into if (r := _runtime_of(t)[0]) is not None}
+    for runtime in runtimes.values():
+        runtime.together(f"{name}, which writes into a parameter")
+    wholes: dict[int, Tensor] = {}
+    for tensor in into:
+        with torch.no_grad():
+            made = _whole(tensor).clone()
+        wholes[id(tensor)] = made.requires_grad_(tensor.requires_grad)  # autograd asks for that
+    for leaf in compat.tree_flatten((args, kwargs))[0]:
+        if isinstance(leaf, DTensor) and id(leaf) not in wholes:
+            wholes[id(leaf)] = _whole(leaf)
+    found = func(*_exchanged(args, wholes), **_exchanged(kwargs, wholes))
+    for tensor in into:
+        whole = wholes[id(tensor)]
+        if whole.shape != tensor.shape or whole.grad_fn is not None:
+            raise StepError(
+                f"{name} changes more of a sharded parameter than its values: its shape, or what "
+                f"autograd knows of it. Write values, under torch.no_grad(), or inside of "
+                f"model.summon_full_params()."
+            )
+    with torch.no_grad():
+        for tensor in into:
+            whole, needed = wholes[id(tensor)], tensor.requires_grad
+            tensor.copy_(sharded_like(whole.detach(), tensor))
+            if whole.requires_grad != needed:  # torch.eye(out=...) drops it
+                tensor.requires_grad_(whole.requires_grad)
+    return _exchanged(found, {id(wholes[id(tensor)]): tensor for tensor in into})
+
+
+@functools.cache
+def _is_by_element(name: str) -> bool:
+    """True for a function that makes each element of a tensor of the one in its place, or draws it.
+
+    Of the others DTensor has wrong ones: scatter_add_ gives the parameter another shape.
+    """
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None or name in _BY_ELEMENT:
+        return name != "__setitem__"
+    tags = {tag for overload in packet.overloads() for tag in getattr(packet, overload).tags}
+    return bool(tags & {torch.Tag.pointwise, torch.Tag.nondeterministic_seeded})
+
+
+# -- operators on shards ---------------------------------------------------------------------------
+
+
+class _OnShards(compat.TorchDispatchMode):
+    """What DTensor would get wrong without a word.
+
+    It draws random numbers per shard, equal ones if ranks are seeded alike. And where it cannot
+    make a view of the shards it makes one of a copy, which is marked here: writing there writes
+    into nothing.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        written, views, random = _kind(func)
+        for i in written:
+            for tensor in args[i] if isinstance(args[i], list | tuple) else (args[i],):
+                if isinstance(tensor, DTensor):
+                    _refuse_copy(tensor, func.overloadpacket.__name__)
+        if random:
+            return _drawn(func, args, kwargs)
+        found = func(*args, **kwargs)
+        if views and isinstance(args[0], DTensor):
+            own = _storage(args[0])
+            for tensor in found if isinstance(found, list | tuple) else (found,):
+                if isinstance(tensor, DTensor) and _storage(tensor)._cdata != own._cdata:
+                    _storage(tensor)._fxshard_copy = True  # type: ignore[attr-defined]
+        return found
+
+
+@functools.cache
+def _kind(func: Any) -> tuple[tuple[int, ...], bool, bool]:
+    """Of an operator: which arguments it writes; whether it makes a view of the first one; whether
+    it draws random numbers.
+    """
+    said = func._schema.arguments
+    aliases = [a.alias_info for a in said if not a.kwarg_only]
+    written = tuple(i for i, alias in enumerate(aliases) if alias is not None and alias.is_write)
+    views = not written and bool(aliases) and aliases[0] is not None
+    return written, views, torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Random numbers for whole tensors; of what is as large as the first, this rank's rows."""
+    written, _, _ = _kind(func)
+    name = func.overloadpacket.__name__
+    tensors = [t for t in compat.tree_flatten((args, kwargs))[0] if isinstance(t, DTensor)]
+    if not tensors:
+        return func(*args, **kwargs)
+    first = tensors[0]
+    fills = name.endswith("_like") or (bool(written) and not name.startswith("rrelu"))
+    wholes = {
+        id(t): _empty_whole(t) if t is first and fills else t.full_tensor().clone() for t in tensors
+    }
+    found = func(*_exchanged(args, wholes), **_exchanged(kwargs, wholes))
+    for i in written:
+        if isinstance(args[i], DTensor):
+            args[i].copy_(sharded_like(wholes[id(args[i])], args[i]))
+    others = {id(wholes[id(t)]): t for t in tensors}
+    leaves, spec = compat.tree_flatten(found)
+    made = [
+        others[id(leaf)]
+        if id(leaf) in others
+        else (sharded_like(leaf, first) if leaf.shape == first.shape else _replicated(leaf, first))
+        for leaf in leaves
+    ]
+    return compat.tree_unflatten(made, spec)
+
+
+def _empty_whole(like: DTensor) -> Tensor:
+    device = compat.local_tensor(like).device
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+
+
+def _replicated(value: Tensor, like: DTensor) -> DTensor:
+    """A value that every rank has whole, where `like` is."""
+    mesh = like.device_mesh
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _storage(tensor: DTensor) -> torch.UntypedStorage:
+    return compat.local_tensor(tensor).untyped_storage()
+
+
+def _refuse_copy(tensor: DTensor, name: str) -> None:
+    """Raise StepError if what is written into is a view of a copy of a parameter."""
+    if getattr(_storage(tensor), "_fxshard_copy", False):
+        fqn = _runtime_of(tensor)[1]
+        raise StepError(
+            f"{name} writes into a part of {'parameter ' + repr(fqn) if fqn else 'a parameter'} "
+            f"that is a copy here, as the parameter is sharded: it would be lost. Write with an "
+            f"index (param[...] = value), or inside of model.summon_full_params()."
+        )
+
+
+def _marked(found: Any, wholes: dict[int, Tensor], of: DTensor) -> Any:
+    """What whole functions return of gathered tensors: views of them are marked as copies."""
+    known = {whole.untyped_storage()._cdata for whole in wholes.values()}
+    if type(found).__module__ == "numpy" and hasattr(found, "flags"):
+        runtime, fqn = _runtime_of(of)
+        slot = runtime.slots.get(fqn) if runtime is not None else None
+        if slot is not None and _storage(of)._cdata == slot.local.untyped_storage()._cdata:
+            found.flags.writeable = False  # in one process it would be the parameter's memory
+        return found
+    leaves, spec = compat.tree_flatten(found)
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) or leaf.requires_grad:
+            continue
+        if leaf.untyped_storage()._cdata in known:
+            leaf.untyped_storage()._fxshard_copy = True  # type: ignore[attr-defined]
+            leaves[i] = _gathering(_replicated(leaf, of), [of])
+    return compat.tree_unflatten(leaves, spec)
+
+
+def _is_scalar(name: str, tensors: Sequence[Tensor]) -> bool:
+    """True if a tensor becomes a number of Python's."""
+    return name in _SCALARS and all(t.numel() == 1 for t in tensors)
+
+
+def _is_kept(name: str) -> bool:
+    """True for what makes tensors that are kept and saved as DTensors are: optimizer states."""
+    likes = name.endswith("_like") or name.startswith("new_")
+    return name in _KEPT or (likes and name not in _TO_FILL)
+
+
+def _computes(found: Any, given: Sequence[Tensor]) -> bool:
+    """True if autograd would follow what an operator has made of the given tensors."""
+    leaves, _ = compat.tree_flatten(found)
+    known = set(map(id, given))
+    return any(isinstance(t, Tensor) and t.requires_grad and id(t) not in known for t in leaves)
+
+
+def _gathering(found: Any, given: Sequence[Tensor]) -> Any:
+    """What an operator has made of a parameter may meet plain tensors next."""
+    place = next((p for t in given if (p := getattr(t, PLACE, None)) is not None), None)
+    for tensor in compat.tree_flatten(found)[0]:
+        if type(tensor) is DTensor:
+            tensor.__class__ = GatheringTensor
+            if place is not None:
+                setattr(tensor, PLACE, place)
+    return found

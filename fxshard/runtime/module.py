@@ -1,0 +1,275 @@
+"""The class that `fxshard.compile` gives a model: the user's own, with a forward of ours.
+
+The object stays the user's, as in FSDP2: names, attributes, submodules, hooks and state dicts are
+what they were. All that is ours is behind one private attribute (`fxshard.capture.swapped.STATE`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from fxshard.capture import hf
+from fxshard.capture.swapped import METHODS, STATE, USERS_CLASS, Inside, users_class
+from fxshard.codegen.emit import Executor
+from fxshard.config import Config
+from fxshard.errors import ConfigError, StepError
+from fxshard.ir.units import Unit
+from fxshard.memory.report import MemoryReport
+from fxshard.plans.plan import Plan
+from fxshard.runtime import reading
+from fxshard.runtime.fsdp import FsdpMethods
+from fxshard.runtime.gathering import as_plain, let_gather
+from fxshard.runtime.runtime import MakeExecutor, Runtime
+from fxshard.runtime.world.c10d import C10dWorld
+from fxshard.runtime.world.in_process import InProcessWorld
+
+
+class FxshardModule(FsdpMethods):
+    """What every model is that `fxshard.compile` returned, besides what it was.
+
+    Its class is made of this one and the user's, ``FxshardLlama(FxshardModule, Llama)``. Under a
+    process group each parameter is a DTensor with placement ``Shard(0)``; without one, each is
+    whole and all ranks run inside this process.
+    """
+
+    __call__ = nn.Module.__call__  # one of the user's class is part of the program
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the training step traced last (of any call, if none trains).
+
+        Raises:
+            StepError: nothing is traced yet.
+        """
+        return self._fxshard.plan
+
+    @property
+    def memory(self) -> MemoryReport:
+        """The memory report of `plan`."""
+        return self._fxshard.plan.memory
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer of the option ``optimizer``, over the parameters of this module.
+
+        Of its class, with torch's ``param_groups``, ``state_dict`` and ``load_state_dict``, for
+        learning rate schedulers and torch.distributed.checkpoint; its step runs on local shards
+        without DTensor (`fxshard.codegen.optimizer`). With ``optimizer_in_backward`` backward has stepped
+        already, with the learning rates of the moment: ``.grad`` stays None, and ``step()`` and
+        ``zero_grad()`` find nothing left to do. Copies of the module make one of their own.
+
+        Raises:
+            ConfigError: the class of the optimizer needs whole parameters.
+            AttributeError: there is no option ``optimizer``.
+        """
+        if self._fxshard.config.optimizer is None:
+            raise AttributeError("there is no option optimizer=...")
+        return self._fxshard.optimizer()
+
+    _ddp_params_and_buffers_to_ignore = property(reading.refuse_ddp)
+
+    def __copy__(self) -> Self:
+        """Raises StepError: the copy would share programs, which know of one model only."""
+        raise StepError(
+            f"copy.copy of a compiled {users_class(self).__name__}: two models would share one set "
+            f"of shards and programs, which follow what is done to the first alone. Use "
+            f"copy.deepcopy for an independent model, or keep a second reference to this one."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """An independent model in the same world; nothing is communicated or traced."""
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        runtime = copy.deepcopy(self._fxshard, memo)  # first: it knows how to copy parameters
+        rest = {key: value for key, value in self.__dict__.items() if key != STATE}
+        made.__dict__.update(copy.deepcopy(rest, memo))
+        made.__dict__[STATE] = runtime
+        runtime.note_halves()
+        let_gather(runtime)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For pickle: the user's class is found by its name, ours is made of it again."""
+        state: Any = super().__getstate__()
+        if isinstance(state, dict):
+            state = {key: value for key, value in state.items() if key != STATE}
+        made_of = users_class(self), vars(type(self))[METHODS]
+        return _unpickled, made_of, (state, self._fxshard)
+
+    def __setstate__(self, state: Any) -> None:
+        theirs, runtime = state
+        super().__setstate__(theirs)
+        self.__dict__[STATE] = runtime
+        runtime.restored()
+        let_gather(runtime)
+
+
+def sharded(
+    model: nn.Module,
+    units: tuple[Unit, ...],
+    world: C10dWorld | InProcessWorld,
+    config: Config,
+    make_executor: MakeExecutor = Executor,
+    kind: type[Runtime] = Runtime,
+) -> FxshardModule:
+    """Shard `model` and exchange its class.
+
+    Raises:
+        ConfigError: see `check_swappable`.
+        UnitError: see `fxshard.runtime.sharding.shard_parameters`.
+    """
+    check_swappable(model)
+    runtime = kind(model, units, world, config, make_executor)
+    runtime.inside = Inside.taken_from(model)
+    model.__dict__[STATE] = runtime
+    model.__class__ = _fxshard_class(type(model))
+    let_gather(runtime)
+    assert isinstance(model, FxshardModule)
+    return model
+
+
+def public_names() -> tuple[str, ...]:
+    """What a compiled model has besides what it was; docs/coming-from-fsdp.md says what each is."""
+    found = {name for name in dir(FxshardModule) if not name.startswith("_")}
+    return tuple(sorted(found - set(dir(nn.Module))))
+
+
+def check_swappable(model: nn.Module) -> None:
+    """Raise ConfigError if the class of `model` cannot be exchanged, or would hide what is its."""
+    for path, module in model.named_modules():
+        if isinstance(module, FxshardModule):
+            where = f"its submodule {path!r}" if path else "it"
+            raise ConfigError(
+                f"the model is sharded already: {where} was given to fxshard.compile before. "
+                f"Compile once, the plain model; what a compiled one runs is in its .plan and "
+                f".memory."
+            )
+    places: dict[str, Mapping[str, Any]] = {
+        "a parameter": model._parameters,
+        "a buffer": model._buffers,
+        "a submodule": model._modules,
+        "an attribute": model.__dict__,
+        **{f"an attribute of class {c.__qualname__}": vars(c) for c in _own_classes(model)},
+    }
+    for name in public_names() if not isinstance(model, FSDPModule) else ():  # refused as sharded
+        for kind, held in places.items():
+            if name in held:
+                raise ConfigError(
+                    f"{type(model).__name__} has {kind} {name!r}, and a compiled model has that "
+                    f"name of fxshard's (fxshard.FxshardModule.{name}), which would hide it. "
+                    f"Rename yours, or compile a module that holds this one: names of submodules "
+                    f"are free."
+                )
+    base = type(model)
+    try:
+        model.__class__ = _fxshard_class(base)
+    except TypeError as error:
+        raise ConfigError(
+            f"the class of the model, {base.__name__}, cannot be exchanged for a subclass of it: "
+            f"{error}. Compile a module that holds this one."
+        ) from error
+    finally:
+        model.__class__ = base
+
+
+def _own_classes(model: nn.Module) -> list[type]:
+    """The classes that make the model more than an `nn.Module`."""
+    return [c for c in type(model).__mro__ if c not in nn.Module.__mro__]
+
+
+@contextlib.contextmanager
+def unchanged_on_error(model: nn.Module) -> Iterator[None]:
+    """Put every module of `model` back as it was if the block raises: attributes and class."""
+    before = [
+        (module, type(module), [(key, value, _items(value)) for key, value in vars(module).items()])
+        for module in model.modules()
+    ]
+    try:
+        yield
+    except BaseException:
+        for module, kind, attributes in before:
+            module.__class__ = kind
+            module.__dict__.clear()
+            for key, value, items in attributes:
+                if items is not None:
+                    value.clear()
+                    value.update(items)
+                module.__dict__[key] = value
+        raise
+
+
+def _items(value: Any) -> Any:
+    return value.copy() if isinstance(value, (dict, set)) else None
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method of a compiled model run as the user wrote it, on parameters gathered once.
+
+    Without that it reads each parameter where it uses it: then all ranks must run the same code.
+    (FSDP2's function of this name. For another module than a compiled one it does nothing.)
+
+    Raises:
+        ConfigError: the model has no such method.
+    """
+    if not isinstance(module, FxshardModule):
+        return
+    base, known = users_class(module), vars(type(module))[METHODS]
+    if not callable(getattr(base, method_name, None)):
+        raise ConfigError(f"{base.__name__} has no method {method_name!r}.")
+    if method_name not in known:
+        made: Any = _fxshard_class(base, (*known, method_name))
+        module.__class__ = made
+
+
+def _on_whole(method: Any) -> Any:
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with as_plain(self._fxshard):
+            return method(self, *args, **kwargs)
+
+    return run
+
+
+def _fxshard_class(
+    base: type[nn.Module], methods: tuple[str, ...] | None = None
+) -> type[nn.Module]:
+    """The subclass of a user's class whose ``forward`` runs a program; made once.
+
+    Args:
+        base: the user's class.
+        methods: names of methods that run on whole parameters; None: those of transformers.
+    """
+    names = hf.methods_on_whole(base) if methods is None else methods
+    for known in base.__subclasses__():
+        if (vars(known).get(USERS_CLASS), vars(known).get(METHODS)) == (base, names):
+            return known
+
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._fxshard.call(args, kwargs)
+
+    name = f"Fxshard{base.__name__}"
+    namespace = {
+        "__doc__": base.__doc__,
+        "__module__": base.__module__,
+        "__qualname__": name,
+        USERS_CLASS: base,
+        METHODS: names,
+        "forward": forward,
+        **{name: _on_whole(getattr(base, name)) for name in names},
+    }
+    metaclass: Any = type(base)
+    made: type[nn.Module] = metaclass(name, (FxshardModule, base), namespace)
+    return made
+
+
+def _unpickled(base: type[nn.Module], methods: tuple[str, ...]) -> nn.Module:
+    made: nn.Module = object.__new__(_fxshard_class(base, methods))
+    return made

@@ -1,0 +1,306 @@
+"""Whole parameters -> flat local storage, padded shards, and what the user sees of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from fxshard._torch import compat
+from fxshard._torch.dtensors import local_part
+from fxshard.config import Config
+from fxshard.errors import StepError, UnitError
+from fxshard.ir.units import Param, Unit, check_shardable, note_replaced
+from fxshard.runtime.initialise import check_fillable, has_the_data, owners_of, wholes
+from fxshard.runtime.world.c10d import C10dWorld
+from fxshard.runtime.world.in_process import InProcessWorld
+
+
+@dataclasses.dataclass
+class Slot:
+    """Where one parameter lives: its tensor on the module tree, and the shards behind it.
+
+    Attributes:
+        param: what it is.
+        shards: per rank that this process runs, the padded shard ``[chunk, ...]`` that is sent.
+        local: what the parameter has of them: this rank's rows, or all (in-process).
+        owners: every (module, name) that holds it; several if it is tied.
+    """
+
+    param: Param
+    shards: list[Tensor]
+    local: Tensor
+    owners: list[tuple[nn.Module, str]]
+
+    @property
+    def tensor(self) -> nn.Parameter:
+        """The parameter as the module tree holds it now."""
+        module, name = self.owners[0]
+        param = module._parameters.get(name)
+        if param is None:
+            raise StepError(
+                f"parameter {self.param.fqn!r} was taken out of the model after it was sharded. "
+                f"Change the plain model, and compile that."
+            )
+        return param
+
+    def settle(self) -> None:
+        """Bring the parameter back onto its shards, if something gave it other storage.
+
+        ``load_state_dict(assign=True)`` and ``module.to(...)`` do; in one process also
+        ``param.data = ...``, of which `fxshard.runtime.gathering` takes this rank's rows otherwise.
+
+        Raises:
+            StepError: its kind changed, or it is not tied any more.
+        """
+        tensor = self.tensor
+        now, own = local_part(tensor), self.local
+        stays = now.data_ptr() == own.data_ptr() and now.dtype is own.dtype
+        stays = stays and now.shape == own.shape and now.stride() == own.stride()
+        if stays and len(self.owners) == 1:
+            return
+        if any(module._parameters[name] is not tensor for module, name in self.owners):
+            raise StepError(
+                f"parameter {self.param.fqn!r} is not tied to {self.param.aliases[1:]} any more. "
+                f"Tie them again (load_state_dict without assign=True keeps them tied)."
+            )
+        others = isinstance(tensor, DTensor) and tuple(tensor.shape) != tuple(self.param.shape)
+        if others or (now.shape, now.dtype, now.device) != (own.shape, own.dtype, own.device):
+            raise StepError(
+                f"parameter {self.param.fqn!r} is another kind of tensor than compile made it: its "
+                f"local part is {list(now.shape)} {now.dtype} "
+                f"on {now.device}; when it was sharded it was {list(own.shape)} {own.dtype} on "
+                f"{own.device}. Write values into a parameter in place of exchanging it (with "
+                f"model.summon_full_params(): ..., or load_state_dict); convert and move the whole "
+                f"model (model.to(...)), or do it before fxshard.compile."
+            )
+        if not stays:
+            own.copy_(now.detach().clone())  # param.data = param.data.t(): one storage
+            if isinstance(tensor, DTensor):
+                compat.set_local_tensor(tensor, own)
+            else:
+                tensor.data = own
+
+
+def shard_parameters(
+    model: nn.Module,
+    units: tuple[Unit, ...],
+    world: C10dWorld | InProcessWorld,
+    config: Config,
+) -> dict[str, Slot]:
+    """Replace each parameter of `model` by its sharded form, and meta buffers by real ones.
+
+    All or nothing. The padded shards of a unit are views of one flat storage per dtype. What is on
+    the meta device is filled on the world's device (in-process: that of the model), or rank 0's
+    data is given to all ranks; see `fxshard.runtime.initialise`.
+
+    Raises:
+        UnitError: a parameter lives on another device than the world's, has a gradient hook or is
+            sharded already; or something on the meta device was not filled.
+        RankMismatchError: rank 0's data is to be given to all, and the ranks hold other buffers,
+            or one of them refuses its model.
+    """
+    named = dict(model.named_parameters())
+    originals = {param.fqn: named[param.fqn] for unit in units for param in unit.params}
+    chosen = set(map(id, originals.values()))
+    ignored = [param for param in model.parameters() if id(param) not in chosen]
+    sync = world if config.sync_module_states and isinstance(world, C10dWorld) else None
+    refusal = _refusal(model, originals, ignored, world, config)
+    if sync:
+        _agree_to_sync(model, refusal, sync)
+    if refusal:
+        raise refusal
+    device = _home(model, world)
+    made: dict[str, list[Tensor]] = {}
+    for unit in units:
+        made |= _flat_shards(unit, originals, device, world, config.offload)
+    params = {id(originals[param.fqn]): param for unit in units for param in unit.params}
+    buffers: list[tuple[Tensor, Tensor]] = []
+    for tensor, whole in wholes(model, device, config.param_init_fn, sync, ignored):
+        if id(tensor) in params:
+            param = params[id(tensor)]
+            _take_rows(param, made[param.fqn], whole.detach(), world)
+        elif whole is not tensor:
+            buffers.append((tensor, whole.detach()))
+        del whole  # before the next one is made
+    owners = owners_of(model)
+    slots: dict[str, Slot] = {}
+    for key, param in params.items():
+        shards = made[param.fqn]
+        slots[param.fqn] = Slot(param, shards, _local(param, shards, world), owners[key])
+    exposed = {fqn: _exposed(slot.param, slot.local, world) for fqn, slot in slots.items()}
+    for unit in units:
+        if unit.precision.keep_low_precision_grads:
+            for param in unit.params:
+                dtype = unit.precision.reduce_dtype or param.compute_dtype
+                exposed[param.fqn].grad_dtype = dtype if param.dtype.is_floating_point else None
+    for buffer, whole in buffers:
+        _give_buffer(buffer, whole, owners[id(buffer)])
+    for fqn, slot in slots.items():
+        note_replaced(fqn, originals[fqn])
+        for module, name in slot.owners:
+            module._parameters[name] = exposed[fqn]
+    return slots
+
+
+def _refusal(
+    model: nn.Module,
+    originals: dict[str, nn.Parameter],
+    ignored: list[nn.Parameter],
+    world: C10dWorld | InProcessWorld,
+    config: Config,
+) -> UnitError | None:
+    """Why `model` cannot be sharded as it is now, if so."""
+    sync = world if config.sync_module_states and isinstance(world, C10dWorld) else None
+    try:
+        for fqn, tensor in originals.items():
+            _check_shardable_now(fqn, tensor, world, config.offload is not None)
+        left_out = set(map(id, ignored))
+        for fqn, tensor in model.named_parameters():
+            if tensor.is_meta and id(tensor) in left_out:
+                raise UnitError(
+                    f"parameter {fqn!r} is ignored, and on the meta device: nothing fills it. "
+                    f"Build what is ignored on a real device."
+                )
+        if not sync or has_the_data(sync):
+            check_fillable(model, config.param_init_fn, ignored)
+    except UnitError as error:
+        return error
+    return None
+
+
+def _agree_to_sync(model: nn.Module, refusal: UnitError | None, world: C10dWorld) -> None:
+    """All ranks go on to the broadcasts, or none."""
+    lines = [
+        f"buffer {name} {list(buffer.shape)} {buffer.dtype}"
+        for name, buffer in model.named_buffers()
+    ]
+    world.agree([str(refusal or "can be sharded"), *lines], "the model that rank 0 is to give them")
+
+
+def _check_shardable_now(
+    fqn: str, tensor: nn.Parameter, world: C10dWorld | InProcessWorld, offloaded: bool
+) -> None:
+    check_shardable(fqn, tensor)
+    if isinstance(tensor, DTensor):
+        raise UnitError(
+            f"parameter {fqn!r} is a DTensor already. Give fxshard the plain model, before "
+            f"fully_shard or another fxshard.compile. With tensor parallelism: fxshard shards over "
+            f"one kind of mesh only; use fully_shard for what parallelize_module has sharded."
+        )
+    if compat.has_gradient_hooks(tensor):
+        raise UnitError(
+            f"parameter {fqn!r} has a hook on its gradient, which sharding would drop. Register it "
+            f"on the parameter of the model that fxshard.compile returns."
+        )
+    if tensor.is_meta:
+        return
+    if offloaded and tensor.device.type == "cpu":
+        return
+    if isinstance(world, C10dWorld) and tensor.device.type != world.mesh.device_type:
+        raise UnitError(
+            f"parameter {fqn!r} is on {tensor.device}, but the mesh is of device type "
+            f"{world.mesh.device_type!r}. Move the model there first, with model.to(...)."
+        )
+
+
+def _home(model: nn.Module, world: C10dWorld | InProcessWorld) -> torch.device:
+    """Where meta tensors get their data."""
+    if isinstance(world, C10dWorld):
+        return torch.device(world.mesh.device_type)
+    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+
+
+def _flat_shards(
+    unit: Unit,
+    originals: dict[str, nn.Parameter],
+    device: torch.device,
+    world: C10dWorld | InProcessWorld,
+    offload: CPUOffloadPolicy | None,
+) -> dict[str, list[Tensor]]:
+    """Padded shards of the unit, zero: views of one new flat storage per dtype and process.
+
+    Offloaded ones lie on the CPU, in pinned memory where there is an accelerator to copy to.
+
+    In-process, the flat storage holds every rank's rows of a parameter one behind the other, so
+    that a whole parameter is a view too.
+    """
+    found: dict[str, list[Tensor]] = {}
+    count = world.size if isinstance(world, InProcessWorld) else 1
+    for dtype in dict.fromkeys(param.dtype for param in unit.params):
+        params = [param for param in unit.params if param.dtype == dtype]
+        numels = [count * torch.Size(param.chunk(world.size)).numel() for param in params]
+        real = [originals[p.fqn].device for p in params if not originals[p.fqn].is_meta]
+        home, pin = (real or [device])[0], False
+        if offload is not None:
+            home = torch.device("cpu")
+            pin = offload.pin_memory and torch.accelerator.is_available()
+        flat = torch.zeros(sum(numels), dtype=dtype, device=home, pin_memory=pin)
+        for param, piece in zip(params, flat.split(numels), strict=True):
+            found[param.fqn] = list(piece.view(count, *param.chunk(world.size)).unbind())
+    return found
+
+
+def _take_rows(
+    param: Param, shards: list[Tensor], whole: Tensor, world: C10dWorld | InProcessWorld
+) -> None:
+    """Copy the rows of `whole` into the shards that this process holds."""
+    for k, shard in enumerate(shards):
+        rank = k if isinstance(world, InProcessWorld) else world.rank
+        rows = param.rows(rank, world.size)
+        shard[: len(rows)].copy_(whole[rows.start : rows.stop])
+
+
+def _give_buffer(buffer: Tensor, whole: Tensor, owners: list[tuple[nn.Module, str]]) -> None:
+    """Put new data into a buffer: in place where it has data, for others may refer to it."""
+    if not buffer.is_meta and buffer.is_contiguous():
+        buffer.detach().copy_(whole)
+        return
+    for module, name in owners:
+        module._buffers[name] = whole if buffer.is_meta else whole.to(buffer.device)
+
+
+def _local(param: Param, shards: list[Tensor], world: C10dWorld | InProcessWorld) -> Tensor:
+    """The rows behind the parameter that the user sees: without padding."""
+    if isinstance(world, InProcessWorld):
+        # unbind() made views of one block; its rows follow each other in the flat storage.
+        return shards[0].as_strided(param.shape, torch.empty(param.shape, device="meta").stride())
+    return shards[0][: len(param.rows(world.rank, world.size))]
+
+
+def _exposed(param: Param, local: Tensor, world: C10dWorld | InProcessWorld) -> nn.Parameter:
+    """The parameter that the user sees: a DTensor over this rank's rows, or all of them."""
+    if isinstance(world, InProcessWorld):
+        return nn.Parameter(local, param.requires_grad)
+    made = as_dtensor(param, compat.stand_in(local), world)
+    exposed = nn.Parameter(made, param.requires_grad)
+    compat.set_local_tensor(exposed, local)
+    return exposed
+
+
+def as_dtensor(param: Param, local: Tensor, world: C10dWorld) -> DTensor:
+    """This rank's rows as a DTensor of the parameter's global shape."""
+    stride = torch.empty(param.shape, device="meta").stride()
+    return DTensor.from_local(
+        local,
+        world.mesh,
+        world.placements,
+        run_check=False,
+        shape=torch.Size(param.shape),
+        stride=stride,
+    )
+
+
+def as_gradient(slot: Slot, shards: list[Tensor], world: C10dWorld | InProcessWorld) -> Tensor:
+    """The averaged shards of a gradient in the form of the parameter."""
+    if isinstance(world, InProcessWorld):
+        return torch.cat(shards)[: slot.param.shape[0]]
+    local, rows, exposed = shards[0], slot.local.shape[0], slot.tensor
+    if local.shape[0] != rows:
+        local = local[:rows]
+    if isinstance(exposed, DTensor) and local.dtype is exposed.dtype:
+        return compat.dtensor_like(local, exposed)
+    return as_dtensor(slot.param, local, world)

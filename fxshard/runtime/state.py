@@ -1,0 +1,533 @@
+"""The state of a sharded module, whole and in parts: norms, whole parameters, state dicts, copies.
+
+All of it reads the placements that a parameter has, and so holds for any mesh and for parameters
+that are not sharded at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import math
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_
+from torch.optim import Optimizer
+
+from fxshard._torch import compat
+from fxshard._torch.dtensors import _dtensor, local_part, sharded_like
+from fxshard.capture import swapped
+from fxshard.errors import CheckpointError, ConfigError, StepError
+from fxshard.runtime.sharding import Slot
+from fxshard.runtime.world.c10d import C10dWorld
+from fxshard.runtime.world.in_process import InProcessWorld
+
+# -- the norm of all gradients ---------------------------------------------------------------------
+
+
+def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    """Scale the gradients in place so that the norm of all of them is at most `max_norm`.
+
+    As ``torch.nn.utils.clip_grad_norm_`` on the unsharded model: the norm of the norms of each
+    gradient. Low precision gradients are summed in fp32, and the norm has their dtype, as in
+    FSDP1 (torch/distributed/fsdp/fully_sharded_data_parallel.py, ``clip_grad_norm_``).
+
+    Returns:
+        The total norm, a plain scalar, the same on all ranks of the mesh.
+    """
+    params = [param for param in parameters if param.grad is not None]
+    if not params:
+        return torch.tensor(0.0)
+    total = _total_norm([param.grad for param in params if param.grad is not None], norm_type)
+    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
+    for param in params:  # torch scales a list of DTensors of one mesh, or of plain tensors
+        mesh = param.grad.device_mesh if isinstance(param.grad, DTensor) else None
+        by_mesh.setdefault(mesh, []).append(param)
+    for group in by_mesh.values():
+        clip_grads_with_norm_(group, max_norm, total)
+    return total
+
+
+def _total_norm(grads: Sequence[Tensor], p: float) -> Tensor:
+    p = float(p)
+    norms: dict[int, Tensor] = {}
+    together: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
+    for i, grad in enumerate(grads):
+        local = local_part(grad)
+        dims = _sharded_dims(grad)
+        if isinstance(grad, DTensor) and dims:
+            together.setdefault((grad.device_mesh, dims), []).append(i)
+            norms[i] = _summand(local, p)
+        else:
+            norms[i] = torch.linalg.vector_norm(local, p, dtype=_wide(local.dtype))
+    for (mesh, dims), members in together.items():  # one all-reduce for all that lie alike
+        parts = torch.stack([norms[i] for i in members]).to(mesh.device_type)
+        strange = parts.isnan()
+        if math.isinf(p):  # gloo's maximum loses NaN, which goes beside the numbers
+            parts = torch.cat([parts.where(~strange, 0.0), math.copysign(1, p) * strange])
+        for dim in dims:
+            dist.all_reduce(parts, _reduction(p), group=mesh.get_group(dim))
+        if math.isinf(p):
+            parts, strange = parts.chunk(2)
+            parts = parts.where(strange == 0, math.nan)
+        if math.isfinite(p) and p != 0:
+            parts = parts ** (1 / p)
+        norms.update(zip(members, parts.unbind(), strict=True))
+    device = norms[0].device
+    each = torch.stack([norms[i].to(device) for i in range(len(grads))])
+    dtype = grads[0].dtype
+    for grad in grads:
+        dtype = torch.promote_types(dtype, grad.dtype)
+    return torch.linalg.vector_norm(each, p).to(dtype)
+
+
+def _sharded_dims(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions of the mesh along which ranks hold different rows."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    return tuple(dim for dim, place in enumerate(tensor.placements) if place.is_shard())
+
+
+def _summand(local: Tensor, p: float) -> Tensor:
+    """What this rank's rows add to a norm, before the reduction; of no rows, what changes nothing.
+
+    (torch has no maximum of an empty tensor.)
+    """
+    if local.numel() == 0:
+        neutral = math.inf if p == -math.inf else 0.0
+        return local.new_full((), neutral, dtype=_wide(local.dtype))
+    norm = torch.linalg.vector_norm(local, p, dtype=_wide(local.dtype))
+    return norm**p if math.isfinite(p) and p != 0 else norm
+
+
+def _reduction(p: float) -> Any:
+    return {math.inf: dist.ReduceOp.MAX, -math.inf: dist.ReduceOp.MIN}.get(p, dist.ReduceOp.SUM)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+# -- whole parameters ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def whole_parameters(
+    slots: Sequence[Slot],
+    *,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """For the time of the block the module tree holds whole plain parameters.
+
+    Collective. What ``FullyShardedDataParallel.summon_full_params`` does
+    (torch/distributed/fsdp/_unshard_param_utils.py), but that ``writeback=False`` discards changes
+    on one rank too, and gradients may be offloaded.
+
+    Raises:
+        ConfigError: `writeback` with `rank0_only`: the other ranks have nothing to take rows from.
+        StepError: at the end, a parameter has another shape, or is not tied any more.
+    """
+    if writeback and rank0_only:
+        raise ConfigError(
+            "writeback=True with rank0_only=True: changes made on rank 0 alone would not reach the "
+            "rows of the other ranks. Pass writeback=False to look, or rank0_only=False to change."
+        )
+    sharded = [slot.tensor for slot in slots]
+    keep = not rank0_only or all(map(_is_first, sharded))
+    made = []
+    for tensor in sharded:
+        whole = _whole(tensor, offload_to_cpu, with_grads)
+        made.append(whole if keep else tensor)
+    for slot, whole in zip(slots, made, strict=True):
+        _place(slot, whole)
+    try:
+        yield
+    finally:
+        found = [[module._parameters[name] for module, name in slot.owners] for slot in slots]
+        for slot, tensor in zip(slots, sharded, strict=True):
+            _place(slot, tensor)
+        if writeback:
+            for slot, now in zip(slots, found, strict=True):
+                _require_alike(slot, now)
+            for slot, now in zip(slots, found, strict=True):
+                _write_back(slot, now[0], with_grads)
+
+
+def _whole(tensor: nn.Parameter, offload_to_cpu: bool, with_grads: bool) -> nn.Parameter:
+    """A parameter of its own storage with the values of `tensor`, and of its gradient if asked."""
+    whole = nn.Parameter(_whole_value(tensor, offload_to_cpu), tensor.requires_grad)
+    if with_grads and tensor.grad is not None:
+        whole.grad = _whole_value(tensor.grad, offload_to_cpu)
+    return whole
+
+
+def _whole_value(tensor: Tensor, offload_to_cpu: bool) -> Tensor:
+    value = tensor.detach()
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    if value.untyped_storage().data_ptr() == local_part(tensor).untyped_storage().data_ptr():
+        value = value.clone()  # one rank, or replicated: nothing had to be gathered
+    return value.cpu() if offload_to_cpu else value
+
+
+def _is_first(tensor: Tensor) -> bool:
+    """True on the first rank of the mesh."""
+    coordinate = tensor.device_mesh.get_coordinate() if isinstance(tensor, DTensor) else None
+    return not any(coordinate or ())
+
+
+def _place(slot: Slot, tensor: Any) -> None:
+    for module, name in slot.owners:
+        module._parameters[name] = tensor
+
+
+def _require_alike(slot: Slot, now: Sequence[nn.Parameter | None]) -> None:
+    """Raise StepError if the module tree holds another kind of parameter at the end of it."""
+    tensor, whole, fqn = slot.tensor, now[0], slot.param.fqn
+    if any(other is not whole for other in now):
+        raise StepError(
+            f"parameter {fqn!r} was not tied to {slot.param.aliases[1:]} any more at the end of "
+            f"summon_full_params: all changes were dropped. Tie them again inside the block."
+        )
+    if whole is None or whole.shape != tensor.shape:
+        what = "gone" if whole is None else f"of shape {list(whole.shape)}"
+        raise StepError(
+            f"parameter {fqn!r} was {what} at the end of summon_full_params, and of shape "
+            f"{list(tensor.shape)} before: all changes were dropped. Change values only, or change "
+            f"the model before fxshard.compile."
+        )
+
+
+@torch.no_grad()
+def _write_back(slot: Slot, whole: nn.Parameter | None, with_grads: bool) -> None:
+    """This rank's rows of what the module tree held at the end of the block."""
+    tensor = slot.tensor
+    assert whole is not None
+    tensor.copy_(sharded_like(whole.detach(), tensor))
+    tensor.requires_grad_(whole.requires_grad)
+    if not with_grads:
+        return
+    if whole.grad is None:
+        tensor.grad = None
+    elif tensor.grad is None:
+        made = sharded_like(whole.grad.to(tensor.dtype), tensor)
+        tensor.grad = made if isinstance(made, DTensor) else made.to(tensor.device)
+    else:
+        tensor.grad.copy_(sharded_like(whole.grad, tensor.grad))
+
+
+# -- state dicts -----------------------------------------------------------------------------------
+
+
+def take_whole_values(modules: Iterable[nn.Module]) -> None:
+    """Let ``load_state_dict`` of each module take plain whole tensors for sharded parameters.
+
+    And its ``state_dict`` give DTensors that `torch.save` takes (see `compat.stand_in`).
+    """
+    for module in modules:
+        module.register_load_state_dict_pre_hook(_take_rows)
+        module.register_state_dict_post_hook(_make_savable)
+
+
+def _take_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Put this rank's rows in the place of each whole tensor that `module` shards.
+
+    What has another shape than the parameter stays, for ``load_state_dict`` to complain about.
+    """
+    for name, param in module._parameters.items():
+        value = state_dict.get(prefix + name)
+        whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
+        if isinstance(param, DTensor) and whole and value.shape == param.shape:
+            # A copy: with assign=True it becomes the parameter, and see compat.stand_in.
+            state_dict[prefix + name] = sharded_like(value.detach(), param).clone()
+
+
+def _make_savable(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    for name in module._parameters:
+        value = state_dict.get(prefix + name)
+        if isinstance(value, DTensor) and value.storage_offset():
+            local = local_part(value)
+            state_dict[prefix + name] = made = _dtensor(compat.stand_in(local), value)
+            compat.set_local_tensor(made, local)
+
+
+def full_state_dict(model: nn.Module, cpu_offload: bool, rank0_only: bool) -> dict[str, Any]:
+    """Whole parameters and buffers by name; collective. ``{}`` on other ranks if `rank0_only`.
+
+    (torch/distributed/checkpoint/state_dict.py, ``get_model_state_dict``: with `cpu_offload` it
+    keeps rank 0's only, and without it every rank's.)
+    """
+    alone = cpu_offload and rank0_only
+    options = StateDictOptions(full_state_dict=True, cpu_offload=alone)
+    state = get_model_state_dict(model, options=options)
+    if rank0_only and dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
+        return {}
+    if cpu_offload:
+        return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
+    return state
+
+
+# -- other dtypes and devices; copies --------------------------------------------------------------
+
+
+def set_aside(slots: Sequence[Slot]) -> contextlib.AbstractContextManager[None]:
+    """For the time of the block the module tree holds everything but the sharded parameters."""
+    return holding(slots, [None] * len(slots))
+
+
+@contextlib.contextmanager
+def holding(slots: Sequence[Slot], others: Sequence[Tensor | None]) -> Iterator[None]:
+    """For the time of the block the module tree holds `others` for the sharded parameters."""
+    tensors = [slot.tensor for slot in slots]
+    for slot, other in zip(slots, others, strict=True):
+        _place(slot, other)
+    try:
+        yield
+    finally:
+        for slot, tensor in zip(slots, tensors, strict=True):
+            _place(slot, tensor)
+
+
+def converted(
+    slots: Sequence[Slot], fn: Callable[[Tensor], Tensor], world: C10dWorld | InProcessWorld
+) -> None:
+    """Run a conversion of ``nn.Module._apply`` on the shards.
+
+    The Parameter objects stay, as in ``nn.Module._apply``.
+
+    Raises:
+        StepError: it moves shards away from the devices of the mesh, or torch cannot exchange the
+            values of a parameter, because of what else refers to it.
+    """
+    for slot in slots:
+        device, own = fn(slot.local.new_empty(0)).device, slot.local.device
+        if not isinstance(world, C10dWorld):
+            break
+        if device.type != (world.mesh.device_type if own.type == "meta" else own.type):
+            raise StepError(
+                f"parameter {slot.param.fqn!r} cannot move to {device}: its shard lies on "
+                f"{own}, and the mesh is of device type {world.mesh.device_type!r}. "
+                f"Move the model before fxshard.compile, with a mesh of that device type."
+            )
+    fresh: list[tuple[Slot, Tensor]] = []
+    for slot in slots:
+        with torch.no_grad():
+            now = local_part(slot.tensor).detach()
+            new = fn(now)
+        if new is not now:
+            fresh.append((slot, new))
+    for slot, new in fresh:
+        _exchange(slot, new, fn)
+    lay_out([slot for slot, _ in fresh])
+
+
+def _exchange(slot: Slot, local: Tensor, fn: Callable[[Tensor], Tensor]) -> None:
+    """Give the parameter `local` for its values, and convert its gradient."""
+    tensor = slot.tensor
+    for module, _ in slot.owners:
+        if isinstance(module, nn.RNNBase):
+            module._flat_weight_refs = []  # weak references, which its own _apply drops too
+    grad, tensor.grad = tensor.grad, None
+    if isinstance(tensor, DTensor):
+        made = nn.Parameter(_dtensor(local, tensor), tensor.requires_grad)
+        try:
+            torch.utils.swap_tensors(tensor, made)
+        except RuntimeError as error:
+            tensor.grad = grad
+            raise StepError(
+                f"parameter {slot.param.fqn!r} cannot be converted while something else refers to "
+                f"it: an autograd graph, or a weak reference. Drop those first. Cause: {error}"
+            ) from error
+    else:
+        tensor.data = local
+    if grad is not None:
+        new = fn(local_part(grad))
+        tensor.grad = _dtensor(new, grad) if isinstance(grad, DTensor) else new
+
+
+def lay_out(slots: Sequence[Slot]) -> None:
+    """Put the parameters that the module tree holds now onto new flat storage, as it was laid out:
+    the padded shards of a unit are views of one storage per dtype.
+    """
+    groups: dict[tuple[int, torch.dtype, torch.device], list[Slot]] = {}
+    for slot in slots:
+        now = local_part(slot.tensor)
+        groups.setdefault((slot.param.unit, now.dtype, now.device), []).append(slot)
+    for (_, dtype, device), members in groups.items():
+        numels = [shard.numel() for slot in members for shard in slot.shards]
+        pieces = iter(torch.zeros(sum(numels), dtype=dtype, device=device).split(numels))
+        for slot in members:
+            slot.param = dataclasses.replace(slot.param, dtype=dtype)
+            slot.shards = [next(pieces).view(shard.shape) for shard in slot.shards]
+            # A whole parameter (in-process) goes on into the shards behind the first.
+            slot.local = slot.shards[0].as_strided(slot.local.shape, slot.local.stride())
+            slot.local.copy_(local_part(slot.tensor).detach())
+            _stand_on(slot.tensor, slot.local)
+
+
+def _stand_on(tensor: Tensor, local: Tensor) -> None:
+    if isinstance(tensor, DTensor):
+        compat.set_local_tensor(tensor, local)
+    else:
+        tensor.data = local
+
+
+def copied(slots: Mapping[str, Slot], memo: dict[int, Any]) -> dict[str, Slot]:
+    """Deep copies of `slots`, with a parameter of its own for each; modules are found by `memo`."""
+    for slot in slots.values():
+        slot.settle()
+        copy.deepcopy(slot.shards, memo)  # views of one storage stay so: memo holds the storage
+        local, tensor = copy.deepcopy(slot.local, memo), slot.tensor
+        if isinstance(tensor, DTensor):
+            made = nn.Parameter(_dtensor(compat.stand_in(local), tensor), tensor.requires_grad)
+            compat.set_local_tensor(made, local)
+        else:
+            made = nn.Parameter(local, tensor.requires_grad)
+        memo[id(tensor)] = made
+    return copy.deepcopy(dict(slots), memo)
+
+
+def without_data(slot: Slot) -> Slot:
+    """`slot` for pickle: the layout alone; `lay_out` fills it from the parameter."""
+    shards = [shard.to("meta") for shard in slot.shards]
+    return dataclasses.replace(slot, shards=shards, local=slot.local.to("meta"))
+
+
+def check_picklable(option: str, value: Any) -> None:
+    """Raises StepError naming the option of `fxshard.compile` that pickle cannot take."""
+    try:
+        pickle.dumps(value)
+    except Exception as error:
+        raise StepError(
+            f"the compiled module cannot be pickled: option {option}={value!r} cannot. Save "
+            f"model.state_dict() and compile again, or use a module-level function. Cause: {error}"
+        ) from error
+
+
+# -- hooks -----------------------------------------------------------------------------------------
+
+
+def traced_hooks(model: nn.Module) -> dict[int, str]:
+    """Hooks below `model` that run while tracing only: their number -> what to say about them.
+
+    Those of torch and transformers themselves are left out: they are written to be traced.
+    """
+    return {
+        number: f"{kind} {_function_name(hook)} of module {fqn!r}"
+        for fqn, module in model.named_modules()
+        for kind, number, hook in compat.module_hooks(module)
+        if fqn and not swapped.is_traced(hook)
+    }
+
+
+def _function_name(hook: Any) -> str:
+    function = getattr(hook, "func", hook)  # of a partial
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{swapped.function_module(hook)}.{name}"
+
+
+# -- optimizer states ------------------------------------------------------------------------------
+
+
+def optim_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The state of `optimizer` by parameter name, as it is sharded."""
+    with compat.not_stepped(optimizer):
+        return dict(get_optimizer_state_dict(model, optimizer))
+
+
+def full_optim_state_dict(
+    model: nn.Module, optimizer: Optimizer, cpu_offload: bool, rank0_only: bool
+) -> dict[str, Any]:
+    """The same with whole tensors; collective. ``{}`` on other ranks if `rank0_only`."""
+    alone = cpu_offload and rank0_only  # see full_state_dict
+    options = StateDictOptions(full_state_dict=True, cpu_offload=alone)
+    with compat.not_stepped(optimizer):
+        state = get_optimizer_state_dict(model, optimizer, options=options)
+    if rank0_only and dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
+        return {}
+    leaves, spec = compat.tree_flatten(dict(state))
+    if cpu_offload:
+        leaves = [leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return compat.tree_unflatten(leaves, spec)
+
+
+def optim_state_dict_to_load(
+    model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`saved`, by parameter name, as ``optimizer.load_state_dict`` takes it: by number.
+
+    Of a whole tensor it holds this rank's rows; nothing is communicated.
+
+    Raises:
+        CheckpointError: a parameter of `optimizer` is in no group of `saved`, or those of one group
+            were in several, of other options.
+    """
+    names = {id(param): name for name, param in model.named_parameters()}
+    groups: list[dict[str, Any]] = []
+    state: dict[int, Any] = {}
+    number = 0
+    for group in optimizer.param_groups:
+        numbers = range(number, number := number + len(group["params"]))
+        found: dict[str, Any] = {}
+        for i, param in zip(numbers, group["params"], strict=True):
+            name = names.get(id(param), f"number {i}")
+            before = found
+            found = next((g for g in saved.get("param_groups", ()) if name in g["params"]), {})
+            if not found:
+                raise CheckpointError(
+                    f"the optimizer state says nothing of parameter {name!r}. It must be by "
+                    f"parameter name, as optim_state_dict and full_optim_state_dict give it, and "
+                    f"on every rank (rank0_only=False)."
+                )
+            if before and (option := _differing(before, found)):
+                raise CheckpointError(
+                    f"parameter {name!r} was in another group of the saved optimizer than those "
+                    f"before it in its group now, with another {option!r}. Make the optimizer with "
+                    f"the groups that were saved."
+                )
+            if name in saved["state"]:
+                leaves, spec = compat.tree_flatten(saved["state"][name])
+                leaves = [_rows_of_state(leaf, param) for leaf in leaves]
+                state[i] = compat.tree_unflatten(leaves, spec)
+        groups.append({**group, **found, "params": list(numbers)})
+    return {"state": state, "param_groups": groups}
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """The first option that two groups do not have alike; empty if there is none."""
+    for option in dict.fromkeys([*one, *other]):
+        values = one.get(option), other.get(option)
+        if option in ("params", "param_names"):
+            continue
+        if not (option in one and option in other):
+            return option
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        if len(tensors) == 1 or not (
+            torch.equal(*tensors) if tensors else bool(values[0] == values[1])
+        ):
+            return option
+    return ""
+
+
+def _rows_of_state(value: Any, param: nn.Parameter) -> Any:
+    """This rank's rows of what an optimizer keeps of `param`, if it is whole and of its shape."""
+    whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
+    if isinstance(param, DTensor) and whole and value.shape == param.shape:
+        return sharded_like(value.detach(), param).clone()
+    return value

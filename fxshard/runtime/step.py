@@ -1,0 +1,353 @@
+"""The one node that a call of a compiled model is in the user's autograd graph."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxshard._torch import compat
+from fxshard.capture import shapes
+from fxshard.capture.swapped import users_class
+from fxshard.errors import StepError
+from fxshard.ir import tags, transfers
+from fxshard.ir.program import Program
+from fxshard.runtime.sharding import Slot, as_gradient
+from fxshard.runtime.unused import Reach
+from fxshard.runtime.variants import Variant
+from fxshard.runtime.world.c10d import C10dWorld
+from fxshard.runtime.world.in_process import InProcessWorld
+
+
+class Runs(Protocol):
+    """What a call needs of the `fxshard.runtime.runtime.Runtime` that runs it."""
+
+    accumulated: dict[str, list[Tensor]]
+    just_stepped: list[str]
+    model: nn.Module
+    reach: Reach
+    slots: dict[str, Slot]
+    sync: bool
+    torn: dict[str, Any]
+    wholes: Any
+    world: C10dWorld | InProcessWorld
+
+    def arguments(self, variant: Variant, batch: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Per rank that this process runs, the values of forward's placeholders."""
+
+    def as_traced(self, variant: Variant | None = None) -> AbstractContextManager[None]:
+        """The context that a program runs in."""
+
+    def begin_backward(self, call: Call) -> None:
+        """The backward of `call` is next."""
+
+    def refuse_until_written(self, what: str, why: str, parts: Any) -> None:
+        """Refuse calls from now on, until all of `parts` have been written."""
+
+    def require_accumulated(self, program: Program) -> None:
+        """Refuse a program that does not take what has been accumulated."""
+
+    def require_sharded(self, what: str) -> None:
+        """Refuse `what` while parameters are not sharded."""
+
+    def value(self, node: fx.Node, program: Program, batch: Sequence[Tensor], rank: int) -> Tensor:
+        """The value of a placeholder."""
+
+
+@dataclasses.dataclass
+class Call:
+    """One call on its way through autograd."""
+
+    runtime: Runs
+    variant: Variant
+    params: int
+
+
+class Step(torch.autograd.Function):
+    """One node in the user's autograd graph: the whole model.
+
+    Saved values are a plain list on the context, handed over (and so dropped) by backward; so are
+    the gradients that arrive, which autograd hands over in a list.
+    """
+
+    boxed_grads_call = True
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        batch = tensors[call.params :]
+        with call.runtime.as_traced(call.variant):
+            outputs, saved = call.variant.executor.forward(
+                call.runtime.arguments(call.variant, batch)
+            )
+        signature = call.variant.program.signature
+        ctx.set_materialize_grads(False)
+        where = signature.computed_outputs
+        are_tensors = [k for k, output in enumerate(outputs) if isinstance(output, Tensor)]
+        plain = [k for k in are_tensors if where[k] not in signature.differentiable]
+        for k in plain:
+            outputs[k] = outputs[k].detach()  # the same tensor may be a differentiable output too
+        ctx.places = {position: k for k, position in enumerate(where)}
+        _keep_identities(outputs, [(ctx.places[i], ctx.places[j]) for i, j in signature.repeats])
+        ctx.mark_non_differentiable(*(outputs[k] for k in plain))
+        returned = {id(outputs[k]) for k in are_tensors}
+        # An output that is saved too must not keep its own autograd node alive.
+        ctx.saved = [[t.detach() if id(t) in returned else t for t in rank] for rank in saved]
+        ctx.exposed = _exposed(outputs, ctx.saved)
+        ctx.call, ctx.batch = call, batch
+        ctx.versions = _versions(call, batch)
+        ctx.shapes = {k: outputs[k].shape for k in are_tensors}
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *given: Any) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # autograd has it so for create_graph=True alone
+            name = users_class(ctx.call.runtime.model).__name__
+            raise StepError(
+                f"backward with create_graph=True through {name}: gradients of a program have no "
+                f"graph of their own, and whatever is computed of them would get no gradient. "
+                f"Compute the gradient and what is made of it (a gradient penalty, say) inside of "
+                f"forward, by torch.autograd.grad(..., create_graph=True), and return it as a part "
+                f"of the loss: that is traced, its second derivatives too."
+            )
+        grads = compat.boxed(given)
+        call: Call = ctx.call
+        call.runtime.require_sharded("backward")
+        program = call.variant.program
+        if ctx.saved is None:
+            raise StepError(
+                "backward was called twice on one forward, or has failed before: its saved "
+                "activations are gone. Run forward again, or sum the losses and call backward once."
+            )
+        signature = program.signature
+        for position, k in ctx.places.items():
+            if grads[k] is not None and position not in signature.tangents:
+                names = [signature.output_names[i] for i in signature.tangents]
+                raise StepError(
+                    f"a gradient arrived at output {signature.output_names[position]}, but the "
+                    f"program was traced for a loss at {', '.join(names)} (the model's scalar "
+                    f"outputs). Do not pass labels, so that the model returns no loss of its own, "
+                    f"or call backward on its loss. To add one of these numbers to a loss of other "
+                    f"outputs, let forward return it as a tensor of one element (aux.view(1)): "
+                    f"where no output is a scalar, a loss may be of any of them."
+                )
+        for (what, before), (_, now) in zip(ctx.versions, _versions(call, ctx.batch), strict=True):
+            if before != now:
+                raise StepError(
+                    f"{what!r} was changed in place between a forward and its backward, which "
+                    f"reads it. Call backward first (before optimizer.step()), or change a copy."
+                )
+        changed = [list(t.shape) for t, before in ctx.exposed if compat.version(t) != before]
+        if changed:
+            name = users_class(call.runtime.model).__name__
+            raise StepError(
+                f"an output of {name}, of shape {changed[0]}, was changed in place between a "
+                f"forward and its backward, which reads it. Change a copy: y = y.clone()."
+            )
+        _require_parameters(ctx)
+        arrived = [position for position, k in ctx.places.items() if grads[k] is not None]
+        ctx.exposed = None  # they die behind their last readers
+        tangents: dict[str | None, Tensor | None] = {}
+        for node in call.variant.executor.backward_inputs:
+            if tags.get(node).role == "tangent":
+                k = ctx.places[int(tags.get(node).fqn or 0)]
+                if not node.users:
+                    grads[k] = tangents[tags.get(node).fqn] = None
+                    continue
+                tangents[tags.get(node).fqn] = _laid_out(grads[k], node, ctx.shapes[k])
+                if tangents[tags.get(node).fqn] is grads[k]:
+                    grads[k] = None  # dies behind its last reader; what was copied stays to the end
+        saved, ctx.saved = ctx.saved, None
+        batch, ctx.batch = ctx.batch, None
+        call.runtime.require_accumulated(program)
+        args = _backward_arguments(call, batch, saved, tangents)
+        tangents.clear()
+        reach, world = call.runtime.reach, call.runtime.world
+        unused = reach.begin(program, arrived, world, call.runtime.accumulated)
+        call.runtime.begin_backward(call)
+        with call.runtime.as_traced(), _whole_or_refused(call):
+            results = call.variant.executor.backward(args)
+        return (None, *_gradients(call, results, len(batch), unused | reach.unused()))
+
+
+def _require_parameters(ctx: Any) -> None:
+    """Raise StepError if autograd drops gradients of parameters that this backward does not leave.
+
+    ``torch.autograd.grad`` and ``backward(inputs=...)`` want those of some tensors alone; what a
+    program accumulates or steps, it does all the same.
+    """
+    call: Call = ctx.call
+    runtime, stepped = call.runtime, call.variant.program.optimizer_in_backward
+    if not (stepped or not runtime.sync or runtime.accumulated):
+        return
+    nodes = [node for node, _ in ctx.next_functions[: call.params] if node is not None]
+    if not all(map(compat.will_accumulate, nodes)):
+        what = "optimizer_in_backward steps" if stepped else "no_sync accumulates"
+        raise StepError(
+            f"torch.autograd.grad, or backward(inputs=...), leaves the gradients of parameters "
+            f"alone, but {what} them in every backward of the model. Call loss.backward(), or do "
+            f"this outside of no_sync and without optimizer_in_backward."
+        )
+
+
+def _keep_identities(outputs: list[Any], repeats: Sequence[tuple[int, int]]) -> None:
+    """Where eager returns one tensor twice, so do we, and nowhere else: graphs merge equal values.
+
+    Autograd brings the gradients of one tensor, summed up, to the last place that it is returned
+    at; two that share memory have a gradient each.
+    """
+    again = dict(repeats)
+    seen: set[int] = set()
+    for k, output in enumerate(outputs):
+        if k in again:
+            outputs[k] = outputs[again[k]]
+        elif isinstance(output, Tensor) and id(output) in seen:
+            outputs[k] = output.detach()
+        seen.add(id(outputs[k]))
+
+
+@contextlib.contextmanager
+def _whole_or_refused(call: Call) -> Iterator[None]:
+    """If backward ends with an exception, its sums and steps are not begun, or calls are refused.
+
+    Gradients are added to accumulated ones in place, and these are freed once they are reduced: a
+    copy to go back to would take as much memory again.
+    """
+    runtime, program = call.runtime, call.variant.program
+    sums = {fqn: runtime.accumulated[fqn] for fqn in program.accumulated & {*runtime.accumulated}}
+    before = {
+        fqn: [(weakref.ref(t), compat.version(t)) for t in tensors] for fqn, tensors in sums.items()
+    }
+    if program.sync:
+        for fqn in sums:  # reduced by this backward, which frees them
+            del runtime.accumulated[fqn]
+    del sums
+    runtime.just_stepped.clear()
+    try:
+        yield
+    except BaseException as error:
+        said = f"backward ended with an exception ({type(error).__name__})"
+        found = {fqn: [(ref(), v) for ref, v in refs] for fqn, refs in before.items()}
+        left = [pair for pairs in found.values() for pair in pairs]
+        if all(t is not None and compat.version(t) == v for t, v in left):
+            for fqn, pairs in found.items():
+                runtime.accumulated[fqn] = [t for t, _ in pairs if t is not None]
+        else:
+            for fqn in found:
+                runtime.accumulated.pop(fqn, None)
+            runtime.torn["accumulated"] = (
+                f"{said} that had added to the gradients accumulated under no_sync, and they are "
+                f"lost: call zero_grad() of the model, and begin with the first micro-batch.",
+                {},
+            )
+        if runtime.just_stepped:
+            runtime.refuse_until_written(
+                "stepped",
+                f"{said} that had stepped {runtime.just_stepped[0]!r} and not all parameters "
+                f"(optimizer_in_backward=True): load the last checkpoint.",
+                [("shard", fqn) for fqn in transfers.stepped(program)],
+            )
+        raise
+
+
+def _versions(call: Call, batch: Sequence[Tensor]) -> list[tuple[str, tuple[int, ...]]]:
+    """How often each tensor of the caller's that backward reads has been changed in place."""
+    program, found = call.variant.program, []
+    for node in call.variant.read_again:
+        role, name = tags.get(node).role, tags.get(node).fqn or ""
+        tensors = [call.runtime.value(node, program, batch, 0)]
+        if role == "shard":  # operators on a DTensor count on it, not on what it is made of
+            tensors.append(call.runtime.slots[name].tensor)
+        what = program.signature.input_names[int(name)] if role == "input" else name
+        found.append((what, tuple(map(compat.version, tensors))))
+    return found
+
+
+def _exposed(outputs: Sequence[Tensor], saved: list[list[Tensor]]) -> list[tuple[Tensor, int]]:
+    """What is saved of the caller's outputs, and how often each was changed in place by now."""
+    theirs = {o.untyped_storage().data_ptr() for o in tags.tensors(outputs) if o.numel()}
+    return [
+        (tensor, compat.version(tensor))
+        for tensor in tags.tensors(saved[0])
+        if tensor.untyped_storage().data_ptr() in theirs
+    ]
+
+
+def _laid_out(grad: Tensor | None, node: fx.Node, shape: torch.Size) -> Tensor:
+    """The gradient of an output in the strides that backward was traced for; None is zeros.
+
+    (What that makes zeros of is None again in the end: `fxshard.runtime.unused`.)
+    """
+    like = node.meta["val"]
+    stride = like.stride() if like.shape == shape else shapes.stride_like(like, shape)
+    if grad is not None and shapes.lies_as(grad, stride):
+        return grad
+    made = torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
+    return made.zero_() if grad is None else made.copy_(grad)
+
+
+def _backward_arguments(
+    call: Call,
+    batch: Sequence[Tensor],
+    saved: list[list[Tensor]],
+    tangents: dict[str | None, Tensor | None],
+) -> list[list[Tensor | None]]:
+    args: list[list[Tensor | None]] = []
+    for rank, values in enumerate(saved):
+        rest = iter(values)
+        row: list[Tensor | None] = []
+        for node in call.variant.executor.backward_inputs:
+            tag = tags.get(node)
+            if tag.role == "tangent":
+                row.append(tangents[tag.fqn])
+            elif tag.role in (*tags.HELD, "accumulated"):
+                row.append(call.runtime.value(node, call.variant.program, batch, rank))
+            else:
+                row.append(next(rest))
+        values.clear()
+        args.append(row)
+    return args
+
+
+def _gradients(
+    call: Call, results: list[list[Tensor]], inputs: int, unused: frozenset[str]
+) -> list[Tensor | None]:
+    """Gradients in the order of `Step.forward`'s tensors; None for those that are `unused`."""
+    program = call.variant.program
+    names = [result.name for result in program.results if result.kind != "output"]
+    per_rank = [dict(zip(names, grads, strict=True)) for grads in results]
+    results.clear()
+    for result in program.results:
+        if result.kind == "accumulated":
+            fresh = [grads.pop(result.name) for grads in per_rank]
+            sums = call.runtime.accumulated.setdefault(result.name, fresh)
+            if sums is not fresh:  # another forward was run in front of this backward
+                for total, grad in zip(sums, fresh, strict=True):
+                    total.add_(grad)
+    out: list[Tensor | None] = []
+    for fqn in differentiated(program):
+        shards = [grads.pop(fqn) for grads in per_rank if fqn in grads]
+        if not shards or fqn in unused:
+            out.append(None)  # accumulated, not reduced; or stepped already
+        elif fqn in call.runtime.wholes:
+            out.append(shards[0])
+        else:
+            slot, world = call.runtime.slots[fqn], call.runtime.world
+            out.append(as_gradient(slot, shards[: world.size], world))
+    for k in range(inputs):
+        name = f"input[{program.signature.tensor_inputs[k]}]"
+        out.append(None if name in unused else per_rank[0].get(name))
+    return out
+
+
+def differentiated(program: Program) -> list[str]:
+    """FQNs of the parameters that the program makes gradients of, reduced or accumulated."""
+    known = program.params.keys() | program.wholes.keys()
+    names = [r.name for r in program.results if r.kind != "output" and r.name in known]
+    names += transfers.stepped(program)
+    return list(dict.fromkeys([*names, *sorted(program.accumulated)]))

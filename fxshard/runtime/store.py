@@ -1,0 +1,333 @@
+"""Where the parameters of a sharded model are, outside of its programs.
+
+Module, state dicts, checkpoints, optimizers and eager reads go through it. The work on tensors is
+done in `fxshard.runtime.sharding` and `fxshard.runtime.state`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fxshard._torch import compat
+from fxshard.capture.modules import join
+from fxshard.config import Config, Precision
+from fxshard.errors import StepError
+from fxshard.ir.program import Program
+from fxshard.ir.units import Param, Unit, buffer_dtypes
+from fxshard.runtime import replaced, state
+from fxshard.runtime.sharding import Slot, shard_parameters
+from fxshard.runtime.world.c10d import C10dWorld
+from fxshard.runtime.world.in_process import InProcessWorld
+from fxshard.runtime.world.mesh import world_over
+
+
+class ParameterStore:
+    """The shards of a model, and its other parameters, buffers and accumulated gradients.
+
+    Under a process group each parameter is a DTensor with placement ``Shard(0)``; without one, each
+    is whole and all ranks run inside this process.
+
+    Attributes:
+        model: the user's object.
+        config, units, world: how it is sharded.
+        slots: every sharded parameter by FQN.
+        wholes: every ignored parameter by FQN.
+        buffer_slots: by FQN, the module that holds a buffer and its name there.
+        accumulated: per parameter, the gradient that `no_sync` has left, per rank of this process.
+        device: type of the device that programs run on; shards may be offloaded from it.
+        summoned: parameters are whole now, and nothing may run on shards.
+    """
+
+    _root: Any = None  # what reads whole parameters outside of programs, if something has
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: tuple[Unit, ...],
+        world: C10dWorld | InProcessWorld,
+        config: Config,
+    ) -> None:
+        self.model, self.units, self.world, self.config = model, units, world, config
+        self.slots = shard_parameters(model, units, world, config)
+        owners = [module for slot in self.slots.values() for module, _ in slot.owners]
+        state.take_whole_values(dict.fromkeys(owners))
+        self.wholes = {p.fqn: p for unit in units for p in unit.ignored}
+        self.accumulated: dict[str, list[Tensor]] = {}
+        self._cast_buffers()
+        self.summoned = False
+        self._unshards: contextlib.ExitStack | None = None
+        self.device = self.compute_device()
+        self.look_around()
+        self._seen = {fqn: slot.tensor for fqn, slot in self.slots.items()}
+
+    def _cast_buffers(self) -> None:
+        """Give buffers the dtype that the policy of their unit asks for, for good (as FSDP1).
+
+        With offload they also go where the program computes: they are not loaded per unit.
+        """
+        buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        dtypes = buffer_dtypes(self.units, buffers)
+        cast: dict[int, Tensor] = {}
+        for name, buffer in buffers.items():
+            dtype = dtypes.get(name, buffer.dtype)
+            home = self.compute_device() if self.config.offload is not None else buffer.device.type
+            if dtype is not buffer.dtype or home != buffer.device.type:
+                module, key = self._owner(name)
+                module._buffers[key] = cast.setdefault(id(buffer), buffer.to(home, dtype))
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        path, _, key = name.rpartition(".")
+        return self.model.get_submodule(path), key
+
+    def whole_parameters(self) -> list[nn.Parameter]:
+        """The ignored parameters."""
+        return [self.whole(fqn) for fqn in self.wholes]
+
+    def together(self, what: str) -> None:
+        """All ranks do `what`, or none: collectives of other sizes would end a process in gloo.
+
+        Raises:
+            RankMismatchError: some ranks call the model, or do something else.
+        """
+        if isinstance(self.world, C10dWorld):
+            self.world.together(what)
+
+    def param(self, fqn: str) -> nn.Parameter:
+        """The parameter that the user sees."""
+        return self.slots[fqn].tensor if fqn in self.slots else self.whole(fqn)
+
+    def whole(self, fqn: str) -> nn.Parameter:
+        """An ignored parameter."""
+        return self.model.get_parameter(fqn)
+
+    def as_it_is(self, param: Param) -> Param:
+        """`param` with the dtype and the flag that its tensor has now."""
+        tensor = self.param(param.fqn)
+        cast = self.units[param.unit].precision if param.fqn in self.slots else Precision()
+        return dataclasses.replace(
+            param,
+            dtype=tensor.dtype,
+            requires_grad=tensor.requires_grad,
+            compute_dtype=cast.computes_in(tensor.dtype),
+        )
+
+    def waiting(self) -> tuple[str, ...]:
+        """Parameters with an accumulated gradient that a backward will add to or reduce."""
+        return tuple(fqn for fqn in self.accumulated if self.slots[fqn].tensor.requires_grad)
+
+    def require_accumulated(self, program: Program) -> None:
+        """Raise StepError if there are gradients that a backward should reduce and does not."""
+        if program.sync and set(self.waiting()) - program.accumulated:
+            raise StepError(
+                "gradients were accumulated under no_sync between a forward outside of it and its "
+                "backward, which would not reduce them. Call backward behind each forward, "
+                "micro-batch by micro-batch."
+            )
+
+    # -- the model as it is now --------------------------------------------------------------------
+
+    def look_around(self) -> None:
+        """Note which modules, parameters and buffers the model is made of."""
+        self.tree = list(self.model.modules())
+        self.buffer_slots = {
+            name: (module, key)
+            for path, module in self.model.named_modules()
+            for key in module._buffers
+            for name in [f"{path}.{key}" if path else key]
+        }
+        self._structure = [_names(module) for module in self.tree]
+
+    def settle(self) -> bool:
+        """Follow what was done to the model since the last call; True if modules are others.
+
+        Raises:
+            StepError: parameters have come, gone, or are of another kind now.
+        """
+        changed = any(map(_differ, self.tree, self._structure))
+        if changed:
+            self._require_same_parameters()
+            self.look_around()
+        for fqn, slot in self.slots.items():
+            slot.settle()
+            if (tensor := slot.tensor) is not (before := self._seen.setdefault(fqn, tensor)):
+                replaced.mark({fqn: before})
+                self._seen[fqn] = tensor
+        return changed
+
+    def _require_same_parameters(self) -> None:
+        known = {
+            join(path, name)
+            for path, module in self.model.named_modules()
+            for name, param in module._parameters.items()
+            if param is not None
+        }
+        expected = {alias for slot in self.slots.values() for alias in slot.param.aliases}
+        expected |= {alias for param in self.wholes.values() for alias in param.aliases}
+        held = {id(module) for module in self.model.modules()}
+        new = known - expected
+        for fqn, slot in self.slots.items():
+            if any(id(module) not in held for module, _ in slot.owners):
+                new |= {fqn} & known
+        if new:
+            raise StepError(
+                f"parameter {min(new)!r} was put into the model after fxshard.compile, and is not "
+                f"sharded. Change values (load_state_dict, summon_full_params), or change the "
+                f"plain model and compile that."
+            )
+        if gone := expected - known:
+            raise StepError(
+                f"parameter {min(gone)!r} was taken out of the model after fxshard.compile. Change "
+                f"the plain model and compile that."
+            )
+
+    def compute_device(self) -> str:
+        """Type of the device that programs run on, as parameters lie now."""
+        if isinstance(self.world, C10dWorld):
+            return self.world.mesh.device_type
+        return next((p.device.type for p in self.model.parameters()), "cpu")
+
+    # -- whole parameters --------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def whole_now(self, recurse: bool = True, **options: Any) -> Iterator[None]:
+        """See `FxshardModule.summon_full_params`."""
+        self.require_sharded("summon_full_params")
+        self.together("summon_full_params (or unshard, apply, a submodule or method by itself)")
+        slots = [slot for slot in self.slots.values() if recurse or slot.param.unit == 0]
+        with state.whole_parameters(slots, **options):
+            self.summoned = True
+            try:
+                yield
+            finally:
+                self.summoned = False
+
+    @contextlib.contextmanager
+    def holding(self, slots: Sequence[Slot], wholes: Sequence[Tensor]) -> Iterator[None]:
+        """For the time of the block the model holds these tensors, to be read only."""
+        with state.holding(slots, wholes):
+            self.summoned = True
+            try:
+                yield
+            finally:
+                self.summoned = False
+
+    def unshard(self, **options: Any) -> None:
+        """The same until `reshard`."""
+        if self._unshards is None:
+            unshards = contextlib.ExitStack()
+            unshards.enter_context(self.whole_now(**options))
+            self._unshards = unshards
+
+    def reshard(self) -> None:
+        """End `unshard`: changes are written back, and parameters are sharded again; collective."""
+        if self._unshards is not None:
+            unshards, self._unshards = self._unshards, None
+            unshards.close()
+
+    def require_sharded(self, what: str) -> None:
+        """Raise StepError inside of `summon_full_params`: its parameters are not the shards."""
+        if self.summoned:
+            raise StepError(
+                f"{what} inside of summon_full_params: parameters are whole there, and programs "
+                f"run on shards. Leave the block first."
+            )
+
+    # -- other dtypes and devices, copies ----------------------------------------------------------
+
+    def convert(self, fn: Callable[[Tensor], Tensor], rest: Callable[[], Any]) -> bool:
+        """What ``.to()``, ``.half()`` and their kin do, on shards; True if a tensor changed.
+
+        Args:
+            fn: as of ``nn.Module._apply``.
+            rest: does the same to buffers and to parameters that are not sharded.
+
+        Raises:
+            StepError: it moves shards to a device that the mesh is not made of.
+        """
+        self.require_sharded("a conversion (.to(), .half(), ...)")
+        slots = list(self.slots.values())
+        before = self._kinds()
+        with compat.plain_torch_functions():
+            state.converted(slots, fn, self.world)
+        with state.set_aside(slots):
+            rest()
+        for fqn, grads in self.accumulated.items():
+            self.accumulated[fqn] = [fn(grad) for grad in grads]
+        if self._kinds() == before:
+            return False
+        self.device = self.compute_device()
+        return True
+
+    def _kinds(self) -> list[tuple[torch.dtype, torch.device]]:
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        return [(tensor.dtype, tensor.device) for tensor in tensors]
+
+    def fresh(self) -> dict[str, Any]:
+        """Attributes that a copy starts with: torch copies no ``.grad`` either."""
+        return {"accumulated": {}, "_seen": {}}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """In the same world; nothing is communicated or traced. `memo` knows the model's copy."""
+        self.require_sharded("copy.deepcopy")
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        for kept in (self.world, self.config, self.units):
+            memo[id(kept)] = kept
+        slots = state.copied(self.slots, memo)
+        fresh = self.fresh()
+        rest = {k: v for k, v in self.__dict__.items() if k not in ("slots", *fresh)}
+        made.__dict__.update(copy.deepcopy(rest, memo), slots=slots, **fresh)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle: without programs, which are traced again, and without the process group.
+
+        Raises:
+            StepError: an option cannot be pickled, or parameters are whole now.
+        """
+        self.require_sharded("pickling")
+        for name in self.config.names():
+            state.check_picklable(name, getattr(self.config, name))
+        slots = {fqn: state.without_data(slot) for fqn, slot in self.slots.items()}
+        world = self.world.mesh if isinstance(self.world, C10dWorld) else self.world
+        return self.__dict__ | {"slots": slots, "world": world, **self.fresh()}
+
+    def __setstate__(self, found: dict[str, Any]) -> None:
+        """Raises StepError if a process group was there when it was pickled, and none is now."""
+        self.__dict__.update(found)
+        if isinstance(found["world"], DeviceMesh):
+            if not dist.is_initialized():
+                raise StepError(
+                    "this model was compiled in a process group and none is initialised: call "
+                    "torch.distributed.init_process_group first, with as many ranks. To load into "
+                    "another number of ranks, save model.state_dict() with "
+                    "torch.distributed.checkpoint."
+                )
+            self.world = world_over(found["world"], self.config, self.units)
+
+    def restored(self) -> None:
+        """The model is unpickled too: put its parameters onto flat storage again."""
+        state.lay_out(list(self.slots.values()))
+
+
+def _names(module: nn.Module) -> tuple[Any, ...]:
+    """What a module is made of; compared with `_differ` on every call."""
+    return tuple(module._modules.values()), tuple(module._parameters), tuple(module._buffers)
+
+
+def _differ(module: nn.Module, before: tuple[Any, ...]) -> bool:
+    children, params, buffers = before
+    return (
+        tuple(module._modules.values()) != children
+        or tuple(module._parameters) != params
+        or tuple(module._buffers) != buffers
+    )

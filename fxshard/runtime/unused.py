@@ -1,0 +1,77 @@
+"""Which gradients no loss has reached: ``.grad`` stays None for them, as in eager, on all ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from fxshard.ir.program import Program
+from fxshard.runtime.world.c10d import C10dWorld
+from fxshard.runtime.world.in_process import InProcessWorld
+
+
+class Reach:
+    """What losses have reached so far of one module's gradients.
+
+    A program makes zeros of the gradients of outputs that are in no loss, so that all ranks reduce
+    the same. A gradient of such zeros alone, on all ranks, is none in eager.
+    """
+
+    def __init__(self) -> None:
+        self._accumulated: set[str] = set()  # of what `no_sync` has left: what a loss has reached
+        self._anywhere: Callable[[], frozenset[str]] = frozenset
+
+    def __reduce__(self) -> Any:
+        """Copied and pickled without what is accumulated, as the module is."""
+        return Reach, ()
+
+    def begin(
+        self,
+        program: Program,
+        arrived: Iterable[int],
+        world: C10dWorld | InProcessWorld,
+        waiting: Iterable[str],
+    ) -> frozenset[str]:
+        """A backward begins; call it on all ranks.
+
+        Args:
+            program: whose backward it is.
+            arrived: flat indices of the outputs whose gradients have arrived.
+            world: of the ranks.
+            waiting: FQNs of the parameters that have an accumulated gradient.
+
+        Returns:
+            Names of the gradients that no loss reaches on this rank.
+        """
+        arrived = frozenset(arrived)
+        here = frozenset(name for name, reach in program.reached.items() if not reach & arrived)
+        self._accumulated &= set(waiting)  # the rest has been reduced, or dropped
+        if not program.sync:
+            self._accumulated |= (program.gradients or frozenset()) - here
+            self._anywhere = frozenset
+            return here
+        made = program.gradients or frozenset()
+        doubtful = [
+            fqn
+            for fqn in sorted(program.params)
+            if fqn in program.reached or (fqn in program.accumulated and fqn not in made)
+        ]
+        used = self._accumulated | (made - here)
+        self._anywhere = frozenset
+        if doubtful:
+            flags = "".join("1" if fqn in used else "0" for fqn in doubtful)
+            told = world.any_rank(flags) if isinstance(world, C10dWorld) else lambda: flags
+            self._anywhere = functools.cache(lambda: _without(doubtful, told()))
+        return here - program.params.keys()
+
+    def unused(self) -> frozenset[str]:
+        """FQNs of the sharded parameters that no loss reaches on any rank in this backward.
+
+        Call it on all ranks, behind the first reduction.
+        """
+        return self._anywhere()
+
+
+def _without(fqns: list[str], flags: str) -> frozenset[str]:
+    return frozenset(fqn for fqn, flag in zip(fqns, flags, strict=True) if flag == "0")

@@ -1,0 +1,230 @@
+"""Which program serves a call: what of a call its program depends on, and what may differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxshard._torch import compat
+from fxshard._torch.compat import TreeSpec
+from fxshard.capture import shapes
+from fxshard.capture.aliasing import overlapping
+from fxshard.capture.shapes import of_call, require_plain
+from fxshard.capture.trace import PLAIN
+from fxshard.codegen.emit import Executor
+from fxshard.ir import ops, tags
+from fxshard.ir.domain import Place, Sizes, size_at
+from fxshard.ir.program import Program, input_name
+from fxshard.plans.plan import Plan
+from fxshard.verify.certificate import agreement, digest
+
+aten = torch.ops.aten
+
+REMEMBERED = 1024  # sizes of which a program knows whether it serves them
+_ANY = "contiguous"  # stands in a Kind for the sizes and strides of a contiguous tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What of a call its program depends on. Calls of equal kinds run the same program.
+
+    Attributes:
+        spec: tree of ``(args, kwargs)``.
+        leaves: of its leaves, all but the sizes of contiguous tensors.
+        sizes: those sizes, leaf by leaf; None for other leaves. An int that counts as a size is
+            there too, and not in `leaves`.
+        mode: the rest, by name: train or eval, grad mode, ``requires_grad`` and so on.
+    """
+
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+    sizes: Sizes
+    mode: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(
+        cls,
+        args: Any,
+        kwargs: Any,
+        mode: Mapping[str, Any],
+        *,
+        ints_are_sizes: bool = False,
+        held: Sequence[Tensor] | None = None,
+    ) -> Kind:
+        """Of the call ``model(*args, **kwargs)``.
+
+        Args:
+            held: of the model; where given, a program knows which tensors share memory.
+
+        Raises:
+            CaptureError: a tensor is no plain dense one.
+        """
+        flat, spec = compat.tree_flatten((args, kwargs))
+        require_plain(flat, lambda i: input_name(_paths(spec)[i][0]))
+        sizes = of_call(flat, ints=ints_are_sizes)
+        said = dict(mode)
+        if held is not None:
+            tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
+            said["which tensors share memory"] = overlapping([*tensors, *held])
+        return cls(spec, tuple(map(_leaf_key, flat, sizes)), sizes, tuple(said.items()))
+
+    def differs_in(self, other: Kind) -> str:
+        """What is not as in `other`, for people."""
+        names = [input_name(path) for path, _ in _paths(self.spec)]
+        if self.spec != other.spec:
+            return "the call has other arguments"
+        found = [
+            f"{name} is {_said(now)}, was {_said(before)}"
+            for name, now, before in zip(names, self.sizes, other.sizes, strict=True)
+            if now != before
+        ]
+        found += [
+            f"{name} is of another kind or value"
+            for name, now, before in zip(names, self.leaves, other.leaves, strict=True)
+            if now != before
+        ]
+        before = dict(other.mode)
+        found += [f"{name} changed" for name, now in self.mode if now != before.get(name)]
+        return "; ".join(dict.fromkeys(found))
+
+
+def _said(sizes: tuple[int, ...] | int | None) -> str:
+    return str(list(sizes) if isinstance(sizes, tuple) else sizes)
+
+
+def _paths(spec: TreeSpec) -> list[tuple[Any, Any]]:
+    leaves = list(range(spec.num_leaves))
+    return compat.tree_flatten_with_path(compat.tree_unflatten(leaves, spec))[0]
+
+
+def _leaf_key(value: Any, sizes: tuple[int, ...] | int | None) -> Any:
+    """Equal for leaves that one program serves; ``1``, ``1.0`` and ``True`` are not equal."""
+    if isinstance(sizes, int):
+        return int
+    if isinstance(value, Tensor):
+        layout = (_ANY, value.dim()) if sizes is not None else (tuple(value.shape), value.stride())
+        return (*layout, value.dtype, value.device, value.requires_grad)
+    if isinstance(value, (float, complex)):
+        return (type(value), repr(value))  # NaN equals itself, -0.0 is not 0.0
+    return (type(value), value if isinstance(value, PLAIN) else id(value))
+
+
+@dataclasses.dataclass
+class Variant:
+    """One program of the module, and the kind of call that it was traced for."""
+
+    kind: Kind
+    plan: Plan
+    executor: Executor
+    _holds: dict[Sizes, bool] = dataclasses.field(default_factory=dict, repr=False)  # of late
+
+    def serves(self, kind: Kind) -> bool:
+        """True if a call of this kind runs this program too: its sizes alone are others."""
+        mine, domain = self.kind, self.program.domain
+        alike = dataclasses.replace(kind, sizes=mine.sizes) == mine
+        if domain is None or not alike:
+            return False
+        if kind.sizes not in self._holds:
+            if len(self._holds) >= REMEMBERED:
+                self._holds.clear()
+            self._holds[kind.sizes] = domain.refusal(kind.sizes) is None
+        return self._holds[kind.sizes]
+
+    def held_back(self, kind: Kind) -> str:
+        """Why open sizes of this program do not serve a call of the same kind; "" if none do."""
+        domain = self.program.domain
+        if domain is None or dataclasses.replace(kind, sizes=self.kind.sizes) != self.kind:
+            return ""
+        said = domain.refusal(kind.sizes)
+        return "" if said in (None, domain.FIXED) else f" ({said})"
+
+    @property
+    def program(self) -> Program:
+        """What the executor runs."""
+        return self.plan.program
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of what all ranks must have alike."""
+        return digest(agreement(self.program))
+
+    @functools.cached_property
+    def communicates(self) -> bool:
+        """True if it has collectives."""
+        return any(node.target in ops.COLLECTIVES for node in self.program.graph.nodes)
+
+    @functools.cached_property
+    def written(self) -> frozenset[tuple[str, str | None]]:
+        """Role and name of the buffers and inputs that forward writes into."""
+        return frozenset(
+            (tags.get(node).role, tags.get(node).fqn)
+            for node in self.program.graph.find_nodes(op="placeholder")
+            if any(user.target is aten.copy_.default for user in node.users)
+        )
+
+    @functools.cached_property
+    def read_again(self) -> list[fx.Node]:
+        """Placeholders of backward that are the caller's tensors: they must stay as they are."""
+        nodes = self.executor.backward_inputs
+        return [node for node in nodes if tags.get(node).role in tags.HELD]
+
+
+def reason_for(kind: Kind, known: Iterable[Variant]) -> str:
+    """Why a call of this kind runs none of the programs: how it differs from the nearest.
+
+    Of one that leaves sizes open, what holds it back.
+    """
+    nearest, best = None, "the first call"
+    for variant in known:
+        text, held = kind.differs_in(variant.kind), variant.held_back(kind)
+        near = (text.count(";"), not held)
+        if nearest is None or near < nearest:
+            nearest, best = near, text + held
+    return best
+
+
+def symbols_for(
+    kind: Kind,
+    others: Sequence[Kind],
+    dynamic: Mapping[str, Sequence[tuple[str, int]]] | None,
+    model: nn.Module,
+    call: tuple[Any, Any],
+) -> dict[str, tuple[Place, ...]]:
+    """The sizes that a new program leaves open: the named ones, and those that were others before.
+
+    Sizes 0 and 1 are never left open: they broadcast. Sizes that were equal in every call are one.
+
+    Args:
+        kind: of the new call.
+        others: of calls that have a program.
+        dynamic: the option of that name.
+        model, call: for the names of arguments.
+
+    Raises:
+        ConfigError: `dynamic` names something that is no tensor argument.
+    """
+    named = shapes.named(dynamic or {}, model, *call)
+    taken = {place for places in named.values() for place in places}
+    before = [o.sizes for o in others if (o.spec, o.leaves) == (kind.spec, kind.leaves)]
+    names = [input_name(path) for path, _ in _paths(kind.spec)]
+    found: dict[tuple[int, ...], list[Place]] = {}
+    for place in _places(kind.sizes):
+        seen = tuple(size_at(sizes, place) for sizes in (*before, kind.sizes))
+        if len(set(seen)) > 1 and seen[-1] > 1 and place not in taken:
+            found.setdefault(seen, []).append(place)
+    # An int is no input of a program: it is open where it is the size of a tensor.
+    found = {seen: at for seen, at in found.items() if at[0][1] is not None}
+    varying = {f"{names[at[0][0]]}.shape[{at[0][1]}]": tuple(at) for at in found.values()}
+    return named | varying
+
+
+def _places(sizes: Sizes) -> list[Place]:
+    """Every size of a call, those of tensors first."""
+    numbers = enumerate(sizes)
+    of_tensors = [(i, d) for i, s in numbers if isinstance(s, tuple) for d in range(len(s))]
+    return [*of_tensors, *((i, None) for i, s in enumerate(sizes) if isinstance(s, int))]

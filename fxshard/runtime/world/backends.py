@@ -1,0 +1,96 @@
+"""What a backend of torch.distributed promises, and how its collectives are asked for.
+
+One place states which calls a launch makes. What differs between backends:
+
+==============================  ==========================  ==========================
+asked for                       gloo                        NCCL
+==============================  ==========================  ==========================
+several all-gathers, one call   no: a call per buffer (1)   yes
+dtypes of an all-gather         not all (2): bytes          not all: bytes
+complex numbers in a reduction  refused (2): real pairs     not all: real pairs
+two dtypes in one call          wrong in silence (3)        right
+an average                      sum, then a division        inside the collective
+an average of integers          an error                    truncated
+zero elements                   yes                         yes
+operands that are not           copied first                refused
+contiguous
+a collective that fails         raises at its wait          aborts the process
+==============================  ==========================  ==========================
+
+(1) ``allgather_into_tensor_coalesced`` is the one operation of gloo that corrupts the heap as soon
+as two works are in flight: docs/upstream.md. (2) int16, bool, complex and the 8-bit floats are
+refused: "Invalid scalar type". (3) It promotes to one dtype and reads the result in another. That
+is never asked for: each collective of a program moves one dtype (`Fact.ONE_DTYPE`), and all-gathers
+move bytes. tests/test_backends.py tries each row on gloo.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from fxshard._torch import compat
+from fxshard.ir import ops, tags
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """How the collectives of a launch are asked for.
+
+    Attributes:
+        coalesces_gathers: one call gathers several tensors; else each takes a call of its own.
+            Reductions of several tensors are one call on every backend.
+    """
+
+    coalesces_gathers: bool
+
+    def calls(self, launch: fx.Node) -> int:
+        """How many calls a process group receives for `launch`, a collective of a program."""
+        one = launch.target is not ops.all_gather or self.coalesces_gathers
+        return 1 if one else len(tags.operands(launch))
+
+    def all_gather(
+        self, group: Any, buffers: Sequence[Tensor], shards: Sequence[Tensor]
+    ) -> Iterator[dist.Work]:
+        """Gather each of `shards` into the buffer beside it, as bytes; yields works in flight.
+
+        Args:
+            group: the process group.
+            buffers: contiguous, ``[size * rows, ...]``, one per shard.
+            shards: contiguous, ``[rows, ...]``, of any dtype.
+        """
+        into, sent = [as_bytes(b) for b in buffers], [as_bytes(s) for s in shards]
+        if self.coalesces_gathers:
+            yield group.allgather_into_tensor_coalesced(into, sent)
+            return
+        for buffer, shard in zip(into, sent, strict=True):
+            yield compat.all_gather_single(buffer, shard, group=group, async_op=True)
+
+
+ONE_CALL_EACH = Backend(coalesces_gathers=False)
+BACKENDS = {
+    "gloo": ONE_CALL_EACH,
+    "nccl": Backend(coalesces_gathers=True),
+    # Moves nothing, and stands for what the machine it is planned for has: the calls are NCCL's.
+    "fake": Backend(coalesces_gathers=True),
+}
+
+
+def backend_of(group: dist.ProcessGroup) -> Backend:
+    """The backend of `group`; one that is not known gets a call per buffer, which all can do."""
+    return BACKENDS.get(dist.get_backend(group), ONE_CALL_EACH)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A flat view of a contiguous tensor, uint8."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """What a reduction takes in the place of `tensor`: of complex numbers pairs, ``[..., 2]``."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

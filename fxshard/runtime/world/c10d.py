@@ -1,0 +1,523 @@
+"""One rank over torch.distributed process groups: gloo, NCCL, or the fake one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import math
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from fxshard._torch import compat
+from fxshard.errors import RankDiedError, RankMismatchError
+from fxshard.runtime.world import peers as patience
+from fxshard.runtime.world.backends import as_real, backend_of
+from fxshard.runtime.world.peers import Cause, Peers
+
+OPS: dict[str, Any] = {
+    "avg": dist.ReduceOp.AVG,
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+@dataclasses.dataclass
+class _Launch:
+    """What is in flight of one launch: works of torch.distributed."""
+
+    works: list[dist.Work] = dataclasses.field(default_factory=list)
+
+
+# What a rank does at the begin of a call, as ranks compare it.
+_BEHIND = "a call of the model, or a backward"
+_ANOTHER = "a call of the model in front of the backward of the last one"
+
+
+class C10dWorld:
+    """Runs the collectives of a schedule on the process groups of a mesh.
+
+    A launch makes the calls that `fxshard.runtime.world.backends` states. On CUDA they are issued from the
+    stream that its tag says (`fxshard.verify.orders.STREAMS`); streams wait for events as the
+    program's annotations say, and for nothing else. Buffers are allocated and freed on the compute
+    stream, so that the caching allocator needs no ``record_stream`` (`fxshard.verify.orders` says
+    why).
+
+    Attributes:
+        cuda: where streams and events come from; None on CPU, where nothing needs them.
+        mesh: 1-D, or 2-D replicate x shard.
+        placements: of a parameter on `mesh`.
+        size: ranks that share a parameter; `rank` is this one's number among them.
+        replicas: groups of ranks that hold the same shards.
+        groups: by the names that operators use.
+        reductions: the group of reduce-scatters, if it is not that of all-gathers.
+    """
+
+    _worlds: ClassVar[weakref.WeakSet[C10dWorld]] = weakref.WeakSet()  # all of this process
+
+    def __init__(
+        self, mesh: DeviceMesh, *, sharded: bool = True, reshard: Iterable[int] = ()
+    ) -> None:
+        """Args:
+        mesh: of the ranks.
+        sharded: False: a 1-D mesh is one of replicas.
+        reshard: sizes of the groups that units are resharded to after forward.
+        """
+        self.mesh = mesh
+        self.hook: Callable[..., None] | None = None  # takes what the user's takes behind its state
+        self.placements: list[Placement] = [Shard(0)]
+        self.groups: dict[str, dist.ProcessGroup] = {}
+        self.size, self.rank, self.replicas = 1, 0, 1
+        if mesh.ndim == 2:
+            self.placements = [Replicate(), Shard(0)]
+        elif not sharded:
+            self.placements = [Replicate()]
+        if mesh.ndim == 2 or not sharded:
+            self.groups["replicate"] = mesh.get_group(0)
+            self.replicas = mesh.size(0)
+        if sharded:
+            self.groups["shard"] = mesh.get_group(mesh.ndim - 1)
+            self.size, self.rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+        for size in sorted(set(reshard)):
+            if size < self.size:
+                rows = mesh.mesh.reshape(-1, size).tolist()
+                (mine,) = [row for row in rows if dist.get_rank() in row]
+                self.groups[f"reshard{size}"] = compat.new_group(mine, self.groups["shard"])
+        if mesh.device_type == "cpu":
+            compat.gather_one_by_one()  # what torch gathers of our parameters, too
+        self.reductions: dist.ProcessGroup | None = None
+        self.peers = {name: Peers(group) for name, group in self.groups.items()}
+        self._everyone = [peers for name, peers in self.peers.items() if "reshard" not in name]
+        if mesh.ndim == 2 and mesh.size() == dist.get_world_size():
+            self._everyone = [Peers(_default_group())]
+        self._peers = list(dict.fromkeys([*self._everyone, *self.peers.values()]))
+        self._calls = 0  # phases with collectives that this rank has begun: calls and backwards
+        # Forwards whose backward has some too and has not begun, by number; dead: it cannot come.
+        self._due: dict[int, weakref.ref[Any]] = {}
+        self._issued = 0  # collectives that this rank has launched
+        self._left = ""  # why it is in no process group any more
+        self._worlds.add(self)
+        self._launched: dict[int, _Launch] = {}
+        self.cuda: Any = torch.cuda if mesh.device_type == "cuda" else None
+        self._streams: dict[str, Any] = {}
+        self._events: dict[str, Any] = {}
+
+    def all_gather(self, shards: list[Tensor], pair: int, group: str = "shard") -> list[Tensor]:
+        members = self.groups[group]
+        size = members.size()
+        buffers = [s.new_empty((s.shape[0] * size, *s.shape[1:])) for s in shards]
+        with self._launch("unshard", pair, group) as launch:
+            for work in backend_of(members).all_gather(members, buffers, shards):
+                launch.works.append(work)
+        return buffers
+
+    def reduce_scatter(
+        self, grads: list[Tensor], pair: int, group: str = "shard", op: str = "avg"
+    ) -> list[Tensor]:
+        members = self.reductions or self.groups[group]
+        size = members.size()
+        results = [g.new_empty((g.shape[0] // size, *g.shape[1:])) for g in grads]
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = OPS[op]
+        with self._launch("reduce", pair, group) as launch:
+            into, sent = list(map(as_real, results)), list(map(as_real, grads))
+            launch.works.append(members.reduce_scatter_tensor_coalesced(into, sent, options))
+        return results
+
+    def all_reduce(
+        self, grads: list[Tensor], pair: int, group: str = "replicate", op: str = "avg"
+    ) -> list[Tensor]:
+        options = dist.AllreduceCoalescedOptions()
+        options.reduceOp = OPS[op]
+        grads = [grad.resolve_conj() for grad in grads]
+        with self._launch("all-reduce", pair, group) as launch:
+            sent = list(map(as_real, grads))
+            launch.works.append(self.groups[group].allreduce_coalesced(sent, options))
+        return grads
+
+    def comm_hook(self, grads: list[Tensor], pair: int) -> list[Tensor]:
+        assert self.hook is not None
+        results = grads
+        group = "shard" if self.size > 1 else "replicate"
+        if self.size > 1:
+            results = [g.new_empty(g.numel() // self.size) for g in grads]
+        with self._launch("reduce", pair, group):
+            if self.size > 1:
+                self.hook(grads[0], results[0])
+            else:
+                self.hook(grads[0])
+        return results
+
+    def cast(self, tensors: list[Tensor], dtype: torch.dtype, pair: int) -> list[Tensor]:
+        made = [torch.empty_like(t, dtype=dtype) for t in tensors]
+        with self._launch("unshard", pair):
+            compat.foreach_copy(made, tensors)
+        return made
+
+    def load(self, tensors: list[Tensor], device: torch.device, pair: int) -> list[Tensor]:
+        made = [torch.empty_like(t, device=device) for t in tensors]
+        with self._launch("load", pair):
+            for to, tensor in zip(made, tensors, strict=True):
+                to.copy_(tensor, non_blocking=True)
+        return made
+
+    def store(self, tensors: list[Tensor], pair: int) -> list[Tensor]:
+        pin = tensors[0].device.type == "cuda"
+        made = [torch.empty_like(t, device="cpu", pin_memory=pin) for t in tensors]
+        with self._launch("store", pair):
+            for to, tensor in zip(made, tensors, strict=True):
+                to.copy_(tensor, non_blocking=True)
+        return made
+
+    def pack(self, shards: list[Tensor], dtype: torch.dtype, pair: int) -> list[Tensor]:
+        numels = [shard.numel() for shard in shards]
+        flat = shards[0].new_empty(sum(numels), dtype=dtype)
+        with self._launch("unshard", pair):
+            parts = zip(flat.split(numels), shards, strict=True)
+            compat.foreach_copy([part.view(shard.shape) for part, shard in parts], shards)
+        return [flat]
+
+    def unpack(self, packed: list[Tensor], chunks: list[list[int]]) -> list[Tensor]:
+        numels = [math.prod(chunk) for chunk in chunks]
+        size = packed[0].numel() // sum(numels)
+        made = [packed[0].new_empty((size * rows, *rest)) for rows, *rest in chunks]
+        parts = list(packed[0].view(size, -1).split(numels, 1))
+        compat.foreach_copy([whole.view(size, -1) for whole in made], parts)
+        return made
+
+    def reshard(self, buffers: list[Tensor], group: str) -> list[Tensor]:
+        size, rank = self.groups[group].size(), self.groups[group].rank()
+        return [buffer.chunk(size)[rank].clone() for buffer in buffers]
+
+    def wait(self, tensors: list[Tensor], pair: int) -> None:
+        with self._explained("shard" if "shard" in self.groups else "replicate"):
+            for work in self._launched[pair].works:
+                self._finish(work)
+        del self._launched[pair]
+        if self.cuda is not None and tensors[0].device.type == "cpu":
+            self._stream("store").synchronize()  # the CPU reads what was copied there
+
+    def wait_event(self, stream: str, event: str) -> None:
+        if self.cuda is not None:
+            self._stream(stream).wait_event(self._events[event])
+
+    def record_event(self, stream: str, event: str) -> None:
+        if self.cuda is not None:
+            if event not in self._events:
+                self._events[event] = self.cuda.Event()
+            self._events[event].record(self._stream(stream))
+
+    def free(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            tensor.untyped_storage().resize_(0)
+
+    @contextlib.contextmanager
+    def _launch(self, stream: str, pair: int, group: str | None = None) -> Iterator[_Launch]:
+        """Issue work from `stream`."""
+        launch = _Launch()
+        self._launched[pair] = launch
+        self._issued += group is not None
+        with contextlib.ExitStack() as stack:
+            if self.cuda is not None:
+                stack.enter_context(self.cuda.stream(self._stream(stream)))
+            if group is not None:
+                stack.enter_context(self._explained(group))
+            yield launch
+            if self.cuda is not None:
+                while launch.works:
+                    launch.works.pop().wait()  # `stream` waits for NCCL's own; the host goes on
+
+    def _finish(self, work: dist.Work) -> None:
+        """Wait for `work`, unless another rank says that it will never be over."""
+        while not _over(work, patience.LOOK_SECONDS):
+            cause = self._cause() or _first(p.never_over(self._issued) for p in self._everyone)
+            if cause is not None:
+                self._note_cause(cause)
+                raise self._everyone[0].failure(cause)
+
+    def _stream(self, name: str) -> Any:
+        if name == "compute":
+            return self.cuda.current_stream()
+        if name not in self._streams:
+            self._streams[name] = self.cuda.Stream()
+        return self._streams[name]
+
+    @contextlib.contextmanager
+    def _explained(self, group: str) -> Iterator[None]:
+        try:
+            yield
+        except (RankDiedError, RankMismatchError):
+            raise
+        except RuntimeError as error:
+            if all(peers.alone for peers in self._peers):
+                raise
+            try:
+                cause = self._cause() or self.peers[group].look_around()
+                if cause is not None:
+                    self._note_cause(cause)
+                    cause = self._cause()  # what the first said
+            except RuntimeError:
+                cause = (
+                    RankDiedError,
+                    " and the store cannot be reached: the rank that hosts it (rank 0 unless "
+                    "torchrun does) is gone.",
+                )
+            if cause is None:
+                raise
+            raise self.peers[group].failure(cause, error) from error
+
+    def _cause(self) -> Cause | None:
+        """Why no collective works any more, if any rank has said so."""
+        return _first(peers.cause() for peers in self._peers)
+
+    def _note_cause(self, cause: Cause) -> None:
+        for peers in self._peers:
+            peers.note_cause(cause)
+
+    @contextlib.contextmanager
+    def phase(self, name: str, communicates: bool) -> Iterator[None]:
+        """A phase runs inside. However it ends, nothing of it runs on behind.
+
+        If it ends with an exception on all ranks behind the same collective, the next call may
+        run. Else their collectives would not meet: this rank leaves the process group, so that the
+        others fail too, and the exception gets a note.
+
+        Args:
+            name: of the phase, for people.
+            communicates: it has collectives.
+
+        Raises:
+            RankMismatchError: this rank has left the process group before.
+        """
+        self.require_joined()
+        if communicates and name == "backward":
+            self._calls += 1
+            for peers in self._everyone:
+                peers.note_backward(self._calls)
+        try:
+            yield
+        except BaseException as error:
+            works = self._let_go()
+            if communicates and not self._all_stopped(name, error, works):
+                self._part(name, error, works)
+            raise
+
+    def _let_go(self) -> list[dist.Work]:
+        """Forget what is in flight; returns it.
+
+        What the caller runs next, and what it does with memory that is given back now, comes
+        behind all streams. On the CPU a work of gloo holds its tensors until it is over.
+        """
+        for stream in self._streams.values():
+            self.cuda.current_stream().wait_stream(stream)
+        works = [work for launch in self._launched.values() for work in launch.works]
+        self._launched.clear()
+        return works
+
+    def _all_stopped(self, name: str, error: BaseException, works: list[dist.Work]) -> bool:
+        """Wait for `works`; True if all ranks have stopped behind the same collective."""
+        if isinstance(error, RankDiedError | RankMismatchError):
+            return False
+        what = f"stopped in the middle of {name} ({_said(error)})"
+        pause, over = 0.001, 0.0  # seconds; when all works of this rank were over
+        try:
+            for peers in self._everyone:
+                peers.note_stop(self._issued, what)
+            while True:
+                if not over and not (works := _pending(works)):
+                    over = time.monotonic()
+                    for peers in self._everyone:
+                        peers.note_over()
+                alike = [peers.stopped_alike(self._issued) for peers in self._everyone]
+                if False in alike:
+                    return False
+                if over and None not in alike:
+                    return True
+                if over and time.monotonic() - over > patience.STOP_SECONDS:
+                    return False
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+        except (RuntimeError, KeyboardInterrupt):  # no store, or who waits is in a hurry
+            return False
+
+    def _part(self, name: str, error: BaseException, works: list[dist.Work]) -> None:
+        """Leave behind a phase that not all ranks stopped alike.
+
+        The process group is not closed while a work is in flight: that would wait for it.
+        """
+        why = f"stopped in the middle of {name} ({_said(error)})"
+        deadline = time.monotonic() + patience.CENSUS_SECONDS
+        self._tell_left(why)  # before works that may take their time
+        while (works := _pending(works)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if not works:
+            self._leave(why)
+        self._left = why
+        if not isinstance(error, RankDiedError | RankMismatchError):
+            error.add_note(
+                "fxshard: not all ranks stopped alike, so that their collectives would not meet "
+                "any more. This rank has left the process group: start again from the last "
+                "checkpoint."
+            )
+
+    def separate_reductions(self) -> None:
+        """Give reduce-scatters a communicator of their own; collective over the shard group."""
+        ranks = dist.get_process_group_ranks(self.groups["shard"])
+        self.reductions = compat.new_group(ranks, self.groups["shard"])
+
+    def require_joined(self) -> None:
+        """Before a call of the model, and before each of its phases.
+
+        Raises:
+            RankMismatchError: this rank has left the process group.
+        """
+        if self._left:
+            raise RankMismatchError(
+                f"this rank has left the process group: it {self._left}. Start again from the "
+                f"last checkpoint."
+            )
+
+    def run_call(self, digest: str, known: Mapping[str, Sequence[str]]) -> None:
+        """The call runs a program with collectives that all agree on (see `Peers.note_call`).
+
+        Calls without any are not counted: ranks may make as many as they like. A call in front of
+        the backward of an earlier one waits for all ranks: one that has left out its backward alone
+        would gather what the others reduce. A forward that all ranks have dropped is forgotten.
+
+        Raises:
+            RankMismatchError: not all ranks run what this one does.
+        """
+        if self._due:
+            lines = [_ANOTHER, f"backwards to come: {len(self._due)}"]
+            self.agree(lines, "what they do to the model", [[_BEHIND]])
+            held = self.any_rank("".join("01"[ref() is not None] for ref in self._due.values()))()
+            due = zip(self._due.items(), held, strict=True)
+            self._due = {number: ref for (number, ref), flag in due if flag == "1"}
+        self._calls += 1
+        for peers in self._everyone:
+            peers.note_call(self._calls, digest, known, self._leave)
+
+    def await_backward(self, call: object) -> None:
+        """The backward of this call has collectives; it cannot come once `call` is gone."""
+        self._due[self._calls] = weakref.ref(call)
+
+    def begin_backward(self, call: object) -> None:
+        """What `await_backward` waited for."""
+        self._due = {number: ref for number, ref in self._due.items() if ref() is not call}
+
+    def together(self, what: str) -> None:
+        """All ranks do `what` to the model, behind the same call of it, or none does.
+
+        Raises:
+            RankMismatchError: some ranks call the model, do something else, or ran another program.
+        """
+        self.require_joined()
+        ran = next((f"after program {p.last}" for p in self._everyone if p.last), "before any call")
+        self.agree([what, ran], "what they do to the model", [["a call of the model"]])
+
+    def any_rank(self, flags: str) -> Callable[[], str]:
+        """Tell all ranks of the mesh which of some things are true here ("0" or "1" for each).
+
+        Call it on all ranks, in front of a collective; the result behind it.
+
+        Returns:
+            What gives a "1" wherever a rank has one; call it on all ranks, unless all are "1" here.
+        """
+        told = [peers for peers in self._everyone if not peers.alone]
+        if "0" not in flags:
+            for peers in told:
+                peers.tell(flags)
+            return lambda: flags
+        first = [peers.tell(flags) for peers in told[:1]]
+
+        def found() -> str:
+            known = flags
+            for i, peers in enumerate(told):  # the second group: copies of what the first knows
+                known = peers.any_of(first.pop() if i == 0 else peers.tell(known), known)
+            return known
+
+        return found
+
+    def agree(
+        self, lines: Sequence[str], what: str, before: Collection[Sequence[str]] = ()
+    ) -> None:
+        """Compare `lines` over all ranks of the mesh; all raise, or none (see `Peers.agree`)."""
+        for peers in self._everyone:
+            peers.agree(lines, what, self._leave, self._calls + 1 if before else 0, before)
+
+    def _leave(self, why: str) -> None:
+        """Close the connections of this rank: others that wait for it in a collective fail now.
+
+        gloo closes them when nothing refers to the group any more, nor any other world's.
+        """
+        self._tell_left(why)
+        for world in list(self._worlds):
+            world._forget_groups(why)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _tell_left(self, why: str) -> None:
+        """Say so in the stores that can be reached."""
+        for peers in self._peers:
+            with contextlib.suppress(RuntimeError):
+                peers.note_left(why)
+
+    def _forget_groups(self, why: str) -> None:
+        self._left = why
+        for peers in self._peers:
+            peers.drop()
+        self.groups.clear()
+        compat.forget_groups(self.mesh)
+        self.reductions = None
+
+
+def _over(work: dist.Work, seconds: float) -> bool:
+    """Wait for `work`, at most so long; True if it is over.
+
+    Not all works of gloo say by themselves whether they are (``is_completed``).
+
+    Raises:
+        RuntimeError: it has failed.
+    """
+    start = time.monotonic()
+    try:
+        work.wait(datetime.timedelta(seconds=seconds))
+    except RuntimeError:
+        if time.monotonic() - start < seconds:
+            raise
+        return False
+    return True
+
+
+def _pending(works: list[dist.Work]) -> list[dist.Work]:
+    """Those that have neither failed nor are over."""
+    pending = []
+    for work in works:
+        with contextlib.suppress(RuntimeError):
+            if not _over(work, 0.01):
+                pending.append(work)
+    return pending
+
+
+def _first(causes: Iterable[Cause | None]) -> Cause | None:
+    return next((cause for cause in causes if cause is not None), None)
+
+
+def _said(error: BaseException) -> str:
+    """Class and first line of an error."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:200]

@@ -1,0 +1,203 @@
+"""From what the user says of ranks (world_size, mesh, process_group) to the world to run in."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fxshard._torch import compat
+from fxshard.config import Config, grid
+from fxshard.errors import ConfigError
+from fxshard.ir.units import Unit, check_reshard
+from fxshard.runtime.world.c10d import C10dWorld
+from fxshard.runtime.world.in_process import InProcessWorld
+
+log = logging.getLogger("fxshard")
+
+
+def world_over(mesh: DeviceMesh, config: Config, units: tuple[Unit, ...]) -> C10dWorld:
+    """The world of a mesh under a strategy; collective if units are resharded to smaller groups."""
+    check_reshard(units, mesh.size(mesh.ndim - 1))
+    sizes = [unit.reshard for unit in units if not isinstance(unit.reshard, bool)]
+    return C10dWorld(mesh, sharded=config.strategy != "no_shard", reshard=sizes)
+
+
+def world_for(
+    model: nn.Module,
+    config: Config,
+    units: tuple[Unit, ...],
+    world_size: int | tuple[int, int] | None,
+    mesh: DeviceMesh | None,
+    process_group: Any,
+) -> C10dWorld | InProcessWorld:
+    if world_size is not None:
+        grid(world_size, config)
+    if mesh is not None and process_group is not None:
+        raise ConfigError("mesh and process_group were both given; give one.")
+    if mesh is None and process_group is None:
+        _initialise(world_size)
+    if not (dist.is_available() and dist.is_initialized()):
+        if mesh is not None or process_group is not None:
+            raise ConfigError(
+                "a mesh or process_group was given, but no process group is initialised: call "
+                "torch.distributed.init_process_group first, and start with torchrun."
+            )
+        if world_size is None:
+            raise ConfigError(
+                "no process group is initialised and no world_size given. Start with torchrun, or "
+                "call torch.distributed.init_process_group, or pass world_size=N to run N ranks "
+                "inside this process."
+            )
+        replicas, shards = grid(world_size, config)
+        log.warning(
+            "fxshard: no process group: running all %d ranks inside this process, each on the "
+            "whole batch. Start with torchrun to use %d processes.",
+            replicas * shards,
+            replicas * shards,
+        )
+        return InProcessWorld(shards, replicas)
+    if process_group is not None:
+        mesh = _mesh_of_groups(model, config, process_group)
+    elif mesh is None:
+        mesh = mesh_of(model, config, _default_grid(world_size, config))
+    if mesh.ndim != 1 + config.hybrid:
+        dims = "two, replicate x shard" if config.hybrid else "one"
+        raise ConfigError(
+            f"the mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; strategy "
+            f"{config.strategy!r} takes {dims}."
+            + ("" if config.hybrid else " Pass a slice of it: mesh['shard'].")
+        )
+    given = tuple(mesh.shape) if config.hybrid else mesh.size()
+    if world_size is not None and world_size != given:
+        raise ConfigError(
+            f"world_size={world_size}, but the process group has {given} ranks. Leave "
+            f"world_size out, or start torchrun with --nproc-per-node={world_size}."
+        )
+    return world_over(mesh, config, units)
+
+
+# What launchers besides torchrun call the number of processes that they started together.
+_STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _initialise(world_size: Any) -> None:
+    """Initialise the default process group where torchrun has started this process as one of many.
+
+    As `init_device_mesh` and `fully_shard` do. Otherwise each of them would train alone.
+    (torch/distributed/fsdp/_fully_shard/_fsdp_init.py, ``_init_default_mesh``)
+
+    Raises:
+        ConfigError: it is one of many, and what `init_process_group` needs is not in the
+            environment.
+    """
+    if not dist.is_available() or dist.is_initialized():
+        return
+    told = {name: os.environ[name] for name in ("WORLD_SIZE", *_STARTED) if name in os.environ}
+    many = [f"{name}={value}" for name, value in told.items() if value not in ("", "1")]
+    lacking = [name for name in _RENDEZVOUS if not os.environ.get(name)]
+    if many and lacking:
+        raise ConfigError(
+            f"this process is one of several ({many[0]}), but no process group is initialised, and "
+            f"each would train alone: call torch.distributed.init_process_group first. (With "
+            f"{', '.join(lacking)} in the environment too, as torchrun sets them, fxshard does.)"
+        )
+    if not lacking and (many or world_size is None):
+        dist.init_process_group()
+
+
+def _default_grid(world_size: Any, config: Config) -> tuple[int, int]:
+    """All ranks; a hybrid strategy shards inside a machine and copies over machines, as FSDP1.
+
+    Raises:
+        ConfigError: `world_size` is not that of the process group, or the number of ranks per
+            machine is not known (torchrun sets LOCAL_WORLD_SIZE) or does not divide it.
+    """
+    ranks = dist.get_world_size()
+    if not config.hybrid:
+        return 1, ranks
+    if world_size is not None:
+        if math.prod(world_size) != ranks:
+            raise ConfigError(
+                f"world_size={world_size}, but the process group has {ranks} ranks: the product "
+                f"of the two must be that."
+            )
+        return (world_size[0], world_size[1])
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    if not local or ranks % local:
+        raise ConfigError(
+            f"strategy {config.strategy!r} needs to know how {ranks} ranks are arranged: pass a "
+            f"2-D mesh, init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', "
+            f"'shard')), or start with torchrun, which sets LOCAL_WORLD_SIZE."
+        )
+    return ranks // local, local
+
+
+def _mesh_of_groups(model: nn.Module, config: Config, process_group: Any) -> DeviceMesh:
+    """The mesh of a process group, or of the pair (shard group, replicate group)."""
+    pair = isinstance(process_group, (tuple, list))
+    if pair != config.hybrid:
+        raise ConfigError(
+            f"process_group is {'a pair' if pair else 'one group'}; strategy {config.strategy!r} "
+            f"takes {'a pair (shard, replicate)' if config.hybrid else 'one'}."
+        )
+    if not pair:
+        return DeviceMesh.from_group(process_group, _device_type(model, process_group))
+    shard, replicate = process_group
+    rows = _rows_of_groups(shard, replicate)
+    return DeviceMesh.from_group(
+        [replicate, shard],
+        _device_type(model, shard),
+        mesh=torch.tensor(rows),
+        mesh_dim_names=("replicate", "shard"),
+    )
+
+
+def _rows_of_groups(shard: dist.ProcessGroup, replicate: dist.ProcessGroup) -> list[list[int]]:
+    """The ranks of the shard group of each rank of `replicate`; collective over it.
+
+    Raises:
+        ConfigError: they hold this rank's rows at different places.
+    """
+    mine, ranks = dist.get_process_group_ranks(shard), dist.get_process_group_ranks(replicate)
+    if dist.get_backend(replicate) == "fake":  # nobody else is there to say
+        return [[other + rank - dist.get_rank() for rank in mine] for other in ranks]
+    store = compat.group_store(replicate)
+    key = f"fxshard/mesh/{store.add(f'fxshard/mesh/{dist.get_rank()}', 1)}"
+    store.set(f"{key}/{dist.get_rank()}", json.dumps(mine))
+    rows: list[list[int]] = [json.loads(store.get(f"{key}/{rank}")) for rank in ranks]
+    if len({(len(row), row.index(rank)) for row, rank in zip(rows, ranks, strict=True)}) > 1:
+        raise ConfigError(
+            f"process_group: ranks {ranks} of the replicate group lie at different places of their "
+            f"shard groups {rows}, so that they hold different rows. Put ranks together that are "
+            f"the n-th of their shard groups."
+        )
+    return rows
+
+
+def mesh_of(model: nn.Module, config: Config, grid: tuple[int, int]) -> DeviceMesh:
+    """A mesh of all ranks, of the shape that the strategy asks for; `grid` is replicas x shards."""
+    device = _device_type(model, None)
+    if config.hybrid:
+        return init_device_mesh(device, grid, mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device, (grid[0] * grid[1],))
+
+
+def _device_type(model: nn.Module, group: dist.ProcessGroup | None) -> str:
+    """That of the parameters; of a meta model, the accelerator if `group` is made for it."""
+    found = next((p.device.type for p in model.parameters() if not p.is_meta), None)
+    if found:
+        return found
+    accelerator = torch.accelerator.current_accelerator()
+    served = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    if accelerator and served.get(accelerator.type) not in (None, "gloo", "fake"):
+        return accelerator.type
+    return "cpu"

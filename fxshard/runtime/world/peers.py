@@ -1,0 +1,517 @@
+"""The ranks of one process group, seen through its key-value store and never by a collective."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import json
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from fxshard._torch import compat
+from fxshard.errors import RankDiedError, RankMismatchError
+from fxshard.runtime.world import census
+
+CENSUS_SECONDS = 5.0  # how long a survivor waits for the others before it calls them missing
+STOP_SECONDS = 10.0  # how long a rank that stopped waits for the others to stop alike
+SLOTS = 4  # calls whose programs are kept
+LOOK_SECONDS = 0.5  # a rank that waits looks at least so often where the others are
+
+_BACKWARD = "backward"  # behind the digest of the call before it
+
+Leave = Callable[[str], None]  # close the connections of this rank, and say why
+# Why no collective of a group will work any more: the class of the error, and the rest of its text.
+Cause = tuple[type[RankDiedError | RankMismatchError], str]
+_CAUSES = {each.__name__: each for each in (RankDiedError, RankMismatchError)}
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _reads(method: _Method) -> _Method:
+    """For methods that read what others have left in the store: it may be anything."""
+
+    @functools.wraps(method)
+    def read(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except (ValueError, KeyError, TypeError) as error:
+            raise RankMismatchError(
+                f"an entry of the process group's store cannot be read ({type(error).__name__}: "
+                f"{error}): the ranks run several versions of fxshard, or something else writes "
+                f"keys that begin with 'fxshard/'. Run one version on all ranks, and start again "
+                f"from the last checkpoint."
+            ) from error
+
+    return read  # type: ignore[return-value]
+
+
+class Peers:
+    """Compares what ranks are about to do, and says who is dead or elsewhere when one fails."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group: Any = group
+        self.size, self.rank = group.size(), group.rank()
+        self.fake = dist.get_backend(group) == "fake"
+        self.global_ranks = dist.get_process_group_ranks(group)
+        self.alone = self.fake or self.size == 1
+        if not self.fake:
+            store = compat.group_store(group)
+            store.set(f"fxshard/identity/{self.rank}", census.identity())
+            number = store.add(f"fxshard/worlds/{self.rank}", 1)  # the n-th ones belong together
+            self._calls = f"calls/{number}"
+            self._stopped = f"fxshard/stopped/{number}"
+        self._stops = 0  # phases of this rank that ended with an exception, as on all others
+        self.last: str | None = None  # digest of what this rank ran last
+        self._tells, self._said = 0, ["", ""]  # see `tell`: how many, and the last two
+
+    @_reads
+    def note_call(
+        self,
+        number: int,
+        digest: str,
+        known: Mapping[str, Sequence[str]],
+        leave: Leave,
+    ) -> None:
+        """Say which program this rank runs in its call `number`, a message without an answer.
+
+        If there are several that all know, look what the next rank ran in the call before: ranks
+        may take different ways, and collectives of equal sizes would mix their parameters. The
+        entry is there, for that call's collectives are over.
+
+        Args:
+            number: of the call.
+            digest: of the program, a key of `known`.
+            known: what all ranks have agreed on, by digest.
+            leave: closes the connections of this rank, so that those fail too whose next rank ran
+                what they ran.
+
+        Raises:
+            RankMismatchError: it was another program.
+        """
+        if self.alone:
+            return
+        other = (self.rank + 1) % self.size
+        if len(known) > 1 and self.last is not None:
+            theirs = self._told(self._slot(number - 1), other).partition(" ")
+            if theirs[0] == str(number - 1) and theirs[2] != self.last:
+                mixed = self._mixed(other, _ran(theirs[2], known), _ran(self.last, known))
+                leave(f"ran another program than {self._name(other)} in the last call")
+                raise RankMismatchError(mixed)
+        self._note(number, digest)
+
+    def note_backward(self, number: int) -> None:
+        """Say that this rank begins a backward with collectives; it counts as a call."""
+        if not self.alone:
+            self._note(number, f"{(self.last or '').partition(' ')[0]} {_BACKWARD}")
+
+    def _note(self, number: int, digest: str) -> None:
+        store = compat.group_store(self.group)
+        store.set(f"fxshard/{self._slot(number)}/{self.rank}", f"{number} {digest}")
+        self.last = digest
+
+    def _slot(self, number: int) -> str:
+        """Where a call's entry is kept: no rank is two calls ahead of another."""
+        return f"{self._calls}/{number % SLOTS}"
+
+    def _mixed(self, other: int, theirs: Sequence[str], ours: Sequence[str]) -> str:
+        at, there, here = first_difference("\n".join(theirs), "\n".join(ours))
+        return (
+            f"in the last call {self._name(other)} ran another program than "
+            f"{self._name(self.rank)}, so that what they gathered and reduced is mixed: in line "
+            f"{at + 1} it has '{there}', here it is '{here}'. Let all ranks take the same way "
+            f"through the model, and start again from the last checkpoint."
+        )
+
+    def tell(self, flags: str) -> str:
+        """Tell the other ranks which of some things are true here; all ranks tell in one order.
+
+        Args:
+            flags: a "0" or "1" for each.
+
+        Returns:
+            What to ask `any_of` for.
+        """
+        store = compat.group_store(self.group)
+        if self._tells > 1:  # all have begun the one before, and so ended the one before that
+            store.delete_key(f"{self._tale(self._tells - 2)}/{self.rank}")
+            store.delete_key(f"{self._tale(self._tells - 2)}/{self._said[0]}")
+        base = self._tale(self._tells)
+        self._tells += 1
+        self._said = [*self._said[-1:], f"all/{_digest(flags)}"]
+        store.set(f"{base}/{self.rank}", flags)
+        store.add(f"{base}/{self._said[-1]}", 1)
+        return base
+
+    def _tale(self, number: int) -> str:
+        return f"fxshard/{self._calls}/told/{number}"
+
+    @_reads
+    def any_of(self, base: str, flags: str) -> str:
+        """A "1" wherever a rank of the group has told one; waits for those that have not told yet.
+
+        Args:
+            base: what `tell` has returned.
+            flags: of this rank.
+        """
+        store = compat.group_store(self.group)
+        keys = [f"{base}/{rank}" for rank in range(self.size)]
+        try:
+            if store.add(f"{base}/all/{_digest(flags)}", 0) == self.size:
+                return flags
+            store.wait(keys, self._patience())
+            told = [value.decode() for value in store.multi_get(keys)]
+        except RuntimeError as error:
+            cause = self.look_around()
+            raise (error if cause is None else self.failure(cause, error)) from error
+        if not set("".join(told)) <= {"0", "1"}:
+            raise ValueError(f"{told} for flags")
+        return "".join(max(each) for each in zip(flags, *told, strict=True))
+
+    def drop(self) -> None:
+        """Refer to the group no more."""
+        self.group, self.alone = None, True
+
+    def note_reason(self, reason: str) -> None:
+        """Say why this rank may not take part in the next collective; empty: it will."""
+        if not self.alone:
+            compat.group_store(self.group).set(f"fxshard/reason/{self.rank}", reason)
+
+    @_reads
+    def agree(
+        self,
+        lines: Sequence[str],
+        what: str,
+        leave: Leave,
+        call: int = 0,
+        before: Collection[Sequence[str]] = (),
+    ) -> None:
+        """Compare `lines` with rank 0's, through the store; all ranks raise, or none.
+
+        No collective is issued, so that ranks that disagree cannot hang in one. Those that are in
+        this call of the model already, with something that all have agreed on before, do not ask:
+        they wait in a collective for this rank, until it leaves.
+
+        Args:
+            lines: of this rank.
+            what: they are, for people.
+            leave: closes the connections of this rank.
+            call: the number of this call of the model; 0: outside of one, where all ask.
+            before: lines that all have agreed on.
+
+        Raises:
+            RankMismatchError: names the first rank that differs and its first differing line, or
+                the ranks that did not ask.
+            RankDiedError: a rank died before it asked.
+        """
+        if self.alone:
+            return
+        store = compat.group_store(self.group)
+        # Each rank counts its own questions in the store: the n-th ones belong together.
+        base = f"fxshard/agree/{store.add(f'fxshard/agree/rank{self.rank}', 1)}"
+        text = "\n".join(lines)
+        digest = _digest(text)
+        waits = f"waits for all ranks to agree on {what}"
+        self.note_reason(waits)
+        store.set(f"{base}/asked/{self.rank}", "")
+
+        def absent() -> list[int]:
+            return [r for r in range(self.size) if not store.check([f"{base}/asked/{r}"])]
+
+        def wait(key: str) -> None:
+            start, pause = time.monotonic(), 0.001
+            while not store.check([key]):
+                late = time.monotonic() - start > self._patience().total_seconds()
+                if late or self._looks_wrong(base, call):
+                    gone = self._gone(range(self.size))  # before who asked: they may ask and go
+                    missing = absent()
+                    ahead = [r for r in missing if call and self._call_of(r) >= call]
+                    gone = [r for r in gone if r in missing]
+                    error = self._failure(what, missing, ahead, gone, before, lines)
+                    store.set(f"{base}/failed", "")
+                    if ahead:
+                        leave(waits)
+                    raise error
+                time.sleep(pause)
+                pause = min(2 * pause, LOOK_SECONDS)
+
+        if self.rank == 0:
+            store.set(f"{base}/text", text)
+            store.set(f"{base}/digest", digest)
+        wait(f"{base}/digest")
+        if store.get(f"{base}/digest").decode() != digest:
+            reference = store.get(f"{base}/text").decode()
+            difference = json.dumps(first_difference(reference, text))
+            store.set(f"{base}/differs/{self.rank}", difference)
+        if store.add(f"{base}/seen", 1) == self.size:
+            store.set(f"{base}/done", "1")
+        wait(f"{base}/done")
+        self.note_reason("")
+        keys = {rank: f"{base}/differs/{rank}" for rank in range(self.size)}
+        found = {r: json.loads(store.get(key)) for r, key in keys.items() if store.check([key])}
+        if found:
+            raise RankMismatchError(
+                f"ranks differ in {what}. {self._difference(found)} "
+                f"Build the same model and call it alike on every rank."
+            )
+
+    def _difference(self, found: dict[int, tuple[int, str, str]]) -> str:
+        """The first line in which any rank differs from rank 0, and which ranks do.
+
+        Args:
+            found: per rank that differs, its `first_difference`.
+        """
+        first = min(at for at, _, _ in found.values())
+        theirs = next(theirs for at, theirs, _ in found.values() if at == first)
+        lines: dict[str, list[int]] = {}
+        for rank, (at, _, ours) in found.items():
+            if at == first:
+                lines.setdefault(ours, []).append(rank)
+        said = [f"{self._names(ranks)} '{ours}'" for ours, ranks in lines.items()]
+        later = [rank for rank, (at, _, _) in found.items() if at != first]
+        more = f" {self._names(later)} differs further down." if later else ""
+        return (
+            f"First difference, line {first + 1}: {self._name(0)} has '{theirs}', "
+            f"{', '.join(said)}.{more}"
+        )
+
+    def _looks_wrong(self, base: str, call: int) -> bool:
+        """Whether the next rank is dead, or in this call of the model without asking.
+
+        One rank looks at one other, for the sake of the store: of all that wait, some looks at one
+        that does not ask. Who finds something tells the others.
+        """
+        store = compat.group_store(self.group)
+        if store.check([f"{base}/failed"]):
+            return True
+        other = (self.rank + 1) % self.size
+        wrong = bool(call) and self._call_of(other) >= call
+        wrong = wrong or census.is_dead(self._told("identity", other)) is True
+        # Read last: a rank asks before it notes its call.
+        return wrong and not store.check([f"{base}/asked/{other}"])
+
+    def _failure(
+        self,
+        what: str,
+        absent: list[int],
+        ahead: list[int],
+        gone: list[int],
+        before: Collection[Sequence[str]],
+        lines: Sequence[str],
+    ) -> RuntimeError:
+        """What to raise where not all ask.
+
+        Args:
+            absent: ranks that do not ask.
+            ahead: those of them that are in this call already.
+            gone: those of them that are dead.
+        """
+        here = f"{self._name(self.rank)} waited to agree on {what}"
+        if ahead:
+            return RankMismatchError(
+                f"{self._name(self.rank)} would do something else in this call of the model than "
+                f"{self._names(ahead)}, who run a program that all know: {_news(before, lines)}. "
+                f"Let all ranks take the same way through the model; call it alike. This rank has "
+                f"left the process group, so that the others fail too: start again from the last "
+                f"checkpoint."
+            )
+        if gone:
+            return RankDiedError(f"{here}, but {self._names(gone)} died or left.")
+        why = f"{self._names(absent)} never asked" if absent else "another rank has given up"
+        return RankMismatchError(
+            f"{here}; {why}. Call the model on all ranks alike: same "
+            f"arguments, train/eval and grad mode."
+        )
+
+    def _call_of(self, rank: int) -> int:
+        told = (self._told(self._slot(i), rank) for i in range(SLOTS))
+        return max(int(each.partition(" ")[0] or 0) for each in told)
+
+    def _patience(self) -> datetime.timedelta:
+        return compat.group_timeout(self.group)
+
+    def _name(self, rank: int) -> str:
+        """The rank as the user knows it: its number among all processes."""
+        return f"rank {self.global_ranks[rank]}"
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        return f"rank {', '.join(str(self.global_ranks[rank]) for rank in ranks)}"
+
+    # -- ranks that stop, leave or die ------------------------------------------------------------
+
+    def failure(self, cause: Cause, error: RuntimeError | None = None) -> RuntimeError:
+        """What a rank raises whose collective failed for `cause`, or will never be over."""
+        kind, said = cause
+        seen = f" Cause: {error}" if error is not None else ""
+        return kind(f"a collective failed on {self._name(self.rank)}{said}{seen}")
+
+    @_reads
+    def cause(self) -> Cause | None:
+        """Why collectives of this group fail, if any rank has said so."""
+        if self.alone:
+            return None
+        store = compat.group_store(self.group)
+        if not store.check(["fxshard/cause"]):
+            return None
+        return _cause(store.get("fxshard/cause"))
+
+    def note_cause(self, cause: Cause) -> None:
+        """Say why collectives of this group will fail from now on; what the first said stays.
+
+        Ranks that fail later, because a neighbour has left or died of the first failure, would
+        name that neighbour.
+        """
+        if not self.alone:
+            text = json.dumps([cause[0].__name__, cause[1]])
+            compat.group_store(self.group).compare_set("fxshard/cause", "", text)
+
+    def note_left(self, why: str) -> None:
+        """Say that this rank leaves the group, and why."""
+        self.note_cause((RankMismatchError, self._unlike(f"{self._name(self.rank)} {why}")))
+
+    def _unlike(self, who: str) -> str:
+        return f" because the ranks did not do the same: {who}. Call the model on all ranks alike."
+
+    def _died(self, ranks: list[int]) -> Cause:
+        return RankDiedError, (
+            f": {self._names(ranks)} of {self.size} died or left. Look at its log first; restart "
+            f"from the last checkpoint."
+        )
+
+    @_reads
+    def look_around(self) -> Cause | None:
+        """Why a collective has failed, if it can be seen from here.
+
+        Raises:
+            RuntimeError: the store cannot be reached.
+        """
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        reasons = {rank: why for rank in others if (why := self._told("reason", rank))}
+        if reasons:
+            who = "; ".join(f"{self._name(rank)} {why}" for rank, why in reasons.items())
+            return RankMismatchError, self._unlike(who)
+        silent, dead = self._census(others)
+        alive = [rank for rank in silent if dead[rank] is False]
+        if len(silent) > len(alive):
+            gone = [rank for rank in silent if dead[rank]] or [r for r in silent if r not in alive]
+            return self._died(gone)
+        if alive:
+            return RankMismatchError, (
+                f": {self._names(alive)} of {self.size} is alive but did not take part. Call the "
+                f"model on all ranks alike."
+            )
+        return None
+
+    def _census(self, others: list[int]) -> tuple[list[int], dict[int, bool | None]]:
+        """Sign; return who else has not after a while, and whether they are dead, if known."""
+        store = compat.group_store(self.group)
+        base = f"fxshard/census/{store.add(f'fxshard/census/rank{self.rank}', 1)}"
+        store.set(f"{base}/{self.rank}", "")
+        who = {rank: self._told("identity", rank) for rank in others}
+        deadline = time.monotonic() + CENSUS_SECONDS
+        while True:
+            # In this order: one that fails as this rank does signs, and only then ends.
+            dead = {rank: census.is_dead(who[rank]) for rank in others}
+            silent = [rank for rank in others if not store.check([f"{base}/{rank}"])]
+            if not silent or any(dead[r] for r in silent) or time.monotonic() > deadline:
+                return silent, dead
+            time.sleep(0.05)
+
+    def _gone(self, ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if census.is_dead(self._told("identity", rank))]
+
+    def note_stop(self, issued: int, what: str) -> None:
+        """Say that a phase of this rank has ended with an exception, behind `issued` collectives.
+
+        Args:
+            issued: how many this rank has launched by now, in all its calls.
+            what: happened, for people.
+        """
+        if self.alone:
+            return
+        self._stops += 1
+        store, base = compat.group_store(self.group), self._stop_of(self._stops)
+        text = json.dumps([issued, f"{self._name(self.rank)} {what}"])
+        store.compare_set(f"{base}/first", "", text)
+        store.add(f"{base}/at{issued}", 1)
+        store.add(f"{base}/all", 1)  # last: it is never more than the sum of the others
+
+    def note_over(self) -> None:
+        """Say that all that this rank launched before it stopped is over."""
+        if not self.alone:
+            compat.group_store(self.group).add(f"{self._stop_of(self._stops)}/over", 1)
+
+    def stopped_alike(self, issued: int) -> bool | None:
+        """Whether all ranks have stopped behind `issued` collectives; None: not yet."""
+        if self.alone:
+            return True
+        store, base = compat.group_store(self.group), self._stop_of(self._stops)
+        stopped = store.add(f"{base}/all", 0)
+        if stopped > store.add(f"{base}/at{issued}", 0) or self.cause() is not None:
+            return False
+        return True if store.add(f"{base}/over", 0) == self.size else None
+
+    @_reads
+    def never_over(self, issued: int) -> Cause | None:
+        """Why this rank would wait for ever, if it does.
+
+        A rank stopped that has not launched `issued` collectives, as this one has; or the next
+        rank is dead, and of all that wait, some is next to it.
+        """
+        if self.alone:
+            return None
+        store, first = compat.group_store(self.group), f"{self._stop_of(self._stops + 1)}/first"
+        if store.check([first]):
+            stopped, who = json.loads(store.get(first))
+            if int(stopped) < issued:
+                return RankMismatchError, self._unlike(who)
+        other = (self.rank + 1) % self.size
+        return self._died([other]) if census.is_dead(self._told("identity", other)) else None
+
+    def _stop_of(self, number: int) -> str:
+        return f"{self._stopped}/{number}"
+
+    def _told(self, what: str, rank: int) -> str:
+        store = compat.group_store(self.group)
+        key = f"fxshard/{what}/{rank}"
+        return store.get(key).decode() if store.check([key]) else ""
+
+
+def _cause(text: bytes) -> Cause:
+    kind, said = json.loads(text)
+    return _CAUSES[kind], said
+
+
+def _ran(told: str, known: Mapping[str, Sequence[str]]) -> list[str]:
+    """What a rank ran, by what it has told: a digest, and whether it was the backward."""
+    digest, _, phase = told.partition(" ")
+    return [*known.get(digest, (digest,)), phase]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _news(before: Collection[Sequence[str]], lines: Sequence[str]) -> str:
+    """The first line that is not in what all have agreed on, nearest to it."""
+    found = [first_difference("\n".join(each), "\n".join(lines)) for each in before]
+    at, theirs, ours = max(found)
+    return f"in line {at + 1} they have '{theirs}', it has '{ours}'"
+
+
+def first_difference(reference: str, own: str) -> tuple[int, str, str]:
+    """Number (from 0) of the first line in which two texts differ, and that line of each.
+
+    Raises:
+        ValueError: they are equal.
+    """
+    theirs, ours = reference.splitlines(), own.splitlines()
+    for i in range(max(len(theirs), len(ours))):
+        a = theirs[i] if i < len(theirs) else "(nothing)"
+        b = ours[i] if i < len(ours) else "(nothing)"
+        if a != b:
+            return i, a, b
+    raise ValueError("the texts are equal")

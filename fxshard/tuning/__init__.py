@@ -1,1 +1,0 @@
-"""The fastest configuration that fits: space, bounds, search, and what came out."""

@@ -1,0 +1,1 @@
+"""What measures: a tracker, numerics beside eager, real ranks; it never predicts."""

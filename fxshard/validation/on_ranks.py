@@ -1,0 +1,512 @@
+"""Steps on real gloo ranks, each on a batch of its own, beside eager PyTorch in one process.
+
+Note: what eager is
+===================
+The loss of a step is the mean over the ranks of each rank's loss, so that its gradient is the mean
+of theirs: that is eager PyTorch on the joined batch where the loss is a mean over samples and every
+rank has as many (`reduce_op` and the divide factors of the configuration take the place of the
+mean). In eager each rank's batch runs through a model with buffers of its own: what a layer
+computes over the samples of a batch (BatchNorm's statistics, a balancing loss) it computes over the
+rank's, as in FSDP and DDP. A joined batch would give others there.
+
+Each step begins with the parameters of eager's optimizer, which steps with the gradients that the
+ranks have left: gradients are compared with eager's, and then what a step makes of them with what
+the optimizer makes of them in one process. So no rounding is carried from step to step, which an
+optimizer that divides by the size of a gradient would blow up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fxshard._torch import compat
+from fxshard.capture import precision
+from fxshard.capture.held import copied
+from fxshard.codegen.optimizer import OnShards
+from fxshard.config import Config, grid
+from fxshard.errors import ConfigError
+from fxshard.ir.program import Program
+from fxshard.ir.units import Param, Unit, configured_units
+from fxshard.memory.optimizer import make_optimizer
+from fxshard.memory.report import MemoryReport
+from fxshard.plans.workload import Call, Workload
+from fxshard.runtime.module import sharded
+from fxshard.runtime.runtime import Runtime
+from fxshard.runtime.world.mesh import mesh_of, world_over
+from fxshard.validation import processes
+from fxshard.validation.compare import Validation, compare
+from fxshard.validation.numerics import (
+    SEED,
+    Difference,
+    Numerics,
+    Seen,
+    agreeing,
+    as_left,
+    as_root,
+    buffers_of,
+    cast_state,
+    coarsest_dtype,
+    difference,
+    forward_backward,
+    judged,
+    like,
+    own,
+    plain,
+    widened,
+)
+from fxshard.validation.rehearsal import split_steps, tracked
+from fxshard.validation.tracker import Measured
+
+
+@dataclasses.dataclass
+class Part:
+    """What one rank holds of a tensor.
+
+    Attributes:
+        tensor: its rows; all of them where it is not sharded.
+        shard: its number among the ranks that share the tensor; None if each has all of it.
+        replica: the number of their group.
+    """
+
+    tensor: Tensor
+    shard: int | None
+    replica: int
+
+
+@dataclasses.dataclass
+class Left:
+    """What a rank has seen in one step.
+
+    Attributes:
+        own: outputs, loss, gradients of inputs and buffers: of its batch.
+        grads, params: by FQN, before and after the optimizer's step.
+    """
+
+    own: Seen
+    grads: dict[str, Part]
+    params: dict[str, Part]
+
+
+def beside_ranks(work: Workload, program: Program, report: MemoryReport, steps: int) -> Validation:
+    """Run `steps` steps on as many gloo ranks as `work` asks for, and compare everything.
+
+    Args:
+        work: what to run, on a model with real parameters, which is left as it is.
+        program: of the last micro-batch.
+        report: what rank 0 is to need.
+        steps: how many.
+
+    Returns:
+        Bytes of rank 0, peaks of all ranks, and `Validation.numerics` of every tensor.
+
+    Raises:
+        ConfigError: the model, the batch or an option cannot be sent to another process.
+        RankDiedError: a rank died, failed or hung; names it.
+    """
+    ranks = math.prod(grid(work.world_size, work.config))
+    calls = batches(work, ranks)
+    found = processes.run(run_rank, packed(work, calls, steps), ranks)
+    lefts: list[list[Left]] = [left for left, _ in found]
+    measured: list[list[Measured]] = [phases for _, phases in found]
+    result = compare(report, split_steps(measured[0], steps, work.micro_batches))
+    result.peaks = tuple(map(_peak, measured))
+    with torch.random.fork_rng():
+        result.numerics = _beside_eager(work, program, calls, lefts)
+    return result
+
+
+def batches(work: Workload, ranks: int) -> list[Call]:
+    """A batch for each rank: the given one for rank 0, others like it for the others.
+
+    Floating-point tensors get noise of a tenth of their deviation, integer tensors their elements
+    in another order (so that ids stay ids), if the model takes them so; all else is as it is.
+    """
+    found = [own(work.call)]
+    for rank in range(1, ranks):
+        generator = torch.Generator().manual_seed(rank)
+        made = _varied(work.call, generator, integers=True)
+        found.append(made if _runs(work, made) else _varied(work.call, generator, integers=False))
+    return found
+
+
+def _varied(call: Call, generator: torch.Generator, *, integers: bool) -> Call:
+    def vary(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.numel():
+            return leaf
+        if leaf.is_floating_point():
+            noise = torch.randn(leaf.shape, generator=generator).to(leaf)
+            scale = leaf.detach().double().std(correction=0).to(leaf)
+            made = leaf.detach() + noise * torch.where(scale > 0, scale, 1) / 10
+        elif integers and not leaf.is_complex() and leaf.dtype is not torch.bool:
+            flat = leaf.reshape(-1)
+            made = flat[torch.randperm(len(flat), generator=generator).to(leaf.device)]
+            made = (flat.roll(1) if torch.equal(made, flat) else made).reshape(leaf.shape)
+        else:
+            return leaf
+        same = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+        return like(leaf, same.copy_(made))
+
+    leaves, spec = compat.tree_flatten(own(call))
+    args, kwargs = compat.tree_unflatten([vary(leaf) for leaf in leaves], spec)
+    return args, kwargs
+
+
+def _runs(work: Workload, call: Call) -> bool:
+    """Whether the model takes this batch."""
+    model = copied(work.module)
+    args, kwargs = own(call)
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            model(*args, **kwargs)
+    except Exception:  # an id out of range, offsets that fall: whatever the model says
+        return False
+    return True
+
+
+def packed(work: Workload, calls: list[Call], steps: int) -> bytes:
+    """What a rank is sent.
+
+    Raises:
+        ConfigError: a part of it cannot be pickled; names it.
+    """
+    try:
+        return pickle.dumps((work, calls, steps))
+    except Exception as error:
+        parts = {"the model": work.module, "the batch": calls, "loss": work.loss}
+        parts |= {f"option {name}": value for name, value in vars(work.config).items()}
+        named = next((name for name, part in parts.items() if not _pickles(part)), "the workload")
+        raise ConfigError(
+            f"{named} cannot be sent to the processes of the ranks ({error}). Define its classes "
+            f"and functions by name in a module (functools.partial in place of a lambda); or say "
+            f"ranks='fake', which starts none."
+        ) from error
+
+
+def _pickles(part: Any) -> bool:
+    try:
+        pickle.dumps(part)
+    except Exception:
+        return False
+    return True
+
+
+def _peak(phases: list[Measured]) -> int:
+    """The most that was alive in forward and backward, in bytes."""
+    both = (phase for phase in phases if phase.phase in ("forward", "backward"))
+    return max(max(sum(p.start), int(p.during.sum(1).max(initial=0))) for p in both)
+
+
+# -- in a rank -------------------------------------------------------------------------------------
+
+
+def run_rank(rank: int, job: tuple[Workload, list[Call], int]) -> Any:
+    """What one rank leaves, step by step, and what the tracker measures there: two runs."""
+    work, calls, steps = job
+    work = dataclasses.replace(work, call=calls[rank])
+    return _steps(work, rank, steps), tracked(work, steps)
+
+
+class _Watched(Runtime):
+    """Keeps the gradients that ``optimizer_in_backward`` steps with."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.stepped: dict[str, Part] = {}
+
+    def step_parameters(self, fqns: list[str], grads: list[list[Tensor]]) -> OnShards:
+        for fqn, shard in zip(fqns, grads[0], strict=True):
+            held = part(self.slots[fqn].tensor)
+            self.stepped[fqn] = dataclasses.replace(
+                held, tensor=shard[: held.tensor.shape[0]].clone()
+            )
+        return super().step_parameters(fqns, grads)
+
+
+def _steps(work: Workload, rank: int, steps: int) -> list[Left]:
+    config = work.config
+    module = copied(work.module)
+    units = configured_units(module, config)
+    world = world_over(mesh_of(module, config, grid(work.world_size, config)), config, units)
+    model = sharded(module, units, world, config, kind=_Watched)
+    runtime = model._fxshard
+    assert isinstance(runtime, _Watched)
+    optimizer = None
+    if config.optimizer_in_backward:
+        optimizer = model.optimizer  # steps what it has left: ignored parameters
+    elif config.optimizer is not None:
+        optimizer = _optimizer(config, dict(model.named_parameters()))
+    found: list[Left] = []
+    for step in range(steps):
+        seen: Seen = {}
+        for i in range(work.micro_batches):
+            waits = work.no_sync and i < work.micro_batches - 1
+            call = own(work.call)
+            with model.no_sync() if waits else contextlib.nullcontext():
+                program = runtime.variant(*call).program
+                torch.manual_seed(_seed(rank, step, i))
+                seen |= forward_backward(model, call, work, program, i)
+        params = dict(model.named_parameters())
+        grads = {n: part(p.grad) for n, p in params.items() if p.grad is not None}
+        if optimizer is not None:
+            optimizer.step()
+        for param in params.values():
+            param.grad = None
+        left = {name: part(param) for name, param in params.items()}
+        found.append(Left(seen | buffers_of(model), grads | runtime.stepped, left))
+        runtime.stepped = {}
+    return found
+
+
+def _optimizer(config: Config, params: dict[str, Any]) -> torch.optim.Optimizer:
+    return make_optimizer(config.optimizer, list(params.values()), list(params))
+
+
+def _seed(rank: int, step: int, micro_batch: int) -> int:
+    """Ranks draw numbers of their own, steps and micro-batches others."""
+    return SEED + 1_000_000 * rank + 1_000 * step + micro_batch
+
+
+def part(tensor: Tensor) -> Part:
+    """What this rank holds of a parameter or gradient."""
+    if not isinstance(tensor, DTensor):
+        return Part(plain(tensor), None, 0)
+    where = tensor.device_mesh.get_coordinate()
+    assert where is not None  # a rank of the mesh
+    shard, replica = None, 0
+    for place, placement in zip(where, tensor.placements, strict=True):
+        if placement.is_shard():
+            shard = place
+        else:
+            replica = place
+    return Part(plain(tensor.to_local()), shard, replica)
+
+
+# -- eager -----------------------------------------------------------------------------------------
+
+
+def _beside_eager(
+    work: Workload, program: Program, calls: list[Call], lefts: list[list[Left]]
+) -> Numerics:
+    eager = _Eager(work, program, calls, _places([left[0].params for left in lefts]))
+    rows: list[Difference] = []
+    steps = len(lefts[0])
+    for step in range(steps):
+        before = copied(eager.modules)
+        theirs = eager.run(step)
+        grads = [left[step].grads for left in lefts]
+        ours = eager.seen("gradient", functools.partial(_whole, grads))
+        ours |= _of_ranks([left[step].own for left in lefts])
+        found = _compared(ours, theirs, program)
+        if any(row.verdict == "wrong" and math.isfinite(row.max_abs) for row in found):
+            exact = eager.exact(before, step, theirs)
+            found = [judged(row, theirs, exact) for row in found]
+        eager.step(grads)
+        params = [left[step].params for left in lefts]
+        ours = eager.seen("parameter", functools.partial(_whole, params))
+        found += _compared(ours, eager.parameters(), program)
+        behind = f" (step {step + 1})" if steps > 1 else ""
+        rows += [dataclasses.replace(row, name=f"{row.name}{behind}") for row in found]
+    return Numerics(tuple(rows))
+
+
+def _compared(ours: Seen, theirs: Seen, program: Program) -> list[Difference]:
+    coarsest = coarsest_dtype(program)
+    keys = dict.fromkeys([*theirs, *ours])
+    return [difference(key, ours.get(key), theirs.get(key), coarsest) for key in keys]
+
+
+def _of_ranks(seen: Sequence[Seen]) -> Seen:
+    """What each rank has of its own, under names that tell the rank."""
+    return {
+        (kind, f"{name} (rank {rank})"): tensor
+        for rank, each in enumerate(seen)
+        for (kind, name), tensor in each.items()
+    }
+
+
+def _places(params: Sequence[dict[str, Part]]) -> dict[str, list[tuple[str, int]]]:
+    """Per parameter, how many of it there are: what to add to its name, and a rank that has it."""
+    found: dict[str, list[tuple[str, int]]] = {}
+    for fqn in params[0]:
+        held = [each[fqn] for each in params]
+        if held[0].shard is None:
+            found[fqn] = [(f" (rank {rank})", rank) for rank in range(len(held))]
+            continue
+        first = {part.replica: rank for rank, part in reversed([*enumerate(held)])}
+        several = len(first) > 1
+        found[fqn] = [
+            (f" (replica {replica})" if several else "", first[replica])
+            for replica in sorted(first)
+        ]
+    return found
+
+
+def _whole(parts: Sequence[dict[str, Part]], rank: int, fqn: str) -> Tensor | None:
+    """The tensor that `rank` holds a part of, put together; None if a part is missing."""
+    held = [each.get(fqn) for each in parts]
+    mine = held[rank]
+    if mine is None or mine.shard is None:
+        return None if mine is None else mine.tensor
+    rows = {p.shard: p.tensor for p in held if p is not None and p.replica == mine.replica}
+    shards = sum(p is None or p.replica == mine.replica for p in held)
+    return torch.cat([rows[i] for i in range(shards)]) if len(rows) == shards else None
+
+
+class _Eager:
+    """The same steps in eager PyTorch, the ranks one after the other.
+
+    Attributes:
+        modules: per rank; their parameters are copies of `params` in the dtypes of the computation.
+        params: per rank, by FQN; what an optimizer steps.
+    """
+
+    def __init__(
+        self,
+        work: Workload,
+        program: Program,
+        calls: list[Call],
+        places: dict[str, list[tuple[str, int]]],
+    ) -> None:
+        self.work, self.program, self.calls, self.places = work, program, calls, places
+        self.units = program.units
+        self.modules = [copied(work.module) for _ in calls]
+        self.params: list[dict[str, nn.Parameter]] = [
+            {
+                fqn: nn.Parameter(param.detach().clone(), param.requires_grad)
+                for fqn, param in work.module.named_parameters()
+            }
+            for _ in calls
+        ]
+        for module in self.modules:
+            cast_state(module, self.units)
+        self.optimizers = [
+            _optimizer(work.config, params)
+            for params in self.params
+            if work.config.optimizer is not None
+        ]
+
+    def run(self, step: int) -> Seen:
+        """Forward and backward of all ranks."""
+        return self._run(self.modules, self.calls, self.units, step)
+
+    def exact(self, modules: list[nn.Module], step: int, theirs: Seen) -> Seen | None:
+        """The same in fp64; None if the model does not run so, or eager's own is not near it."""
+        try:
+            wide = [module.double() for module in modules]
+            calls: list[Call] = [precision.cast_floating(c, torch.float64) for c in self.calls]
+            exact = self._run(wide, calls, widened(self.units), step)
+        except Exception:  # a model may insist on a dtype in any way; then there is no such run
+            return None
+        return agreeing(exact, theirs, coarsest_dtype(self.program))
+
+    def step(self, grads: Sequence[dict[str, Part]]) -> None:
+        """Let the optimizers step with the gradients that the ranks had."""
+        for rank, params in enumerate(self.params):
+            for fqn, param in params.items():
+                grad = _whole(grads, rank, fqn)
+                fits = grad is not None and grad.shape == param.shape
+                param.grad = grad.to(param.dtype) if fits and grad is not None else None
+            if self.optimizers:
+                self.optimizers[rank].step()
+
+    def parameters(self) -> Seen:
+        """What the optimizers have left."""
+        return self.seen("parameter", lambda rank, fqn: plain(self.params[rank][fqn]))
+
+    def seen(self, kind: str, of: Callable[[int, str], Tensor | None]) -> Seen:
+        """By kind and name, `of` a rank and a parameter."""
+        every = {
+            (kind, f"{fqn}{behind}"): of(rank, fqn)
+            for fqn, places in self.places.items()
+            for behind, rank in places
+        }
+        return {key: tensor for key, tensor in every.items() if tensor is not None}
+
+    def _run(
+        self, modules: list[nn.Module], calls: list[Call], units: tuple[Unit, ...], step: int
+    ) -> Seen:
+        work = self.work
+        known = {p.fqn: (p, unit) for unit in units for p in (*unit.params, *unit.ignored)}
+        for module, params in zip(modules, self.params, strict=True):
+            for fqn, param in module.named_parameters():
+                param.data = params[fqn].data.to(known[fqn][0].compute_dtype, copy=True)
+        seen: list[Seen] = [{} for _ in calls]
+        sums: list[dict[str, Tensor]] = [{} for _ in calls]
+        for i in range(work.micro_batches):
+            for rank, (module, call) in enumerate(zip(modules, calls, strict=True)):
+                torch.manual_seed(_seed(rank, step, i))
+                with precision.casting(module, units):
+                    run = as_root(module, units)
+                    seen[rank] |= forward_backward(run, own(call), work, self.program, i)
+            is_last = i == work.micro_batches - 1
+            for fqn, pair in known.items():
+                grads = [_taken(module.get_parameter(fqn)) for module in modules]
+                for rank, grad in enumerate(_reduced(grads, *pair, work, sums, fqn, is_last)):
+                    if grad is not None:
+                        sums[rank][fqn] = grad
+        found = self.seen("gradient", lambda rank, fqn: sums[rank].get(fqn))
+        return (
+            _of_ranks([each | buffers_of(m) for each, m in zip(seen, modules, strict=True)]) | found
+        )
+
+
+def _taken(param: Tensor) -> Tensor | None:
+    grad, param.grad = param.grad, None
+    return None if grad is None else plain(grad)
+
+
+def _reduced(
+    grads: Sequence[Tensor | None],
+    param: Param,
+    unit: Unit,
+    work: Workload,
+    sums: Sequence[dict[str, Tensor]],
+    fqn: str,
+    is_last: bool,
+) -> Sequence[Tensor | None]:
+    """What each rank has of a gradient behind a micro-batch, with that of those before.
+
+    Args:
+        grads: of the micro-batch, per rank.
+        sums: of those before.
+    """
+    is_ignored = param in unit.ignored
+    dtype = None if is_ignored else unit.precision.reduce_dtype
+    cast = [None if g is None else g.to(dtype or g.dtype) for g in grads]
+    before = [each.get(fqn) for each in sums]
+    if is_ignored or work.no_sync:
+        cast = [_sum(a, b) for a, b in zip(before, cast, strict=True)]
+    if is_ignored or (work.no_sync and not is_last):
+        return cast
+    given = [grad for grad in cast if grad is not None]
+    if not given:
+        return before
+    made = as_left(_over_ranks(torch.stack(given), len(grads), work.config), param, unit)
+    return [made if work.no_sync else _sum(each, made) for each in before]
+
+
+def _sum(before: Tensor | None, grad: Tensor | None) -> Tensor | None:
+    if before is None or grad is None:
+        return grad if before is None else before
+    return before + grad
+
+
+def _over_ranks(grads: Tensor, ranks: int, config: Config) -> Tensor:
+    """What the ranks' gradients, stacked, become in one reduction."""
+    if config.reduce_op == "max":
+        return grads.amax(0)
+    if config.reduce_op == "min":
+        return grads.amin(0)
+    if config.reduce_op == "sum":
+        return grads.sum(0)
+    return grads.sum(0) / (config.gradient_divide_factor or ranks)

@@ -1,0 +1,123 @@
+"""A rehearsal: steps of a sharded module under the tracker, and what is expected of each."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from fxshard._torch import compat
+from fxshard.capture.held import copied
+from fxshard.codegen.emit import Executor, TracedExecutor
+from fxshard.config import grid
+from fxshard.ir.program import Program
+from fxshard.ir.units import configured_units
+from fxshard.memory.category import Category
+from fxshard.memory.optimizer import make_optimizer
+from fxshard.plans.workload import Workload
+from fxshard.runtime.module import FxshardModule, sharded
+from fxshard.runtime.world.mesh import mesh_of, world_over
+from fxshard.validation.tracker import Measured, Tracker, WatchedWorld
+
+
+def tracked(work: Workload, steps: int) -> list[Measured]:
+    """Train a copy of the model on this rank of the default process group; what was measured."""
+    tracker = Tracker(offloaded=work.config.offload is not None)
+    module, config = copied(work.module), work.config
+    units = configured_units(module, config)
+    world = world_over(mesh_of(module, config, grid(work.world_size, config)), config, units)
+
+    def make_executor(program: Program, world: Any) -> Executor:
+        return TracedExecutor(program, WatchedWorld(world, tracker), tracker)
+
+    model = sharded(module, units, world, config, make_executor)
+    tracked_steps(model, work, tracker, steps)
+    return tracker.measured()
+
+
+def tracked_steps(model: FxshardModule, work: Workload, tracker: Tracker, steps: int) -> None:
+    """Train `model` for some steps on one batch, marking phases for the tracker.
+
+    Without a loss of the user's, the gradients that arrive at the outputs are ones.
+    """
+    optimizer = None
+    runtime = model._fxshard
+    in_backward = runtime.config.optimizer_in_backward
+    if in_backward:
+        tracker.optimizer_state(model.optimizer)
+    elif runtime.config.optimizer is not None:
+        optimizer = make_optimizer(runtime.config.optimizer, list(model.parameters()))
+        tracker.optimizer_state(optimizer)  # Adagrad has it from the start
+    args, kwargs = work.call
+    leaves, _ = compat.tree_flatten(work.call)
+    program = runtime.variant(args, kwargs).program
+    shards = (s for slot in runtime.slots.values() for s in slot.shards)
+    tracker.know(shards, Category.SHARDED_PARAM, host=program.offloaded)
+    tracker.know(runtime.whole_parameters(), Category.SHARDED_PARAM)
+    tracker.know([*model.buffers(), *program.constants.values()], Category.BUFFER)
+    inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    tracker.know(inputs, Category.INPUTS)  # and what the loss reads, once it does
+    del shards
+    trained = [param for param in model.parameters() if param.requires_grad]
+    hooks = [param.register_hook(tracker.gradient) for param in trained if not in_backward]
+    with tracker:
+        for _ in range(steps):
+            for i in range(work.micro_batches):
+                waits = work.no_sync and i < work.micro_batches - 1
+                with model.no_sync() if waits else contextlib.nullcontext():
+                    _forward_backward(model, work, program, tracker)
+                tracker.at()
+                tracker.gradients(model.parameters())
+                sums = (t for each in runtime.accumulated.values() for t in each)
+                tracker.mark(sums, Category.UNSHARDED_GRAD)
+                del sums
+            if not in_backward:
+                tracker.begin("optimizer")
+                if optimizer is not None:
+                    optimizer.step()
+                    tracker.optimizer_state(optimizer)
+                tracker.at()
+            tracker.begin("zero_grad")
+            for tensor in (*model.parameters(), *inputs):
+                tensor.grad = None
+            tracker.at()
+    for hook in hooks:
+        hook.remove()
+
+
+def _forward_backward(
+    model: FxshardModule, work: Workload, program: Program, tracker: Tracker
+) -> None:
+    """One micro-batch; nothing of it but gradients is left."""
+    args, kwargs = work.call
+    out = model(*args, **kwargs)
+    leaves, _ = compat.tree_flatten(out)
+    roots = [leaves[i] for i in program.signature.tangents]
+    if work.loss is None or not program.signature.training:
+        tracker.begin("loss backward")  # of nothing, where no output needs a gradient
+        tangents = [torch.ones_like(root) for root in roots]
+        torch.autograd.backward(roots, tangents)
+        return
+    tracker.begin("loss")
+    for root in roots:
+        root.register_hook(lambda grad: tracker.at())
+    value = work.loss(out)
+    tracker.at()
+    tracker.begin("loss backward")
+    value.backward()
+
+
+def split_steps(
+    phases: list[Measured], steps: int, micro_batches: int = 1
+) -> list[list[list[Measured]]]:
+    """The tracker's phases, step by step and micro-batch by micro-batch."""
+    found: list[list[list[Measured]]] = []
+    for phase in phases:
+        if phase.phase == "forward":
+            if not found or len(found[-1]) == micro_batches:
+                found.append([])
+            found[-1].append([])
+        found[-1][-1].append(phase)
+    assert len(found) == steps, f"{len(found)} steps were seen, not {steps}"
+    return found

@@ -1,0 +1,442 @@
+"""Runtime tracker: bytes alive while a program really runs, seen from outside of it.
+
+It shares no code with the analysis: it watches operators through a `TorchDispatchMode`, and the
+birth and death of storages through weak references. What a storage is held for follows from what
+happens to it: gathered into, waited for, sent to a reduction, found in the optimizer's state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fxshard._torch.compat import TorchDispatchMode, is_fake, tree_flatten
+from fxshard.codegen.world import World
+from fxshard.memory.category import CATEGORIES, COLUMN, Category, Curve, Matrix
+
+
+@dataclasses.dataclass
+class Measured:
+    """Bytes of one phase as they were: rows of categories, as in the analysis.
+
+    Attributes:
+        phase: its name.
+        start: alive when it began.
+        after: ``[points, categories]``, alive at each point.
+        during: ``[points, categories]``, at the moment with most bytes since the point before.
+        host: the same for CPU memory, with offload; zeros without.
+    """
+
+    phase: str
+    start: list[int]
+    after: Matrix
+    during: Matrix
+    host: Curve
+
+
+@dataclasses.dataclass
+class _Storage:
+    category: Category  # when it was born
+    bytes: int
+    now: Category
+    host: bool = False
+    copied_from: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Event:
+    kind: str  # "alloc", "ran", "free", "label", "begin", "point"
+    number: int = -1
+    label: Category | None = None
+    phase: str = ""
+
+
+# What `torch.tensor` calls on a tensor that it has just made.
+_OF_NEW_DATA = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+
+
+class Tracker(TorchDispatchMode):
+    """Records while it is entered. `begin` and `at` mark phases and points; the rest is watched."""
+
+    def __init__(self, offloaded: bool = False) -> None:
+        """Args: `offloaded`: what the optimizer makes is on the host, beside its parameters."""
+        super().__init__()
+        self._offloaded = offloaded
+        self._storages: list[_Storage] = []
+        self._events: list[_Event] = []
+        self._numbers: dict[int, int] = {}  # id of a live storage -> its number
+        self._references: dict[int, Any] = {}
+        self._packed: set[int] = set()  # storages of packed shards, and of what is gathered of them
+        self._in_step = False
+        self.waiting = False  # for a collective: what gloo copies then, it has made for itself
+        self.phase = "start"
+
+    # -- marks ------------------------------------------------------------------------------------
+
+    def begin(self, phase: str) -> None:
+        """A phase begins."""
+        self.phase = phase
+        self._events.append(_Event("begin", phase=phase))
+
+    def at(self) -> None:
+        """A point: bytes are counted here."""
+        self._events.append(_Event("point"))
+
+    def know(self, tensors: Iterable[Tensor], category: Category, host: bool = False) -> None:
+        """Tensors that were there before."""
+        for tensor in tensors:
+            self._see(tensor, category, host)
+
+    def mark(self, tensors: Iterable[Tensor], category: Category, host: bool = False) -> None:
+        """What tensors have been for since they were made, now that it shows."""
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            number = self._numbers.get(id(local.untyped_storage()))
+            if number is not None:
+                storage = self._storages[number]
+                storage.category = storage.now = category
+                storage.host = host
+
+    def gradients(self, params: Iterable[Tensor]) -> None:
+        """What is a parameter's ``.grad``, and was not sent, has been one since it was made."""
+        for param in params:
+            if param.grad is not None:
+                self.gradient(param.grad)
+
+    def gradient(self, grad: Tensor | None) -> None:
+        """The same for what arrives at a parameter, and may be added to its ``.grad``."""
+        if grad is None:
+            return
+        grad = grad.to_local() if isinstance(grad, DTensor) else grad
+        if self._storages[self._number(grad)].now in (Category.TEMP, Category.ACTIVATION):
+            self.mark([grad], Category.SHARDED_GRAD)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """What is in the optimizer's state now has been state since it was made."""
+        leaves, _ = tree_flatten(list(optimizer.state.values()))
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+                self._see(local, Category.OPT_STATE, self._offloaded)
+                self.mark([local], Category.OPT_STATE, self._offloaded)
+
+    def stepping(
+        self, grads: list[list[Tensor]], step: Callable[[], torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer:
+        """Call `step`, which steps an optimizer with gradients inside of backward."""
+        for grad in (grad for rank in grads for grad in rank):
+            self.gradient(grad)
+        self._in_step = True
+        optimizer = step()
+        self._in_step = False
+        self.optimizer_state(optimizer)
+        return optimizer
+
+    # -- watching ---------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # DTensor runs the operator on local tensors: see it there
+        kwargs = kwargs or {}
+        if self.phase in ("loss", "loss backward") and func not in _OF_NEW_DATA:
+            self._read((args, kwargs))
+        result = func(*args, **kwargs)
+        self._events.append(_Event("ran"))  # what dies behind it is still alive
+        leaves, _ = tree_flatten(result)
+        default = Category.ACTIVATION if self.phase in ("forward", "loss") else Category.TEMP
+        host = self._offloaded and (self.phase == "optimizer" or self._in_step)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and not self.waiting:
+                self._see(leaf, default, host)
+        if _only_copies(str(func), kwargs) and _holds_memory(result):
+            sources = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+            numbers = (self._numbers.get(id(source.untyped_storage())) for source in sources)
+            self._copied(self._number(result), tuple(n for n in numbers if n is not None))
+        name = str(func)
+        if name.startswith("c10d._allgather_base_"):
+            self.mark(args[:1], Category.ALL_GATHER)
+        elif name.startswith("c10d.allgather_into_tensor_coalesced_"):
+            self.mark(args[0], Category.ALL_GATHER)
+        elif name.startswith("c10d.reduce_scatter_tensor_coalesced_"):
+            self.mark(args[0], Category.SHARDED_GRAD)
+            self.sent(args[1])
+        elif name.startswith("c10d.allreduce_coalesced_"):
+            for tensor in args[0]:
+                number = self._number(tensor)
+                if self._storages[number].now is not Category.SHARDED_GRAD:
+                    self._sent(number)
+                    self._label(number, Category.SHARDED_GRAD)
+        return result
+
+    def _read(self, arguments: Any) -> None:
+        """The user's loss reads these: what nothing has made was there from the start."""
+        leaves, _ = tree_flatten(arguments)
+        for leaf in leaves:
+            count = len(self._storages)
+            if isinstance(leaf, Tensor):
+                self._see(leaf, Category.INPUTS)
+            if len(self._storages) > count:
+                self._events.insert(0, self._events.pop())
+
+    def _copied(self, number: int, sources: tuple[int, ...]) -> None:
+        """A copy was made that may be one to be sent, or a reduced gradient in its own dtype."""
+        storage = self._storages[number]
+        storage.copied_from = sources
+        if any(self._storages[source].now is Category.SHARDED_GRAD for source in sources):
+            storage.category = storage.now = Category.SHARDED_GRAD
+
+    def _label(self, number: int, category: Category) -> None:
+        """From now on the storage is for something else."""
+        self._storages[number].now = category
+        self._events.append(_Event("label", number, category))
+
+    def sent(self, tensors: Iterable[Tensor]) -> None:
+        """Tensors go into a reduction."""
+        for tensor in tensors:
+            self._sent(self._number(tensor))
+
+    def reduced(self, tensors: Iterable[Tensor]) -> None:
+        """Tensors are reduced gradients from now on."""
+        for tensor in tensors:
+            self._label(self._number(tensor), Category.SHARDED_GRAD)
+
+    def _sent(self, number: int) -> None:
+        """A storage goes into a reduction: it is a gradient, or a copy of one."""
+        storage = self._storages[number]
+        if storage.now is Category.UNSHARDED_GRAD:
+            return  # an accumulated one
+        if not storage.copied_from:
+            storage.category = storage.now = Category.UNSHARDED_GRAD
+            return
+        storage.category = storage.now = Category.REDUCE_SCATTER
+        for source in storage.copied_from:
+            self._sent(source)
+
+    def _number(self, tensor: Tensor) -> int:
+        return self._numbers[id(tensor.untyped_storage())]
+
+    def _see(self, tensor: Tensor, category: Category, host: bool = False) -> None:
+        if not _holds_memory(tensor):
+            return
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._numbers:
+            return
+        number = len(self._storages)
+        self._storages.append(_Storage(category, storage.nbytes(), category, host))
+        self._numbers[key] = number
+        self._events.append(_Event("alloc", number))
+
+        def died(_: Any) -> None:
+            self._numbers.pop(key, None)
+            self._references.pop(number, None)
+            self._events.append(_Event("free", number))
+
+        self._references[number] = weakref.ref(storage, died)
+
+    def waited(self, tensors: Iterable[Tensor]) -> None:
+        """A wait returned: a gathered buffer is an unsharded parameter from now on."""
+        for tensor in tensors:
+            number = self._number(tensor)
+            if number in self._packed:
+                continue  # what is unpacked of it is
+            if self._storages[number].now is Category.ALL_GATHER:
+                self._label(number, Category.UNSHARDED_PARAM)
+
+    def packed(self, tensors: Iterable[Tensor]) -> None:
+        """Tensors hold shards of several parameters, to be gathered."""
+        self._packed.update(map(self._number, tensors))
+
+    def gathered(self, shards: Iterable[Tensor], buffers: Iterable[Tensor]) -> None:
+        """Of packed shards a packed buffer comes, which is no unsharded parameter."""
+        for shard, buffer in zip(shards, buffers, strict=True):
+            if self._numbers.get(id(shard.untyped_storage())) in self._packed:
+                self._packed.add(self._number(buffer))
+
+    def resized(self, tensors: Iterable[Tensor]) -> None:
+        """Storages may have been given back while tensors still refer to them."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() == 0:
+                self._events.append(_Event("free", self._numbers[id(storage)]))
+
+    # -- results ----------------------------------------------------------------------------------
+
+    def measured(self) -> list[Measured]:
+        """Replay the record: one `Measured` per `begin`, in order."""
+        live = np.zeros(2 * len(CATEGORIES), dtype=np.int64)
+        label = [storage.category for storage in self._storages]
+        gone = [True] * len(self._storages)
+        phases: list[tuple[str, Any, list[Any], list[Any]]] = []
+        top = live.copy()
+        for event in self._events:
+            if event.kind == "begin":
+                phases.append((event.phase, live.copy(), [], []))
+                top = live.copy()
+                continue
+            if event.kind == "point":
+                phases[-1][2].append(live.copy())
+                phases[-1][3].append(top)
+                top = np.full_like(live, -1)
+                continue
+            if event.kind == "ran":
+                if _device_total(live) > _device_total(top):
+                    top = live.copy()
+                continue
+            number = event.number
+            size = self._storages[number].bytes
+            shift = len(CATEGORIES) if self._storages[number].host else 0
+            if event.kind == "alloc":
+                gone[number] = False
+                live[COLUMN[label[number]] + shift] += size
+            elif gone[number]:
+                continue
+            elif event.kind == "free":
+                gone[number] = True
+                live[COLUMN[label[number]] + shift] -= size
+            elif event.label is not None:
+                live[COLUMN[label[number]] + shift] -= size
+                label[number] = event.label
+                live[COLUMN[label[number]] + shift] += size
+            if _device_total(live) >= _device_total(top):
+                top = live.copy()
+        return [_measured(*phase) for phase in phases]
+
+
+def _measured(phase: str, start: Any, after: list[Any], during: list[Any]) -> Measured:
+    half = len(CATEGORIES)
+    wide, most = _matrix(after), _filled(after, during)
+    host = Curve([int(v) for v in start[half:]], wide[:, half:], most[:, half:])
+    return Measured(phase, [int(v) for v in start[:half]], wide[:, :half], most[:, :half], host)
+
+
+def _device_total(row: Any) -> int:
+    return int(row[: len(CATEGORIES)].sum())
+
+
+class WatchedWorld:
+    """A World that tells the tracker of waits and frees, which no operator shows."""
+
+    def __init__(self, world: World, tracker: Tracker) -> None:
+        self._world, self._tracker = world, tracker
+
+    def phase(self, name: str, communicates: bool) -> AbstractContextManager[None]:
+        """See `fxshard.runtime.world.World`."""
+        return self._world.phase(name, communicates)
+
+    def all_gather(self, shards: list[Tensor], pair: int, group: str = "shard") -> list[Tensor]:
+        """See `fxshard.runtime.world.World`."""
+        made = self._world.all_gather(shards, pair, group)
+        self._tracker.gathered(shards, made)
+        return made
+
+    def reduce_scatter(
+        self, grads: list[Tensor], pair: int, group: str = "shard", op: str = "avg"
+    ) -> list[Tensor]:
+        """See `fxshard.runtime.world.World`."""
+        return self._world.reduce_scatter(grads, pair, group, op)
+
+    def all_reduce(
+        self, grads: list[Tensor], pair: int, group: str = "replicate", op: str = "avg"
+    ) -> list[Tensor]:
+        """See `fxshard.runtime.world.World`."""
+        return self._world.all_reduce(grads, pair, group, op)
+
+    def comm_hook(self, grads: list[Tensor], pair: int) -> list[Tensor]:
+        """See `fxshard.runtime.world.World`."""
+        self._tracker.sent(grads)
+        made = self._world.comm_hook(grads, pair)
+        self._tracker.reduced(made)
+        return made
+
+    def cast(self, tensors: list[Tensor], dtype: torch.dtype, pair: int) -> list[Tensor]:
+        """See `fxshard.runtime.world.World`."""
+        made = self._world.cast(tensors, dtype, pair)
+        self._tracker.mark(made, Category.ALL_GATHER)
+        return made
+
+    def load(self, tensors: list[Tensor], device: torch.device, pair: int) -> list[Tensor]:
+        """See `fxshard.runtime.world.World`."""
+        made = self._world.load(tensors, device, pair)
+        self._tracker.mark(made, Category.ALL_GATHER)
+        return made
+
+    def store(self, tensors: list[Tensor], pair: int) -> list[Tensor]:
+        """See `fxshard.runtime.world.World`."""
+        for tensor in tensors:
+            self._tracker.gradient(tensor)  # with one rank nothing else shows what it is
+        made = self._world.store(tensors, pair)
+        self._tracker.mark(made, Category.SHARDED_GRAD, host=True)
+        return made
+
+    def pack(self, shards: list[Tensor], dtype: torch.dtype, pair: int) -> list[Tensor]:
+        """See `fxshard.runtime.world.World`."""
+        made = self._world.pack(shards, dtype, pair)
+        self._tracker.mark(made, Category.ALL_GATHER)
+        self._tracker.packed(made)
+        return made
+
+    def unpack(self, packed: list[Tensor], chunks: list[list[int]]) -> list[Tensor]:
+        """See `fxshard.runtime.world.World`."""
+        made = self._world.unpack(packed, chunks)
+        self._tracker.mark(made, Category.UNSHARDED_PARAM)
+        return made
+
+    def reshard(self, buffers: list[Tensor], group: str) -> list[Tensor]:
+        """See `fxshard.runtime.world.World`."""
+        made = self._world.reshard(buffers, group)
+        self._tracker.mark(made, Category.SHARDED_PARAM)
+        return made
+
+    def wait(self, tensors: list[Tensor], pair: int) -> None:
+        """See `fxshard.runtime.world.World`."""
+        self._tracker.waiting = True
+        self._world.wait(tensors, pair)
+        self._tracker.waiting = False
+        self._tracker.waited(tensors)
+
+    def wait_event(self, stream: str, event: str) -> None:
+        """See `fxshard.runtime.world.World`."""
+        self._world.wait_event(stream, event)
+
+    def record_event(self, stream: str, event: str) -> None:
+        """See `fxshard.runtime.world.World`."""
+        self._world.record_event(stream, event)
+
+    def free(self, tensors: list[Tensor]) -> None:
+        """See `fxshard.runtime.world.World`."""
+        self._world.free(tensors)
+        self._tracker.resized(tensors)
+
+
+def _only_copies(name: str, kwargs: dict[str, Any]) -> bool:
+    """True for an operator whose result is what it was given: in another dtype, contiguous, with
+    padding, or several in one.
+    """
+    if name == "aten.clone.default":
+        return kwargs.get("memory_format") is torch.contiguous_format
+    return name in ("aten._to_copy.default", "aten.cat.default", "aten.constant_pad_nd.default")
+
+
+def _holds_memory(tensor: Tensor) -> bool:
+    """False for what traces and DTensor's shape rules compute with."""
+    return not (tensor.is_meta or is_fake(tensor))
+
+
+def _matrix(rows: Sequence[Any]) -> Matrix:
+    return np.array(rows, dtype=np.int64).reshape(len(rows), 2 * len(CATEGORIES))
+
+
+def _filled(after: Sequence[Any], during: Sequence[Any]) -> Matrix:
+    """Where nothing happened between two points, the moment is the point."""
+    return _matrix([a if d[0] == -1 else d for a, d in zip(after, during, strict=True)])

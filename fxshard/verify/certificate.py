@@ -1,0 +1,101 @@
+"""The certificate: what every rank must do alike, as lines that ranks compare before they begin.
+
+A collective in which ranks disagree on the order, the group, the operation or the bytes hangs, or
+moves wrong data without a word. So each collective of a program is one line, and ranks whose lines
+have one digest cannot disagree (`fxshard.runtime.world.peers.Peers.agree` compares them in the store of
+the process group, and issues no collective to do so).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from fxshard.ir import dump, ops, tags
+from fxshard.ir.program import Program
+from fxshard.verify import walk
+
+
+def certificate(program: Program) -> str:
+    """SHA-256 of the collective sequence (hex)."""
+    return digest(collectives(program))
+
+
+def digest(lines: Sequence[str]) -> str:
+    """SHA-256 of a text."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def collectives(program: Program) -> list[str]:
+    """One line per collective in launch order.
+
+    It has the number, phase, operator, group and its size, what a reduction does, unit, bytes that
+    this rank sends, and each tensor that is sent with the FQNs of the parameters that lie in it::
+
+        3 backward fxshard.reduce_scatter group=shard size=2 op=avg unit=0 bytes=48 [head f32[4,3]]
+    """
+    launches = [node for node in program.graph.nodes if node.target in ops.COLLECTIVES]
+    return [f"{i} {_line(node)}" for i, node in enumerate(launches)]
+
+
+def _line(launch: fx.Node) -> str:
+    tag = tags.get(launch)
+    said = f"{tag.phase} {dump.operation(launch)} group={walk.group(launch)} size={launch.args[1]}"
+    if launch.target in (ops.reduce_scatter, ops.all_reduce):
+        said += f" op={_argument(launch, 'op')}"
+    sent = [tensor for node in tags.operands(launch) for tensor in tags.tensors(node.meta["val"])]
+    picks = {walk.picked(pick): pick for pick in launch.users if walk.is_pick_of(pick, launch)}
+    what = ", ".join(
+        f"{tags.get(picks[i]).fqn or '+'.join(_inside(node))} {dump.types(tensor)}"
+        for i, (node, tensor) in enumerate(zip(tags.operands(launch), sent, strict=True))
+    )
+    size = sum(tensor.numel() * tensor.element_size() for tensor in sent)
+    return f"{said} unit={tag.unit} bytes={size} [{what}]"
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    """An argument of an operator, or its default."""
+    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == name:
+            given = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+            return argument.default_value if given is None else given
+    raise KeyError(name)
+
+
+def _inside(packed: fx.Node) -> list[str]:
+    """FQNs of what lies in a packed tensor, in order."""
+    found: list[str] = []
+    todo = [packed]
+    while todo:
+        node = todo.pop()
+        fqn = tags.get(node).fqn
+        if fqn:
+            found.append(fqn)
+        elif node.op == "call_function":
+            todo += node.all_input_nodes[::-1]
+    return found
+
+
+def agreement(program: Program) -> list[str]:
+    """What all ranks must have alike: parameters, structure of the call, collectives."""
+    signature = program.signature
+    lines = [
+        f"parameter {p.fqn} {list(p.shape)} {p.dtype} unit={p.unit} requires_grad={p.requires_grad}"
+        for p in program.params.values()
+    ]
+    inputs = {
+        int(tags.get(n).fqn or -1): n
+        for n in program.graph.find_nodes(op="placeholder")
+        if tags.get(n).role == "input"
+    }
+    for i, name in enumerate(signature.input_names):
+        if i in inputs:
+            val = inputs[i].meta["val"]
+            lines.append(f"input {name}: {val.dim()}-D {val.dtype}")
+        else:
+            lines.append(f"input {name}: {signature.inputs[i]!r}")
+    lines.append(f"mode {'training' if signature.training else 'inference'}")
+    return lines + collectives(program)
