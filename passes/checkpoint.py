@@ -23,8 +23,9 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from fxshard.capture import aliasing, fakes, rng, shapes, tags
+from fxshard.capture import aliasing, fakes, rng, shapes
 from fxshard.cost.activations import from_parameter, generator_of, random_before
+from fxshard.ir import tags
 from fxshard.ir.program import Fact, Program
 
 aten = torch.ops.aten

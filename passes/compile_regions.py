@@ -8,7 +8,8 @@ import time
 from typing import ClassVar
 
 from fxshard.codegen import regions
-from fxshard.ir import compiled, tags
+from fxshard.ir import tags
+from fxshard.ir.compiled import Compiled
 from fxshard.ir.program import Fact, Program
 from fxshard.ir.schedule import Region, Schedule
 
@@ -42,7 +43,7 @@ class CompileRegions:
         start = time.perf_counter()
         waiting = [r for r in schedule.regions.values() if regions.worth_compiling(r.graph)]
         store = regions.Store()
-        compiled: dict[str, compiled.Compiled] = {}
+        compiled: dict[str, Compiled] = {}
         for wait in (False, True):  # first what no other process is at
             left = []
             for region in waiting:
@@ -68,7 +69,7 @@ class CompileRegions:
 
 def _compiled(
     program: Program, region: Region, store: regions.Store, wait: bool
-) -> compiled.Compiled | None:
+) -> Compiled | None:
     """The region's code; None if another process is making it and `wait` is False."""
     digest = store.digest(region.digest)
     found = regions.generated(
@@ -78,7 +79,7 @@ def _compiled(
         return None
     code, fresh = found
     steps, outputs = regions.lifetimes(region.graph, code, program.fake_mode)
-    return compiled.Compiled(digest, code, steps, outputs, fresh)
+    return Compiled(digest, code, steps, outputs, fresh)
 
 
 def _warn(program: Program, schedule: Schedule, region: Region, error: Exception) -> None:

@@ -19,8 +19,9 @@ from torch.utils import _pytree as pytree
 
 import fxshard
 from fxshard import verify
-from fxshard.capture import aliasing, dump, tags, trace
+from fxshard.capture import aliasing, trace
 from fxshard.errors import CaptureError, VerifyError
+from fxshard.ir import dump, tags
 from fxshard.ir.program import Program
 from fxshard.ir.units import find_units
 from fxshard.memory.category import Category

@@ -17,7 +17,8 @@ from torch import Tensor, fx, nn
 import fxshard
 from fxshard._torch import compat
 from fxshard.codegen import regions
-from fxshard.ir import compiled, tags
+from fxshard.ir import tags
+from fxshard.ir.compiled import Compiled, Step
 from fxshard.passes.compile_regions import CompileRegions
 from tests.fsdp2 import assert_close, run_steps
 from tests.oracles import profiler_peak_bytes
@@ -90,7 +91,7 @@ def plan(case: Case, **options: Any) -> fxshard.Plan:
     return fxshard.plan(model, args, kwargs, **options)
 
 
-def compiled(plan: fxshard.Plan) -> list[compiled.Compiled]:
+def compiled(plan: fxshard.Plan) -> list[Compiled]:
     assert plan.program.schedule is not None
     found = plan.program.schedule.regions.values()
     return [region.compiled for region in found if region.compiled is not None]
@@ -375,10 +376,10 @@ def test_steps_by_hand() -> None:
     )
     steps, outputs = regions.lifetimes(graph, code, mode)
     assert steps == (
-        compiled.Step("cpp_fused_0", ((1, 128),), (0,)),
-        compiled.Step("mm", ((2, 128),), ()),
-        compiled.Step("aten.add.Tensor", ((3, 128),), (1,)),
-        compiled.Step("", (), (2,)),  # its last view goes when the function returns
+        Step("cpp_fused_0", ((1, 128),), (0,)),
+        Step("mm", ((2, 128),), ()),
+        Step("aten.add.Tensor", ((3, 128),), (1,)),
+        Step("", (), (2,)),  # its last view goes when the function returns
     )
     assert outputs == (3,)
 
@@ -433,7 +434,7 @@ def test_the_first_call_asserts_strides(monkeypatch: pytest.MonkeyPatch) -> None
         "return (torch.mul(arg0_1, 2.0), )",
     )
     code = replace(code, source=code.source.replace("async_compile.cpp_pybinding", "print"))
-    made = compiled.Compiled("by hand", code, (), (), True)
+    made = Compiled("by hand", code, (), (), True)
     monkeypatch.setattr(regions, "_finished", lambda namespace: namespace)
     head = "import torch\n"
     made = replace(made, code=replace(code, source=head + code.source))
@@ -493,7 +494,7 @@ def _fill(args: list[Tensor], graph: fx.Graph) -> None:
         args.append(view)
 
 
-def _peak(graph: fx.Graph, steps: tuple[compiled.Step, ...]) -> int:
+def _peak(graph: fx.Graph, steps: tuple[Step, ...]) -> int:
     """Bytes above those of the arguments, all of which die inside."""
     places = graph.find_nodes(op="placeholder")
     held = {id(s): s.nbytes() for node in places for s in tags.storages(node)}

@@ -16,8 +16,9 @@ from torch import fx, nn
 
 from fxshard._torch import compat
 from fxshard._torch.compat import FakeTensorMode
-from fxshard.capture import aliasing, precision, provenance, strides, tags
+from fxshard.capture import aliasing, precision, provenance, strides
 from fxshard.errors import CaptureError
+from fxshard.ir import tags
 from fxshard.ir.program import Program, Result
 from fxshard.ir.units import learned_buffer
 

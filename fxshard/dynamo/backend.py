@@ -17,7 +17,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -137,6 +137,11 @@ def backend(
     return run
 
 
+def _runtime(root: Root) -> Runtime:
+    """What runs the model of `root`: those that `attach` is given are of no other kind."""
+    return cast("Runtime", root.owner)
+
+
 class Graph:
     """One graph of Dynamo, and the programs that run it."""
 
@@ -158,14 +163,15 @@ class Graph:
         if root is None:  # nothing of a sharded model in it: it computes as it is
             return self.graph_module(*args)
         if root not in self.configs:
-            self.configs[root] = self._configured(root.owner)
-        bound = bind(root.owner, args)
-        _settle(root.owner, bound)
-        if isinstance(root.owner.world, C10dWorld):
-            root.owner.world.require_joined()
+            self.configs[root] = self._configured(_runtime(root))
+        bound = bind(_runtime(root), args)
+        _settle(_runtime(root), bound)
+        world = _runtime(root).world
+        if isinstance(world, C10dWorld):
+            world.require_joined()
         if self.first is None:
             self.first = bound
-            names = root.owner.model.named_modules()
+            names = _runtime(root).model.named_modules()
             self.modules = {str(id(module)): name for name, module in names}
         taken = {i for i, _, _ in bound.names}
         rest = [
@@ -173,7 +179,7 @@ class Graph:
             for i, arg in enumerate(args)
             if i not in taken
         ]
-        kind = self._kind(root.owner, bound, rest)
+        kind = self._kind(_runtime(root), bound, rest)
         variants = self.variants.setdefault(root, {})
         found = variants.get(kind)
         if found is None:
@@ -182,12 +188,12 @@ class Graph:
             try:
                 found = variants[kind] = self._captured(root, bound, rest, kind)
             except CaptureError as error:
-                root.owner.refuse_alike(error)
+                _runtime(root).refuse_alike(error)
                 raise
-        root.owner.runs(found.variant)
-        if found.writes_shared(root.owner, bound, rest):
+        _runtime(root).runs(found.variant)
+        if found.writes_shared(_runtime(root), bound, rest):
             return self._as_it_is(root, args, bound)
-        return found.run(root.owner, rest)
+        return found.run(_runtime(root), rest)
 
     def _as_it_is(self, root: Root, args: Sequence[Any], bound: Bound) -> Any:
         """Run the graph operator by operator, on whole parameters."""
@@ -204,7 +210,7 @@ class Graph:
     def _root(self, args: Sequence[Any]) -> Root | None:
         found = {id(r): r for r in (_handle_of(arg)[0] for arg in args) if r is not None}
         if len(found) > 1:
-            models = [type(root.owner.model).__name__ for root in found.values()]
+            models = [type(_runtime(root).model).__name__ for root in found.values()]
             raise CaptureError(
                 f"one graph of torch.compile reads parameters of {len(found)} models that "
                 f"fxshard.shard sharded: {', '.join(models)}. Compile each model by itself: "
@@ -220,7 +226,7 @@ class Graph:
         """
         if not torch.is_grad_enabled() or _ranks() == 1:
             return
-        ignored = {id(p) for root in reading.ROOTS for p in root.owner.whole_parameters()}
+        ignored = {id(p) for root in reading.ROOTS for p in _runtime(root).whole_parameters()}
         places = self.graph_module.graph.find_nodes(op="placeholder")
         for node, arg in zip(places, args, strict=True):
             plain = isinstance(arg, nn.Parameter) and not isinstance(arg, DTensor)
@@ -286,7 +292,7 @@ class Graph:
         Raises:
             CaptureError: it cannot be captured, or sizes are not bounded.
         """
-        owner, config = root.owner, self.configs[root]
+        owner, config = _runtime(root), self.configs[root]
         of_this_layer = ("the parameters of the graph", bound)
         served = [
             found.variant

@@ -461,7 +461,7 @@ class Plan:
         self._require_known_sizes()
         chosen = hardware_of(hardware, ranks_per_node)
         step = self.optimizer_step
-        return timeline.estimate(self.programs, chosen, step and step.between_steps())
+        return timeline.estimate(self.programs, chosen, step.between_steps() if step else None)
 
     @collector.paused()
     def dump(

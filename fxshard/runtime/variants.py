@@ -18,7 +18,7 @@ from fxshard.capture.shapes import of_call, require_plain
 from fxshard.capture.trace import PLAIN
 from fxshard.codegen.emit import Executor
 from fxshard.ir import ops, tags
-from fxshard.ir.domain import Place, Sizes, size_at
+from fxshard.ir.domain import FIXED, Place, Sizes, size_at
 from fxshard.ir.program import Program, input_name
 from fxshard.plans.plan import Plan
 from fxshard.verify.certificate import agreement, digest
@@ -141,7 +141,7 @@ class Variant:
         if domain is None or dataclasses.replace(kind, sizes=self.kind.sizes) != self.kind:
             return ""
         said = domain.refusal(kind.sizes)
-        return "" if said in (None, domain.FIXED) else f" ({said})"
+        return "" if said in (None, FIXED) else f" ({said})"
 
     @property
     def program(self) -> Program:
