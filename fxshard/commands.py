@@ -498,9 +498,7 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
 def _add_dump(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
     parser.add_argument("--phase", choices=("forward", "backward"))
-    parser.add_argument(
-        "--no-fold", action="store_true", help="identical layers one by one"
-    )
+    parser.add_argument("--no-fold", action="store_true", help="identical layers one by one")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--graph", action="store_true", help="the joint graph, every operator")
     form.add_argument("--code", action="store_true", help="the Python source that runs")
