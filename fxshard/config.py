@@ -219,7 +219,8 @@ class Config:
             FQN globs to such values, without bytes: what its keys name is checkpointed.
         offload: None, torch's `CPUOffloadPolicy` or `CPUOffload`: shards, sharded gradients and
             optimizer states live on the CPU.
-        reduce_op: how gradients of ranks become one: "avg", "sum", "max" or "min".
+        reduce_op: how gradients of ranks become one: "avg", "sum", "max" or "min". Of the last two
+            gloo may lose a NaN that some rank has (see `fxshard.world.backends`).
         gradient_divide_factor: divide by this instead of by the number of ranks ("avg" only).
         gradient_predivide_factor: how much of that division is done before the reduction.
         param_init_fn: called with each module that has parameters on the meta device, to fill

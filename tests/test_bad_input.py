@@ -1,5 +1,6 @@
 """What is wrong, where, and what to do: every refusal says it, and leaves the model as it was."""
 
+import builtins
 import math
 import re
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_shard
@@ -432,6 +434,83 @@ def test_a_call_that_the_model_refuses(args: Any, said: str) -> None:
     with pytest.raises(CaptureError, match=said):
         fxshard.compile(model, world_size=2, args=args)
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+
+
+OF_VALUES: list[tuple[Callable[..., Any], str]] = [
+    (
+        lambda net, x: F.gaussian_nll_loss(net.a(x), torch.ones(4, 6), net.a(x).exp()),
+        r"test_bad_input\.py\", line \d+, in <lambda>\n +lambda net, x: F\.gaussian_nll_loss"
+        r"[^\n]*\n(It is called .*\. )?Write out what it computes: 0\.5",
+    ),
+    (
+        lambda net, x: F.one_hot(net.a(x).argmax(1)).sum() + net.a(x).sum(),
+        r"F\.one_hot[^\n]*\n(It is called .*\. )?Give one_hot the number of classes: num_classes=",
+    ),
+    (
+        lambda net, x: net.a(x) if torch.allclose(x, x) else x,
+        r"torch\.allclose[^\n]*\nMake it a tensor operation \(torch\.where, masking\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "message"), OF_VALUES, ids=["nll", "one_hot", "allclose"])
+def test_what_torch_asks_of_values(function: Callable[..., Any], message: str) -> None:
+    """The line of the user, though torch is what looks, and what to write there."""
+    model = Net(function)
+    with pytest.raises(CaptureError, match=message):
+        plan(model)
+    if "allclose" not in message:
+        with pytest.raises(ConfigError, match=message):
+            wanted = {"loss": lambda out: function(model, out[:, :5]), "world_size": 2}
+            _ = fxshard.plan(nn.Linear(5, 6), (batch(),), **wanted).memory
+
+
+WITHOUT_FILE = """
+import torch
+from torch import nn
+class Module(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(5, 5)
+        self.register_buffer("one", torch.zeros(5))
+        self.register_buffer("other", self.one[:2])
+    def forward(self, x):
+        {line}
+        return self.fc(x).sum() + self.one.sum() + self.other.sum()
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("self.one.add_(1)", r"writes buffer 'one' \(at <typed>:11 in forward\)"),
+        ("self.fc.weight.data.add_(1)", r"'fc\.weight' is changed in place .*, at <typed>:11 in"),
+        ("torch.ones(1).uniform_(generator=torch.Generator())", r"Generator, at <typed>:11 in"),
+        ("x = x if self.fc(x).sum() > 0 else -x", r'at\n  File "<typed>", line 11, in forward'),
+    ],
+)
+def test_the_line_of_code_that_has_no_file(line: str, message: str) -> None:
+    """What is typed or ``exec``ed has lines too; who asks for the trace is none of them."""
+    space: dict[str, Any] = {"__name__": __name__}
+    exec(builtins.compile(WITHOUT_FILE.format(line=line), "<typed>", "exec"), space)
+    with pytest.raises(CaptureError, match=message):
+        plan(space["Module"]())
+
+
+def test_a_graph_has_no_line_of_who_asks_for_the_trace() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(5, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.fc.weight.data.add_(1)
+            return self.fc(x).sum()
+
+    graph = torch.fx.symbolic_trace(Writes())
+    message = r"'fc\.weight' is changed in place during forward, by aten\.add_?\.Tensor"
+    with pytest.raises(CaptureError, match=message):
+        plan(graph)
 
 
 def test_a_bad_call_does_not_spoil_the_compiled_model() -> None:
