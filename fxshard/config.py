@@ -372,8 +372,9 @@ class Config:
             check_called("param_init_fn", self.param_init_fn, "a module")
         if self.passes is None:
             return
-        listed = isinstance(self.passes, Sequence) and not isinstance(self.passes, (str, bytes))
-        if listed and self.passes and all(map(is_pass, self.passes)):
+        given: Any = self.passes
+        listed = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
+        if listed and given and all(map(is_pass, given)):
             return
         if listed or not callable(self.passes) or isinstance(self.passes, type):
             raise ConfigError(

@@ -175,7 +175,7 @@ _entries: set[CodeType] = set()
 
 def enters(function: Function) -> Function:
     """Mark a function that calls the user's model: `user_line` looks no farther out."""
-    _entries.add(function.__code__)  # type: ignore[attr-defined]
+    _entries.add(function.__code__)
     return function
 
 
