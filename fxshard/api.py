@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard import attributes, budget, compat, dynamo, reading, replaced, shapes, trace
+from fxshard.arguments import check_called, check_flag
 from fxshard.certificate import agreement
 from fxshard.config import Config
 from fxshard.cost.hardware import Hardware, hardware_of
@@ -28,7 +29,7 @@ from fxshard.module import FxshardModule, check_swappable, sharded, unchanged_on
 from fxshard.numerics import beside_eager
 from fxshard.on_ranks import beside_ranks
 from fxshard.pipeline import Observer, make_program
-from fxshard.plans import Plan, Workload, make_plan
+from fxshard.plans import Plan, Workload, example, make_plan
 from fxshard.rehearsal import split_steps, tracked
 from fxshard.runtime import Runtime
 from fxshard.sizes import is_count, parse_budget
@@ -70,9 +71,11 @@ def plan(
     Raises:
         ConfigError, UnitError, CaptureError, VerifyError: see `fxshard.errors`.
     """
+    if observe is not None:
+        check_called("observe", observe, "a pass's name", "text before", "text after")
     workload = Workload(
         _plain_module(model),
-        _example(args, kwargs),
+        example(args, kwargs),
         world_size,
         Config.from_options(options),
         micro_batches,
@@ -124,7 +127,7 @@ def compile(
         `model`; of an ExportedProgram, its module.
     """
     config = Config.from_options(options)
-    call = _example(args or (), kwargs)
+    call = example(() if args is None else args, kwargs)
     module = _plain_module(model)
     check_swappable(module)
     units = configured_units(module, config)
@@ -271,6 +274,7 @@ def validate(
     grid(world_size, config)
     if ranks not in ("fake", "processes"):
         raise ConfigError(f"ranks={ranks!r}: expected 'fake' or 'processes'.")
+    check_flag("numerics", numerics)
     if not is_count(steps):
         raise ConfigError(f"steps={steps!r}: expected how many steps to run, an integer >= 1.")
     if dist.is_available() and dist.is_initialized():
@@ -278,7 +282,7 @@ def validate(
             "validate needs a fake process group of its own, but one is initialised in this "
             "process. Call it before init_process_group, or in another process."
         )
-    args, kwargs = _example(args, kwargs)
+    args, kwargs = example(args, kwargs)
     module = copied(_plain_module(model))
     for name, param in module.named_parameters():
         if param.is_meta:
@@ -359,11 +363,13 @@ def tune(
     config = Config.from_options(options)
     if plans is not None and not is_count(plans):
         raise ConfigError(f"plans={plans!r}: expected None or an integer >= 1.")
+    if progress is not None:
+        check_flag("progress", progress)
     if config.memory_budget is not None:
         raise ConfigError("memory_budget=... in fxshard.tune: say budget=... instead.")
     limit = chosen.memory_bytes if budget is None else parse_budget(budget)
     workload = Workload(
-        *(_plain_module(model), _example(args, kwargs), world_size, config, micro_batches, no_sync),
+        *(_plain_module(model), example(args, kwargs), world_size, config, micro_batches, no_sync),
         loss,
     )
     with _bar(plans, progress) as tell:
@@ -443,13 +449,3 @@ def _plain_module(model: Any) -> nn.Module:
             "what torch.compile has captured of it is fxshard.reports(model)."
         )
     return trace.as_module(model)
-
-
-def _example(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call ``model(*args, **kwargs)``."""
-    if not isinstance(args, (tuple, list)) or not isinstance(kwargs, (dict, type(None))):
-        raise ConfigError(
-            f"args is a {type(args).__name__} and kwargs a {type(kwargs).__name__}: expected a "
-            f"tuple and a dict, for model(*args, **kwargs). Write args=(x,) for model(x)."
-        )
-    return tuple(args), kwargs or {}

@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxshard import compat, levers
+from fxshard.arguments import check_count
 from fxshard.errors import CaptureError, ConfigError, OutOfRangeError
 from fxshard.memory.explain import size_text
 from fxshard.memory.report import DoesNotFitError
-from fxshard.sizes import counts, is_count, parse_budget
+from fxshard.sizes import counts, parse_budget
 
 if TYPE_CHECKING:
     from fxshard.plans import Plan
@@ -137,7 +138,7 @@ def solve(
     plan: Plan, what: str, budget: int | str, multiple_of: int, fixed: dict[str, int]
 ) -> Solution:
     """See `Plan.solve`."""
-    _check_step(multiple_of)
+    check_count("multiple_of", multiple_of)
     sizes = plan.memory.formulas.range.example
     names = [f"max_{n}" for n in sizes if n != "world"] + ["min_world"]
     if what not in names:
@@ -177,11 +178,6 @@ def solve(
     )
 
 
-def _check_step(multiple_of: int) -> None:
-    if not is_count(multiple_of):
-        raise ConfigError(f"multiple_of={multiple_of!r}: expected an integer >= 1.")
-
-
 def _bytes_of(tensors: Iterable[Any]) -> int:
     distinct = {id(t): t for t in tensors}.values()
     return sum(t.numel() * t.element_size() for t in distinct)
@@ -205,7 +201,9 @@ def largest(plan: Plan, budget: int | str, what: str, dim: int, multiple_of: int
             or ``loss`` cannot take another size.
         CaptureError: the model refuses a size of `multiple_of`.
     """
-    _check_step(multiple_of)
+    check_count("multiple_of", multiple_of)
+    if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
+        raise ConfigError(f"dim={dim!r}: expected the number of a dimension, from 0.")
     limit = parse_budget(budget)
     tensors, before = _with_dimension(plan, what, dim)
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from fxshard import collector, compat, dump, files, meta, normalize, shapes, trace, verify
-from fxshard.config import Config, Precision, environment
+from fxshard.config import Config, Precision, environment, is_pass
 from fxshard.errors import CaptureError, ConfigError, FxshardError, PassError, VerifyError
 from fxshard.passes.annotate_streams import AnnotateStreams
 from fxshard.passes.assign_checkpoints import AssignCheckpoints
@@ -112,12 +112,19 @@ def passes_of(config: Config) -> Sequence[Pass]:
     """The pipeline that `config` asks for.
 
     Raises:
-        ConfigError: its function ``passes`` returns something else than passes.
+        ConfigError: its function ``passes`` fails, or returns something else than passes.
     """
     if not callable(config.passes):
         return default_passes(config) if config.passes is None else config.passes
-    made = config.passes(default_passes(config))
-    if not isinstance(made, Sequence) or not all(hasattr(step, "apply") for step in made):
+    try:
+        made = config.passes(default_passes(config))
+    except Exception as error:
+        raise ConfigError(
+            f"the function passes={config.passes!r} failed with {type(error).__name__}: {error}. "
+            f"It is called with the default list of passes, and returns a list of passes."
+        ) from error
+    listed = isinstance(made, Sequence) and not isinstance(made, (str, bytes))
+    if not listed or not made or not all(map(is_pass, made)):
         raise ConfigError(
             f"the function passes={config.passes!r} returned {made!r}: expected a list of passes. "
             f"Return one, such as passes=lambda default: [*default, Mine()]."

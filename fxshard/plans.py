@@ -23,6 +23,7 @@ from fxshard import (
     ops,
     shapes,
 )
+from fxshard.arguments import check_called, check_flag
 from fxshard.budget import Picked
 from fxshard.config import Config
 from fxshard.cost import timeline
@@ -43,9 +44,9 @@ from fxshard.memory.optimizer import OptimizerStep, trace_step, with_formulas
 from fxshard.memory.report import MemoryReport
 from fxshard.memory.views.live import live_after
 from fxshard.mesh import grid
-from fxshard.pipeline import Observer, make_program, open_captures
+from fxshard.pipeline import Observer, make_program, open_captures, require_schedule
 from fxshard.program import Program
-from fxshard.sizes import counts, is_size
+from fxshard.sizes import counts, is_count, is_size
 from fxshard.units import Unit, configured_units
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of a call of the model
@@ -76,8 +77,14 @@ class Workload:
     loss: Callable[[Any], torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
-            raise ConfigError(f"micro_batches={self.micro_batches!r}: a step has at least one.")
+        if not is_count(self.micro_batches):
+            raise ConfigError(
+                f"micro_batches={self.micro_batches!r}: expected how many a step has, an integer "
+                f">= 1."
+            )
+        check_flag("no_sync", self.no_sync)
+        if self.loss is not None:
+            check_called("loss", self.loss, "what the model returns")
         if self.config.optimizer_in_backward and self.micro_batches > 1 and not self.no_sync:
             raise ConfigError(
                 "optimizer_in_backward=True with micro_batches > 1: the first micro-batch would "
@@ -86,12 +93,29 @@ class Workload:
 
     def changed(self, changes: dict[str, Any]) -> Workload:
         """With some of its fields, of the call's ``args`` and ``kwargs``, or options replaced."""
-        own = {f.name for f in dataclasses.fields(self)} - {"config", "call"}
+        own = {f.name for f in dataclasses.fields(self)} - {"module", "config", "call"}
         mine = {name: value for name, value in changes.items() if name in own}
         args, kwargs = self.call
-        mine["call"] = changes.get("args", args), changes.get("kwargs", kwargs)
+        mine["call"] = example(changes.get("args", args), changes.get("kwargs", kwargs))
         options = {n: v for n, v in changes.items() if n not in (*own, "args", "kwargs")}
         return dataclasses.replace(self, config=self.config.changed(options), **mine)
+
+
+def example(args: Any, kwargs: Any) -> Call:
+    """The call ``model(*args, **kwargs)``.
+
+    Raises:
+        ConfigError: `args` is no tuple, or `kwargs` no dict.
+    """
+    if not isinstance(args, (tuple, list)) or not isinstance(kwargs, (dict, type(None))):
+        raise ConfigError(
+            f"args is a {type(args).__name__} and kwargs a {type(kwargs).__name__}: expected a "
+            f"tuple and a dict, for model(*args, **kwargs). Write args=(x,) for model(x)."
+        )
+    odd = [name for name in kwargs or () if not isinstance(name, str)]
+    if odd:
+        raise ConfigError(f"kwargs has the key {odd[0]!r}: expected names of arguments.")
+    return tuple(args), kwargs or {}
 
 
 def make_plan(
@@ -223,7 +247,9 @@ class Plan:
 
         Raises:
             UnknownSizeError: a size depends on the data.
+            ConfigError: the option ``passes`` leaves the program without a schedule.
         """
+        self._require_schedule()
         self._require_known_sizes()
         step = self.optimizer_step
         loss, work = self._loss, self.workload
@@ -365,6 +391,10 @@ class Plan:
             return trace_in_backward(program, optimizer, for_cuda=for_cuda, without=without)
         return trace_step(program, optimizer, for_cuda=for_cuda, without=without)
 
+    def _require_schedule(self) -> None:
+        for program in self.programs:
+            require_schedule(program)
+
     def _require_known_sizes(self) -> None:
         for node in self.program.graph.nodes:
             if shapes.depends_on_data(node):
@@ -463,6 +493,7 @@ class Plan:
     @property
     def code(self) -> str:
         """The Python source that the executor runs."""
+        self._require_schedule()
         return emit(self.program)
 
     @property
@@ -482,6 +513,7 @@ class Plan:
             ConfigError: there is no such preset.
             UnknownSizeError: a size depends on the data.
         """
+        self._require_schedule()
         self._require_known_sizes()
         chosen = hardware_of(hardware, ranks_per_node)
         return timeline.estimate(self.programs, chosen, self.optimizer_step)
@@ -498,7 +530,13 @@ class Plan:
                 for; else every row as it is.
             hardware: adds for how many milliseconds the compute stream stands still, as
                 `estimate`.
+
+        Raises:
+            ConfigError: there is no such phase or hardware.
         """
+        if phase not in (None, "forward", "backward"):
+            raise ConfigError(f"phase={phase!r}: expected 'forward', 'backward', or None for both.")
+        check_flag("fold", fold)
         exposed = None
         if hardware is not None:
             exposed = self.estimate(hardware).exposed(len(self.programs) - 1)

@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx
 
-from fxshard import compat, cuda, fakes, shapes
+from fxshard import compat, cuda, fakes, refusals, shapes
 from fxshard.errors import ConfigError
 from fxshard.memory import symbolic
 from fxshard.memory.recording import Event, Recorder
@@ -208,10 +208,14 @@ def trace_loss(
         except ConfigError:
             raise
         except Exception as error:
-            raise ConfigError(
-                f"loss={loss!r} cannot be analysed ({type(error).__name__}: {error}). It is called "
-                f"with what the model returns, with tensors that hold no data."
-            ) from error
+            text = (
+                f"loss={loss!r} cannot be analysed ({type(error).__name__}: {error})"
+                f"{refusals.line_of(error)}\nIt is called with what the model returns, with "
+                f"tensors that hold no data."
+            )
+            if isinstance(error, compat.DATA_DEPENDENT_ERRORS):
+                text += f" {refusals.remedy(error)}"
+            raise ConfigError(text) from error
     return LossStep(
         parts[0],
         parts[1],
