@@ -36,7 +36,7 @@ _worlds: dict[int, list[weakref.ref[C10dWorld]]] = {}
 class _Drawn(threading.local):
     """Where an operator that runs in this thread began to draw: per generator, its state then."""
 
-    before: dict[int, Callable[[], None]] | None = None
+    before: dict[int, Callable[..., Any]] | None = None
 
 
 _drawn = _Drawn()
@@ -72,12 +72,12 @@ def undoing() -> Iterator[Callable[[], None]]:
 
 
 @functools.cache
-def _operators() -> tuple[torch._ops.OpOverload, ...]:
+def _operators() -> tuple[compat.OpOverload, ...]:
     """All that draw, but attention, which draws for its dropout alone."""
     found = []
     for name in dir(torch.ops.aten):
         packet = getattr(torch.ops.aten, name)
-        if isinstance(packet, torch._ops.OpOverloadPacket) and "attention" not in name:
+        if hasattr(packet, "overloads") and "attention" not in name:
             overloads = [getattr(packet, overload) for overload in packet.overloads()]
             found += [
                 each
@@ -158,15 +158,17 @@ def _note(generator: torch.Generator | None, device: torch.device) -> None:
     before = _drawn.before
     if before is None or id(generator) in before:
         return
+    put_back: Callable[..., Any]
     if generator is not None:
-        before[id(generator)] = functools.partial(generator.set_state, generator.get_state())
+        put_back = functools.partial(generator.set_state, generator.get_state())
     elif device.type == "cpu":
-        before[id(None)] = functools.partial(torch.set_rng_state, torch.get_rng_state())
-    elif device.type != "meta":
+        put_back = functools.partial(torch.set_rng_state, torch.get_rng_state())
+    elif device.type == "meta":
+        return
+    else:
         module: Any = torch.get_device_module(device)
-        before[id(None)] = functools.partial(
-            module.set_rng_state, module.get_rng_state(device), device
-        )
+        put_back = functools.partial(module.set_rng_state, module.get_rng_state(device), device)
+    before[id(generator)] = put_back
 
 
 def _placed(value: Any, like: DTensor) -> Any:
