@@ -485,7 +485,7 @@ def _stated(optimizer: Optimizer, saved: dict[nn.Parameter, set[str]]) -> Iterat
     """`optimizer` has state of the `saved` parameters and of no others; as before if that fails.
 
     torch makes state to load into by a step on gradients of zeros, if there is none at all and no
-    gradient is in its way.
+    gradient is in its way. The user's hooks on steps do not hear of that one.
 
     Args:
         saved: with the names of what the state of each has.
@@ -500,7 +500,10 @@ def _stated(optimizer: Optimizer, saved: dict[nn.Parameter, set[str]]) -> Iterat
         if param.requires_grad
     )
     try:
-        with compat.not_stepped(optimizer) if not wanted else contextlib.nullcontext():
+        with (
+            compat.without_step_hooks(optimizer),
+            contextlib.nullcontext() if wanted else compat.not_stepped(optimizer),
+        ):
             if not same:
                 optimizer.state = collections.defaultdict(dict)
             for param in params:

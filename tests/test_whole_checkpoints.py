@@ -10,6 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.testing import assert_close
 
 import fxshard
@@ -408,3 +412,36 @@ def test_ranks_load_all_that_one_process_has_saved(ranks: Any, tmp_path: Path) -
     for *found, said in ranks(2).run(changed_on_ranks, str(tmp_path)):
         assert_alike(found, contents(model, optimizer))
         assert "have no place for: model.1.bias, model.1.weight" in said
+
+
+# -- hooks of the user's ---------------------------------------------------------------------------
+
+
+def hooked(rank: int, world_size: int, path: str) -> list[str]:
+    """What hooks on steps hear while a fresh optimizer is loaded into, and of the step after."""
+    model = fxshard.compile(build())
+    optimizer = AdamW(model.parameters())
+    train(model, optimizer)
+    fxshard.save_checkpoint(path, model, optimizer)
+    fresh = AdamW(model.parameters())
+    heard: list[str] = []
+    fresh.register_step_pre_hook(lambda *_: heard.append("before"))
+    fresh.register_step_post_hook(lambda *_: heard.append("after"))
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: heard.append("before any")),
+        register_optimizer_step_post_hook(lambda *_: heard.append("after any")),
+    ]
+    try:
+        fxshard.load_checkpoint(path, model, fresh)
+        heard.append("loaded")
+        assert_alike(contents(model, fresh), contents(model, optimizer))
+        train(model, fresh, steps=1)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return heard
+
+
+def test_hooks_on_steps_hear_of_no_step_while_loading(ranks: Any, tmp_path: Path) -> None:
+    expected = ["loaded", "before any", "before", "after", "after any"]
+    assert ranks(2).run(hooked, str(tmp_path / "state")) == [expected, expected]
