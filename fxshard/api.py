@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard._torch import compat
+from fxshard.arguments import check_called, check_flag
 from fxshard.bytesize import is_count, parse_budget
 from fxshard.capture import attributes, shapes, trace
 from fxshard.capture.held import copied
@@ -29,7 +30,7 @@ from fxshard.planner import budget
 from fxshard.planner.result import Tuning
 from fxshard.planner.search import PLANS, tuned
 from fxshard.plans.plan import Plan, make_plan
-from fxshard.plans.workload import Workload
+from fxshard.plans.workload import Workload, example
 from fxshard.runtime import reading, replaced
 from fxshard.runtime.gathering import let_gather
 from fxshard.runtime.module import FxshardModule, check_swappable, sharded, unchanged_on_error
@@ -75,9 +76,11 @@ def plan(
     Raises:
         ConfigError, UnitError, CaptureError, VerifyError: see `fxshard.errors`.
     """
+    if observe is not None:
+        check_called("observe", observe, "a pass's name", "text before", "text after")
     workload = Workload(
         _plain_module(model),
-        _example(args, kwargs),
+        example(args, kwargs),
         world_size,
         Config.from_options(options),
         micro_batches,
@@ -129,7 +132,7 @@ def compile(
         `model`; of an ExportedProgram, its module.
     """
     config = Config.from_options(options)
-    call = _example(args or (), kwargs)
+    call = example(() if args is None else args, kwargs)
     module = _plain_module(model)
     check_swappable(module)
     units = configured_units(module, config)
@@ -276,6 +279,7 @@ def validate(
     grid(world_size, config)
     if ranks not in ("fake", "processes"):
         raise ConfigError(f"ranks={ranks!r}: expected 'fake' or 'processes'.")
+    check_flag("numerics", numerics)
     if not is_count(steps):
         raise ConfigError(f"steps={steps!r}: expected how many steps to run, an integer >= 1.")
     if dist.is_available() and dist.is_initialized():
@@ -283,7 +287,7 @@ def validate(
             "validate needs a fake process group of its own, but one is initialised in this "
             "process. Call it before init_process_group, or in another process."
         )
-    args, kwargs = _example(args, kwargs)
+    args, kwargs = example(args, kwargs)
     module = copied(_plain_module(model))
     for name, param in module.named_parameters():
         if param.is_meta:
@@ -364,11 +368,13 @@ def tune(
     config = Config.from_options(options)
     if plans is not None and not is_count(plans):
         raise ConfigError(f"plans={plans!r}: expected None or an integer >= 1.")
+    if progress is not None:
+        check_flag("progress", progress)
     if config.memory_budget is not None:
         raise ConfigError("memory_budget=... in fxshard.tune: say budget=... instead.")
     limit = chosen.memory_bytes if budget is None else parse_budget(budget)
     workload = Workload(
-        *(_plain_module(model), _example(args, kwargs), world_size, config, micro_batches, no_sync),
+        *(_plain_module(model), example(args, kwargs), world_size, config, micro_batches, no_sync),
         loss,
     )
     with _bar(plans, progress) as tell:
@@ -448,13 +454,3 @@ def _plain_module(model: Any) -> nn.Module:
             "what torch.compile has captured of it is fxshard.reports(model)."
         )
     return trace.as_module(model)
-
-
-def _example(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call ``model(*args, **kwargs)``."""
-    if not isinstance(args, (tuple, list)) or not isinstance(kwargs, (dict, type(None))):
-        raise ConfigError(
-            f"args is a {type(args).__name__} and kwargs a {type(kwargs).__name__}: expected a "
-            f"tuple and a dict, for model(*args, **kwargs). Write args=(x,) for model(x)."
-        )
-    return tuple(args), kwargs or {}

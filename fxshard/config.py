@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
+import math
+import numbers
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from torch.distributed.fsdp import (
 from torch.optim import Optimizer
 
 from fxshard._torch.compat import REDUCES_AS_STORED
+from fxshard.arguments import check_called, check_flag
 from fxshard.bytesize import is_size, parse_budget, parse_bytes
 from fxshard.errors import ConfigError
 
@@ -43,6 +46,7 @@ BACKENDS = ("eager", "inductor")
 PREFETCHES = ("pre", "post")
 REDUCE_OPS = ("avg", "sum", "max", "min")
 DEVICES = (None, "cuda")
+FLAGS = ("full_precision_in_eval", "sync_module_states", "optimizer_in_backward")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +91,16 @@ class Precision:
         """
         if isinstance(policy, Precision):
             return policy
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
+            dtype = getattr(policy, name, None)
+            legal = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            if isinstance(policy, (MixedPrecisionPolicy, MixedPrecision)) and not (
+                dtype is None or legal
+            ):
+                raise ConfigError(
+                    f"mixed_precision: {name}={dtype!r}: expected a floating torch.dtype, such as "
+                    f"torch.bfloat16, or None."
+                )
         if isinstance(policy, MixedPrecisionPolicy):
             if getattr(policy, "param_dtype_override_fn", None) is not None:  # since torch 2.15
                 raise ConfigError(
@@ -145,11 +159,19 @@ def _named_sizes(given: Any) -> dict[str, tuple[tuple[str, int], ...]]:
         if isinstance(places, Mapping):  # argument -> dimension -> Dim, as torch.export has it
             for dim, name in places.items():
                 if name is not None:
-                    found.setdefault(SizeName.of(name), []).append((str(key), int(dim)))
+                    found.setdefault(SizeName.of(name), []).append((str(key), _dimension(dim)))
         else:
-            name = SizeName.of(key)
-            found.setdefault(name, []).extend((str(argument), int(dim)) for argument, dim in places)
+            several = [(str(argument), _dimension(dim)) for argument, dim in places]
+            if not several or not key:
+                raise ValueError("a size without a name, or of no dimension")
+            found.setdefault(SizeName.of(key), []).extend(several)
     return {name: tuple(places) for name, places in found.items()}
+
+
+def _dimension(value: Any) -> int:
+    if not _is_count(value, least=0):
+        raise ValueError("a dimension is an integer >= 0")
+    return int(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +219,8 @@ class Config:
             FQN globs to such values, without bytes: what its keys name is checkpointed.
         offload: None, torch's `CPUOffloadPolicy` or `CPUOffload`: shards, sharded gradients and
             optimizer states live on the CPU.
-        reduce_op: how gradients of ranks become one: "avg", "sum", "max" or "min".
+        reduce_op: how gradients of ranks become one: "avg", "sum", "max" or "min". Of the last two
+            gloo may lose a NaN that some rank has (see `fxshard.world.backends`).
         gradient_divide_factor: divide by this instead of by the number of ranks ("avg" only).
         gradient_predivide_factor: how much of that division is done before the reduction.
         param_init_fn: called with each module that has parameters on the meta device, to fill
@@ -263,6 +286,9 @@ class Config:
     def __post_init__(self) -> None:
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         changed = {name for name in self.names() if getattr(self, name) is not defaults[name]}
+        self._check_flags()
+        self._check_lists()
+        self._check_functions()
         self._accept_torch_names()
         _one_of("strategy", self.strategy, STRATEGIES)
         _one_of("backend", self.backend, BACKENDS)
@@ -284,8 +310,8 @@ class Config:
         self._check_dynamic()
         for name in ("gradient_divide_factor", "gradient_predivide_factor"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, (int, float)) and value > 0):
-                raise ConfigError(f"{name}={value!r}: expected a number > 0.")
+            if value is not None and not _is_factor(value):
+                raise ConfigError(f"{name}={value!r}: expected a number > 0, and a finite one.")
             if value is not None and self.reduce_op != "avg":
                 raise ConfigError(
                     f"{name}={value!r} has no meaning with reduce_op={self.reduce_op!r}: only an "
@@ -299,20 +325,6 @@ class Config:
             )
         if self.optimizer_in_backward and optimizer is None:
             raise ConfigError("optimizer_in_backward=True needs an optimizer=... to run.")
-        listed = isinstance(self.passes, Sequence)
-        if not (self.passes is None or callable(self.passes)) and not (
-            listed and all(hasattr(p, "apply") for p in self.passes)
-        ):
-            raise ConfigError(
-                f"passes={self.passes!r}: expected a list of passes, or a function that takes the "
-                f"default list (fxshard.pipeline.default_passes) and returns one."
-            )
-        for name in ("units", "ignored"):
-            if isinstance(getattr(self, name), str):
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r}: expected a list; write "
-                    f"{name}=[{getattr(self, name)!r}]."
-                )
         self._check_reshard()
         self._check_checkpoint()
         if self.memory_budget is not None:
@@ -323,12 +335,54 @@ class Config:
                     "full_precision_in_eval=True with a buffer_dtype: buffers are cast for good "
                     "when the model is sharded. Leave buffer_dtype out."
                 )
-        if self.param_init_fn is not None and not callable(self.param_init_fn):
-            raise ConfigError(f"param_init_fn={self.param_init_fn!r} cannot be called.")
         if self.given:  # of another Config, whose values may be defaults in their parsed form
             plain = Config()
             changed = {name for name in changed if getattr(self, name) != getattr(plain, name)}
         object.__setattr__(self, "given", self.given | changed)
+
+    def _check_flags(self) -> None:
+        for name in FLAGS:
+            check_flag(name, getattr(self, name))
+
+    def _check_lists(self) -> None:
+        """`units` and `ignored` are read repeatedly: a set or a generator becomes a tuple."""
+        if self.ignored is None:
+            object.__setattr__(self, "ignored", ())
+        for name, what in (
+            ("units", "module classes and FQN globs"),
+            ("ignored", "modules, parameters and FQN globs"),
+        ):
+            value = getattr(self, name)
+            one = value.__name__ if isinstance(value, type) else repr(value)
+            if isinstance(value, (torch.nn.Module, torch.Tensor)):
+                one = f"<{type(value).__name__}>"
+            if isinstance(value, (str, type, torch.nn.Module, torch.Tensor)):
+                raise ConfigError(f"{name}={one}: expected a list of {what}; write {name}=[{one}].")
+            is_list = isinstance(value, (list, tuple, Mapping, bytes)) or callable(value)
+            if isinstance(value, Iterable) and not is_list:
+                object.__setattr__(self, name, tuple(value))
+        if not isinstance(self.ignored, (list, tuple)):
+            raise ConfigError(
+                f"ignored={self.ignored!r}: expected a list of modules, parameters and FQN globs, "
+                f"such as [model.head, 'blocks.0.*']."
+            )
+
+    def _check_functions(self) -> None:
+        if self.param_init_fn is not None:
+            check_called("param_init_fn", self.param_init_fn, "a module")
+        if self.passes is None:
+            return
+        given: Any = self.passes
+        listed = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
+        if listed and given and all(map(is_pass, given)):
+            return
+        if listed or not callable(self.passes) or isinstance(self.passes, type):
+            raise ConfigError(
+                f"passes={self.passes!r}: expected a list of passes (instances of classes with "
+                f"name, requires, ensures and apply), or a function that takes the default list "
+                f"(fxshard.pipeline.default_passes) and returns one."
+            )
+        check_called("passes", self.passes, "the default list")
 
     def _accept_torch_names(self) -> None:
         """Replace torch's enums and classes by what they mean here."""
@@ -535,6 +589,17 @@ def notice(line: str) -> None:
     log.info("fxshard: %s", line)
     if "FXSHARD_DEBUG" in os.environ:
         print(f"[fxshard] {line}", file=sys.stderr)
+
+
+def is_pass(value: object) -> bool:
+    """True if it is of the form of `fxshard.pipeline.Pass`."""
+    own = ("name", "requires", "ensures", "apply")
+    return not isinstance(value, type) and all(hasattr(value, name) for name in own)
+
+
+def _is_factor(value: object) -> bool:
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return number and 0 < value < math.inf  # type: ignore[operator]  # NaN is neither
 
 
 def _is_count(value: object, least: int = 2) -> bool:

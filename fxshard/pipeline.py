@@ -26,7 +26,7 @@ from fxshard import verify
 from fxshard._torch import compat
 from fxshard.bytesize import parse_bytes
 from fxshard.capture import normalize, shapes, trace
-from fxshard.config import Config, Precision, environment
+from fxshard.config import Config, Precision, environment, is_pass
 from fxshard.errors import CaptureError, ConfigError, FxshardError, PassError, VerifyError
 from fxshard.host import collector, files
 from fxshard.ir import dump, tags
@@ -116,12 +116,19 @@ def passes_of(config: Config) -> Sequence[Pass]:
     """The pipeline that `config` asks for.
 
     Raises:
-        ConfigError: its function ``passes`` returns something else than passes.
+        ConfigError: its function ``passes`` fails, or returns something else than passes.
     """
     if not callable(config.passes):
         return default_passes(config) if config.passes is None else config.passes
-    made = config.passes(default_passes(config))
-    if not isinstance(made, Sequence) or not all(hasattr(step, "apply") for step in made):
+    try:
+        made = config.passes(default_passes(config))
+    except Exception as error:
+        raise ConfigError(
+            f"the function passes={config.passes!r} failed with {type(error).__name__}: {error}. "
+            f"It is called with the default list of passes, and returns a list of passes."
+        ) from error
+    listed = isinstance(made, Sequence) and not isinstance(made, (str, bytes))
+    if not listed or not made or not all(map(is_pass, made)):
         raise ConfigError(
             f"the function passes={config.passes!r} returned {made!r}: expected a list of passes. "
             f"Return one, such as passes=lambda default: [*default, Mine()]."

@@ -109,6 +109,30 @@ def test_reductions_of_every_dtype_that_gradients_have(ranks: Any) -> None:
     ranks(2).run(reductions)
 
 
+def not_a_number(rank: int, world_size: int) -> None:
+    """Sums and averages are NaN where one of the ranks is; of the largest gloo drops it."""
+    for dtype in FLOATS:
+        mine = torch.ones(2, dtype=dtype)
+        mine[rank] = math.nan
+        for reduce in (reduce_scatter, all_reduce):
+            for name in ("SUM", "AVG"):
+                (found,) = reduce([mine.clone()], getattr(dist.ReduceOp, name))
+                assert found.isnan().all(), (dtype, name)
+            for name in ("MAX", "MIN"):
+                (found,) = reduce([mine.clone()], getattr(dist.ReduceOp, name))
+                kept = torch.zeros(world_size)
+                if reduce is all_reduce:
+                    kept = found.isnan().float()
+                else:
+                    kept[rank] = found.isnan().float()
+                    dist.all_reduce(kept)
+                assert kept.tolist() != [1.0, 1.0], (dtype, name)
+
+
+def test_a_nan_is_lost_in_the_largest_and_the_smallest(ranks: Any) -> None:
+    ranks(2).run(not_a_number)
+
+
 def many_in_flight(rank: int, world_size: int) -> None:
     """64 launches before the first wait: gathers and reductions of several tensors, in turn."""
     group: Any = dist.group.WORLD

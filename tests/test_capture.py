@@ -898,6 +898,7 @@ OUTPUTS: dict[str, tuple[Callable[..., Any], Callable[[Any], Tensor]]] = {
         lambda o: o.y.sum() * o.count,
     ),
     "namedtuple": (lambda net, x: Pair(net.a(x), x), lambda o: o.first.sum()),
+    "torch.Size": (lambda net, x: (net.a(x), x.shape, {"of": x.size()}), lambda o: o[0].sum()),
     "torch.return_types": (lambda net, x: net.a(x).max(-1), lambda o: o.values.sum()),
     "ModelOutput": (model_output, lambda o: o.last_hidden_state.sum()),
     "views of one tensor": (

@@ -381,6 +381,55 @@ def test_argparse_refuses(capsys: pytest.CaptureFixture[str], argv: tuple[str, .
     assert "usage: " in capsys.readouterr().err
 
 
+ON_TOKENS = ("--model", "tests.test_cli:tokens", "--world-size", "2")
+
+# What an option would change nothing beside, or twice: refused before anything is planned.
+IDLE = [
+    (("report", *BLOCKS, "--gradient-checkpointing"), "--gradient-checkpointing with --model"),
+    (("fits", *ON_TOKENS, "--gradient-checkpointing", "--budget", "1GiB"), "use --checkpoint"),
+    (("report", *BLOCKS, "--batch", "2"), "--batch with --model tests.test_cli:blocks, which"),
+    (("explain", *BLOCKS, "--seq", "2"), "--seq with --model tests.test_cli:blocks, which"),
+    (("solve", "max_batch", *BLOCKS, "--seq", "2", "--budget", "1GiB"), "--seq with --model"),
+    (("validate", *BLOCKS, "--batch", "1"), "--batch with --model"),
+    (("tune", *ON_TOKENS, "--hardware", "h100", "--batch", "2", "--batches", "4"), "--batch with"),
+    (("report", *BLOCKS, "--json", "--depth", "1"), "--depth with --json"),
+    (("report", *BLOCKS, "--json", "--memory-units", "B"), "--memory-units with --json"),
+    (("diff", "a", "b", "--json", "--depth", "1"), "--depth with --json"),
+    (("diff", "a", "b", "--json", "--memory-units", "MiB"), "--memory-units with --json"),
+    (("diff", "a", "b", "--json", "--all"), "--all with --json"),
+    (("dump", *BLOCKS, "--graph", "--phase", "forward"), "--phase with --graph"),
+    (("dump", *BLOCKS, "--code", "--no-fold"), "--no-fold with --code"),
+    (("dump", *BLOCKS, "--diff", "bucket", "--hardware", "h100"), "--hardware with --diff"),
+    (("solve", "max_seq", *ON_TOKENS, "--at", "batch=2", "--at", "batch=4", "--budget", "1GiB"),
+     "--at names batch twice"),
+    (("solve", "max_b", *BLOCKS, "--dynamic", "b=input:0", "--dynamic", "b=input:1", "--budget",
+      "1GiB"), "--dynamic names b twice"),
+    (("report", "--model", "torch.nn:Linear"), "--model torch.nn:Linear: it is called as Linear()"),
+    (("train", "--lr", "nan"), "lr=nan"),
+    (("train", "--lr", "-1"), "lr=-1.0"),
+    (("train", "--target", "nan"), "target=nan"),
+    (("train", "--seed", "-1"), "seed=-1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("argv", "message"), IDLE, ids=[" ".join(argv) for argv, _ in IDLE])
+def test_an_option_is_obeyed_or_refused(
+    capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], message: str
+) -> None:
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert message in err and err.count("\n") == 1
+
+
+def test_batch_and_seq_of_a_model_that_takes_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    """With --model too, where fn() returns no call: the batch is made from them."""
+    peaks = [
+        json.loads(run(capsys, "report", *ON_TOKENS, "--json", *more)[1])["peak_bytes"]
+        for more in ((), ("--batch", "1"), ("--seq", "128"), ("--batch", "3"), ("--seq", "256"))
+    ]
+    assert peaks[0] == peaks[1] == peaks[2] < min(peaks[3:])
+
+
 def test_config_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**model_source.PRESETS["tiny-llama"], "num_hidden_layers": 3}))

@@ -1,5 +1,6 @@
 """What `compile` returns is the user's own object: its class, names, methods, hooks and copies."""
 
+import array
 import copy
 import dataclasses
 import io
@@ -585,6 +586,40 @@ class Sizes:
     k: float = 1.0
 
 
+class Loop:
+    def __init__(self) -> None:
+        self.scale, self.steps = 1.0, 0
+
+
+class Trainer:
+    """Counts its calls, as trainers do that a module refers to."""
+
+    def __init__(self) -> None:
+        self.base, self.steps, self.loop, self.log = 1.5, 0, Loop(), [0.0]
+
+    @property
+    def rate(self) -> float:
+        return self.base * 2
+
+    def count(self) -> None:
+        self.steps += 1
+        self.loop.steps += 1
+        self.log.append(self.steps)
+
+
+class Finds:
+    """Its attributes are items of a dict."""
+
+    def __init__(self, **held: float) -> None:
+        self.held = held
+
+    def __getattr__(self, name: str) -> float:
+        try:
+            return self.__dict__["held"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
 def space(**names: Any) -> types.SimpleNamespace:
     return types.SimpleNamespace(**names)
 
@@ -672,6 +707,46 @@ CHANGES: dict[str, tuple[Callable[[], Holds], Callable[[Any], Any]]] = {
         lambda: Holds(lambda m, y: y * float(m.n[0]), n=np.ones(1)),
         lambda m: m.n.__setitem__(0, 3.0),
     ),
+    "a large array": (
+        lambda: Holds(lambda m, y: y * float(m.n[-1, 1]), n=np.ones((2, 200, 100)).T[..., 0]),
+        lambda m: m.n.__setitem__((-1, 1), 3.0),
+    ),
+    "an array of objects": (
+        lambda: Holds(lambda m, y: y * m.n[0].k, n=np.array([space(k=1.0)])),
+        lambda m: setattr(m.n[0], "k", 3.0),
+    ),
+    "bytes": (
+        lambda: Holds(lambda m, y: y * m.n[0], n=bytearray(b"1")),
+        lambda m: m.n.__setitem__(0, 3),
+    ),
+    "an array of Python's": (
+        lambda: Holds(lambda m, y: y * m.n[0], n=array.array("d", [1.0])),
+        lambda m: m.n.__setitem__(0, 3.0),
+    ),
+    "what an object of an object holds": (
+        lambda: Holds(lambda m, y: y * m.trainer.loop.scale, trainer=Trainer()),
+        lambda m: setattr(m.trainer.loop, "scale", 3.0),
+    ),
+    "what a property reads": (
+        lambda: Holds(lambda m, y: y * m.trainer.rate, trainer=Trainer()),
+        lambda m: setattr(m.trainer, "base", 3.0),
+    ),
+    "what an object of a list holds": (
+        lambda: Holds(lambda m, y: y * m.trainers["all"][0].base, trainers={"all": [Trainer()]}),
+        lambda m: setattr(m.trainers["all"][0], "base", 3.0),
+    ),
+    "what an object may hold": (
+        lambda: Holds(lambda m, y: y * getattr(m.trainer, "factor", 1.0), trainer=Trainer()),
+        lambda m: setattr(m.trainer, "factor", 3.0),
+    ),
+    "all that an object holds": (
+        lambda: Holds(lambda m, y: y * sum(vars(m.trainer.loop).values()), trainer=Trainer()),
+        lambda m: setattr(m.trainer.loop, "more", 3.0),
+    ),
+    "what an object finds in another way": (
+        lambda: Holds(lambda m, y: y * m.of.scale, of=Finds(scale=1.0)),
+        lambda m: m.of.held.update(scale=3.0),
+    ),
 }
 
 
@@ -716,6 +791,22 @@ def test_attributes_that_are_given_equal_values_keep_their_program() -> None:
     ours.order[1][0] = 1.5
     ours(x)
     assert len(ours._fxshard.variants) == 3
+
+
+def test_what_forward_does_not_read_of_an_object_may_change() -> None:
+    """A trainer counts steps. It is as it was once the model is traced, and may be copied."""
+
+    def function(m: Any, y: Tensor) -> Tensor:
+        return y * m.trainer.rate * m.trainer.loop.scale
+
+    eager = Holds(function, trainer=Trainer())
+    ours, x = compiled(copy.deepcopy(eager)), torch.randn(2, 4)
+    for _ in range(12):
+        assert_close(ours(x), eager(x))
+        ours.trainer.count()
+    assert len(ours._fxshard.variants) == 1
+    assert Trainer.__getattribute__ is Loop.__getattribute__ is object.__getattribute__
+    assert copy.deepcopy(ours.trainer).steps == 12
 
 
 # -- methods on whole parameters -------------------------------------------------------------------

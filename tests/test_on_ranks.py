@@ -118,6 +118,8 @@ def test_integers_that_the_model_takes_in_no_other_order_stay() -> None:
     calls = on_ranks.batches(Workload(Bags(), call, 4, Config()), 4)
     for (_, offsets), _ in calls:
         Bags()(torch.arange(8), offsets)
+    for (ids, offsets), _ in calls[1:]:  # the others are varied all the same
+        assert not torch.equal(ids, torch.arange(8)) and torch.equal(offsets, call[0][1])
 
 
 # -- faults on the wire, which one process does not see --------------------------------------------

@@ -1,13 +1,15 @@
 """What user code writes into parameters outside of forward: what one process gets, or refused."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing import assert_close
 
 import fxshard
@@ -213,6 +215,130 @@ def test_views_are_read_as_before(ranks: Any) -> None:
     ranks(2).run(read)
 
 
+def through_views_with_gradients(rank: int, world_size: int) -> None:
+    """The view is made while gradients are enabled, and written later."""
+    ours: Any = fxshard.compile(build())
+    mine, theirs = weight(ours), weight(build())
+    for index in (0, slice(1, 3), (slice(None), 1)):
+        view, same = mine[index], theirs[index]
+        for derived in (view, view.detach(), view.data, view.view(-1)[1:]):
+            for write in (
+                lambda v: v.zero_(),
+                lambda v: v.add_(1),
+                lambda v: v.copy_(torch.ones_like(v)),
+                lambda v: assign(v, 0, 5.0),
+                lambda v: nn.init.normal_(v),
+                lambda v: torch.ones(v.shape, out=v),
+                lambda v: torch._foreach_zero_([v]),
+                lambda v: add(v, torch.ones(1)),
+            ):
+                with torch.no_grad():
+                    said = told(lambda write=write, derived=derived: write(derived))
+                text = "writes into a part of parameter '0.weight' that is a copy here"
+                assert text in said, (said, index)
+        with pytest.raises(ValueError, match="read-only"):
+            view.detach().numpy()[0] = 1
+        assert_close(view * torch.ones(1), same * torch.ones(1))  # it may be read
+        target = torch.zeros(same.shape)
+        with torch.no_grad():
+            assert_close(target.copy_(view), same.detach())
+            assert_close((view * 2).zero_(), target * 0)  # what is computed is the user's
+        mine.grad = theirs.grad = None
+        (view * torch.ones(1)).square().sum().backward()
+        (same * torch.ones(1)).square().sum().backward()
+        assert_close(full(mine.grad), theirs.grad)
+    assert type(pickle.loads(pickle.dumps(view.detach()))) is Tensor
+    assert_close(full(mine.detach()), theirs.detach(), rtol=0, atol=0)
+
+
+def test_writes_through_views_made_with_gradients_are_refused(ranks: Any) -> None:
+    ranks(2).run(through_views_with_gradients)
+
+
+DRAWN: dict[str, Callable[[Any], Any]] = {
+    "zeros_like": lambda p: torch.zeros_like(p).normal_(),
+    "empty_like": lambda p: torch.empty_like(p).uniform_(),
+    "new_zeros": lambda p: p.new_zeros(5, 4).normal_(),
+    "randn_like": torch.randn_like,
+    "randint_like": lambda p: torch.randint_like(p, 10),
+    "randn_like of a copy": lambda p: torch.randn_like(p.detach().clone()),
+    "init of zeros": lambda p: nn.init.trunc_normal_(torch.zeros_like(p)),
+    "a copy": lambda p: p.detach().clone().exponential_(),
+    "a deepcopy": lambda p: copy.deepcopy(p).detach().normal_(),
+    "computed": lambda p: torch.randn_like(torch.ones_like(p).clone() * 2),
+    "bernoulli": lambda p: torch.bernoulli(torch.full_like(p, 0.5)),
+    "normal": lambda p: torch.normal(p.detach(), 1.0),
+    "multinomial": lambda p: torch.multinomial(torch.ones_like(p), 2),
+    "dropout": lambda p: nn.functional.dropout(p, 0.5),
+    "dropout of ones": lambda p: nn.functional.dropout(torch.ones_like(p), 0.5),
+    "alpha_dropout": lambda p: nn.functional.alpha_dropout(torch.ones_like(p), 0.5, True),
+    "rrelu": lambda p: torch.rrelu(-torch.ones_like(p), training=True),
+    "noise for the gradient": lambda p: torch.randn_like(p.grad),
+    "noisy gradient": lambda p: p.grad.add(torch.zeros_like(p.grad).normal_(), alpha=0.1),
+    "a sum": lambda p: torch.randn_like(p.detach().sum(0)),
+    "a generator": lambda p: torch.zeros_like(p).normal_(
+        generator=torch.Generator().manual_seed(1)
+    ),
+    "dropout of a generator": lambda p: torch.bernoulli(
+        p.abs().clamp(max=1), generator=torch.Generator().manual_seed(1)
+    ),
+}
+
+
+def drawn(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """Of what is made of parameters; and each number once: what is drawn next is as in eager."""
+    models: list[Any] = [fxshard.compile(build(), **options), build()]
+    for model in models:
+        model(torch.ones(2, 4)).sum().backward()
+    for name, draw in DRAWN.items():
+        for grad in (False, True):
+            found, after = [], []
+            for model in models:
+                torch.manual_seed(3)
+                with torch.set_grad_enabled(grad):
+                    found.append(full(draw(weight(model)).detach()))
+                after.append(torch.get_rng_state())
+            assert_close(*found, rtol=1e-6, atol=1e-6, msg=name)
+            assert torch.equal(*after), name
+    optimizer = torch.optim.Adam(models[0].parameters())
+    optimizer.step()
+    torch.manual_seed(3)
+    state = torch.randn_like(optimizer.state[weight(models[0])]["exp_avg"])
+    assert type(state) is DTensor
+    torch.manual_seed(3)
+    assert_close(full(state), torch.randn(5, 4))
+    said = told(lambda: weight(models[0]).detach().sum(0).normal_())
+    assert "no_shard" in str(options) or "Draw into a tensor of its own" in said, said
+
+
+@pytest.mark.parametrize("options", [{}, {"strategy": "no_shard"}], ids=str)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_is_drawn_is_what_one_process_draws(
+    ranks: Any, world_size: int, options: dict[str, Any]
+) -> None:
+    ranks(world_size).run(drawn, options)
+
+
+def drawn_elsewhere(rank: int, world_size: int) -> None:
+    """DTensors on meshes of the user's own are left to torch."""
+    fxshard.compile(build())
+    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("one", "other"))
+    other = distribute_tensor(torch.zeros(4, 4), mesh["other"], [Shard(0)])
+    torch.manual_seed(3)
+    other.normal_()
+    torch.manual_seed(3)
+    assert_close(other.to_local(), torch.randn(2, 4))
+    own = torch.zeros_like(weight(fxshard.compile(build())))
+    torch.manual_seed(3)
+    own.normal_()  # ours are not
+    torch.manual_seed(3)
+    assert_close(full(own), torch.randn(5, 4))
+
+
+def test_dtensors_of_the_users_own_draw_as_before(ranks: Any) -> None:
+    ranks(2).run(drawn_elsewhere)
+
+
 NUMBERS: dict[str, Callable[[Any], Any]] = {
     "sum": lambda p: p.sum().item(),
     "float": lambda p: float(p.sum()),
@@ -248,6 +374,47 @@ def numbers(rank: int, world_size: int) -> None:
 
 def test_numbers_of_parameters_are_those_of_all_ranks(ranks: Any) -> None:
     ranks(2).run(numbers)
+
+
+def numbers_of_gradients(rank: int, world_size: int) -> None:
+    """Which stay DTensors; of several, as logging code asks for them, and of optimizer states."""
+    models: list[Any] = [fxshard.compile(build()), build()]
+    found: list[list[Any]] = [[], []]
+    unknown = ("element", "min", "text")  # of matrices; what DTensor refuses: tolist(), f"{x:.3f}"
+    for model, said in zip(models, found, strict=True):
+        x = torch.arange(16.0).view(4, 4).sin()
+        part = x.chunk(world_size)[rank] if model is models[0] else x
+        model(part).square().mean().backward()
+        optimizer = torch.optim.Adam(model.parameters())
+        optimizer.step()
+        states = [optimizer.state[p]["exp_avg_sq"] for p in model.parameters()]
+        for tensor in [*(p.grad for p in model.parameters()), *states]:
+            said += [number(tensor) for name, number in NUMBERS.items() if name not in unknown]
+    for mine, theirs in zip(*found, strict=True):
+        if isinstance(theirs, float):
+            assert_close(mine, theirs)
+        else:
+            assert mine == theirs
+    assert "RankMismatchError" not in told(lambda: models[0](torch.ones(2, 4)))
+
+
+def test_numbers_of_gradients_are_those_of_all_ranks(ranks: Any) -> None:
+    ranks(2).run(numbers_of_gradients)
+
+
+def number_alone(rank: int, world_size: int) -> str:
+    ours: Any = fxshard.compile(build())
+    ours(torch.ones(2, 4)).sum().backward()
+    if rank == 0:
+        return told(lambda: weight(ours).grad.norm().item())
+    return told(lambda: ours(torch.ones(2, 4)).sum().backward())
+
+
+def test_a_number_on_one_rank_alone(hasty: Any) -> None:
+    asked, called = hasty(2).run(number_alone)
+    assert asked.startswith("RankMismatchError: rank 0 would do something else"), asked
+    assert "a number of a sharded tensor" in asked
+    assert called.startswith("RankMismatchError"), called
 
 
 def refused(rank: int, world_size: int) -> None:

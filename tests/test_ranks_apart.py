@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing import assert_close
 
 import fxshard
@@ -258,3 +259,76 @@ def test_a_rank_that_has_left_reads_nothing(hasty: Any, made_by: str) -> None:
     for said in hasty(2).run(gone, made_by):
         for text in said:
             assert text.startswith("RankMismatchError: this rank has left the process group"), said
+
+
+# -- what all ranks must have alike ----------------------------------------------------------------
+
+
+def clip_some(rank: int, world_size: int, norm_type: float) -> tuple[str, str]:
+    """What each rank is told of gradients that rank 1 lacks one of; then with all of them."""
+    model: Any = fxshard.compile(build())
+    model(BATCH + rank).sum().backward()
+    kept = model[1].weight.grad
+    if rank == 1:
+        model[1].weight.grad = None
+    first = told(lambda: model.clip_grad_norm_(1.0, norm_type))
+    model[1].weight.grad = kept
+    return first, told(lambda: model.clip_grad_norm_(1.0, norm_type))
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_gradients_of_other_parameters_are_not_clipped(hasty: Any, norm_type: float) -> None:
+    for first, second in hasty(2).run(clip_some, norm_type):
+        assert first.startswith("RankMismatchError: ranks differ in what they do"), first
+        assert "rank 0 has 'a gradient of 1.weight', rank 1 'a gradient of 1.bias'" in first
+        assert second == "no error"
+
+
+def hybrid_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def agree_in_groups(rank: int, world_size: int, odd: list[int]) -> list[str]:
+    """What ranks of a mesh that no process group spans are told, where some are odd; then none."""
+    model: Any = fxshard.compile(build(), strategy="hybrid_shard", mesh=hybrid_mesh())
+    world = model._fxshard.world
+    world._everyone = [peers for name, peers in world.peers.items() if "reshard" not in name]
+    assert [peers.size for peers in world._everyone] == [2, 2]
+    agree = partial(world.agree, [f"{rank in odd}"], "whether they are odd")
+    return [told(agree), told(partial(world.agree, ["alike"], "this"))]
+
+
+@pytest.mark.parametrize("odd", [[3], [0], [2, 3], [1, 3], [0, 3], []], ids=str)
+def test_all_groups_agree_or_none(hasty: Any, odd: list[int]) -> None:
+    for first, second in hasty(4).run(agree_in_groups, odd):
+        assert (
+            first.startswith("RankMismatchError: ranks differ in") if odd else first == "no error"
+        )
+        assert second == "no error"
+
+
+def evaluate_unevenly(rank: int, world_size: int, times: list[int]) -> list[str]:
+    """What ranks are told that call the model in other numbers, between steps of all."""
+    model: Any = fxshard.compile(build(), strategy="hybrid_shard", mesh=hybrid_mesh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    said = []
+
+    def step() -> None:
+        model(BATCH + rank).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(BATCH + rank)
+
+    said += [told(step), told(evaluate), told(step)]
+    said += [told(evaluate) for _ in range(times[rank])]
+    return [*said, told(step), told(step), told(step)]
+
+
+@pytest.mark.parametrize("times", [[1, 1, 2, 2], [2, 1, 2, 1], [1, 1, 1, 2]], ids=str)
+def test_replicas_that_evaluate_unevenly_are_refused(hasty: Any, times: list[int]) -> None:
+    for said in hasty(4).run(evaluate_unevenly, times):
+        assert said[:3] == ["no error"] * 3
+        assert any("Error" in each for each in said[3:]), said

@@ -10,6 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.testing import assert_close
 
 import fxshard
@@ -121,6 +125,12 @@ OTHERS: dict[str, tuple[Make, Make]] = {
         lambda m: AdamW(m.parameters(), lr=torch.tensor(0.2)),
     ),
     "initial_lr": (scheduled, lambda m: SGD(m.parameters(), lr=0.3)),
+    "no initial_lr": (lambda m: SGD(m.parameters(), lr=0.01, momentum=0.9), scheduled),
+    "no options of the user's": (grouped, tagged),
+    "no names": (
+        lambda m: SGD(m.parameters(), lr=0.1),
+        lambda m: SGD(m.named_parameters(), lr=0.2),
+    ),
     "groups": (grouped, grouped),
     "options of the user's": (tagged, grouped),
     "names": (
@@ -242,11 +252,21 @@ def test_states_of_another_optimizer_are_refused(tmp_path: Path) -> None:
     train(source, saved)
     fxshard.save_checkpoint(tmp_path, source, saved)
     for optimizer in (SGD(source.parameters()), SGD(source.parameters(), momentum=0.9)):
-        refused(
-            tmp_path, source, optimizer, r"no place for: optimizer\.state\.0\.bias\.exp_avg,.*4"
+        message = (
+            "has no dampening, momentum, nesterov, which an SGD needs, but has amsgrad, betas,"
         )
+        refused(tmp_path, source, optimizer, message)
     refused(tmp_path / "without", source, saved, "saved without an optimizer: load it without")
     fxshard.load_checkpoint(tmp_path, source)  # the model alone may be asked for
+
+
+def test_options_of_another_optimizer_are_refused(tmp_path: Path) -> None:
+    """Where no state tells them apart; torch takes them, and raises KeyError at the next step."""
+    source = build()
+    fxshard.save_checkpoint(tmp_path, source, SGD(source.parameters()))
+    message = r"has no .*betas, .*eps, which an AdamW needs, .*make the optimizer that was saved"
+    for model in (build(), fxshard.compile(build(), world_size=2)):
+        refused(tmp_path, model, AdamW(model.parameters()), message)
 
 
 def test_parameters_that_are_frozen_now_get_no_state_as_in_torch(tmp_path: Path) -> None:
@@ -392,3 +412,36 @@ def test_ranks_load_all_that_one_process_has_saved(ranks: Any, tmp_path: Path) -
     for *found, said in ranks(2).run(changed_on_ranks, str(tmp_path)):
         assert_alike(found, contents(model, optimizer))
         assert "have no place for: model.1.bias, model.1.weight" in said
+
+
+# -- hooks of the user's ---------------------------------------------------------------------------
+
+
+def hooked(rank: int, world_size: int, path: str) -> list[str]:
+    """What hooks on steps hear while a fresh optimizer is loaded into, and of the step after."""
+    model = fxshard.compile(build())
+    optimizer = AdamW(model.parameters())
+    train(model, optimizer)
+    fxshard.save_checkpoint(path, model, optimizer)
+    fresh = AdamW(model.parameters())
+    heard: list[str] = []
+    fresh.register_step_pre_hook(lambda *_: heard.append("before"))
+    fresh.register_step_post_hook(lambda *_: heard.append("after"))
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: heard.append("before any")),
+        register_optimizer_step_post_hook(lambda *_: heard.append("after any")),
+    ]
+    try:
+        fxshard.load_checkpoint(path, model, fresh)
+        heard.append("loaded")
+        assert_alike(contents(model, fresh), contents(model, optimizer))
+        train(model, fresh, steps=1)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return heard
+
+
+def test_hooks_on_steps_hear_of_no_step_while_loading(ranks: Any, tmp_path: Path) -> None:
+    expected = ["loaded", "before any", "before", "after", "after any"]
+    assert ranks(2).run(hooked, str(tmp_path / "state")) == [expected, expected]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -42,6 +43,11 @@ class Settings:
         for name in ("ranks", "steps", "compared", "layers", "hidden", "batch", "seq"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected 1 or more.")
+        for name in ("lr", "target"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}={getattr(self, name)}: expected a finite number > 0.")
+        if self.seed < 0:
+            raise ConfigError(f"seed={self.seed}: expected 0 or more.")
         if self.hidden % (2 * HEADS):
             raise ConfigError(f"hidden={self.hidden}: expected a multiple of {2 * HEADS}.")
 

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,10 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
 )
 from torch.fx.graph import _PyTreeCodeGen
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils._pytree import TreeSpec
 from torch.utils._sympy.functions import FloorDiv, Max, Mod
 
 from fxshard.host import files
@@ -147,6 +148,32 @@ def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     if any(map(_is_record, leaves)):
         return _pytree.tree_flatten(_opened(tree))
     return leaves, spec
+
+
+def tree_unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:
+    """What `tree_flatten` took apart; torch's makes a plain tuple of a `torch.Size`."""
+    if not _has_sizes(spec):
+        return _pytree.tree_unflatten(leaves, spec)
+    return _unflattened(iter(leaves), spec)
+
+
+def _has_sizes(spec: TreeSpec) -> bool:
+    return spec.type is torch.Size or any(map(_has_sizes, spec.children()))
+
+
+def _unflattened(leaves: Iterator[Any], spec: TreeSpec) -> Any:
+    if spec.is_leaf():
+        return next(leaves)
+    parts = [_unflattened(leaves, child) for child in spec.children()]
+    if spec.type is torch.Size and all(isinstance(part, (int, torch.SymInt)) for part in parts):
+        return torch.Size(parts)
+    return _pytree.SUPPORTED_NODES[spec.type].unflatten_fn(parts, spec.context)
+
+
+def exchanged(tree: Any, others: dict[int, Any]) -> Any:
+    """`tree` with other leaves, by the ``id`` of those that it holds."""
+    leaves, spec = tree_flatten(tree)
+    return tree_unflatten([others.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
 def tree_flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], TreeSpec]:
@@ -1002,6 +1029,28 @@ def not_stepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         optimizer.state = before
 
 
+@contextlib.contextmanager
+def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """For the time of the block the hooks of the user's are not run by ``optimizer.step()``.
+
+    (torch/optim/optimizer.py, ``profile_hook_step``)
+    """
+    hooks: tuple[dict[int, Any], ...] = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
+    )
+    before = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, all_of_them in zip(hooks, before, strict=True):
+            each.update(all_of_them)
+
+
 # torch 2.13 renamed them, and warns of the old names at every call.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -1158,6 +1207,26 @@ def plain_torch_functions() -> contextlib.AbstractContextManager[None]:
     (torch/_C/__init__.pyi; what ``Tensor.__torch_function__`` itself uses, torch/_tensor.py)
     """
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def dtensor_handlers() -> dict[Any, Any]:
+    """Per operator what runs instead of DTensor's own dispatch, with it and its arguments.
+
+    (torch/distributed/tensor/_dispatch.py, ``OpDispatcher``; read in each call)
+    """
+    return DTensor._op_dispatcher._custom_op_handlers
+
+
+@contextlib.contextmanager
+def without_dtensor_handler(func: Any) -> Iterator[None]:
+    """For the time of the block DTensor dispatches an operator itself."""
+    handlers = dtensor_handlers()
+    handler = handlers.pop(func, None)
+    try:
+        yield
+    finally:
+        if handler is not None:
+            handlers[func] = handler
 
 
 def version(tensor: torch.Tensor) -> int:

@@ -139,9 +139,9 @@ def refuse_written(
             others = names if name in replaced else known
             other = next((key for key in others if key != (role, name)), None)
             if writes and other is not None:
-                line = tags.get(cast(fx.Node, writes[0].args[1])).line
+                place = tags.place(cast(fx.Node, writes[0].args[1]))
                 raise CaptureError(
-                    f"forward writes {_said(program, role, name)}{line and f' (at {line})'}, "
+                    f"forward writes {_said(program, role, name)} ({place}), "
                     f"whose memory is also that of "
                     f"{_said(program, *other)}: a traced program would go on with values that are "
                     f"out of date. Let one of them have memory of its own (.clone()), or make it a "

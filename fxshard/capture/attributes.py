@@ -5,14 +5,19 @@ are alike read alike, also where one was traced for all. One that the class has,
 put on the module later. At each call the attributes so named are compared with what they were, with
 the collections and configurations that they hold: ``drop.p = 0`` asks for another program.
 
+Of an object of the user's, such as a trainer, what forward read of objects of its class counts: it
+may count steps beside. Where that cannot be seen, all that it holds does.
+
 By identity first, as nearly all of them are at nearly all calls; by value where that fails.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
 import dataclasses
 import enum
+import hashlib
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,7 +38,8 @@ Reads = dict[type, set[str]]  # by class of a module: names of attributes
 # nn.Module's, which say what is asked for elsewhere, and ours.
 _OWN = frozenset(vars(nn.Module())) | vars(nn.Module).keys() - {"forward"} | {STATE}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic)
-_LARGE = 1 << 16  # bytes of a NumPy array that nobody writes in place
+_LARGE = 1 << 16  # bytes of a NumPy array of which a digest is kept
+_HEAP = 1 << 9  # of the flags of a class: it was made by Python code
 _ABSENT = object()
 _sink: Reads | None = None
 
@@ -62,13 +68,33 @@ def watching() -> Iterator[None]:
             held = object.__getattribute__(module, "__dict__")
             if name in held or not _registered(held, name):
                 reads.setdefault(users_class(module), set()).add(name)
+                watch(held.get(name))
         return object.__getattribute__(module, name)
+
+    watched: list[type] = []
+
+    def read_of_object(value: Any, name: str) -> Any:
+        reads.setdefault(type(value), set()).add(name)
+        found = object.__getattribute__(value, name)
+        watch(found)
+        return found
+
+    def watch(value: Any) -> None:
+        """Note what is read of an object, or of those in a collection."""
+        for cls in {type(each) for each in _objects(value)} - {*watched}:
+            finds: Any = cls.__getattribute__
+            if finds in (object.__getattribute__, read_of_object):
+                reads.setdefault(cls, set())
+                cls.__getattribute__ = read_of_object  # type: ignore[assignment]
+                watched.append(cls)
 
     nn.Module.__getattribute__ = read  # type: ignore[method-assign]
     try:
         yield
     finally:
         del nn.Module.__getattribute__
+        for cls in watched:
+            del cls.__getattribute__
 
 
 def note_all(model: nn.Module) -> None:
@@ -79,6 +105,8 @@ def note_all(model: nn.Module) -> None:
             names |= vars(module).keys() - _OWN
             for cls in filter(counters.is_users, users_class(module).__mro__):
                 names |= {n for n, v in vars(cls).items() if not n.startswith("__") and _value(v)}
+        for cls in reads.keys() - {users_class(module) for module in model.modules()}:
+            reads[cls].add("__dict__")  # all of an object that other traces saw reads of
 
 
 def _registered(held: Mapping[str, Any], name: str) -> bool:
@@ -89,6 +117,29 @@ def _registered(held: Mapping[str, Any], name: str) -> bool:
 def _value(found: Any) -> bool:
     """True for what a class holds as a value, False for a method or a property."""
     return not hasattr(found, "__get__")
+
+
+def _objects(value: Any) -> Iterator[Any]:
+    """`value`, or what a collection holds however deep: those whose class can say what is read."""
+    todo, seen = [value], set()
+    while todo:
+        each = todo.pop()
+        if isinstance(each, (*_PLAIN, nn.Module, torch.Tensor, np.ndarray)) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        match each:
+            case dict():
+                todo += each.values()
+            case list() | tuple() | set() | frozenset() | deque():
+                todo += each
+            case _ if _tells(type(each)):
+                yield each
+
+
+def _tells(cls: type) -> bool:
+    """True for a class of the user's that finds attributes as `object` does."""
+    mine = not issubclass(cls, (type, types.ModuleType, enum.Enum)) and counters.is_users(cls)
+    return mine and bool(cls.__flags__ & _HEAP) and not hasattr(cls, "__getattr__")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -171,7 +222,7 @@ def _places(tree: Iterable[nn.Module], reads: Reads) -> list[_Place]:
         found.append(place)
         for value in place.before:
             if not isinstance(value, _PLAIN) and id(value) not in seen:
-                inside = _inside(value)
+                inside = _inside(value, reads)
                 if inside is not None or isinstance(value, nn.Module):
                     seen.add(id(value))
                 if inside is not None:
@@ -210,17 +261,27 @@ def _by_owner(cls: type, names: tuple[str, ...]) -> dict[type, tuple[str, ...]]:
     return found
 
 
-def _inside(value: Any) -> Callable[[], tuple[Any, ...]] | None:
+def _inside(value: Any, reads: Reads) -> Callable[[], tuple[Any, ...]] | None:
     """How to read what a collection, a configuration or an array holds; None for all else."""
+    names = tuple(sorted(reads.get(type(value), ())))
+    known = type(value) in reads and "__dict__" not in names
     match value:
         case dict():
             return lambda: (*value, *value.values())
         case list() | tuple() | set() | frozenset() | deque():
             return lambda: tuple(value)
-        case np.ndarray() if value.nbytes <= _LARGE and not value.dtype.hasobject:
-            return lambda: (str(value.dtype), str(value.shape), value.tobytes())
+        case np.ndarray() if value.dtype.hasobject:
+            return lambda: (str(value.shape), *value.flat)
+        case np.memmap() if not value.flags.writeable:
+            return None
+        case np.ndarray():
+            return lambda: (str(value.dtype), str(value.shape), _contents(value))
+        case bytearray() | array.array():
+            return lambda: (bytes(value),)
         case nn.Module() | torch.Tensor() | type() | types.ModuleType() | enum.Enum():
             return None
+    if known and _tells(type(value)):
+        return lambda: _read(value, names)
     if counters.is_users(type(value)):  # as transformers' PretrainedConfig
         if slots(value):
             return lambda: (*_items(getattr(value, "__dict__", {})), *slots(value).values())
@@ -229,6 +290,20 @@ def _inside(value: Any) -> Callable[[], tuple[Any, ...]] | None:
     elif hasattr(value, "__dict__") and not callable(value):
         return lambda: _items({n: v for n, v in vars(value).items() if isinstance(v, _PLAIN)})
     return None
+
+
+def _contents(values: np.ndarray[Any, Any]) -> bytes:
+    """The bytes of an array; of a large one a digest."""
+    if values.nbytes <= _LARGE:
+        return values.tobytes()
+    whole = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    return hashlib.sha256(whole.data).digest()
+
+
+def _read(value: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
+    """Attributes of an object itself, not of its class."""
+    held: Mapping[str, Any] = {**slots(value), **getattr(value, "__dict__", {})}
+    return tuple(held.get(name, _ABSENT) for name in names)
 
 
 def _items(held: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -244,7 +319,7 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, (dict, list, tuple, set, frozenset, deque, np.ndarray)):
-        inside = not isinstance(value, np.ndarray) or _inside(value) is not None
+        inside = not isinstance(value, np.memmap) or value.flags.writeable
         return type(value) if inside else _Same(value)
     return _Same(value)
 

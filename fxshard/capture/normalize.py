@@ -278,10 +278,9 @@ def _set_results(
         elif kind == "mutation":
             what, name = source
             if what == "param":
-                line = tags.get(value).line
                 raise CaptureError(
-                    f"parameter {_fqn(name)!r} is changed in place during forward"
-                    f"{line and ', at ' + line}. A rank holds only a shard of it: change it "
+                    f"parameter {_fqn(name)!r} is changed in place during forward, "
+                    f"{tags.place(value)}. A rank holds only a shard of it: change it "
                     f"between steps, or make it a buffer."
                 )
             role: tags.Role = "buffer" if what == "buffer" else "input"
@@ -302,7 +301,6 @@ def _refuse_attached(program: Program, role: str, fqn: str, value: fx.Node) -> N
 
     Eager takes a loss back from there to all that `value` was computed of; a program does not.
     """
-    line = tags.get(value).line
     if role == "buffer":
         what = f"buffer {fqn!r}"
         remedy = "detach it (.detach()), or return it if a loss reads it"
@@ -310,7 +308,7 @@ def _refuse_attached(program: Program, role: str, fqn: str, value: fx.Node) -> N
         what = program.signature.input_names[int(fqn)]
         remedy = "write into a clone (x = x.clone()), or return the new value"
     raise CaptureError(
-        f"forward gives {what} a value that requires a gradient{line and ', at ' + line}: what is "
+        f"forward gives {what} a value that requires a gradient, {tags.place(value)}: what is "
         f"computed of it outside of forward would take no gradient back to the model. "
         f"{remedy[0].upper()}{remedy[1:]}."
     )
@@ -327,9 +325,8 @@ def _refuse_sparse(name: Any, grad: fx.Node) -> None:
 def _refuse_sparse_values(program: Program) -> None:
     for node in program.graph.nodes:
         if any(value.layout is not torch.strided for value in tags.tensors(node.meta.get("val"))):
-            line = tags.get(node).line
             raise CaptureError(
-                f"{node.target} gives a sparse tensor{line and ', at ' + line}, of which fxshard "
+                f"{node.target} gives a sparse tensor, {tags.place(node)}, of which fxshard "
                 f"counts no bytes. Compute with dense tensors, or with indices and values."
             )
 

@@ -15,7 +15,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ SAID = "fxshard_said_line"  # beside that stack: the line, where frames do not t
 
 DEVICE_OF = torch.ops.prim.device.default
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 SOURCE_WIDTH = 48  # of a line of code that people are shown
 
 
@@ -139,13 +140,29 @@ def without_gradient(stack: dict[str, Any] | None) -> bool:
 
 
 def user_line() -> str:
-    """``path:line in function`` of the innermost frame outside of torch and fxshard; or ""."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if _is_users(frame.f_code):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    """``path:line in function`` of the innermost frame outside of torch and fxshard; or "".
+
+    While a model is traced, of the frames of its forward: who asks for the trace is no part of it.
+    Where none of them is in a file, of code that has none: ``<stdin>:3 in forward``.
+    """
+    frame, without_file = sys._getframe(1), ""
+    while frame is not None and frame.f_code not in _entries:
+        code = frame.f_code
+        if _is_users(code):
+            return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+        if not without_file and has_no_file(code.co_filename):
+            without_file = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
-    return ""
+    return without_file if frame is not None else ""
+
+
+_entries: set[CodeType] = set()
+
+
+def enters(function: Function) -> Function:
+    """Mark a function that calls the user's model: `user_line` looks no farther out."""
+    _entries.add(function.__code__)
+    return function
 
 
 def line_text(line: str) -> str:
@@ -159,6 +176,11 @@ def line_text(line: str) -> str:
         source = source[: SOURCE_WIDTH - 1] + "…"
     short = "/".join(Path(path).parts[-2:])
     return f"{short}:{number} in {function}" + (f": {source}" if source else "")
+
+
+def has_no_file(path: str) -> bool:
+    """True for what people type or ``exec``: ``<stdin>``, ``<string>``, ``<ipython-input-3>``."""
+    return path.startswith("<") and not path.startswith(("<eval_with_key>", "<frozen "))
 
 
 def is_users(path: str) -> bool:

@@ -14,10 +14,8 @@ import functools
 import gc
 import inspect
 import logging
-import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +31,7 @@ from fxshard.capture import (
     hf,
     precision,
     provenance,
+    refusals,
     repeat,
     rng,
     shapes,
@@ -565,6 +564,7 @@ class _Call(nn.Module):
         with torch.set_grad_enabled(self.grad), self.autocast, hf.while_tracing(self.model):
             yield
 
+    @provenance.enters
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         args, kwargs = self.inputs(tensors)
         self._tie()
@@ -796,7 +796,7 @@ def _failures_told(call: _Call) -> Iterator[None]:
     except compat.DATA_DEPENDENT_ERRORS as error:
         raise _TracerError(
             f"{type(call.model).__name__} cannot be traced: Python control flow or a shape depends "
-            f"on the values of a tensor{_user_line(error)}\n{_remedy(error)}"
+            f"on the values of a tensor{refusals.line_of(error)}\n{refusals.remedy(error)}"
             f"{hf.remedy_of_values(call.model)}",
             from_data=True,
         ) from error
@@ -806,16 +806,16 @@ def _failures_told(call: _Call) -> Iterator[None]:
         if isinstance(error, repeat.Formless) or str(error).startswith(compat.KEPT_BY_FORWARD):
             raise CaptureError(
                 f"{type(call.model).__name__} cannot be traced: forward reads a tensor that an "
-                f"earlier run of forward has made and kept{_kept(call.model)}{_user_line(error)}\n"
-                f"While tracing forward runs more than once, on tensors without data. Make that "
-                f"tensor in __init__ (register_buffer), or empty the cache and call the model once "
-                f"before it is planned or compiled."
+                f"earlier run of forward has made and kept{_kept(call.model)}"
+                f"{refusals.line_of(error)}\nWhile tracing forward runs more than once, on tensors "
+                f"without data. Make that tensor in __init__ (register_buffer), or "
+                f"empty the cache and call the model once before it is planned or compiled."
             ) from error
         operator = compat.higher_order_operator(error)
         if operator is not None:
             raise CaptureError(
                 f"{type(call.model).__name__} cannot be traced: it calls the higher-order operator "
-                f"{operator}{_user_line(error)}\nA program has no branches and no loops. Use "
+                f"{operator}{refusals.line_of(error)}\nA program has no branches and no loops. Use "
                 f"torch.where, masking, or a loop of Python that is as long in every call."
             ) from error
         misfit = _misfit(call)
@@ -827,7 +827,7 @@ def _failures_told(call: _Call) -> Iterator[None]:
             ) from error
         text = (
             f"{type(call.model).__name__} cannot be traced ({type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''}){_user_line(error)}"
+            f"{str(error).splitlines()[0] if str(error) else ''}){refusals.line_of(error)}"
         )
         if ".numpy()" in str(error):
             text += "\nCompute it with torch, or outside of the model and pass it in."
@@ -840,31 +840,6 @@ def _failures_told(call: _Call) -> Iterator[None]:
         if isinstance(error, (RuntimeError, TypeError)):  # others are the model's own
             raise _TracerError(text, from_data=False) from error
         raise CaptureError(text) from error
-
-
-# Files, functions and operators of torch that look at values -> what to do in place of it.
-_STOCK = {
-    "ctc_loss": "Return the log-probabilities, and compute ctc_loss outside of the model.",
-    "pack_padded_sequence": "Feed padded sequences to the module, and mask what it gives.",
-    "batchnorm.py": "Give the batch norm a number as its momentum: None makes it a Python number.",
-    "aten.linalg_lstsq.default": "Compute torch.linalg.pinv(a) @ b: the shape of lstsq's residuals "
-    "depends on the rank of a.",
-}
-
-
-def _remedy(error: BaseException) -> str:
-    """What the user can do about Python that looks at values; what fits where it is torch's own."""
-    operator = _STOCK.get(str(getattr(error, "func", "")))
-    if operator is not None:
-        return operator
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        known = _STOCK.get(frame.name) or _STOCK.get(Path(frame.filename).name)
-        if known is not None:
-            return known
-    return (
-        "Make it a tensor operation (torch.where, masking), or compute it outside the model and "
-        "pass it in."
-    )
 
 
 def _misfit(call: _Call) -> str:
@@ -912,21 +887,6 @@ def _kept(model: nn.Module) -> str:
             if compat.is_fake(value):
                 return f", as self.{name} of {type(module).__name__}"
     return ", in a global, a closure or a collection"
-
-
-def _user_line(error: BaseException) -> str:
-    """``, at``, and the innermost frame of the user's code; or a stop."""
-    chain: list[BaseException] = []
-    current: BaseException | None = error
-    while current is not None:
-        chain.append(current)
-        current = current.__cause__ or current.__context__
-    for failure in reversed(chain):
-        for frame in reversed(traceback.extract_tb(failure.__traceback__)):
-            if provenance.is_users(frame.filename):
-                where = f'File "{frame.filename}", line {frame.lineno}, in {frame.name}'
-                return f", at\n  {where}\n    {frame.line}"
-    return "."
 
 
 @contextlib.contextmanager

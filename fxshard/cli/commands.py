@@ -24,8 +24,10 @@ from fxshard.cli.model_source import (
     load,
     named_dimensions,
     named_size,
+    once,
     open_sizes,
     options,
+    refuse_beside,
     whole_number,
 )
 from fxshard.cli.overview import COMMANDS
@@ -43,6 +45,7 @@ from fxshard.validation.compare import Validation
 
 NUMERICS_ROWS = 20  # of `validate --numerics`, the worst; --all shows the rest
 MOST_RANKS = 8  # that `validate` starts unasked
+TABLE = ("--depth", "--memory-units")  # what says how a table looks
 PATIENCE = 2.0  # seconds until a command says that it is at work
 
 
@@ -67,6 +70,8 @@ def run(argv: Sequence[str]) -> int:
 def report(args: argparse.Namespace) -> int:
     """``fxshard report``."""
     budget = None if args.budget is None else parse_budget(args.budget)
+    if args.json == "-":
+        refuse_beside(args, "--json", "JSON has every module, in bytes", *TABLE)
     with progress("planning") as say:
         memory = _plan(args).memory
         say("writing")
@@ -78,7 +83,7 @@ def report(args: argparse.Namespace) -> int:
     if args.json == "-":
         print(json.dumps(memory.to_dict(), indent=2))
     else:
-        table = memory.table(args.depth, args.memory_units)
+        table = memory.table(args.depth, args.memory_units or "MiB")
         print(memory.explain_peak(5, levers=False), table, *written, sep="\n\n")
     if budget is not None:
         memory.assert_fits(budget)
@@ -150,12 +155,15 @@ def fits(args: argparse.Namespace) -> int:
 
 def diff_(args: argparse.Namespace) -> int:
     """``fxshard diff``."""
+    if args.json:
+        refuse_beside(args, "--json", "JSON has every row that differs, in bytes", *TABLE, "--all")
     found = diff(_saved(args.before), _saved(args.after))
     if args.json:
         rows = [dataclasses.asdict(row) for row in found.only_different().rows]
         print(json.dumps({"schema": "fxshard.memory-diff/1", "rows": rows}, indent=2))
     else:
-        print(found.table(args.depth, args.memory_units, only_different=not args.all))
+        units = args.memory_units or "MiB"
+        print(found.table(args.depth, units, only_different=not args.all))
     return 0
 
 
@@ -172,7 +180,11 @@ def _saved(path: str) -> dict[str, Any]:
 
 def dump_(args: argparse.Namespace) -> int:
     """``fxshard dump``."""
-    texts: dict[str, tuple[str, str]] = {}
+    for form in ("--graph", "--code", "--diff"):
+        if getattr(args, form[2:]):
+            why = "it is for the schedule, which is dumped without that"
+            refuse_beside(args, form, why, "--phase", "--no-fold", "--hardware")
+    fold, texts = not args.no_fold, dict[str, tuple[str, str]]()
 
     def note(name: str, before: str, after: str) -> None:
         texts[name] = before, after
@@ -187,9 +199,9 @@ def dump_(args: argparse.Namespace) -> int:
     elif args.code:
         print(plan.code)
     elif args.json:
-        print(json.dumps(_schedule(plan, args.phase, args.fold, hardware), indent=2))
+        print(json.dumps(_schedule(plan, args.phase, fold, hardware), indent=2))
     else:
-        print(plan.dump(phase=args.phase, fold=args.fold, hardware=hardware))
+        print(plan.dump(phase=args.phase, fold=fold, hardware=hardware))
     return 0
 
 
@@ -216,6 +228,8 @@ def estimate(args: argparse.Namespace) -> int:
 
 def tune(args: argparse.Namespace) -> int:
     """``fxshard tune``."""
+    if args.batches is not None:
+        refuse_beside(args, "--batches", "these are the batches that are tried", "--batch")
     model, inputs, keywords = load(args, "meta")
     more = {name: getattr(args, name) for name in ("micro_batches", "no_sync", "device")}
     given = {name: value for name, value in more.items() if value} | options(args)
@@ -350,11 +364,11 @@ def _comparison(result: Validation) -> dict[str, Any]:
 
 def solve(args: argparse.Namespace) -> int:
     """``fxshard solve``."""
+    fixed, dynamic = once(args.at, "--at"), once(args.dynamic, "--dynamic")
     with progress("planning"):
         model, inputs, keywords = load(args, "meta")
-        dynamic = dict(args.dynamic or open_sizes(model, inputs, keywords))
+        dynamic = dynamic or open_sizes(model, inputs, keywords)
         plan = _plan_of((model, inputs, keywords), args, dynamic=dynamic)
-        fixed = dict(args.at or ())
         found = plan.solve(args.what, args.budget, multiple_of=args.multiple_of, **fixed)
     print(found)
     return 0
@@ -446,9 +460,8 @@ def _add_fits(parser: argparse.ArgumentParser) -> None:
 def _add_solve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", help="max_batch, max_seq, min_world, or max_<name> of --dynamic")
     parser.add_argument("--budget", metavar="80GiB", required=True, help="memory of one rank")
-    add_arguments(parser)
+    add_arguments(parser, sizes=(2, 128))  # sizes of 1 are not left open
     _add_step(parser)
-    parser.set_defaults(batch=2, seq=128)  # sizes of 1 are not left open
     parser.add_argument(
         "--at", action="append", type=named_size, metavar="seq=8192", help="a size that is fixed"
     )
@@ -477,9 +490,7 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
 def _add_dump(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
     parser.add_argument("--phase", choices=("forward", "backward"))
-    parser.add_argument(
-        "--no-fold", dest="fold", action="store_false", help="identical layers one by one"
-    )
+    parser.add_argument("--no-fold", action="store_true", help="identical layers one by one")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--graph", action="store_true", help="the joint graph, every operator")
     form.add_argument("--code", action="store_true", help="the Python source that runs")
@@ -541,7 +552,7 @@ def _add_validate(parser: argparse.ArgumentParser) -> None:
 
 def _add_table(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--depth", type=whole_number, help="modules with at most this many names")
-    parser.add_argument("--memory-units", choices=UNITS, default="MiB")
+    parser.add_argument("--memory-units", choices=UNITS, help="(MiB)")
 
 
 def _add_step(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
+SIZES = ("--batch", "--seq")
 Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]  # a model, and the call of it to trace
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What names a model, a batch and the options of a plan."""
+def add_arguments(parser: argparse.ArgumentParser, sizes: tuple[int, int] = (1, 128)) -> None:
+    """What names a model, a batch and the options of a plan.
+
+    `sizes`: --batch and --seq where they are not given.
+    """
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--model", metavar="pkg.mod:fn", help="fn() returns a module, or (module, args, kwargs)"
@@ -73,8 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"config.json of a transformers causal language model, or {', '.join(PRESETS)}",
     )
-    parser.add_argument("--batch", type=whole_number, default=1, help="sequences per rank (1)")
-    parser.add_argument("--seq", type=whole_number, default=128, help="tokens per sequence (128)")
+    parser.add_argument("--batch", type=whole_number, help=f"sequences per rank ({sizes[0]})")
+    parser.add_argument("--seq", type=whole_number, help=f"tokens per sequence ({sizes[1]})")
+    parser.set_defaults(sizes=sizes)
     parser.add_argument(
         "--world-size", type=_ranks, default=8, metavar="N", help="ranks (8); hybrid: 2x8"
     )
@@ -134,12 +140,23 @@ def load(args: argparse.Namespace, device: str) -> Call:
         model = _from_config(args.hf_config, device)
         if args.gradient_checkpointing:
             name = "activation_checkpointing_enable"  # transformers before 5.x calls it otherwise
-            getattr(model.train(), name, model.gradient_checkpointing_enable)()
-        return _with_tokens(model, args.batch, args.seq)
-    made = _imported(args.model, "--model")()
+            try:
+                getattr(model.train(), name, model.gradient_checkpointing_enable)()
+            except ValueError as error:  # an architecture that has none
+                raise ConfigError(f"--gradient-checkpointing: {error}.") from error
+        return _with_tokens(model, args)
+    refuse_beside(
+        args,
+        "--model",
+        "only a transformers model has it: use --checkpoint",
+        "--gradient-checkpointing",
+    )
+    made = _made(args.model)
     if isinstance(made, nn.Module):
-        return _with_tokens(made, args.batch, args.seq)
+        return _with_tokens(made, args)
     if isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module):
+        own = f"--model {args.model}, which returns a batch of its own"
+        refuse_beside(args, own, "let it return the module alone, or another batch", *SIZES)
         return made
     raise ConfigError(
         f"--model {args.model} returned {type(made).__name__}: expected an nn.Module, or a tuple "
@@ -147,11 +164,35 @@ def load(args: argparse.Namespace, device: str) -> Call:
     )
 
 
-def _with_tokens(model: nn.Module, batch: int, seq: int) -> Call:
+def refuse_beside(args: argparse.Namespace, what: str, why: str, *options: str) -> None:
+    """Refuse options that change nothing beside another one.
+
+    Raises:
+        ConfigError: one of `options`, whose default is None or False, is given.
+    """
+    for option in options:
+        if getattr(args, option[2:].replace("-", "_")) not in (None, False):
+            raise ConfigError(f"{option} with {what}: {why}.")
+
+
+def _made(spec: str) -> Any:
+    """What the function that --model names returns."""
+    make = _imported(spec, "--model")
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        raise ConfigError(f"--model {spec}: it is called as {make.__name__}(): {error}.") from error
+    except ValueError:  # of some builtins Python knows no signature
+        pass
+    return make()
+
+
+def _with_tokens(model: nn.Module, args: argparse.Namespace) -> Call:
     """A call with token ids, int64 [batch, seq]; a transformers model gets them as labels too.
 
     They are drawn from as many as the smallest embedding has; 0 where there is none.
     """
+    batch, seq = args.batch or args.sizes[0], args.seq or args.sizes[1]
     device = next((p.device for p in model.parameters()), None)
     tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
     most = min((table.num_embeddings for table in tables), default=1)
@@ -211,6 +252,20 @@ def whole_number(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")
     return value
+
+
+def once(pairs: Sequence[tuple[str, Any]] | None, option: str) -> dict[str, Any]:
+    """What an option that may be repeated says of each name.
+
+    Raises:
+        ConfigError: it says two things of one.
+    """
+    found: dict[str, Any] = {}
+    for name, value in pairs or ():
+        if name in found:
+            raise ConfigError(f"{option} names {name} twice; give each name once.")
+        found[name] = value
+    return found
 
 
 def named_size(text: str) -> tuple[str, int]:

@@ -35,7 +35,7 @@ from torch.optim import (
 )
 
 from fxshard._torch import compat
-from fxshard._torch.dtensors import local_part, sharded_like
+from fxshard._torch.sharded import local_part, sharded_like
 from fxshard.errors import ConfigError, StepError
 
 # Each element is stepped on its own: torch/optim/<name>.py reads no other element of a parameter.

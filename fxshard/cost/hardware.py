@@ -21,6 +21,7 @@ from collections.abc import Mapping
 
 import torch
 
+from fxshard.arguments import check_count
 from fxshard.errors import ConfigError
 
 MICRO = 1e-6
@@ -205,5 +206,6 @@ def hardware_of(chosen: str | Hardware, ranks_per_node: int | None = None) -> Ha
             f"fxshard.cost.hardware.Hardware, not {type(chosen).__name__}."
         )
     if ranks_per_node is not None:
+        check_count("ranks_per_node", ranks_per_node)
         return dataclasses.replace(chosen, ranks_per_node=ranks_per_node)
     return chosen

@@ -111,6 +111,23 @@ def changed(tag: Meta, **changes: Any) -> Meta:
     return after
 
 
+def place(node: fx.Node) -> str:
+    """Where a value comes from: ``at`` a line of user code, or ``by`` an operator and ``in`` whom.
+
+    What the trace adds behind an operator (a view of its result) has no line: its operand's counts.
+    """
+    behind, seen = [node], {node}
+    for each in behind:
+        tag = get(each) if "fxshard" in each.meta else None
+        if tag is not None and tag.line:
+            return f"at {tag.line}"
+        if each.op == "call_function":
+            behind += [n for n in each.all_input_nodes if n not in seen]
+            seen.update(each.all_input_nodes)
+    module = get(node).module if "fxshard" in node.meta else None
+    return f"by {node.target} in {repr(module) if module else 'the root module'}"
+
+
 def tensors(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in the value of a node (a tensor, or a list or tuple that holds some)."""
     if isinstance(value, torch.Tensor):

@@ -503,11 +503,17 @@ def _unit_fqns(model: nn.Module, spec: Any) -> set[str]:
         return set(repeated_blocks(model))
     if isinstance(spec, Sequence):
         return set().union(*(_matches(model, item) for item in spec))
-    if compat.is_wrap_policy(spec):
-        wrapped = compat.run_wrap_policy(spec, model)
-        return {name for name, module in model.named_modules() if module in wrapped}
-    if callable(spec):
-        return _run_callable(model, spec)
+    try:
+        if compat.is_wrap_policy(spec):
+            wrapped = compat.run_wrap_policy(spec, model)
+            return {name for name, module in model.named_modules() if module in wrapped}
+        if callable(spec):
+            return _run_callable(model, spec)
+    except Exception as error:
+        raise UnitError(
+            f"the function units={spec!r} failed with {type(error).__name__}: {error}. It is "
+            f"called as units(fqn, module), and says if the module is a unit."
+        ) from error
     raise UnitError(
         f"units={spec!r}: expected None, a list of classes or FQN globs, a callable "
         f"(fqn, module) -> bool, or a torch.distributed.fsdp.wrap policy."
@@ -554,7 +560,10 @@ def _is_auto_wrap_policy(spec: Callable[..., Any]) -> bool:
     Older ones take the last in ``**kwargs``.
     """
     function = spec.func if isinstance(spec, functools.partial) else spec
-    return "recurse" in inspect.signature(function).parameters
+    try:
+        return "recurse" in inspect.signature(function).parameters
+    except ValueError:  # of some builtins Python knows no signature
+        return False
 
 
 def _auto_wrap(model: nn.Module, policy: Callable[..., bool]) -> Iterator[str]:

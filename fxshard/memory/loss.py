@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from fxshard._torch import compat
-from fxshard.capture import fakes, shapes
+from fxshard.capture import fakes, refusals, shapes
 from fxshard.capture.cuda import operators as cuda_operators
 from fxshard.errors import ConfigError
 from fxshard.ir.program import Program
@@ -210,10 +210,14 @@ def trace_loss(
         except ConfigError:
             raise
         except Exception as error:
-            raise ConfigError(
-                f"loss={loss!r} cannot be analysed ({type(error).__name__}: {error}). It is called "
-                f"with what the model returns, with tensors that hold no data."
-            ) from error
+            text = (
+                f"loss={loss!r} cannot be analysed ({type(error).__name__}: {error})"
+                f"{refusals.line_of(error)}\nIt is called with what the model returns, with "
+                f"tensors that hold no data."
+            )
+            if isinstance(error, compat.DATA_DEPENDENT_ERRORS):
+                text += f" {refusals.remedy(error)}"
+            raise ConfigError(text) from error
     return LossStep(
         parts[0],
         parts[1],

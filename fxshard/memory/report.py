@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fxshard.arguments import check_count, check_flag
 from fxshard.bytesize import parse_budget
 from fxshard.capture.provenance import line_text
 from fxshard.errors import ConfigError, FxshardError
@@ -566,7 +567,12 @@ class MemoryReport:
         Args:
             top: how many things the text shows one by one; `Explanation.alive` has all.
             levers: try them, each by a plan of its own: takes as many times as long as planning.
+
+        Raises:
+            ConfigError: `top` is no number, or `levers` no flag.
         """
+        check_count("top", top)
+        check_flag("levers", levers)
         at, ledger = self.peak_at, self.ledger()
         where = f"{at.phase}, at {at.node}" + (f" of {at.module}" if at.module else "")
         if len(self._step.programs) > 1 and at.micro_batch >= 0:
@@ -618,8 +624,12 @@ class MemoryReport:
             width: no line is longer; categories are added up where there is no room for each.
 
         Raises:
-            ConfigError: no such units or micro-batch.
+            ConfigError: no such depth, units or micro-batch, or no such width.
         """
+        if depth is not None:
+            check_count("depth", depth)
+        check_count("width", width)
+        check_flag("fold", fold)
         from fxshard.memory.views import tables
 
         number = self._micro_batch(micro_batch)

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from fxshard._torch import compat
-from fxshard.bytesize import counts, is_count, parse_budget
+from fxshard.arguments import check_count
+from fxshard.bytesize import counts, parse_budget
 from fxshard.errors import CaptureError, ConfigError, OutOfRangeError
 from fxshard.memory.report import DoesNotFitError
 from fxshard.planner import what_ifs
@@ -36,7 +37,7 @@ def solve(
     plan: Plan, what: str, budget: int | str, multiple_of: int, fixed: dict[str, int]
 ) -> Solution[Plan]:
     """See `Plan.solve`."""
-    _check_step(multiple_of)
+    check_count("multiple_of", multiple_of)
     sizes = plan.memory.formulas.range.example
     names = [f"max_{n}" for n in sizes if n != "world"] + ["min_world"]
     if what not in names:
@@ -76,11 +77,6 @@ def solve(
     )
 
 
-def _check_step(multiple_of: int) -> None:
-    if not is_count(multiple_of):
-        raise ConfigError(f"multiple_of={multiple_of!r}: expected an integer >= 1.")
-
-
 def _bytes_of(tensors: Iterable[Any]) -> int:
     distinct = {id(t): t for t in tensors}.values()
     return sum(t.numel() * t.element_size() for t in distinct)
@@ -106,7 +102,9 @@ def largest(
             or ``loss`` cannot take another size.
         CaptureError: the model refuses a size of `multiple_of`.
     """
-    _check_step(multiple_of)
+    check_count("multiple_of", multiple_of)
+    if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
+        raise ConfigError(f"dim={dim!r}: expected the number of a dimension, from 0.")
     limit = parse_budget(budget)
     tensors, before = _with_dimension(plan, what, dim)
 

@@ -142,7 +142,7 @@ class _Search:
             return [None]
         if asked is None:
             return [self.example << power for power in range(DOUBLINGS + 1)]
-        sizes = list(asked) if isinstance(asked, Iterable) else []
+        sizes = list(asked) if isinstance(asked, Iterable) and not isinstance(asked, bytes) else []
         if not sizes or not all(map(is_count, sizes)):
             raise ConfigError(
                 f"batches={asked!r}: expected a list of whole numbers >= 1, such as [1, 2, 4]."

@@ -11,9 +11,10 @@ import sympy
 import torch
 
 from fxshard._torch import compat
+from fxshard.arguments import check_flag
 from fxshard.bytesize import counts, is_size
 from fxshard.capture import shapes
-from fxshard.codegen.emit import emit
+from fxshard.codegen.emit import emit, require_schedule
 from fxshard.config import Config, grid
 from fxshard.cost import timeline
 from fxshard.cost.hardware import Hardware, hardware_of
@@ -197,7 +198,9 @@ class Plan:
 
         Raises:
             UnknownSizeError: a size depends on the data.
+            ConfigError: the option ``passes`` leaves the program without a schedule.
         """
+        self._require_schedule()
         self._require_known_sizes()
         step = self.optimizer_step
         loss, work = self._loss, self.workload
@@ -339,6 +342,10 @@ class Plan:
             return trace_in_backward(program, optimizer, for_cuda=for_cuda, without=without)
         return trace_step(program, optimizer, for_cuda=for_cuda, without=without)
 
+    def _require_schedule(self) -> None:
+        for program in self.programs:
+            require_schedule(program)
+
     def _require_known_sizes(self) -> None:
         for node in self.program.graph.nodes:
             if shapes.depends_on_data(node):
@@ -439,6 +446,7 @@ class Plan:
     @property
     def code(self) -> str:
         """The Python source that the executor runs."""
+        self._require_schedule()
         return emit(self.program)
 
     @property
@@ -458,6 +466,7 @@ class Plan:
             ConfigError: there is no such preset.
             UnknownSizeError: a size depends on the data.
         """
+        self._require_schedule()
         self._require_known_sizes()
         chosen = hardware_of(hardware, ranks_per_node)
         step = self.optimizer_step
@@ -475,7 +484,13 @@ class Plan:
                 for; else every row as it is.
             hardware: adds for how many milliseconds the compute stream stands still, as
                 `estimate`.
+
+        Raises:
+            ConfigError: there is no such phase or hardware.
         """
+        if phase not in (None, "forward", "backward"):
+            raise ConfigError(f"phase={phase!r}: expected 'forward', 'backward', or None for both.")
+        check_flag("fold", fold)
         exposed = None
         if hardware is not None:
             exposed = self.estimate(hardware).exposed(len(self.programs) - 1)

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from fxshard._torch import compat
+from fxshard.arguments import check_called, check_flag
+from fxshard.bytesize import is_count
 from fxshard.config import Config
 from fxshard.errors import ConfigError
 
@@ -39,8 +41,14 @@ class Workload:
     loss: Callable[[Any], torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
-            raise ConfigError(f"micro_batches={self.micro_batches!r}: a step has at least one.")
+        if not is_count(self.micro_batches):
+            raise ConfigError(
+                f"micro_batches={self.micro_batches!r}: expected how many a step has, an integer "
+                f">= 1."
+            )
+        check_flag("no_sync", self.no_sync)
+        if self.loss is not None:
+            check_called("loss", self.loss, "what the model returns")
         if self.config.optimizer_in_backward and self.micro_batches > 1 and not self.no_sync:
             raise ConfigError(
                 "optimizer_in_backward=True with micro_batches > 1: the first micro-batch would "
@@ -49,12 +57,29 @@ class Workload:
 
     def changed(self, changes: dict[str, Any]) -> Workload:
         """With some of its fields, of the call's ``args`` and ``kwargs``, or options replaced."""
-        own = {f.name for f in dataclasses.fields(self)} - {"config", "call"}
+        own = {f.name for f in dataclasses.fields(self)} - {"module", "config", "call"}
         mine = {name: value for name, value in changes.items() if name in own}
         args, kwargs = self.call
-        mine["call"] = changes.get("args", args), changes.get("kwargs", kwargs)
+        mine["call"] = example(changes.get("args", args), changes.get("kwargs", kwargs))
         options = {n: v for n, v in changes.items() if n not in (*own, "args", "kwargs")}
         return dataclasses.replace(self, config=self.config.changed(options), **mine)
+
+
+def example(args: Any, kwargs: Any) -> Call:
+    """The call ``model(*args, **kwargs)``.
+
+    Raises:
+        ConfigError: `args` is no tuple, or `kwargs` no dict.
+    """
+    if not isinstance(args, (tuple, list)) or not isinstance(kwargs, (dict, type(None))):
+        raise ConfigError(
+            f"args is a {type(args).__name__} and kwargs a {type(kwargs).__name__}: expected a "
+            f"tuple and a dict, for model(*args, **kwargs). Write args=(x,) for model(x)."
+        )
+    odd = [name for name in kwargs or () if not isinstance(name, str)]
+    if odd:
+        raise ConfigError(f"kwargs has the key {odd[0]!r}: expected names of arguments.")
+    return tuple(args), kwargs or {}
 
 
 def is_own(tensor: torch.Tensor) -> bool:

@@ -224,13 +224,14 @@ def load_checkpoint(
             saved.update(_with_state(metadata, names))
             groups.extend(_saved_groups(metadata, plain))
             order.extend(_matched([group["params"] for group in groups], live))
+            _require_options(optimizer, groups)
 
     def take() -> None:
         state.update(_state(model, optimizer))
         ignored: tuple[str, ...] = ("optimizer.",)
         if optimizer is not None:
             states, own = state["optimizer"]["state"], state["optimizer"]["param_groups"]
-            asked = [own[at] | group for at, group in zip(order, groups, strict=True)]
+            asked = [_as_asked(own[at], group) for at, group in zip(order, groups, strict=True)]
             state["optimizer"]["state"] = {fqn: states[fqn] for fqn in states if fqn in saved}
             state["optimizer"]["param_groups"] = asked
             frozen = [fqn for fqn in saved if not names[fqn].requires_grad]  # as torch does
@@ -379,6 +380,39 @@ def _matched(saved: list[list[str]], live: list[dict[str, nn.Parameter]]) -> lis
     return found
 
 
+# What torch's schedulers add to the options of an optimizer.
+_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+
+
+def _require_options(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> None:
+    """See that groups were saved of such an optimizer.
+
+    One that lacks some options is of an older torch, say; one that has others too, of another kind.
+
+    Raises:
+        ValueError: they were not.
+    """
+    own = {*optimizer.defaults, *_IMPLEMENTATIONS, *_SCHEDULERS}
+    own |= {option for group in optimizer.param_groups for option in group}
+    for group in groups:
+        lacking = sorted(optimizer.defaults.keys() - group.keys() - _IMPLEMENTATIONS)
+        others = sorted(group.keys() - own)
+        if lacking and others:
+            raise ValueError(
+                f"its optimizer has no {', '.join(lacking)}, which an {type(optimizer).__name__} "
+                f"needs, but has {', '.join(others)}: make the optimizer that was saved"
+            )
+
+
+def _as_asked(own: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """A group to load a saved one into: with its options, and no others, as torch loads it.
+
+    What is there now besides (``initial_lr``, of a scheduler that was made before) is not asked
+    for.
+    """
+    return {option: own[option] for option in own if option in saved} | saved
+
+
 def _require_all(keys: Sequence[str], state: dict[str, Any]) -> None:
     """See that everything that is in a checkpoint has a place in what it is loaded into.
 
@@ -451,7 +485,7 @@ def _stated(optimizer: Optimizer, saved: dict[nn.Parameter, set[str]]) -> Iterat
     """`optimizer` has state of the `saved` parameters and of no others; as before if that fails.
 
     torch makes state to load into by a step on gradients of zeros, if there is none at all and no
-    gradient is in its way.
+    gradient is in its way. The user's hooks on steps do not hear of that one.
 
     Args:
         saved: with the names of what the state of each has.
@@ -466,7 +500,10 @@ def _stated(optimizer: Optimizer, saved: dict[nn.Parameter, set[str]]) -> Iterat
         if param.requires_grad
     )
     try:
-        with compat.not_stepped(optimizer) if not wanted else contextlib.nullcontext():
+        with (
+            compat.without_step_hooks(optimizer),
+            contextlib.nullcontext() if wanted else compat.not_stepped(optimizer),
+        ):
             if not same:
                 optimizer.state = collections.defaultdict(dict)
             for param in params:

@@ -103,7 +103,9 @@ class FsdpMethods(nn.Module):
                 "all gradients are there, and the norm of all is never known. Leave "
                 "optimizer_in_backward out, and step behind backward."
             )
-        self._fxshard.together("clip_grad_norm_")
+        slots = self._fxshard.slots.items()
+        there = [f"a gradient of {fqn}" for fqn, slot in slots if slot.tensor.grad is not None]
+        self._fxshard.together("clip_grad_norm_", there)
         return state.clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type))
 
     @contextlib.contextmanager

@@ -9,9 +9,12 @@ optimizers, norms without gradients, state dicts.
 
 What is written into a parameter is what one process would write. An operator that works element by
 element writes this rank's rows. For any other, the whole value is gathered, written, and this
-rank's rows of it are kept; all ranks must do so. Random numbers are drawn for the whole tensor, by
-each rank: seed all ranks alike to get what one process gets. A view whose memory is not that of the
-shards (a row, a diagonal) can be read, and writing into it is refused.
+rank's rows of it are kept; all ranks must do so. A view whose memory is not that of the shards (a
+row, a diagonal) can be read, and writing into it is refused.
+
+Random numbers are drawn for the whole tensor, by each rank: seed all ranks alike to get what one
+process gets. That holds for gradients and optimizer states too, which stay plain DTensors: for any
+DTensor on the mesh of a compiled model.
 """
 
 from __future__ import annotations
@@ -24,13 +27,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from fxshard._torch import compat
-from fxshard._torch.dtensors import sharded_like
+from fxshard._torch.sharded import sharded_like
 from fxshard.capture.swapped import as_users_own
 from fxshard.errors import FxshardError, StepError
-from fxshard.runtime import reading
+from fxshard.runtime import dtensors, reading
 from fxshard.runtime.replaced import PLACE
 from fxshard.runtime.runtime import Runtime
 from fxshard.runtime.sharding import Slot
@@ -44,6 +47,7 @@ _BY_ELEMENT = (
     *("copy_", "zero_", "fill_", "masked_fill_", "abs_", "absolute_", "add_", "mul_", "subtract_"),
     *("multiply_", "divide_", "true_divide_", "requires_grad_", "detach_"),
 )
+_NOT_VALUES = ("requires_grad_", "share_memory_", "rename_")  # they change something else
 _SELF = ("view_as", "expand_as")  # how torch finds where a gradient goes
 # What makes numbers of Python's: DTensor takes those of this rank, unsummed.
 _SCALARS = (
@@ -70,28 +74,31 @@ class GatheringTensor(DTensor):
             if name == "__deepcopy__":
                 return _deepcopied(*args, **kwargs)
             leaves, spec = compat.tree_flatten((args, kwargs))
+            if any(isinstance(leaf, CopiedView) for leaf in leaves):
+                _refuse_into_views(name, args, kwargs)
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             if name in _SELF and len({id(tensor) for tensor in tensors}) == 1:
                 return func(*args, **kwargs)
             if any(isinstance(t, DTensor) for t in compat.tree_flatten(kwargs.get("out"))[0]):
                 return _written_out(func, args, kwargs)
-            in_place = name in _ITEMS or (name.endswith("_") and not name.endswith("__"))
-            if in_place and isinstance(tensors[0], DTensor):
+            if _is_in_place(name) and isinstance(tensors[0], DTensor):
                 return _written(func, leaves, spec, tensors[0])
             alone = all(isinstance(t, DTensor) or not t.dim() for t in tensors)
             if alone and not _is_scalar(name, tensors):
-                try:
-                    with _OnShards():
-                        found = func(*args, **kwargs)
-                except FxshardError:
-                    raise
-                except (NotImplementedError, RuntimeError):  # DTensor cannot, whole tensors may
-                    pass
-                else:
-                    if not (torch.is_grad_enabled() and _computes(found, tensors)):
-                        return found if _is_kept(name) else _gathering(found, tensors)
+                with dtensors.undoing() as undo:
+                    try:
+                        with _OnShards():
+                            found = func(*args, **kwargs)
+                    except FxshardError:
+                        raise
+                    except (NotImplementedError, RuntimeError):  # DTensor cannot, wholes may
+                        undo()
+                    else:
+                        if not (torch.is_grad_enabled() and _computes(found, tensors)):
+                            return found if _is_kept(name) else _gathering(found, tensors)
+                        undo()
             wholes = {id(t): _whole(t) for t in tensors if isinstance(t, DTensor)}
-            found = func(*_exchanged(args, wholes), **_exchanged(kwargs, wholes))
+            found = func(*compat.exchanged(args, wholes), **compat.exchanged(kwargs, wholes))
             return _marked(found, wholes, next(t for t in tensors if isinstance(t, DTensor)))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -105,12 +112,60 @@ class GatheringTensor(DTensor):
             self.__class__, self.__dict__ = GatheringTensor, own
 
 
+class CopiedView(Tensor):
+    """A view of a parameter that was gathered for it, with its history: it may be read alone."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(each, GatheringTensor) for each in types):
+            return NotImplemented
+        with compat.plain_torch_functions():
+            name = getattr(func, "__name__", "")
+            if name not in _ACCESS:
+                _refuse_into_views(name, args, kwargs)
+            found = func(*args, **kwargs)
+            given = [t for t in compat.tree_flatten((args, kwargs))[0] if isinstance(t, CopiedView)]
+            return _as_views(found, given, getattr(given[0], PLACE))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with compat.plain_torch_functions():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+def _refuse_into_views(name: str, args: Any, kwargs: Any) -> None:
+    """Raise StepError if a function writes into a `CopiedView`."""
+    written = compat.tree_flatten(kwargs.get("out"))[0]
+    if _is_in_place(name) and name not in _NOT_VALUES:
+        written += compat.tree_flatten([*args, *kwargs.values()][:1])[0]  # nn.init names it
+    for tensor in written:
+        if isinstance(tensor, CopiedView):
+            raise _lost(getattr(tensor, PLACE)[1], name)
+
+
+def _as_views(found: Any, of: Sequence[Tensor], place: Any) -> Any:
+    """What shares memory with one of some tensors, as a `CopiedView` of a parameter's."""
+    known = {tensor.untyped_storage()._cdata for tensor in of}
+    if type(found).__module__ == "numpy" and hasattr(found, "flags"):
+        found.flags.writeable = False  # in one process it would be the parameter's memory
+        return found
+    leaves, spec = compat.tree_flatten(found)
+    for i, leaf in enumerate(leaves):
+        if type(leaf) is Tensor and leaf.untyped_storage()._cdata in known:
+            leaves[i] = leaf.as_subclass(CopiedView)
+            setattr(leaves[i], PLACE, place)
+    return compat.tree_unflatten(leaves, spec)
+
+
 def let_gather(runtime: Runtime) -> None:
     """Let the sharded parameters of a model gather themselves; again, for new ones among them."""
     if isinstance(runtime.world, C10dWorld):
         for fqn, slot in runtime.slots.items():
             tensor: Any = slot.tensor
             if type(tensor) is DTensor:
+                dtensors.as_one_process(tensor.device_mesh, runtime.world)
                 tensor.__class__ = GatheringTensor
                 setattr(tensor, PLACE, (weakref.ref(runtime), fqn))
 
@@ -189,12 +244,6 @@ def _whole(tensor: Any) -> Tensor:
             runtime.world.require_joined()
         return tensor.full_tensor()
     return whole_for_autograd(runtime, slot)
-
-
-def _exchanged(tree: Any, others: dict[int, Tensor]) -> Any:
-    """`tree` with other tensors, by the ``id`` of those that it holds."""
-    leaves, spec = compat.tree_flatten(tree)
-    return compat.tree_unflatten([others.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
 # -- attributes ------------------------------------------------------------------------------------
@@ -309,7 +358,7 @@ def _written_whole(
     for leaf in compat.tree_flatten((args, kwargs))[0]:
         if isinstance(leaf, DTensor) and id(leaf) not in wholes:
             wholes[id(leaf)] = _whole(leaf)
-    found = func(*_exchanged(args, wholes), **_exchanged(kwargs, wholes))
+    found = func(*compat.exchanged(args, wholes), **compat.exchanged(kwargs, wholes))
     for tensor in into:
         whole = wholes[id(tensor)]
         if whole.shape != tensor.shape or whole.grad_fn is not None:
@@ -324,7 +373,11 @@ def _written_whole(
             tensor.copy_(sharded_like(whole.detach(), tensor))
             if whole.requires_grad != needed:  # torch.eye(out=...) drops it
                 tensor.requires_grad_(whole.requires_grad)
-    return _exchanged(found, {id(wholes[id(tensor)]): tensor for tensor in into})
+    return compat.exchanged(found, {id(wholes[id(tensor)]): tensor for tensor in into})
+
+
+def _is_in_place(name: str) -> bool:
+    return name in _ITEMS or (name.endswith("_") and not name.endswith("__"))
 
 
 @functools.cache
@@ -346,22 +399,19 @@ def _is_by_element(name: str) -> bool:
 class _OnShards(compat.TorchDispatchMode):
     """What DTensor would get wrong without a word.
 
-    It draws random numbers per shard, equal ones if ranks are seeded alike. And where it cannot
-    make a view of the shards it makes one of a copy, which is marked here: writing there writes
-    into nothing.
+    Where it cannot make a view of the shards it makes one of a copy, which is marked here: writing
+    there writes into nothing.
     """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        written, views, random = _kind(func)
+        written, views = _kind(func)
         for i in written:
             for tensor in args[i] if isinstance(args[i], list | tuple) else (args[i],):
                 if isinstance(tensor, DTensor):
                     _refuse_copy(tensor, func.overloadpacket.__name__)
-        if random:
-            return _drawn(func, args, kwargs)
         found = func(*args, **kwargs)
         if views and isinstance(args[0], DTensor):
             own = _storage(args[0])
@@ -372,53 +422,13 @@ class _OnShards(compat.TorchDispatchMode):
 
 
 @functools.cache
-def _kind(func: Any) -> tuple[tuple[int, ...], bool, bool]:
-    """Of an operator: which arguments it writes; whether it makes a view of the first one; whether
-    it draws random numbers.
-    """
+def _kind(func: Any) -> tuple[tuple[int, ...], bool]:
+    """Of an operator: which arguments it writes; whether it makes a view of the first one."""
     said = func._schema.arguments
     aliases = [a.alias_info for a in said if not a.kwarg_only]
     written = tuple(i for i, alias in enumerate(aliases) if alias is not None and alias.is_write)
     views = not written and bool(aliases) and aliases[0] is not None
-    return written, views, torch.Tag.nondeterministic_seeded in func.tags
-
-
-def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Random numbers for whole tensors; of what is as large as the first, this rank's rows."""
-    written, _, _ = _kind(func)
-    name = func.overloadpacket.__name__
-    tensors = [t for t in compat.tree_flatten((args, kwargs))[0] if isinstance(t, DTensor)]
-    if not tensors:
-        return func(*args, **kwargs)
-    first = tensors[0]
-    fills = name.endswith("_like") or (bool(written) and not name.startswith("rrelu"))
-    wholes = {
-        id(t): _empty_whole(t) if t is first and fills else t.full_tensor().clone() for t in tensors
-    }
-    found = func(*_exchanged(args, wholes), **_exchanged(kwargs, wholes))
-    for i in written:
-        if isinstance(args[i], DTensor):
-            args[i].copy_(sharded_like(wholes[id(args[i])], args[i]))
-    others = {id(wholes[id(t)]): t for t in tensors}
-    leaves, spec = compat.tree_flatten(found)
-    made = [
-        others[id(leaf)]
-        if id(leaf) in others
-        else (sharded_like(leaf, first) if leaf.shape == first.shape else _replicated(leaf, first))
-        for leaf in leaves
-    ]
-    return compat.tree_unflatten(made, spec)
-
-
-def _empty_whole(like: DTensor) -> Tensor:
-    device = compat.local_tensor(like).device
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
-
-
-def _replicated(value: Tensor, like: DTensor) -> DTensor:
-    """A value that every rank has whole, where `like` is."""
-    mesh = like.device_mesh
-    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return written, views
 
 
 def _storage(tensor: DTensor) -> torch.UntypedStorage:
@@ -428,12 +438,15 @@ def _storage(tensor: DTensor) -> torch.UntypedStorage:
 def _refuse_copy(tensor: DTensor, name: str) -> None:
     """Raise StepError if what is written into is a view of a copy of a parameter."""
     if getattr(_storage(tensor), "_fxshard_copy", False):
-        fqn = _runtime_of(tensor)[1]
-        raise StepError(
-            f"{name} writes into a part of {'parameter ' + repr(fqn) if fqn else 'a parameter'} "
-            f"that is a copy here, as the parameter is sharded: it would be lost. Write with an "
-            f"index (param[...] = value), or inside of model.summon_full_params()."
-        )
+        raise _lost(_runtime_of(tensor)[1], name)
+
+
+def _lost(fqn: str, name: str) -> StepError:
+    return StepError(
+        f"{name} writes into a part of {'parameter ' + repr(fqn) if fqn else 'a parameter'} "
+        f"that is a copy here, as the parameter is sharded: it would be lost. Write with an "
+        f"index (param[...] = value), or inside of model.summon_full_params()."
+    )
 
 
 def _marked(found: Any, wholes: dict[int, Tensor], of: DTensor) -> Any:
@@ -451,8 +464,9 @@ def _marked(found: Any, wholes: dict[int, Tensor], of: DTensor) -> Any:
             continue
         if leaf.untyped_storage()._cdata in known:
             leaf.untyped_storage()._fxshard_copy = True  # type: ignore[attr-defined]
-            leaves[i] = _gathering(_replicated(leaf, of), [of])
-    return compat.tree_unflatten(leaves, spec)
+            leaves[i] = _gathering(dtensors.replicated(leaf, of), [of])
+    found = compat.tree_unflatten(leaves, spec)
+    return _as_views(found, list(wholes.values()), getattr(of, PLACE, (None, "")))
 
 
 def _is_scalar(name: str, tensors: Sequence[Tensor]) -> bool:

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from fxshard._torch import compat
-from fxshard._torch.dtensors import local_part
+from fxshard._torch.sharded import local_part
 from fxshard.config import Config
 from fxshard.errors import StepError, UnitError
 from fxshard.ir.units import Param, Unit, check_shardable, note_replaced

@@ -28,7 +28,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from fxshard._torch import compat
-from fxshard._torch.dtensors import _dtensor, local_part, sharded_like
+from fxshard._torch.sharded import _dtensor, local_part, sharded_like
 from fxshard.capture import swapped
 from fxshard.errors import CheckpointError, ConfigError, StepError
 from fxshard.runtime.sharding import Slot

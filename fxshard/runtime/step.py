@@ -132,9 +132,9 @@ class Step(torch.autograd.Function):
                     f"a gradient arrived at output {signature.output_names[position]}, but the "
                     f"program was traced for a loss at {', '.join(names)} (the model's scalar "
                     f"outputs). Do not pass labels, so that the model returns no loss of its own, "
-                    f"or call backward on its loss. To add one of these numbers to a loss of other "
-                    f"outputs, let forward return it as a tensor of one element (aux.view(1)): "
-                    f"where no output is a scalar, a loss may be of any of them."
+                    f"or call backward on its loss. For a loss of several outputs, let forward "
+                    f"return {' and '.join(names)} as a tensor of one element (aux.view(1)): where "
+                    f"no output is a scalar, a loss may be of any of them."
                 )
         for (what, before), (_, now) in zip(ctx.versions, _versions(call, ctx.batch), strict=True):
             if before != now:

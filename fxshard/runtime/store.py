@@ -92,14 +92,18 @@ class ParameterStore:
         """The ignored parameters."""
         return [self.whole(fqn) for fqn in self.wholes]
 
-    def together(self, what: str) -> None:
+    def together(self, what: str, having: Sequence[str] = ()) -> None:
         """All ranks do `what`, or none: collectives of other sizes would end a process in gloo.
+
+        Args:
+            what: for people.
+            having: what it is done with, and all ranks must have alike.
 
         Raises:
             RankMismatchError: some ranks call the model, or do something else.
         """
         if isinstance(self.world, C10dWorld):
-            self.world.together(what)
+            self.world.together(what, having)
 
     def param(self, fqn: str) -> nn.Parameter:
         """The parameter that the user sees."""

@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import math
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -129,25 +129,34 @@ def batches(work: Workload, ranks: int) -> list[Call]:
     """A batch for each rank: the given one for rank 0, others like it for the others.
 
     Floating-point tensors get noise of a tenth of their deviation, integer tensors their elements
-    in another order (so that ids stay ids), if the model takes them so; all else is as it is.
+    in another order (so that ids stay ids); all else is as it is. So are integers that the model
+    does not take in another order, such as offsets: of several tensors, those alone.
     """
     found = [own(work.call)]
+    leaves = compat.tree_flatten(work.call)[0]
+    integers = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and _is_of_integers(x)]
     for rank in range(1, ranks):
         generator = torch.Generator().manual_seed(rank)
-        made = _varied(work.call, generator, integers=True)
-        found.append(made if _runs(work, made) else _varied(work.call, generator, integers=False))
+        made = _varied(work.call, generator, integers)
+        if not _runs(work, made):
+            alone = [i for i in integers if _runs(work, _varied(work.call, generator, [i]))]
+            made = _varied(work.call, generator, alone)
+            made = made if _runs(work, made) else _varied(work.call, generator, [])
+        found.append(made)
     return found
 
 
-def _varied(call: Call, generator: torch.Generator, *, integers: bool) -> Call:
-    def vary(leaf: Any) -> Any:
+def _varied(call: Call, generator: torch.Generator, integers: Collection[int]) -> Call:
+    """Another batch; of tensors of integers those change that are among these leaves."""
+
+    def vary(i: int, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.numel():
             return leaf
         if leaf.is_floating_point():
             noise = torch.randn(leaf.shape, generator=generator).to(leaf)
             scale = leaf.detach().double().std(correction=0).to(leaf)
             made = leaf.detach() + noise * torch.where(scale > 0, scale, 1) / 10
-        elif integers and not leaf.is_complex() and leaf.dtype is not torch.bool:
+        elif i in integers:
             flat = leaf.reshape(-1)
             made = flat[torch.randperm(len(flat), generator=generator).to(leaf.device)]
             made = (flat.roll(1) if torch.equal(made, flat) else made).reshape(leaf.shape)
@@ -157,8 +166,13 @@ def _varied(call: Call, generator: torch.Generator, *, integers: bool) -> Call:
         return like(leaf, same.copy_(made))
 
     leaves, spec = compat.tree_flatten(own(call))
-    args, kwargs = compat.tree_unflatten([vary(leaf) for leaf in leaves], spec)
+    args, kwargs = compat.tree_unflatten([vary(i, leaf) for i, leaf in enumerate(leaves)], spec)
     return args, kwargs
+
+
+def _is_of_integers(tensor: Tensor) -> bool:
+    kinds = tensor.is_floating_point(), tensor.is_complex(), tensor.dtype is torch.bool
+    return not any(kinds)
 
 
 def _runs(work: Workload, call: Call) -> bool:

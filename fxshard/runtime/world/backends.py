@@ -11,6 +11,8 @@ complex numbers in a reduction  refused (2): real pairs     not all: real pairs
 two dtypes in one call          wrong in silence (3)        right
 an average                      sum, then a division        inside the collective
 an average of integers          an error                    truncated
+a NaN in a sum or an average    NaN                         NaN
+a NaN in a maximum or minimum   may be lost (4)             not tried
 zero elements                   yes                         yes
 operands that are not           copied first                refused
 contiguous
@@ -21,7 +23,9 @@ a collective that fails         raises at its wait          aborts the process
 as two works are in flight: docs/upstream.md. (2) int16, bool, complex and the 8-bit floats are
 refused: "Invalid scalar type". (3) It promotes to one dtype and reads the result in another. That
 is never asked for: each collective of a program moves one dtype (`Fact.ONE_DTYPE`), and all-gathers
-move bytes. tests/test_backends.py tries each row on gloo.
+move bytes. (4) It compares, and no comparison with a NaN is true. So with ``reduce_op="max"`` or
+"min" a NaN of one rank may not show in the gradient, as it does if all ranks run in one process:
+look for it in the loss. tests/test_backends.py tries each row on gloo.
 """
 
 from __future__ import annotations

@@ -105,6 +105,8 @@ class C10dWorld:
         self._everyone = [peers for name, peers in self.peers.items() if "reshard" not in name]
         if mesh.ndim == 2 and mesh.size() == dist.get_world_size():
             self._everyone = [Peers(_default_group())]
+            near = self.peers["shard"]
+            self._everyone[0].next_shard = near.global_ranks[near.next_shard]
         self._peers = list(dict.fromkeys([*self._everyone, *self.peers.values()]))
         self._calls = 0  # phases with collectives that this rank has begun: calls and backwards
         # Forwards whose backward has some too and has not begun, by number; dead: it cannot come.
@@ -420,15 +422,20 @@ class C10dWorld:
         """What `await_backward` waited for."""
         self._due = {number: ref for number, ref in self._due.items() if ref() is not call}
 
-    def together(self, what: str) -> None:
+    def together(self, what: str, having: Sequence[str] = ()) -> None:
         """All ranks do `what` to the model, behind the same call of it, or none does.
+
+        Args:
+            what: for people.
+            having: what it is done with, and all ranks must have alike.
 
         Raises:
             RankMismatchError: some ranks call the model, do something else, or ran another program.
         """
         self.require_joined()
         ran = next((f"after program {p.last}" for p in self._everyone if p.last), "before any call")
-        self.agree([what, ran], "what they do to the model", [["a call of the model"]])
+        lines = [what, ran, *having]
+        self.agree(lines, "what they do to the model", [["a call of the model"]])
 
     def any_rank(self, flags: str) -> Callable[[], str]:
         """Tell all ranks of the mesh which of some things are true here ("0" or "1" for each).
@@ -456,9 +463,23 @@ class C10dWorld:
     def agree(
         self, lines: Sequence[str], what: str, before: Collection[Sequence[str]] = ()
     ) -> None:
-        """Compare `lines` over all ranks of the mesh; all raise, or none (see `Peers.agree`)."""
-        for peers in self._everyone:
-            peers.agree(lines, what, self._leave, self._calls + 1 if before else 0, before)
+        """Compare `lines` over all ranks of the mesh; all raise, or none (see `Peers.agree`).
+
+        Where no group has all of them, those along one dimension of the mesh compare first, then
+        those along the other with what the first found, and the first with what the others found.
+        """
+        failed: RuntimeError | None = None
+        rounds = (
+            self._everyone if len(self._everyone) == 1 else [*self._everyone, self._everyone[0]]
+        )
+        for peers in rounds:
+            told = lines if failed is None else [*lines, "another group of ranks does not agree"]
+            try:
+                peers.agree(told, what, self._leave, self._calls + 1 if before else 0, before)
+            except (RankMismatchError, RankDiedError) as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     def _leave(self, why: str) -> None:
         """Close the connections of this rank: others that wait for it in a collective fail now.

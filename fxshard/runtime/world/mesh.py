@@ -42,6 +42,7 @@ def world_for(
         grid(world_size, config)
     if mesh is not None and process_group is not None:
         raise ConfigError("mesh and process_group were both given; give one.")
+    _check_kinds(mesh, process_group)
     if mesh is None and process_group is None:
         _initialise(world_size)
     if not (dist.is_available() and dist.is_initialized()):
@@ -82,6 +83,25 @@ def world_for(
             f"world_size out, or start torchrun with --nproc-per-node={world_size}."
         )
     return world_over(mesh, config, units)
+
+
+def _check_kinds(mesh: Any, process_group: Any) -> None:
+    """Raise ConfigError for what is no mesh, no process group, and no pair of groups."""
+    if not isinstance(mesh, (DeviceMesh, type(None))):
+        raise ConfigError(
+            f"mesh={mesh!r}: expected a torch.distributed.device_mesh.DeviceMesh, as "
+            f"init_device_mesh(device, (ranks,)) makes it."
+        )
+    if process_group is None or not dist.is_available():
+        return
+    several = isinstance(process_group, (tuple, list))
+    groups = process_group if several else [process_group]
+    is_legal = all(isinstance(group, dist.ProcessGroup) for group in groups)
+    if not is_legal or (several and len(groups) != 2):
+        raise ConfigError(
+            f"process_group={process_group!r}: expected what torch.distributed.new_group returns, "
+            f"on a rank that is in it; or for a hybrid strategy a pair, (shard, replicate)."
+        )
 
 
 # What launchers besides torchrun call the number of processes that they started together.

@@ -57,6 +57,7 @@ class Peers:
         self.size, self.rank = group.size(), group.rank()
         self.fake = dist.get_backend(group) == "fake"
         self.global_ranks = dist.get_process_group_ranks(group)
+        self.next_shard = (self.rank + 1) % self.size  # a rank of a group, with other rows
         self.alone = self.fake or self.size == 1
         if not self.fake:
             store = compat.group_store(group)
@@ -78,9 +79,10 @@ class Peers:
     ) -> None:
         """Say which program this rank runs in its call `number`, a message without an answer.
 
-        If there are several that all know, look what the next rank ran in the call before: ranks
-        may take different ways, and collectives of equal sizes would mix their parameters. The
-        entry is there, for that call's collectives are over.
+        If there are several that all know, look what the next rank ran in the call before, and
+        the next that holds other rows: ranks may take different ways, and collectives of equal
+        sizes would mix their parameters. The entry of the latter is there, for that call's
+        collectives are over; that of a replica may come later.
 
         Args:
             number: of the call.
@@ -94,13 +96,13 @@ class Peers:
         """
         if self.alone:
             return
-        other = (self.rank + 1) % self.size
         if len(known) > 1 and self.last is not None:
-            theirs = self._told(self._slot(number - 1), other).partition(" ")
-            if theirs[0] == str(number - 1) and theirs[2] != self.last:
-                mixed = self._mixed(other, _ran(theirs[2], known), _ran(self.last, known))
-                leave(f"ran another program than {self._name(other)} in the last call")
-                raise RankMismatchError(mixed)
+            for other in dict.fromkeys([self.next_shard, (self.rank + 1) % self.size]):
+                theirs = self._told(self._slot(number - 1), other).partition(" ")
+                if theirs[0] == str(number - 1) and theirs[2] != self.last:
+                    mixed = self._mixed(other, _ran(theirs[2], known), _ran(self.last, known))
+                    leave(f"ran another program than {self._name(other)} in the last call")
+                    raise RankMismatchError(mixed)
         self._note(number, digest)
 
     def note_backward(self, number: int) -> None:

@@ -1,0 +1,191 @@
+"""What DTensor gets wrong without a word, for all DTensors on the mesh of a compiled model.
+
+Parameters, gradients, optimizer states, and what is computed of those:
+
+- Random numbers are what one process draws for the whole tensor. On a mesh of CPUs DTensor lets
+  each rank draw for its rows: where ranks are seeded alike, as they must be to draw alike
+  elsewhere, all rows come out equal. Here each rank draws for the whole tensor and keeps its rows.
+- Numbers of Python's (``p.grad.norm().item()``) are those of the whole tensor: DTensor gives what
+  this rank has, unsummed. All ranks must ask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from fxshard._torch import compat
+from fxshard._torch.sharded import sharded_like
+from fxshard.errors import StepError
+from fxshard.runtime.world.c10d import C10dWorld
+
+_NUMBER = torch.ops.aten._local_scalar_dense.default
+# Of models, by the hash of the mesh of their parameters; the newest comes last.
+_worlds: dict[int, list[weakref.ref[C10dWorld]]] = {}
+
+
+class _Drawn(threading.local):
+    """Where an operator that runs in this thread began to draw: per generator, its state then."""
+
+    before: dict[int, Callable[..., Any]] | None = None
+
+
+_drawn = _Drawn()
+
+
+def as_one_process(mesh: DeviceMesh, world: C10dWorld) -> None:
+    """From now on DTensors on this mesh, of a model's parameters, draw and say what one process
+    does.
+    """
+    if not _worlds:
+        compat.dtensor_handlers().update(dict.fromkeys((*_operators(), _NUMBER), _dispatched))
+    alive = [ref for ref in _worlds.get(hash(mesh), ()) if ref() not in (None, world)]
+    _worlds[hash(mesh)] = [*alive, weakref.ref(world)]
+
+
+@contextlib.contextmanager
+def undoing() -> Iterator[Callable[[], None]]:
+    """Gives what puts generators back that are drawn from in the block, to draw the same again."""
+    outer, _drawn.before = _drawn.before, {}
+    mine = _drawn.before
+
+    def undo() -> None:
+        for put_back in mine.values():
+            put_back()
+
+    try:
+        yield undo
+    finally:
+        _drawn.before = outer
+        if outer is not None:
+            for key, put_back in mine.items():
+                outer.setdefault(key, put_back)
+
+
+@functools.cache
+def _operators() -> tuple[compat.OpOverload, ...]:
+    """All that draw, but attention, which draws for its dropout alone."""
+    found = []
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        if hasattr(packet, "overloads") and "attention" not in name:
+            overloads = [getattr(packet, overload) for overload in packet.overloads()]
+            found += [
+                each
+                for each in overloads
+                if torch.Tag.nondeterministic_seeded in each.tags
+                and any(isinstance(a.type, torch.TensorType) for a in each._schema.arguments)
+            ]
+    return tuple(found)
+
+
+def _dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Instead of DTensor's own dispatch of an operator."""
+    tensors = [t for t in compat.tree_flatten((args, kwargs))[0] if isinstance(t, DTensor)]
+    with compat.plain_torch_functions():
+        if all(hash(t.device_mesh) in _worlds for t in tensors):
+            if func is _NUMBER:
+                return _number(tensors[0])
+            return _draw(func, args, kwargs, tensors)
+        with compat.without_dtensor_handler(func):
+            return func(*args, **kwargs)
+
+
+def _number(tensor: DTensor) -> Any:
+    """What ``tensor.item()`` gives; collective unless all ranks have it.
+
+    Raises:
+        RankMismatchError: some ranks do something else.
+    """
+    if all(place.is_replicate() for place in tensor.placements):
+        return compat.local_tensor(tensor).item()
+    world = next((w for ref in reversed(_worlds[hash(tensor.device_mesh)]) if (w := ref())), None)
+    if world is not None:
+        world.require_joined()
+        what = "a number of a sharded tensor (item(), float(...), if ...)"
+        world.agree([what], "what they do to the model", [["a call of the model"]])
+    return tensor.full_tensor().item()
+
+
+def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[DTensor]) -> Any:
+    """For whole tensors; of what is as large as the first, this rank's rows."""
+    name = func.overloadpacket.__name__
+    said = func._schema.arguments
+    given = [
+        *zip(said, args, strict=False),
+        *((a, kwargs[a.name]) for a in said if a.name in kwargs),
+    ]
+    written = {
+        id(value): value
+        for argument, value in given
+        if argument.alias_info is not None
+        and argument.alias_info.is_write
+        and isinstance(value, DTensor)
+    }
+    for tensor in written.values():
+        if any(place.is_partial() for place in tensor.placements):
+            raise StepError(
+                f"{name} draws random numbers into what was computed of a sharded parameter, and "
+                f"is not summed over the ranks yet. Draw into a tensor of its own: "
+                f"torch.empty_like(x).{name}(...)."
+            )
+    first = tensors[0]
+    fills = name.endswith("_like") or (id(first) in written and not name.startswith("rrelu"))
+    wholes = {
+        id(t): _empty_whole(t) if t is first and fills else t.full_tensor().clone() for t in tensors
+    }
+    _note(kwargs.get("generator"), wholes[id(first)].device)
+    found = func(*compat.exchanged(args, wholes), **compat.exchanged(kwargs, wholes))
+    for tensor in written.values():
+        tensor.copy_(sharded_like(wholes[id(tensor)], tensor))
+    others = {id(wholes[id(t)]): t for t in tensors}
+    leaves, spec = compat.tree_flatten(found)
+    made = [others[id(leaf)] if id(leaf) in others else _placed(leaf, first) for leaf in leaves]
+    return compat.tree_unflatten(made, spec)
+
+
+def _note(generator: torch.Generator | None, device: torch.device) -> None:
+    """Remember what is drawn from, once for each time it may be undone."""
+    before = _drawn.before
+    if before is None or id(generator) in before:
+        return
+    put_back: Callable[..., Any]
+    if generator is not None:
+        put_back = functools.partial(generator.set_state, generator.get_state())
+    elif device.type == "cpu":
+        put_back = functools.partial(torch.set_rng_state, torch.get_rng_state())
+    elif device.type == "meta":
+        return
+    else:
+        module: Any = torch.get_device_module(device)
+        put_back = functools.partial(module.set_rng_state, module.get_rng_state(device), device)
+    before[id(generator)] = put_back
+
+
+def _placed(value: Any, like: DTensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    partial = any(place.is_partial() for place in like.placements)
+    if value.shape == like.shape and not partial:
+        return sharded_like(value, like)
+    return replicated(value, like)
+
+
+def _empty_whole(like: DTensor) -> Tensor:
+    device = compat.local_tensor(like).device
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+
+
+def replicated(value: Tensor, like: DTensor) -> DTensor:
+    """A value that every rank has whole, where `like` is."""
+    mesh = like.device_mesh
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
