@@ -110,8 +110,8 @@ def compile(
 
     Args:
         model: as for `plan`. Its parameters are replaced by sharded ones; what is on the meta
-            device is filled module by module (see `fxshard.runtime.initialise`): seed all ranks alike, or
-            give `sync_module_states`.
+            device is filled module by module (see `fxshard.runtime.initialise`): seed all ranks
+            alike, or give `sync_module_states`.
         world_size: number of ranks (for a hybrid strategy a pair, replicas x shards); with a
             process group it must be the group's.
         mesh: a 1-D `DeviceMesh` to shard over (default: all ranks), or for a hybrid strategy a
@@ -259,20 +259,21 @@ def validate(
         loss: as for `plan`.
         numerics: also compare outputs, loss, gradients and buffers of a step with eager PyTorch:
             `Validation.numerics` says of each whether it is bitwise equal, close or wrong (see
-            `fxshard.validation.numerics`). Takes two more copies of the model. Where a size depends on the
-            data, that is all there is: `Validation.unknown` says why.
+            `fxshard.validation.numerics`). Takes two more copies of the model. Where a size depends
+            on the data, that is all there is: `Validation.unknown` says why.
         ranks: "processes" starts `world_size` processes on this machine, a gloo process group,
             which train twice: once under the tracker, once for what `Validation.numerics` compares
             with eager PyTorch in one process: each rank's outputs, loss and buffers, every
             gradient, and every parameter behind each optimizer step. Rank 0 has the given batch,
-            the others have batches like it (see `fxshard.validation.on_ranks`, also for what the loss of the
-            joined batch is: the mean over ranks).
+            the others have batches like it (see `fxshard.validation.on_ranks`, also for what the
+            loss of the joined batch is: the mean over ranks).
         **options: see `fxshard.config.Config`.
 
     Raises:
         ConfigError: a process group is initialised in this process, or a parameter has no data; or
             `steps` is no number of steps; or what the ranks need cannot be pickled.
-        RankDiedError: a rank died, failed, or did not answer within `fxshard.validation.processes.LIMIT_S`.
+        RankDiedError: a rank died, failed, or did not answer within
+            `fxshard.validation.processes.LIMIT_S`.
         UnknownSizeError: a size depends on the data, and no `numerics` are asked for.
     """
     config = Config.from_options(options)

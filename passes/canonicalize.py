@@ -24,12 +24,12 @@ ASSERTS = (aten._assert_async.msg, aten._assert_tensor_metadata.default)
 class Canonicalize:
     """Strip no-ops, share what does not depend on parameters, and let backward re-derive views.
 
-    Before that, fake values that do not say what CPU kernels give are set right (`fxshard.capture.fakes`).
-    Four steps: (1) ``detach``, ``alias``, views to the same shape, double transposes and asserts
-    go. (2) Equal operators that depend on no parameter (masks, rotary tables) are merged. (3) Those
-    of them that several units read move to the front, so that identical layers stay identical.
-    (4) A view or cast of a parameter that backward reads is made again in backward: nothing of a
-    parameter is saved.
+    Before that, fake values that do not say what CPU kernels give are set right
+    (`fxshard.capture.fakes`). Four steps: (1) ``detach``, ``alias``, views to the same shape,
+    double transposes and asserts go. (2) Equal operators that depend on no parameter (masks, rotary
+    tables) are merged. (3) Those of them that several units read move to the front, so that
+    identical layers stay identical. (4) A view or cast of a parameter that backward reads is made
+    again in backward: nothing of a parameter is saved.
 
     Before::
 

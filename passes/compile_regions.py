@@ -28,9 +28,9 @@ class CompileRegions:
 
         %region_0 = region_0(%x, %w)        # runs kernels that Inductor made of it
 
-    Code is kept on disk (`fxshard.codegen.regions.Store`). Ranks and processes that want the same regions
-    at the same time share the work: each takes what no other is at, and reads the rest. What
-    Inductor cannot do stays eager, with a warning.
+    Code is kept on disk (`fxshard.codegen.regions.Store`). Ranks and processes that want the same
+    regions at the same time share the work: each takes what no other is at, and reads the rest.
+    What Inductor cannot do stays eager, with a warning.
     """
 
     name: ClassVar[str] = "compile-regions"

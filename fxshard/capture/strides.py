@@ -2,8 +2,8 @@
 
 Strides: autograd writes views of results into the graph, and a view that the fake tensor allows may
 not exist of the real one. Which results there are, and their sizes: the trace notes expressions of
-open sizes for them. What does not change the graph, `fxshard.capture.fakes` sets right behind the trace. A
-test holds every rule against the kernel itself.
+open sizes for them. What does not change the graph, `fxshard.capture.fakes` sets right behind the
+trace. A test holds every rule against the kernel itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The model that `fxshard.compile` was given, as its user wrote it, for the time of a block.
 
 `compile` exchanges the class of a model for a subclass of it whose ``forward`` runs a program (see
-`fxshard.runtime.module`). To trace what the user wrote, or to run it as it is, the object gets its own
-class back for a while.
+`fxshard.runtime.module`). To trace what the user wrote, or to run it as it is, the object gets its
+own class back for a while.
 """
 
 from __future__ import annotations

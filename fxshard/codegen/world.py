@@ -1,7 +1,8 @@
 """Worlds: what the ``fxshard::`` operators of a schedule are bound to when it runs.
 
-`fxshard.runtime.world.c10d` runs one rank over a torch.distributed process group (gloo, NCCL, or the fake
-group, which moves no data); `fxshard.runtime.world.in_process` runs all ranks inside this process.
+`fxshard.runtime.world.c10d` runs one rank over a torch.distributed process group (gloo, NCCL, or
+the fake group, which moves no data); `fxshard.runtime.world.in_process` runs all ranks inside this
+process.
 """
 
 from __future__ import annotations

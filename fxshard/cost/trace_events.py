@@ -19,7 +19,7 @@ class PhaseOfStep(Protocol):
 
     @property
     def name(self) -> str:
-        """ "forward", "backward", "optimizer", ..."""
+        """Such as "forward", "backward", "optimizer"."""
 
     @property
     def micro_batch(self) -> int:

@@ -3,9 +3,9 @@
 Dynamo gives graphs of torch functions, one per stretch of Python that it can trace. Each is run by
 programs of the same kind as `fxshard.compile` makes: captured, rewritten, verified and analysed by
 the same code. What differs is that a graph is not a model: it reads some of the parameters, and
-which ones is said by the handles among its inputs (see `fxshard.runtime.reading`), call by call. So one
-graph of Dynamo may have several programs: one for each layer that it serves, for each set of sizes
-if Dynamo made its sizes dynamic, and for each mode.
+which ones is said by the handles among its inputs (see `fxshard.runtime.reading`), call by call. So
+one graph of Dynamo may have several programs: one for each layer that it serves, for each set of
+sizes if Dynamo made its sizes dynamic, and for each mode.
 """
 
 from __future__ import annotations

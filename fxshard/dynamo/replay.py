@@ -174,7 +174,8 @@ class Interpreter(fx.Interpreter):
     """Runs a graph; the nodes of each call of a module inside a call of its stand-in.
 
     So the capture sees the calls that eager would make, and notes them as ever
-    (`fxshard.capture.provenance.calls_noted`). Without a `Run`, to compute, there are no such calls.
+    (`fxshard.capture.provenance.calls_noted`). Without a `Run`, to compute, there are no such
+    calls.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """How many bytes each storage of a program has, as an expression of open sizes and of the ranks.
 
-The trace knows the sizes of what it has seen (`fxshard.capture.shapes.OpenTensor`). What passes have made
-is of parameters: a shard has ``ceil(rows / world)`` rows, and the operators between shards,
-unsharded parameters and reduced gradients move, join, pad and cut such rows. Whatever is neither
-has one size in all calls.
+The trace knows the sizes of what it has seen (`fxshard.capture.shapes.OpenTensor`). What passes
+have made is of parameters: a shard has ``ceil(rows / world)`` rows, and the operators between
+shards, unsharded parameters and reduced gradients move, join, pad and cut such rows. Whatever is
+neither has one size in all calls.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A collective in which ranks disagree on the order, the group, the operation or the bytes hangs, or
 moves wrong data without a word. So each collective of a program is one line, and ranks whose lines
-have one digest cannot disagree (`fxshard.runtime.world.peers.Peers.agree` compares them in the store of
-the process group, and issues no collective to do so).
+have one digest cannot disagree (`fxshard.runtime.world.peers.Peers.agree` compares them in the
+store of the process group, and issues no collective to do so).
 """
 
 from __future__ import annotations

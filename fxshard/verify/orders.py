@@ -12,9 +12,10 @@ Two operators on different streams need an order in these cases, and in no other
 The second is CUDA's caching allocator's (c10/cuda/CUDACachingAllocator.cpp): a block belongs to the
 stream that was current when it was asked for, and when it is freed goes back at once to the free
 blocks of that stream, whoever still uses it, unless ``record_stream`` told of the other streams.
-Every buffer is asked for on the compute stream (`fxshard.runtime.world.c10d`), and nothing is told: these
-orders are what makes a reuse safe. A copy to the CPU writes no memory of the device; pinned memory
-is the host allocator's, which waits for the copies (aten/src/ATen/core/CachingHostAllocator.h).
+Every buffer is asked for on the compute stream (`fxshard.runtime.world.c10d`), and nothing is told:
+these orders are what makes a reuse safe. A copy to the CPU writes no memory of the device; pinned
+memory is the host allocator's, which waits for the copies
+(aten/src/ATen/core/CachingHostAllocator.h).
 
 A view, a pick and a free touch no data.
 """

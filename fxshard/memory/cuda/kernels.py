@@ -1,9 +1,10 @@
 """Temporaries inside CUDA kernels: what no graph can see and ``max_memory_allocated`` counts.
 
 Each formula is that of the kernel in torch's sources, named beside it, for the GPU that
-`fxshard.capture.cuda.operators.TARGET` is. None has been held against a GPU yet. As on the CPU, rows name their
-operator, ``bytes=None`` is a temporary of a size that the graph does not tell, and nothing here is
-part of any other figure of a report. Workspaces that stay (cuBLAS) are no temporaries.
+`fxshard.capture.cuda.operators.TARGET` is. None has been held against a GPU yet. As on the CPU,
+rows name their operator, ``bytes=None`` is a temporary of a size that the graph does not tell, and
+nothing here is part of any other figure of a report. Workspaces that stay (cuBLAS) are no
+temporaries.
 """
 
 from __future__ import annotations

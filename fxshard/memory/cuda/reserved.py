@@ -1,7 +1,8 @@
 """What the CUDA caching allocator makes of a step: allocated and reserved bytes, phase by phase.
 
 All memory of a step is asked for on the compute stream, and is freed only after the compute stream
-has waited for the work that reads it (`fxshard.runtime.world.c10d`): no block waits for another stream.
+has waited for the work that reads it (`fxshard.runtime.world.c10d`): no block waits for another
+stream.
 """
 
 from __future__ import annotations

@@ -52,11 +52,11 @@ _ANOTHER = "a call of the model in front of the backward of the last one"
 class C10dWorld:
     """Runs the collectives of a schedule on the process groups of a mesh.
 
-    A launch makes the calls that `fxshard.runtime.world.backends` states. On CUDA they are issued from the
-    stream that its tag says (`fxshard.verify.orders.STREAMS`); streams wait for events as the
-    program's annotations say, and for nothing else. Buffers are allocated and freed on the compute
-    stream, so that the caching allocator needs no ``record_stream`` (`fxshard.verify.orders` says
-    why).
+    A launch makes the calls that `fxshard.runtime.world.backends` states. On CUDA they are issued
+    from the stream that its tag says (`fxshard.verify.orders.STREAMS`); streams wait for events as
+    the program's annotations say, and for nothing else. Buffers are allocated and freed on the
+    compute stream, so that the caching allocator needs no ``record_stream``
+    (`fxshard.verify.orders` says why).
 
     Attributes:
         cuda: where streams and events come from; None on CPU, where nothing needs them.
