@@ -57,6 +57,11 @@ def tune(model: nn.Module, **options: Any) -> Any:
     return fxshard.tune(model, (batch(),), **wanted | options)
 
 
+def said(value: Any) -> str:
+    """For names of tests: those of all workers are the same, addresses are not."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
 ACTIONS = pytest.mark.parametrize("action", [plan, compile, validate], ids=lambda f: f.__name__)
 
 
@@ -149,7 +154,7 @@ VALUES = [
 
 
 @ACTIONS
-@pytest.mark.parametrize(("options", "message"), VALUES, ids=[str(v[0]) for v in VALUES])
+@pytest.mark.parametrize(("options", "message"), VALUES, ids=[said(v[0]) for v in VALUES])
 def test_an_illegal_value(
     action: Callable[..., Any], options: dict[str, Any], message: str
 ) -> None:
@@ -193,7 +198,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("action", "options", "message"), CALLS, ids=[f"{c[0].__name__} {c[1]}" for c in CALLS]
+    ("action", "options", "message"), CALLS, ids=[f"{c[0].__name__} {said(c[1])}" for c in CALLS]
 )
 def test_an_illegal_argument(
     action: Callable[..., Any], options: dict[str, Any], message: str
@@ -274,7 +279,7 @@ UNITS = [
 
 
 @ACTIONS
-@pytest.mark.parametrize(("units", "message"), UNITS, ids=[str(u[0]) for u in UNITS])
+@pytest.mark.parametrize(("units", "message"), UNITS, ids=[said(u[0]) for u in UNITS])
 def test_units_that_match_nothing(action: Callable[..., Any], units: Any, message: str) -> None:
     refused(UnitError, message, action, models.Mlp13(), units=units)
 
@@ -406,7 +411,7 @@ def test_a_model_that_fxshard_has_sharded(action: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "kwargs"), [(batch(), None), ({"x": batch()}, None), ((), [batch()])], ids=str
+    ("args", "kwargs"), [(batch(), None), ({"x": batch()}, None), ((), [batch()])], ids=said
 )
 def test_an_example_call_that_is_none(args: Any, kwargs: Any) -> None:
     message = r"expected a tuple and a dict, for model\(\*args, \*\*kwargs\)\. Write args=\(x,\)"
