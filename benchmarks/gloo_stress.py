@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fxshard._torch import compat
+from fxshard._torch import process_groups
 from fxshard.runtime.world.backends import backend_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
@@ -53,7 +53,7 @@ def functional(rank: int, end: float) -> int:
 
 
 def apart(rank: int, end: float) -> int:
-    compat.gather_one_by_one()
+    process_groups.gather_one_by_one()
     return functional(rank, end)
 
 

@@ -36,7 +36,7 @@ from benchmarks.analysis_speed import Stack
 from benchmarks.figures import RESULTS, ratio, spread, write
 from benchmarks.models import llama
 from benchmarks.ranks import here, on_ranks
-from fxshard._torch import compat
+from fxshard._torch import process_groups
 from fxshard.capture import trace
 
 LAYERS = (4, 40, 400)
@@ -118,7 +118,7 @@ def running(steps: int) -> dict[str, Any]:
         return step
 
     eager = step_of(Stack(DEPTH, WIDTH))
-    with compat.fake_process_group(0, 2):
+    with process_groups.fake_process_group(0, 2):
         peer = Stack(DEPTH, WIDTH)
         for block in peer.blocks:
             fully_shard(block)

@@ -47,7 +47,7 @@ from benchmarks.figures import RESULTS, geometric_mean, write
 from benchmarks.models import SMOKE, Batch, Model
 from benchmarks.ranks import here, on_ranks
 from benchmarks.sides import BF16, Setting, Training
-from fxshard._torch import compat
+from fxshard._torch import dtensors, process_groups
 
 WORLDS = (8,)
 # The two ends: nothing saved on, and what large models are trained with.
@@ -202,7 +202,7 @@ class Measured:
 
 def measure(recipe: Model, side: str, world: int, setting: Setting, top: int = 0) -> Measured:
     """One side of a case."""
-    with compat.fake_process_group(0, world):
+    with process_groups.fake_process_group(0, world):
         training = Training(recipe, side, setting)
         training.step()
         held = held_bytes(training)
@@ -245,7 +245,7 @@ def held_bytes(training: Training) -> int:
     model = training.model
     found: dict[int, int] = {}
     for tensor in (*model.parameters(), *model.buffers(), *states, *training.batch):
-        local = compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        local = dtensors.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
         storage = local.untyped_storage()
         found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.figures import ROOT
-from fxshard._torch import compat
+from fxshard._torch import process_groups
 
 
 class RankFailed(RuntimeError):
@@ -33,7 +33,7 @@ def here(world: int, function: Callable[..., Any], *args: Any, **options: Any) -
     """The same in this process, as rank 0 of a fake group: for --smoke, which times nothing."""
     if not world:
         return [function(*args)]
-    with compat.fake_process_group(0, world):
+    with process_groups.fake_process_group(0, world):
         return [function(*args)]
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxshard._torch import compat
+from fxshard._torch import process_groups
 from fxshard.arguments import check_called, check_flag
 from fxshard.bytesize import is_count, parse_budget
 from fxshard.capture import attributes, shapes, trace
@@ -410,7 +410,7 @@ def _bar(total: int | None, shown: bool | None) -> Iterator[Callable[[int, str],
 def _bytes_beside(workload: Workload, report: MemoryReport, steps: int) -> Validation:
     """What rank 0 of a fake process group measures in `steps` steps, beside its report."""
     ranks = math.prod(grid(workload.world_size, workload.config))
-    with torch.random.fork_rng(), compat.fake_process_group(0, ranks):
+    with torch.random.fork_rng(), process_groups.fake_process_group(0, ranks):
         measured = tracked(workload, steps)
     return compare(report, split_steps(measured, steps, workload.micro_batches))
 

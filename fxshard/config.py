@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 )
 from torch.optim import Optimizer
 
-from fxshard._torch.compat import REDUCES_AS_STORED
+from fxshard._torch.modules import REDUCES_AS_STORED
 from fxshard.arguments import check_called, check_flag
 from fxshard.bytesize import is_size, parse_budget, parse_bytes
 from fxshard.errors import ConfigError

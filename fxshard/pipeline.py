@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from fxshard import verify
-from fxshard._torch import compat
+from fxshard._torch import modes, trees
 from fxshard.bytesize import parse_bytes
 from fxshard.capture import normalize, shapes, trace
 from fxshard.config import Config, Precision, environment, is_pass
@@ -136,7 +136,7 @@ def passes_of(config: Config) -> Sequence[Pass]:
     return made
 
 
-@compat.outside_autocast()  # passes make values of their own
+@modes.outside_autocast()  # passes make values of their own
 def run(
     program: Program,
     passes: Sequence[Pass],
@@ -267,7 +267,7 @@ def make_program(
     check_reshard(units, world)
     if config.full_precision_in_eval and not model.training:
         units = tuple(with_precision(unit, Precision()) for unit in units)
-    leaves, in_spec = compat.tree_flatten((args, kwargs))
+    leaves, in_spec = trees.tree_flatten((args, kwargs))
     wanted = [p.requires_grad for unit in units for p in (*unit.params, *unit.ignored)]
     wanted += [leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor)]
     training = torch.is_grad_enabled() and any(wanted)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxshard._torch import compat
+from fxshard._torch import modules as torch_modules
+from fxshard._torch import trees
 from fxshard.capture import strides, trace
 from fxshard.capture.swapped import users_class
 from fxshard.ir.program import Program
@@ -87,14 +88,14 @@ class Shared:
             )
             for unit in options["units"]
         ]
-        leaves, spec = compat.tree_flatten((args, kwargs))
+        leaves, spec = trees.tree_flatten((args, kwargs))
         others = {k: v for k, v in options.items() if k not in ("units", "world_size")}
         others["device"] = trace.where_it_computes(model, options.get("device"))
         around = (
             torch.is_grad_enabled(),
             torch.is_autocast_enabled("cpu"),
             torch.get_default_dtype(),
-            compat.REDUCES_AS_STORED,
+            torch_modules.REDUCES_AS_STORED,
         )
         return repr((modules, units, spec, list(map(given, leaves)), others, around))
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten
 
-from fxshard._torch.compat import FakeTensorMode
+from fxshard._torch.fake_tensors import FakeTensorMode
 from fxshard.codegen.emit import Executor
 from fxshard.config import Precision
 from fxshard.ir import ops, tags, transfers

@@ -205,7 +205,7 @@ def _serve(
         import torch
         import torch.distributed as dist
 
-        from fxshard._torch import compat
+        from fxshard._torch import process_groups
 
         torch.set_num_threads(1)
         # in front of Python's stacks: where each C++ thread is when one of them aborts
@@ -218,7 +218,7 @@ def _serve(
             timeout=datetime.timedelta(seconds=timeout_s),
         )
         # torch's own gathers of references run before fxshard is asked for anything
-        compat.gather_one_by_one()
+        process_groups.gather_one_by_one()
         _make_each_mesh_once()
         connection.send_bytes(pickle.dumps(None))  # up
         while True:

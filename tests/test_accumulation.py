@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import SGD, AdamW
 
 import fxshard
-from fxshard._torch import compat
+from fxshard._torch import modules
 from fxshard.errors import StepError
 from fxshard.memory.category import Category
 from tests.fsdp2 import full
@@ -393,7 +393,7 @@ def accumulated_dtypes(rank: int, world_size: int, options: Options) -> set[torc
 def test_accumulated_in_the_dtype_of_the_reduction(ranks: Any) -> None:
     assert ranks(2).run(accumulated_dtypes, {"mixed_precision": BF16}) == [{torch.float32}] * 2
     assert ranks(2).run(accumulated_dtypes, {"mixed_precision": LOW}) == [{torch.bfloat16}] * 2
-    as_torch = torch.float32 if compat.REDUCES_AS_STORED else torch.bfloat16
+    as_torch = torch.float32 if modules.REDUCES_AS_STORED else torch.bfloat16
     assert ranks(2).run(accumulated_dtypes, {"mixed_precision": OPEN}) == [{as_torch}] * 2
 
 

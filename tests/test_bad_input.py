@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_shard
 
 import fxshard
-from fxshard._torch import compat
+from fxshard._torch import process_groups
 from fxshard.config import environment
 from fxshard.errors import CaptureError, ConfigError, FxshardError, UnitError
 from fxshard.passes.canonicalize import Canonicalize
@@ -311,7 +311,7 @@ def test_no_world_at_all() -> None:
 
 
 def test_a_mesh_without_a_process_group() -> None:
-    with compat.fake_process_group(0, 2):
+    with process_groups.fake_process_group(0, 2):
         mesh = init_device_mesh("cpu", (2,))
         group = mesh.get_group()
     message = r"a mesh or process_group was given, but no process group is initialised: call "
@@ -329,7 +329,7 @@ def test_validate_of_no_number_of_steps(steps: Any, ranks: str) -> None:
 
 
 def test_validate_inside_a_process_group() -> None:
-    with compat.fake_process_group(0, 2):
+    with process_groups.fake_process_group(0, 2):
         message = "validate needs a fake process group of its own.*in another process"
         refused(ConfigError, message, validate, models.Mlp13())
 
@@ -393,7 +393,7 @@ def test_a_parameter_with_a_hook(hook: str) -> None:
 
 
 def test_a_model_that_fsdp2_has_sharded() -> None:
-    with compat.fake_process_group(0, 2):
+    with process_groups.fake_process_group(0, 2):
         model = models.Mlp13()
         fully_shard(model)
         message = r"parameter 'inlet\.weight' is a DTensor already.*before fully_shard"

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 import fxshard
 from fxshard import pipeline, verify
-from fxshard._torch import compat
+from fxshard._torch import process_groups
 from fxshard.config import Config
 from fxshard.errors import ConfigError, VerifyError
 from fxshard.ir import ops, tags
@@ -130,7 +130,7 @@ def test_sizes_may_be_text() -> None:
 
 def one_step(options: Options) -> tuple[list[Collective], list[Collective]]:
     """Collectives of forward and of backward, of rank 0 of 2."""
-    with compat.fake_process_group(0, 2):
+    with process_groups.fake_process_group(0, 2):
         torch.manual_seed(0)
         model = fxshard.compile(Net(), units=["blocks.*"], **options)
         model._fxshard.variant((batch(0),), {})
@@ -200,7 +200,7 @@ def test_collectives_by_hand(
 def test_an_unsharded_unit_is_held_once_and_by_fsdp2_twice() -> None:
     """Peak of a forward by torch.profiler. 1 MiB of parameters, 2 KiB of activations a row."""
     peaks = []
-    with compat.fake_process_group(0, 4), torch.no_grad():
+    with process_groups.fake_process_group(0, 4), torch.no_grad():
         x = torch.ones(1, 512)
         theirs, ours = (nn.Sequential(nn.Linear(512, 512, bias=False)) for _ in range(2))
         fully_shard(theirs, reshard_after_forward=True)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fxshard
 import fxshard.codegen.emit
 from fxshard import pipeline
-from fxshard._torch import compat
+from fxshard._torch import process_groups
 from fxshard.config import Config
 from fxshard.errors import RankMismatchError
 from fxshard.ir import dump, ops, tags
@@ -42,7 +42,7 @@ def plan(name: str, world_size: int = 2) -> fxshard.Plan:
 def texts_on(rank: int, shape: tuple[int, ...], name: str) -> list[str]:
     """All of the program of one rank, as text. Ranks have other weights and other batches."""
     world_size = torch.Size(shape).numel()
-    with compat.fake_process_group(rank, world_size):
+    with process_groups.fake_process_group(rank, world_size):
         torch.manual_seed(rank)
         ballast = [torch.empty(rank) for _ in range(100 * rank)]
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
 import fxshard
-from fxshard._torch import compat
+from fxshard._torch import process_groups
 from fxshard.codegen.emit import Executor, TracedExecutor
 from fxshard.config import Config
 from fxshard.errors import ConfigError
@@ -137,7 +137,7 @@ def test_bytes(strategy: str) -> None:
     case = MODELS["mlp13"]
     args, kwargs = case.batch(0, 0)
     config = Config(strategy=strategy, units=case.units, optimizer=torch.optim.AdamW)
-    with compat.fake_process_group(0, 3):
+    with process_groups.fake_process_group(0, 3):
         torch.manual_seed(0)
         model, tracker = case.build(), Tracker()
         units = configured_units(model, config)
@@ -165,11 +165,11 @@ def test_refused_by_name() -> None:
         ({"reduce_op": "sum"}, "reduce_op='sum'"),
         ({"gradient_divide_factor": 2.0}, "gradient_divide_factor"),
     ):
-        with compat.fake_process_group(0, 2):
+        with process_groups.fake_process_group(0, 2):
             model = fxshard.compile(torch.nn.Sequential(torch.nn.Linear(2, 2)), **options)
             with pytest.raises(ConfigError, match=name):
                 model.register_comm_hook(None, hook)
-    with compat.fake_process_group(0, 4):
+    with process_groups.fake_process_group(0, 4):
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2))
         model = fxshard.compile(
             torch.nn.Sequential(torch.nn.Linear(2, 2)), strategy="hybrid_shard", mesh=mesh

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxshard
-from fxshard._torch import compat
+from fxshard._torch import process_groups
 from fxshard.codegen.emit import Executor, TracedExecutor
 from fxshard.config import Config
 from fxshard.ir.units import find_units
@@ -103,7 +103,7 @@ def test_one_collective_per_unit_and_phase_on_2_ranks(ranks: Any, name: str) -> 
 
 @pytest.mark.parametrize("name", NOT_IN_BACKWARD)
 def test_one_collective_per_unit_and_phase_of_8(name: str) -> None:
-    with compat.fake_process_group(0, 8):
+    with process_groups.fake_process_group(0, 8):
         assert_counts(name, 8, one_step(0, 8, name))
 
 
@@ -200,7 +200,7 @@ def live_peak(
     layer = sum(padded_bytes(p, world_size) for p in model.blocks[0].parameters())
     root = sum(padded_bytes(p, world_size) for p in model.parameters()) - depth * layer
     options |= {"forward_prefetch": prefetch, "backward_prefetch": prefetch}
-    with compat.fake_process_group(0, world_size):
+    with process_groups.fake_process_group(0, world_size):
         world = Watched(torch.distributed.device_mesh.init_device_mesh("cpu", (world_size,)))
         compiled = sharded(model, find_units(model), world, Config(**options))
         for _ in range(2):

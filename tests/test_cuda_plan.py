@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fxshard
-from fxshard._torch import compat
+from fxshard._torch import export, fake_tensors, modes
 from fxshard.capture.cuda import autocast
 from fxshard.capture.cuda import operators as cuda_operators
 from fxshard.config import Config
@@ -411,7 +411,7 @@ def test_autocast_lists_are_those_of_the_header() -> None:
         entries = re.findall(r"_\((\w+)(?:, *(\w+))?\)", body[1])
         return {f"{op}.{overload}" if overload else op for op, overload in entries}
 
-    have = set(compat.aten_names("AutocastCUDA"))
+    have = set(export.aten_names("AutocastCUDA"))
     by_cudnn = {"cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn"}
     assert autocast.LOWER_PRECISION & have == macro("LOWER_PRECISION_FP") | by_cudnn & have
     in_no_header = {"linalg_matrix_sqrth"}  # since 2.15; see the next test
@@ -427,10 +427,10 @@ UNLISTED = [name for name in ("linalg_matrix_sqrth",) if hasattr(aten, name)]  #
 @pytest.mark.parametrize("name", ["exp", *UNLISTED])
 def test_what_no_header_lists_is_cast_by_cudas_kernel_to_fp32(name: str) -> None:
     """The kernel of AutocastCUDA itself, on a fake CUDA tensor; `exp` is in the header."""
-    mode, seen = compat.FakeTensorMode(), []
-    x = compat.fake_empty(mode, (3, 3), HALF, torch.device("cuda"))
+    mode, seen = fake_tensors.FakeTensorMode(), []
+    x = fake_tensors.fake_empty(mode, (3, 3), HALF, torch.device("cuda"))
 
-    class Dtypes(compat.TorchDispatchMode):
+    class Dtypes(modes.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
             seen.append((func, args[0].dtype))
             return func(*args, **(kwargs or {}))
@@ -531,7 +531,7 @@ def test_autocast_that_turned_itself_off_is_refused() -> None:
 
 def dispatch_tables() -> dict[str, str]:
     names = {"scaled_dot_product_attention", "_fused_rms_norm", *cuda_operators.RECURRENT}
-    names |= {*compat.aten_names("AutocastCPU"), *compat.aten_names("AutocastCUDA")}
+    names |= {*export.aten_names("AutocastCPU"), *export.aten_names("AutocastCUDA")}
     return {name: torch._C._dispatch_dump_table(f"aten::{name}") for name in sorted(names)}
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxshard
-from fxshard._torch.compat import FakeTensorMode
+from fxshard._torch.fake_tensors import FakeTensorMode
 from fxshard.capture import fakes, strides
 from fxshard.capture.strides import KernelFakeMode
 from tests.eager import assert_trains_like_eager

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxshard._torch import compat
+from fxshard._torch import inductor
 from fxshard.codegen import regions
 from fxshard.host import files
 
-CODE = compat.Generated("def call(args):\n    return args\n", {"c": torch.arange(3)}, (0,))
+CODE = inductor.Generated("def call(args):\n    return args\n", {"c": torch.arange(3)}, (0,))
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -31,7 +31,7 @@ def store(tmp_path: Path) -> regions.Store:
     return regions.Store(tmp_path / "cache")
 
 
-def same(one: compat.Generated | None, other: compat.Generated) -> bool:
+def same(one: inductor.Generated | None, other: inductor.Generated) -> bool:
     assert one is not None
     constants = one.constants.keys() == other.constants.keys() and all(
         torch.equal(one.constants[name], value) for name, value in other.constants.items()
@@ -133,7 +133,7 @@ def test_the_folder_of_kernels_is_checked_too(
     (tmp_path / "first").mkdir()
     (tmp_path / "first").chmod(0o777)
     monkeypatch.setenv(VARIABLE, str(tmp_path / "first"))
-    folder = Path(compat.inductor_cache_dir())
+    folder = Path(inductor.inductor_cache_dir())
     assert folder != tmp_path / "first" and os.environ[VARIABLE] == str(folder)
     assert regions.Store().folder == folder / "fxshard"
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.gpu import case, emulated_network, memory, streams
 from benchmarks.gpu.emulated import EmulatedGroup, Link, emulated_world
 from benchmarks.gpu.models import ON_CPU
-from fxshard._torch import compat
+from fxshard._torch import process_groups
 
 ROOT = Path(__file__).parents[1]
 RUN = ROOT / "benchmarks" / "gpu" / "run.sh"
@@ -241,7 +241,7 @@ def test_emulated_collectives_give_what_the_fake_group_gives() -> None:
     given = torch.arange(8.0).view(4, 2)
     expected = [given.repeat(4, 1), torch.ones(4, 3), given[:1], given[0], given, given]
     expected += [given] * 4
-    with compat.fake_process_group(0, 4):
+    with process_groups.fake_process_group(0, 4):
         fake = collectives()
     for i in (0, 1, *range(4, 10)):  # torch 2.11 leaves the results of reduce-scatters as they are
         assert torch.equal(fake[i], expected[i])
@@ -257,7 +257,7 @@ def test_emulated_collectives_give_what_the_fake_group_gives() -> None:
         "all_gather", "broadcast",
     ]  # fmt: skip
     assert [each.bytes for each in group.sent] == [128, 48, 32, 32, 32, 32, 128, 0]
-    with compat.fake_process_group(0, 2):  # torch's own is back
+    with process_groups.fake_process_group(0, 2):  # torch's own is back
         assert not isinstance(dist.group.WORLD, EmulatedGroup)
 
 

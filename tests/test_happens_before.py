@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard import (
 )
 
 import fxshard
-from fxshard._torch import compat
+from fxshard._torch import process_groups
 from tests.happens_before import Machine, Stream, Watch
 from tests.test_exceptions import pointed
 from tests.zoo import MODELS, Case
@@ -107,7 +107,7 @@ def watched(case: Case, options: dict[str, Any]) -> Iterator[Watched]:
     shape = options.pop("mesh", (2,))
     names = ("replicate", "shard")[-len(shape) :]
     world_size = torch.Size(shape).numel()
-    with compat.fake_process_group(0, world_size):
+    with process_groups.fake_process_group(0, world_size):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         torch.manual_seed(0)
         model: Any = fxshard.compile(case.build(), mesh=mesh, units=case.units, **options)
@@ -257,7 +257,7 @@ def races_of_fsdp2(monkeypatch: Any) -> int:
         tensor.untyped_storage().resize_(0)
 
     monkeypatch.setattr(_fsdp_param, "free_storage", freed)
-    with compat.fake_process_group(0, 2):
+    with process_groups.fake_process_group(0, 2):
         mesh, torch_s = init_device_mesh("cpu", (2,)), LAYERS.build()
         for module in [*torch_s.layers, torch_s]:  # type: ignore[misc]
             fully_shard(module, mesh=mesh, mp_policy=HALF["mixed_precision"])

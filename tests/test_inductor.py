@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxshard
-from fxshard._torch import compat
+from fxshard._torch import fake_tensors, inductor
 from fxshard.codegen import regions
 from fxshard.ir import tags
 from fxshard.ir.compiled import Compiled, Step
@@ -34,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     What Inductor has found out about the compiler, and its kernels, stay where they are.
     """
-    monkeypatch.setattr(compat, "inductor_cache_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(inductor, "inductor_cache_dir", lambda: str(tmp_path))
     return tmp_path
 
 
@@ -45,7 +45,7 @@ class Counter:
         self.graphs: list[fx.Graph] = []
         self._generate = regions.generate
 
-    def __call__(self, graph: fx.Graph, mode: Any) -> compat.Generated:
+    def __call__(self, graph: fx.Graph, mode: Any) -> inductor.Generated:
         self.graphs.append(graph)
         return self._generate(graph, mode)
 
@@ -163,15 +163,15 @@ def test_a_folder_that_cannot_be_written_is_done_without(
 def _on_ranks(rank: int, world_size: int, folder: str) -> tuple[list[str], Any]:
     """What this rank generated, and what it trained."""
     counter = Counter()
-    before = regions.generate, compat.inductor_cache_dir
-    regions.generate, compat.inductor_cache_dir = counter, lambda: folder
+    before = regions.generate, inductor.inductor_cache_dir
+    regions.generate, inductor.inductor_cache_dir = counter, lambda: folder
     try:
         torch.manual_seed(0)
         sharded = fxshard.compile(Deep(), units=["blocks.*"], backend="inductor")
         result = run_steps(sharded, deep(2), 2)
         assert any(each for each in compiled(sharded.plan))
     finally:
-        regions.generate, compat.inductor_cache_dir = before
+        regions.generate, inductor.inductor_cache_dir = before
     return [str(graph) for graph in counter.graphs], result
 
 
@@ -210,7 +210,7 @@ def test_nobody_waits_for_a_process_that_died_while_compiling(tmp_path: Path) ->
     holder.start()
     assert held.wait(300)
     store = regions.Store(tmp_path)
-    code = compat.Generated("", {}, ())
+    code = inductor.Generated("", {}, ())
     assert regions.generated(store, "x", lambda: code, wait=False) is None, "another is at it"
     holder.kill()
     assert regions.generated(store, "x", lambda: code, wait=True) == (code, True)
@@ -326,7 +326,7 @@ def test_numbers_in_bf16(name: str) -> None:
 
 def region_of(*values: Tensor, body: Callable[..., Any]) -> tuple[fx.Graph, Any]:
     """A region's graph: `body` gets placeholders' nodes and returns nodes with values."""
-    mode = compat.FakeTensorMode()
+    mode = fake_tensors.FakeTensorMode()
     graph = fx.Graph()
     places = []
     for i, value in enumerate(values):
@@ -356,8 +356,8 @@ def call(args):
 """
 
 
-def code_of(*lines: str) -> compat.Generated:
-    return compat.Generated(HEAD + "".join(f"    {line}\n" for line in lines), {}, ())
+def code_of(*lines: str) -> inductor.Generated:
+    return inductor.Generated(HEAD + "".join(f"    {line}\n" for line in lines), {}, ())
 
 
 def test_steps_by_hand() -> None:

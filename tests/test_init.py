@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 
 import fxshard
-from fxshard._torch import compat
+from fxshard._torch import process_groups
 from fxshard.config import Config
 from fxshard.errors import FxshardError, RankMismatchError, UnitError
 from fxshard.ir.units import find_units
@@ -535,7 +535,7 @@ def big(**options: Any) -> nn.Module:
 @pytest.mark.parametrize("world_size", [2, 8])
 def test_peak_of_a_meta_start_is_the_shards_and_one_module(world_size: int) -> None:
     assert sum(4 * p.numel() for p in big().parameters()) == STACK
-    with compat.fake_process_group(0, world_size):
+    with process_groups.fake_process_group(0, world_size):
         mesh = init_device_mesh("cpu", (world_size,))
         made: list[Any] = []
         model = on_meta(big)

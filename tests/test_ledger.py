@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxshard
-from fxshard._torch import compat
+from fxshard._torch import autograd
 from fxshard.errors import ConfigError
 from fxshard.memory import liveness
 from fxshard.memory.category import Category, State
@@ -224,7 +224,7 @@ def test_the_gradient_of_an_output_dies_behind_its_last_reader() -> None:
     assert grad.bytes == 160 and grad.died is not None
     left = [moment.op for moment in ledger.moments[grad.died // 2 + 1 :]]
     # The head's gradients are made of it; behind them are tanh's and the hidden layer's.
-    assert any(op.startswith("aten.tanh_backward") for op in left) is compat.BOXED_GRADS
+    assert any(op.startswith("aten.tanh_backward") for op in left) is autograd.BOXED_GRADS
 
 
 @pytest.mark.parametrize(

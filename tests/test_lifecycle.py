@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import fxshard
-from fxshard._torch import compat
+from fxshard._torch import process_groups
 from fxshard.memory.category import Category
 from fxshard.memory.lifecycle.phases import lifecycle
 from fxshard.memory.lifecycle.script import LifecyclePhase
@@ -180,7 +180,7 @@ def test_init_of_a_model_with_data(name: str, option: str) -> None:
     def compile_it() -> None:
         box.append(fxshard.compile(box.pop(), **mesh, **options))
 
-    with compat.fake_process_group(0, 4):
+    with process_groups.fake_process_group(0, 4):
         mesh = meshed(4, strategy)
         got = growth(compile_it, before=lambda: box.append(built(build)))
     assert above_start(want) == got
@@ -196,7 +196,7 @@ def test_init_of_a_meta_model(name: str, world_size: int) -> None:
     want = phases_of(model, x, world_size, units=units)["init"]
     assert torch.equal(state, torch.get_rng_state()) and not want.unknown
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    with compat.fake_process_group(0, world_size):
+    with process_groups.fake_process_group(0, world_size):
         mesh = init_device_mesh("cpu", (world_size,))
         got = growth(lambda: fxshard.compile(model, mesh=mesh, units=units))
     assert above_start(want) == got
@@ -228,7 +228,7 @@ def test_init_of_a_model_that_is_partly_meta(init: Any) -> None:
     options: dict[str, Any] = {"param_init_fn": init, "units": ["first"]}
     want = phases_of(half_meta(), IDS, 2, **options)["init"]
     box: list[Any] = []
-    with compat.fake_process_group(0, 2):
+    with process_groups.fake_process_group(0, 2):
         mesh = init_device_mesh("cpu", (2,))
         got = growth(
             lambda: box.append(fxshard.compile(box.pop(), mesh=mesh, **options)),
@@ -309,7 +309,7 @@ def test_state_dicts(name: str, option: str) -> None:
     strategy = options.get("strategy", "full_shard")
     want = phases_of(built(build), x, sizes(4, strategy), **options)
     whole = built(build).state_dict()
-    with compat.fake_process_group(0, 4):
+    with process_groups.fake_process_group(0, 4):
         ours = fxshard.compile(built(build), **meshed(4, strategy), **options)
         assert above_start(want["load_state_dict"]) == growth(lambda: ours.load_state_dict(whole))
         for alone in (True, False):
@@ -322,7 +322,7 @@ def test_a_sharded_model_has_the_phases_of_the_plain_one() -> None:
     """`FxshardModule.plan`: its model holds DTensors."""
     build, x, units = MODELS["tied"]
     want = phases_of(built(build), x, 4, units=units)
-    with compat.fake_process_group(0, 4):
+    with process_groups.fake_process_group(0, 4):
         mesh = init_device_mesh("cpu", (4,))
         ours = fxshard.compile(built(build), mesh=mesh, units=units, args=(x,))
         got = {phase.name: phase for phase in lifecycle_of(ours.plan, ours, x)}
@@ -417,7 +417,7 @@ def test_a_new_optimizer_steps_once_to_load_a_checkpoint(optimizer: Any) -> None
     """Gradients, state and the temporaries of a step: the peak of loading. Seen by operators."""
     build, x, units = MODELS["tied"]
     want = phases_of(built(build), x, 4, units=units, optimizer=optimizer)
-    with compat.fake_process_group(0, 4):
+    with process_groups.fake_process_group(0, 4):
         ours = fxshard.compile(built(build), mesh=init_device_mesh("cpu", (4,)), units=units)
         made = optimizer(ours.parameters())
         tracker = Tracker()
@@ -444,7 +444,7 @@ def test_an_optimizer_with_state_from_the_start_steps_never() -> None:
     build, x, units = MODELS["tied"]
     phase = phases_of(built(build), x, 4, units=units, optimizer=torch.optim.Adagrad)
     load = phase["load_checkpoint"]
-    with compat.fake_process_group(0, 4):
+    with process_groups.fake_process_group(0, 4):
         ours = fxshard.compile(built(build), mesh=init_device_mesh("cpu", (4,)), units=units)
         peak, state = growth(lambda: torch.optim.Adagrad(ours.parameters()))
         made = torch.optim.Adagrad(ours.parameters())

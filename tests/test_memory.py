@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import fxshard
-from fxshard._torch.compat import tree_flatten
+from fxshard._torch.trees import tree_flatten
 from fxshard.errors import ConfigError
 from fxshard.memory.category import Category, State
 from fxshard.memory.report import DoesNotFitError

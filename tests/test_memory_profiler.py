@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxshard
-from fxshard._torch import compat
-from fxshard._torch.compat import FakeTensorMode
+from fxshard._torch import process_groups, trees
+from fxshard._torch.fake_tensors import FakeTensorMode
 from fxshard.codegen.emit import Executor, TracedExecutor
 from fxshard.config import Config, grid
 from fxshard.ir.units import configured_units
@@ -53,7 +53,7 @@ def step_of(
     compiled = sharded(model, units, world, config, make_executor)
 
     def step() -> None:
-        leaves, _ = compat.tree_flatten(compiled(*args, **kwargs))
+        leaves, _ = trees.tree_flatten(compiled(*args, **kwargs))
         (variant,) = compiled._fxshard.variants.values()
         roots = [leaves[i] for i in variant.program.signature.tangents]
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
@@ -78,7 +78,7 @@ def assert_as_profiled(
     held = report.phases()[0].start
     rows = rows_of(report)
     open_rows = {op for op, size in rows if size is None}
-    with compat.fake_process_group(0, world_size):
+    with process_groups.fake_process_group(0, world_size):
         step = step_of(model, args, kwargs, world_size, **options)
         seen = collections.Counter(oracles.profiler_temporaries(step))
         peak = oracles.profiler_peak_bytes(step, before=step)
@@ -160,7 +160,7 @@ def test_analysis_changes_no_live_byte() -> None:
     """The profiler sees the same memory with the tracker and without it."""
     model, args, kwargs = built(MODELS["llama"])
     units = MODELS["llama"].units
-    with compat.fake_process_group(0, 4):
+    with process_groups.fake_process_group(0, 4):
         step = step_of(model, args, kwargs, 4, units=units)
         plain = oracles.profiler_peak_bytes(step, before=step)
     tracker = Tracker()
@@ -169,7 +169,7 @@ def test_analysis_changes_no_live_byte() -> None:
         return TracedExecutor(program, WatchedWorld(world, tracker), tracker)
 
     model, args, kwargs = built(MODELS["llama"])
-    with compat.fake_process_group(0, 4), tracker:
+    with process_groups.fake_process_group(0, 4), tracker:
         step = step_of(model, args, kwargs, 4, make, units=units)
         tracked = oracles.profiler_peak_bytes(step, before=step)
     assert tracked == plain

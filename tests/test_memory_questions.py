@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
 
 import fxshard
 from benchmarks.memory_questions import PAGE, answered
-from fxshard._torch import compat
+from fxshard._torch import process_groups
 from fxshard.memory.category import Category, State
 from fxshard.memory.report import DoesNotFitError, MemoryReport
 from fxshard.plans.plan import Plan
@@ -195,7 +195,7 @@ def test_4_longest_sequence(names: dict[str, Any], measured: Callable[..., int])
 @pytest.mark.parametrize("world_size", [2, 8, 64])
 def test_5_world_size(names: dict[str, Any], world_size: int) -> None:
     report = names["plan"].replan(world_size=world_size).memory
-    with compat.fake_process_group(0, world_size):
+    with process_groups.fake_process_group(0, world_size):
         model = names["Net"]()
         for block in model.blocks:
             fully_shard(block)
@@ -318,7 +318,7 @@ def test_15_most_activation_memory(names: dict[str, Any]) -> None:
 
 def test_16_unsharded_memory(names: dict[str, Any]) -> None:
     rows = [row for row in names["plan"].memory.unsharded() if row.what == "parameters"]
-    with compat.fake_process_group(0, 8):
+    with process_groups.fake_process_group(0, 8):
         model = names["Net"]()
         for block in model.blocks:
             fully_shard(block)

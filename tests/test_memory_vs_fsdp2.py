@@ -20,7 +20,7 @@ from benchmarks.vs_fsdp2.models import CASES, WIDE, Case
 from benchmarks.vs_fsdp2.peaks import adam_bytes, estimates, measured_peak, zero3_bytes
 from benchmarks.vs_fsdp2.things import Row, Thing
 from benchmarks.vs_fsdp2.tracked import fully_sharded
-from fxshard._torch import compat
+from fxshard._torch import process_groups
 
 # Dense(vocab=64, dim=32): all dimensions divide by 8 ranks, so nothing is padded.
 LAYER = 4 * (2 * 32 + 3 * 32 * 32 + 32 * 32 + 32 + 2 * 32 + 4 * 32 * 32 + 128 + 4 * 32 * 32 + 32)
@@ -93,7 +93,7 @@ def test_peaks_are_the_profilers(dense: Result) -> None:
 def test_the_loop_variable_is_the_trackers() -> None:
     """Without the tracker the unit's last gradient dies in FSDP2's post-backward."""
     dead = []
-    with compat.fake_process_group(0, 8):
+    with process_groups.fake_process_group(0, 8):
         model, _, step = fully_sharded(CASES["dense"])
         step()
         for module in (model, *model.get_submodule("layers").children()):
@@ -120,7 +120,7 @@ def test_generator_states_are_what_the_tracker_misses(monkeypatch: pytest.Monkey
     states = 2 * torch.get_rng_state().nbytes
     assert recorded["measured_peaks"]["fsdp2"] - recorded["tracker_peak"] == states
     monkeypatch.setattr(models, "checkpoint", without)
-    with compat.fake_process_group(0, 8):
+    with process_groups.fake_process_group(0, 8):
         assert measured_peak(*fully_sharded(CASES["checkpointed"])) == recorded["tracker_peak"]
 
 

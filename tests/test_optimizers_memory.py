@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 import fxshard
-from fxshard._torch import compat
+from fxshard._torch import process_groups
 from fxshard.errors import ConfigError
 from fxshard.memory.category import Category
 from tests.test_memory import built
@@ -144,7 +144,7 @@ def matrices() -> nn.Module:
 @functools.cache
 def dtensors_assign_under_masks() -> bool:
     """Rprop does, but DTensors of torch 2.11 know of no sharding for it (aten.index_put_)."""
-    with compat.fake_process_group(0, 2):
+    with process_groups.fake_process_group(0, 2):
         x = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Replicate()])
         try:
             x[x.gt(0)] = 2.0

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxshard
-from fxshard._torch import compat
+from fxshard._torch import modules, trees
 from fxshard.config import Config, Precision
 from fxshard.errors import ConfigError, UnitError
 from fxshard.ir import ops
@@ -121,7 +121,7 @@ def dtypes(model: nn.Module, recipe: Recipe) -> list[Any]:
     args, kwargs = recipe.case.batch(0, 9)
     output = model(*args, **kwargs)
     recipe.case.loss(output).backward()
-    leaves, _ = compat.tree_flatten(output)
+    leaves, _ = trees.tree_flatten(output)
     return [
         [leaf.dtype for leaf in leaves if isinstance(leaf, Tensor)],
         {name: p.grad.dtype for name, p in model.named_parameters() if p.grad is not None},
@@ -222,7 +222,7 @@ def test_gradients_are_reduced_as_wide_as_operators_make_them(
     monkeypatch: pytest.MonkeyPatch, wide: bool
 ) -> None:
     """As of torch 2.15, with any torch; eager's own ``grad_dtype`` is the reference."""
-    monkeypatch.setattr(compat, "REDUCES_AS_STORED", wide)
+    monkeypatch.setattr(modules, "REDUCES_AS_STORED", wide)
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     eager, ours = Mixed().bfloat16(), Mixed()
     for param in eager.parameters() if wide else ():
@@ -685,7 +685,7 @@ REDUCTIONS: dict[str, Reduction] = {
     ),
     "sum in the dtype of torch's choice": Reduction(
         {"reduce_op": "sum", **mixed(BF16)},
-        dtype=FP32 if compat.REDUCES_AS_STORED else BF16,
+        dtype=FP32 if modules.REDUCES_AS_STORED else BF16,
         compute=BF16,
     ),
     "divided by 3": Reduction({"gradient_divide_factor": 3}, behind=3),

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
 import fxshard
-from fxshard._torch import compat
+from fxshard._torch import process_groups
 from fxshard.errors import ConfigError
 from fxshard.runtime.world import census
 from fxshard.runtime.world.peers import Peers
@@ -397,9 +397,9 @@ READERS = {
 def reads_noise(rank: int, world_size: int, key: str) -> list[str]:
     said = []
     for noise in NOISE:
-        group = compat.new_group([0, 1], dist.group.WORLD)
+        group = process_groups.new_group([0, 1], dist.group.WORLD)
         peers = Peers(group)
-        store: Any = compat.group_store(group)
+        store: Any = process_groups.group_store(group)
         dist.barrier(group)
         if rank == 1:
             store.set(key, noise)

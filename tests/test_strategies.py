@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import AdamW
 
 import fxshard
-from fxshard._torch import compat
+from fxshard._torch import process_groups
 from fxshard.errors import ConfigError, UnitError
 from fxshard.memory.category import Category
 from tests import fsdp2
@@ -860,7 +860,7 @@ def test_hybrid_worlds_are_given_as_pairs() -> None:
 
 
 def test_a_fake_group_of_any_size_counts_as_the_ranks_do() -> None:
-    with compat.fake_process_group(0, 8):
+    with process_groups.fake_process_group(0, 8):
         grid.cache_clear()
         _, backward = one_step(0, 8, {"strategy": "hybrid_shard", "mesh": (4, 2)})
         grid.cache_clear()

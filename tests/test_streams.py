@@ -16,7 +16,7 @@ from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 
 from fxshard import pipeline, verify
-from fxshard._torch import compat
+from fxshard._torch import process_groups
 from fxshard.codegen.emit import Executor
 from fxshard.config import Config, Precision
 from fxshard.errors import VerifyError
@@ -249,7 +249,7 @@ def wanted(program: Program) -> list[tuple[str, str, str | None]]:
 def test_a_world_with_streams_does_what_the_tags_say(name: str) -> None:
     program = small(name)
     shape = (program.replicas, program.world_size)
-    with compat.fake_process_group(0, shape[0] * shape[1]):
+    with process_groups.fake_process_group(0, shape[0] * shape[1]):
         if program.replicas > 1 and program.world_size > 1:
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         else:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.utils.generic import ModelOutput
 
 import fxshard
-from fxshard._torch import compat
+from fxshard._torch import process_groups
 from fxshard.errors import StepError
 from fxshard.memory.category import Category
 from tests.fsdp2 import full
@@ -914,7 +914,7 @@ def sizes(calls: Iterable[Collective], kind: str) -> list[int]:
 
 @pytest.mark.parametrize("build", COUNTS)
 def test_collectives_of_frozen_parameters(build: Callable[[], nn.Module]) -> None:
-    with compat.fake_process_group(0, 2):
+    with process_groups.fake_process_group(0, 2):
         model = fxshard.compile(built(build), units=["blocks.*"])
         with count_collectives() as forward:
             loss = loss_of(model(batch(0)))
@@ -961,7 +961,7 @@ def test_validate_frozen_parameters(build: Callable[[], nn.Module], world_size: 
 
 
 def test_a_flag_changed_between_steps_changes_what_is_reduced() -> None:
-    with compat.fake_process_group(0, 2):
+    with process_groups.fake_process_group(0, 2):
         model = fxshard.compile(built(Net), units=["blocks.*"])
         reduced = []
         for flag in (True, False, True):

@@ -25,7 +25,7 @@ from torch.distributed.fsdp.wrap import (
 )
 
 import fxshard
-from fxshard._torch import compat
+from fxshard._torch import process_groups
 from fxshard.ir.units import find_units
 from tests.fsdp2 import full
 from tests.oracles import Collective, count_collectives
@@ -332,7 +332,7 @@ def test_collectives_are_those_counted_by_hand(name: str, world_size: int) -> No
     again = sorted(nbytes(plain, names, world_size) for names in case.again)
     if world_size == 1:
         gathered, again = [], []  # a rank alone has everything
-    with compat.fake_process_group(0, world_size):
+    with process_groups.fake_process_group(0, world_size):
         model = fxshard.compile(built(name), units=case.units)
         with count_collectives() as forward:
             loss = loss_of(model(batch(0)))

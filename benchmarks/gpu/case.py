@@ -33,7 +33,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import fxshard
 from benchmarks.gpu.models import ON_CPU, ON_GPU, Batch, Recipe
-from fxshard._torch import compat
+from fxshard._torch import dtensors, process_groups
 from fxshard.capture.cuda.operators import capture_signature
 from fxshard.memory.cuda.reserved import STEADY_STEPS, DeviceMemory
 from fxshard.memory.cuda.settings import AllocatorSettings
@@ -161,7 +161,7 @@ def train(model: nn.Module, batch: Batch, enter: Enter) -> None:
 def on_cpu(recipe: Recipe, world: int) -> Row:
     """Bytes by torch.profiler against the plan for the CPU: tensors, and what kernels take."""
     report = planned(recipe, world, device=None).memory
-    with compat.fake_process_group(0, world):
+    with process_groups.fake_process_group(0, world):
         model, batch = sharded(recipe, world, torch.device("cpu"))
         held = held_bytes(model, batch)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -206,7 +206,7 @@ def held_bytes(model: nn.Module, batch: Batch) -> int:
     """Of the storages of parameters, buffers and batch, each once."""
     found: dict[int, int] = {}
     for tensor in (*model.parameters(), *model.buffers(), *batch):
-        local = compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        local = dtensors.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
         storage = local.untyped_storage()
         found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())
@@ -248,7 +248,7 @@ def on_gpu(
     # Without stacks it costs little; it names the blocks behind a difference.
     torch.cuda.memory._record_memory_history("all", context=None, max_entries=4_000_000)
     measured: dict[Key, dict[str, int]] = {}
-    with compat.fake_process_group(0, world):
+    with process_groups.fake_process_group(0, world):
         model, batch = sharded(recipe, world, device)
         capture = compared_captures(plan.program, model.plan.program, plan.memory, model.memory)
         torch.cuda.synchronize()

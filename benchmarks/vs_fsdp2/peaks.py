@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import fxshard
 from benchmarks.vs_fsdp2.models import WORLD, Case, training
 from benchmarks.vs_fsdp2.tracked import fully_sharded
-from fxshard._torch import compat
+from fxshard._torch import process_groups
 
 
 def measured_peak(model: nn.Module, optimizer: Any, step: Callable[[], None]) -> int:
@@ -45,9 +45,9 @@ def measured_peak(model: nn.Module, optimizer: Any, step: Callable[[], None]) ->
 def peaks(case: Case) -> dict[str, int]:
     """Measured: of FSDP2, of fxshard, of one device without either (with autocast for bf16)."""
     found = {}
-    with compat.fake_process_group(0, WORLD):
+    with process_groups.fake_process_group(0, WORLD):
         found["fsdp2"] = measured_peak(*fully_sharded(case))
-    with compat.fake_process_group(0, WORLD):
+    with process_groups.fake_process_group(0, WORLD):
         model, tokens = case.model()
         sharded = fxshard.compile(model, args=(tokens,), **case.options())
         found["fxshard"] = measured_peak(sharded, *training(sharded, tokens))

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from benchmarks.vs_fsdp2.models import CASES, WORLD, Case, LossOutside, training
 from benchmarks.vs_fsdp2.things import Row, Rows, Thing, unit_of
-from fxshard._torch import compat
+from fxshard._torch import process_groups
 from fxshard.memory.category import CATEGORIES
 
 CPU = torch.device("cpu")
@@ -203,9 +203,9 @@ def fsdp2_rows(case: Case) -> tuple[Rows, int]:
     The step runs twice: what autograd saves is seen by `saved_tensors_hooks` in a run of its own,
     which leaves the figures alone. Storages have the same numbers in both.
     """
-    with compat.fake_process_group(0, WORLD):
+    with process_groups.fake_process_group(0, WORLD):
         first = _tracked(case, hooked=True)
-    with compat.fake_process_group(0, WORLD):
+    with process_groups.fake_process_group(0, WORLD):
         tracker = _tracked(case, hooked=False)
         assert tracker.modules == first.modules
         tracker.saved = first.saved
@@ -228,7 +228,7 @@ def faults() -> dict[str, int | bool]:
     """The tracker's known faults, each shown by a run of its own."""
     case = CASES["dense"]
     found: dict[str, int | bool] = {}
-    with compat.fake_process_group(0, WORLD):
+    with process_groups.fake_process_group(0, WORLD):
         model, optimizer, step = fully_sharded(case)
         with FSDPMemTracker(model, optimizer) as tracker:
             step()
@@ -238,7 +238,7 @@ def faults() -> dict[str, int | bool]:
                 found["a second step raises"] = False
             except NotImplementedError:
                 found["a second step raises"] = True
-    with compat.fake_process_group(0, WORLD):
+    with process_groups.fake_process_group(0, WORLD):
         outside = dataclasses.replace(case, build=functools.partial(LossOutside, vocab=4096))
         model, tokens = outside.model()
         for layer in model.layers:

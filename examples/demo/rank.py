@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 import fxshard
 from examples.demo.corpus import Corpus, mean_bits_per_byte, read_corpus
 from examples.demo.recipe import Settings, checkpoint_state, train_step
-from fxshard._torch.compat import TorchDispatchMode
+from fxshard._torch.modes import TorchDispatchMode
 from fxshard.verify.certificate import certificate
 
 TIMEOUT = datetime.timedelta(seconds=120)  # of a collective: a lost rank fails the others, no hang

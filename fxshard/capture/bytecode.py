@@ -14,8 +14,9 @@ from typing import Any, Literal
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from fxshard._torch import compat
-from fxshard._torch.compat import FakeTensorMode
+from fxshard._torch import checkpointing, dynamo, sizes, trees
+from fxshard._torch import graphs as torch_graphs
+from fxshard._torch.fake_tensors import FakeTensorMode
 from fxshard.capture import rng
 from fxshard.capture.provenance import CALL, STACK
 from fxshard.errors import CaptureError
@@ -41,13 +42,13 @@ class Graph:
     module: fx.GraphModule
     sources: tuple[Source, ...]
     outputs: tuple[Source, ...]
-    out_spec: compat.TreeSpec
+    out_spec: trees.TreeSpec
     replaced: dict[str, int]
     calls: tuple[Call, ...]
 
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``model(*args, **kwargs)`` returns, by way of the graph."""
-        leaves, _ = compat.tree_flatten((args, kwargs))
+        leaves, _ = trees.tree_flatten((args, kwargs))
         state = _state(model)
         held: dict[str, Any] = {"state": state, "input": leaves}
         given = [held[kind][which] if kind in held else which for kind, which in self.sources]
@@ -56,19 +57,21 @@ class Graph:
             path, _, key = name.rpartition(".")
             model.get_submodule(path)._buffers[key] = computed[number]
         out = [held[kind][which] if kind in held else which for kind, which in self.outputs]
-        return compat.tree_unflatten(out, self.out_spec)
+        return trees.tree_unflatten(out, self.out_spec)
 
 
 class _Interpreter(fx.Interpreter):
-    """Runs Dynamo's graph; the user's checkpoints in it for `compat.checkpoints_inline` to see."""
+    """Runs Dynamo's graph; the user's checkpoints in it for `checkpointing.checkpoints_inline` to
+    see.
+    """
 
     def run_node(self, n: fx.Node) -> Any:
-        if n.target is compat.checkpoint_operator():
+        if n.target is checkpointing.checkpoint_operator():
             (body, *given), _ = self.fetch_args_kwargs_from_env(n)
-            context = compat.checkpoint_context(body)
+            context = checkpointing.checkpoint_context(body)
             run = _Interpreter(body).run
             return checkpoint(run, *given, use_reentrant=False, context_fn=context)
-        marked = compat.current_meta().get("custom")  # what the node says replaces it
+        marked = torch_graphs.current_meta().get("custom")  # what the node says replaces it
         if marked:
             n.meta["custom"] = {**n.meta.get("custom", {}), **marked}
         return super().run_node(n)
@@ -90,7 +93,7 @@ def read(
     """
     before = _state(model)
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    leaves, _ = compat.tree_flatten((args, kwargs))
+    leaves, _ = trees.tree_flatten((args, kwargs))
     where: dict[int, Source] = {id(leaf): ("input", i) for i, leaf in enumerate(leaves)}
     where |= {id(tensor): ("state", name) for name, tensor in reversed(before.items())}
     ran: list[tuple[fx.GraphModule, tuple[Any, ...], Sequence[Any]]] = []
@@ -106,7 +109,7 @@ def read(
         return run
 
     outside = rng.Outside()
-    out = compat.dynamo(model, args, kwargs, backend)
+    out = dynamo.dynamo(model, args, kwargs, backend)
     drawn = outside.drawn() or ("numpy.random" if _draws_by_numpy(ran) else None)
     if drawn:
         outside.restore()
@@ -116,10 +119,10 @@ def read(
     ((module, given, computed),) = ran
     calls = _note_calls(module)
     numbers = {id(value): number for number, value in enumerate(computed)}
-    found, out_spec = compat.tree_flatten(out)
+    found, out_spec = trees.tree_flatten(out)
     outputs: list[Source] = []
     for leaf in found:
-        is_value = isinstance(leaf, (Tensor, *compat.SYMBOLIC))
+        is_value = isinstance(leaf, (Tensor, *sizes.SYMBOLIC))
         if is_value and id(leaf) in numbers:
             outputs.append(("computed", numbers[id(leaf)]))
         elif is_value and id(leaf) in where:  # handed through: no output of the graph

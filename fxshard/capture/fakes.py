@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxshard._torch.compat import FakeTensorMode
+from fxshard._torch.fake_tensors import FakeTensorMode
 from fxshard.capture.cuda import operators as cuda_operators
 from fxshard.ir import tags
 from fxshard.ir.program import Program

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from fxshard._torch import compat
+from fxshard._torch import fake_tensors
 from fxshard.capture import counters
 from fxshard.capture.counters import ABSENT, slots
 from fxshard.capture.repeat.ghosts import Ghost
@@ -223,6 +223,6 @@ def _take_out(holder: Any, before: Any, now: Any) -> None:
 
 def _is_traced(value: Any) -> bool:
     return any(
-        isinstance(each, Ghost) or (isinstance(each, Tensor) and compat.is_fake(each))
+        isinstance(each, Ghost) or (isinstance(each, Tensor) and fake_tensors.is_fake(each))
         for each in walked([value], set())
     )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxshard._torch import compat
+from fxshard._torch import export
 from fxshard.errors import CaptureError
 from fxshard.ir import tags
 
@@ -49,7 +49,7 @@ def _eager_attention_branch() -> Iterator[None]:
     builds an explicit mask in place of SDPA's ``is_causal``: other bytes and other rounding
     (transformers/masking_utils.py, ``find_packed_sequence_indices``). The sequences are taken as
     not packed, and the positions get a mark in the graph for `refuse_packed`. Nor does it leave the
-    mask out where it believes to be exported, as under Dynamo of torch 2.11 (`compat.exporting`).
+    mask out where it believes to be exported, as under Dynamo of torch 2.11 (`export.exporting`).
     """
     masking = _masking()
     if masking is None:
@@ -61,7 +61,7 @@ def _eager_attention_branch() -> Iterator[None]:
 
     original, exporting = masking.find_packed_sequence_indices, masking.is_torchdynamo_exporting
     masking.find_packed_sequence_indices = not_packed
-    masking.is_torchdynamo_exporting = compat.exporting
+    masking.is_torchdynamo_exporting = export.exporting
     try:
         yield
     finally:
@@ -143,7 +143,7 @@ def keep_eager_branch_in_dynamo() -> None:
         return original(position_ids)
 
     def is_torchdynamo_exporting() -> bool:
-        return compat.exporting() if FORWARDS.inside else exporting()
+        return export.exporting() if FORWARDS.inside else exporting()
 
     masking.is_torchdynamo_exporting = is_torchdynamo_exporting
     find_packed_sequence_indices.fxshard = True  # type: ignore[attr-defined]

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxshard._torch import compat
-from fxshard._torch.compat import FakeTensorMode
+from fxshard._torch import checkpointing, export, modules
+from fxshard._torch.fake_tensors import FakeTensorMode
 from fxshard.capture import aliasing, precision, provenance, strides
 from fxshard.errors import CaptureError
 from fxshard.ir import tags
@@ -48,8 +48,8 @@ def normalize(
     Args:
         program: holds the graph, the signature and the units; nothing else is set.
         graph_module: owner of constants.
-        sources: descriptor of each placeholder (see `fxshard._torch.compat.input_source`).
-        targets: descriptor of each output (see `fxshard._torch.compat.output_source`).
+        sources: descriptor of each placeholder (see `fxshard._torch.export.input_source`).
+        targets: descriptor of each output (see `fxshard._torch.export.output_source`).
         replaced: buffers whose new values follow the model's outputs, and if they need a gradient.
 
     Raises:
@@ -63,7 +63,7 @@ def normalize(
     _set_results(program, sources, targets, replaced)
     _refuse_sparse_values(program)
     _allocate_zeros(program)
-    if compat.REDUCES_AS_STORED:
+    if modules.REDUCES_AS_STORED:
         precision.keep_wide_gradients(program)
     _check_gradients(program)
 
@@ -107,7 +107,7 @@ def _tag_placeholders(program: Program, sources: list[Any]) -> None:
     where = program.signature.computed_outputs
     first = _first_names(program)
     for node, desc in zip(program.graph.find_nodes(op="placeholder"), sources, strict=True):
-        kind, source = compat.input_source(desc)
+        kind, source = export.input_source(desc)
         if kind == "param":
             fqn = first[_fqn(source)]
             role: tags.Role = "param" if fqn in program.params else "whole"
@@ -180,7 +180,7 @@ def _forward_first(program: Program, targets: list[Any]) -> None:
     todo = [
         value
         for value, desc in zip(program.values, targets, strict=True)
-        if compat.output_source(desc)[0] in ("output", "mutation")
+        if export.output_source(desc)[0] in ("output", "mutation")
     ]
     late, needed = set(made[first:]), set[fx.Node]()
     while todo:
@@ -221,9 +221,9 @@ def _tag_compute(program: Program) -> None:
         module, call, line = place
         if module is not None:
             places[phase] = module, call, line
-        region = compat.checkpoint_of(node)
+        region = checkpointing.checkpoint_of(node)
         checkpoint = numbers.setdefault(region, len(numbers) - 1)
-        save = phase == "forward" and region is not None and compat.is_saved_by_policy(node)
+        save = phase == "forward" and region is not None and checkpointing.is_saved_by_policy(node)
         what = (phase, places[phase], checkpoint, save)
         tag = made.get(what)
         if tag is None:
@@ -251,11 +251,11 @@ def _set_results(
     holders = {
         (tags.get(n).role, tags.get(n).fqn): n for n in program.graph.find_nodes(op="placeholder")
     }
-    tangents = [source for kind, source in map(compat.input_source, sources) if kind == "tangent"]
+    tangents = [source for kind, source in map(export.input_source, sources) if kind == "tangent"]
     kept: list[fx.Node] = []
     mutated: list[tuple[fx.Node, fx.Node]] = []
     for value, desc in zip(values, targets, strict=True):
-        kind, source = compat.output_source(desc)
+        kind, source = export.output_source(desc)
         if kind == "output" and source >= len(where):
             name, attached = list(replaced.items())[source - len(where)]
             if attached:

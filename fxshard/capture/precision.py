@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from fxshard._torch import compat
+from fxshard._torch import graphs, trees
 from fxshard.ir import tags
 from fxshard.ir.program import Program
 from fxshard.ir.units import Unit, buffer_dtypes
@@ -98,9 +98,9 @@ def keep_wide_gradients(program: Program) -> None:
 
 def _uncast(program: Program, grad: fx.Node) -> fx.Node:
     """`grad` without the casts that autograd made of it, or of what it is the sum of."""
-    if compat.casts_gradient(grad):
+    if graphs.casts_gradient(grad):
         return tags.source(grad)
-    if not compat.sums_gradients(grad):
+    if not graphs.sums_gradients(grad):
         return grad
     summed = cast("tuple[fx.Node, fx.Node]", grad.args)
     parts = tuple(_uncast(program, part) for part in summed)
@@ -115,7 +115,7 @@ def _uncast(program: Program, grad: fx.Node) -> fx.Node:
 
 def _erase_unread(graph: fx.Graph, grad: fx.Node) -> None:
     """Erase a cast or a sum that `_uncast` left without a reader, and what only that read."""
-    if not grad.users and (compat.casts_gradient(grad) or compat.sums_gradients(grad)):
+    if not grad.users and (graphs.casts_gradient(grad) or graphs.sums_gradients(grad)):
         parts = grad.all_input_nodes
         graph.erase_node(grad)
         for part in parts:
@@ -138,8 +138,8 @@ def root_output(units: tuple[Unit, ...], output: Any) -> Any:
 
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
     """`tree` with every floating tensor in it cast to `dtype`."""
-    leaves, spec = compat.tree_flatten(tree)
-    return compat.tree_unflatten(
+    leaves, spec = trees.tree_flatten(tree)
+    return trees.tree_unflatten(
         [
             leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
             for leaf in leaves

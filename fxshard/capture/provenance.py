@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from fxshard._torch import compat
-from fxshard._torch.compat import TorchDispatchMode
+from fxshard._torch import graphs
+from fxshard._torch.modes import TorchDispatchMode
 from fxshard.capture import aliasing, rng
 from fxshard.ir.calls import Call
 
@@ -66,7 +66,7 @@ def calls_noted(model: nn.Module) -> Iterator[list[Call]]:
         calls.append(Call(name, number, parent[0] if parent else None))
         here = {key: value for key, value in stack[-1].items() if key != CALL}
         stack.append({**here, name: (name, type(module)), CALL: (len(calls) - 1, Call)})
-        restores.append(compat.with_current_meta(STACK, stack[-1]))
+        restores.append(graphs.with_current_meta(STACK, stack[-1]))
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         restore = restores.pop()
@@ -101,15 +101,15 @@ class LinesNoted(TorchDispatchMode):
     ) -> Any:
         if func is DEVICE_OF:  # what C++ asks of every fake tensor that it meets: no node
             return func(*args)
-        stack = compat.current_meta().get(STACK, {})
-        line = str(compat.current_meta().get(SAID) or user_line())
+        stack = graphs.current_meta().get(STACK, {})
+        line = str(graphs.current_meta().get(SAID) or user_line())
         rng.refuse_generators(func, args, kwargs, line)
         aliasing.refuse_unregistered(func, args, kwargs, line)
         noted = {
             LINE: (line, LinesNoted),
             NO_GRAD: (not torch.is_grad_enabled(), bool),
         }
-        compat.with_current_meta(STACK, {**stack, **noted})
+        graphs.with_current_meta(STACK, {**stack, **noted})
         if self._told is not None:
             self._told(func, args, kwargs, noted)
         return func(*args, **(kwargs or {}))

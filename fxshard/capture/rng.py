@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from fxshard._torch import compat
+from fxshard._torch import modes
 from fxshard.capture import hf
 from fxshard.errors import CaptureError
 
@@ -77,7 +77,7 @@ def kept(device: torch.device) -> Iterator[None]:
     """
     module = torch if device.type == "cpu" else torch.get_device_module(device)
     where = () if device.type == "cpu" else (device,)
-    with compat.unobserved():
+    with modes.unobserved():
         state = bytearray(module.get_rng_state(*where).numpy())
     try:
         yield
@@ -162,7 +162,7 @@ def unseeded(line: Callable[[], str]) -> Iterator[None]:
     """
     holder, cuda_holder = _GENERATORS
     cpu, cuda = holder.default_generator, cuda_holder.default_generators
-    with compat.outside_modes():
+    with modes.outside_modes():
         before = cpu.get_state()
     holder.default_generator = _Unseeded(cpu, line)
     cuda_holder.default_generators = tuple(_Unseeded(each, line) for each in cuda)
@@ -170,7 +170,7 @@ def unseeded(line: Callable[[], str]) -> Iterator[None]:
         yield
     finally:
         holder.default_generator, cuda_holder.default_generators = cpu, cuda
-        with compat.outside_modes():
+        with modes.outside_modes():
             changed = not torch.equal(cpu.get_state(), before)
             cpu.set_state(before)
     if changed:  # by ``torch.default_generator``, say

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
-from fxshard._torch import compat
-from fxshard._torch.compat import FakeTensorMode
+from fxshard._torch import fake_tensors, trees
+from fxshard._torch import sizes as torch_sizes
+from fxshard._torch.fake_tensors import FakeTensorMode
 from fxshard.errors import CaptureError, ConfigError
 from fxshard.ir.domain import LAYOUT, Domain, Layout, Place, Sizes, Symbols, size_at
 from fxshard.ir.program import Program, input_name
@@ -93,7 +94,7 @@ def named(
         ConfigError: a name is no argument of ``forward``, or an argument no contiguous tensor with
             such a dimension; or dimensions of one name have different sizes.
     """
-    leaves, _ = compat.tree_flatten_with_path((args, kwargs))
+    leaves, _ = trees.tree_flatten_with_path((args, kwargs))
     given = [leaf for _, leaf in leaves]
     require_plain(given, lambda i: input_name(leaves[i][0]))
     shapes: Any = of_call(given)
@@ -143,14 +144,14 @@ class Trace:
 
     def __init__(self, places: Symbols, sizes: Sizes) -> None:
         self.places, self.sizes = dict(places), sizes
-        self.env = compat.ShapeEnv(duck_shape=False)
+        self.env = torch_sizes.ShapeEnv(duck_shape=False)
         self._examples = {name: size_at(sizes, at[0]) for name, at in self.places.items()}
         self._sizes = {
-            name: compat.symbolic_size(self.env, name, size)
+            name: torch_sizes.symbolic_size(self.env, name, size)
             for name, size in self._examples.items()
         }
         self._at = {place: self._sizes[name] for name, at in self.places.items() for place in at}
-        self._symbols = {name: compat.expression(size) for name, size in self._sizes.items()}
+        self._symbols = {name: torch_sizes.expression(size) for name, size in self._sizes.items()}
 
     def fake(self, leaf: int, like: Tensor, mode: FakeTensorMode) -> Tensor | None:
         """A contiguous fake input with symbols for sizes, or None where it has none of them."""
@@ -349,7 +350,7 @@ class _Example:
 
     def number(self, value: Any) -> Any:
         """A size as a number."""
-        if not isinstance(value, compat.SYMBOLIC):
+        if not isinstance(value, torch_sizes.SYMBOLIC):
             return value
         found = self._in_inputs(value).xreplace(self._given)
         if isinstance(value, torch.SymBool):
@@ -364,9 +365,9 @@ class _Example:
 
     def _expression(self, value: Any) -> sympy.Basic:
         """A number as an expression; those that the trace has shown to be equal are the same."""
-        if not isinstance(value, compat.SYMBOLIC):
+        if not isinstance(value, torch_sizes.SYMBOLIC):
             return sympy.sympify(value)
-        given = compat.expression(value)
+        given = torch_sizes.expression(value)
         if given not in self._expressions:
             self._expressions[given] = self._simplified(given)
         return self._expressions[given]
@@ -380,12 +381,12 @@ class _Example:
         while True:
             known = {
                 division: division.args[0] / division.args[1]
-                for division in expression.atoms(compat.FloorDiv)
-                if compat.Mod(*division.args) in self._divisible
+                for division in expression.atoms(torch_sizes.FloorDiv)
+                if torch_sizes.Mod(*division.args) in self._divisible
             }
             known |= {
                 maximum: size
-                for maximum in expression.atoms(compat.Max)
+                for maximum in expression.atoms(torch_sizes.Max)
                 for size in maximum.args
                 if {1, size} == set(maximum.args) and _primitive(size) in self._not_empty
             }
@@ -407,7 +408,7 @@ class _Example:
         if isinstance(value, (list, tuple)):
             each = [self.open(item) for item in value]
             return None if all(item is None for item in each) else each
-        if isinstance(value, compat.SYMBOLIC):
+        if isinstance(value, torch_sizes.SYMBOLIC):
             number = self._in_inputs(value)
             return number if number.free_symbols else None
         if not isinstance(value, Tensor):
@@ -442,12 +443,14 @@ class _Example:
         where = tuple(size), tuple(stride), self.number(value.storage_offset())
         if id(storage) not in self._storages:
             nbytes = self.number(storage.nbytes())
-            flat = compat.fake_empty(
+            flat = fake_tensors.fake_empty(
                 self.mode, (nbytes // value.element_size(),), value.dtype, value.device
             )
             self._storages[id(storage)] = storage, flat
         _, flat = self._storages[id(storage)]
-        made = compat.fake_view(self.mode, flat, lambda x: x.view(value.dtype).as_strided(*where))
+        made = fake_tensors.fake_view(
+            self.mode, flat, lambda x: x.view(value.dtype).as_strided(*where)
+        )
         return made.requires_grad_() if value.requires_grad and value.is_leaf else made
 
 
@@ -531,10 +534,12 @@ class _OtherSizes:
             flat = value
             if place.nbytes.free_symbols:
                 count = int(self._number(place.nbytes)) // value.element_size()
-                flat = compat.fake_empty(self.mode, (count,), value.dtype, value.device)
+                flat = fake_tensors.fake_empty(self.mode, (count,), value.dtype, value.device)
             self._storages[id(storage)] = flat
         flat = self._storages[id(storage)]
-        made = compat.fake_view(self.mode, flat, lambda x: x.view(value.dtype).as_strided(*where))
+        made = fake_tensors.fake_view(
+            self.mode, flat, lambda x: x.view(value.dtype).as_strided(*where)
+        )
         return made.requires_grad_() if value.requires_grad and value.is_leaf else made
 
 
@@ -574,12 +579,12 @@ def _sizes_first(graph: fx.Graph, example: _Example) -> None:
     known: dict[sympy.Basic, fx.Node] = {}
     for node in list(graph.nodes):
         val = node.meta.get("val")
-        if node.op == "placeholder" and isinstance(val, compat.SYMBOLIC):
-            known.setdefault(compat.expression(val), node)
+        if node.op == "placeholder" and isinstance(val, torch_sizes.SYMBOLIC):
+            known.setdefault(torch_sizes.expression(val), node)
             ready.add(node)
-        if node.op != "call_function" or not isinstance(val, compat.SYMBOLIC):
+        if node.op != "call_function" or not isinstance(val, torch_sizes.SYMBOLIC):
             continue
-        expression = example.env.simplify(compat.expression(val))
+        expression = example.env.simplify(torch_sizes.expression(val))
         if expression in known:
             node.replace_all_uses_with(known[expression])
             graph.erase_node(node)
@@ -598,7 +603,7 @@ def _sizes_first(graph: fx.Graph, example: _Example) -> None:
         node.meta = {key: node.meta[key] for key in _TAKEN_ALONG if key in node.meta}
     for node in reversed(list(graph.nodes)):
         unread = node.op == "call_function" and not node.users
-        if unread and isinstance(node.meta.get("val"), compat.SYMBOLIC):
+        if unread and isinstance(node.meta.get("val"), torch_sizes.SYMBOLIC):
             graph.erase_node(node)
 
 
@@ -612,7 +617,7 @@ def with_sizes(
         places: per name of a size, where the call has it.
         sizes: new ones, by name.
     """
-    leaves, spec = compat.tree_flatten(call)
+    leaves, spec = trees.tree_flatten(call)
     changed: dict[int, dict[int, int]] = {}
     for name, size in sizes.items():
         for leaf, dim in places[name]:
@@ -626,5 +631,5 @@ def with_sizes(
             new = torch.empty(shape, dtype=leaf.dtype, device="meta")
             made[id(leaf)] = new.requires_grad_(leaf.requires_grad)
         flat[number] = made[id(leaf)]
-    args, kwargs = compat.tree_unflatten(flat, spec)
+    args, kwargs = trees.tree_unflatten(flat, spec)
     return args, kwargs

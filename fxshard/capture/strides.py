@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxshard._torch.compat import FakeTensorMode, convolves_with_onednn
+from fxshard._torch.fake_tensors import FakeTensorMode, convolves_with_onednn
 
 aten = torch.ops.aten
 

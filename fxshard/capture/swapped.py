@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from fxshard._torch import compat
+from fxshard._torch import modules
 
 STATE = "_fxshard"  # the one attribute of ours on a model: its `fxshard.runtime.runtime.Runtime`
 METHODS = "_fxshard_methods"  # there: names of methods that run on whole parameters
@@ -37,7 +37,7 @@ class Inside:
     def taken_from(cls, model: nn.Module) -> Inside:
         """Take it off `model`; `as_users_own` puts it back for a while."""
         kept, hooks = model.__dict__, {}
-        for name in compat.HOOKS:
+        for name in modules.HOOKS:
             hooks[name] = {n: hook for n, hook in kept[name].items() if is_traced(hook)}
             for number in hooks[name]:
                 del kept[name][number]
@@ -66,7 +66,7 @@ def as_users_own(model: nn.Module, *, hooks: bool = False) -> Iterator[None]:
         return
     kept = model.__dict__
     inside: Inside = kept[STATE].inside
-    around = {name: kept[name] for name in compat.HOOKS}
+    around = {name: kept[name] for name in modules.HOOKS}
     forward = kept.pop("forward", None)
     model.__class__ = users_class(model)
     for name, theirs in around.items():

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxshard._torch import compat
-from fxshard._torch.compat import FakeTensorMode
+from fxshard._torch import checkpointing, export, fake_tensors, graphs, modes, trees
+from fxshard._torch import sizes as torch_sizes
+from fxshard._torch.fake_tensors import FakeTensorMode
 from fxshard.capture import (
     aliasing,
     attributes,
@@ -125,7 +126,7 @@ def capture(
             with (
                 as_users_own(model),
                 hf.while_tracing(model),
-                compat.unobserved(),
+                modes.unobserved(),
                 _torch_silent(),
             ):
                 return _captured(
@@ -199,7 +200,7 @@ def _captured(
     stands_for_cuda = for_cuda and computes_on.type != "cuda"
     mode_class = cuda_operators.CudaFakeMode if stands_for_cuda else KernelFakeMode
     fake_mode = mode_class(allow_non_fake_inputs=True)
-    leaves, in_spec = compat.tree_flatten_with_path((args, kwargs))
+    leaves, in_spec = trees.tree_flatten_with_path((args, kwargs))
     flat = [leaf for _, leaf in leaves]
     names = tuple(input_name(path) for path, _ in leaves)
     shapes.require_plain(flat, names.__getitem__)
@@ -390,7 +391,7 @@ def _stamped(
     if not (lists or why):
         return None
     try:
-        with _uncollected(), compat.rng_kept():
+        with _uncollected(), modes.rng_kept():
             if not lists:
                 raise repeat.Unproven(why)
             if counters.has_iterators(model):
@@ -427,7 +428,7 @@ def _of_blocks(prepared: _Prepared, mode: KernelFakeMode, repeats: repeat.Repeat
     """What is left of the model, traced; the blocks left out, stamped."""
     call, runs = prepared.call, repeat.Alike()
     call.told = runs.one
-    with prepared.ready(runs=repeats.runs) as calls, compat.nodes_made() as made:
+    with prepared.ready(runs=repeats.runs) as calls, graphs.nodes_made() as made:
         owner, *ends = _export(call, prepared.fakes)
         _refuse_otherwise(call, runs)
     noted = repeat.note(owner.graph, made, calls, repeats)
@@ -534,7 +535,7 @@ class _Call(nn.Module):
         flat = list(self.flat)
         for i, tensor in zip(self.positions, tensors, strict=True):
             flat[i] = tensor
-        return compat.tree_unflatten(flat, self.in_spec)
+        return trees.tree_unflatten(flat, self.in_spec)
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Each parameter once: autograd sums up all that its uses say, in its own order."""
@@ -591,11 +592,11 @@ class _Call(nn.Module):
             out = precision.root_output(self.units, out)
         _refuse_new_data(held)
         self.counts.append(counters.of_modules(self.model))
-        paths, self.out_spec = compat.tree_flatten_with_path(out)
+        paths, self.out_spec = trees.tree_flatten_with_path(out)
         values = [value for _, value in paths]
         self.out_names = tuple(path_name(path) or "output" for path, _ in paths)
         _refuse_opaque(self.out_names, values, "output")
-        computed = [isinstance(value, (torch.Tensor, *compat.SYMBOLIC)) for value in values]
+        computed = [isinstance(value, (torch.Tensor, *torch_sizes.SYMBOLIC)) for value in values]
         is_tensor = [isinstance(value, torch.Tensor) for value in values]
         wants = [i for i, v in enumerate(values) if is_tensor[i] and v.requires_grad and self.grad]
         scalars = [i for i in wants if values[i].dim() == 0]
@@ -642,9 +643,9 @@ def arguments_kept(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[No
     Raises:
         CaptureError: the caller's would stay as it was.
     """
-    before, spec = compat.tree_flatten_with_path((args, kwargs))
+    before, spec = trees.tree_flatten_with_path((args, kwargs))
     yield
-    after, now = compat.tree_flatten_with_path((args, kwargs))
+    after, now = trees.tree_flatten_with_path((args, kwargs))
     held, found = dict(before), dict(after)
     changed = [p for p in {**held, **found} if held.get(p, _NOTHING) is not found.get(p, _NOTHING)]
     if changed or spec != now:
@@ -662,8 +663,8 @@ _NOTHING = object()
 def _interpret(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a GraphModule node by node, so that new nodes inherit each node's module stack."""
     interpreter = fx.Interpreter(model)
-    if compat.takes_flat_inputs(model.graph):
-        flat, _ = compat.tree_flatten((args, kwargs))
+    if graphs.takes_flat_inputs(model.graph):
+        flat, _ = trees.tree_flatten((args, kwargs))
         out = interpreter.run(*flat, enable_io_processing=False)
         return model.graph.process_outputs(out)
     names = [node.target for node in model.graph.find_nodes(op="placeholder")]
@@ -739,7 +740,7 @@ def _refuse_new_data(
 def _refuse_opaque(names: tuple[str, ...], values: list[Any], what: str) -> None:
     """Raise CaptureError for an object that may hold tensors out of our sight."""
     for name, value in zip(names, values, strict=True):
-        if not isinstance(value, (torch.Tensor, *compat.SYMBOLIC, *PLAIN)):
+        if not isinstance(value, (torch.Tensor, *torch_sizes.SYMBOLIC, *PLAIN)):
             raise CaptureError(
                 f"{what} {name} is a {type(value).__name__}, which fxshard cannot look into for "
                 f"tensors. Use tensors and plain values, and dicts, lists, tuples and dataclasses "
@@ -756,7 +757,7 @@ def _export(
     call: _Call, fakes: tuple[torch.Tensor, ...]
 ) -> tuple[fx.GraphModule, list[Any], list[Any]]:
     with _failures_told(call), _while_traced(call):
-        return compat.export_joint(call, fakes, call.stands_for_cuda)
+        return export.export_joint(call, fakes, call.stands_for_cuda)
 
 
 @contextlib.contextmanager
@@ -765,8 +766,8 @@ def _while_traced(call: _Call) -> Iterator[None]:
     with (
         torch.set_grad_enabled(call.grad),
         torch.autocast(call.autocast.device, enabled=False),
-        compat.compiling(),
-        compat.checkpoints_inline(),
+        export.compiling(),
+        checkpointing.checkpoints_inline(),
         _attention_as_written(),
         hf.while_tracing(call.model),
         torch.fx.traceback.preserve_node_meta(),
@@ -793,7 +794,7 @@ def _failures_told(call: _Call) -> Iterator[None]:
     """Turn what torch raises into a CaptureError that names the line of the user's code."""
     try:
         yield
-    except compat.DATA_DEPENDENT_ERRORS as error:
+    except export.DATA_DEPENDENT_ERRORS as error:
         raise _TracerError(
             f"{type(call.model).__name__} cannot be traced: Python control flow or a shape depends "
             f"on the values of a tensor{refusals.line_of(error)}\n{refusals.remedy(error)}"
@@ -803,7 +804,7 @@ def _failures_told(call: _Call) -> Iterator[None]:
     except CaptureError:
         raise
     except Exception as error:
-        if isinstance(error, repeat.Formless) or str(error).startswith(compat.KEPT_BY_FORWARD):
+        if isinstance(error, repeat.Formless) or str(error).startswith(export.KEPT_BY_FORWARD):
             raise CaptureError(
                 f"{type(call.model).__name__} cannot be traced: forward reads a tensor that an "
                 f"earlier run of forward has made and kept{_kept(call.model)}"
@@ -811,7 +812,7 @@ def _failures_told(call: _Call) -> Iterator[None]:
                 f"without data. Make that tensor in __init__ (register_buffer), or "
                 f"empty the cache and call the model once before it is planned or compiled."
             ) from error
-        operator = compat.higher_order_operator(error)
+        operator = export.higher_order_operator(error)
         if operator is not None:
             raise CaptureError(
                 f"{type(call.model).__name__} cannot be traced: it calls the higher-order operator "
@@ -844,7 +845,7 @@ def _failures_told(call: _Call) -> Iterator[None]:
 
 def _misfit(call: _Call) -> str:
     """What of the call the signature of forward does not take; "" if it takes all of it."""
-    args, kwargs = compat.tree_unflatten(call.flat, call.in_spec)
+    args, kwargs = trees.tree_unflatten(call.flat, call.in_spec)
     try:
         inspect.signature(call.model.forward).bind(*args, **kwargs)
     except TypeError as error:
@@ -854,7 +855,7 @@ def _misfit(call: _Call) -> str:
 
 def _called(call: _Call) -> str:
     """``model(float32[3, 4], labels=int64[3])``."""
-    args, kwargs = compat.tree_unflatten(call.flat, call.in_spec)
+    args, kwargs = trees.tree_unflatten(call.flat, call.in_spec)
     every = [_said(arg) for arg in args] + [f"{name}={_said(arg)}" for name, arg in kwargs.items()]
     return f"model({', '.join(every)})"
 
@@ -884,7 +885,7 @@ def _kept(model: nn.Module) -> str:
     """``, as self.<name> of <class>``; or where else it may be."""
     for module in model.modules():
         for name, value in vars(module).items():
-            if compat.is_fake(value):
+            if fake_tensors.is_fake(value):
                 return f", as self.{name} of {type(module).__name__}"
     return ", in a global, a closure or a collection"
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
-from fxshard._torch.compat import OpOverload
+from fxshard._torch.export import OpOverload
 from fxshard.capture import rng
 from fxshard.codegen import spelling
 from fxshard.codegen.regions import load as load_regions

@@ -34,8 +34,8 @@ from torch.optim import (
     Rprop,
 )
 
-from fxshard._torch import compat
-from fxshard._torch.sharded import local_part, sharded_like
+from fxshard._torch import dtensors
+from fxshard._torch.dtensors import local_part, sharded_like
 from fxshard.errors import ConfigError, StepError
 
 # Each element is stepped on its own: torch/optim/<name>.py reads no other element of a parameter.
@@ -130,7 +130,7 @@ class OnShards(Optimizer):
                 whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
                 if isinstance(param, DTensor) and whole and value.shape == param.shape:
                     local = local_part(sharded_like(value, param)).clone()
-                    entries[key] = compat.dtensor_like(local, param)
+                    entries[key] = dtensors.dtensor_like(local, param)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copied or pickled on its own it is torch's optimizer."""
@@ -204,7 +204,7 @@ class OnShards(Optimizer):
             if key not in row.pairs or row.pairs[key][1] is not value:
                 shown = value
                 if isinstance(param, DTensor) and isinstance(value, Tensor) and value.dim():
-                    shown = compat.dtensor_like(value, param)
+                    shown = dtensors.dtensor_like(value, param)
                 row.pairs[key] = shown, value
                 self.state[param][key] = shown
 

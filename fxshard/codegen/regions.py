@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxshard._torch import compat
-from fxshard._torch.compat import FakeTensorMode
+from fxshard._torch import inductor
+from fxshard._torch.fake_tensors import FakeTensorMode
 from fxshard.host import files
 from fxshard.ir import domain, tags
 from fxshard.ir.compiled import Compiled, Step, stays_apart
@@ -79,14 +79,14 @@ class Store:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = files.private(folder or Path(compat.inductor_cache_dir()) / "fxshard")
-        self.key = compat.inductor_key()
+        self.folder = files.private(folder or Path(inductor.inductor_cache_dir()) / "fxshard")
+        self.key = inductor.inductor_key()
 
     def digest(self, region_digest: str) -> str:
         """Of a region, and of all that its code depends on."""
         return hashlib.sha256(f"{FORMAT} {self.key} {region_digest}".encode()).hexdigest()
 
-    def read(self, digest: str) -> compat.Generated | None:
+    def read(self, digest: str) -> inductor.Generated | None:
         """What is on disk; None if there is nothing, or not what `write` has written."""
         try:
             seal, _, text = files.read_private(self.folder / f"{digest}.json").partition(b"\n")
@@ -97,9 +97,9 @@ class Store:
         held = json.loads(text)
         raw = io.BytesIO(base64.b64decode(held["constants"]))
         constants = torch.load(raw, weights_only=True)
-        return compat.Generated(held["source"], constants, tuple(held["aligned"]))
+        return inductor.Generated(held["source"], constants, tuple(held["aligned"]))
 
-    def write(self, digest: str, code: compat.Generated) -> None:
+    def write(self, digest: str, code: inductor.Generated) -> None:
         """Whole or not at all."""
         raw = io.BytesIO()
         torch.save(code.constants, raw)
@@ -127,8 +127,8 @@ def _seal(digest: str, text: bytes) -> bytes:
 
 
 def generated(
-    store: Store, digest: str, make: Callable[[], compat.Generated], *, wait: bool
-) -> tuple[compat.Generated, bool] | None:
+    store: Store, digest: str, make: Callable[[], inductor.Generated], *, wait: bool
+) -> tuple[inductor.Generated, bool] | None:
     """Code from disk, or made and put there, with whether it was made; None if another process is
     at it and `wait` is False.
 
@@ -154,21 +154,21 @@ def generated(
         return code, True
 
 
-def generate(graph: fx.Graph, mode: FakeTensorMode) -> compat.Generated:
+def generate(graph: fx.Graph, mode: FakeTensorMode) -> inductor.Generated:
     """Inductor's code for the graph of a region.
 
     Raises:
         Exception: whatever Inductor raises for what it cannot do.
     """
     values = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
-    return compat.inductor_source(graph, values, mode)
+    return inductor.inductor_source(graph, values, mode)
 
 
 # -- reading what generated code allocates --------------------------------------------------------
 
 
 def lifetimes(
-    graph: fx.Graph, code: compat.Generated, mode: FakeTensorMode
+    graph: fx.Graph, code: inductor.Generated, mode: FakeTensorMode
 ) -> tuple[tuple[Step, ...], tuple[int, ...]]:
     """Steps and results of `code`, by running its statements on fake tensors without kernels.
 
@@ -283,7 +283,7 @@ class _Torch:
 
 
 def _fake_namespace(
-    module: ast.Module, code: compat.Generated, recorder: _Recorder
+    module: ast.Module, code: inductor.Generated, recorder: _Recorder
 ) -> dict[str, Any]:
     """What the statements of the module run in, with ``call`` in it."""
 
@@ -314,7 +314,7 @@ def _fake_namespace(
         "assert_size_stride_grouped": nothing,  # since torch 2.15
         "assert_alignment": nothing,
         "get_raw_stream": nothing,
-        "extern_kernels": _Watched(compat.extern_kernels(), recorder),
+        "extern_kernels": _Watched(inductor.extern_kernels(), recorder),
     }
     for name, value in code.constants.items():
         namespace[name] = torch.empty_like(value)

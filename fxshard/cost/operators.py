@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxshard._torch.compat import OpOverload
+from fxshard._torch.export import OpOverload
 from fxshard.cost.hardware import Hardware
 from fxshard.ir import ops, tags
 

@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from fxshard import pipeline
-from fxshard._torch import compat
+from fxshard._torch import dynamo, export, trees
 from fxshard.config import Config, notice
 from fxshard.dynamo.replay import Bound, Interpreter, Run, relocated, stand_ins, unwraps
 from fxshard.errors import CaptureError, ConfigError
@@ -91,7 +91,7 @@ def check_options(config: Config) -> None:
 def attach(owner: Runtime, classes: dict[nn.Module, type]) -> None:
     """Prepare the user's model, which was just sharded, for eager use and for Dynamo."""
     reading.attach(owner.root, classes)
-    compat.register_backend("fxshard", backend)
+    dynamo.register_backend("fxshard", backend)
 
 
 def reports(model: nn.Module) -> GraphReports:
@@ -445,7 +445,7 @@ class _Variant:
                 outputs, _ = self.variant.executor.forward(owner.arguments(self.variant, batch))
         given = iter(outputs)
         leaves = [next(given) if c is None else c[0] for c in signature.outputs]
-        found, new = compat.tree_unflatten(leaves, signature.out_spec)
+        found, new = trees.tree_unflatten(leaves, signature.out_spec)
         for position, value in zip(self.copied, new, strict=True):
             rest[position].copy_(value)
         return found
@@ -577,6 +577,6 @@ _CASTS = (aten._to_copy.default, aten.clone.default, aten._unsafe_view.default, 
 def _is_same_values(node: fx.Node) -> bool:
     """True for a view, cast or copy of one tensor."""
     target = node.target
-    if len(node.all_input_nodes) != 1 or not isinstance(target, compat.OpOverload):
+    if len(node.all_input_nodes) != 1 or not isinstance(target, export.OpOverload):
         return False
     return target in _CASTS or target.is_view

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from fxshard._torch import compat
+from fxshard._torch import autograd, checkpointing, dynamo, graphs
 from fxshard.capture import provenance
 from fxshard.errors import CaptureError
 from fxshard.ir import units
@@ -151,19 +151,19 @@ class Run:
 
     def path(self, node: fx.Node) -> tuple[tuple[str, int], ...]:
         """The calls of modules that a node ran in: FQN and number, the outermost first."""
-        found = [(self.names.get(key, ""), number) for key, number in compat.dynamo_modules(node)]
+        found = [(self.names.get(key, ""), number) for key, number in dynamo.dynamo_modules(node)]
         inside = [(name, number) for name, number in found if name]
         return tuple([(self.base, 0), *inside] if self.base else inside)
 
 
 def _version(value: Any) -> int:
-    return compat.version(value) if isinstance(value, Tensor) else 0
+    return autograd.version(value) if isinstance(value, Tensor) else 0
 
 
 def _base(graph_module: fx.GraphModule, names: dict[str, str]) -> str:
     """FQN of the module whose forward the graph is a stretch of; "" is the root."""
     for node in graph_module.graph.nodes:
-        for key, path in compat.dynamo_paths(node):
+        for key, path in dynamo.dynamo_paths(node):
             name = names.get(key, "")
             if name and path and name.endswith(path):
                 return name[: -len(path)].rstrip(".")
@@ -220,22 +220,22 @@ class Interpreter(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        restore = compat.with_current_meta(provenance.SAID, compat.stack_line(n))
+        restore = graphs.with_current_meta(provenance.SAID, dynamo.stack_line(n))
         try:
             if n.target is reading.parameter or n.target is reading.packet:
                 return args[0]  # the whole parameter, which is there in the place of its handle
             if unwraps(n) and isinstance(args[0], float):
                 return args[0]
-            if n.target is compat.checkpoint_operator():
+            if n.target is checkpointing.checkpoint_operator():
                 return self._checkpoint(args, kwargs, self._path(n))
             return getattr(self, n.op)(n.target, args, kwargs)
         finally:
             restore()
 
     def _checkpoint(self, args: Any, kwargs: Any, path: tuple[tuple[str, int], ...]) -> Any:
-        """The user's checkpoint, for `compat.checkpoints_inline` to see."""
+        """The user's checkpoint, for `checkpointing.checkpoints_inline` to see."""
         body, *operands = args
-        context = compat.checkpoint_context(body)
+        context = checkpointing.checkpoint_context(body)
 
         def function(*inputs: Any) -> Any:
             return Interpreter(self._run, body, path, inputs).result()

@@ -7,8 +7,8 @@ import operator
 
 from torch import fx
 
-from fxshard._torch import compat
-from fxshard._torch.compat import OpOverload
+from fxshard._torch import inductor
+from fxshard._torch.export import OpOverload
 from fxshard.ir import tags
 
 
@@ -41,7 +41,7 @@ class Compiled:
     """
 
     digest: str
-    code: compat.Generated = dataclasses.field(repr=False)
+    code: inductor.Generated = dataclasses.field(repr=False)
     steps: tuple[Step, ...]
     outputs: tuple[int, ...]
     fresh: bool

@@ -44,8 +44,9 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, fx
 
-from fxshard._torch import compat
-from fxshard._torch.compat import FakeTensorMode, TreeSpec
+from fxshard._torch import export, fake_tensors, graphs
+from fxshard._torch.fake_tensors import FakeTensorMode
+from fxshard._torch.trees import TreeSpec
 from fxshard.ir import ops, tags
 from fxshard.ir.calls import Call
 from fxshard.ir.domain import Domain
@@ -258,7 +259,7 @@ class Program:
 
     def fake(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
         """A fresh contiguous fake tensor with a storage of its own."""
-        return compat.fake_empty(self.fake_mode, shape, dtype, device)
+        return fake_tensors.fake_empty(self.fake_mode, shape, dtype, device)
 
     def refake(self, node: fx.Node) -> Any:
         """The fake value of `node`, made again from the fake values of its inputs."""
@@ -268,13 +269,13 @@ class Program:
 
         def empty(like: Tensor, shape: Sequence[int], **said: Any) -> Tensor:
             dtype, device = said.get("dtype", like.dtype), said.get("device", like.device)
-            return compat.fake_empty(self.fake_mode, shape, dtype, device)
+            return fake_tensors.fake_empty(self.fake_mode, shape, dtype, device)
 
         target: Any = node.target
         if _is_plain_view(node):
             base, *rest = node.args
             whole = val(cast("fx.Node", base))
-            return compat.fake_view(
+            return fake_tensors.fake_view(
                 self.fake_mode, whole, lambda x: target(x, *rest, **node.kwargs)
             )
         args = fx.node.map_arg(node.args, val)
@@ -303,7 +304,7 @@ class Program:
         """
         return dataclasses.replace(
             self,
-            graph=compat.copy_graph(self.graph),
+            graph=graphs.copy_graph(self.graph),
             results=list(self.results),
             units=units,
             world_size=world_size,
@@ -326,7 +327,7 @@ def _is_plain_view(node: fx.Node) -> bool:
     """True if `node` makes one view of one tensor."""
     target = node.target
     return (
-        isinstance(target, compat.OpOverload)
+        isinstance(target, export.OpOverload)
         and target.is_view
         and [str(made.type) for made in target._schema.returns] == ["Tensor"]
         and node.all_input_nodes == [node.args[0]]
@@ -368,7 +369,7 @@ def _laid_out(mode: FakeTensorMode, val: Any, storages: dict[int, torch.UntypedS
         return None
     if id(storage) not in storages:
         storages[id(storage)] = torch.UntypedStorage(size, device="meta")
-    return compat.fake_over(mode, val, storages[id(storage)])
+    return fake_tensors.fake_over(mode, val, storages[id(storage)])
 
 
 def nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import fx
 
-from fxshard._torch.compat import OpOverload
+from fxshard._torch.export import OpOverload
 
 Phase = Literal["forward", "backward"]
 Role = Literal[

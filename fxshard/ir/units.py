@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fxshard._torch import compat
+from fxshard._torch import fake_tensors
+from fxshard._torch import modules as torch_modules
 from fxshard.config import Config, Precision
 from fxshard.errors import CaptureError, ConfigError, UnitError
 
@@ -366,7 +367,7 @@ def _check_kinds(model: nn.Module) -> None:
 
 def no_plain_tensor(tensor: torch.Tensor) -> str:
     """What a tensor is that is no plain dense one; empty if it is."""
-    if isinstance(tensor, (DTensor, compat.FakeTensor)):
+    if isinstance(tensor, (DTensor, fake_tensors.FakeTensor)):
         return ""
     if _has_own_operators(type(tensor)):
         return f"a {type(tensor).__name__}, a subclass of torch.Tensor with operators of its own"
@@ -504,8 +505,8 @@ def _unit_fqns(model: nn.Module, spec: Any) -> set[str]:
     if isinstance(spec, Sequence):
         return set().union(*(_matches(model, item) for item in spec))
     try:
-        if compat.is_wrap_policy(spec):
-            wrapped = compat.run_wrap_policy(spec, model)
+        if torch_modules.is_wrap_policy(spec):
+            wrapped = torch_modules.run_wrap_policy(spec, model)
             return {name for name, module in model.named_modules() if module in wrapped}
         if callable(spec):
             return _run_callable(model, spec)

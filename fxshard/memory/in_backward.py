@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxshard._torch.compat import FakeTensorMode
+from fxshard._torch.fake_tensors import FakeTensorMode
 from fxshard.codegen.optimizer import on_shards
 from fxshard.errors import ConfigError
 from fxshard.host import collector

@@ -24,7 +24,7 @@ import sympy
 import torch
 from torch import fx, nn
 
-from fxshard._torch.compat import tree_flatten
+from fxshard._torch.trees import tree_flatten
 from fxshard.host import collector
 from fxshard.ir import ops, tags, transfers
 from fxshard.ir.compiled import Compiled

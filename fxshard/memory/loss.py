@@ -11,7 +11,8 @@ import sympy
 import torch
 from torch import fx
 
-from fxshard._torch import compat
+from fxshard._torch import autograd, export, fake_tensors, trees
+from fxshard._torch import sizes as torch_sizes
 from fxshard.capture import fakes, refusals, shapes
 from fxshard.capture.cuda import operators as cuda_operators
 from fxshard.errors import ConfigError
@@ -52,7 +53,7 @@ UNSEEN = -1  # storage that no operator made: a constant that the loss's own bac
 class _Loss(Recorder):
     """Records with results as their kernels make them, on the CPU or on CUDA."""
 
-    def __init__(self, mode: compat.FakeTensorMode) -> None:
+    def __init__(self, mode: fake_tensors.FakeTensorMode) -> None:
         super().__init__(mode)
 
         def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -74,7 +75,7 @@ class _Model(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> tuple[torch.Tensor | None, ...]:
-        grads = compat.boxed(given)
+        grads = autograd.boxed(given)
         made: torch.Tensor = ctx.arrived(grads)
         return (None, made, *(None for _ in grads))
 
@@ -102,7 +103,9 @@ def with_formulas(
     seen = sizes.domain()
     names = {found: symbolic.symbol(name) for name, found in seen.symbols.items()}
     made = {
-        number: compat.in_sympy(sizes.env.simplify(compat.expression(size)).xreplace(names))
+        number: torch_sizes.in_sympy(
+            sizes.env.simplify(torch_sizes.expression(size)).xreplace(names)
+        )
         for event in both[1]
         for number, size in event.allocated
         if not isinstance(size, int)
@@ -178,7 +181,7 @@ def trace_loss(
 
     def is_over(_: torch.Tensor) -> None:
         gone = {number for event in recorder.events for number in event.freed}
-        if compat.BOXED_GRADS:
+        if autograd.BOXED_GRADS:
             taken.update(gone & set(tangents.values()) - copied)
         recorder.events = [Event("rest of backward", [], [])]
 
@@ -196,7 +199,7 @@ def trace_loss(
         for position in same.keys() | same.values():
             flat[position] = flat[of_first[same.get(position, position)]]
         del made, tensor
-        out = compat.tree_unflatten(flat, signature.out_spec)
+        out = trees.tree_unflatten(flat, signature.out_spec)
         try:
             with cuda_operators.substituted() if on_cuda else contextlib.nullcontext(), recorder:
                 value = loss(out)
@@ -215,7 +218,7 @@ def trace_loss(
                 f"{refusals.line_of(error)}\nIt is called with what the model returns, with "
                 f"tensors that hold no data."
             )
-            if isinstance(error, compat.DATA_DEPENDENT_ERRORS):
+            if isinstance(error, export.DATA_DEPENDENT_ERRORS):
                 text += f" {refusals.remedy(error)}"
             raise ConfigError(text) from error
     return LossStep(
@@ -229,7 +232,7 @@ def trace_loss(
 
 
 def _open(
-    program: Program, node: fx.Node, sizes: shapes.Trace, mode: compat.FakeTensorMode
+    program: Program, node: fx.Node, sizes: shapes.Trace, mode: fake_tensors.FakeTensorMode
 ) -> torch.Tensor:
     """An output with symbols for sizes.
 
@@ -247,7 +250,7 @@ def _open(
     if opened is not None:
         assert program.domain is not None
         given = {program.domain.symbols[name].name: sizes.size(name) for name in sizes.places}
-        shape = [symbolic.evaluate(compat.in_sympy(size), given) for size in opened.size]
+        shape = [symbolic.evaluate(torch_sizes.in_sympy(size), given) for size in opened.size]
     with mode:
         return torch.empty(shape, dtype=val.dtype, device=val.device)
 

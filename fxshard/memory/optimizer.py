@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fxshard._torch.compat import FakeTensorMode, TorchDispatchMode, tree_flatten_with_path
+from fxshard._torch.fake_tensors import FakeTensorMode
+from fxshard._torch.modes import TorchDispatchMode
+from fxshard._torch.trees import tree_flatten_with_path
 from fxshard.cost.timeline import OptimizerState
 from fxshard.errors import ConfigError
 from fxshard.host import collector

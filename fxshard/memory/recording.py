@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from fxshard._torch.compat import FakeTensorMode, TorchDispatchMode, is_fake
+from fxshard._torch.fake_tensors import FakeTensorMode, is_fake
+from fxshard._torch.modes import TorchDispatchMode
 from fxshard.ir import tags
 
 

@@ -20,7 +20,7 @@ import torch
 from sympy.logic.boolalg import BooleanAtom
 from torch import fx
 
-from fxshard._torch import compat
+from fxshard._torch import sizes as torch_sizes
 from fxshard.capture import fakes, shapes
 from fxshard.ir import domain, ops, tags, transfers
 from fxshard.ir.program import Program
@@ -129,7 +129,7 @@ class _Reading:
     def named(self, traced: sympy.Expr) -> sympy.Expr:
         """A size of the trace in the names of the sizes, by sympy's own functions."""
         if traced not in self._named:
-            self._named[traced] = compat.in_sympy(traced.xreplace(self._names))
+            self._named[traced] = torch_sizes.in_sympy(traced.xreplace(self._names))
         return self._named[traced]
 
     def product(self, shape: tuple[sympy.Expr, ...]) -> sympy.Expr:
@@ -259,7 +259,7 @@ def input_bytes(program: Program, leaf: int, value: torch.Tensor) -> sympy.Expr 
 def conditions(domain: domain.Domain) -> list[tuple[sympy.Basic, str]]:
     """What a trace took for granted, in the names of the sizes, and where."""
     names = {found: symbol(name) for name, found in domain.symbols.items()}
-    return [(compat.in_sympy(c.xreplace(names)), where) for c, where in domain.conditions]
+    return [(torch_sizes.in_sympy(c.xreplace(names)), where) for c, where in domain.conditions]
 
 
 def evaluate(expression: sympy.Basic, sizes: Mapping[str, Any]) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fxshard._torch import compat
+from fxshard._torch import trees
 from fxshard.arguments import check_count
 from fxshard.bytesize import counts, parse_budget
 from fxshard.errors import CaptureError, ConfigError, OutOfRangeError
@@ -138,7 +138,7 @@ def _with_dimension(plan: Plan, what: str, dim: int) -> tuple[dict[str, torch.Te
     Raises:
         ConfigError: none has; or they have no bytes.
     """
-    leaves, _ = compat.tree_flatten(plan.workload.call)
+    leaves, _ = trees.tree_flatten(plan.workload.call)
     names = plan.program.signature.input_names
     has = [(n, t) for n, t in zip(names, leaves, strict=True) if _has(t, dim)]
     if not has:

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from fxshard._torch import compat
+from fxshard._torch import trees
 from fxshard.bytesize import is_count, size_text
 from fxshard.config import Config, Precision, grid
 from fxshard.cost.hardware import Hardware
@@ -153,7 +153,7 @@ class _Search:
         """With the batch left open, as the user has named it or else wherever tensors have it."""
         if self.example is None or self.user_dynamic:
             return workload
-        leaves, _ = compat.tree_flatten_with_path(workload.call)
+        leaves, _ = trees.tree_flatten_with_path(workload.call)
         places = [
             (input_name(path), 0)
             for path, leaf in leaves

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from fxshard._torch import compat
+from fxshard._torch import trees
 from fxshard.capture.shapes import with_sizes
 from fxshard.config import Config, Precision
 from fxshard.errors import FxshardError
@@ -95,7 +95,7 @@ def _batches(plan: Plan) -> list[tuple[str, dict[str, Any]]]:
 
 def batch_size(plan: Plan) -> int | None:
     """Size of the first dimension of the first tensor of the call that has one."""
-    leaves, _ = compat.tree_flatten(plan.workload.call)
+    leaves, _ = trees.tree_flatten(plan.workload.call)
     sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
     return sizes[0] if sizes else None
 
@@ -110,7 +110,7 @@ def resized(
     plan: Plan, dim: int, before: int | None, after: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call on meta tensors, with dimension `dim` changed where its size is `before`."""
-    leaves, _ = compat.tree_flatten(plan.workload.call)
+    leaves, _ = trees.tree_flatten(plan.workload.call)
     has = [
         (number, dim)
         for number, leaf in enumerate(leaves)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import sympy
 import torch
 
-from fxshard._torch import compat
+from fxshard._torch import trees
 from fxshard.arguments import check_flag
 from fxshard.bytesize import counts, is_size
 from fxshard.capture import shapes
@@ -247,7 +247,7 @@ class Plan:
         """The tensors of the call that have a size of ``dynamic=``, of other sizes, on meta."""
         places = self._places()
         given = {other: size for other, size in sizes.items() if other in places}
-        leaves, _ = compat.tree_flatten(shapes.with_sizes(self.workload.call, places, given))
+        leaves, _ = trees.tree_flatten(shapes.with_sizes(self.workload.call, places, given))
         return [leaves[leaf] for leaf, _ in places[name]]
 
     def _places(self) -> domain.Symbols:
@@ -256,7 +256,7 @@ class Plan:
 
     def _named_sizes(self) -> dict[str, int]:
         """The sizes of the call by their names."""
-        leaves, _ = compat.tree_flatten(self.workload.call)
+        leaves, _ = trees.tree_flatten(self.workload.call)
         sizes = shapes.of_call(leaves)
         return {name: domain.size_at(sizes, at[0]) for name, at in self._places().items()}
 
@@ -314,7 +314,7 @@ class Plan:
             if domain is not None:
                 held |= dict(symbolic.conditions(domain))
         held |= dict(loss.conditions if loss is not None else ())
-        leaves, _ = compat.tree_flatten(self.workload.call)
+        leaves, _ = trees.tree_flatten(self.workload.call)
         for name, places in self._places().items():
             parts = [leaves[leaf] for leaf, _ in places if not is_own(leaves[leaf])]
             if parts:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxshard._torch import compat
+from fxshard._torch import trees
 from fxshard.arguments import check_called, check_flag
 from fxshard.bytesize import is_count
 from fxshard.config import Config
@@ -89,7 +89,7 @@ def is_own(tensor: torch.Tensor) -> bool:
 
 def without_data(call: Call) -> Call:
     """The same call on meta tensors that share storages as its tensors do."""
-    leaves, spec = compat.tree_flatten(call)
+    leaves, spec = trees.tree_flatten(call)
     bases: dict[int, torch.Tensor] = {}
     held = [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]
     seen: dict[int, torch.Tensor] = {}
@@ -108,5 +108,5 @@ def without_data(call: Call) -> Call:
             seen[id(leaf)] = view.detach().requires_grad_(leaf.requires_grad)
         flat.append(seen[id(leaf)])
     del held
-    args, kwargs = compat.tree_unflatten(flat, spec)
+    args, kwargs = trees.tree_unflatten(flat, spec)
     return args, kwargs

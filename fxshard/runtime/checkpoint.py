@@ -51,7 +51,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from fxshard._torch import compat
+from fxshard._torch import optimizers
 from fxshard.errors import CheckpointError
 from fxshard.runtime.module import FxshardModule
 
@@ -104,7 +104,7 @@ def save_checkpoint(
         return name
 
     def take() -> None:
-        with contextlib.nullcontext() if optimizer is None else compat.not_stepped(optimizer):
+        with contextlib.nullcontext() if optimizer is None else optimizers.not_stepped(optimizer):
             state.update(_state(model, optimizer))
 
     def digests() -> dict[str, str]:
@@ -303,7 +303,7 @@ def _groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, nn.Paramet
             ``use_orig_params``).
     """
     _require_own(model, optimizer)
-    with compat.not_stepped(optimizer):
+    with optimizers.not_stepped(optimizer):
         state: Any = get_optimizer_state_dict(model, optimizer)
     found: list[dict[str, nn.Parameter]] = []
     for named, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
@@ -501,8 +501,8 @@ def _stated(optimizer: Optimizer, saved: dict[nn.Parameter, set[str]]) -> Iterat
     )
     try:
         with (
-            compat.without_step_hooks(optimizer),
-            contextlib.nullcontext() if wanted else compat.not_stepped(optimizer),
+            optimizers.without_step_hooks(optimizer),
+            contextlib.nullcontext() if wanted else optimizers.not_stepped(optimizer),
         ):
             if not same:
                 optimizer.state = collections.defaultdict(dict)

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from fxshard._torch import compat
-from fxshard._torch.sharded import sharded_like
+from fxshard._torch import autograd, dtensors, export, trees
+from fxshard._torch.dtensors import sharded_like
 from fxshard.errors import StepError
 from fxshard.runtime.world.c10d import C10dWorld
 
@@ -47,7 +47,7 @@ def as_one_process(mesh: DeviceMesh, world: C10dWorld) -> None:
     does.
     """
     if not _worlds:
-        compat.dtensor_handlers().update(dict.fromkeys((*_operators(), _NUMBER), _dispatched))
+        dtensors.dtensor_handlers().update(dict.fromkeys((*_operators(), _NUMBER), _dispatched))
     alive = [ref for ref in _worlds.get(hash(mesh), ()) if ref() not in (None, world)]
     _worlds[hash(mesh)] = [*alive, weakref.ref(world)]
 
@@ -72,7 +72,7 @@ def undoing() -> Iterator[Callable[[], None]]:
 
 
 @functools.cache
-def _operators() -> tuple[compat.OpOverload, ...]:
+def _operators() -> tuple[export.OpOverload, ...]:
     """All that draw, but attention, which draws for its dropout alone."""
     found = []
     for name in dir(torch.ops.aten):
@@ -90,13 +90,13 @@ def _operators() -> tuple[compat.OpOverload, ...]:
 
 def _dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Instead of DTensor's own dispatch of an operator."""
-    tensors = [t for t in compat.tree_flatten((args, kwargs))[0] if isinstance(t, DTensor)]
-    with compat.plain_torch_functions():
+    tensors = [t for t in trees.tree_flatten((args, kwargs))[0] if isinstance(t, DTensor)]
+    with autograd.plain_torch_functions():
         if all(hash(t.device_mesh) in _worlds for t in tensors):
             if func is _NUMBER:
                 return _number(tensors[0])
             return _draw(func, args, kwargs, tensors)
-        with compat.without_dtensor_handler(func):
+        with dtensors.without_dtensor_handler(func):
             return func(*args, **kwargs)
 
 
@@ -107,7 +107,7 @@ def _number(tensor: DTensor) -> Any:
         RankMismatchError: some ranks do something else.
     """
     if all(place.is_replicate() for place in tensor.placements):
-        return compat.local_tensor(tensor).item()
+        return dtensors.local_tensor(tensor).item()
     world = next((w for ref in reversed(_worlds[hash(tensor.device_mesh)]) if (w := ref())), None)
     if world is not None:
         world.require_joined()
@@ -144,13 +144,13 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: lis
         id(t): _empty_whole(t) if t is first and fills else t.full_tensor().clone() for t in tensors
     }
     _note(kwargs.get("generator"), wholes[id(first)].device)
-    found = func(*compat.exchanged(args, wholes), **compat.exchanged(kwargs, wholes))
+    found = func(*trees.exchanged(args, wholes), **trees.exchanged(kwargs, wholes))
     for tensor in written.values():
         tensor.copy_(sharded_like(wholes[id(tensor)], tensor))
     others = {id(wholes[id(t)]): t for t in tensors}
-    leaves, spec = compat.tree_flatten(found)
+    leaves, spec = trees.tree_flatten(found)
     made = [others[id(leaf)] if id(leaf) in others else _placed(leaf, first) for leaf in leaves]
-    return compat.tree_unflatten(made, spec)
+    return trees.tree_unflatten(made, spec)
 
 
 def _note(generator: torch.Generator | None, device: torch.device) -> None:
@@ -181,7 +181,7 @@ def _placed(value: Any, like: DTensor) -> Any:
 
 
 def _empty_whole(like: DTensor) -> Tensor:
-    device = compat.local_tensor(like).device
+    device = dtensors.local_tensor(like).device
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
 
 

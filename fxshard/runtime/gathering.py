@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fxshard._torch import compat
-from fxshard._torch.sharded import sharded_like
+from fxshard._torch import autograd, modes, trees
+from fxshard._torch import dtensors as torch_dtensors
+from fxshard._torch.dtensors import sharded_like
 from fxshard.capture.swapped import as_users_own
 from fxshard.errors import FxshardError, StepError
 from fxshard.runtime import dtensors, reading
@@ -66,20 +67,20 @@ class GatheringTensor(DTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        with compat.plain_torch_functions():
+        with autograd.plain_torch_functions():
             name = getattr(func, "__name__", "")
             attribute = getattr(getattr(func, "__self__", None), "__name__", "")
             if name in _ACCESS and attribute not in _VIEWS:
                 return _accessed(func, name, attribute, args, kwargs)
             if name == "__deepcopy__":
                 return _deepcopied(*args, **kwargs)
-            leaves, spec = compat.tree_flatten((args, kwargs))
+            leaves, spec = trees.tree_flatten((args, kwargs))
             if any(isinstance(leaf, CopiedView) for leaf in leaves):
                 _refuse_into_views(name, args, kwargs)
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             if name in _SELF and len({id(tensor) for tensor in tensors}) == 1:
                 return func(*args, **kwargs)
-            if any(isinstance(t, DTensor) for t in compat.tree_flatten(kwargs.get("out"))[0]):
+            if any(isinstance(t, DTensor) for t in trees.tree_flatten(kwargs.get("out"))[0]):
                 return _written_out(func, args, kwargs)
             if _is_in_place(name) and isinstance(tensors[0], DTensor):
                 return _written(func, leaves, spec, tensors[0])
@@ -98,7 +99,7 @@ class GatheringTensor(DTensor):
                             return found if _is_kept(name) else _gathering(found, tensors)
                         undo()
             wholes = {id(t): _whole(t) for t in tensors if isinstance(t, DTensor)}
-            found = func(*compat.exchanged(args, wholes), **compat.exchanged(kwargs, wholes))
+            found = func(*trees.exchanged(args, wholes), **trees.exchanged(kwargs, wholes))
             return _marked(found, wholes, next(t for t in tensors if isinstance(t, DTensor)))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -122,24 +123,24 @@ class CopiedView(Tensor):
         kwargs = kwargs or {}
         if any(issubclass(each, GatheringTensor) for each in types):
             return NotImplemented
-        with compat.plain_torch_functions():
+        with autograd.plain_torch_functions():
             name = getattr(func, "__name__", "")
             if name not in _ACCESS:
                 _refuse_into_views(name, args, kwargs)
             found = func(*args, **kwargs)
-            given = [t for t in compat.tree_flatten((args, kwargs))[0] if isinstance(t, CopiedView)]
+            given = [t for t in trees.tree_flatten((args, kwargs))[0] if isinstance(t, CopiedView)]
             return _as_views(found, given, getattr(given[0], PLACE))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with compat.plain_torch_functions():
+        with autograd.plain_torch_functions():
             return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
 def _refuse_into_views(name: str, args: Any, kwargs: Any) -> None:
     """Raise StepError if a function writes into a `CopiedView`."""
-    written = compat.tree_flatten(kwargs.get("out"))[0]
+    written = trees.tree_flatten(kwargs.get("out"))[0]
     if _is_in_place(name) and name not in _NOT_VALUES:
-        written += compat.tree_flatten([*args, *kwargs.values()][:1])[0]  # nn.init names it
+        written += trees.tree_flatten([*args, *kwargs.values()][:1])[0]  # nn.init names it
     for tensor in written:
         if isinstance(tensor, CopiedView):
             raise _lost(getattr(tensor, PLACE)[1], name)
@@ -151,12 +152,12 @@ def _as_views(found: Any, of: Sequence[Tensor], place: Any) -> Any:
     if type(found).__module__ == "numpy" and hasattr(found, "flags"):
         found.flags.writeable = False  # in one process it would be the parameter's memory
         return found
-    leaves, spec = compat.tree_flatten(found)
+    leaves, spec = trees.tree_flatten(found)
     for i, leaf in enumerate(leaves):
         if type(leaf) is Tensor and leaf.untyped_storage()._cdata in known:
             leaves[i] = leaf.as_subclass(CopiedView)
             setattr(leaves[i], PLACE, place)
-    return compat.tree_unflatten(leaves, spec)
+    return trees.tree_unflatten(leaves, spec)
 
 
 def let_gather(runtime: Runtime) -> None:
@@ -308,7 +309,7 @@ def _written(func: Any, leaves: list[Any], spec: Any, into: DTensor) -> Any:
     alike = _is_by_element(name) and all(t.shape == into.shape for t in plain)
     if several or alike:
         rows = {id(t): sharded_like(t, into) for t in plain}
-        args, kwargs = compat.tree_unflatten([rows.get(id(leaf), leaf) for leaf in leaves], spec)
+        args, kwargs = trees.tree_unflatten([rows.get(id(leaf), leaf) for leaf in leaves], spec)
         try:
             with _OnShards():
                 return func(*args, **kwargs)
@@ -317,16 +318,16 @@ def _written(func: Any, leaves: list[Any], spec: Any, into: DTensor) -> Any:
         except (NotImplementedError, RuntimeError):  # DTensor cannot, or no one can
             if several:
                 raise
-    args, kwargs = compat.tree_unflatten(leaves, spec)
+    args, kwargs = trees.tree_unflatten(leaves, spec)
     return _written_whole(func, args, kwargs, [into])
 
 
 def _written_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``out=`` is a parameter, or several."""
-    outs = [t for t in compat.tree_flatten(kwargs["out"])[0] if isinstance(t, DTensor)]
+    outs = [t for t in trees.tree_flatten(kwargs["out"])[0] if isinstance(t, DTensor)]
     for out in outs:
         _refuse_copy(out, func.__name__)
-    tensors = [t for t in compat.tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+    tensors = [t for t in trees.tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
     if len(tensors) > len(outs) and _is_by_element(func.__name__):
         kinds = {
             (t.shape, t.placements, t.device_mesh) if isinstance(t, DTensor) else None
@@ -355,10 +356,10 @@ def _written_whole(
         with torch.no_grad():
             made = _whole(tensor).clone()
         wholes[id(tensor)] = made.requires_grad_(tensor.requires_grad)  # autograd asks for that
-    for leaf in compat.tree_flatten((args, kwargs))[0]:
+    for leaf in trees.tree_flatten((args, kwargs))[0]:
         if isinstance(leaf, DTensor) and id(leaf) not in wholes:
             wholes[id(leaf)] = _whole(leaf)
-    found = func(*compat.exchanged(args, wholes), **compat.exchanged(kwargs, wholes))
+    found = func(*trees.exchanged(args, wholes), **trees.exchanged(kwargs, wholes))
     for tensor in into:
         whole = wholes[id(tensor)]
         if whole.shape != tensor.shape or whole.grad_fn is not None:
@@ -373,7 +374,7 @@ def _written_whole(
             tensor.copy_(sharded_like(whole.detach(), tensor))
             if whole.requires_grad != needed:  # torch.eye(out=...) drops it
                 tensor.requires_grad_(whole.requires_grad)
-    return compat.exchanged(found, {id(wholes[id(tensor)]): tensor for tensor in into})
+    return trees.exchanged(found, {id(wholes[id(tensor)]): tensor for tensor in into})
 
 
 def _is_in_place(name: str) -> bool:
@@ -396,7 +397,7 @@ def _is_by_element(name: str) -> bool:
 # -- operators on shards ---------------------------------------------------------------------------
 
 
-class _OnShards(compat.TorchDispatchMode):
+class _OnShards(modes.TorchDispatchMode):
     """What DTensor would get wrong without a word.
 
     Where it cannot make a view of the shards it makes one of a copy, which is marked here: writing
@@ -432,7 +433,7 @@ def _kind(func: Any) -> tuple[tuple[int, ...], bool]:
 
 
 def _storage(tensor: DTensor) -> torch.UntypedStorage:
-    return compat.local_tensor(tensor).untyped_storage()
+    return torch_dtensors.local_tensor(tensor).untyped_storage()
 
 
 def _refuse_copy(tensor: DTensor, name: str) -> None:
@@ -458,14 +459,14 @@ def _marked(found: Any, wholes: dict[int, Tensor], of: DTensor) -> Any:
         if slot is not None and _storage(of)._cdata == slot.local.untyped_storage()._cdata:
             found.flags.writeable = False  # in one process it would be the parameter's memory
         return found
-    leaves, spec = compat.tree_flatten(found)
+    leaves, spec = trees.tree_flatten(found)
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) or leaf.requires_grad:
             continue
         if leaf.untyped_storage()._cdata in known:
             leaf.untyped_storage()._fxshard_copy = True  # type: ignore[attr-defined]
             leaves[i] = _gathering(dtensors.replicated(leaf, of), [of])
-    found = compat.tree_unflatten(leaves, spec)
+    found = trees.tree_unflatten(leaves, spec)
     return _as_views(found, list(wholes.values()), getattr(of, PLACE, (None, "")))
 
 
@@ -482,7 +483,7 @@ def _is_kept(name: str) -> bool:
 
 def _computes(found: Any, given: Sequence[Tensor]) -> bool:
     """True if autograd would follow what an operator has made of the given tensors."""
-    leaves, _ = compat.tree_flatten(found)
+    leaves, _ = trees.tree_flatten(found)
     known = set(map(id, given))
     return any(isinstance(t, Tensor) and t.requires_grad and id(t) not in known for t in leaves)
 
@@ -490,7 +491,7 @@ def _computes(found: Any, given: Sequence[Tensor]) -> bool:
 def _gathering(found: Any, given: Sequence[Tensor]) -> Any:
     """What an operator has made of a parameter may meet plain tensors next."""
     place = next((p for t in given if (p := getattr(t, PLACE, None)) is not None), None)
-    for tensor in compat.tree_flatten(found)[0]:
+    for tensor in trees.tree_flatten(found)[0]:
         if type(tensor) is DTensor:
             tensor.__class__ = GatheringTensor
             if place is not None:

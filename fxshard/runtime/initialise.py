@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fxshard._torch import compat
+from fxshard._torch import autograd, modes
 from fxshard.capture.modules import join, own_tensors, put_back
 from fxshard.errors import UnitError
 from fxshard.runtime.world.c10d import C10dWorld
@@ -240,7 +240,7 @@ _EMPTY = (
 )
 
 
-class _NanWhereEmpty(compat.TorchDispatchMode):
+class _NanWhereEmpty(modes.TorchDispatchMode):
     """What is made without values holds NaN, so that it shows what nothing has written since."""
 
     def __torch_dispatch__(
@@ -262,7 +262,7 @@ def _is_empty(whole: Tensor, copies: Iterable[Tensor]) -> bool:
     if whole.is_floating_point() or whole.is_complex():
         flat = whole.detach().reshape(-1)
         return any(value != value for value in (flat[0].item(), flat[-1].item()))
-    return compat.version(whole) == 0 and any(whole is copy for copy in copies)
+    return autograd.version(whole) == 0 and any(whole is copy for copy in copies)
 
 
 def _checked(

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from fxshard._torch import compat
+from fxshard._torch import autograd, dynamo, process_groups, trees
 from fxshard.capture import hf
 from fxshard.config import Config
 from fxshard.errors import ConfigError, StepError, UnitError
@@ -133,13 +133,13 @@ class Root:
         """True where eager code computes with parameters: in forward, and again in backward, where
         torch.utils.checkpoint repeats parts of it.
         """
-        return self.inside > 0 or compat.in_backward()
+        return self.inside > 0 or autograd.in_backward()
 
     @torch.compiler.disable
     def enter(self) -> None:
         """An eager forward of the model begins."""
         self.inside += 1
-        around = compat.saved_tensors_hooks_on_top() if self.inside == 1 else None
+        around = autograd.saved_tensors_hooks_on_top() if self.inside == 1 else None
         self._around = around or self._around
         hooks = saved_tensors_hooks(self._pack, self._unpack)
         hooks.__enter__()
@@ -161,7 +161,7 @@ class Root:
             return functools.partial(unpack, pack(tensor))
         if mark is None:
             return tensor
-        version = compat.version(mark.slot.tensor)
+        version = autograd.version(mark.slot.tensor)
         size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
         return _Saved(mark.slot, tensor.dtype, size, stride, offset, version)
 
@@ -172,7 +172,7 @@ class Root:
         if isinstance(saved, functools.partial):
             return saved()
         slot = saved.slot
-        if compat.version(slot.tensor) != saved.version:
+        if autograd.version(slot.tensor) != saved.version:
             raise StepError(
                 f"parameter {slot.param.fqn!r} was changed in place between a forward and its "
                 f"backward, which reads it. Call backward first (before optimizer.step())."
@@ -233,7 +233,7 @@ def gathered(root: Root, slot: Slot, dtype: torch.dtype | None = None) -> Tensor
     shard = slot.shards[0].to(torch.device(world.mesh.device_type), dtype)
     buffer = shard.new_empty((world.size * shard.shape[0], *shard.shape[1:]))
     if "shard" in world.groups:
-        compat.all_gather_single(
+        process_groups.all_gather_single(
             as_bytes(buffer), as_bytes(shard.contiguous()), group=world.groups["shard"]
         )
     else:
@@ -261,7 +261,7 @@ def reduced(root: Root, slot: Slot, grad: Tensor) -> Tensor:
     if "shard" in world.groups:
         shard = padded.new_empty((rows, *grad.shape[1:]))
         into, sent = as_real(shard), as_real(padded)
-        compat.reduce_scatter_single(into, sent, op=op, group=world.groups["shard"])
+        process_groups.reduce_scatter_single(into, sent, op=op, group=world.groups["shard"])
     if "replicate" in world.groups:
         dist.all_reduce(as_real(shard), op=op, group=world.groups["replicate"])
     if behind is not None:
@@ -337,7 +337,7 @@ def attach(root: Root, classes: dict[nn.Module, type]) -> None:
     give_handles(root)
     hf.keep_eager_branch_in_dynamo()
     for module in managed(root.owner):
-        compat.mark_for_dynamo(module)
+        dynamo.mark_for_dynamo(module)
 
 
 def root_of(model: Any) -> Root | None:
@@ -438,7 +438,7 @@ def _property(name: str) -> property:
             return torch.ops.fxshard.parameter(self._fxshard_handles[name])
         return _read(self, name)
 
-    compat.only_inlined(read)
+    dynamo.only_inlined(read)
 
     def write(self: Any, value: Any) -> None:
         # nn.Module keeps parameters and buffers elsewhere: this is a plain value in their place,
@@ -501,9 +501,9 @@ def _casting_forward(
     @functools.wraps(inner)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if inputs is not None:
-            args, kwargs = compat.tree_map_tensors(_to(inputs), (args, kwargs))
+            args, kwargs = trees.tree_map_tensors(_to(inputs), (args, kwargs))
         result = inner(self, *args, **kwargs)
-        return result if output is None else compat.tree_map_tensors(_to(output), result)
+        return result if output is None else trees.tree_map_tensors(_to(output), result)
 
     return forward
 

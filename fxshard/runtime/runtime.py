@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxshard import pipeline
-from fxshard._torch import compat
+from fxshard._torch import autograd, modules, trees
 from fxshard.capture import attributes
 from fxshard.capture.attributes import Attributes
 from fxshard.capture.swapped import Inside, as_users_own
@@ -141,7 +141,7 @@ class Runtime(ParameterStore):
                 return self.model(*args, **kwargs)
         variant = self.variant(args, kwargs)
         signature = variant.program.signature
-        flat, _ = compat.tree_flatten((args, kwargs))
+        flat, _ = trees.tree_flatten((args, kwargs))
         batch = [flat[i] for i in signature.tensor_inputs]
         if signature.training:
             params = [self.param(fqn) for fqn in differentiated(variant.program)]
@@ -154,7 +154,7 @@ class Runtime(ParameterStore):
                 outputs, _ = variant.executor.forward(self.arguments(variant, batch))
         rest = iter(outputs)
         leaves = [next(rest) if constant is None else constant[0] for constant in signature.outputs]
-        return compat.tree_unflatten(leaves, signature.out_spec)
+        return trees.tree_unflatten(leaves, signature.out_spec)
 
     def variant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         """The program for this kind of call; captured and rewritten if it is new.
@@ -167,7 +167,7 @@ class Runtime(ParameterStore):
         if isinstance(self.world, C10dWorld):
             self.world.require_joined()
         try:
-            with compat.plain_torch_functions():
+            with autograd.plain_torch_functions():
                 if self.settle():
                     self.variants.clear()
                     self.attributes = Attributes()
@@ -310,7 +310,7 @@ class Runtime(ParameterStore):
         """What of this call its program depends on."""
         grad = torch.is_grad_enabled()
         autocast = torch.is_autocast_enabled(self.device)
-        with compat.plain_torch_functions():
+        with autograd.plain_torch_functions():
             held = [*self.model.buffers(), *self.whole_parameters()]
             return Kind.of(args, kwargs, self._mode(grad, autocast), held=held)
 
@@ -328,7 +328,7 @@ class Runtime(ParameterStore):
             ),
             "gradient accumulation": (self.sync, self.waiting()) if grad else (True, ()),
             "an attribute of a module that forward reads": self.attributes.number(self.tree),
-            "a hook of a module": compat.hook_numbers(self.tree[1:]),
+            "a hook of a module": modules.hook_numbers(self.tree[1:]),
             "grad mode": grad,
             "autocast": autocast and torch.get_autocast_dtype(self.device),
         }
@@ -363,13 +363,13 @@ class Runtime(ParameterStore):
         """
         names = [n for role, n in variant.written if role == "buffer"] if variant else []
         buffers = [self._buffer(name or "") for name in names]
-        before = [compat.version(buffer) for buffer in buffers]
+        before = [autograd.version(buffer) for buffer in buffers]
         with torch.autocast(self.device, enabled=False):
             try:
                 yield
             except BaseException as error:
                 traceback.clear_frames(error.__traceback__)
-                changed = [compat.version(b) != v for b, v in zip(buffers, before, strict=True)]
+                changed = [autograd.version(b) != v for b, v in zip(buffers, before, strict=True)]
                 if any(changed) and not all(changed):
                     self.refuse_until_written(
                         "buffers",
@@ -387,7 +387,7 @@ class Runtime(ParameterStore):
     def _noted(self, part: _Part) -> _Noted:
         role, fqn = part
         tensor = self._buffer(fqn) if role == "buffer" else self.slots[fqn].tensor
-        return weakref.ref(tensor), compat.version(tensor)
+        return weakref.ref(tensor), autograd.version(tensor)
 
     def _require_whole(self) -> None:
         for what, (why, parts) in list(self.torn.items()):
@@ -454,7 +454,7 @@ class Runtime(ParameterStore):
     def _require_stepped_here(self, program: Program) -> None:
         """Raise StepError for a gradient that no step takes, or a hook that waits for one."""
         for fqn in transfers.stepped(program):
-            if compat.has_gradient_hooks(self.slots[fqn].tensor):
+            if autograd.has_gradient_hooks(self.slots[fqn].tensor):
                 raise StepError(
                     f"parameter {fqn!r} has a hook on its gradient, which optimizer_in_backward "
                     f"steps without it. Remove the hook, or leave optimizer_in_backward out."

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from fxshard._torch import compat
-from fxshard._torch.sharded import local_part
+from fxshard._torch import autograd, dtensors
+from fxshard._torch.dtensors import local_part
 from fxshard.config import Config
 from fxshard.errors import StepError, UnitError
 from fxshard.ir.units import Param, Unit, check_shardable, note_replaced
@@ -80,7 +80,7 @@ class Slot:
         if not stays:
             own.copy_(now.detach().clone())  # param.data = param.data.t(): one storage
             if isinstance(tensor, DTensor):
-                compat.set_local_tensor(tensor, own)
+                dtensors.set_local_tensor(tensor, own)
             else:
                 tensor.data = own
 
@@ -191,7 +191,7 @@ def _check_shardable_now(
             f"fully_shard or another fxshard.compile. With tensor parallelism: fxshard shards over "
             f"one kind of mesh only; use fully_shard for what parallelize_module has sharded."
         )
-    if compat.has_gradient_hooks(tensor):
+    if autograd.has_gradient_hooks(tensor):
         raise UnitError(
             f"parameter {fqn!r} has a hook on its gradient, which sharding would drop. Register it "
             f"on the parameter of the model that fxshard.compile returns."
@@ -275,9 +275,9 @@ def _exposed(param: Param, local: Tensor, world: C10dWorld | InProcessWorld) -> 
     """The parameter that the user sees: a DTensor over this rank's rows, or all of them."""
     if isinstance(world, InProcessWorld):
         return nn.Parameter(local, param.requires_grad)
-    made = as_dtensor(param, compat.stand_in(local), world)
+    made = as_dtensor(param, dtensors.stand_in(local), world)
     exposed = nn.Parameter(made, param.requires_grad)
-    compat.set_local_tensor(exposed, local)
+    dtensors.set_local_tensor(exposed, local)
     return exposed
 
 
@@ -302,5 +302,5 @@ def as_gradient(slot: Slot, shards: list[Tensor], world: C10dWorld | InProcessWo
     if local.shape[0] != rows:
         local = local[:rows]
     if isinstance(exposed, DTensor) and local.dtype is exposed.dtype:
-        return compat.dtensor_like(local, exposed)
+        return dtensors.dtensor_like(local, exposed)
     return as_dtensor(slot.param, local, world)

@@ -27,8 +27,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from fxshard._torch import compat
-from fxshard._torch.sharded import _dtensor, local_part, sharded_like
+from fxshard._torch import dtensors, optimizers, trees
+from fxshard._torch import modules as torch_modules
+from fxshard._torch.dtensors import _dtensor, local_part, sharded_like
 from fxshard.capture import swapped
 from fxshard.errors import CheckpointError, ConfigError, StepError
 from fxshard.runtime.sharding import Slot
@@ -238,7 +239,7 @@ def _write_back(slot: Slot, whole: nn.Parameter | None, with_grads: bool) -> Non
 def take_whole_values(modules: Iterable[nn.Module]) -> None:
     """Let ``load_state_dict`` of each module take plain whole tensors for sharded parameters.
 
-    And its ``state_dict`` give DTensors that `torch.save` takes (see `compat.stand_in`).
+    And its ``state_dict`` give DTensors that `torch.save` takes (see `dtensors.stand_in`).
     """
     for module in modules:
         module.register_load_state_dict_pre_hook(_take_rows)
@@ -254,7 +255,7 @@ def _take_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
         value = state_dict.get(prefix + name)
         whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
         if isinstance(param, DTensor) and whole and value.shape == param.shape:
-            # A copy: with assign=True it becomes the parameter, and see compat.stand_in.
+            # A copy: with assign=True it becomes the parameter, and see dtensors.stand_in.
             state_dict[prefix + name] = sharded_like(value.detach(), param).clone()
 
 
@@ -263,8 +264,8 @@ def _make_savable(module: nn.Module, state_dict: dict[str, Any], prefix: str, _:
         value = state_dict.get(prefix + name)
         if isinstance(value, DTensor) and value.storage_offset():
             local = local_part(value)
-            state_dict[prefix + name] = made = _dtensor(compat.stand_in(local), value)
-            compat.set_local_tensor(made, local)
+            state_dict[prefix + name] = made = _dtensor(dtensors.stand_in(local), value)
+            dtensors.set_local_tensor(made, local)
 
 
 def full_state_dict(model: nn.Module, cpu_offload: bool, rank0_only: bool) -> dict[str, Any]:
@@ -383,7 +384,7 @@ def lay_out(slots: Sequence[Slot]) -> None:
 
 def _stand_on(tensor: Tensor, local: Tensor) -> None:
     if isinstance(tensor, DTensor):
-        compat.set_local_tensor(tensor, local)
+        dtensors.set_local_tensor(tensor, local)
     else:
         tensor.data = local
 
@@ -395,8 +396,8 @@ def copied(slots: Mapping[str, Slot], memo: dict[int, Any]) -> dict[str, Slot]:
         copy.deepcopy(slot.shards, memo)  # views of one storage stay so: memo holds the storage
         local, tensor = copy.deepcopy(slot.local, memo), slot.tensor
         if isinstance(tensor, DTensor):
-            made = nn.Parameter(_dtensor(compat.stand_in(local), tensor), tensor.requires_grad)
-            compat.set_local_tensor(made, local)
+            made = nn.Parameter(_dtensor(dtensors.stand_in(local), tensor), tensor.requires_grad)
+            dtensors.set_local_tensor(made, local)
         else:
             made = nn.Parameter(local, tensor.requires_grad)
         memo[id(tensor)] = made
@@ -431,7 +432,7 @@ def traced_hooks(model: nn.Module) -> dict[int, str]:
     return {
         number: f"{kind} {_function_name(hook)} of module {fqn!r}"
         for fqn, module in model.named_modules()
-        for kind, number, hook in compat.module_hooks(module)
+        for kind, number, hook in torch_modules.module_hooks(module)
         if fqn and not swapped.is_traced(hook)
     }
 
@@ -447,7 +448,7 @@ def _function_name(hook: Any) -> str:
 
 def optim_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The state of `optimizer` by parameter name, as it is sharded."""
-    with compat.not_stepped(optimizer):
+    with optimizers.not_stepped(optimizer):
         return dict(get_optimizer_state_dict(model, optimizer))
 
 
@@ -457,14 +458,14 @@ def full_optim_state_dict(
     """The same with whole tensors; collective. ``{}`` on other ranks if `rank0_only`."""
     alone = cpu_offload and rank0_only  # see full_state_dict
     options = StateDictOptions(full_state_dict=True, cpu_offload=alone)
-    with compat.not_stepped(optimizer):
+    with optimizers.not_stepped(optimizer):
         state = get_optimizer_state_dict(model, optimizer, options=options)
     if rank0_only and dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
         return {}
-    leaves, spec = compat.tree_flatten(dict(state))
+    leaves, spec = trees.tree_flatten(dict(state))
     if cpu_offload:
         leaves = [leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return compat.tree_unflatten(leaves, spec)
+    return trees.tree_unflatten(leaves, spec)
 
 
 def optim_state_dict_to_load(
@@ -502,9 +503,9 @@ def optim_state_dict_to_load(
                     f"the groups that were saved."
                 )
             if name in saved["state"]:
-                leaves, spec = compat.tree_flatten(saved["state"][name])
+                leaves, spec = trees.tree_flatten(saved["state"][name])
                 leaves = [_rows_of_state(leaf, param) for leaf in leaves]
-                state[i] = compat.tree_unflatten(leaves, spec)
+                state[i] = trees.tree_unflatten(leaves, spec)
         groups.append({**group, **found, "params": list(numbers)})
     return {"state": state, "param_groups": groups}
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
-from fxshard._torch import compat
+from fxshard._torch import autograd
 from fxshard.capture import shapes
 from fxshard.capture.swapped import users_class
 from fxshard.errors import StepError
@@ -115,7 +115,7 @@ class Step(torch.autograd.Function):
                 f"forward, by torch.autograd.grad(..., create_graph=True), and return it as a part "
                 f"of the loss: that is traced, its second derivatives too."
             )
-        grads = compat.boxed(given)
+        grads = autograd.boxed(given)
         call: Call = ctx.call
         call.runtime.require_sharded("backward")
         program = call.variant.program
@@ -142,7 +142,7 @@ class Step(torch.autograd.Function):
                     f"{what!r} was changed in place between a forward and its backward, which "
                     f"reads it. Call backward first (before optimizer.step()), or change a copy."
                 )
-        changed = [list(t.shape) for t, before in ctx.exposed if compat.version(t) != before]
+        changed = [list(t.shape) for t, before in ctx.exposed if autograd.version(t) != before]
         if changed:
             name = users_class(call.runtime.model).__name__
             raise StepError(
@@ -186,7 +186,7 @@ def _require_parameters(ctx: Any) -> None:
     if not (stepped or not runtime.sync or runtime.accumulated):
         return
     nodes = [node for node, _ in ctx.next_functions[: call.params] if node is not None]
-    if not all(map(compat.will_accumulate, nodes)):
+    if not all(map(autograd.will_accumulate, nodes)):
         what = "optimizer_in_backward steps" if stepped else "no_sync accumulates"
         raise StepError(
             f"torch.autograd.grad, or backward(inputs=...), leaves the gradients of parameters "
@@ -221,7 +221,8 @@ def _whole_or_refused(call: Call) -> Iterator[None]:
     runtime, program = call.runtime, call.variant.program
     sums = {fqn: runtime.accumulated[fqn] for fqn in program.accumulated & {*runtime.accumulated}}
     before = {
-        fqn: [(weakref.ref(t), compat.version(t)) for t in tensors] for fqn, tensors in sums.items()
+        fqn: [(weakref.ref(t), autograd.version(t)) for t in tensors]
+        for fqn, tensors in sums.items()
     }
     if program.sync:
         for fqn in sums:  # reduced by this backward, which frees them
@@ -234,7 +235,7 @@ def _whole_or_refused(call: Call) -> Iterator[None]:
         said = f"backward ended with an exception ({type(error).__name__})"
         found = {fqn: [(ref(), v) for ref, v in refs] for fqn, refs in before.items()}
         left = [pair for pairs in found.values() for pair in pairs]
-        if all(t is not None and compat.version(t) == v for t, v in left):
+        if all(t is not None and autograd.version(t) == v for t, v in left):
             for fqn, pairs in found.items():
                 runtime.accumulated[fqn] = [t for t, _ in pairs if t is not None]
         else:
@@ -264,7 +265,7 @@ def _versions(call: Call, batch: Sequence[Tensor]) -> list[tuple[str, tuple[int,
         if role == "shard":  # operators on a DTensor count on it, not on what it is made of
             tensors.append(call.runtime.slots[name].tensor)
         what = program.signature.input_names[int(name)] if role == "input" else name
-        found.append((what, tuple(map(compat.version, tensors))))
+        found.append((what, tuple(map(autograd.version, tensors))))
     return found
 
 
@@ -272,7 +273,7 @@ def _exposed(outputs: Sequence[Tensor], saved: list[list[Tensor]]) -> list[tuple
     """What is saved of the caller's outputs, and how often each was changed in place by now."""
     theirs = {o.untyped_storage().data_ptr() for o in tags.tensors(outputs) if o.numel()}
     return [
-        (tensor, compat.version(tensor))
+        (tensor, autograd.version(tensor))
         for tensor in tags.tensors(saved[0])
         if tensor.untyped_storage().data_ptr() in theirs
     ]

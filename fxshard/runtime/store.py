@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxshard._torch import compat
+from fxshard._torch import autograd
 from fxshard.capture.modules import join
 from fxshard.config import Config, Precision
 from fxshard.errors import StepError
@@ -260,7 +260,7 @@ class ParameterStore:
         self.require_sharded("a conversion (.to(), .half(), ...)")
         slots = list(self.slots.values())
         before = self._kinds()
-        with compat.plain_torch_functions():
+        with autograd.plain_torch_functions():
             state.converted(slots, fn, self.world)
         with state.set_aside(slots):
             rest()

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxshard._torch import compat
-from fxshard._torch.compat import TreeSpec
+from fxshard._torch import trees
+from fxshard._torch.trees import TreeSpec
 from fxshard.capture import shapes
 from fxshard.capture.aliasing import overlapping
 from fxshard.capture.shapes import of_call, require_plain
@@ -64,7 +64,7 @@ class Kind:
         Raises:
             CaptureError: a tensor is no plain dense one.
         """
-        flat, spec = compat.tree_flatten((args, kwargs))
+        flat, spec = trees.tree_flatten((args, kwargs))
         require_plain(flat, lambda i: input_name(_paths(spec)[i][0]))
         sizes = of_call(flat, ints=ints_are_sizes)
         said = dict(mode)
@@ -99,7 +99,7 @@ def _said(sizes: tuple[int, ...] | int | None) -> str:
 
 def _paths(spec: TreeSpec) -> list[tuple[Any, Any]]:
     leaves = list(range(spec.num_leaves))
-    return compat.tree_flatten_with_path(compat.tree_unflatten(leaves, spec))[0]
+    return trees.tree_flatten_with_path(trees.tree_unflatten(leaves, spec))[0]
 
 
 def _leaf_key(value: Any, sizes: tuple[int, ...] | int | None) -> Any:

@@ -33,7 +33,7 @@ import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from fxshard._torch import compat
+from fxshard._torch import trees
 from fxshard.capture import precision
 from fxshard.capture.held import copied
 from fxshard.codegen.optimizer import OnShards
@@ -386,14 +386,14 @@ def forward_backward(
     signature = program.signature
     seen: Seen = {}
     behind = f" (micro-batch {number + 1})" if work.micro_batches > 1 else ""
-    given, _ = compat.tree_flatten(call)
+    given, _ = trees.tree_flatten(call)
     inputs = {
         f"{name}{behind}": (leaf, leaf.detach().clone())
         for name, leaf in zip(signature.input_names, given, strict=True)
         if isinstance(leaf, Tensor)
     }
     out = model(*args, **kwargs)
-    leaves, _ = compat.tree_flatten(out)
+    leaves, _ = trees.tree_flatten(out)
     names = [*signature.output_names, *(f"[{i}]" for i in range(len(leaves)))]
     roots = [leaves[i] for i in signature.tangents if i < len(leaves)]
     for name, leaf in zip(names, leaves, strict=False):
@@ -418,11 +418,11 @@ def forward_backward(
 
 def own(call: Call) -> Call:
     """The batch in tensors of its own, which share storages as the caller's do."""
-    leaves, spec = compat.tree_flatten(call)
+    leaves, spec = trees.tree_flatten(call)
     tensors = {id(leaf): leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)}
     copies = copy.deepcopy(tensors)
     flat = [like(leaf, copies[id(leaf)]) if id(leaf) in copies else leaf for leaf in leaves]
-    args, kwargs = compat.tree_unflatten(flat, spec)
+    args, kwargs = trees.tree_unflatten(flat, spec)
     return args, kwargs
 
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fxshard._torch import compat
+from fxshard._torch import trees
 from fxshard.capture import precision
 from fxshard.capture.held import copied
 from fxshard.codegen.optimizer import OnShards
@@ -133,7 +133,7 @@ def batches(work: Workload, ranks: int) -> list[Call]:
     does not take in another order, such as offsets: of several tensors, those alone.
     """
     found = [own(work.call)]
-    leaves = compat.tree_flatten(work.call)[0]
+    leaves = trees.tree_flatten(work.call)[0]
     integers = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and _is_of_integers(x)]
     for rank in range(1, ranks):
         generator = torch.Generator().manual_seed(rank)
@@ -165,8 +165,8 @@ def _varied(call: Call, generator: torch.Generator, integers: Collection[int]) -
         same = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
         return like(leaf, same.copy_(made))
 
-    leaves, spec = compat.tree_flatten(own(call))
-    args, kwargs = compat.tree_unflatten([vary(i, leaf) for i, leaf in enumerate(leaves)], spec)
+    leaves, spec = trees.tree_flatten(own(call))
+    args, kwargs = trees.tree_unflatten([vary(i, leaf) for i, leaf in enumerate(leaves)], spec)
     return args, kwargs
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fxshard._torch import compat
+from fxshard._torch import trees
 from fxshard.capture.held import copied
 from fxshard.codegen.emit import Executor, TracedExecutor
 from fxshard.config import grid
@@ -50,7 +50,7 @@ def tracked_steps(model: FxshardModule, work: Workload, tracker: Tracker, steps:
         optimizer = make_optimizer(runtime.config.optimizer, list(model.parameters()))
         tracker.optimizer_state(optimizer)  # Adagrad has it from the start
     args, kwargs = work.call
-    leaves, _ = compat.tree_flatten(work.call)
+    leaves, _ = trees.tree_flatten(work.call)
     program = runtime.variant(args, kwargs).program
     shards = (s for slot in runtime.slots.values() for s in slot.shards)
     tracker.know(shards, Category.SHARDED_PARAM, host=program.offloaded)
@@ -92,7 +92,7 @@ def _forward_backward(
     """One micro-batch; nothing of it but gradients is left."""
     args, kwargs = work.call
     out = model(*args, **kwargs)
-    leaves, _ = compat.tree_flatten(out)
+    leaves, _ = trees.tree_flatten(out)
     roots = [leaves[i] for i in program.signature.tangents]
     if work.loss is None or not program.signature.training:
         tracker.begin("loss backward")  # of nothing, where no output needs a gradient

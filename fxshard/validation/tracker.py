@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fxshard._torch.compat import TorchDispatchMode, is_fake, tree_flatten
+from fxshard._torch.fake_tensors import is_fake
+from fxshard._torch.modes import TorchDispatchMode
+from fxshard._torch.trees import tree_flatten
 from fxshard.codegen.world import World
 from fxshard.memory.category import CATEGORIES, COLUMN, Category, Curve, Matrix
 

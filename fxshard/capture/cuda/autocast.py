@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxshard._torch import compat
-from fxshard._torch.compat import OpOverload
+from fxshard._torch import export, modes, trees
+from fxshard._torch.export import OpOverload
 from fxshard.errors import CaptureError
 
 
@@ -99,7 +99,7 @@ def on_cpu_tensors() -> Iterator[None]:
             )
         return enter(self)
 
-    with compat.aten_kernels(_kernels()):
+    with export.aten_kernels(_kernels()):
         autocast.__init__, autocast.__enter__ = init_here, enter_here  # type: ignore[method-assign]
         try:
             yield
@@ -132,19 +132,19 @@ def policy(name: str) -> str:
 
 def _kernels() -> dict[tuple[str, str], Callable[..., Any] | None]:
     """Kernels for AutocastCPU: CUDA's, and none for what only the CPU's casts."""
-    cuda = compat.aten_names("AutocastCUDA")
+    cuda = export.aten_names("AutocastCUDA")
     kernels: dict[tuple[str, str], Callable[..., Any] | None] = {
-        (name, "AutocastCPU"): None for name in compat.aten_names("AutocastCPU")
+        (name, "AutocastCPU"): None for name in export.aten_names("AutocastCPU")
     }
     return kernels | {(name, "AutocastCPU"): _kernel(name) for name in cuda}
 
 
 def _kernel(name: str) -> Callable[..., Any]:
-    op = compat.aten_operator(name)
+    op = export.aten_operator(name)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         what = policy(name)  # asked here: an operator that is not known matters where it is called
-        with compat.without_autocast("cpu"):
+        with modes.without_autocast("cpu"):
             if what == "lower precision":
                 args, kwargs = _cast((args, kwargs), torch.get_autocast_dtype("cpu"))
             elif what == "fp32":
@@ -154,7 +154,7 @@ def _kernel(name: str) -> Callable[..., Any]:
             elif what == "fp32 result" and _is_cast(args[0]):
                 args, kwargs = _with_dtype(op, args, kwargs)
             elif what == "fp32 overload" and _is_cast(args[0]):
-                other = compat.aten_operator(FP32_OVERLOAD[name])
+                other = export.aten_operator(FP32_OVERLOAD[name])
                 given = list(args) + [a.default_value for a in op._schema.arguments[len(args) :]]
                 return other(*given, dtype=torch.float32)
             elif what == "refused":
@@ -173,12 +173,12 @@ def _is_cast(value: Any) -> bool:
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    leaves, spec = compat.tree_flatten(tree)
-    return compat.tree_unflatten([x.to(dtype) if _is_cast(x) else x for x in leaves], spec)
+    leaves, spec = trees.tree_flatten(tree)
+    return trees.tree_unflatten([x.to(dtype) if _is_cast(x) else x for x in leaves], spec)
 
 
 def _widest(tree: Any) -> torch.dtype:
-    leaves, _ = compat.tree_flatten(tree)
+    leaves, _ = trees.tree_flatten(tree)
     if any(_is_cast(x) and x.dtype == torch.float32 for x in leaves):
         return torch.float32
     return torch.get_autocast_dtype("cpu")

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from fxshard._torch import compat
-from fxshard._torch.compat import OpOverload
+from fxshard._torch import export, fake_tensors, modes, trees
+from fxshard._torch.export import OpOverload
 from fxshard.capture import rng
 from fxshard.capture.cuda import autocast
 from fxshard.capture.strides import KernelFakeMode
@@ -263,7 +263,7 @@ def substituted(target: Target = TARGET) -> Iterator[None]:
             that was made without a GPU.
     """
     on = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
-    if compat.inside_autocast() and not on:
+    if modes.inside_autocast() and not on:
         raise CaptureError(
             "plan(device='cuda') is called inside a torch.autocast that is off: without a GPU, "
             "torch.autocast('cuda') turns itself off. Put it inside the model's forward, or call "
@@ -280,7 +280,7 @@ def substituted(target: Target = TARGET) -> Iterator[None]:
         kernels[(name, "AutogradCPU")] = functools.partial(_refuse_recurrent, name)
     with (
         torch.inference_mode(False),  # which would pass the autograd keys by
-        compat.aten_kernels(kernels),
+        export.aten_kernels(kernels),
         autocast.on_cpu_tensors(),
     ):
         yield
@@ -401,7 +401,7 @@ def _order(target: Target) -> list[SDPBackend]:
 
     (``check_prefer_cudnn_attention`` in sdp_utils.cpp; it reads the environment too)
     """
-    given = [SDPBackend(backend) for backend in compat.attention_order()]
+    given = [SDPBackend(backend) for backend in export.attention_order()]
     default = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     last = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
     prefers = not last and target.cudnn > 91500 and target.capability[0] in (9, 10)
@@ -541,17 +541,17 @@ class CudaFakeMode(KernelFakeMode):
                 return torch.empty(rng.ACCELERATOR_STATE_BYTES, dtype=torch.uint8)
         if func not in AS_ON_META:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        leaves, spec = compat.tree_flatten((args, kwargs or {}))
+        leaves, spec = trees.tree_flatten((args, kwargs or {}))
         device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
         if device == META:
             return super().__torch_dispatch__(func, types, args, kwargs)
         with self:
-            args, kwargs = compat.tree_unflatten([_like(leaf, META) for leaf in leaves], spec)
-            results, form = compat.tree_flatten(func(*args, **kwargs))
-            return compat.tree_unflatten([_like(x, device) for x in results], form)
+            args, kwargs = trees.tree_unflatten([_like(leaf, META) for leaf in leaves], spec)
+            results, form = trees.tree_flatten(func(*args, **kwargs))
+            return trees.tree_unflatten([_like(x, device) for x in results], form)
 
 
-def decides(mode: compat.FakeTensorMode, op: Any) -> bool:
+def decides(mode: fake_tensors.FakeTensorMode, op: Any) -> bool:
     """True if results of `op` that are fakes of `mode` are CUDA's, where the CPU's are others."""
     return isinstance(mode, CudaFakeMode) and op in AS_ON_META
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from torch import fx, nn
 
-from fxshard._torch.compat import FakeTensorMode
+from fxshard._torch.fake_tensors import FakeTensorMode
 from fxshard.capture.repeat import find, write
 from fxshard.capture.repeat.find import shortened
 from fxshard.capture.repeat.ghosts import Table, ghost_like

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from fxshard._torch import compat
+from fxshard._torch import modules as torch_modules
 from fxshard.capture.repeat.places import Item, Run, Unproven, relations
 from fxshard.capture.repeat.rehearse import Rehearsal
 
@@ -118,7 +118,7 @@ def _fingerprints(model: nn.Module, run: Run, full: Rehearsal) -> list[list[obje
             found[place[0]].append((place[1], form))
     for path in run.paths:
         for block, module in enumerate(model.get_submodule(path).children()):
-            inner = (hook for each in module.modules() for hook in compat.module_hooks(each))
+            inner = (hook for each in module.modules() for hook in torch_modules.module_hooks(each))
             if any("backward" in kind for kind, _, _ in inner):
                 found[block].append(object())  # like no other
     return found

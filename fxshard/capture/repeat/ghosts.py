@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxshard._torch import compat
-from fxshard._torch.compat import FakeTensorMode
+from fxshard._torch import autograd, fake_tensors, sizes
+from fxshard._torch.fake_tensors import FakeTensorMode
 from fxshard.capture import strides
 from fxshard.capture.repeat.places import Formless
 
@@ -38,7 +38,7 @@ class Ghost(Tensor):
     @staticmethod
     def of(form: Form, requires_grad: bool = False) -> Ghost:
         """The ghost of a form."""
-        ghost: Ghost = compat.wrapper(
+        ghost: Ghost = autograd.wrapper(
             Ghost, form.shape, form.stride, form.offset, form.dtype, form.device, requires_grad
         )
         ghost.form = form
@@ -57,7 +57,7 @@ class Ghost(Tensor):
             f"before the capture, or hold it in a buffer"
         )
 
-    __torch_function__ = compat.NO_TORCH_FUNCTION
+    __torch_function__ = autograd.NO_TORCH_FUNCTION
 
 
 def ghost_like(
@@ -127,9 +127,9 @@ class Table:
         return recipe, _result(recipe, tensors)
 
     def _fake(self, form: Form) -> Tensor:
-        return compat.fake_of(
+        return fake_tensors.fake_of(
             self.mode,
-            *(compat.fake_storage(form.nbytes), form.shape, form.stride, form.offset),
+            *(fake_tensors.fake_storage(form.nbytes), form.shape, form.stride, form.offset),
             *(form.dtype, form.device),
         )
 
@@ -147,7 +147,7 @@ def _recipe(out: Any, order: list[int]) -> Any:
         return (order.index(id(out)),) if id(out) in order else form_of(out)
     if isinstance(out, (list, tuple)):
         return [type(out), *(_recipe(item, order) for item in out)]
-    if isinstance(out, compat.SYMBOLIC):
+    if isinstance(out, sizes.SYMBOLIC):
         raise Formless("a size depends on data")
     return {"is": out}
 

@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from fxshard._torch import compat
+from fxshard._torch import export
 
 OUTSIDE = -1  # the "run" of what is in no block
 
@@ -341,7 +341,7 @@ def relations(
 def said(key: Any) -> str:
     """What an item is, for people: its operator, else the beginning of all of it."""
     for part in key if isinstance(key, tuple) else ():
-        if isinstance(part, compat.OpOverload):
+        if isinstance(part, export.OpOverload):
             return str(part)
     text = str(key)
     return text if len(text) < 100 else text[:99] + "…"

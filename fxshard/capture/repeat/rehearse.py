@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fxshard._torch import compat
-from fxshard._torch.compat import TorchDispatchMode
+from fxshard._torch import autograd, checkpointing, fake_tensors, graphs, sizes
+from fxshard._torch.modes import TorchDispatchMode
 from fxshard.capture import provenance
 from fxshard.capture.repeat.ghosts import Table
 from fxshard.capture.repeat.places import (
@@ -194,24 +194,24 @@ class Recorder(TorchDispatchMode):
             raise
 
     def _noted(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        stack = compat.current_meta().get(provenance.STACK, {})
+        stack = graphs.current_meta().get(provenance.STACK, {})
         tokens: list[Token] = []
         tensors: list[Tensor] = []
         said: list[Any] = []
         if func in _LITERALS and type(args[0]) is Tensor:
             tensors.append(args[0])
-            said.append((args[0].dtype, compat.values_as_text(args[0])))
+            said.append((args[0].dtype, fake_tensors.values_as_text(args[0])))
         else:
             read((args, kwargs), tensors, said)
             tokens += map(self._token, tensors)
         flags = [tensor.requires_grad for tensor in tensors]
-        if compat.saved_tensors_hooks_on_top() is not None:
+        if autograd.saved_tensors_hooks_on_top() is not None:
             self.refuse(Unproven("hooks for saved tensors run inside of the model"))
         key = (
             *(func, tuple(said), tuple(flags), provenance.line_in(stack)),
             *(provenance.without_gradient(stack), *_settings()),
         )
-        region = compat.checkpoint_number(compat.current_meta())
+        region = checkpointing.checkpoint_number(graphs.current_meta())
         self.lines.append(Line(key, tuple(tokens), provenance.call_in(stack), region))
         if self._table is None:
             out = func(*args, **(kwargs or {}))
@@ -285,7 +285,7 @@ class Alike:
             read((args, kwargs), tensors, said)
             said += [leaves.get(id(tensor)) for tensor in tensors]
             if func in _LITERALS and type(args[0]) is Tensor:
-                said.append(compat.values_as_text(args[0]))
+                said.append(fake_tensors.values_as_text(args[0]))
             run.append((func, tuple(map(_unnumbered, said)), noted))
 
         return told
@@ -331,8 +331,8 @@ def said_of(value: Any) -> str:
         return f"{type(value).__name__} {[said_of(v) for v in value]}"
     if isinstance(value, dict):
         return f"{type(value).__name__} { {k: said_of(v) for k, v in value.items()} }"
-    if isinstance(value, compat.SYMBOLIC):
-        return f"symbol {compat.expression(value)}"
+    if isinstance(value, sizes.SYMBOLIC):
+        return f"symbol {sizes.expression(value)}"
     return f"{type(value).__name__} at {id(value)}"
 
 
@@ -354,7 +354,7 @@ def _has_custom_functions(outputs: list[Any]) -> bool:
     seen: set[Any] = set(todo)
     while todo:
         node = todo.pop()
-        if compat.is_custom_function(node):
+        if autograd.is_custom_function(node):
             return True
         for before, _ in node.next_functions:
             if before is not None and before not in seen:

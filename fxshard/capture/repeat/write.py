@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxshard._torch import compat
-from fxshard._torch.compat import FakeTensorMode
+from fxshard._torch import checkpointing, export, fake_tensors, graphs
+from fxshard._torch.fake_tensors import FakeTensorMode
 from fxshard.capture import provenance
 from fxshard.capture.repeat.places import (
     OUTSIDE,
@@ -58,14 +58,14 @@ def note(graph: fx.Graph, made: Sequence[fx.Node], calls: Sequence[Call], runs: 
 
     Args:
         graph: of the model with fewer blocks.
-        made: its nodes, and those that were dead (see `compat.nodes_made`).
+        made: its nodes, and those that were dead (see `graphs.nodes_made`).
         calls: its calls; FQNs are those among all blocks.
         runs: what was left out.
 
     Raises:
         Unproven: the blocks cannot be told apart in it.
     """
-    if not compat.has_names_of(graph, made):
+    if not graphs.has_names_of(graph, made):
         raise Unproven("the trace has dropped operators, and their names with them")
 
     def short(run: int, block: int) -> int | None:
@@ -92,7 +92,7 @@ def note(graph: fx.Graph, made: Sequence[fx.Node], calls: Sequence[Call], runs: 
     for kind, nodes in phases.items():
         found: list[Label] = []
         for node in nodes:
-            call = None if compat.sums_gradients(node) else provenance.call_in(_stack(node, kind))
+            call = None if graphs.sums_gradients(node) else provenance.call_in(_stack(node, kind))
             found.append(None if call is None else labels[call])
         at = cut(found, descending=kind == "backward")
         places |= {n: Place(kind, *where) for n, where in zip(nodes, at, strict=True)}
@@ -118,7 +118,7 @@ def _stack(node: fx.Node, phase: str) -> dict[str, Any] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A joint graph with what its inputs and outputs are (see `compat.export_joint`)."""
+    """A joint graph with what its inputs and outputs are (see `export.export_joint`)."""
 
     graph: fx.Graph
     sources: list[Any]
@@ -211,7 +211,7 @@ class Writer:
         for node, desc in zip(
             self.traced.graph.find_nodes(op="placeholder"), self.traced.sources, strict=True
         ):
-            what, name = compat.input_source(desc)
+            what, name = export.input_source(desc)
             inside = what in ("param", "buffer")
             place = place_of(_user(name), self.runs) if inside else _outside("leaf", (what, name))
             found["leaf"].append(self._item(node, place, what))
@@ -252,12 +252,12 @@ class Writer:
             stack = _stack(node, place.kind)
             module, call = provenance.module_in(stack), provenance.call_in(stack)
             key += [provenance.line_in(stack), provenance.without_gradient(stack), module is None]
-            key += [node.meta.get("partitioner_tag"), compat.is_saved_by_policy(node)]
+            key += [node.meta.get("partitioner_tag"), checkpointing.is_saved_by_policy(node)]
             if module is not None:
                 refs.append(self._short(place_of(module, self.runs, "module")))
             if call is not None:
                 refs.append(self.noted.calls[call].place)
-            region = compat.checkpoint_of(node)
+            region = checkpointing.checkpoint_of(node)
             if region is not None:
                 if region not in self._regions:
                     taken = [r for r in self._regions.values() if r[1:3] == place[1:3]]
@@ -282,7 +282,7 @@ class Writer:
         tail = len(values) - len(leaves) if self.training else len(values)
         items: list[Item] = []
         for i, (value, desc) in enumerate(zip(values, self.traced.targets, strict=True)):
-            kind, source = compat.output_source(desc)
+            kind, source = export.output_source(desc)
             if i >= tail:
                 place = leaves[i - tail]
                 if kind != "none" and (kind != "grad" or self._leaf(source) != place):
@@ -349,14 +349,14 @@ class Writer:
         """Item, distance and descriptor of each placeholder of the full graph."""
         placeholders = list(self.traced.graph.find_nodes(op="placeholder"))
         descs = {self._places[n]: d for n, d in zip(placeholders, self.traced.sources, strict=True)}
-        of_model = [p for p, d in descs.items() if compat.input_source(d)[0] in ("param", "buffer")]
+        of_model = [p for p, d in descs.items() if export.input_source(d)[0] in ("param", "buffer")]
         found: list[tuple[Item, int, Any]] = []
         for name in (*self.names[0], *self.names[1]):
             place = place_of(name, self.runs)
             source, shift = self._source(place)
             if source not in descs:
                 raise Unproven(f"the trace does not have {name}")
-            desc = compat.of_name(descs[source], functools.partial(_prefixed, name))
+            desc = export.of_name(descs[source], functools.partial(_prefixed, name))
             found.append((self._items[source], shift, desc))
         kept = [item.place for item, shift, _ in found if not shift]
         if kept != of_model or [self._places[n] for n in placeholders][: len(kept)] != kept:
@@ -421,7 +421,7 @@ class Writer:
             )
         else:
             args, kwargs = template.args, template.kwargs
-        node = compat.append_node(self.graph, op, target, args, kwargs, name)
+        node = graphs.append_node(self.graph, op, target, args, kwargs, name)
         if node.name != name:
             raise Unproven(f"the name {name} is taken")
         node.meta.update(recipe.metadata)
@@ -450,7 +450,7 @@ class Writer:
             stack=stack,
             module=provenance.module_in(stack),
             call=provenance.call_in(stack) is not None,
-            checkpoint=kind in STACKS and compat.checkpoint_of(template) is not None,
+            checkpoint=kind in STACKS and checkpointing.checkpoint_of(template) is not None,
         )
 
     def _at(self, place: Place) -> _Written:
@@ -476,7 +476,7 @@ class Writer:
             if not is_own:
                 after = self._at(at).storages[ordinal]
             else:
-                after = before if stays else compat.fake_storage(before.nbytes())
+                after = before if stays else fake_tensors.fake_storage(before.nbytes())
                 own.append(after)
             storages[id(before)] = after
             moved = moved or after is not before
@@ -488,7 +488,7 @@ class Writer:
         if isinstance(value, Tensor):
             storage = storages[id(value.untyped_storage())]
             where = value.size(), value.stride(), int(value.storage_offset())
-            moved = compat.fake_of(self.mode, storage, *where, value.dtype, value.device)
+            moved = fake_tensors.fake_of(self.mode, storage, *where, value.dtype, value.device)
             return moved.requires_grad_() if value.requires_grad and value.is_leaf else moved
         if isinstance(value, (list, tuple)):
             return type(value)([self._moved(v, storages) for v in value])
@@ -508,7 +508,7 @@ class Writer:
         if recipe.checkpoint:
             region = next(refs)
             number = self._region_numbers.setdefault(region, len(self._region_numbers))
-            compat.in_checkpoint(node.meta, number)
+            checkpointing.in_checkpoint(node.meta, number)
 
     def _stack_at(self, recipe: _Recipe, module: Place | None, call: Place | None) -> Any:
         """The stack of `recipe` in another module and call."""
@@ -545,13 +545,13 @@ class Writer:
             refs = self.stamp.refs(item, shift)
             values.append(self._at(refs[0]).node if refs else values_of[place])
             desc = targets[place]
-            found.append(desc if rename is None or desc is None else compat.of_name(desc, rename))
+            found.append(desc if rename is None or desc is None else export.of_name(desc, rename))
 
         def leaves(what: str) -> None:
             for item, shift, desc in full:
                 place = _of(item.place, what)
                 if place in results:
-                    kind, name = compat.input_source(desc)
+                    kind, name = export.input_source(desc)
                     named = kind in ("param", "buffer")
                     put(place, shift, functools.partial(_other, name) if named else None)
 

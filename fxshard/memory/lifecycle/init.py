@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fxshard._torch.compat import FakeTensorMode
+from fxshard._torch.fake_tensors import FakeTensorMode
 from fxshard.capture.modules import join, own_tensors, put_back
 from fxshard.ir.program import nbytes
 from fxshard.ir.units import Param, buffer_dtypes

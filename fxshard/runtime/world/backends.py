@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from fxshard._torch import compat
+from fxshard._torch import process_groups
 from fxshard.ir import ops, tags
 
 
@@ -73,7 +73,7 @@ class Backend:
             yield group.allgather_into_tensor_coalesced(into, sent)
             return
         for buffer, shard in zip(into, sent, strict=True):
-            yield compat.all_gather_single(buffer, shard, group=group, async_op=True)
+            yield process_groups.all_gather_single(buffer, shard, group=group, async_op=True)
 
 
 ONE_CALL_EACH = Backend(coalesces_gathers=False)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from fxshard._torch import compat
+from fxshard._torch import optimizers, process_groups
 from fxshard.errors import RankDiedError, RankMismatchError
 from fxshard.runtime.world import peers as patience
 from fxshard.runtime.world.backends import as_real, backend_of
@@ -97,9 +97,9 @@ class C10dWorld:
             if size < self.size:
                 rows = mesh.mesh.reshape(-1, size).tolist()
                 (mine,) = [row for row in rows if dist.get_rank() in row]
-                self.groups[f"reshard{size}"] = compat.new_group(mine, self.groups["shard"])
+                self.groups[f"reshard{size}"] = process_groups.new_group(mine, self.groups["shard"])
         if mesh.device_type == "cpu":
-            compat.gather_one_by_one()  # what torch gathers of our parameters, too
+            process_groups.gather_one_by_one()  # what torch gathers of our parameters, too
         self.reductions: dist.ProcessGroup | None = None
         self.peers = {name: Peers(group) for name, group in self.groups.items()}
         self._everyone = [peers for name, peers in self.peers.items() if "reshard" not in name]
@@ -168,7 +168,7 @@ class C10dWorld:
     def cast(self, tensors: list[Tensor], dtype: torch.dtype, pair: int) -> list[Tensor]:
         made = [torch.empty_like(t, dtype=dtype) for t in tensors]
         with self._launch("unshard", pair):
-            compat.foreach_copy(made, tensors)
+            optimizers.foreach_copy(made, tensors)
         return made
 
     def load(self, tensors: list[Tensor], device: torch.device, pair: int) -> list[Tensor]:
@@ -191,7 +191,7 @@ class C10dWorld:
         flat = shards[0].new_empty(sum(numels), dtype=dtype)
         with self._launch("unshard", pair):
             parts = zip(flat.split(numels), shards, strict=True)
-            compat.foreach_copy([part.view(shard.shape) for part, shard in parts], shards)
+            optimizers.foreach_copy([part.view(shard.shape) for part, shard in parts], shards)
         return [flat]
 
     def unpack(self, packed: list[Tensor], chunks: list[list[int]]) -> list[Tensor]:
@@ -199,7 +199,7 @@ class C10dWorld:
         size = packed[0].numel() // sum(numels)
         made = [packed[0].new_empty((size * rows, *rest)) for rows, *rest in chunks]
         parts = list(packed[0].view(size, -1).split(numels, 1))
-        compat.foreach_copy([whole.view(size, -1) for whole in made], parts)
+        optimizers.foreach_copy([whole.view(size, -1) for whole in made], parts)
         return made
 
     def reshard(self, buffers: list[Tensor], group: str) -> list[Tensor]:
@@ -380,7 +380,7 @@ class C10dWorld:
     def separate_reductions(self) -> None:
         """Give reduce-scatters a communicator of their own; collective over the shard group."""
         ranks = dist.get_process_group_ranks(self.groups["shard"])
-        self.reductions = compat.new_group(ranks, self.groups["shard"])
+        self.reductions = process_groups.new_group(ranks, self.groups["shard"])
 
     def require_joined(self) -> None:
         """Before a call of the model, and before each of its phases.
@@ -503,7 +503,7 @@ class C10dWorld:
         for peers in self._peers:
             peers.drop()
         self.groups.clear()
-        compat.forget_groups(self.mesh)
+        process_groups.forget_groups(self.mesh)
         self.reductions = None
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fxshard._torch import compat
+from fxshard._torch import process_groups
 from fxshard.config import Config, grid
 from fxshard.errors import ConfigError
 from fxshard.ir.units import Unit, check_reshard
@@ -190,7 +190,7 @@ def _rows_of_groups(shard: dist.ProcessGroup, replicate: dist.ProcessGroup) -> l
     mine, ranks = dist.get_process_group_ranks(shard), dist.get_process_group_ranks(replicate)
     if dist.get_backend(replicate) == "fake":  # nobody else is there to say
         return [[other + rank - dist.get_rank() for rank in mine] for other in ranks]
-    store = compat.group_store(replicate)
+    store = process_groups.group_store(replicate)
     key = f"fxshard/mesh/{store.add(f'fxshard/mesh/{dist.get_rank()}', 1)}"
     store.set(f"{key}/{dist.get_rank()}", json.dumps(mine))
     rows: list[list[int]] = [json.loads(store.get(f"{key}/{rank}")) for rank in ranks]

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from fxshard._torch import compat
+from fxshard._torch import process_groups
 from fxshard.errors import RankDiedError, RankMismatchError
 from fxshard.runtime.world import census
 
@@ -60,7 +60,7 @@ class Peers:
         self.next_shard = (self.rank + 1) % self.size  # a rank of a group, with other rows
         self.alone = self.fake or self.size == 1
         if not self.fake:
-            store = compat.group_store(group)
+            store = process_groups.group_store(group)
             store.set(f"fxshard/identity/{self.rank}", census.identity())
             number = store.add(f"fxshard/worlds/{self.rank}", 1)  # the n-th ones belong together
             self._calls = f"calls/{number}"
@@ -111,7 +111,7 @@ class Peers:
             self._note(number, f"{(self.last or '').partition(' ')[0]} {_BACKWARD}")
 
     def _note(self, number: int, digest: str) -> None:
-        store = compat.group_store(self.group)
+        store = process_groups.group_store(self.group)
         store.set(f"fxshard/{self._slot(number)}/{self.rank}", f"{number} {digest}")
         self.last = digest
 
@@ -137,7 +137,7 @@ class Peers:
         Returns:
             What to ask `any_of` for.
         """
-        store = compat.group_store(self.group)
+        store = process_groups.group_store(self.group)
         if self._tells > 1:  # all have begun the one before, and so ended the one before that
             store.delete_key(f"{self._tale(self._tells - 2)}/{self.rank}")
             store.delete_key(f"{self._tale(self._tells - 2)}/{self._said[0]}")
@@ -159,7 +159,7 @@ class Peers:
             base: what `tell` has returned.
             flags: of this rank.
         """
-        store = compat.group_store(self.group)
+        store = process_groups.group_store(self.group)
         keys = [f"{base}/{rank}" for rank in range(self.size)]
         try:
             if store.add(f"{base}/all/{_digest(flags)}", 0) == self.size:
@@ -180,7 +180,7 @@ class Peers:
     def note_reason(self, reason: str) -> None:
         """Say why this rank may not take part in the next collective; empty: it will."""
         if not self.alone:
-            compat.group_store(self.group).set(f"fxshard/reason/{self.rank}", reason)
+            process_groups.group_store(self.group).set(f"fxshard/reason/{self.rank}", reason)
 
     @_reads
     def agree(
@@ -211,7 +211,7 @@ class Peers:
         """
         if self.alone:
             return
-        store = compat.group_store(self.group)
+        store = process_groups.group_store(self.group)
         # Each rank counts its own questions in the store: the n-th ones belong together.
         base = f"fxshard/agree/{store.add(f'fxshard/agree/rank{self.rank}', 1)}"
         text = "\n".join(lines)
@@ -286,7 +286,7 @@ class Peers:
         One rank looks at one other, for the sake of the store: of all that wait, some looks at one
         that does not ask. Who finds something tells the others.
         """
-        store = compat.group_store(self.group)
+        store = process_groups.group_store(self.group)
         if store.check([f"{base}/failed"]):
             return True
         other = (self.rank + 1) % self.size
@@ -333,7 +333,7 @@ class Peers:
         return max(int(each.partition(" ")[0] or 0) for each in told)
 
     def _patience(self) -> datetime.timedelta:
-        return compat.group_timeout(self.group)
+        return process_groups.group_timeout(self.group)
 
     def _name(self, rank: int) -> str:
         """The rank as the user knows it: its number among all processes."""
@@ -355,7 +355,7 @@ class Peers:
         """Why collectives of this group fail, if any rank has said so."""
         if self.alone:
             return None
-        store = compat.group_store(self.group)
+        store = process_groups.group_store(self.group)
         if not store.check(["fxshard/cause"]):
             return None
         return _cause(store.get("fxshard/cause"))
@@ -368,7 +368,7 @@ class Peers:
         """
         if not self.alone:
             text = json.dumps([cause[0].__name__, cause[1]])
-            compat.group_store(self.group).compare_set("fxshard/cause", "", text)
+            process_groups.group_store(self.group).compare_set("fxshard/cause", "", text)
 
     def note_left(self, why: str) -> None:
         """Say that this rank leaves the group, and why."""
@@ -409,7 +409,7 @@ class Peers:
 
     def _census(self, others: list[int]) -> tuple[list[int], dict[int, bool | None]]:
         """Sign; return who else has not after a while, and whether they are dead, if known."""
-        store = compat.group_store(self.group)
+        store = process_groups.group_store(self.group)
         base = f"fxshard/census/{store.add(f'fxshard/census/rank{self.rank}', 1)}"
         store.set(f"{base}/{self.rank}", "")
         who = {rank: self._told("identity", rank) for rank in others}
@@ -435,7 +435,7 @@ class Peers:
         if self.alone:
             return
         self._stops += 1
-        store, base = compat.group_store(self.group), self._stop_of(self._stops)
+        store, base = process_groups.group_store(self.group), self._stop_of(self._stops)
         text = json.dumps([issued, f"{self._name(self.rank)} {what}"])
         store.compare_set(f"{base}/first", "", text)
         store.add(f"{base}/at{issued}", 1)
@@ -444,13 +444,13 @@ class Peers:
     def note_over(self) -> None:
         """Say that all that this rank launched before it stopped is over."""
         if not self.alone:
-            compat.group_store(self.group).add(f"{self._stop_of(self._stops)}/over", 1)
+            process_groups.group_store(self.group).add(f"{self._stop_of(self._stops)}/over", 1)
 
     def stopped_alike(self, issued: int) -> bool | None:
         """Whether all ranks have stopped behind `issued` collectives; None: not yet."""
         if self.alone:
             return True
-        store, base = compat.group_store(self.group), self._stop_of(self._stops)
+        store, base = process_groups.group_store(self.group), self._stop_of(self._stops)
         stopped = store.add(f"{base}/all", 0)
         if stopped > store.add(f"{base}/at{issued}", 0) or self.cause() is not None:
             return False
@@ -465,7 +465,10 @@ class Peers:
         """
         if self.alone:
             return None
-        store, first = compat.group_store(self.group), f"{self._stop_of(self._stops + 1)}/first"
+        store, first = (
+            process_groups.group_store(self.group),
+            f"{self._stop_of(self._stops + 1)}/first",
+        )
         if store.check([first]):
             stopped, who = json.loads(store.get(first))
             if int(stopped) < issued:
@@ -477,7 +480,7 @@ class Peers:
         return f"{self._stopped}/{number}"
 
     def _told(self, what: str, rank: int) -> str:
-        store = compat.group_store(self.group)
+        store = process_groups.group_store(self.group)
         key = f"fxshard/{what}/{rank}"
         return store.get(key).decode() if store.check([key]) else ""
 

@@ -1,0 +1,95 @@
+"""The engine of autograd, versions of tensors, subclasses that stand in for tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch._library.autograd as _library_autograd
+
+# Whether autograd hands a Function its gradients in a list to empty (torch/autograd/function.py);
+# where it does not, its caller holds them until backward is over.
+BOXED_GRADS = hasattr(torch.autograd.Function, "boxed_grads_call")
+
+
+# For a subclass whose operators are not to give the subclass by themselves.
+NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
+
+
+def wrapper(
+    cls: type[torch.Tensor],
+    shape: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    requires_grad: bool,
+) -> Any:
+    """A tensor of a subclass that has no memory (``Tensor._make_wrapper_subclass``)."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls,
+        shape,
+        strides=stride,
+        storage_offset=offset,
+        dtype=dtype,
+        device=device,
+        requires_grad=requires_grad,
+    )
+
+
+def boxed(given: tuple[Any, ...]) -> list[torch.Tensor | None]:
+    """The gradients that a Function's backward was given, with ``boxed_grads_call`` or without."""
+    return given[0] if BOXED_GRADS else list(given)
+
+
+def will_accumulate(node: Any) -> bool:
+    """Inside of a backward: whether it comes to `node`, which accumulates a leaf's gradient.
+
+    Not if ``torch.autograd.grad`` or ``backward(inputs=...)`` wants others alone, or takes it away
+    itself. (torch/csrc/autograd/init.cpp, ``_will_engine_execute_node``)
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # autograd.grad asks for this leaf's gradient itself
+        return False
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """True if ``register_hook`` or ``register_post_accumulate_grad_hook`` was called on it."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def is_custom_function(node: Any) -> bool:
+    """True if an autograd node is of an ``autograd.Function`` that is not an operator's formula.
+
+    The formula of a custom operator becomes such a function too.
+    (torch/_library/autograd.py, ``make_autograd_impl``)
+    """
+    if not isinstance(node, torch.autograd.function.BackwardCFunction):
+        return False
+    return bool(type(node)._forward_cls.__module__ != _library_autograd.__name__)  # type: ignore[attr-defined]
+
+
+def plain_torch_functions() -> contextlib.AbstractContextManager[None]:
+    """For the time of the block no tensor subclass has a say in what a torch function does.
+
+    (torch/_C/__init__.pyi; what ``Tensor.__torch_function__`` itself uses, torch/_tensor.py)
+    """
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often autograd saw `tensor` changed in place; 0 for inference tensors."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def saved_tensors_hooks_on_top() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The pair of ``torch.autograd.graph.saved_tensors_hooks`` that autograd would call now."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def in_backward() -> bool:
+    """True while the autograd engine runs a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,99 @@
+"""DTensors: what this rank holds of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """This rank's part of a DTensor, itself and not a view made for autograd (``to_local``)."""
+    return tensor._local_tensor
+
+
+def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
+    """`local` as the local part of a DTensor with the mesh, placements and shape of `like`.
+
+    What FSDP2 makes its gradients with: `DTensor.from_local` costs ten times as much.
+    (torch/distributed/fsdp/_fully_shard/_fsdp_common.py, ``_from_local_no_grad``)
+    """
+    return DTensor(local, like._spec, requires_grad=False)
+
+
+def set_local_tensor(tensor: DTensor | nn.Parameter, local: torch.Tensor) -> None:
+    """Let a DTensor stand on other storage of the same shape and dtype."""
+    assert isinstance(tensor, DTensor)
+    tensor._local_tensor = local
+
+
+def stand_in(local: torch.Tensor) -> torch.Tensor:
+    """Of the shape, dtype and device of `local`, at the start of its storage; no values.
+
+    A DTensor takes its storage offset over from the tensor that it is made of, and if that is not
+    0, `torch.save` takes it for a tensor with data and fails. So parameters whose rows lie amid
+    other storage are made of this, and get their rows by `set_local_tensor`.
+    (torch/_tensor.py, ``_reduce_ex_internal``, asks for ``data_ptr() == 0``)
+    """
+    return local.new_empty(()).expand(local.shape)
+
+
+def dtensor_handlers() -> dict[Any, Any]:
+    """Per operator what runs instead of DTensor's own dispatch, with it and its arguments.
+
+    (torch/distributed/tensor/_dispatch.py, ``OpDispatcher``; read in each call)
+    """
+    return DTensor._op_dispatcher._custom_op_handlers
+
+
+@contextlib.contextmanager
+def without_dtensor_handler(func: Any) -> Iterator[None]:
+    """For the time of the block DTensor dispatches an operator itself."""
+    handlers = dtensor_handlers()
+    handler = handlers.pop(func, None)
+    try:
+        yield
+    finally:
+        if handler is not None:
+            handlers[func] = handler
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a parameter."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
+    """`whole` placed as `like` is: this rank's rows of it; nothing is communicated."""
+    if not isinstance(like, DTensor):
+        return whole
+    local = _local_rows(whole, like.device_mesh, like.placements)
+    return _dtensor(local.to(local_part(like).device), like)
+
+
+def _local_rows(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """A view: what this rank holds of `whole`, cut by torch.chunk's rule as DTensor cuts."""
+    for mesh_dim, place in enumerate(placements):
+        if place.is_shard():
+            dim: int = place.dim  # type: ignore[attr-defined]
+            parts = whole.chunk(mesh.size(mesh_dim), dim)
+            rank = mesh.get_local_rank(mesh_dim)
+            whole = parts[rank] if rank < len(parts) else whole.narrow(dim, 0, 0)
+    return whole
+
+
+def _dtensor(local: Tensor, like: DTensor) -> DTensor:
+    """`local` in the place of `like`'s."""
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )

@@ -1,0 +1,112 @@
+"""Dynamo: its graphs, and what it is told of modules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+
+def dynamo(model: nn.Module, args: Any, kwargs: Any, backend: Callable[..., Any]) -> Any:
+    """``model(*args, **kwargs)`` by ``torch.compile`` as one graph, which `backend` gets.
+
+    Sizes and numbers that depend on data may be in it. Nothing is kept: the code object that
+    Dynamo's cache hangs on is new each time. (torch/_dynamo/config.py)
+    """
+
+    import torch._dynamo as _dynamo  # 2 s, so only for those who need it
+
+    def call(model: nn.Module, args: Any, kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace(co_name="call_of_the_model")
+    options = {
+        "capture_scalar_outputs": True,
+        "capture_dynamic_output_shape_ops": True,
+        "allow_rnn": True,
+    }
+    known = {name: value for name, value in options.items() if hasattr(_dynamo.config, name)}
+    with _dynamo.config.patch(known):
+        return torch.compile(call, backend=backend, fullgraph=True, dynamic=False)(
+            model, args, kwargs
+        )
+
+
+def mark_for_dynamo(module: nn.Module) -> None:
+    """Mark a module as managed by FSDP, with original parameters in use, as torch's FSDP does.
+
+    (torch/distributed/fsdp/_dynamo_utils.py, ``_annotate_modules_for_dynamo``; read by
+    ``wrap_module`` in torch/_dynamo/variables/builder.py)
+    """
+    module._is_fsdp_managed_module = True  # type: ignore[assignment]
+    module._fsdp_use_orig_params = True  # type: ignore[assignment]
+
+
+def register_backend(name: str, compiler: Callable[..., Any]) -> None:
+    """Let ``torch.compile(backend=name)`` find `compiler`, unless something has that name already.
+
+    For a checkout that is not installed: of what is, Dynamo reads the entry points
+    (torch/_dynamo/backends/registry.py).
+    """
+    from torch._dynamo.backends import registry
+
+    if name not in registry.list_backends(exclude_tags=()):
+        registry.register_backend(compiler, name)
+
+
+def only_inlined(function: Callable[..., Any]) -> None:
+    """Let Dynamo trace `function` where it is called from what it traces, and never by itself.
+
+    (``skip_code``, which torch/_dynamo/decorators.py uses for ``torch._dynamo.skip``)
+    """
+    from torch._dynamo.decorators import skip_code  # type: ignore[attr-defined]
+
+    skip_code(function.__code__)
+
+
+def dynamo_modules(node: fx.Node) -> list[tuple[str, int]]:
+    """The calls of modules that `node` of Dynamo's graph ran in, the outermost first.
+
+    Each is the ``id`` of the module that was called when the graph was made, as text, and a number
+    that differs between calls of it. (``record_nn_module_stack`` in
+    torch/_dynamo/variables/nn_module.py)
+    """
+    found = []
+    for key in node.meta.get("nn_module_stack") or {}:
+        module, _, number = str(key).partition("@")
+        found.append((module, int(number or 0)))
+    return found
+
+
+def stack_line(node: fx.Node) -> str:
+    """``path:line in function`` of the innermost frame that `node` of Dynamo's graph came from.
+
+    (``stack_trace`` in its metadata is text, as `traceback.format_list` makes it)
+    """
+    found = ""
+    for path, line, function in _FRAME.findall(node.meta.get("stack_trace") or ""):
+        if not Path(path).is_relative_to(_TORCH):
+            found = f"{path}:{line} in {function}"
+    return found
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+
+
+_TORCH = Path(torch.__file__).parent
+
+
+def dynamo_paths(node: fx.Node) -> list[tuple[str, str]]:
+    """As `dynamo_modules`: the module's ``id``, and its path from the ``self`` of the frame.
+
+    "" if it is not in ``self``.
+    """
+    found = []
+    for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
+        _, _, inside = str(path).partition("L['self'].")
+        found.append((str(key).partition("@")[0], inside))
+    return found

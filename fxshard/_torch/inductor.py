@@ -1,0 +1,138 @@
+"""Inductor: the source that it generates, its caches and its kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import (
+    FakeTensorMode,
+)
+
+from fxshard._torch.modes import outside_autocast
+from fxshard.host import files
+
+
+@dataclasses.dataclass(frozen=True)
+class Generated:
+    """What Inductor makes of a graph.
+
+    Attributes:
+        source: a Python module; its ``call(args)`` takes (and clears) a list of tensors.
+        constants: tensors that it refers to by name.
+        aligned: positions of inputs whose address must be a multiple of 16 bytes.
+    """
+
+    source: str
+    constants: dict[str, torch.Tensor]
+    aligned: tuple[int, ...]
+
+
+# Random operators keep eager's kernels; nothing is measured or run while code is generated; what is
+# kept on disk is kept by the caller, who gets the strides that it has traced, or an assertion.
+_GENERATE = {
+    "fallback_random": True,
+    "fx_graph_cache": False,
+    "fx_graph_remote_cache": False,
+    "cpp_wrapper": False,
+    "size_asserts": True,
+    "triton.cudagraphs": False,
+}
+
+
+def inductor_source(graph: fx.Graph, values: list[torch.Tensor], mode: FakeTensorMode) -> Generated:
+    """Let Inductor generate code for `graph`; no kernel is built and nothing runs.
+
+    Args:
+        graph: functional ATen operators; returns a tuple.
+        values: fake tensors of `mode` for its placeholders.
+
+    Raises:
+        Exception: whatever Inductor raises for what it cannot do.
+
+    (torch/_inductor/compile_fx.py, ``compile_fx_inner``, and graph.py, ``_compile_to_module``,
+    which writes the module and then loads it: the load is left out)
+    """
+    from unittest import mock
+
+    import torch._inductor.config as config
+    from torch._inductor import codecache, compile_fx, decomposition, output_code
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    class Unloaded:
+        """Where the loaded module would be."""
+
+        runner = None
+
+        def __init__(self, path: str) -> None:
+            self.__file__ = path
+
+        # 2.11 looks at it: it puts the copies that align inputs around the call, 2.13 in the source
+        # (torch/_inductor/output_code.py, ``maybe_realign_inputs``). Here `aligned` says which.
+        @staticmethod
+        def call(args: list[Any]) -> Any:
+            raise AssertionError("this module was never loaded")
+
+    def load(key: str, path: str, *args: Any, **kwargs: Any) -> Unloaded:
+        return Unloaded(path)
+
+    interpreter = fx.Interpreter(fx.GraphModule({}, graph))
+    with config.patch(_GENERATE), torch.no_grad(), outside_autocast():
+        table = decomposition.select_decomp_table()
+        with mode:
+            traced = make_fx(interpreter.run, decomposition_table=table)(*values)
+        (output,) = traced.graph.find_nodes(op="output")
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+        with mock.patch.object(codecache.PyCodeCache, "load_by_key_path", load):
+            made = compile_fx.compile_fx_inner(traced, values)
+    if not isinstance(made, output_code.CompiledFxGraph):
+        raise NotImplementedError("no operator is left of it")
+    if made.torchbind_constants or made.frozen_param_names:
+        raise NotImplementedError("it refers to objects that cannot be kept on disk")
+    constants, aligned = dict(made.constants or {}), tuple(made.inputs_to_check)
+    return Generated(made.source_code, constants, aligned)
+
+
+def inductor_key() -> str:
+    """What Inductor's code depends on besides the graph: torch, its options, device, threads.
+
+    (torch/_inductor/codecache.py, ``FxGraphHashDetails``)
+    """
+    import torch._inductor.config as config
+    from torch._inductor import codecache
+
+    parts = (
+        torch.__version__,
+        codecache.torch_key().hex(),
+        config.get_hash().hex(),
+        codecache.CacheBase.get_system()["hash"],
+        torch.backends.cpu.get_cpu_capability(),
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    return repr(parts)
+
+
+def inductor_cache_dir() -> str:
+    """Where Inductor keeps the kernels that it builds (TORCHINDUCTOR_CACHE_DIR).
+
+    They are executed too. By default the folder lies in the directory of temporary files, which is
+    everybody's: if it is not this user's alone, Inductor is given another (`files.private`).
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
+
+    variable = "TORCHINDUCTOR_CACHE_DIR"
+    wanted = os.path.abspath(os.environ.get(variable) or default_cache_dir())
+    os.environ[variable] = str(files.private(Path(wanted)))
+    return cache_dir()
+
+
+def extern_kernels() -> Any:
+    """The kernels that Inductor calls by name, as generated code imports them."""
+    from torch._inductor.select_algorithm import extern_kernels
+
+    return extern_kernels

@@ -1,0 +1,84 @@
+"""Dispatch modes and autocast."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._dynamo.utils import preserve_rng_state as rng_kept
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+__all__ = [
+    "TorchDispatchMode",
+    "inside_autocast",
+    "outside_autocast",
+    "outside_modes",
+    "rng_kept",
+    "unobserved",
+    "without_autocast",
+]
+
+
+def outside_modes() -> contextlib.AbstractContextManager[Any]:
+    """What runs in the block runs on real tensors, whatever traces around it."""
+    guard: contextlib.AbstractContextManager[Any] = _disable_current_modes()
+    return guard
+
+
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """Outside of the dispatch modes of the user, and of the hooks that torch's own tools have on
+    all modules: ``CommDebugMode``, ``FlopCounterMode`` and their kin see what runs, and no trace.
+
+    (torch/nn/modules/module.py, ``_global_forward_hooks``)
+    """
+    module = torch.nn.modules.module
+    hooks: tuple[dict[int, Any], ...] = (
+        module._global_forward_pre_hooks,
+        module._global_forward_hooks,
+        module._global_backward_pre_hooks,
+        module._global_backward_hooks,
+    )
+    before = [dict(each) for each in hooks]
+    for each in hooks:
+        for number, hook in list(each.items()):
+            if getattr(hook, "__module__", "").startswith("torch."):
+                del each[number]
+    try:
+        with outside_modes():
+            yield
+    finally:
+        for each, all_of_them in zip(hooks, before, strict=True):
+            now = all_of_them | each
+            each.clear()
+            each.update(now)
+
+
+def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Operators inside the block pass the autocast of "cpu" or "cuda" by."""
+    key = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
+    guard: contextlib.AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(
+        torch._C.DispatchKeySet(key[device])
+    )
+    return guard
+
+
+def inside_autocast() -> bool:
+    """True inside any ``torch.autocast`` block, also one that is off."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting() > 0
+
+
+@contextlib.contextmanager
+def outside_autocast() -> Iterator[None]:
+    """Outside of the user's autocast: the casts that it asks for are in the graph already."""
+    with (
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else _NOTHING,
+    ):
+        yield
+
+
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

@@ -1,0 +1,58 @@
+"""Modules: hooks, policies that choose units, and FSDP2's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp.wrap import _Policy
+
+
+def is_wrap_policy(spec: object) -> bool:
+    """True for ``ModuleWrapPolicy`` and its kin of torch.distributed.fsdp.wrap."""
+    return isinstance(spec, _Policy)
+
+
+def run_wrap_policy(policy: Any, model: nn.Module) -> set[nn.Module]:
+    """Modules that FSDP1 would wrap under `policy`."""
+    return set(policy._run_policy(model, ignored_modules=set(), root_kwargs={}))
+
+
+# Whether FSDP2, where ``MixedPrecisionPolicy.reduce_dtype`` is None, reduces gradients in the dtype
+# of the sharded parameter, as 2.15 does, and not in ``param_dtype``
+# (torch/distributed/fsdp/_fully_shard/_fsdp_param.py, ``unsharded_grad_dtype``).
+REDUCES_AS_STORED = hasattr(FSDPParam, "unsharded_grad_dtype")
+
+
+HOOKS = {
+    "_forward_pre_hooks": "forward pre-hook",
+    "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+    "_backward_hooks": "backward hook",
+}
+
+
+def module_hooks(module: nn.Module) -> list[tuple[str, int, Any]]:
+    """Kind, number (never given twice in a process) and function of each hook of the module.
+
+    (torch/utils/hooks.py, ``RemovableHandle``)
+    """
+    found = module.__dict__
+    return [(kind, n, hook) for name, kind in HOOKS.items() for n, hook in found[name].items()]
+
+
+def hook_numbers(modules: list[nn.Module]) -> tuple[int, ...]:
+    """The numbers of `module_hooks` of all modules; asked on every call."""
+    return tuple(
+        number
+        for module in modules
+        for hooks in (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._backward_pre_hooks,
+            module._backward_hooks,
+        )
+        if hooks
+        for number in hooks
+    )

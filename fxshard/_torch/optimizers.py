@@ -1,0 +1,61 @@
+"""Optimizers: their hooks and their state while nothing steps."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+
+class _NoState(collections.defaultdict[Any, Any]):
+    """Empty, and true all the same."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def not_stepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let torch.distributed.checkpoint take the state of `optimizer` as it is.
+
+    It steps an optimizer without state on gradients of zeros before it asks for its state dict.
+    (torch/distributed/checkpoint/state_dict.py, ``_init_optim_state``)
+    """
+    before = optimizer.state
+    if not before:
+        optimizer.state = _NoState(dict)
+    try:
+        yield
+    finally:
+        optimizer.state = before
+
+
+@contextlib.contextmanager
+def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """For the time of the block the hooks of the user's are not run by ``optimizer.step()``.
+
+    (torch/optim/optimizer.py, ``profile_hook_step``)
+    """
+    hooks: tuple[dict[int, Any], ...] = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
+    )
+    before = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, all_of_them in zip(hooks, before, strict=True):
+            each.update(all_of_them)
+
+
+def foreach_copy(into: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+    """Copy each of `tensors` into its place, casting, in one operator."""
+    torch._foreach_copy_(into, tensors)

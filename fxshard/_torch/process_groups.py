@@ -1,0 +1,102 @@
+"""Process groups, their stores and their collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@contextlib.contextmanager
+def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
+    """Initialise torch.distributed's default group as a fake one for the time of the block.
+
+    A fake group runs one rank alone: an all-gather repeats this rank's input, a reduce-scatter
+    keeps its chunk (torch/csrc/distributed/c10d/FakeProcessGroup.hpp).
+    """
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def forget_groups(mesh: DeviceMesh) -> None:
+    """Let `mesh` refer to its process groups no more (torch/distributed/device_mesh.py)."""
+    for each in (mesh, mesh._get_root_mesh()):
+        getattr(each, "_pg_registry", {}).clear()
+
+
+def group_store(group: Any) -> Any:
+    """The key-value store of the group; keys of different groups do not meet."""
+    return group.get_group_store()
+
+
+def group_timeout(group: Any) -> Any:
+    """The timeout of the group's collectives, a `datetime.timedelta`."""
+    return group._get_backend(group._device_types[0]).options._timeout
+
+
+# torch 2.13 renamed them, and warns of the old names at every call.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def new_group(ranks: list[int], parent: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A process group of some ranks of `parent`, which they alone make together.
+
+    torch names a group made so by its ranks and by how many groups this process has
+    (torch/distributed/distributed_c10d.py, ``_hash_ranks_to_str``). Once one of them has been
+    destroyed the name comes again, with the old addresses in the store, and ranks that are in other
+    numbers of groups never find each other: both hang. Here it is the n-th one of `parent`.
+    """
+    if dist.get_backend(parent) == "fake":
+        return dist.new_group(ranks, use_local_synchronization=True)
+    number = group_store(parent).add(f"fxshard/groups/{dist.get_rank()}", 1)
+    name = f"fxshard.{parent.group_name}.{number}.{'_'.join(map(str, ranks))}"
+    named = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        return dist.new_group(ranks, timeout=group_timeout(parent), use_local_synchronization=True)
+    finally:
+        distributed_c10d._hash_ranks_to_str = named
+
+
+@functools.cache
+def gather_one_by_one() -> torch.library.Library:
+    """From now on coalesced all-gathers of CPU tensors are a call per tensor, in this process.
+
+    gloo's coalesced one can corrupt the heap, much later (docs/upstream.md), and it is what all of
+    torch's functional all-gathers run, of one tensor too: `DTensor.full_tensor`, `redistribute`,
+    and with them state dicts and norms (torch/csrc/distributed/c10d/Functional.cpp).
+
+    Returns:
+        What holds the registration.
+    """
+
+    def gather(outputs: Any, inputs: Any, group: Any, async_op: bool = True) -> Any:
+        members = dist.ProcessGroup.unbox(group)
+        works: list[dist.Work] = []
+        for whole, part in zip(outputs, inputs, strict=True):
+            for work in works:
+                work.wait()  # of two threads the second may end first, and who waits has one work
+            works = [members._allgather_base(whole, part)]
+        return works[0].boxed()
+
+    library = torch.library.Library("c10d", "IMPL")
+    with warnings.catch_warnings():  # of what is meant: "Overriding a previously registered kernel"
+        warnings.simplefilter("ignore", UserWarning)
+        library.impl("allgather_into_tensor_coalesced_", gather, "CPU")
+    return library

@@ -1,0 +1,176 @@
+"""Contracts of what `fxshard._torch.autograd` uses of torch."""
+
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from fxshard._torch import (
+    autograd,
+)
+from tests._torch.shared import aten
+
+
+def test_a_backward_knows_which_leaves_get_gradients() -> None:
+    weight, x = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    seen: list[list[bool]] = []
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight: Tensor, x: Tensor) -> Tensor:
+            return weight * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            seen.append([autograd.will_accumulate(node) for node, _ in ctx.next_functions])
+            return grad, grad
+
+    Product.apply(weight, x).sum().backward()
+    Product.apply(weight, x).sum().backward(inputs=[x])
+    torch.autograd.grad(Product.apply(weight, x * 1).sum(), x)
+    assert seen == [[True, True], [False, True], [False, True]]
+    torch.autograd.grad(Product.apply(weight, x).sum(), weight)
+    assert seen[-1] == [False, False]
+
+
+def test_plain_torch_functions_pass_subclasses_by() -> None:
+    seen: list[Any] = []
+
+    class Loud(Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    loud = torch.ones(2).as_subclass(Loud)
+    with autograd.plain_torch_functions():
+        assert type(loud + 1) is Tensor and not seen
+    assert type(loud + 1) is Loud and seen
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_gradient_hooks_are_seen(register: str) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    assert not autograd.has_gradient_hooks(parameter)
+    getattr(parameter, register)(lambda _: None)
+    assert autograd.has_gradient_hooks(parameter)
+
+
+def test_gradients_arrive_in_a_list_whose_items_die_when_they_are_taken_out() -> None:
+    seen: list[Any] = []
+
+    class Doubled(torch.autograd.Function):
+        boxed_grads_call = True
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *given: Any) -> Tensor | None:
+            grads = autograd.boxed(given)
+            grad = grads.pop()
+            assert grad is not None and not grads
+            seen.append(weakref.ref(grad.untyped_storage()))
+            result = grad * 2
+            del grad
+            seen.append(seen[0]() is None)
+            return result
+
+    leaf = torch.ones(3, requires_grad=True)
+    (Doubled.apply(leaf) * 3).sum().backward()
+    assert leaf.grad is not None and leaf.grad.tolist() == [6.0, 6.0, 6.0]
+    assert seen[1] is autograd.BOXED_GRADS
+
+
+def test_versions_count_changes_in_place_through_views() -> None:
+    base = torch.ones(4)
+    before = autograd.version(base)
+    base[:2].add_(1)
+    assert autograd.version(base) > before
+    with torch.inference_mode():
+        assert autograd.version(torch.ones(1)) == 0
+
+
+def test_saved_tensors_hooks_on_top() -> None:
+    assert autograd.saved_tensors_hooks_on_top() is None
+
+    def pack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    def unpack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        assert autograd.saved_tensors_hooks_on_top() == (pack, unpack)
+
+
+def test_in_backward_is_true_in_hooks_of_the_engine() -> None:
+    seen: list[bool] = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda grad: seen.append(autograd.in_backward()))
+    x.square().sum().backward()
+    assert seen == [True] and not autograd.in_backward()
+
+
+def test_a_wrapper_has_a_form_and_its_operators_come_to_dispatch() -> None:
+    seen: list[Any] = []
+
+    class Wrapper(Tensor):
+        __torch_function__ = autograd.NO_TORCH_FUNCTION
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(func)
+            return args[0]
+
+    shape = ((2, 3), (1, 2), 4, torch.bfloat16, torch.device("cpu"), False)
+    made = autograd.wrapper(Wrapper, *shape)
+    assert (tuple(made.shape), made.stride(), made.storage_offset()) == shape[:3]
+    assert (made.dtype, made.device, made.requires_grad) == shape[3:]
+    torch.relu(made)
+    assert seen == [aten.relu.default]
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad * 2
+
+
+def test_a_custom_function_is_told_from_the_formula_of_an_operator() -> None:
+    with torch.library._scoped_library("fxshard_contract", "FRAGMENT") as library:
+        library.define("doubled(Tensor x) -> Tensor")
+        library.impl("doubled", lambda x: x * 2, "CompositeExplicitAutograd")
+        formula = partial(lambda ctx, grad: grad * 2)
+        torch.library.register_autograd("fxshard_contract::doubled", formula, lib=library)
+        x = torch.ones(2, requires_grad=True)
+        operator = torch.ops.fxshard_contract.doubled(x)
+        assert "fxshard_contract_doubled" in operator.grad_fn.name()
+        assert not autograd.is_custom_function(operator.grad_fn)
+        assert autograd.is_custom_function(Doubled.apply(x).grad_fn)
+        assert not autograd.is_custom_function((x * 2).grad_fn)
+
+
+def test_plain_torch_functions() -> None:
+    class Asked(Tensor):
+        @classmethod
+        def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError
+
+    asked = torch.ones(2).as_subclass(Asked)
+    with autograd.plain_torch_functions():
+        assert torch.equal(asked + 1, torch.full((2,), 2.0)) and asked.shape == (2,)
+    with pytest.raises(AssertionError):
+        asked + 1

@@ -1,0 +1,91 @@
+"""Contracts of what `fxshard._torch.dtensors` uses of torch."""
+
+import io
+
+import pytest
+import torch
+import torch._dynamo
+import torch.utils.checkpoint
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from fxshard._torch import (
+    dtensors,
+    process_groups,
+)
+
+
+def test_dtensors_stand_on_their_local_tensor() -> None:
+    with process_groups.fake_process_group(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        local = torch.ones(2, 3)
+        sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        assert dtensors.local_tensor(sharded).data_ptr() == local.data_ptr()
+        other = torch.zeros(2, 3)
+        dtensors.set_local_tensor(sharded, other)
+        assert dtensors.local_tensor(sharded) is other
+        assert torch.equal(sharded.to_local(), other) and sharded.shape == (4, 3)
+
+
+def test_a_dtensor_is_made_like_another() -> None:
+    with process_groups.fake_process_group(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        like = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)], run_check=False)
+        local = torch.zeros(2, 3)
+        made = dtensors.dtensor_like(local, like)
+        assert dtensors.local_tensor(made) is local and not made.requires_grad
+        assert (made.shape, made.placements) == (like.shape, like.placements)
+        assert made.device_mesh == mesh
+
+
+def test_a_dtensor_takes_over_the_storage_offset_of_its_local_tensor() -> None:
+    with process_groups.fake_process_group(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        local = torch.arange(8.0)[2:].view(2, 3)
+        sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        assert sharded.storage_offset() == 2, "compat.stand_in may go"
+        with pytest.raises(RuntimeError, match="invalid python storage"):
+            torch.save(sharded, io.BytesIO())
+        like = dtensors.stand_in(local)
+        assert (like.shape, like.dtype, like.storage_offset()) == (local.shape, local.dtype, 0)
+        shape, stride = (4, 3), (3, 1)
+        savable = nn.Parameter(
+            DTensor.from_local(like, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        )
+        dtensors.set_local_tensor(savable, local)
+        torch.save(savable, io.BytesIO())
+        assert torch.equal(savable.to_local(), local) and savable.stride() == stride
+        assert dtensors.stand_in(local[:0]).shape == (0, 3)
+
+
+def test_dtensor_asks_its_handlers_before_its_own_dispatch() -> None:
+    aten_add = torch.ops.aten.add.Tensor
+    with process_groups.fake_process_group(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        x = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
+        before = dict(dtensors.dtensor_handlers())
+        dtensors.dtensor_handlers()[aten_add] = lambda *_: torch.tensor(7.0)
+        try:
+            assert torch.ops.aten.add.Tensor(x, x).item() == 7
+            with dtensors.without_dtensor_handler(aten_add):
+                assert isinstance(x + x, DTensor)
+            assert torch.ops.aten.add.Tensor(x, x).item() == 7
+        finally:
+            del dtensors.dtensor_handlers()[aten_add]
+        assert dtensors.dtensor_handlers() == before
+
+
+def test_rows_of_a_tensor_are_those_of_the_rank() -> None:
+    whole = torch.arange(10.0).reshape(5, 2)
+    for rank, rows in ((0, slice(0, 3)), (1, slice(3, 5))):
+        with process_groups.fake_process_group(rank, 2):
+            mesh = init_device_mesh("cpu", (2,))
+            local = whole[rows].clone()
+            like = DTensor.from_local(
+                local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=(2, 1)
+            )
+            made = dtensors.sharded_like(whole, like)
+            assert made.placements == like.placements and made.shape == whole.shape
+            assert torch.equal(dtensors.local_part(made), whole[rows])
+    assert dtensors.local_part(whole) is whole and dtensors.sharded_like(whole, whole) is whole

@@ -1,0 +1,82 @@
+"""Contracts of what `fxshard._torch.dynamo` uses of torch."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.utils.checkpoint
+from torch import Tensor, fx, nn
+
+from fxshard._torch import (
+    dynamo,
+)
+from tests._torch import shared
+from tests._torch.shared import Two
+
+
+def test_dynamo_names_the_modules_of_a_node(dynamo_graph: tuple[Two, fx.GraphModule]) -> None:
+    model, graph_module = dynamo_graph
+    ids = [str(id(model.inner)), str(id(model.inner[0]))]
+    node = next(n for n in graph_module.graph.nodes if n.target is nn.functional.linear)
+    assert dynamo.dynamo_modules(node) == [(ids[0], 0), (ids[1], 0)]
+    assert dynamo.dynamo_paths(node) == [(ids[0], "inner"), (ids[1], "inner.0")]
+    path, _, function = dynamo.stack_line(node).partition(" in ")
+    assert path.startswith(shared.__file__) and function == "forward"
+
+
+def test_dynamo_treats_marked_modules_as_managed_by_fsdp() -> None:
+    from torch._dynamo.variables.nn_module import FSDPManagedNNModuleVariable
+
+    seen: list[Any] = []
+    init = FSDPManagedNNModuleVariable.__init__
+
+    def watched(self: Any, value: Any, **kwargs: Any) -> None:
+        seen.append(value)
+        init(self, value, **kwargs)
+
+    model = Two()
+    for module in model.modules():
+        dynamo.mark_for_dynamo(module)
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FSDPManagedNNModuleVariable, "__init__", watched)
+        torch.compile(model, backend="eager", fullgraph=True)(torch.ones(3, 2))
+    assert any(value is model.inner[0] for value in seen)
+
+
+def test_a_backend_is_registered_once() -> None:
+    from torch._dynamo.backends import registry
+
+    def backend(graph_module: fx.GraphModule, inputs: Any) -> Any:
+        return graph_module
+
+    try:
+        dynamo.register_backend("fxshard_test", backend)
+        dynamo.register_backend("fxshard_test", lambda *args: None)
+        assert registry.lookup_backend("fxshard_test") is backend
+    finally:
+        registry._COMPILER_FNS.pop("fxshard_test", None)
+        registry._BACKENDS.pop("fxshard_test", None)
+
+
+def test_only_inlined_functions_are_traced_by_their_callers_alone() -> None:
+    counts = {"graphs": 0}
+
+    def backend(graph_module: fx.GraphModule, inputs: Any) -> Any:
+        counts["graphs"] += 1
+        return graph_module
+
+    def read(x: Tensor) -> Any:
+        return torch.compiler.is_compiling(), x + 1
+
+    def caller(x: Tensor) -> Any:
+        return read(x)
+
+    dynamo.only_inlined(read)
+    torch._dynamo.reset()
+    assert torch.compile(caller, backend=backend, fullgraph=True)(torch.ones(1))[0] is True
+    assert counts["graphs"] == 1
+    torch._dynamo.reset()
+    assert torch.compile(read, backend=backend)(torch.ones(1))[0] is False
+    assert counts["graphs"] == 1

@@ -1,0 +1,83 @@
+"""Contracts of what `fxshard._torch.modes` uses of torch."""
+
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils import _pytree as pytree
+
+from fxshard._torch import (
+    modes,
+    modules,
+    process_groups,
+)
+
+
+def test_dispatch_modes_see_backward_and_collectives() -> None:
+    seen: list[str] = []
+
+    class Names(modes.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with process_groups.fake_process_group(0, 2), Names():
+        torch.ones(2, requires_grad=True).sin().sum().backward()
+        group = dist.group.WORLD
+        group.allgather_into_tensor_coalesced([torch.ones(4)], [torch.ones(2)]).wait()
+    assert "aten.cos.default" in seen, "a mode no longer sees what backward runs"
+    assert "c10d.allgather_into_tensor_coalesced_.default" in seen, (
+        "a mode no longer sees the calls of a process group"
+    )
+
+
+def test_without_a_reduce_dtype_fsdp2_reduces_as_stored_or_as_computed() -> None:
+    seen: list[torch.dtype] = []
+
+    class Reductions(modes.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if "reduce_scatter" in str(func):
+                seen.extend(t.dtype for t in pytree.tree_leaves(args) if isinstance(t, Tensor))
+            return func(*args, **(kwargs or {}))
+
+    with process_groups.fake_process_group(0, 2):
+        model = fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+        with Reductions():
+            model(torch.ones(2, 4)).sum().backward()
+    assert set(seen) == {torch.float32 if modules.REDUCES_AS_STORED else torch.bfloat16}
+
+
+def test_autocast_can_be_passed_by_and_seen() -> None:
+    x = torch.ones(2, 2)
+    assert not modes.inside_autocast()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert modes.inside_autocast() and (x @ x).dtype == torch.bfloat16
+        with modes.without_autocast("cpu"):
+            assert (x @ x).dtype == torch.float32
+    with torch.autocast("cpu", enabled=False):
+        assert modes.inside_autocast()
+    assert not modes.inside_autocast()
+
+
+def test_outside_autocast_nothing_is_cast() -> None:
+    x = torch.ones(2, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (x @ x).dtype is torch.bfloat16
+        with modes.outside_autocast():
+            assert (x @ x).dtype is torch.float32
+
+
+def test_rng_is_kept() -> None:
+    before = torch.get_rng_state()
+    with modes.rng_kept():
+        torch.manual_seed(before[0].item() + 1)
+        torch.rand(3)
+    assert torch.equal(torch.get_rng_state(), before)

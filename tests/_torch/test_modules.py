@@ -1,0 +1,68 @@
+"""Contracts of what `fxshard._torch.modules` uses of torch."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.utils.checkpoint
+from torch import nn
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+
+from fxshard._torch import (
+    modes,
+    modules,
+)
+
+
+def test_wrap_policies() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.ReLU())
+    linears = {model[0], model[1][0]}
+    policy = ModuleWrapPolicy({nn.Linear})
+    assert modules.is_wrap_policy(policy) and modules.run_wrap_policy(policy, model) == linears
+    custom = CustomPolicy(lambda module: isinstance(module, nn.ReLU))
+    assert modules.is_wrap_policy(custom) and modules.run_wrap_policy(custom, model) == {model[2]}
+    assert not modules.is_wrap_policy(lambda name, module: True)
+
+
+@pytest.mark.parametrize(
+    ("register", "kind"),
+    [
+        ("register_forward_pre_hook", "forward pre-hook"),
+        ("register_forward_hook", "forward hook"),
+        ("register_full_backward_pre_hook", "backward pre-hook"),
+        ("register_full_backward_hook", "backward hook"),
+    ],
+)
+def test_hooks_of_a_module_are_seen_and_have_numbers_of_their_own(register: str, kind: str) -> None:
+    module, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    assert modules.module_hooks(module) == [] and modules.hook_numbers([module, other]) == ()
+
+    def hook(*_: Any) -> None: ...
+
+    handles = [getattr(each, register)(hook) for each in (module, other)]
+    ((found, number, function),) = modules.module_hooks(module)
+    assert (found, function) == (kind, hook)
+    first = modules.hook_numbers([module, other])
+    assert first[0] == number and len(set(first)) == 2
+    handles[0].remove()
+    assert modules.hook_numbers([module, other]) == first[1:]
+    getattr(module, register)(hook)
+    assert modules.hook_numbers([module])[0] not in first
+
+
+def test_tools_of_torch_see_nothing_and_come_back() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    ran: list[nn.Module] = []
+    mine = torch.nn.modules.module.register_module_forward_hook(lambda m, *_: ran.append(m))
+    hooks = torch.nn.modules.module._global_forward_hooks
+    linear = nn.Linear(2, 2)
+    with FlopCounterMode(display=False) as counter:
+        before = dict(hooks)
+        with modes.unobserved():
+            linear(torch.ones(1, 2))
+        assert dict(hooks) == before
+        assert counter.get_total_flops() == 0
+    mine.remove()
+    assert ran == [linear]
