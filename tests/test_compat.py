@@ -1473,3 +1473,28 @@ def test_plain_torch_functions() -> None:
         assert torch.equal(asked + 1, torch.full((2,), 2.0)) and asked.shape == (2,)
     with pytest.raises(AssertionError):
         asked + 1
+
+
+def test_hooks_of_optimizers_lie_where_they_are_taken_from() -> None:
+    optimizer, ran = torch.optim.SGD(nn.Linear(2, 2).parameters()), []
+    optimizer.register_step_pre_hook(lambda *_: ran.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: ran.append("post"))
+    both = [
+        torch.optim.optimizer.register_optimizer_step_pre_hook(lambda *_: ran.append("all")),
+        torch.optim.optimizer.register_optimizer_step_post_hook(lambda *_: ran.append("all")),
+    ]
+    try:
+        with compat.without_step_hooks(optimizer):
+            optimizer.step()
+        assert ran == []
+        optimizer.step()
+        assert sorted(ran) == ["all", "all", "post", "pre"]
+    finally:
+        for handle in both:
+            handle.remove()
+
+
+def test_leaves_are_exchanged_by_what_they_are() -> None:
+    x, y, other = torch.ones(1), torch.ones(1), torch.zeros(1)
+    found = compat.exchanged({"a": [x, y], "b": (x, 3)}, {id(x): other})
+    assert found["a"][0] is other and found["b"] == (other, 3) and found["a"][1] is y
