@@ -30,6 +30,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils import _pytree as pytree
 
 from fxshard import compat
@@ -1480,8 +1484,8 @@ def test_hooks_of_optimizers_lie_where_they_are_taken_from() -> None:
     optimizer.register_step_pre_hook(lambda *_: ran.append("pre"))
     optimizer.register_step_post_hook(lambda *_: ran.append("post"))
     both = [
-        torch.optim.optimizer.register_optimizer_step_pre_hook(lambda *_: ran.append("all")),
-        torch.optim.optimizer.register_optimizer_step_post_hook(lambda *_: ran.append("all")),
+        register_optimizer_step_pre_hook(lambda *_: ran.append("all")),
+        register_optimizer_step_post_hook(lambda *_: ran.append("all")),
     ]
     try:
         with compat.without_step_hooks(optimizer):
@@ -1498,3 +1502,20 @@ def test_leaves_are_exchanged_by_what_they_are() -> None:
     x, y, other = torch.ones(1), torch.ones(1), torch.zeros(1)
     found = compat.exchanged({"a": [x, y], "b": (x, 3)}, {id(x): other})
     assert found["a"][0] is other and found["b"] == (other, 3) and found["a"][1] is y
+
+
+def test_dtensor_asks_its_handlers_before_its_own_dispatch() -> None:
+    aten_add = torch.ops.aten.add.Tensor
+    with compat.fake_process_group(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        x = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
+        before = dict(compat.dtensor_handlers())
+        compat.dtensor_handlers()[aten_add] = lambda func, args, kwargs: "handled"
+        try:
+            assert torch.ops.aten.add.Tensor(x, x) == "handled"
+            with compat.without_dtensor_handler(aten_add):
+                assert isinstance(x + x, DTensor)
+            assert torch.ops.aten.add.Tensor(x, x) == "handled"
+        finally:
+            del compat.dtensor_handlers()[aten_add]
+        assert compat.dtensor_handlers() == before
