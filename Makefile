@@ -18,7 +18,7 @@ help: ## show this list
 	touch $@
 
 examples: .venv/.installed ## run every example, and check what it prints
-	$(BIN)/python -m pytest -q tests/test_examples.py -m "slow or not slow"
+	$(BIN)/python -m pytest -q tests/end_to_end/test_examples.py -m "slow or not slow"
 
 demo: .venv/.installed ## train the demo model; writes runs/demo
 	$(BIN)/python -m examples.demo --out runs/demo

@@ -2,7 +2,7 @@
 
 A fault takes a program and a random number generator that chooses the place, changes the program
 and says what it did; or returns None if there is no such place. Whether that does harm is not said
-here (tests/test_faults.py finds out).
+here (tests/verify/test_faults.py finds out).
 """
 
 import dataclasses

@@ -8,7 +8,7 @@ it, and take nothing away. So of every plan with this trace, checkpoint policy a
 - between forward and backward its saved values are alive, with this rank's parameters and optimizer
   states; at the end of backward its gradients are, with both.
 
-tests/test_tune.py holds both against plans.
+tests/planner/test_tune.py holds both against plans.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ refused: "Invalid scalar type". (3) It promotes to one dtype and reads the resul
 is never asked for: each collective of a program moves one dtype (`Fact.ONE_DTYPE`), and all-gathers
 move bytes. (4) It compares, and no comparison with a NaN is true. So with ``reduce_op="max"`` or
 "min" a NaN of one rank may not show in the gradient, as it does if all ranks run in one process:
-look for it in the loss. tests/test_backends.py tries each row on gloo.
+look for it in the loss. tests/distributed/test_backends.py tries each row on gloo.
 """
 
 from __future__ import annotations

@@ -1,0 +1,101 @@
+"""Formulas of random programs of views, slices and sums against plans of calls of their own."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxshard
+from fxshard.errors import OutOfRangeError
+from tests.memory.test_formula import ADAMW, OF_X, assert_equal, floats
+
+# Each takes and gives f32 (batch, some length, 12).
+OPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "front of a split": lambda x: x.split([2, x.shape[1] - 2], 1)[0],
+    "rest of a split": lambda x: x.split([2, x.shape[1] - 2], 1)[1],
+    "chunk": lambda x: x.chunk(2, 1)[0],
+    "first half": lambda x: x[:, : x.shape[1] // 2],
+    "second half": lambda x: x[:, x.shape[1] // 2 :],
+    "every second": lambda x: x[:, ::2],
+    "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "twice": lambda x: x * 2,
+    "exp": lambda x: x.exp(),
+    "plus mean": lambda x: x + x.mean(1, keepdim=True),
+    "flat and back": lambda x: x.reshape(-1, x.shape[-1]).view(x.shape[0], x.shape[1], -1),
+    "pad": lambda x: F.pad(x, (0, 0, 1, 1)),
+    "roll": lambda x: x.roll(1, 1),
+    "cat": lambda x: torch.cat([x[:, 1:], x, x[:, :1]], 1),
+    "pool": lambda x: F.avg_pool1d(x.transpose(1, 2), 2).transpose(1, 2),
+    "softmax": lambda x: x.softmax(1),
+    "cumsum": lambda x: x.cumsum(1),
+    "repeat": lambda x: x.repeat(1, 2, 1),
+    "interleave": lambda x: x.repeat_interleave(2, 1),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "products": lambda x: (x @ x.transpose(1, 2)).tril() @ x,
+    "windows": lambda x: x.unfold(1, 2, 1).mean(-1),
+    "stack": lambda x: torch.stack([x, x], 2).flatten(1, 2),
+    "even and odd": lambda x: torch.cat([x[:, ::2], x[:, 1::2]], 1),
+    "where": lambda x: torch.where(torch.arange(x.shape[1])[None, :, None] > 2, x, x * 0.5),
+    "norm": lambda x: F.layer_norm(x, (x.shape[-1],)),
+    "in place": lambda x: x.clone().add_(1),
+    "interpolate": lambda x: F.interpolate(x.transpose(1, 2), scale_factor=2).transpose(1, 2),
+    "backwards": lambda x: x[:, torch.arange(x.shape[1] - 1, -1, -1)],
+    "expand": lambda x: x[:, :, None].expand(-1, -1, 2, -1).flatten(1, 2),
+}
+
+
+class Random(nn.Module):
+    """f32 (batch, seq, 8) -> a scalar, through the named operators."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.up, self.mid, self.out = nn.Linear(8, 12), nn.Linear(12, 12), nn.Linear(12, 3)
+        self.names = names
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        for i, name in enumerate(self.names):
+            x = OPS[name](x)
+            if i == len(self.names) // 2:
+                x = self.mid(x)
+        loss: Tensor = self.out(x).square().mean()
+        return loss
+
+
+def compare(seed: int) -> int:
+    """Number of calls for which the formulas of a random program hold; there they are equal."""
+    draw = random.Random(seed)
+    model = Random([draw.choice(list(OPS)) for _ in range(draw.randint(2, 5))])
+    try:
+        model(torch.zeros(5, 12, 8))
+    except RuntimeError:
+        return 0  # too short for an operator
+    plan = fxshard.plan(
+        model, kwargs=floats(5, 12, width=8), world_size=2, dynamic=OF_X, optimizer=ADAMW
+    )
+    held = 0
+    for batch, seq, world in ((7, 16, 3), (3, 24, 4), (9, 13, 8), (4, 40, 5)):
+        try:
+            plan.memory.at(batch=batch, seq=seq, world=world)
+        except OutOfRangeError:
+            continue
+        alone = fxshard.plan(
+            model, kwargs=floats(batch, seq, width=8), world_size=world, optimizer=ADAMW
+        )
+        assert_equal(plan.memory, batch, seq, world, alone)
+        held += 1
+    return held
+
+
+def test_random_programs() -> None:
+    assert sum(map(compare, range(3))) >= 6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("start", range(1000, 1200, 20))
+def test_more_random_programs(start: int) -> None:
+    assert sum(map(compare, range(start, start + 20))) >= 40
