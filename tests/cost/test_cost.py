@@ -114,7 +114,7 @@ def test_presets_by_name() -> None:
     [
         (lambda: hardware_of("a100"), r"hardware='a100': expected one of h100, h200, b200"),
         (lambda: hardware_of(3), r"hardware=3: .*not int"),  # type: ignore[arg-type]
-        (lambda: hardware_of("h100", 0), r"ranks_per_node=0 is not above 0"),
+        (lambda: hardware_of("h100", 0), r"ranks_per_node=0: expected an integer >= 1"),
         (lambda: toy(memory_bandwidth=0), r"'toy': memory_bandwidth=0 is not above 0"),
         (lambda: toy(achievable=float("nan")), r"achievable=nan is not above 0"),
         (lambda: toy(link=Link(-1.0, 1.0)), r"link\.alpha=-1\.0 is below 0"),

@@ -209,7 +209,7 @@ def test_replan_refuses_what_plan_refuses() -> None:
         plan.replan(strategie="full_shard")
     with pytest.raises(ConfigError, match="replicas x shards"):
         plan.replan(strategy="hybrid_shard")
-    with pytest.raises(ConfigError, match="at least one"):
+    with pytest.raises(ConfigError, match="micro_batches=0: expected how many"):
         plan.replan(micro_batches=0)
     with pytest.raises(ConfigError, match="needs an optimizer"):
         plan.replan(optimizer=None, optimizer_in_backward=True)
