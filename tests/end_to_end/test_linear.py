@@ -302,10 +302,10 @@ def test_what_was_made_inside_is_old_and_frozen_objects_stay_frozen() -> None:
     assert any(each is made for each in gc.get_objects(generation=2))
     gc.freeze()
     try:
-        before = gc.get_freeze_count()
         with collector.paused():
             pass
-        assert gc.get_freeze_count() >= before > 0
+        # the number of them may fall: what is frozen dies as ever when nobody refers to it
+        assert gc.get_freeze_count() and not any(each is made for each in gc.get_objects())
     finally:
         gc.unfreeze()
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
@@ -733,12 +734,16 @@ def adafactor(rank: int, world_size: int, name: str) -> str:
 
 
 def adafactor_beside_eager(rank: int, world_size: int) -> float:
-    """How far FSDP2's biases are from eager's on the joined batch, after a step."""
+    """How far FSDP2's biases are from eager's on the joined batch, after a step.
+
+    On a mesh of their own: DTensors on that of a compiled model give the numbers of one process.
+    """
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("control",))
     models = [nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)) for _ in range(2)]
     for model in models:
         for number, param in enumerate(model.parameters()):
             nn.init.normal_(param, generator=torch.Generator().manual_seed(number))
-    sharded, eager = fully_shard(models[0]), models[1]
+    sharded, eager = fully_shard(models[0], mesh=mesh), models[1]
     rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
     for model, mine in ((sharded, rows[2 * rank : 2 * rank + 2]), (eager, rows)):
         biases = [p for p in model.parameters() if p.dim() == 1]
