@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fxshard.api import compile, plan, shard, tune, validate
-    from fxshard.dynamo.backend import reports
+    from fxshard.dynamo.graphs import reports
     from fxshard.plans.plan import Plan
     from fxshard.runtime.checkpoint import load_checkpoint, save_checkpoint
     from fxshard.runtime.module import FxshardModule, register_fsdp_forward_method
@@ -29,7 +29,7 @@ _HOMES = {
     "load_checkpoint": "runtime.checkpoint",
     "plan": "api",
     "register_fsdp_forward_method": "runtime.module",
-    "reports": "dynamo.backend",
+    "reports": "dynamo.graphs",
     "save_checkpoint": "runtime.checkpoint",
     "shard": "api",
     "tune": "api",

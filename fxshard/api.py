@@ -21,7 +21,7 @@ from fxshard.capture import attributes, shapes, trace
 from fxshard.capture.held import copied
 from fxshard.config import Config, grid
 from fxshard.cost.hardware import Hardware, hardware_of
-from fxshard.dynamo import backend
+from fxshard.dynamo import graphs
 from fxshard.errors import ConfigError, UnknownSizeError
 from fxshard.ir.units import Unit, check_reshard, configured_units
 from fxshard.memory.report import MemoryReport
@@ -193,7 +193,7 @@ def shard(
         model: as for `compile`, but a module: what is on the meta device is filled.
         world_size, mesh, process_group: as for `compile`.
         **options: see `fxshard.config.Config`. ``torch.compile(options={...})`` may change those
-            of `fxshard.dynamo.backend.PER_GRAPH`.
+            of `fxshard.dynamo.graphs.PER_GRAPH`.
 
     Returns:
         `model`.
@@ -222,7 +222,7 @@ def shard(
     before = dict(module.named_parameters())
     with unchanged_on_error(module):
         runtime = Runtime(module, units, world, config)
-        backend.attach(runtime, classes)
+        graphs.attach(runtime, classes)
         let_gather(runtime)
     replaced.mark({fqn: before[fqn] for fqn in runtime.slots})
     return model

@@ -12,7 +12,7 @@ where Dynamo traces                    what ``fxshard::parameter`` makes of the 
                                        *handle*: the whole parameter, to Dynamo's eyes. The handle
                                        becomes an input of Dynamo's graph, and so the graph says
                                        at each call which parameters it reads: layers that share
-                                       code share one graph (see `fxshard.dynamo.backend`).
+                                       code share one graph (see `fxshard.dynamo.graphs`).
 in forward as it is (eager)            the whole parameter, gathered now. Its gradient is reduced
                                        to the shard. What autograd saves of it is not the whole
                                        parameter but its name: backward gathers it again.
@@ -77,7 +77,7 @@ class Root:
     Attributes:
         owner: holds its shards, and runs its programs.
         inside: how many forwards of the model run now as they are, not traced by Dynamo.
-        plans: what Dynamo has captured of it, in order (see `fxshard.dynamo.backend`).
+        plans: what Dynamo has captured of it, in order (see `fxshard.dynamo.graphs`).
         gathered: what is alive of eager reads, by the address of its storage.
     """
 
