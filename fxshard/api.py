@@ -205,7 +205,7 @@ def shard(
         RankMismatchError: the ranks hold different models.
     """
     config = Config.from_options(options)
-    backend.check_options(config)
+    graphs.check_options(config)
     module = _plain_module(model)
     if module is not model or isinstance(model, torch.fx.GraphModule):
         raise ConfigError(
