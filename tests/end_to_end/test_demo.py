@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from examples.demo import claims
+from examples.demo.__main__ import arguments
 from examples.demo.corpus import read_corpus
 from examples.demo.main import RanksFailedError, conclude, train_on_ranks
 from examples.demo.recipe import Settings
@@ -126,3 +127,18 @@ def test_corpus_is_split_by_file_and_batches_repeat() -> None:
     assert not mine.equal(other) and not mine.equal(later)
     batches = corpus.validation_batches(settings)
     assert len(batches) == 8 and all(b["input_ids"].shape == (3, 64) for b in batches)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--hidden 30", "multiple of 16"),
+        ("--lr nan", "lr=nan"),
+        ("--lr -1", "lr=-1.0"),
+        ("--target nan", "target=nan"),
+        ("--seed -1", "seed=-1"),
+    ],
+)
+def test_what_it_is_told_is_checked(given: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        arguments(given.split())
