@@ -16,6 +16,7 @@ from examples.demo.corpus import read_corpus
 from examples.demo.main import RanksFailedError, conclude, train_on_ranks
 from examples.demo.recipe import Settings
 from fxshard.config import Config
+from fxshard.errors import ConfigError
 from fxshard.pipeline import default_passes
 
 SMALL = "--steps 6 --compared 3 --layers 2 --hidden 32 --seq 32 --batch 2 --lr 1e-2 --target 7.5"
