@@ -17,7 +17,7 @@ import transformers
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fxshard
-from fxshard.memory.report import DoesNotFitError
+from fxshard.errors import DoesNotFitError
 
 
 def main() -> None:

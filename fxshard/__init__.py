@@ -4,15 +4,57 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fxshard.api import compile, plan, shard, tune, validate
+    from fxshard.config import Options
     from fxshard.dynamo.graphs import reports
+    from fxshard.errors import (
+        CaptureError,
+        CheckpointError,
+        ConfigError,
+        DoesNotFitError,
+        FxshardError,
+        OutOfRangeError,
+        PassError,
+        RankDiedError,
+        RankMismatchError,
+        StepError,
+        TooLittleError,
+        UnitError,
+        UnknownSizeError,
+        VerifyError,
+    )
+    from fxshard.memory.report import MemoryReport
+    from fxshard.pipeline import Pass, Pipeline, default_passes
+    from fxshard.planner.result import Tuning
     from fxshard.plans.plan import Plan
     from fxshard.runtime.checkpoint import load_checkpoint, save_checkpoint
     from fxshard.runtime.module import FxshardModule, register_fsdp_forward_method
+    from fxshard.validation.compare import Validation
 
 __all__ = [
+    "CaptureError",
+    "CheckpointError",
+    "ConfigError",
+    "DoesNotFitError",
+    "FxshardError",
     "FxshardModule",
+    "MemoryReport",
+    "Options",
+    "OutOfRangeError",
+    "Pass",
+    "PassError",
+    "Pipeline",
     "Plan",
+    "RankDiedError",
+    "RankMismatchError",
+    "StepError",
+    "TooLittleError",
+    "Tuning",
+    "UnitError",
+    "UnknownSizeError",
+    "Validation",
+    "VerifyError",
     "compile",
+    "default_passes",
     "load_checkpoint",
     "plan",
     "register_fsdp_forward_method",
@@ -24,8 +66,15 @@ __all__ = [
 ]
 _HOMES = {
     "FxshardModule": "runtime.module",
+    "MemoryReport": "memory.report",
+    "Options": "config",
+    "Pass": "pipeline",
+    "Pipeline": "pipeline",
     "Plan": "plans.plan",
+    "Tuning": "planner.result",
+    "Validation": "validation.compare",
     "compile": "api",
+    "default_passes": "pipeline",
     "load_checkpoint": "runtime.checkpoint",
     "plan": "api",
     "register_fsdp_forward_method": "runtime.module",
@@ -34,6 +83,7 @@ _HOMES = {
     "shard": "api",
     "tune": "api",
     "validate": "api",
+    **{name: "errors" for name in __all__ if name.endswith("Error")},
 }
 
 
@@ -46,11 +96,14 @@ def __getattr__(name: str) -> Any:
         if name.startswith("__") or importlib.util.find_spec(f"fxshard.{name}") is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return importlib.import_module(f"fxshard.{name}")
-    from fxshard.host import collector
+    if _HOMES[name] == "errors":  # without torch
+        found = getattr(importlib.import_module("fxshard.errors"), name)
+    else:
+        from fxshard.host import collector
 
-    with collector.paused():  # torch brings thousands of modules along: half of the time goes there
-        importlib.import_module("fxshard.api")
-        found = getattr(importlib.import_module(f"fxshard.{_HOMES[name]}"), name)
+        with collector.paused():  # torch brings thousands of modules: half of the time goes there
+            importlib.import_module("fxshard.api")
+            found = getattr(importlib.import_module(f"fxshard.{_HOMES[name]}"), name)
     globals()[name] = found
     return found
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Unpack
 
 import torch
 import torch.distributed as dist
@@ -19,10 +18,11 @@ from fxshard.arguments import check_called, check_flag
 from fxshard.bytesize import is_count, parse_budget
 from fxshard.capture import attributes, shapes, trace
 from fxshard.capture.held import copied
-from fxshard.config import Config, grid
+from fxshard.config import Config, Options, grid, with_options
 from fxshard.cost.hardware import Hardware, hardware_of
 from fxshard.dynamo import graphs
 from fxshard.errors import ConfigError, UnknownSizeError
+from fxshard.host.progress import say, task
 from fxshard.ir.units import Unit, check_reshard, configured_units
 from fxshard.memory.report import MemoryReport
 from fxshard.pipeline import Observer, make_program
@@ -47,6 +47,7 @@ from fxshard.verify.certificate import agreement
 log = logging.getLogger("fxshard")
 
 
+@with_options
 def plan(
     model: Any,
     args: tuple[Any, ...] = (),
@@ -57,27 +58,39 @@ def plan(
     no_sync: bool = False,
     loss: Callable[[Any], torch.Tensor] | None = None,
     observe: Observer | None = None,
-    **options: Any,
+    progress: bool | None = None,
+    **options: Unpack[Options],
 ) -> Plan:
     """Trace and rewrite one training step, and analyse it. Nothing runs, nothing is allocated.
 
     Args:
         model: an `nn.Module` (real, meta or fake parameters), a `torch.fx.GraphModule` or a
             `torch.export.ExportedProgram`. Left as it is.
-        args, kwargs: an example call of the model; meta or fake tensors do.
+        args, kwargs: an example call of the model, of one rank and micro-batch: tensors of the
+            shapes and dtypes that it will get; meta or fake tensors do.
         world_size: number of ranks; for a hybrid strategy a pair, replicas x shards.
         micro_batches: forward and backward passes per step, each on such a batch.
         no_sync: all but the last of them run under `FxshardModule.no_sync`.
         loss: what the training loop computes from the model's output, outside of the model, such
             as ``lambda logits: F.cross_entropy(logits.flatten(0, 1), labels)``.
         observe: called as ``observe(pass name, text before, text after)`` for every pass.
-        **options: see `fxshard.config.Config`.
+        progress: show on standard error what is going on; None: on a terminal, of what takes long
+            (docs/env.md: ``FXSHARD_PROGRESS``).
+        **options: keys of `fxshard.Options`:
+
+    Returns:
+        The plan of one rank: its program, its memory in bytes, its estimated times.
 
     Raises:
-        ConfigError, UnitError, CaptureError, VerifyError: see `fxshard.errors`.
+        ConfigError: an option or argument that is not legal; the nearest legal one is named.
+        UnitError: a unit pattern matches nothing, or a parameter cannot be sharded.
+        CaptureError: the model cannot be traced.
+        VerifyError: passes of the user's own leave a program that is not right.
+        DoesNotFitError: nothing fits the option ``memory_budget``.
     """
     if observe is not None:
         check_called("observe", observe, "a pass's name", "text before", "text after")
+    _check_progress(progress)
     workload = Workload(
         _plain_module(model),
         example(args, kwargs),
@@ -87,9 +100,11 @@ def plan(
         no_sync,
         loss,
     )
-    return _planned(workload, observe)
+    with task("planning", shown=progress):
+        return _planned(workload, observe)
 
 
+@with_options
 def compile(
     model: Any,
     *,
@@ -98,7 +113,8 @@ def compile(
     process_group: Any = None,
     args: tuple[Any, ...] | None = None,
     kwargs: dict[str, Any] | None = None,
-    **options: Any,
+    progress: bool | None = None,
+    **options: Unpack[Options],
 ) -> FxshardModule:
     """Shard `model` and run it from its own rewritten graph.
 
@@ -119,19 +135,42 @@ def compile(
         process_group: instead of `mesh`; for a hybrid strategy a pair, that of the ranks that
             share a parameter and that of the ranks that hold the same shard, as FSDP1 takes it.
         args, kwargs: an example call, to trace now and not at the first call.
-        **options: see `fxshard.config.Config`.
-
-    Raises:
-        ConfigError: the world sizes disagree, or none is known; names both numbers.
-        UnitError, CaptureError, VerifyError: as `fxshard.errors` says.
-        RankMismatchError: the ranks hold different models.
-
-    After an error the model is as it was, its class too.
+        progress: as for `plan`; also of what is traced at later calls.
+        **options: keys of `fxshard.Options`:
 
     Returns:
         `model`; of an ExportedProgram, its module.
+
+    Raises:
+        ConfigError: the world sizes disagree, or none is known; names both numbers. Or an option
+            or argument that is not legal.
+        UnitError: a unit pattern matches nothing, or a parameter cannot be sharded.
+        CaptureError: the model cannot be traced.
+        VerifyError: passes of the user's own leave a program that is not right.
+        DoesNotFitError: nothing fits the option ``memory_budget``.
+        RankMismatchError: the ranks hold different models.
+
+    After an error the model is as it was, its class too.
     """
-    config = Config.from_options(options)
+    _check_progress(progress)
+    with task("compiling", shown=progress):
+        compiled = _compiled(
+            model, world_size, mesh, process_group, args, kwargs, Config.from_options(options)
+        )
+    compiled._fxshard.progress = progress
+    return compiled
+
+
+def _compiled(
+    model: Any,
+    world_size: int | tuple[int, int] | None,
+    mesh: DeviceMesh | None,
+    process_group: Any,
+    args: tuple[Any, ...] | None,
+    kwargs: dict[str, Any] | None,
+    config: Config,
+) -> FxshardModule:
+    """See `compile`."""
     call = example(() if args is None else args, kwargs)
     module = _plain_module(model)
     check_swappable(module)
@@ -165,6 +204,7 @@ def compile(
         if isinstance(world, C10dWorld):
             world.agree(agreement(program), "the model or the batch structure")
     before = dict(module.named_parameters())
+    say("sharding")
     with unchanged_on_error(module):
         compiled = sharded(module, units, world, config)
         if program is not None:
@@ -174,13 +214,15 @@ def compile(
     return compiled
 
 
+@with_options
 def shard(
     model: nn.Module,
     *,
     world_size: int | tuple[int, int] | None = None,
     mesh: DeviceMesh | None = None,
     process_group: Any = None,
-    **options: Any,
+    progress: bool | None = None,
+    **options: Unpack[Options],
 ) -> nn.Module:
     """Shard `model` in place, for eager use and for ``torch.compile(model, backend="fxshard")``.
 
@@ -192,8 +234,9 @@ def shard(
     Args:
         model: as for `compile`, but a module: what is on the meta device is filled.
         world_size, mesh, process_group: as for `compile`.
-        **options: see `fxshard.config.Config`. ``torch.compile(options={...})`` may change those
-            of `fxshard.dynamo.graphs.PER_GRAPH`.
+        progress: as for `plan`; also of graphs that Dynamo captures later.
+        **options: keys of `fxshard.Options`. ``torch.compile(options={...})`` may change those of
+            `fxshard.dynamo.graphs.PER_GRAPH`:
 
     Returns:
         `model`.
@@ -205,6 +248,7 @@ def shard(
         RankMismatchError: the ranks hold different models.
     """
     config = Config.from_options(options)
+    _check_progress(progress)
     graphs.check_options(config)
     module = _plain_module(model)
     if module is not model or isinstance(model, torch.fx.GraphModule):
@@ -220,14 +264,16 @@ def shard(
         world.agree(_model_lines(units), "the model")
     classes = reading.classes(module, units)
     before = dict(module.named_parameters())
-    with unchanged_on_error(module):
+    with task("sharding", shown=progress), unchanged_on_error(module):
         runtime = Runtime(module, units, world, config)
+        runtime.progress = progress
         graphs.attach(runtime, classes)
         let_gather(runtime)
     replaced.mark({fqn: before[fqn] for fqn in runtime.slots})
     return model
 
 
+@with_options
 def validate(
     model: Any,
     args: tuple[Any, ...] = (),
@@ -240,7 +286,8 @@ def validate(
     loss: Callable[[Any], torch.Tensor] | None = None,
     numerics: bool = False,
     ranks: Literal["fake", "processes"] = "fake",
-    **options: Any,
+    progress: bool | None = None,
+    **options: Unpack[Options],
 ) -> Validation:
     """Run the compiled program under a tracker, and compare with the static report.
 
@@ -267,7 +314,11 @@ def validate(
             gradient, and every parameter behind each optimizer step. Rank 0 has the given batch,
             the others have batches like it (see `fxshard.validation.on_ranks`, also for what the
             loss of the joined batch is: the mean over ranks).
-        **options: see `fxshard.config.Config`.
+        progress: as for `plan`.
+        **options: keys of `fxshard.Options`:
+
+    Returns:
+        Predicted and measured bytes of rank 0 side by side, and numbers, if they are asked for.
 
     Raises:
         ConfigError: a process group is initialised in this process, or a parameter has no data; or
@@ -281,6 +332,7 @@ def validate(
     if ranks not in ("fake", "processes"):
         raise ConfigError(f"ranks={ranks!r}: expected 'fake' or 'processes'.")
     check_flag("numerics", numerics)
+    _check_progress(progress)
     if not is_count(steps):
         raise ConfigError(f"steps={steps!r}: expected how many steps to run, an integer >= 1.")
     if dist.is_available() and dist.is_initialized():
@@ -304,21 +356,27 @@ def validate(
             f"move it there, or say ranks='fake'."
         )
     workload = Workload(*(module, (args, kwargs), world_size, config, micro_batches, no_sync, loss))
-    planned = _planned(workload)
-    workload = dataclasses.replace(workload, config=planned.config)
-    if ranks == "processes":
-        return beside_ranks(workload, planned.program, planned.memory, steps)
-    try:
-        found = _bytes_beside(workload, planned.memory, steps)
-    except UnknownSizeError as error:
-        if not numerics:
-            raise
-        found = Validation([], [], 0, 0, unknown=str(error))
-    if numerics:
-        found.numerics = beside_eager(dataclasses.replace(workload, module=_plain_module(model)))
-    return found
+    with task("validating", shown=progress):
+        planned = _planned(workload)
+        workload = dataclasses.replace(workload, config=planned.config)
+        if ranks == "processes":
+            say(f"running {math.prod(grid(world_size, config))} processes")
+            return beside_ranks(workload, planned.program, planned.memory, steps)
+        try:
+            say("running rank 0 under the tracker")
+            found = _bytes_beside(workload, planned.memory, steps)
+        except UnknownSizeError as error:
+            if not numerics:
+                raise
+            found = Validation([], [], 0, 0, unknown=str(error))
+        if numerics:
+            say("running all ranks, and eager PyTorch")
+            plain = dataclasses.replace(workload, module=_plain_module(model))
+            found.numerics = beside_eager(plain)
+        return found
 
 
+@with_options
 def tune(
     model: Any,
     args: tuple[Any, ...] = (),
@@ -334,7 +392,7 @@ def tune(
     no_sync: bool = False,
     loss: Callable[[Any], torch.Tensor] | None = None,
     progress: bool | None = None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> Tuning:
     """The fastest configuration that fits, the Pareto front, and why each other one lost.
 
@@ -356,8 +414,11 @@ def tune(
             with one value only stays at that.
         plans: how many plans of the whole model are made at most. None: until every configuration
             is planned, or proven to be no better.
-        progress: show a bar on standard error; None: on a terminal.
-        **options: see `fxshard.config.Config`; those that are given stay.
+        progress: as for `plan`.
+        **options: keys of `fxshard.Options`; those that are given stay:
+
+    Returns:
+        Every configuration, with its bytes and seconds as far as it was planned; the best first.
 
     Raises:
         DoesNotFitError: nothing fits; names the smallest.
@@ -369,8 +430,7 @@ def tune(
     config = Config.from_options(options)
     if plans is not None and not is_count(plans):
         raise ConfigError(f"plans={plans!r}: expected None or an integer >= 1.")
-    if progress is not None:
-        check_flag("progress", progress)
+    _check_progress(progress)
     if config.memory_budget is not None:
         raise ConfigError("memory_budget=... in fxshard.tune: say budget=... instead.")
     limit = chosen.memory_bytes if budget is None else parse_budget(budget)
@@ -378,33 +438,19 @@ def tune(
         *(_plain_module(model), example(args, kwargs), world_size, config, micro_batches, no_sync),
         loss,
     )
-    with _bar(plans, progress) as tell:
+    with task("tuning", plans, shown=progress) as tell:
         return tuned(
-            *(workload, chosen, limit), batches=batches, space=space, plans=plans, progress=tell
+            *(workload, chosen, limit),
+            batches=batches,
+            space=space,
+            plans=plans,
+            progress=lambda count, what: tell(what, count),
         )
 
 
-@contextlib.contextmanager
-def _bar(total: int | None, shown: bool | None) -> Iterator[Callable[[int, str], None]]:
-    """A progress bar on standard error; yields what is told of each step."""
-    from rich import progress  # who plans has no use for it
-    from rich.console import Console
-
-    console = Console(stderr=True, force_terminal=shown)
-    columns = [progress.TextColumn("tuning"), progress.BarColumn(), progress.MofNCompleteColumn()]
-    bar = progress.Progress(
-        *(
-            *columns,
-            progress.TimeElapsedColumn(),
-            progress.TextColumn("{task.fields[what]}", markup=False),
-        ),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    with bar:
-        task = bar.add_task("tuning", total=total, what="tracing")
-        yield lambda count, what: bar.update(task, completed=count, what=what[:60])
+def _check_progress(progress: bool | None) -> None:
+    if progress is not None:
+        check_flag("progress", progress)
 
 
 def _bytes_beside(workload: Workload, report: MemoryReport, steps: int) -> Validation:

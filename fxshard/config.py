@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
+import functools
+import inspect
+import itertools
 import logging
 import math
 import numbers
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar
 
 import torch
 from torch.distributed.fsdp import (
@@ -32,8 +37,13 @@ from fxshard.errors import ConfigError
 
 log = logging.getLogger("fxshard")
 
+Strategy: TypeAlias = Literal[
+    "full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"
+]
+Prefetched: TypeAlias = Literal["pre", "post"]
+
 # torch's name of each strategy (torch/distributed/fsdp/api.py) -> ours.
-_TORCH_STRATEGIES = {
+_TORCH_STRATEGIES: dict[ShardingStrategy, Strategy] = {
     ShardingStrategy.FULL_SHARD: "full_shard",
     ShardingStrategy.SHARD_GRAD_OP: "shard_grad_op",
     ShardingStrategy.NO_SHARD: "no_shard",
@@ -174,113 +184,198 @@ def _dimension(value: Any) -> int:
     return int(value)
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Options of `plan`, `compile` and `validate`. Immutable; unknown names or values are refused.
+PrecisionPolicy: TypeAlias = MixedPrecisionPolicy | MixedPrecision | Precision
 
-    Attributes:
-        strategy: what is sharded. ``"full_shard"``: parameters, gradients and optimizer states;
-            unsharded again in backward. ``"shard_grad_op"``: the same, but a unit stays unsharded
-            from its forward to its backward. ``"no_shard"``: every rank holds everything, gradients
-            are all-reduced. ``"hybrid_shard"``, ``"hybrid_shard_zero2"``: the first two inside the
-            shard dimension of a 2-D mesh, copies along its replicate dimension. torch's
-            `ShardingStrategy` values are accepted.
-        units: what moves together. None finds repeated blocks in the module tree; a list of
-            module classes or FQN globs (``*`` matches one name, ``**`` any number); a callable
-            ``(fqn, module) -> bool``; or a ``torch.distributed.fsdp.wrap`` policy.
-        ignored: modules, parameters or FQN globs that stay whole and are never communicated.
-        reshard_after_forward: what a unit's parameters become between forward and backward. None:
-            as `strategy` says; True: sharded; False: they stay; an integer n: sharded over groups
-            of n neighbouring ranks. Or a dict from module classes or FQN globs to such values.
-        mixed_precision: None, torch's `MixedPrecisionPolicy` or `MixedPrecision`, or a dict from
-            module classes or FQN globs ("" is the root and the default) to such policies; what a
-            key names becomes a unit.
-        full_precision_in_eval: in eval mode, `mixed_precision` has no effect.
-        forward_prefetch: how many units ahead an unshard is launched in forward; "pre" and FSDP1's
-            True are 1, None, False and "post" are 0.
-        backward_prefetch: the same in backward; "pre" is 1; "post" launches behind the compute of
-            the unit before, in front of its reduction, which it overlaps; torch's
-            `BackwardPrefetch` is accepted.
-        max_inflight: how many units at most are unsharded at any point of the step, those that
-            compute, such as the root, included; launches move back to hold it. None: no limit.
-        max_bucket_bytes: a unit with more is gathered and reduced in several parts, in the order of
-            first use (bytes, or text such as "25MiB"; see `fxshard.passes.bucket`).
-        min_bucket_bytes: neighbouring units with less are gathered and reduced together.
-        pack_bytes: parameters with less share one buffer in a collective; 0: each has its own.
-        checkpoint: activation checkpointing, besides the model's own. None: none; left unsaid with
-            ``backend="inductor"``, as ``"selective"``. ``"full"``: of each unit's
-            forward only its inputs are saved, the rest is made again in backward;
-            ``"selective"``: what matrix multiplications, convolutions and attention return is saved
-            too; bytes, or text such as "2GiB": what each unit saves is chosen so that activations
-            which live from forward to backward are at most that on a rank, and the least is made
-            again (see `fxshard.cost.activations`); or a policy as
-            ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it,
-            ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``. Or a dict from module classes or
-            FQN globs to such values, without bytes: what its keys name is checkpointed.
-        offload: None, torch's `CPUOffloadPolicy` or `CPUOffload`: shards, sharded gradients and
-            optimizer states live on the CPU.
-        reduce_op: how gradients of ranks become one: "avg", "sum", "max" or "min". Of the last two
-            gloo may lose a NaN that some rank has (see `fxshard.world.backends`).
-        gradient_divide_factor: divide by this instead of by the number of ranks ("avg" only).
-        gradient_predivide_factor: how much of that division is done before the reduction.
-        param_init_fn: called with each module that has parameters on the meta device, to fill
-            them; None calls its ``reset_parameters``.
-        sync_module_states: rank 0's parameters and buffers are given to all ranks.
-        backend: ``"eager"``: compute regions run op by op, bitwise with eager PyTorch.
-            ``"inductor"``: each distinct region is compiled once (see `fxshard.codegen.regions`).
-        optimizer: a callable ``params -> torch.optim.Optimizer``; its real ``step`` is analysed. A
-            callable whose argument is named ``named_parameters`` gets ``(FQN, parameter)`` pairs.
-            Or an optimizer instance over all parameters, whose class and default options are
-            taken; one with groups, changed options or state needs a callable.
-        optimizer_in_backward: the program steps the parameters of a unit as soon as their gradients
-            are reduced, and frees the gradients; see `FxshardModule.optimizer`.
-        dynamic: which sizes of the inputs one program leaves open, so that it serves calls of other
-            sizes too. None: those that turn out to differ between calls; False: none; or names for
-            dimensions, ``{"seq": [("input_ids", 1), ("labels", 1)]}``, which are open from the
-            first call on (dimensions under one name have one size), besides those that turn out to
-            differ. A name may be a ``torch.export.Dim``; so may be written, as torch.export has it,
-            ``{"input_ids": {1: Dim("seq")}}``; formulas hold within its bounds. With
-            ``backend="inductor"``, none: each size is compiled for.
-        max_variants: how many programs a model may get, for calls that no earlier one serves.
-        device: None: plan for the device that the model is on. ``"cuda"`` (or torch's device of
-            that type): `plan` for one on a machine without it (see docs/cuda.md).
-        memory_budget: bytes of one rank, or text such as "80GiB": what is left at its default of
-            `reshard_after_forward`, `forward_prefetch`, `backward_prefetch`, `checkpoint` and
-            `offload` is picked so that the step fits at the least estimated time (see
-            `fxshard.planner.budget`), or the model is refused with the table of what was tried.
-        passes: a pipeline in place of the default one, or a function that makes it of the default
-            list, ``lambda passes: [*passes, Mine()]`` (see `fxshard.pipeline`).
+
+class Options(TypedDict, total=False):
+    """The options of `fxshard.plan`, `compile`, `shard`, `validate` and `tune`, each with its type.
+
+    Below each key stands what it does; `option_docs` reads it from there. `Config` has the
+    defaults, and checks the values.
     """
 
-    strategy: Any = "full_shard"
-    units: Sequence[Any] | Callable[..., Any] | None = None
-    ignored: Sequence[Any] = ()
+    strategy: Strategy | ShardingStrategy
+    """What is sharded. ``"full_shard"``: parameters, gradients and optimizer states; parameters are
+    unsharded again in backward. ``"shard_grad_op"``: the same, but a unit stays unsharded from its
+    forward to its backward. ``"no_shard"``: every rank holds everything, gradients are all-reduced.
+    ``"hybrid_shard"``, ``"hybrid_shard_zero2"``: the first two inside the shard dimension of a 2-D
+    mesh, copies along its replicate dimension. torch's `ShardingStrategy` values are accepted.
+    """
+
+    units: Iterable[type[torch.nn.Module] | str] | Callable[..., Any] | None
+    """What moves together. None finds repeated blocks in the module tree; a list of module classes
+    or FQN globs (``*`` matches one name, ``**`` any number); a callable ``(fqn, module) -> bool``;
+    or a ``torch.distributed.fsdp.wrap`` policy.
+    """
+
+    ignored: Iterable[torch.nn.Module | torch.Tensor | str] | None
+    """Modules, parameters or FQN globs that stay unsharded and are never communicated."""
+
+    reshard_after_forward: bool | int | Mapping[Any, bool | int] | None
+    """What the parameters of a unit become between forward and backward. None: as `strategy` says;
+    True: sharded; False: they stay unsharded; an integer n: sharded over groups of n neighbouring
+    ranks. Or a dict from module classes or FQN globs to such values.
+    """
+
+    mixed_precision: PrecisionPolicy | Mapping[Any, PrecisionPolicy | None] | None
+    """None, torch's `MixedPrecisionPolicy` or `MixedPrecision`, or a dict from module classes or
+    FQN globs ("" is the root and the default) to such policies; what a key names becomes a unit.
+    """
+
+    full_precision_in_eval: bool
+    """In eval mode, `mixed_precision` has no effect."""
+
+    forward_prefetch: int | Prefetched | None
+    """How many units ahead an unshard is launched in forward; "pre" and FSDP1's True are 1, None,
+    False and "post" are 0.
+    """
+
+    backward_prefetch: int | Prefetched | BackwardPrefetch | None
+    """The same in backward; "pre" is 1; "post" launches after the compute of the unit before and
+    before its reduction, which it overlaps; torch's `BackwardPrefetch` is accepted.
+    """
+
+    max_inflight: int | None
+    """How many units at most are unsharded at any point of the step, those that compute, such as
+    the root, included; launches move back to hold it. None: no limit.
+    """
+
+    max_bucket_bytes: int | str | None
+    """A unit with more is gathered and reduced in several parts, in the order of first use (bytes,
+    or text such as "25MiB"; see `fxshard.passes.bucket`). None: no limit.
+    """
+
+    min_bucket_bytes: int | str | None
+    """Neighbouring units with less (bytes, or text) are gathered and reduced together. None: none.
+    """
+
+    pack_bytes: int | str
+    """Parameters with less (bytes, or text) share one buffer in a collective; 0: each has its own.
+    """
+
+    checkpoint: int | str | Callable[..., Any] | Mapping[Any, Any] | None
+    """Activation checkpointing, besides the model's own. None: none; left unsaid with
+    ``backend="inductor"``, as ``"selective"``. ``"full"``: of each unit's forward only its inputs
+    are saved, the rest is recomputed in backward; ``"selective"``: what matrix multiplications,
+    convolutions and attention return is saved too; bytes, or text such as "2GiB": what each unit
+    saves is chosen so that activations which live from forward to backward are at most that on a
+    rank, and the least is recomputed (see `fxshard.cost.activations`); or a policy as
+    ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it,
+    ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``. Or a dict from module classes or FQN globs
+    to such values, without bytes: what its keys name is checkpointed.
+    """
+
+    offload: OffloadPolicy | CPUOffload | None
+    """None, torch's `CPUOffloadPolicy` or `CPUOffload`: shards, sharded gradients and optimizer
+    states live on the CPU.
+    """
+
+    reduce_op: Literal["avg", "sum", "max", "min"]
+    """How gradients of ranks become one. With "max" and "min" gloo may lose a NaN that some rank
+    has (see `fxshard.runtime.world.backends`).
+    """
+
+    gradient_divide_factor: float | None
+    """Divide by this instead of by the number of ranks ("avg" only)."""
+
+    gradient_predivide_factor: float | None
+    """How much of that division is done before the reduction ("avg" only)."""
+
+    param_init_fn: Callable[[torch.nn.Module], Any] | None
+    """Called with each module that has parameters on the meta device, to fill them; None calls its
+    ``reset_parameters``.
+    """
+
+    sync_module_states: bool
+    """Rank 0's parameters and buffers are given to all ranks."""
+
+    backend: Literal["eager", "inductor"]
+    """``"eager"``: compute regions run op by op, bitwise with eager PyTorch. ``"inductor"``: each
+    distinct region is compiled once (see `fxshard.codegen.regions`).
+    """
+
+    optimizer: Callable[..., Optimizer] | Optimizer | None
+    """A callable ``params -> torch.optim.Optimizer``; its real ``step`` is analysed. A callable
+    whose argument is named ``named_parameters`` gets ``(FQN, parameter)`` pairs. Or an optimizer
+    instance over all parameters, whose class and default options are taken; one with groups,
+    changed options or state needs a callable.
+    """
+
+    optimizer_in_backward: bool
+    """The program steps the parameters of a unit as soon as their gradients are reduced, and frees
+    the gradients; see `FxshardModule.optimizer`.
+    """
+
+    dynamic: Mapping[Any, Any] | Literal[False] | None
+    """Which sizes of the inputs one program leaves open, so that it serves calls of other sizes
+    too. None: those that turn out to differ between calls; False: none; or names for dimensions,
+    ``{"seq": [("input_ids", 1), ("labels", 1)]}``, which are open from the first call on
+    (dimensions under one name have one size), besides those that turn out to differ. A name may be
+    a ``torch.export.Dim``; so may be written, as torch.export has it,
+    ``{"input_ids": {1: Dim("seq")}}``; formulas hold within its bounds. With
+    ``backend="inductor"``, none: each size is compiled for.
+    """
+
+    max_variants: int
+    """How many programs a model may get, for calls that no earlier one serves."""
+
+    device: Literal["cuda"] | torch.device | None
+    """None: plan for the device that the model is on. ``"cuda"`` (or torch's device of that type):
+    `plan` for one on a machine without it (see docs/cuda.md).
+    """
+
+    memory_budget: int | str | None
+    """Bytes of one rank, or text such as "80GiB": what is left at its default of
+    `reshard_after_forward`, `forward_prefetch`, `backward_prefetch`, `checkpoint` and `offload` is
+    picked so that the step fits at the least estimated time (see `fxshard.planner.budget`), or the
+    model is refused with the table of what was tried.
+    """
+
+    passes: Sequence[Any] | Callable[[list[Any]], Sequence[Any]] | None
+    """A pipeline in place of the default one, or a function that makes it of the default list,
+    ``lambda passes: [*passes, Mine()]`` (see `fxshard.pipeline`).
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The `Options`, checked: immutable; unknown names and values are refused.
+
+    Its fields are the keys of `Options`, with their defaults; what each means is said there.
+
+    Attributes:
+        given: names of the options that the user has set, be it to their default. No option itself;
+            a field, so that a Config made of this one (`changed`, `dataclasses.replace`, pickle)
+            has it too.
+    """
+
+    strategy: Strategy | ShardingStrategy = "full_shard"
+    units: Iterable[type[torch.nn.Module] | str] | Callable[..., Any] | None = None
+    ignored: Iterable[torch.nn.Module | torch.Tensor | str] | None = ()
     reshard_after_forward: bool | int | Mapping[Any, bool | int] | None = None
-    mixed_precision: Any = None
+    mixed_precision: PrecisionPolicy | Mapping[Any, PrecisionPolicy | None] | None = None
     full_precision_in_eval: bool = False
-    forward_prefetch: Any = 1
-    backward_prefetch: Any = 1
+    forward_prefetch: int | Prefetched | None = 1
+    backward_prefetch: int | Prefetched | BackwardPrefetch | None = 1
     max_inflight: int | None = None
     max_bucket_bytes: int | str | None = None
     min_bucket_bytes: int | str | None = None
     pack_bytes: int | str = "1MiB"
-    checkpoint: Any = None
-    offload: Any = None
-    reduce_op: str = "avg"
+    checkpoint: int | str | Callable[..., Any] | Mapping[Any, Any] | None = None
+    offload: OffloadPolicy | CPUOffload | None = None
+    reduce_op: Literal["avg", "sum", "max", "min"] = "avg"
     gradient_divide_factor: float | None = None
     gradient_predivide_factor: float | None = None
     param_init_fn: Callable[[torch.nn.Module], Any] | None = None
     sync_module_states: bool = False
-    backend: str = "eager"
-    optimizer: Any = None
+    backend: Literal["eager", "inductor"] = "eager"
+    optimizer: Callable[..., Optimizer] | Optimizer | None = None
     optimizer_in_backward: bool = False
-    dynamic: Any = None
+    dynamic: Mapping[Any, Any] | Literal[False] | None = None
     max_variants: int = 16
-    device: Any = None
+    device: Literal["cuda"] | torch.device | None = None
     memory_budget: int | str | None = None
     passes: Sequence[Any] | Callable[[list[Any]], Sequence[Any]] | None = None
-    # Names of the options that the user has set, be it to their default. No option itself; a field,
-    # so that a Config which is made of this one (`dataclasses.replace`, pickle) has it too.
     given: frozenset[str] = dataclasses.field(default=frozenset(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -406,7 +501,7 @@ class Config:
                 f"CPUOffload(offload_params=True)."
             )
         object.__setattr__(self, "offload", offload)
-        device = self.device
+        device: Any = self.device
         if isinstance(device, torch.device):
             device = device.type
         if device not in DEVICES:
@@ -458,10 +553,10 @@ class Config:
         object.__setattr__(self, "dynamic", told)
 
     def _check_checkpoint(self) -> None:
-        value = self.checkpoint
+        value: Any = self.checkpoint
         if is_size(value):
             object.__setattr__(self, "checkpoint", parse_bytes(value))
-            if self.checkpoint < 0:
+            if parse_bytes(value) < 0:
                 raise ConfigError(f"checkpoint={value!r}: bytes are >= 0.")
             return
         for policy in value.values() if isinstance(value, Mapping) else [value]:
@@ -515,6 +610,20 @@ class Config:
         return {"": self.mixed_precision}
 
     @property
+    def offload_policy(self) -> CPUOffloadPolicy | None:
+        """`offload`, without torch's other names."""
+        found: Any = self.offload
+        policy: CPUOffloadPolicy | None = found
+        return policy
+
+    @property
+    def prefetch(self) -> tuple[int | Prefetched, int | Prefetched]:
+        """`forward_prefetch` and `backward_prefetch`, without torch's names."""
+        forward: Any = self.forward_prefetch
+        backward: Any = self.backward_prefetch
+        return forward, backward
+
+    @property
     def keeps_unsharded(self) -> bool:
         """True if `strategy` leaves units unsharded between forward and backward."""
         return self.strategy in ("shard_grad_op", "hybrid_shard_zero2")
@@ -525,7 +634,7 @@ class Config:
         return self.strategy in ("hybrid_shard", "hybrid_shard_zero2")
 
     @classmethod
-    def from_options(cls, options: dict[str, Any]) -> Config:
+    def from_options(cls, options: Mapping[str, Any]) -> Config:
         """Build a Config from keyword options.
 
         Raises:
@@ -546,9 +655,55 @@ class Config:
         """The names of all options."""
         return [field.name for field in dataclasses.fields(cls) if field.name != "given"]
 
-    def changed(self, changes: dict[str, Any]) -> Config:
-        """With some options set otherwise; what was left at its default stays so."""
-        return Config.from_options({n: getattr(self, n) for n in self.given} | changes)
+    def changed(self, changes: Mapping[str, Any]) -> Config:
+        """With some options set otherwise; what the user left unsaid stays unsaid."""
+        return Config.from_options({n: getattr(self, n) for n in self.given} | dict(changes))
+
+
+@functools.cache
+def option_docs() -> dict[str, str]:
+    """What `Options` says of each option, in one line; empty where there is no source to read."""
+    try:
+        source = inspect.getsource(sys.modules[__name__])
+    except OSError:
+        return {}
+    found = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    body = next(node.body for node in found if node.name == Options.__name__)
+    return {
+        key.target.id: " ".join(str(said.value.value).split())
+        for key, said in itertools.pairwise(body)
+        if isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name)
+        if isinstance(said, ast.Expr) and isinstance(said.value, ast.Constant)
+    }
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def with_options(function: F) -> F:
+    """Put every option, with its default and what `Options` says of it, into ``**options:``."""
+    lines = (function.__doc__ or "").splitlines()
+    start = next((n for n, line in enumerate(lines) if line.lstrip().startswith("**options:")), -1)
+    if start < 0:
+        return function
+    margin = len(lines[start]) - len(lines[start].lstrip())
+    end = start + 1
+    while end < len(lines) and len(lines[end]) - len(lines[end].lstrip()) > margin:
+        end += 1
+    defaults = {field.name: field.default for field in dataclasses.fields(Config)}
+    listed = [
+        textwrap.fill(
+            f"{name}: (default {defaults[name]!r}) {said}",
+            width=100,
+            initial_indent=" " * (margin + 4),
+            subsequent_indent=" " * (margin + 8),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for name, said in option_docs().items()
+    ]
+    function.__doc__ = "\n".join([*lines[:end], *listed, *lines[end:]])
+    return function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -572,15 +727,17 @@ def environment() -> Environment:
 
     Raises:
         ConfigError: ``FXSHARD_DEBUG`` is not an integer from 0 to 4, or ``FXSHARD_FLAT_CAPTURE``
-            neither 0 nor 1.
+            neither 0 nor 1, or ``FXSHARD_PROGRESS`` is neither (see `fxshard.host.progress`).
     """
     raw = os.environ.get("FXSHARD_DEBUG", "0")
     if raw not in {"0", "1", "2", "3", "4"}:
         raise ConfigError(f"FXSHARD_DEBUG={raw!r}: expected 0, 1, 2, 3 or 4 (docs/env.md).")
     dump_dir = os.environ.get("FXSHARD_DUMP_DIR")
+    for name in ("FXSHARD_FLAT_CAPTURE", "FXSHARD_PROGRESS"):
+        flag = os.environ.get(name, "0")
+        if flag not in {"0", "1"}:
+            raise ConfigError(f"{name}={flag!r}: expected 0 or 1 (docs/env.md).")
     flat = os.environ.get("FXSHARD_FLAT_CAPTURE", "0")
-    if flat not in {"0", "1"}:
-        raise ConfigError(f"FXSHARD_FLAT_CAPTURE={flat!r}: expected 0 or 1 (docs/env.md).")
     return Environment(int(raw), Path(dump_dir) if dump_dir else None, flat == "1")
 
 

@@ -23,6 +23,10 @@ class TooLittleError(ConfigError):
         super().__init__(message)
 
 
+class DoesNotFitError(FxshardError):
+    """The peak is above the budget; the text says by how much, where, and what is alive."""
+
+
 class UnitError(FxshardError, ValueError):
     """A unit pattern that matches nothing, or a parameter that cannot be sharded."""
 

@@ -17,7 +17,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, Unpack
 
 import torch
 from torch import nn
@@ -26,9 +26,9 @@ from fxshard import verify
 from fxshard._torch import modes, trees
 from fxshard.bytesize import parse_bytes
 from fxshard.capture import normalize, shapes, trace
-from fxshard.config import Config, Precision, environment, is_pass
+from fxshard.config import Config, Options, Precision, environment, is_pass, with_options
 from fxshard.errors import CaptureError, ConfigError, FxshardError, PassError, VerifyError
-from fxshard.host import collector, files
+from fxshard.host import collector, files, progress
 from fxshard.ir import dump, tags
 from fxshard.ir.domain import Sizes, Symbols
 from fxshard.ir.program import Fact, Program
@@ -61,16 +61,26 @@ class Pass(Protocol):
     """A rewrite of a Program. Implementations are frozen dataclasses; fields are options."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Of the pass, such as "insert-unshard"."""
+        ...
 
     @property
-    def requires(self) -> frozenset[Fact]: ...
+    def requires(self) -> frozenset[Fact]:
+        """Facts that earlier passes must have ensured."""
+        ...
 
     @property
-    def ensures(self) -> frozenset[Fact]: ...
+    def ensures(self) -> frozenset[Fact]:
+        """Facts that hold after it."""
+        ...
 
     def apply(self, program: Program) -> None:
-        """Rewrite `program` in place."""
+        """Rewrite `program` in place.
+
+        Args:
+            program: of one call of the model on one rank.
+        """
 
 
 # The first passes: they decide what is computed and saved, whatever is sharded how.
@@ -83,11 +93,25 @@ ORDER = (
     *("insert-free", "annotate-streams", "outline-regions", "(compile-regions)"),
 )
 
+Pipeline: TypeAlias = Sequence[Pass]  # in the order in which they run
 Observer = Callable[[str, str, str], None]  # (pass name, text before, text after)
 
 
-def default_passes(config: Config) -> list[Pass]:
-    """The default pipeline for `config`, as a list that may be edited and passed back."""
+@with_options
+def default_passes(config: Config | None = None, /, **options: Unpack[Options]) -> list[Pass]:
+    """The default pipeline, as a list that may be edited and given as the option ``passes``.
+
+    Args:
+        config: what the options say, in one; None: `options`.
+        **options: as for `fxshard.compile`, in place of `config`.
+
+    Returns:
+        New instances, in the order in which they run.
+
+    Raises:
+        ConfigError: an option or value that is not legal.
+    """
+    config = Config.from_options(options) if config is None else config.changed(options)
     return [
         Canonicalize(),
         AssignUnits(),
@@ -102,7 +126,7 @@ def default_passes(config: Config) -> list[Pass]:
         InsertReduce(
             config.reduce_op, config.gradient_divide_factor, config.gradient_predivide_factor
         ),
-        Prefetch(config.forward_prefetch, config.backward_prefetch, config.max_inflight),
+        Prefetch(*config.prefetch, config.max_inflight),
         *([InsertStep()] if config.optimizer_in_backward else []),
         *([] if config.backend == "inductor" else [Reinplace()]),  # Inductor reuses by itself
         InsertFree(),
@@ -112,7 +136,7 @@ def default_passes(config: Config) -> list[Pass]:
     ]
 
 
-def passes_of(config: Config) -> Sequence[Pass]:
+def passes_of(config: Config) -> Pipeline:
     """The pipeline that `config` asks for.
 
     Raises:
@@ -139,7 +163,7 @@ def passes_of(config: Config) -> Sequence[Pass]:
 @modes.outside_autocast()  # passes make values of their own
 def run(
     program: Program,
-    passes: Sequence[Pass],
+    passes: Pipeline,
     *,
     check_each: bool = False,
     observe: Observer | None = None,
@@ -177,6 +201,7 @@ def run(
             )
         before = dump.text(program) if texts else ""
         counts = _op_counts(program) if env.debug >= 2 else None
+        progress.say(step.name)
         start = time.perf_counter()
         _apply(step, program, names)
         seconds = time.perf_counter() - start
@@ -278,6 +303,7 @@ def make_program(
     ints = any(dim is None for places in symbols.values() for _, dim in places)
     sizes = shapes.of_call(leaves, ints=ints)
     if (key, sizes) not in captures:
+        progress.say("capturing")
         made = _captured(
             functools.partial(
                 trace.capture,
@@ -326,7 +352,7 @@ def make_program(
 
 
 def rewritten(
-    start: Callable[[], Program], passes: Sequence[Pass], observe: Observer | None = None
+    start: Callable[[], Program], passes: Pipeline, observe: Observer | None = None
 ) -> Program:
     """A program behind some passes.
 

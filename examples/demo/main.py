@@ -119,6 +119,7 @@ def make_plan(settings: Settings, corpus: Corpus, out: Path) -> Plan:
             world_size=settings.ranks,
             optimizer=settings.optimizer,
             observe=write,
+            progress=False,
         )
         memory = plan.memory
         peak = memory.explain_peak(3)
@@ -201,6 +202,7 @@ def track(settings: Settings, corpus: Corpus, out: Path) -> Validation:
             kwargs=corpus.training_batch(settings, rank=0, step=0),
             world_size=settings.ranks,
             optimizer=settings.optimizer,
+            progress=False,
         )
         (out / "validation.txt").write_text(validation.table() + "\n", "utf-8")
     console.print(f"{excerpt(validation).table()}\n\n{validation.summary()}")

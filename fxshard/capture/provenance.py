@@ -185,7 +185,7 @@ def has_no_file(path: str) -> bool:
 
 def is_users(path: str) -> bool:
     """True for a file outside of torch, fxshard and Python's own library."""
-    own = (Path(__file__).resolve().parent, Path(torch.__file__).resolve().parent)
+    own = (Path(__file__).resolve().parents[1], Path(torch.__file__).resolve().parent)
     file = Path(path).resolve()
     if "<" in file.name or any(file.is_relative_to(each) for each in own):
         return False

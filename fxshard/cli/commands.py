@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import math
 import os
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 import fxshard
 from fxshard.bytesize import parse_budget
@@ -34,6 +30,7 @@ from fxshard.cli.overview import COMMANDS
 from fxshard.cost.hardware import PRESETS, Hardware, hardware_of
 from fxshard.errors import CaptureError, ConfigError, FxshardError, UnitError, UnknownSizeError
 from fxshard.host import files
+from fxshard.host.progress import task
 from fxshard.ir import dump
 from fxshard.memory.explain import size_text
 from fxshard.memory.report import UNITS, MemoryReport
@@ -46,7 +43,6 @@ from fxshard.validation.compare import Validation
 NUMERICS_ROWS = 20  # of `validate --numerics`, the worst; --all shows the rest
 MOST_RANKS = 8  # that `validate` starts unasked
 TABLE = ("--depth", "--memory-units")  # what says how a table looks
-PATIENCE = 2.0  # seconds until a command says that it is at work
 
 
 def run(argv: Sequence[str]) -> int:
@@ -72,7 +68,7 @@ def report(args: argparse.Namespace) -> int:
     budget = None if args.budget is None else parse_budget(args.budget)
     if args.json == "-":
         refuse_beside(args, "--json", "JSON has every module, in bytes", *TABLE)
-    with progress("planning") as say:
+    with task("planning") as say:
         memory = _plan(args).memory
         say("writing")
         written = [
@@ -125,7 +121,7 @@ OUTPUTS = {
 
 def explain(args: argparse.Namespace) -> int:
     """``fxshard explain``."""
-    with progress("planning") as say:
+    with task("planning") as say:
         memory = _plan(args).memory
         say("planning again with each lever pulled" if args.levers else "explaining")
         said = memory.explain_peak(args.top, levers=args.levers)
@@ -136,7 +132,7 @@ def explain(args: argparse.Namespace) -> int:
 def fits(args: argparse.Namespace) -> int:
     """``fxshard fits``."""
     budget = parse_budget(args.budget)
-    with progress("planning"):
+    with task("planning"):
         memory = _plan(args).memory
     memory.assert_fits(budget)
     made = [phase.peak_bytes for phase in memory.lifecycle if phase.name.startswith("init")]
@@ -190,7 +186,7 @@ def dump_(args: argparse.Namespace) -> int:
         texts[name] = before, after
 
     hardware = None if args.hardware is None else hardware_of(args.hardware)
-    with progress("planning"):
+    with task("planning"):
         plan = _plan(args, **({"observe": note} if args.diff is not None else {}))
     if args.diff is not None:
         print(_changes(texts, args.diff))
@@ -215,7 +211,7 @@ def _changes(texts: dict[str, tuple[str, str]], name: str) -> str:
 def estimate(args: argparse.Namespace) -> int:
     """``fxshard estimate``."""
     hardware = hardware_of(args.hardware, args.ranks_per_node)
-    with progress("planning"):
+    with task("planning"):
         plan = _plan(args)
         found = plan.estimate(hardware)
     written = []
@@ -269,7 +265,7 @@ def validate(args: argparse.Namespace) -> int:
         "no_sync": args.no_sync,
         **options(args),
     }
-    with progress("validating"):
+    with task("validating"):
         result = _validated((model, inputs, keywords), args, how)
     numerics = result.numerics
     if args.json:
@@ -365,7 +361,7 @@ def _comparison(result: Validation) -> dict[str, Any]:
 def solve(args: argparse.Namespace) -> int:
     """``fxshard solve``."""
     fixed, dynamic = once(args.at, "--at"), once(args.dynamic, "--dynamic")
-    with progress("planning"):
+    with task("planning"):
         model, inputs, keywords = load(args, "meta")
         dynamic = dynamic or open_sizes(model, inputs, keywords)
         plan = _plan_of((model, inputs, keywords), args, dynamic=dynamic)
@@ -388,30 +384,6 @@ def _plan_of(call: Call, args: argparse.Namespace, **others: Any) -> Plan:
     if plan.picked is not None:
         print("fxshard:", plan.picked, file=sys.stderr)
     return plan
-
-
-@contextlib.contextmanager
-def progress(
-    what: str, console: Console | None = None, patience: float = PATIENCE
-) -> Iterator[Any]:
-    """Say what is going on, if it goes on for longer than `patience` seconds.
-
-    Only on a terminal, and on standard error. Yields a function that takes the next thing to say.
-    """
-    shown = console or Console(stderr=True)
-    if not shown.is_terminal:
-        yield lambda text: None
-        return
-    status = shown.status(f"{what} …")
-    timer = threading.Timer(patience, status.start)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield lambda text: status.update(f"{text} …")
-    finally:
-        timer.cancel()
-        timer.join()  # it may be starting the display just now
-        status.stop()
 
 
 # -- the arguments ------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from fxshard._torch import dynamo, export, trees
 from fxshard.config import Config, notice
 from fxshard.dynamo.replay import Bound, Interpreter, Run, relocated, stand_ins, unwraps
 from fxshard.errors import CaptureError, ConfigError
+from fxshard.host.progress import task
 from fxshard.ir import tags, units
 from fxshard.ir.domain import Symbols
 from fxshard.ir.program import Program
@@ -96,6 +97,12 @@ def attach(owner: Runtime, classes: dict[nn.Module, type]) -> None:
 
 def reports(model: nn.Module) -> GraphReports:
     """One memory report per captured graph of a model that `fxshard.shard` sharded, in order.
+
+    Args:
+        model: what `fxshard.shard` or ``torch.compile`` returned.
+
+    Returns:
+        A sequence of `MemoryReport`, in bytes; ``str()`` is a table.
 
     Raises:
         ConfigError: `model` is not such a model, or nothing of it is captured yet.
@@ -312,13 +319,15 @@ class Graph:
             symbols = symbols_for(kind, others, None, owner.model, ((), {}))
         given = {str(i): v.detach() for i, v in enumerate(rest) if isinstance(v, Tensor)}
         units.check_constants(owner.model, owner.units, given)
+        shown = f"capturing a graph of {type(owner.model).__name__}"
         start = time.perf_counter()
         copied: frozenset[int] = frozenset()
         while True:
             model = self._model(owner, bound, copied)
             raw: dict[Any, Program] = {}
             try:
-                program = self._program(owner, model, rest, bound, config, raw, symbols)
+                with task(shown, shown=owner.progress):
+                    program = self._program(owner, model, rest, bound, config, raw, symbols)
                 break
             except CaptureError:
                 written = model.__dict__["run_graph"].written

@@ -187,7 +187,7 @@ def configured_units(model: nn.Module, config: Config) -> tuple[Unit, ...]:
         if name and name not in asked and isinstance(module, around.full_precision_classes):
             back = around.param_dtype
             special[name] = Precision(torch.float32, torch.float32, output_dtype=back)
-    units = find_units(model, config.units, ignored=config.ignored, also=special)
+    units = find_units(model, config.units, ignored=tuple(config.ignored or ()), also=special)
     reshard = reshard_by_unit(model, config, units)
     return tuple(
         dataclasses.replace(

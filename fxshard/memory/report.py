@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fxshard.arguments import check_count, check_flag
 from fxshard.bytesize import parse_budget
 from fxshard.capture.provenance import line_text
-from fxshard.errors import ConfigError, FxshardError
+from fxshard.errors import ConfigError, DoesNotFitError
 from fxshard.host import collector, files
 from fxshard.ir.program import Program
 from fxshard.memory import formula, queries
@@ -37,10 +37,6 @@ if TYPE_CHECKING:
 Snapshot = dict[Category, int]
 
 UNITS = SIZES
-
-
-class DoesNotFitError(FxshardError):
-    """The peak is above the budget; the text says by how much, where, and what is alive."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +115,11 @@ class MemoryReport:
         return self._step.device
 
     def ledger(self, *, first_step: bool = False) -> Ledger:
-        """Every live range of the step; all other figures are read from it."""
+        """Every live range of the step; all other figures are read from it.
+
+        Args:
+            first_step: of the first step, not of the steady state.
+        """
         return self._step.first if first_step else self._step.steady
 
     @functools.cached_property
@@ -167,7 +167,11 @@ class MemoryReport:
         return self._elsewhere.formulas()
 
     def of_world(self, world: int) -> MemoryReport:
-        """The report whose formulas hold for `world` ranks: of the same kind as theirs."""
+        """The report whose formulas hold for `world` ranks: of the same kind as theirs.
+
+        Args:
+            world: number of ranks that share a parameter.
+        """
         assert self._elsewhere is not None
         return self._elsewhere.of_world(world)
 
@@ -209,6 +213,9 @@ class MemoryReport:
         What is not a live range (kernel temporaries, CUDA's allocator, making and saving the model)
         is planned anew when it is asked for.
 
+        Args:
+            **sizes: by name; the others are the plan's.
+
         Raises:
             OutOfRangeError: the formulas do not hold there; says why, and what to do.
             ConfigError: there is no such size.
@@ -247,6 +254,11 @@ class MemoryReport:
     ) -> None:
         """Write the `curves` as a PNG, with the budget as a line.
 
+        Args:
+            path: of the file.
+            budget: bytes, or text such as "80GiB"; None: no line.
+            **sizes: as for `curves`.
+
         Raises:
             ConfigError: matplotlib is not installed; or as `curves`.
         """
@@ -256,7 +268,14 @@ class MemoryReport:
         plots.plot_curves(path, self.curves(**sizes), limit)
 
     def category_of(self, category: Category | str) -> Category:
-        """A category by its name. Raises ConfigError: there is none."""
+        """A category by its name.
+
+        Args:
+            category: a `Category`, or its name such as "Activation".
+
+        Raises:
+            ConfigError: there is none.
+        """
         if category not in (*CATEGORIES, *(c.value for c in CATEGORIES)):
             raise ConfigError(
                 f"no category {category!r}; legal: {', '.join(c.value for c in CATEGORIES)}."
@@ -264,7 +283,11 @@ class MemoryReport:
         return Category(category)
 
     def owners(self, *, first_step: bool = False) -> set[str]:
-        """Modules that own something, `LOSS` and `OPTIMIZER` among them."""
+        """Modules that own something, `LOSS` and `OPTIMIZER` among them.
+
+        Args:
+            first_step: of the first step, not of the steady state.
+        """
         return {each.module for each in self.ledger(first_step=first_step).ranges}
 
     @functools.cached_property
@@ -333,7 +356,11 @@ class MemoryReport:
         )
 
     def phases(self, *, first_step: bool = False) -> list[PhaseBytes]:
-        """The curves, phase by phase; those of each micro-batch in turn."""
+        """The curves, phase by phase; those of each micro-batch in turn.
+
+        Args:
+            first_step: of the first step, not of the steady state.
+        """
         return self._phases(first_step)
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - a report lives as long as its plan
@@ -400,6 +427,12 @@ class MemoryReport:
     ) -> range | None:
         """The ticks of the ledger at which `module` is in `state`: one, or for a peak several.
 
+        Args:
+            module, state, first_step, call, micro_batch: as for `snapshot`.
+
+        Returns:
+            None if the module has no such state (no operator in that phase).
+
         Raises:
             ConfigError: no such module, state or micro-batch.
         """
@@ -412,7 +445,12 @@ class MemoryReport:
         return number % count
 
     def owned_at(self, tick: int, *, first_step: bool = False) -> dict[str, Snapshot]:
-        """Bytes on the device by owner, at one tick of the ledger."""
+        """Bytes on the device by owner, at one tick of the ledger.
+
+        Args:
+            tick: from 0.
+            first_step: of the first step, not of the steady state.
+        """
         found: dict[str, Snapshot] = defaultdict(_nothing)
         for each in self.ledger(first_step=first_step).alive(tick):
             if not each.host:
@@ -420,20 +458,34 @@ class MemoryReport:
         return dict(found)
 
     def owned(self, *, first_step: bool = False) -> dict[Where, int]:
-        """Per row of the table, the bytes on the device that its module owns itself."""
+        """Per row of the table, the bytes on the device that its module owns itself.
+
+        Args:
+            first_step: of the first step, not of the steady state.
+        """
         rows = owned_rows(self.ledger(first_step=first_step), self._ticks(first_step))
         return {where: int(row[: len(CATEGORIES)].sum()) for where, row in rows.items()}
 
     def cells(
         self, *, first_step: bool = False, call: int = 0, micro_batch: int = -1
     ) -> dict[tuple[str, State], Snapshot]:
-        """Every (module, state) with its bytes per category, of one call and micro-batch."""
+        """Every (module, state) with its bytes per category, of one call and micro-batch.
+
+        Args:
+            first_step: of the first step, not of the steady state.
+            call: which of the module's calls in a forward, from 0.
+            micro_batch: which of the step's, from 0; negative: from the last.
+        """
         return self._cells(first_step, call, micro_batch, 0)
 
     def host_cells(
         self, *, first_step: bool = False, call: int = 0, micro_batch: int = -1
     ) -> dict[tuple[str, State], Snapshot]:
-        """As `cells`, of CPU memory, with offload."""
+        """As `cells`, of CPU memory, with offload.
+
+        Args:
+            first_step, call, micro_batch: as for `cells`.
+        """
         return self._cells(first_step, call, micro_batch, len(CATEGORIES))
 
     def _cells(
@@ -448,14 +500,25 @@ class MemoryReport:
         }
 
     def rows(self, *, first_step: bool = False) -> dict[Where, Snapshot]:
-        """Every row of the table: each state of each call of each module in each micro-batch."""
+        """Every row of the table: each state of each call of each module in each micro-batch.
+
+        Args:
+            first_step: of the first step, not of the steady state.
+
+        Returns:
+            Bytes per category, by row.
+        """
         ledger = self.ledger(first_step=first_step)
         return {
             where: _snapshot(ledger.bytes[tick]) for where, tick in self._ticks(first_step).items()
         }
 
     def spans(self, micro_batch: int) -> list[tuple[tuple[str, int], dict[str, Span]]]:
-        """Each call of each module of a micro-batch, with its span in each phase."""
+        """Each call of each module of a micro-batch, with its span in each phase.
+
+        Args:
+            micro_batch: which of the step's, from 0.
+        """
         return self._spans[micro_batch]
 
     @functools.cached_property
@@ -497,7 +560,11 @@ class MemoryReport:
         return found
 
     def timeline(self, *, first_step: bool = False) -> Iterator[tuple[str, str, str, int]]:
-        """``(phase, node, module, bytes alive behind it)`` for every point of a step."""
+        """``(phase, node, module, bytes alive after it)`` for every point of a step.
+
+        Args:
+            first_step: of the first step, not of the steady state.
+        """
         for phase in self.phases(first_step=first_step):
             for (node, module), total in zip(phase.labels, phase.after.sum(1), strict=True):
                 yield phase.phase, node, module, int(total)
@@ -600,7 +667,11 @@ class MemoryReport:
         return self._step.optimizer
 
     def ticks(self, *, first_step: bool = False) -> dict[Where, int]:
-        """The tick of the ledger that each row of the table lies at."""
+        """The tick of the ledger that each row of the table lies at.
+
+        Args:
+            first_step: of the first step, not of the steady state.
+        """
         return self._ticks(first_step)
 
     @collector.paused()
@@ -737,25 +808,43 @@ class MemoryReport:
         files.write(path, text)
 
     def trace_events(self, clock: Callable[[Iterable[Any]], list[float]]) -> list[dict[str, Any]]:
-        """Bytes by category over estimated times (`fxshard.cost.timeline.Estimate.to_perfetto`)."""
+        """Bytes by category over estimated times (`fxshard.cost.timeline.Estimate.to_perfetto`).
+
+        Args:
+            clock: of phases, the microsecond of each tick of their ledger, and of the end.
+        """
         from fxshard.memory.views import perfetto
 
         return perfetto.memory_events(self, clock(self.ledger().phases))
 
     def to_perfetto(self, path: str | Path, *, first_step: bool = False) -> None:
-        """Write a trace for ui.perfetto.dev: counters per category, a track per stream."""
+        """Write a trace for ui.perfetto.dev: counters per category, a track per stream.
+
+        Args:
+            path: of the file.
+            first_step: of the first step, not of the steady state.
+        """
         from fxshard.memory.views import perfetto
 
         files.write(path, perfetto.text(self, first_step=first_step))
 
     def to_memory_viz(self, path: str | Path, *, first_step: bool = False) -> None:
-        """Write a snapshot for pytorch.org/memory_viz."""
+        """Write a snapshot for pytorch.org/memory_viz.
+
+        Args:
+            path: of the file.
+            first_step: of the first step, not of the steady state.
+        """
         from fxshard.memory.views import memory_viz
 
         files.write(path, memory_viz.pickled(self, first_step=first_step))
 
     def diff(self, other: MemoryReport) -> Diff:
-        """This report (before) and another (after) side by side, see `views.diff`."""
+        """This report (before) and another (after) side by side, see `views.diff`.
+
+        Args:
+            other: of any plan.
+        """
         from fxshard.memory.views import diff
 
         return diff.diff(self.to_dict(), other.to_dict())

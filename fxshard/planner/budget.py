@@ -27,8 +27,7 @@ from typing import Any
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fxshard.bytesize import parse_bytes, size_text
-from fxshard.errors import ConfigError, TooLittleError
-from fxshard.memory.report import DoesNotFitError
+from fxshard.errors import ConfigError, DoesNotFitError, TooLittleError
 from fxshard.plans.answers import Picked, Tried, tried_table
 from fxshard.plans.plan import Plan
 

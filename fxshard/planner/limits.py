@@ -23,8 +23,7 @@ import torch
 from fxshard._torch import trees
 from fxshard.arguments import check_count
 from fxshard.bytesize import counts, parse_budget
-from fxshard.errors import CaptureError, ConfigError, OutOfRangeError
-from fxshard.memory.report import DoesNotFitError
+from fxshard.errors import CaptureError, ConfigError, DoesNotFitError, OutOfRangeError
 from fxshard.planner import what_ifs
 from fxshard.plans.answers import Limit, Solution
 from fxshard.plans.plan import Plan

@@ -105,6 +105,9 @@ class Tuning:
     def plot(self, path: str | Path) -> None:
         """Memory against time per sample, as PNG.
 
+        Args:
+            path: of the file.
+
         Raises:
             ConfigError: matplotlib is not installed.
         """
@@ -113,7 +116,11 @@ class Tuning:
         plot_front(path, self.dots(), self.budget_bytes)
 
     def table(self, *, rows: int | None = ROWS) -> str:
-        """One line per configuration; `rows` of those that are not on the front."""
+        """One line per configuration.
+
+        Args:
+            rows: how many of those that are not on the front; None: all.
+        """
         front = {trial.number for trial in self.front}
         others = [trial for trial in self.trials if trial.number not in front]
         shown = others if rows is None else others[:rows]

@@ -34,10 +34,9 @@ from fxshard._torch import trees
 from fxshard.bytesize import is_count, size_text
 from fxshard.config import Config, Precision, grid
 from fxshard.cost.hardware import Hardware
-from fxshard.errors import ConfigError, FxshardError
+from fxshard.errors import ConfigError, DoesNotFitError, FxshardError
 from fxshard.ir.program import Program, input_name
 from fxshard.ir.units import configured_units
-from fxshard.memory.report import DoesNotFitError
 from fxshard.planner import what_ifs
 from fxshard.planner.bounds import Resident, Stem, bounded, flop_seconds, stem_passes
 from fxshard.planner.result import Outcome, Tuning, verdicts
@@ -269,7 +268,7 @@ class _Search:
         checkpoint, key = config.checkpoint, self._stem_key(config, batch)
         if key not in self.stems:
             self.progress(self.planned, f"tracing and bounding checkpoint={checkpoint}")
-            changes = {"mixed_precision": config.mixed_precision}
+            changes: dict[str, Any] = {"mixed_precision": config.mixed_precision}
             if checkpoint is not None or "checkpoint" in self.given:
                 changes["checkpoint"] = checkpoint
             try:

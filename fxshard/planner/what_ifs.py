@@ -42,7 +42,9 @@ def candidates(plan: Plan) -> list[tuple[str, dict[str, Any]]]:
     if config.strategy == "no_shard":
         found.append(("shard parameters (full_shard)", {"strategy": "full_shard"}))
     elif any(unit.reshard is not True for unit in plan.units):
-        strategy = config.strategy.replace("shard_grad_op", "full_shard").removesuffix("_zero2")
+        strategy = (
+            str(config.strategy).replace("shard_grad_op", "full_shard").removesuffix("_zero2")
+        )
         changes = {"strategy": strategy, "reshard_after_forward": True}
         found.append(("reshard after forward", changes))
     if len(plan.units) > 1 and config.checkpoint != "full":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 import sympy
 import torch
@@ -20,7 +20,7 @@ from fxshard.cost import timeline
 from fxshard.cost.hardware import Hardware, hardware_of
 from fxshard.cost.timeline import Estimate
 from fxshard.errors import ConfigError, UnknownSizeError
-from fxshard.host import collector
+from fxshard.host import collector, progress
 from fxshard.ir import domain, dump, tags, transfers
 from fxshard.ir.program import Program
 from fxshard.ir.units import Unit, configured_units
@@ -38,7 +38,7 @@ from fxshard.memory.report import MemoryReport
 from fxshard.memory.views.live import live_after
 from fxshard.pipeline import Observer, make_program, open_captures
 from fxshard.plans.answers import Limit, Picked, Solution
-from fxshard.plans.workload import Workload, is_own
+from fxshard.plans.workload import Changes, Workload, is_own
 from fxshard.verify import certificate
 
 # Recordings of optimizers, by what they depend on, each with its optimizer, whose id is in the key.
@@ -206,7 +206,7 @@ class Plan:
         loss, work = self._loss, self.workload
         held = liveness.held_ranges(work.module, work.call, self.program, loss)
         step_bytes = liveness.analyse(
-            self.programs, held, step, loss, self.config.device or self.program.device.type
+            self.programs, held, step, loss, str(self.config.device or self.program.device.type)
         )
         return MemoryReport(
             step_bytes, lambda: _planner().what_ifs(self), self._lifecycle, _Elsewhere(self)
@@ -244,7 +244,12 @@ class Plan:
         return self.replan(**changes) if changes else self
 
     def inputs_with(self, name: str, sizes: dict[str, int]) -> list[torch.Tensor]:
-        """The tensors of the call that have a size of ``dynamic=``, of other sizes, on meta."""
+        """The tensors of the call that have a size of ``dynamic=``, of other sizes, on meta.
+
+        Args:
+            name: of the size.
+            sizes: by name, the other ones.
+        """
         places = self._places()
         given = {other: size for other, size in sizes.items() if other in places}
         leaves, _ = trees.tree_flatten(shapes.with_sizes(self.workload.call, places, given))
@@ -364,7 +369,7 @@ class Plan:
         held = liveness.held_ranges(work.module, work.call, self.program)
         return lifecycle(self.program, config, work.module, held, step)
 
-    def replan(self, **changes: Any) -> Plan:
+    def replan(self, **changes: Unpack[Changes]) -> Plan:
         """The plan of the same step with something changed.
 
         The model is traced again only if the trace itself would differ (other inputs, dtypes,
@@ -373,8 +378,11 @@ class Plan:
         leaves open, as far as the trace holds for them.
 
         Args:
-            **changes: options of `fxshard.plan`, ``world_size``, ``args``, ``kwargs``,
-                ``micro_batches``, ``no_sync``, ``loss``.
+            **changes: options, and ``world_size``, ``args``, ``kwargs``, ``micro_batches``,
+                ``no_sync``, ``loss``, as for `fxshard.plan`.
+
+        Returns:
+            A plan of its own; this one stays as it is.
 
         Raises:
             ConfigError, UnitError, CaptureError, VerifyError, DoesNotFitError: as `fxshard.plan`.
@@ -400,7 +408,8 @@ class Plan:
         Raises:
             DoesNotFitError, ConfigError, CaptureError: see `fxshard.planner.limits.largest`.
         """
-        return _planner().largest(self, budget, "batch", 0, multiple_of)
+        with progress.task("looking for the largest batch"):
+            return _planner().largest(self, budget, "batch", 0, multiple_of)
 
     def longest_sequence(
         self, budget: int | str, dim: int = 1, *, multiple_of: int = 1
@@ -417,7 +426,8 @@ class Plan:
         Raises:
             DoesNotFitError, ConfigError, CaptureError: see `fxshard.planner.limits.largest`.
         """
-        return _planner().largest(self, budget, "sequence", dim, multiple_of)
+        with progress.task("looking for the longest sequence"):
+            return _planner().largest(self, budget, "sequence", dim, multiple_of)
 
     def solve(
         self, what: str, budget: int | str, *, multiple_of: int = 1, **fixed: int
@@ -441,7 +451,8 @@ class Plan:
             ConfigError: no such size, a size or `budget` that is none, or the plan has no formulas.
             CaptureError: the model refuses a size of `multiple_of`.
         """
-        return _planner().solve(self, what, budget, multiple_of, fixed)
+        with progress.task(f"looking for {what}"):
+            return _planner().solve(self, what, budget, multiple_of, fixed)
 
     @property
     def code(self) -> str:

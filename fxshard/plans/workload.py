@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,10 +12,21 @@ from torch import nn
 from fxshard._torch import trees
 from fxshard.arguments import check_called, check_flag
 from fxshard.bytesize import is_count
-from fxshard.config import Config
+from fxshard.config import Config, Options
 from fxshard.errors import ConfigError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of a call of the model
+
+
+class Changes(Options, total=False):
+    """What `Plan.replan` may change: options, and arguments of `fxshard.plan`, as there."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] | None
+    world_size: int | tuple[int, int]
+    micro_batches: int
+    no_sync: bool
+    loss: Callable[[Any], torch.Tensor] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +66,7 @@ class Workload:
                 "step already. Accumulate under no_sync (no_sync=True), or leave one of them out."
             )
 
-    def changed(self, changes: dict[str, Any]) -> Workload:
+    def changed(self, changes: Mapping[str, Any]) -> Workload:
         """With some of its fields, of the call's ``args`` and ``kwargs``, or options replaced."""
         own = {f.name for f in dataclasses.fields(self)} - {"module", "config", "call"}
         mine = {name: value for name, value in changes.items() if name in own}

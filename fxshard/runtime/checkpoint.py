@@ -52,7 +52,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from fxshard._torch import optimizers
+from fxshard.arguments import check_flag
 from fxshard.errors import CheckpointError
+from fxshard.host.progress import task
 from fxshard.runtime.module import FxshardModule
 
 log = logging.getLogger("fxshard")
@@ -68,6 +70,7 @@ def save_checkpoint(
     *,
     extra: Any = None,
     process_group: dist.ProcessGroup | None = None,
+    progress: bool | None = None,
 ) -> None:
     """Write the state of `model` and `optimizer`; call it on all ranks.
 
@@ -79,11 +82,16 @@ def save_checkpoint(
         extra: what else `load_checkpoint` shall return (step, random state, ...); rank 0's is kept.
             Tensors and plain values load by default, all that can be pickled with ``trusted``.
         process_group: the ranks that hold the model (default: all).
+        progress: show on standard error what is going on; None: on a terminal, of what takes long
+            (docs/env.md: ``FXSHARD_PROGRESS``).
 
     Raises:
+        ConfigError: `progress` is neither None nor a flag.
         CheckpointError: a rank cannot write; the previous state is still there.
         RankMismatchError: some ranks do something else with the model.
     """
+    if progress is not None:
+        check_flag("progress", progress)
     root = Path(path)
     _together(model, "save_checkpoint")
 
@@ -137,11 +145,15 @@ def save_checkpoint(
     writing = root / f"writing-{name}"
     failed = f"{writing} could not be written, and the state before is as it was"
     try:
-        ranks.all(take, failed)
-        with _explained(failed):
-            save(state, storage_writer=_Writer(writing), process_group=process_group)
-        parts = ranks.all(digests, failed)
-        ranks.first(publish, failed)
+        with task(f"saving {root}", shown=progress) as say:
+            say("taking the state")
+            ranks.all(take, failed)
+            say("writing")
+            with _explained(failed):
+                save(state, storage_writer=_Writer(writing), process_group=process_group)
+            say("checksums")
+            parts = ranks.all(digests, failed)
+            ranks.first(publish, failed)
     except CheckpointError:
         if ranks.rank == 0:  # it may be what fills the disk
             shutil.rmtree(writing, ignore_errors=True)
@@ -160,6 +172,7 @@ def load_checkpoint(
     *,
     trusted: bool = False,
     process_group: dist.ProcessGroup | None = None,
+    progress: bool | None = None,
 ) -> Any:
     """Load what `save_checkpoint` wrote last into `model` and `optimizer`; call it on all ranks.
 
@@ -170,20 +183,26 @@ def load_checkpoint(
     before all files are known to be as they were saved, and to be all asked for.
 
     Args:
+        path: the directory that `save_checkpoint` wrote to.
+        model, optimizer: of the kinds that were saved; written in place.
         trusted: whoever could write to `path` may run code here. By default only tensors and plain
             values are unpickled, as `torch.load` does with ``weights_only=True``; classes that
             `torch.serialization.add_safe_globals` names are too.
         process_group: the ranks that hold the model (default: all).
+        progress: as for `save_checkpoint`.
 
     Returns:
         `extra`, on all ranks, with its tensors on the CPU.
 
     Raises:
+        ConfigError: `progress` is neither None nor a flag.
         CheckpointError: there is none; it is not one of this model and optimizer, or has more
             than they have; a file is not as it was saved; or it has objects that only a
             ``trusted`` checkpoint may have.
         RankMismatchError: some ranks do something else with the model.
     """
+    if progress is not None:
+        check_flag("progress", progress)
     root = Path(path)
     _together(model, "load_checkpoint")
     ranks = _Ranks(process_group)
@@ -249,19 +268,22 @@ def load_checkpoint(
 
     name, digests = ranks.first(latest, f"no complete checkpoint in {root}. {_CHECK}")
     version = root / name
-    ranks.all(check, f"{version} cannot be loaded")
-    ranks.all(read, f"{version} cannot be loaded")
     reader = FileSystemReader(version) if trusted else _Reader(version)
     planner = None if trusted else _Planner()
     failed = f"{version} could not be loaded; was it saved with this model and optimizer?"
-    ranks.all(read_states, failed)
     with contextlib.ExitStack() as stack:
+        say = stack.enter_context(task(f"loading {version}", shown=progress))
+        say("checksums")
+        ranks.all(check, f"{version} cannot be loaded")
+        ranks.all(read, f"{version} cannot be loaded")
+        ranks.all(read_states, failed)
         stack.enter_context(_explained(failed))
         if optimizer is not None:
             keys = _state_keys(kinds, names)
             stack.enter_context(_stated(optimizer, {names[fqn]: keys[fqn] for fqn in saved}))
         with contextlib.nullcontext() if optimizer is None else _as_saved(optimizer, groups, order):
             ranks.all(take, failed)
+        say("reading")
         load(state, storage_reader=reader, planner=planner, process_group=process_group)
         ranks.all(put, failed)
     return extra[0]

@@ -45,11 +45,19 @@ class FsdpMethods(nn.Module):
             runtime.sync = before
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """FSDP2's name for `no_sync`, for the calls from now on."""
+        """FSDP2's name for `no_sync`, for the calls from now on.
+
+        Args:
+            requires_gradient_sync: False: gradients are not reduced, but accumulated on each rank.
+        """
         self._fxshard.sync = requires_gradient_sync
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `nn.Module.zero_grad`; also drops gradients accumulated under `no_sync`."""
+        """As `nn.Module.zero_grad`; also drops gradients accumulated under `no_sync`.
+
+        Args:
+            set_to_none: False: gradients become zeros.
+        """
         self._fxshard.accumulated.clear()
         self._fxshard.torn.pop("accumulated", None)
         super().zero_grad(set_to_none)
@@ -57,10 +65,13 @@ class FsdpMethods(nn.Module):
     def register_comm_hook(self, state: Any, hook: Callable[..., None]) -> None:
         """Let `hook` reduce gradients, as ``FullyShardedDataParallel.register_comm_hook``.
 
-        It is called once per unit and dtype: ``hook(state, flat, out)`` with all gradients of the
-        unit in rank order, ``[ranks * n]``, and room for this rank's part, ``[n]``; with strategy
-        ``no_shard`` ``hook(state, flat)``, in place. It averages itself. Those of
-        torch.distributed.algorithms' default_hooks (fp16 and bf16 compression) fit.
+        Args:
+            state: what `hook` gets first, of any kind.
+            hook: called once per unit and dtype: ``hook(state, flat, out)`` with all gradients of
+                the unit in rank order, ``[ranks * n]``, and room for this rank's part, ``[n]``;
+                with strategy ``no_shard`` ``hook(state, flat)``, in place. It averages itself.
+                Those of torch.distributed.algorithms' default_hooks (fp16 and bf16 compression)
+                fit.
 
         Raises:
             ConfigError: the strategy is hybrid, all ranks run in this process, an option says how
@@ -162,6 +173,12 @@ class FsdpMethods(nn.Module):
         """As `nn.Module.apply`, with whole parameters; collective.
 
         Random numbers are those of this process: seed all ranks alike to get what one process gets.
+
+        Args:
+            fn: called with each module, the innermost first.
+
+        Returns:
+            This module.
         """
         with self._fxshard.whole_now():
             super().apply(fn)
@@ -190,6 +207,9 @@ class FsdpMethods(nn.Module):
         One communicator of NCCL runs one collective at a time; with two, the reduction of a unit
         and the all-gather of the next can share the wire (FSDP2's method of this name).
 
+        Args:
+            enable: False: in the group of the all-gathers again.
+
         Raises:
             ConfigError: nothing is reduce-scattered: no process group, or one rank per shard.
         """
@@ -209,7 +229,10 @@ class FsdpMethods(nn.Module):
     def set_gradient_divide_factor(self, factor: float | None) -> None:
         """Divide gradients by `factor` in the calls from now on, which are traced anew.
 
-        None: by the number of ranks. (FSDP2's name for `Config.gradient_divide_factor`.)
+        (FSDP2's name for the option `gradient_divide_factor`.)
+
+        Args:
+            factor: a number > 0; None: the number of ranks.
 
         Raises:
             ConfigError: something else says how to reduce: an option, a hook, or a pipeline.
@@ -253,7 +276,11 @@ class FsdpMethods(nn.Module):
         runtime.variants.clear()
 
     def optim_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The state of `optimizer` by parameter name; sharded tensors are DTensors."""
+        """The state of `optimizer` by parameter name; sharded tensors are DTensors.
+
+        Args:
+            optimizer: of this module's parameters.
+        """
         return state.optim_state_dict(self, optimizer)
 
     def full_optim_state_dict(

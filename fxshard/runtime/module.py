@@ -215,6 +215,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Without that it reads each parameter where it uses it: then all ranks must run the same code.
     (FSDP2's function of this name. For another module than a compiled one it does nothing.)
 
+    Args:
+        module: what `fxshard.compile` returned.
+        method_name: of a method of its class.
+
     Raises:
         ConfigError: the model has no such method.
     """

@@ -354,7 +354,7 @@ def managed(owner: ParameterStore) -> list[nn.Module]:
     (torch/distributed/fsdp/_dynamo_utils.py, ``_annotate_modules_for_dynamo``;
     torch/distributed/fsdp/_fully_shard/_fsdp_init.py, ``_ignore_module``)
     """
-    modules, params = ignored_of(owner.model, owner.config.ignored)
+    modules, params = ignored_of(owner.model, tuple(owner.config.ignored or ()))
     left_out = set(map(id, modules))
     inside = {id(param) for module in modules for param in module.parameters()}
 

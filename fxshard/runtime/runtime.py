@@ -25,6 +25,7 @@ from fxshard.codegen.emit import Executor
 from fxshard.codegen.optimizer import OnShards, on_shards
 from fxshard.config import Config, notice
 from fxshard.errors import FxshardError, StepError
+from fxshard.host.progress import task
 from fxshard.ir import tags, transfers
 from fxshard.ir.domain import Symbols
 from fxshard.ir.program import Program
@@ -62,6 +63,7 @@ class Runtime(ParameterStore):
             (role and FQN) as it was then.
         just_stepped: parameters that the last backward has stepped.
         inside: what of the model itself its programs stand for (see `fxshard.capture.swapped`).
+        progress: whether captures are shown (see `fxshard.host.progress.task`).
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Runtime(ParameterStore):
         self._optimizer: OnShards | None = None
         self._root = None
         self.attributes = Attributes()
+        self.progress: bool | None = None
         self._warned: set[int] = set()
         self._agreed: dict[str, list[str]] = {}  # what all ranks have alike, by its digest
         if config.optimizer_in_backward:
@@ -244,7 +247,8 @@ class Runtime(ParameterStore):
             others = list(self.variants)
             symbols = symbols_for(kind, others, self.config.dynamic, self.model, call)
         start = time.perf_counter()
-        with attributes.noted(self.attributes.reads):
+        shown = task(f"capturing {type(self.model).__name__}", shown=self.progress)
+        with shown, attributes.noted(self.attributes.reads):
             program = self.rewritten(args, kwargs, symbols)
         took = f"{time.perf_counter() - start:.1f} s, {len(program.graph.nodes)} nodes"
         domain = f"; {program.domain.text}" if program.domain is not None else ""

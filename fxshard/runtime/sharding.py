@@ -116,7 +116,7 @@ def shard_parameters(
     device = _home(model, world)
     made: dict[str, list[Tensor]] = {}
     for unit in units:
-        made |= _flat_shards(unit, originals, device, world, config.offload)
+        made |= _flat_shards(unit, originals, device, world, config.offload_policy)
     params = {id(originals[param.fqn]): param for unit in units for param in unit.params}
     buffers: list[tuple[Tensor, Tensor]] = []
     for tensor, whole in wholes(model, device, config.param_init_fn, sync, ignored):

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from fxshard.errors import ConfigError, RankDiedError
+from fxshard.host import progress
 
 LIMIT_S = 600.0  # of a call; a collective waits for two thirds of it
 LINES = 20  # of a rank's traceback in the error
@@ -150,7 +151,8 @@ def _serve(
             world_size=world_size,
             timeout=datetime.timedelta(seconds=2 / 3 * limit),
         )
-        answer = _answer(rank, connection.recv_bytes())
+        with progress.task("", shown=False):  # the process that started this one shows it
+            answer = _answer(rank, connection.recv_bytes())
     except BaseException:
         answer = pickle.dumps(_Failure("".join(traceback.format_exc().splitlines(True)[-LINES:])))
     connection.send_bytes(answer)

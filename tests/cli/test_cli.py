@@ -1,24 +1,21 @@
 """The command line, in process: what it prints, and how it ends."""
 
 import dataclasses
-import io
 import json
 import pickle
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM  # noqa: F401, says what it misses when it is imported
 
 import fxshard
-from fxshard.cli import commands, main, model_source
+from fxshard.cli import main, model_source
 from fxshard.memory.category import CATEGORIES
 
 LLAMA = ("--hf-config", "tiny-llama", "--seq", "8", "--world-size", "2")
@@ -206,25 +203,6 @@ def test_diff(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert rows and all(row["before"] != row["after"] for row in rows)
     _, out, _ = run(capsys, "diff", one, one)
     assert "No module has another peak." in out
-
-
-def test_progress_is_shown_on_a_terminal_only() -> None:
-    """With no patience at all it is shown at once; with much, never."""
-
-    def said(patience: float, *, terminal: bool) -> str:
-        out = io.StringIO()
-        console = Console(file=out, force_terminal=terminal, width=80)
-        before = set(threading.enumerate())  # pytest-timeout has a timer of its own
-        with commands.progress("planning", console, patience) as say:
-            for thread in set(threading.enumerate()) - before:
-                if isinstance(thread, threading.Timer) and not patience:
-                    thread.join(10)
-            say("writing")
-        return out.getvalue()
-
-    assert "writing …" in said(0.0, terminal=True)
-    assert said(3600.0, terminal=True) == ""
-    assert said(0.0, terminal=False) == ""
 
 
 def test_dump_folds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,13 +9,24 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import fxshard
 from fxshard.config import Config
 from fxshard.errors import ConfigError
 from fxshard.ir.units import checkpointed_modules
+from fxshard.pipeline import default_passes
 
+
+def fill(module: nn.Module) -> None:
+    """An option of that name takes it."""
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+# Every option with another value than its default.
 OTHER: dict[str, Any] = {
     "strategy": "shard_grad_op",
     "units": ["*"],
@@ -30,11 +41,25 @@ OTHER: dict[str, Any] = {
     "min_bucket_bytes": 100,
     "pack_bytes": 0,
     "checkpoint": "full",
+    "offload": CPUOffloadPolicy(),
+    "reduce_op": "sum",
     "gradient_divide_factor": 3.0,
     "gradient_predivide_factor": 2.0,
+    "param_init_fn": fill,
     "sync_module_states": True,
+    "backend": "eager",
+    "optimizer": sgd,
+    "optimizer_in_backward": True,
     "max_variants": 3,
     "dynamic": False,
+    "device": "cuda",
+    "memory_budget": "80GiB",
+    "passes": default_passes(Config())[:3],
+}
+# What an option cannot be without.
+WITH: dict[str, dict[str, Any]] = {
+    "dynamic": {"backend": "eager"},
+    "optimizer_in_backward": {"optimizer": sgd},
 }
 WAYS: dict[str, Callable[[Config, dict[str, Any]], Config]] = {
     "replace": lambda config, changes: dataclasses.replace(config, **changes),
@@ -53,11 +78,25 @@ def test_changing_an_option_changes_nothing_that_was_left_unsaid(
     config = Config.from_options({"backend": "inductor", **said})
     assert config.given == {"backend", *said}
     for name, value in OTHER.items():
-        changes = {name: value, **({"backend": "eager"} if name == "dynamic" else {})}
+        changes = {name: value, **WITH.get(name, {})}
         made = WAYS[way](config, changes)
-        assert made.given == {"backend", *said, name}
+        assert made.given == {"backend", *said, *changes}
         for other in set(config.names()) - changes.keys():
             assert getattr(made, other) == getattr(config, other)
+
+
+def test_every_option_is_tried() -> None:
+    assert set(OTHER) == set(Config.names())
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_saying_a_default_is_saying_it(name: str) -> None:
+    """`changed` tells what was left unsaid from what was said to be as it is."""
+    for said in ({}, {"backend": "inductor"}):
+        config = Config.from_options(said)
+        told = config.changed({name: getattr(config, name)})
+        assert told.given == {*said, name}
+        assert told.changed({}).given == told.given == dataclasses.replace(told).given
 
 
 def test_what_is_given_is_no_option() -> None:

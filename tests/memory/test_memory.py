@@ -18,9 +18,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import fxshard
 from fxshard._torch.trees import tree_flatten
-from fxshard.errors import ConfigError
+from fxshard.errors import ConfigError, DoesNotFitError
 from fxshard.memory.category import Category, State
-from fxshard.memory.report import DoesNotFitError
 from tests import oracles
 from tests.zoo import MODELS, built
 

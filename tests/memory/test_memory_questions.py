@@ -24,8 +24,9 @@ from torch.utils.checkpoint import (
 import fxshard
 from benchmarks.memory_questions import PAGE, answered
 from fxshard._torch import process_groups
+from fxshard.errors import DoesNotFitError
 from fxshard.memory.category import Category, State
-from fxshard.memory.report import DoesNotFitError, MemoryReport
+from fxshard.memory.report import MemoryReport
 from fxshard.plans.plan import Plan
 from tests import oracles
 

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import fxshard
 from fxshard.cli.main import main
-from fxshard.errors import ConfigError, FxshardError
-from fxshard.memory.report import DoesNotFitError
+from fxshard.errors import ConfigError, DoesNotFitError, FxshardError
 from fxshard.plans.plan import Plan
 from tests.zoo.models import Transformer
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fxshard
-from fxshard.errors import ConfigError
-from fxshard.memory.report import DoesNotFitError
+from fxshard.errors import ConfigError, DoesNotFitError
 from fxshard.plans.plan import Plan
 
 adamw = functools.partial(torch.optim.AdamW, lr=1e-3)

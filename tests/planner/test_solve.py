@@ -10,8 +10,7 @@ import torch
 import fxshard
 from fxshard.capture import trace
 from fxshard.cli import main
-from fxshard.errors import ConfigError
-from fxshard.memory.report import DoesNotFitError
+from fxshard.errors import ConfigError, DoesNotFitError
 from fxshard.planner import limits
 from tests.memory.test_formula import ADAMW, OF_X, Convolutions, Mlps, Positioned, floats, squares
 

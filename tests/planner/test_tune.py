@@ -18,9 +18,8 @@ from fxshard.capture import trace
 from fxshard.cli import main
 from fxshard.config import Config
 from fxshard.cost.hardware import PRESETS
-from fxshard.errors import ConfigError
+from fxshard.errors import ConfigError, DoesNotFitError
 from fxshard.ir import dump
-from fxshard.memory.report import DoesNotFitError
 from fxshard.memory.views import html, plots
 from fxshard.memory.views.plots import Dot
 from fxshard.planner import bounds
