@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -105,7 +105,7 @@ def spec_of(type_: Any, context: Any, children: list[TreeSpec]) -> TreeSpec:
     Raises:
         ValueError: pytree does not know such a container, or not in this process.
     """
-    if not isinstance(type_, Hashable) or type_ not in _pytree.SUPPORTED_NODES:
+    if not callable(type_) or type_ not in _pytree.SUPPORTED_NODES:
         raise ValueError(f"pytree does not know {type_!r}: import what registers it")
     return TreeSpec(type_, context, children)
 

@@ -23,7 +23,17 @@ from fxshard._torch import fake_tensors, trees
 from fxshard._torch import sizes as torch_sizes
 from fxshard._torch.fake_tensors import FakeTensorMode
 from fxshard.errors import CaptureError, ConfigError
-from fxshard.ir.domain import LAYOUT, OPEN, Domain, Layout, OpenTensor, Place, Sizes, Symbols, size_at
+from fxshard.ir.domain import (
+    LAYOUT,
+    OPEN,
+    Domain,
+    Layout,
+    OpenTensor,
+    Place,
+    Sizes,
+    Symbols,
+    size_at,
+)
 from fxshard.ir.program import Program, input_name
 from fxshard.ir.units import no_plain_tensor
 

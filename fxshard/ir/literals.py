@@ -47,8 +47,11 @@ _TORCH = {
     for found in vars(torch).values()
     if isinstance(found, (torch.dtype, torch.layout, torch.memory_format))
 }
-_SHORT = {dtype: dump.DTYPES.get(dtype, name.removeprefix("torch.")) for name, dtype in
-          _TORCH.items() if isinstance(dtype, torch.dtype)}
+_SHORT = {
+    dtype: dump.DTYPES.get(dtype, name.removeprefix("torch."))
+    for name, dtype in _TORCH.items()
+    if isinstance(dtype, torch.dtype)
+}
 _LONG = {name: dtype for dtype, name in _SHORT.items()}
 _SYMPY: dict[str, Any] = {
     name: getattr(sympy, name)

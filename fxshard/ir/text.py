@@ -21,6 +21,7 @@ Line by line::
       %NAME = OPERATOR(ARGUMENTS) [: VALUE] [open LAYOUT OPEN] [| TAG]
       output [: VALUE] [| TAG]
       return KIND NAME %NODE                 one per result
+      users %NODE [%NODE, ...]               its readers, if in another order than the graph's
     names used=NAMES count=NUMBERS           what FX will not name new nodes
     end
 
@@ -109,7 +110,8 @@ def write(program: Program) -> str:
     ]
     domain = _domain(program, said)  # it may know symbols that no node has
     lines += [f"symbol {_symbol(symbol)}" for symbol in said.symbols.values()]
-    return "\n".join([*lines, *domain, *constants, "graph:", *nodes, *_names(program), "end", ""])
+    after = [*_users(program), *_names(program), "end", ""]
+    return "\n".join([*lines, *domain, *constants, "graph:", *nodes, *after])
 
 
 def _said(said: Said, what: str, value: Any) -> str:
@@ -154,7 +156,9 @@ def _units(program: Program, said: Said) -> Iterator[str]:
         yield f"unit {unit.index} {unit.fqn!r} {more}"
         for kind, params in (("param", unit.params), ("ignored", unit.ignored)):
             for param in params:
-                more = _fields(said, name, param, ("fqn", "unit"))
+                same: tuple[str, ...] = ("aliases",) if param.aliases == (param.fqn,) else ()
+                same += ("compute_dtype",) if param.compute_dtype == param.dtype else ()
+                more = _fields(said, name, param, ("fqn", "unit", *same))
                 yield f"  {kind} {param.fqn!r} {more}"
 
 
@@ -244,6 +248,16 @@ def _operator(node: fx.Node) -> str:
     raise Unsayable(f"an operator that is no operator of torch's registry: {target}")
 
 
+def _users(program: Program) -> Iterator[str]:
+    """Readers of a value where they do not stand in the order of the graph: passes go by it."""
+    place = {node: i for i, node in enumerate(program.graph.nodes)}
+    for node in program.graph.nodes:
+        users = list(node.users)
+        if users != sorted(users, key=place.__getitem__):
+            named = ("'output'" if u.op == "output" else f"%{u.name}" for u in users)
+            yield f"  users %{node.name} [{', '.join(named)}]"
+
+
 def _names(program: Program) -> list[str]:
     """What FX knows of names besides those of the nodes, as a graph that is read would."""
     used, count = graphs.given_names(program.graph)
@@ -321,7 +335,7 @@ class _Parser:
         self._results: list[Result] = []
         self._values: list[fx.Node] = []
         self._graph = fx.Graph()
-        self._last: fx.Node | None = None
+        self._users: dict[fx.Node, list[Any]] = {}
         self._tags: dict[str, tags.Meta] = {}
         self._output: tuple[Any, ...] | None = None
 
@@ -440,8 +454,10 @@ class _Parser:
         if not self._units:
             raise Unreadable("a parameter in front of the first unit")
         unit = self._units[-1]
-        param = _made(Param, {"fqn": line.value(), "unit": unit.index, **line.fields()})
-        self._units[-1] = dataclasses.replace(unit, **{where: (*getattr(unit, where), param)})
+        fqn = line.value()
+        given = {"fqn": fqn, "aliases": (fqn,), "unit": unit.index, **line.fields()}
+        changed: dict[str, Any] = {where: (*getattr(unit, where), _made(Param, given))}
+        self._units[-1] = dataclasses.replace(unit, **changed)
 
     def _bucket_line(self, line: _Line) -> None:
         fqns = []
@@ -488,11 +504,14 @@ class _Parser:
 
     def _graph_line(self, text: str) -> None:
         line = self._reader(text)
-        if line.peek() in ("return", "names", "output"):
-            word = line.next("name")
-            {"return": self._return_line, "names": self._names_line, "output": self._output_line}[
-                word
-            ](line)
+        readers = {
+            "return": self._return_line,
+            "users": self._users_line,
+            "names": self._names_line,
+            "output": self._output_line,
+        }
+        if line.peek() in readers:
+            readers[line.next("name")](line)
         else:
             self._node_line(line)
         line.finish()
@@ -561,6 +580,18 @@ class _Parser:
         self._results.append(_made(Result, {"kind": kind, "name": name}))
         self._values.append(node)
 
+    def _users_line(self, line: _Line) -> None:
+        node, users = line.value(), line.value()
+        if not isinstance(node, fx.Node) or not isinstance(users, list):
+            raise Unreadable("a node has a list of readers")
+        self._users[node] = users
+
+    def _order_users(self, node: fx.Node, users: list[Any]) -> None:
+        read = {user if user.op != "output" else "output": user for user in node.users}
+        if set(users) != read.keys() or len(users) != len(read):
+            raise Unreadable(f"%{node.name} has other readers than those in 'users'")
+        node.users = dict.fromkeys(read[user] for user in users)
+
     def _names_line(self, line: _Line) -> None:
         found = line.fields()
         used, count = graphs.given_names(self._graph)
@@ -576,6 +607,8 @@ class _Parser:
             raise Unreadable("the graph has no output")
         output = self._graph.output(tuple(self._values))
         output.meta.update(self._output[0])
+        for node, users in self._users.items():
+            self._order_users(node, users)
         program = Program(
             graph=self._graph,
             results=self._results,
