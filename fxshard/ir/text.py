@@ -664,7 +664,7 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 def _check(name: str, value: Any, hint: Any) -> None:
     if not _fits(value, hint):
-        raise Unreadable(f"{name}={str(value)[:40]!r} is no {hint}")
+        raise Unreadable(f"{name}={repr(value)[:40]} is no {hint}")
 
 
 def _fits(value: Any, hint: Any) -> bool:
