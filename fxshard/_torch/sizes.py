@@ -35,7 +35,7 @@ FUNCTIONS: dict[str, Any] = {
     name: found
     for name, found in vars(_functions).items()
     if isinstance(found, type)
-    and issubclass(found, sympy.Function)
+    and issubclass(found, sympy.Basic)
     and found.__module__ == _functions.__name__
 }
 

@@ -197,7 +197,7 @@ class Said:
             word, args = "Rational", (value.p, value.q)
         if word is None:
             raise Unsayable(f"an expression of {value.func.__name__}: {value}")
-        if isinstance(value, (sympy.And, sympy.Or)):  # a set, whose order differs by process
+        if word.rpartition(".")[2] in ("And", "Or", "Max", "Min"):  # of a set, in no order
             args = tuple(sorted(args, key=str))
         said = f"{word}({', '.join(self.value(a) for a in args)})"
         if _called(word, list(args)) != value:

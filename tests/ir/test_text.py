@@ -95,8 +95,9 @@ def test_a_plan_is_read_with_the_same_bytes(name: str) -> None:
     with captures.sharing(True):
         plan = fxshard.plan(case.build(), args, kwargs, world_size=2, units=case.units)
     wanted = plan.memory.to_dict()
-    programs = tuple(map(texts.again, plan.programs))
-    assert dataclasses.replace(plan, programs=programs).memory.to_dict() == wanted
+    plan.programs = tuple(map(texts.again, plan.programs))
+    del plan.__dict__["memory"]
+    assert plan.memory.to_dict() == wanted
 
 
 class Pair(NamedTuple):
