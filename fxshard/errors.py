@@ -76,6 +76,18 @@ class VerifyError(FxshardError, AssertionError):
         return text
 
 
+class TextError(FxshardError, ValueError):
+    """A program that has no text, or a text that is no program (see `fxshard.ir.text`).
+
+    Attributes:
+        line: the line of the text at fault, from 1 on; None if it is the program.
+    """
+
+    def __init__(self, message: str, line: int | None = None) -> None:
+        self.line = line
+        super().__init__(message if line is None else f"line {line}: {message}")
+
+
 class PassError(FxshardError, RuntimeError):
     """A pass raised something; names the pass, and carries what it raised as its cause.
 

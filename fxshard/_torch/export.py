@@ -39,6 +39,7 @@ __all__ = [
     "higher_order_operator",
     "input_source",
     "of_name",
+    "operator_named",
     "output_source",
 ]
 
@@ -359,6 +360,23 @@ def aten_operator(name: str) -> OpOverload:
     """``aten::<name>``; a name without a dot is its default overload."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def operator_named(name: str) -> OpOverload | None:
+    """The operator that prints as `name`, such as ``aten.mm.default``; None if there is none.
+
+    Looks in torch's registry: imports nothing, and finds no functions.
+    """
+    words = name.split(".")
+    if len(words) != 3 or not all(map(str.isidentifier, words)):
+        return None
+    namespace, packet, overload = words
+    try:
+        torch._C._get_schema(f"{namespace}::{packet}", "" if overload == "default" else overload)
+    except RuntimeError:
+        return None
+    found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    return found if isinstance(found, OpOverload) else None
 
 
 def aten_names(key: str) -> list[str]:

@@ -117,3 +117,12 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 def has_names_of(graph: fx.Graph, nodes: Sequence[fx.Node]) -> bool:
     """True if the names that `graph` has ever given are those of `nodes`."""
     return graph._graph_namespace._used_names == {node.name for node in nodes}
+
+
+def given_names(graph: fx.Graph) -> tuple[set[str], dict[str, int]]:
+    """The names that `graph` does not give again, and per word the number that it gave last.
+
+    Nodes that are gone have left theirs behind. (torch/fx/graph.py, ``_Namespace``)
+    """
+    names = graph._graph_namespace
+    return names._used_names, names._base_count

@@ -7,6 +7,7 @@ from typing import Any
 
 import sympy
 import torch
+import torch.utils._sympy.functions as _functions
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     ShapeEnv,
@@ -14,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils._sympy.functions import FloorDiv, Max, Mod
 
 __all__ = [
+    "FUNCTIONS",
     "SYMBOLIC",
     "FloorDiv",
     "Max",
@@ -26,6 +28,16 @@ __all__ = [
 
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+# Torch's own functions of sizes, by name (torch/utils/_sympy/functions.py).
+FUNCTIONS: dict[str, Any] = {
+    name: found
+    for name, found in vars(_functions).items()
+    if isinstance(found, type)
+    and issubclass(found, sympy.Basic)
+    and found.__module__ == _functions.__name__
+}
 
 
 def symbolic_size(env: ShapeEnv, name: str, example: int) -> torch.SymInt:

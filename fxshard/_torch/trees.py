@@ -11,8 +11,10 @@ from torch.utils import _pytree
 from torch.utils._pytree import TreeSpec
 
 __all__ = [
+    "LEAF",
     "TreeSpec",
     "exchanged",
+    "spec_of",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_map_tensors",
@@ -90,6 +92,22 @@ def _unflattened(leaves: Iterator[Any], spec: TreeSpec) -> Any:
     if spec.type is torch.Size and all(isinstance(part, (int, torch.SymInt)) for part in parts):
         return torch.Size(parts)
     return _pytree.SUPPORTED_NODES[spec.type].unflatten_fn(parts, spec.context)
+
+
+LEAF: TreeSpec = _pytree.tree_flatten(0)[1]
+
+
+def spec_of(type_: Any, context: Any, children: list[TreeSpec]) -> TreeSpec:
+    """The structure that `tree_flatten` gives of a container.
+
+    (``treespec_loads`` of torch/utils/_pytree.py makes it of JSON, and imports what that names.)
+
+    Raises:
+        ValueError: pytree does not know such a container, or not in this process.
+    """
+    if not callable(type_) or type_ not in _pytree.SUPPORTED_NODES:
+        raise ValueError(f"pytree does not know {type_!r}: import what registers it")
+    return TreeSpec(type_, context, children)
 
 
 def exchanged(tree: Any, others: dict[int, Any]) -> Any:

@@ -23,7 +23,17 @@ from fxshard._torch import fake_tensors, trees
 from fxshard._torch import sizes as torch_sizes
 from fxshard._torch.fake_tensors import FakeTensorMode
 from fxshard.errors import CaptureError, ConfigError
-from fxshard.ir.domain import LAYOUT, Domain, Layout, Place, Sizes, Symbols, size_at
+from fxshard.ir.domain import (
+    LAYOUT,
+    OPEN,
+    Domain,
+    Layout,
+    OpenTensor,
+    Place,
+    Sizes,
+    Symbols,
+    size_at,
+)
 from fxshard.ir.program import Program, input_name
 from fxshard.ir.units import no_plain_tensor
 
@@ -223,9 +233,6 @@ def settle(graph: fx.Graph, trace: Trace, mode: FakeTensorMode) -> Domain:
     return trace.domain()
 
 
-OPEN = "fxshard_open"  # what `_Example.open` says; missing on what was made behind the trace
-
-
 def take_along(node: fx.Node, copy: fx.Node) -> None:
     """Give a copy of `node` that runs on the same sizes what is known of them."""
     copy.meta |= {key: node.meta[key] for key in (LAYOUT, OPEN) if key in node.meta}
@@ -290,27 +297,6 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     return [t for item in value for t in _tensors(item)] if isinstance(value, (list, tuple)) else []
-
-
-@dataclasses.dataclass(frozen=True)
-class OpenTensor:
-    """Where a tensor lies, in symbols of the inputs' sizes.
-
-    Attributes:
-        size, stride, offset: as of ``as_strided``, in elements.
-        nbytes: of its storage.
-    """
-
-    size: tuple[sympy.Basic, ...]
-    stride: tuple[sympy.Basic, ...]
-    offset: sympy.Basic
-    nbytes: sympy.Basic
-
-    @property
-    def is_fixed(self) -> bool:
-        """True if it has no symbols."""
-        every = (*self.size, *self.stride, self.offset, self.nbytes)
-        return not any(each.free_symbols for each in every)
 
 
 def _sides(relation: type[sympy.Basic], conditions: list[sympy.Basic]) -> set[sympy.Basic]:

@@ -10,9 +10,10 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fxshard
+from fxshard import pipeline
 from fxshard.bytesize import parse_budget
 from fxshard.cli.model_source import (
     Call,
@@ -27,11 +28,20 @@ from fxshard.cli.model_source import (
     whole_number,
 )
 from fxshard.cli.overview import COMMANDS
+from fxshard.config import Config
 from fxshard.cost.hardware import PRESETS, Hardware, hardware_of
-from fxshard.errors import CaptureError, ConfigError, FxshardError, UnitError, UnknownSizeError
+from fxshard.errors import (
+    CaptureError,
+    ConfigError,
+    FxshardError,
+    TextError,
+    UnitError,
+    UnknownSizeError,
+)
 from fxshard.host import files
 from fxshard.host.progress import task
-from fxshard.ir import dump
+from fxshard.ir import dump, text
+from fxshard.ir.program import Fact, Program
 from fxshard.memory.explain import size_text
 from fxshard.memory.report import UNITS, MemoryReport
 from fxshard.memory.views.diff import diff
@@ -52,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
         code: int = args.command(args)
         sys.stdout.flush()
         return code
-    except (ConfigError, UnitError, CaptureError) as error:
+    except (ConfigError, UnitError, CaptureError, TextError) as error:
         print("fxshard:", " ".join(str(error).split()), file=sys.stderr)
         return 2
     except FxshardError as error:
@@ -176,10 +186,13 @@ def _saved(path: str) -> dict[str, Any]:
 
 def dump_(args: argparse.Namespace) -> int:
     """``fxshard dump``."""
-    for form in ("--graph", "--code", "--diff"):
-        if getattr(args, form[2:]):
+    for form in ("--graph", "--code", "--diff", "--text"):
+        if getattr(args, form[2:]) not in (None, False):
             why = "it is for the schedule, which is dumped without that"
             refuse_beside(args, form, why, "--phase", "--no-fold", "--hardware")
+    if args.text is not None:
+        print(_text(args), end="")
+        return 0
     fold, texts = not args.no_fold, dict[str, tuple[str, str]]()
 
     def note(name: str, before: str, after: str) -> None:
@@ -198,6 +211,75 @@ def dump_(args: argparse.Namespace) -> int:
         print(json.dumps(_schedule(plan, args.phase, fold, hardware), indent=2))
     else:
         print(plan.dump(phase=args.phase, fold=fold, hardware=hardware))
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Written:
+    """A pass that changes nothing: it writes the program as the passes before it have left it."""
+
+    texts: list[str]
+
+    name: ClassVar[str] = "write-text"
+    requires: ClassVar[frozenset[Fact]] = frozenset()
+    ensures: ClassVar[frozenset[Fact]] = frozenset()
+
+    def apply(self, program: Program) -> None:
+        self.texts.append(text.write(program))
+
+
+def _text(args: argparse.Namespace) -> str:
+    """The program of the last micro-batch as text, finished or in front of the pass of --text."""
+    if not args.text:
+        with progress("planning"):
+            return text.write(_plan(args).program)
+    texts: list[str] = []
+
+    def passes(default: list[pipeline.Pass]) -> list[pipeline.Pass]:
+        at = [step.name for step in default].index(_named(args.text, default, "--text").name)
+        return [*default[:at], _Written(texts), *default[at:]]
+
+    with progress("planning"):
+        _plan(args, passes=passes)
+    return texts[-1]
+
+
+def _named(name: str, passes: Sequence[pipeline.Pass], option: str) -> pipeline.Pass:
+    """The pass of a name."""
+    for step in passes:
+        if step.name == name:
+            return step
+    raise ConfigError(
+        f"{option} {name}: no such pass; there are {', '.join(step.name for step in passes)}."
+    )
+
+
+def opt(args: argparse.Namespace) -> int:
+    """``fxshard opt``."""
+    try:
+        source = sys.stdin.read() if args.file == "-" else Path(args.file).read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{args.file}: no text that can be read: {error}.") from error
+    program = text.parse(source)
+    backend = "inductor" if program.compiled else "eager"
+    config = Config(optimizer_in_backward=program.optimizer_in_backward, backend=backend)
+    passes = pipeline.default_passes(config)
+    if args.passes is not None:
+        names = filter(None, args.passes.split(","))
+        passes = [_named(name, passes, "--passes") for name in names]
+
+    def show(name: str, before: str, after: str) -> None:
+        print(f"[fxshard] after {name}:", after, sep="\n", file=sys.stderr)
+
+    pipeline.run(program, passes, observe=show if args.print_after_all else None)
+    written = text.write(program)
+    if args.output is None:
+        print(written, end="")
+        return 0
+    try:
+        files.write(args.output, written)
+    except OSError as error:
+        raise ConfigError(f"cannot write {args.output}: {error.strerror}.") from error
     return 0
 
 
@@ -468,10 +550,33 @@ def _add_dump(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--code", action="store_true", help="the Python source that runs")
     form.add_argument("--json", action="store_true")
     form.add_argument("--diff", metavar="PASS", help="what a pass changed in the joint graph")
+    form.add_argument(
+        "--text",
+        nargs="?",
+        const="",
+        metavar="PASS",
+        help="the whole program, for fxshard opt; with PASS, as it is in front of that pass",
+    )
     parser.add_argument(
         "--hardware", metavar="NAME", help=f"adds exposed milliseconds: {', '.join(PRESETS)}"
     )
     parser.set_defaults(command=dump_)
+
+
+def _add_opt(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="from fxshard dump --text; -: standard input")
+    parser.add_argument(
+        "--passes",
+        metavar="A,B",
+        help="names of passes, in order; without it the whole pipeline, with default options",
+    )
+    parser.add_argument(
+        "--print-after-all",
+        action="store_true",
+        help="the joint graph behind each pass, on standard error",
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the text there")
+    parser.set_defaults(command=opt)
 
 
 def _add_estimate(parser: argparse.ArgumentParser) -> None:
@@ -548,6 +653,7 @@ ARGUMENTS = {
     "solve": _add_solve,
     "diff": _add_diff,
     "dump": _add_dump,
+    "opt": _add_opt,
     "estimate": _add_estimate,
     "tune": _add_tune,
     "validate": _add_validate,

@@ -102,5 +102,27 @@ def _without(sizes: Sizes, places: Symbols) -> list[Any]:
     ]
 
 
+@dataclasses.dataclass(frozen=True)
+class OpenTensor:
+    """Where a tensor lies, in symbols of the inputs' sizes.
+
+    Attributes:
+        size, stride, offset: as of ``as_strided``, in elements.
+        nbytes: of its storage.
+    """
+
+    size: tuple[sympy.Basic, ...]
+    stride: tuple[sympy.Basic, ...]
+    offset: sympy.Basic
+    nbytes: sympy.Basic
+
+    @property
+    def is_fixed(self) -> bool:
+        """True if it has no symbols."""
+        every = (*self.size, *self.stride, self.offset, self.nbytes)
+        return not any(each.free_symbols for each in every)
+
+
 # Metadata keys of a node that has symbols:
 LAYOUT = "fxshard_layout"  # the Layout of each of its tensors
+OPEN = "fxshard_open"  # where each of them lies; missing on what was made behind the trace

@@ -20,7 +20,7 @@ from fxshard.ir import domain, ops, tags
 from fxshard.ir.domain import Layout
 from fxshard.ir.program import Program
 
-_DTYPES = {
+DTYPES = {
     torch.float32: "f32",
     torch.float64: "f64",
     torch.bfloat16: "bf16",
@@ -107,7 +107,7 @@ def types(value: Any, layouts: Iterator[Layout] | None = None) -> str:
         layouts: of the tensors in it, where sizes are open: ``f32[s0,16]``.
     """
     if isinstance(value, torch.Tensor):
-        dtype = _DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
+        dtype = DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
         sizes = next(layouts)[0] if layouts is not None else value.shape
         return f"{dtype}[{','.join(map(str, sizes))}]"
     if isinstance(value, (list, tuple)):

@@ -1,6 +1,6 @@
 """How many bytes each storage of a program has, as an expression of open sizes and of the ranks.
 
-The trace knows the sizes of what it has seen (`fxshard.capture.shapes.OpenTensor`). What passes
+The trace knows the sizes of what it has seen (`fxshard.ir.domain.OpenTensor`). What passes
 have made is of parameters: a shard has ``ceil(rows / world)`` rows, and the operators between
 shards, unsharded parameters and reduced gradients move, join, pad and cut such rows. Whatever is
 neither has one size in all calls.
@@ -23,6 +23,7 @@ from torch import fx
 from fxshard._torch import sizes as torch_sizes
 from fxshard.capture import fakes, shapes
 from fxshard.ir import domain, ops, tags, transfers
+from fxshard.ir.domain import OPEN
 from fxshard.ir.program import Program
 from fxshard.ir.units import Param, Unit
 
@@ -82,7 +83,7 @@ def expressions(program: Program) -> Expressions:
     read = _Reading(program)
     found: dict[str, tuple[sympy.Expr, ...]] = {}
     for node in program.graph.nodes:
-        if node.meta.get(shapes.OPEN) is not None:
+        if node.meta.get(OPEN) is not None:
             nbytes = read.traced(node)
         else:
             made = read.made(node)

@@ -30,6 +30,7 @@ from fxshard.cost import operators
 from fxshard.cost.activations import from_parameter
 from fxshard.cost.hardware import Hardware
 from fxshard.ir import tags
+from fxshard.ir.domain import OPEN
 from fxshard.ir.program import Program, nbytes
 from fxshard.pipeline import STEM, Pass
 from fxshard.plans.plan import Plan
@@ -134,7 +135,7 @@ def _saved(program: Program) -> list[tuple[int, sympy.Basic | None]]:
     for node in program.phase("forward"):
         if from_parameter(node) or not any(_is_backward(user) for user in node.users):
             continue
-        place = node.meta.get(shapes.OPEN)
+        place = node.meta.get(OPEN)
         for storage in tags.storages(node):
             if id(storage) not in held:
                 expression = getattr(place, "nbytes", None)

@@ -372,3 +372,16 @@ def test_the_name_of_a_higher_order_operator() -> None:
         operator(torch.tensor(True), torch.sin, torch.cos, (torch.ones(2),))
     assert export.higher_order_operator(failure.value) == "cond"
     assert export.higher_order_operator(ValueError("x")) is None
+
+
+def test_operators_are_found_by_name_alone() -> None:
+    for found in (
+        torch.ops.aten.mm.default,
+        torch.ops.aten.add_.Tensor,
+        torch.ops.prims.sin.default,
+    ):
+        assert export.operator_named(str(found)) is found
+    for name in ("aten.mm", "aten.nope.default", "nope.mm.default", "os.path.join", "aten..mm", ""):
+        assert export.operator_named(name) is None
+    assert export.operator_named("load_library.x.default") is None
+    assert export.operator_named("higher_order.cond.default") is None

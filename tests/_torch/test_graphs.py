@@ -176,3 +176,20 @@ def test_nodes_made_has_the_dead_ones(joint: Any) -> None:
             module, (torch.ones(4, 3), torch.ones(4, 2, dtype=torch.bool))
         )
     assert torch_graphs.has_names_of(traced.graph, found[traced.graph])
+
+
+def test_names_that_a_graph_has_given() -> None:
+    graph = fx.Graph()
+    a = graph.placeholder("a")
+    first, second = (graph.call_function(aten.neg.default, (a,)) for _ in range(2))
+    graph.erase_node(second)
+    used, count = torch_graphs.given_names(graph)
+    assert first.name in used and second.name in used
+    other = fx.Graph()
+    torch_graphs.append_node(other, "placeholder", "a", (), {}, "a")
+    own_used, own_count = torch_graphs.given_names(other)
+    own_used.update(used)
+    own_count.update(count)
+    (again,) = other.nodes
+    third = graph.call_function(aten.neg.default, (a,)).name
+    assert other.call_function(aten.neg.default, (again,)).name == third != second.name

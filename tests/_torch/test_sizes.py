@@ -56,3 +56,11 @@ def test_divisions_of_a_trace_are_torchs() -> None:
     assert sympy.Eq(torch_sizes.Mod(*division.args), 0) in [guard.expr for guard in env.guards]
     (largest,) = torch_sizes.expression(torch.sym_max(size - 4, 1)).atoms(torch_sizes.Max)
     assert set(largest.args) == {1, torch_sizes.expression(size) - 4}
+
+
+def test_functions_of_sizes_by_name() -> None:
+    for name in ("FloorDiv", "ModularIndexing", "Mod", "Max", "Min", "CeilDiv", "PowByNatural"):
+        assert torch_sizes.FUNCTIONS[name].__name__ == name
+    s = sympy.Symbol("s", positive=True, integer=True)
+    made = torch_sizes.FUNCTIONS["FloorDiv"](s, 2)
+    assert made.func(*made.args) == made

@@ -4,6 +4,7 @@ import dataclasses
 from collections import namedtuple
 from typing import Any
 
+import pytest
 import torch
 import torch._dynamo
 import torch.utils.checkpoint
@@ -65,3 +66,20 @@ def test_leaves_are_exchanged_by_what_they_are() -> None:
     x, y, other = torch.ones(1), torch.ones(1), torch.zeros(1)
     found = trees.exchanged({"a": [x, y], "b": (x, 3)}, {id(x): other})
     assert found["a"][0] is other and found["b"] == (other, 3) and found["a"][1] is y
+
+
+def test_a_spec_is_made_of_its_parts() -> None:
+    tree = ({"a": [1, (2, None)]}, Point(3, Box(4)), torch.Size([2]))
+    spec = trees.tree_flatten(tree)[1]
+
+    def again(each: trees.TreeSpec) -> trees.TreeSpec:
+        if each.is_leaf():
+            return trees.LEAF
+        return trees.spec_of(each.type, each.context, [again(c) for c in each.children()])
+
+    made = again(spec)
+    assert made == spec and hash(made) == hash(spec) and made.num_leaves == spec.num_leaves
+    with pytest.raises(ValueError, match="pytree does not know"):
+        trees.spec_of(Box, None, [])
+    with pytest.raises(ValueError, match="pytree does not know"):
+        trees.spec_of([], None, [])

@@ -246,6 +246,45 @@ def test_dump_says_what_a_pass_changed(capsys: pytest.CaptureFixture[str]) -> No
     assert "--diff nosuch: no such pass; there are canonicalize, assign-units, " in err
 
 
+def test_passes_run_on_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def said(*argv: str) -> tuple[str, str]:
+        assert main.main(argv) == 0, capsys.readouterr().err
+        return capsys.readouterr()
+
+    finished, _ = said("dump", *BLOCKS, "--text")
+    assert finished.startswith("program v1 world_size=2 ") and finished.endswith("\nend\n")
+    captured, _ = said("dump", *BLOCKS, "--text", "canonicalize")
+    (tmp_path / "p.txt").write_text(captured)
+    assert said("opt", str(tmp_path / "p.txt"))[0] == finished
+    some = ("--passes", "canonicalize,assign-units,insert-unshard", "--print-after-all")
+    out, err = said("opt", str(tmp_path / "p.txt"), *some, "-o", str(tmp_path / "q.txt"))
+    assert not out and "fxshard.all_gather.default" in (tmp_path / "q.txt").read_text()
+    shown = re.findall(r"^\[fxshard\] after (.*):\nprogram world_size=2", err, re.M)
+    assert shown == ["canonicalize", "assign-units", "insert-unshard"]
+    rest = "insert-reduce,prefetch,reinplace,insert-free,annotate-streams,outline-regions"
+    out, _ = said("opt", str(tmp_path / "q.txt"), "--passes", rest)
+    assert " outlined=True" in out.split("\n")[0]
+
+
+def test_opt_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main.main(("dump", *BLOCKS, "--text", "canonicalize")) == 0
+    captured = capsys.readouterr().out
+    for written, argv, refusal in (
+        (captured, ("--passes", "no-such"), r"fxshard: --passes no-such: no such pass; there are "),
+        (captured, ("--passes", "insert-free"), r"fxshard: pass 'insert-free' requires that "),
+        (captured[:1000], (), r"fxshard: line \d+: the (text is cut off|line ends)"),
+        (captured.replace("v1", "v9", 1), (), r"fxshard: line 1: the text is of version 'v9'"),
+    ):
+        (tmp_path / "p.txt").write_text(written)
+        assert main.main(("opt", str(tmp_path / "p.txt"), *argv)) == 2
+        out, err = capsys.readouterr()
+        assert not out and re.match(refusal, err) and err.count("\n") == 1
+    assert main.main(("opt", str(tmp_path / "none.txt"))) == 2
+    assert "no text that can be read" in capsys.readouterr().err
+    assert main.main(("dump", *BLOCKS, "--text", "no-such")) == 2
+    assert "--text no-such: no such pass" in capsys.readouterr().err
+
+
 def test_dump_with_hardware(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "dump", *BLOCKS, "--hardware", "h100")
     assert code == 0 and out.splitlines()[0].split()[-1] == "exposed"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fxshard
 from fxshard.errors import FxshardError, PassError, UnknownSizeError, VerifyError
-from tests import captures
+from tests import captures, texts
 from tests.fuzz.case import Case
 from tests.fuzz.reference import MORE, Reference, apart, largest, reference
 from tests.fuzz.train import Seen, initial, train
@@ -151,8 +151,8 @@ def traced_once(case: Case) -> contextlib.AbstractContextManager[None]:
 
 
 def judged_here(case: Case, sizes: bool = True) -> Verdict:
-    """Run a case with all ranks in this process."""
-    with traced_once(case):
+    """Run a case with all ranks in this process; each of its programs is also read as text."""
+    with traced_once(case), texts.compared():
         try:
             with within(LIMIT_S), torch.random.fork_rng():
                 observed = train(case, 0, case.world)

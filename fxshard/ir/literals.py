@@ -1,0 +1,493 @@
+"""Values in one line of text: numbers, names of torch, nodes, expressions of sizes, containers.
+
+A grammar of its own, so that reading a text runs nothing that the text names: words in front of
+parentheses come from a table, and classes from modules that this process has imported already.
+
+    value   = "None" | "True" | "False" | INT | FLOAT | "inf" | "nan" | STRING
+            | "[" values "]" | "(" values [","] ")" | "{" [ value ":" value { "," ... } ] "}"
+            | "%" NAME | "$" SYMBOL | "torch." NAME | tensor | word "(" values ")"
+    tensor  = DTYPE "[" sizes "]" [ "{" option { " " option } "}" ] "@" STORAGE [ ":" BYTES ]
+    option  = "stride=" sizes | "offset=" INT | "device=" DEVICE | "grad"
+    word    = "device" | "slice" | "range" | "complex" | "size" | "set" | "class" | "tree" | "leaf"
+            | "Precision" | "OpenTensor" | a function of sympy, or of torch's sizes
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import dataclasses
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from fxshard._torch import fake_tensors, sizes, trees
+from fxshard._torch.fake_tensors import FakeTensor, FakeTensorMode
+from fxshard.config import Precision
+from fxshard.ir import dump
+from fxshard.ir.domain import OpenTensor
+
+
+class Unsayable(Exception):
+    """A value that has no text; says why."""
+
+
+class Unreadable(Exception):
+    """A text that is no value; says why."""
+
+
+_TORCH = {
+    str(found): found
+    for found in vars(torch).values()
+    if isinstance(found, (torch.dtype, torch.layout, torch.memory_format))
+}
+_SHORT = {
+    dtype: dump.DTYPES.get(dtype, name.removeprefix("torch."))
+    for name, dtype in _TORCH.items()
+    if isinstance(dtype, torch.dtype)
+}
+_LONG = {name: dtype for dtype, name in _SHORT.items()}
+_SYMPY: dict[str, Any] = {
+    name: getattr(sympy, name)
+    for name in (
+        *("Add", "Mul", "Pow", "Mod", "Max", "Min", "floor", "ceiling", "Abs", "Rational"),
+        *("Eq", "Ne", "Ge", "Gt", "Le", "Lt", "And", "Or", "Not"),
+    )
+}
+_FUNCTIONS = _SYMPY | {f"torch.{name}": made for name, made in sizes.FUNCTIONS.items()}
+_WORD_OF = {function: word for word, function in _FUNCTIONS.items()}
+_DEEPEST = 50  # nesting of a value
+
+
+class Said:
+    """What the values of one text have in common while it is written.
+
+    Attributes:
+        storages: identity of each storage -> its number, in order of appearance.
+        symbols: names of symbols -> they.
+        device: of tensors that do not say theirs.
+        of_constants: tensors with data have a text, which is that of their metadata.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.of_constants = False
+        self.symbols: dict[str, sympy.Symbol] = {}
+        self.storages: dict[int, int] = {}
+        self._keep: list[Any] = []  # whose identity counts
+
+    def value(self, value: Any) -> str:
+        """The text of a value.
+
+        Raises:
+            Unsayable: it has none.
+        """
+        kind = type(value)
+        if value is None or kind in (bool, int, str):
+            return repr(value)
+        if kind is float:
+            return repr(value)
+        if isinstance(value, fx.Node):
+            return f"%{value.name}"
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if kind in (torch.dtype, torch.layout, torch.memory_format):
+            return str(value)
+        if isinstance(value, sympy.Basic):
+            return self._expression(value)
+        if kind is torch.Size:
+            return f"size({', '.join(map(self.value, value))})"
+        if kind is tuple:
+            return f"({', '.join(map(self.value, value))}{',' if len(value) == 1 else ''})"
+        if kind in (list, fx.immutable_collections.immutable_list):
+            return f"[{', '.join(map(self.value, value))}]"
+        if kind in (dict, fx.immutable_collections.immutable_dict):
+            items = (f"{self.value(k)}: {self.value(v)}" for k, v in value.items())
+            return f"{{{', '.join(items)}}}"
+        return self._word(value)
+
+    def _word(self, value: Any) -> str:
+        """Of what is written as a word with values in parentheses."""
+        kind = type(value)
+        if kind is torch.device:
+            return f"device({str(value)!r})"
+        if kind in (slice, range):
+            parts = (value.start, value.stop, value.step)
+            return f"{kind.__name__}({', '.join(map(self.value, parts))})"
+        if kind is complex:
+            return f"complex({value.real!r}, {value.imag!r})"
+        if kind is frozenset:
+            return f"set({', '.join(sorted(map(self.value, value)))})"
+        if isinstance(value, trees.TreeSpec):
+            if value.is_leaf():
+                return "leaf()"
+            parts = (value.type, value.context, list(value.children()))
+            return f"tree({', '.join(map(self.value, parts))})"
+        if kind in (Precision, OpenTensor):
+            return f"{kind.__name__}({self.fields(value, ', ')})"
+        if isinstance(value, type) or value is collections.namedtuple:
+            name = f"{value.__module__}:{value.__qualname__}"
+            try:
+                known = _class(name) is value
+            except Unreadable:
+                known = False
+            if known:
+                return f"class({name!r})"
+            raise Unsayable(f"{value!r}, which is not found again as {name}")
+        raise Unsayable(f"a {kind.__module__}.{kind.__qualname__}: {str(value)[:60]!r}")
+
+    def fields(self, of: Any, between: str = " ", without: tuple[str, ...] = ()) -> str:
+        """``name=value`` of the fields of a dataclass that are not at their default."""
+        return between.join(
+            f"{field.name}={self.value(getattr(of, field.name))}"
+            for field in dataclasses.fields(of)
+            if field.init
+            and field.name not in without
+            and not _is_default(field, getattr(of, field.name))
+        )
+
+    def _tensor(self, value: Tensor) -> str:
+        if not isinstance(value, FakeTensor) and not self.of_constants:
+            raise Unsayable(f"a tensor with data, {value.dtype} {list(value.shape)}")
+        if value.layout is not torch.strided or value.is_quantized or value.is_conj():
+            raise Unsayable(f"a fake tensor that is {value.layout}, quantized or conjugated")
+        if value.is_neg():
+            raise Unsayable("a fake tensor that is negated")
+        shape, stride, offset = value.shape, value.stride(), value.storage_offset()
+        storage = value.untyped_storage()
+        nbytes = storage.nbytes()
+        if any(type(n) is not int for n in (*shape, *stride, offset, nbytes)):
+            raise Unsayable(f"a tensor of symbolic sizes {list(shape)}")
+        options = []
+        if stride != _contiguous(shape):
+            options.append(f"stride={_ints(stride)}")
+        if offset:
+            options.append(f"offset={offset}")
+        if value.device != self.device:
+            options.append(f"device={value.device}")
+        if value.requires_grad:
+            options.append("grad")
+        more = f"{{{' '.join(options)}}}" if options else ""
+        first = id(storage) not in self.storages
+        number = self.storages.setdefault(id(storage), len(self.storages))
+        end = ""
+        if first:
+            self._keep.append(storage)
+            if nbytes != math.prod(shape) * value.element_size():
+                end = f":{nbytes}"
+        return f"{_SHORT[value.dtype]}{_ints(shape)}{more}@{number}{end}"
+
+    def _expression(self, value: sympy.Basic) -> str:
+        if isinstance(value, sympy.Symbol):
+            if self.symbols.setdefault(value.name, value) != value:
+                raise Unsayable(f"two symbols of the name {value.name}")
+            if not re.fullmatch(r"\w+", value.name):
+                raise Unsayable(f"a symbol of the name {value.name!r}")
+            return f"${value.name}"
+        if isinstance(value, sympy.Integer):
+            return str(int(value))
+        word, args = _WORD_OF.get(value.func), value.args
+        if isinstance(value, sympy.Rational):
+            word, args = "Rational", (value.p, value.q)
+        if word is None:
+            raise Unsayable(f"an expression of {value.func.__name__}: {value}")
+        if word.rpartition(".")[2] in ("And", "Or", "Max", "Min"):  # of a set, in no order
+            args = tuple(sorted(args, key=str))
+        said = f"{word}({', '.join(self.value(a) for a in args)})"
+        if _called(word, list(args)) != value:
+            raise Unsayable(f"an expression that sympy makes another of when it reads it: {value}")
+        return said
+
+
+def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    return type(default) is type(value) and bool(default == value)
+
+
+def _contiguous(shape: Any) -> tuple[int, ...]:
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def _ints(numbers: Any) -> str:
+    return f"[{','.join(map(str, numbers))}]"
+
+
+def _class(name: str) -> Any:
+    """``module:Class``, of a module that is imported already; no attribute is asked of it."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    if found is None:
+        raise Unreadable(f"{name}: this process has not imported {module}")
+    for word in path.split("."):
+        found = vars(found).get(word) if hasattr(found, "__dict__") else None
+    if not isinstance(found, type) and found is not collections.namedtuple:
+        raise Unreadable(f"{name} is no class")
+    return found
+
+
+def _called(word: str, args: list[Any]) -> Any:
+    """An expression, made of its parts."""
+    parts = [sympy.sympify(int(a) if type(a) is int else a, strict=True) for a in args]
+    if word == "Pow" and not (len(parts) == 2 and abs(parts[1]) <= 64):
+        raise Unreadable("a power that is no small number")
+    relation = word in ("Eq", "Ne", "Ge", "Gt", "Le", "Lt")
+    made = _FUNCTIONS[word](*parts, **({"evaluate": False} if relation else {}))
+    return made
+
+
+_TOKEN = re.compile(
+    r"""\s*(?:
+    (?P<tensor> [a-z]\w*\[[\d,]*\](?:\{[^}]*\})?@\d+(?::\d+)? )
+    | (?P<node> %\w+ )
+    | (?P<number> -?(?:\d+(?:\.\d*)?(?:e[+-]?\d+)?|inf\b|nan\b) )
+    | (?P<string> '(?:[^'\\\n]|\\.)*' | "(?:[^"\\\n]|\\.)*" )
+    | (?P<symbol> \$\w+ )
+    | (?P<name> [A-Za-z_][\w.]* )
+    | (?P<mark> [\[\](){},:=|] )
+    )""",
+    re.VERBOSE,
+)
+_TENSOR = re.compile(r"(\w+)\[([\d,]*)\](?:\{(.*)\})?@(\d+)(?::(\d+))?")
+_CONSTANTS = {"None": None, "True": True, "False": False}
+
+
+class Names:
+    """What the lines of one text may refer to while it is read."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode = mode
+        self.device = torch.device("cpu")
+        self.nodes: dict[str, fx.Node] = {}
+        self.symbols: dict[str, sympy.Symbol] = {}
+        self.storages: dict[int, torch.UntypedStorage] = {}
+
+    def tensor(self, text: str) -> Tensor:
+        """The fake tensor of a token."""
+        found = _TENSOR.fullmatch(text)
+        assert found is not None
+        name, size_text, option_text, number_text, nbytes_text = found.groups()
+        if name not in _LONG:
+            raise Unreadable(f"{name} is no dtype")
+        dtype, shape = _LONG[name], _numbers(size_text)
+        options = _options(option_text or "")
+        stride = _numbers(options["stride"][1:-1]) if "stride" in options else _contiguous(shape)
+        offset = int(options.get("offset", 0))
+        if len(stride) != len(shape):
+            raise Unreadable(f"{text} has {len(shape)} sizes and {len(stride)} strides")
+        number = int(number_text)
+        if number not in self.storages:
+            tight = math.prod(shape) * dtype.itemsize
+            nbytes = tight if nbytes_text is None else int(nbytes_text)
+            self.storages[number] = fake_tensors.fake_storage(nbytes)
+        elif nbytes_text is not None:
+            raise Unreadable(f"storage {number} has said how large it is before")
+        storage = self.storages[number]
+        span = sum(s * (n - 1) for n, s in zip(shape, stride, strict=True)) + 1
+        if math.prod(shape) and (offset + span) * dtype.itemsize > storage.nbytes():
+            raise Unreadable(f"{text} does not lie in its storage of {storage.nbytes()} bytes")
+        device = torch.device(options["device"]) if "device" in options else self.device
+        made = fake_tensors.fake_of(self.mode, storage, shape, stride, offset, dtype, device)
+        return made.requires_grad_() if "grad" in options else made
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(","))) if text else ()
+
+
+def _options(text: str) -> dict[str, str]:
+    found = {key: value for key, _, value in (each.partition("=") for each in text.split())}
+    if not found.keys() <= {"stride", "offset", "device", "grad"}:
+        raise Unreadable(f"{{{text}}} is nothing that a tensor has")
+    return found
+
+
+class Reader:
+    """Reads the values of one line, left to right."""
+
+    def __init__(self, text: str, names: Names) -> None:
+        self._names = names
+        self._tokens: list[tuple[str, str]] = []
+        at, end = 0, len(text.rstrip())
+        while at < end:
+            found = _TOKEN.match(text, at)
+            if found is None or found.lastgroup is None:
+                raise Unreadable(f"{text[at : at + 20]!r} is no part of a program")
+            self._tokens.append((found.lastgroup, found[found.lastgroup]))
+            at = found.end()
+        self._at = 0
+
+    @property
+    def left(self) -> str:
+        """What is left of the line: equal for lines that end alike."""
+        return " ".join(text for _, text in self._tokens[self._at :])
+
+    def skip(self) -> None:
+        """Pass all that is left of the line."""
+        self._at = len(self._tokens)
+
+    @property
+    def rest(self) -> bool:
+        """True if there is more in the line."""
+        return self._at < len(self._tokens)
+
+    def peek(self, ahead: int = 0) -> str:
+        """The next token; "" at the end."""
+        at = self._at + ahead
+        return self._tokens[at][1] if at < len(self._tokens) else ""
+
+    def next(self, kind: str | None = None) -> str:
+        """The next token, which must be of a kind."""
+        if not self.rest:
+            raise Unreadable("the line ends too early")
+        found, text = self._tokens[self._at]
+        if kind is not None and found != kind:
+            raise Unreadable(f"{text!r} is no {kind}")
+        self._at += 1
+        return text
+
+    def take(self, mark: str) -> bool:
+        """True, and it is passed, if the next token is `mark`."""
+        if self.peek() != mark:
+            return False
+        self._at += 1
+        return True
+
+    def expect(self, mark: str) -> None:
+        """Pass `mark`, which must be next."""
+        if not self.take(mark):
+            raise Unreadable(f"{self.peek()!r} where {mark!r} should be")
+
+    def values(self, end: str, depth: int = 0) -> tuple[list[Any], dict[str, Any]]:
+        """Values and ``name=value`` up to the mark `end`, which is passed."""
+        found: list[Any] = []
+        named: dict[str, Any] = {}
+        while not self.take(end):
+            if self.peek(1) == "=":
+                self._named(named, depth)
+            else:
+                found.append(self.value(depth))
+            if not self.take(","):
+                self.expect(end)
+                break
+        return found, named
+
+    def fields(self) -> dict[str, Any]:
+        """``name=value`` one behind the other, up to the end of the line or a bar."""
+        named: dict[str, Any] = {}
+        while self.rest and self.peek(1) == "=":
+            self._named(named, 0)
+        return named
+
+    def _named(self, named: dict[str, Any], depth: int) -> None:
+        name = self.next("name")
+        self.expect("=")
+        if name in named:
+            raise Unreadable(f"{name} stands there twice")
+        named[name] = self.value(depth)
+
+    def value(self, depth: int = 0) -> Any:
+        """The next value."""
+        if depth > _DEEPEST:
+            raise Unreadable(f"values nested deeper than {_DEEPEST}")
+        if not self.rest:
+            raise Unreadable("the line ends too early")
+        kind, text = self._tokens[self._at]
+        self._at += 1
+        if kind == "node":
+            return _known(text, self._names.nodes, "node in front of this line")
+        if kind == "number":
+            return int(text) if text.lstrip("-").isdigit() else float(text)
+        if kind == "tensor":
+            return self._names.tensor(text)
+        if kind == "string":
+            return ast.literal_eval(text)
+        if kind == "symbol":
+            return _known(text, self._names.symbols, "symbol")
+        if kind == "mark":
+            return self._container(text, depth + 1)
+        if text in _CONSTANTS:
+            return _CONSTANTS[text]
+        if self.take("("):
+            return self._word(text, depth + 1)
+        if text in _TORCH:
+            return _TORCH[text]
+        raise Unreadable(f"{text!r} is no value")
+
+    def _container(self, mark: str, depth: int) -> Any:
+        if mark == "[":
+            return self._unnamed("]", depth)
+        if mark == "(":
+            return tuple(self._unnamed(")", depth))
+        if mark != "{":
+            raise Unreadable(f"{mark!r} where a value should be")
+        made: dict[Any, Any] = {}
+        while not self.take("}"):
+            key = self.value(depth)
+            self.expect(":")
+            made[key] = self.value(depth)
+            if not self.take(","):
+                self.expect("}")
+                break
+        return made
+
+    def _unnamed(self, end: str, depth: int) -> list[Any]:
+        found, named = self.values(end, depth)
+        if named:
+            raise Unreadable(f"{next(iter(named))}= has no place here")
+        return found
+
+    def _word(self, word: str, depth: int) -> Any:
+        args, named = self.values(")", depth)
+        if word in _FUNCTIONS and not named:
+            return _called(word, args)
+        if word not in _WORDS:
+            raise Unreadable(f"{word!r} is no word of programs")
+        return _WORDS[word](*args, **named)
+
+
+def _known(name: str, found: Mapping[str, Any], what: str) -> Any:
+    if name[1:] not in found:
+        raise Unreadable(f"{name} is no {what}")
+    return found[name[1:]]
+
+
+def as_sizes(value: Any) -> Any:
+    """Numbers in lists and tuples as sympy has them."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(as_sizes, value))
+    return sympy.Integer(value) if type(value) is int else value
+
+
+def _open_tensor(**fields: Any) -> OpenTensor:
+    return OpenTensor(**{name: as_sizes(value) for name, value in fields.items()})
+
+
+def _device(name: str) -> torch.device:
+    return torch.device(str(name))
+
+
+_WORDS: dict[str, Callable[..., Any]] = {
+    "device": _device,
+    "slice": slice,
+    "range": range,
+    "complex": complex,
+    "size": lambda *args: torch.Size(args),
+    "set": lambda *args: frozenset(args),
+    "class": _class,
+    "tree": trees.spec_of,
+    "leaf": lambda: trees.LEAF,
+    "Precision": Precision,
+    "OpenTensor": _open_tensor,
+}

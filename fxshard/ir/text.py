@@ -1,0 +1,696 @@
+"""A program as text that is read back: `write` and `parse`, with ``parse(write(p))`` equal to `p`.
+
+`fxshard.ir.dump.text` is for people, and leaves out what they need not see. This text is whole: all
+that passes, checks, static analysis and the executor read. It holds no data: of tensors that the
+model holds outside of parameters and buffers it has the metadata. Reading it runs nothing that it
+names (`fxshard.ir.literals`). docs/ir.md shows one.
+
+Line by line::
+
+    program v1 FIELDS                        fields of Program that are not at their default
+    signature FIELDS
+    unit INDEX FQN FIELDS                    and behind it:
+      param FQN FIELDS, ignored FQN FIELDS
+    bucket FQN ... [packed=FQNS]
+    call MODULE NUMBER PARENT
+    symbol NAME ASSUMPTIONS                  of sympy
+    domain FIELDS
+    constant NAME TENSOR
+    graph:
+      %NAME = placeholder("TARGET") [: VALUE] [| TAG]
+      %NAME = OPERATOR(ARGUMENTS) [: VALUE] [open LAYOUT OPEN] [| TAG]
+      output [: VALUE] [| TAG]
+      return KIND NAME %NODE                 one per result
+      users %NODE [%NODE, ...]               its readers, if in another order than the graph's
+    names used=NAMES count=NUMBERS           what FX will not name new nodes
+    end
+
+A TAG is phase, role, module and the fields of `fxshard.ir.tags.Meta` that are not at their default.
+Storages are numbered: tensors of one number alias. The schedule is not in the text: a program that
+has one says ``outlined=True``, and it is made again of the graph.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import functools
+import math
+import operator
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from fxshard._torch import export, graphs
+from fxshard._torch.export import OpOverload
+from fxshard._torch.fake_tensors import FakeTensorMode
+from fxshard.errors import TextError
+from fxshard.ir import outline, tags
+from fxshard.ir.calls import Call
+from fxshard.ir.domain import LAYOUT, OPEN, Domain
+from fxshard.ir.literals import Names, Reader, Said, Unreadable, Unsayable, as_sizes
+from fxshard.ir.program import Fact, ParamBucket, Program, Result, Signature
+from fxshard.ir.schedule import Schedule
+from fxshard.ir.units import Param, Unit
+
+VERSION = 1
+
+# Fields of Program that the first line has; the others have lines of their own.
+_FLAGS = (
+    *("replicas", "sync", "accumulated", "comm_hook", "offloaded", "gradients", "given"),
+    *("forward_prefetch", "backward_prefetch", "max_inflight", "optimizer_in_backward", "compiled"),
+    *("checkpoints", "closed", "reached"),
+)
+# Functions of Python and of torch that compute sizes, by the words that stand for them.
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{f"operator.{n}": found for n, found in vars(operator).items() if callable(found)},
+    **{f"math.{n}": found for n, found in vars(math).items() if callable(found)},
+    **{f"builtins.{n}": getattr(builtins, n) for n in ("max", "min", "round", "abs", "pow")},
+    **{
+        f"torch.{n}": found
+        for n, found in vars(torch).items()
+        if n.startswith(("sym_", "_sym_")) and callable(found)
+    },
+}
+_FUNCTIONS = {
+    name: found
+    for name, found in _FUNCTIONS.items()
+    if not isinstance(found, type) and name.rpartition(".")[2] not in ("attrgetter", "methodcaller")
+}
+_WORD_OF = {found: name for name, found in reversed(_FUNCTIONS.items())}
+
+
+def write(program: Program) -> str:
+    """All of `program` as text, which `parse` makes an equal program of.
+
+    Raises:
+        TextError: it holds what has no text: a function of the user's, an operator of higher order,
+            code of Inductor's, a schedule that is not the one of its graph. Names what holds it.
+    """
+    said = Said(program.device)
+    constants = [
+        f"constant {name!r} {_constant(said, name, value)}"
+        for name, value in program.constants.items()
+    ]
+    nodes = _nodes(program, said)
+    outlined = program.schedule is not None
+    if outlined:
+        _check_schedule(program)
+    lines = [
+        " ".join(filter(None, [f"program v{VERSION}", _flags(program, said, outlined)])),
+        f"signature {_fields(said, 'its signature', program.signature)}",
+        *_units(program, said),
+        *_buckets(program),
+        *(f"call {c.module!r} {c.number} {c.parent}" for c in program.calls),
+    ]
+    domain = _domain(program, said)  # it may know symbols that no node has
+    lines += [f"symbol {_symbol(symbol)}" for symbol in said.symbols.values()]
+    after = [*_users(program), *_names(program), "end", ""]
+    return "\n".join([*lines, *domain, *constants, "graph:", *nodes, *after])
+
+
+def _said(said: Said, what: str, value: Any) -> str:
+    try:
+        return said.value(value)
+    except Unsayable as error:
+        raise _no_text(what, error) from None
+
+
+def _fields(said: Said, what: str, of: Any, without: tuple[str, ...] = ()) -> str:
+    try:
+        return said.fields(of, without=without)
+    except Unsayable as error:
+        raise _no_text(what, error) from None
+
+
+def _no_text(what: str, error: Unsayable) -> TextError:
+    return TextError(f"the program cannot be written as text: {what} holds {error}.")
+
+
+def _flags(program: Program, said: Said, outlined: bool) -> str:
+    own = {field.name: field for field in dataclasses.fields(Program)}
+    mode = type(program.fake_mode)
+    found = {"world_size": program.world_size, "device": program.device, "mode": mode}
+    for name in _FLAGS:
+        value, field = getattr(program, name), own[name]
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if value != default:
+            found[name] = value
+    facts = tuple(fact.name for fact in Fact if fact in program.facts)
+    found |= {"facts": facts} if facts else {}
+    found |= {"outlined": True} if outlined else {}
+    return " ".join(f"{name}={_said(said, name, value)}" for name, value in found.items())
+
+
+def _units(program: Program, said: Said) -> Iterator[str]:
+    for unit in program.units:
+        name = f"unit {unit.name}"
+        more = _fields(said, name, unit, ("index", "fqn", "params", "ignored"))
+        yield f"unit {unit.index} {unit.fqn!r} {more}"
+        for kind, params in (("param", unit.params), ("ignored", unit.ignored)):
+            for param in params:
+                same: tuple[str, ...] = ("aliases",) if param.aliases == (param.fqn,) else ()
+                same += ("compute_dtype",) if param.compute_dtype == param.dtype else ()
+                more = _fields(said, name, param, ("fqn", "unit", *same))
+                yield f"  {kind} {param.fqn!r} {more}"
+
+
+def _buckets(program: Program) -> Iterator[str]:
+    for bucket in program.buckets:
+        packed = f" packed={sorted(bucket.packed)}" if bucket.packed else ""
+        yield " ".join(["bucket", *map(repr, bucket.fqns)]) + packed
+
+
+def _domain(program: Program, said: Said) -> list[str]:
+    domain = program.domain
+    if domain is None:
+        return []
+    places, symbols = dict(domain.places), dict(domain.symbols)
+    held = dataclasses.replace(domain, places=places, symbols=symbols)
+    return [f"domain {_fields(said, 'its domain', held)}"]
+
+
+def _symbol(symbol: sympy.Symbol) -> str:
+    """Its name and what is assumed of it."""
+    given = {name: value for name, value in symbol.assumptions0.items() if value is not None}
+    if sympy.Symbol(symbol.name, **given) != symbol:
+        raise TextError(f"the program cannot be written as text: {symbol!r} is no plain symbol.")
+    return " ".join([symbol.name, *(f"{name}={given[name]}" for name in sorted(given))])
+
+
+def _constant(said: Said, name: str, value: torch.Tensor) -> str:
+    """The metadata of a tensor with data: what a fake of it would have."""
+    said.of_constants = True
+    try:
+        return _said(said, f"constant {name}", value)
+    finally:
+        said.of_constants = False
+
+
+def _nodes(program: Program, said: Said) -> list[str]:
+    by_tag: dict[int, str] = {}
+    lines: list[str] = []
+    for node in program.graph.nodes:
+        what = f"%{node.name} ({node.op} {node.target})"
+        try:
+            lines.append("  " + _node(node, said, by_tag))
+        except Unsayable as error:
+            raise _no_text(what, error) from None
+    named = zip(program.values, program.results, strict=True)
+    lines += [f"  return {r.kind} {r.name!r} %{value.name}" for value, r in named]
+    return lines
+
+
+def _node(node: fx.Node, said: Said, by_tag: dict[int, str]) -> str:
+    held = node.meta
+    if node.op == "output":
+        line = "output"
+    elif node.op == "placeholder":
+        line = f"%{node.name} = placeholder({node.target!r})"
+        if node.args or node.kwargs:
+            raise Unsayable("a default value")
+    elif node.op == "call_function":
+        parts = [said.value(a) for a in node.args]
+        parts += [f"{key}={said.value(value)}" for key, value in node.kwargs.items()]
+        line = f"%{node.name} = {_operator(node)}({', '.join(parts)})"
+    else:
+        raise Unsayable(f"a node of the kind {node.op}")
+    if "val" in held:
+        line += f" : {said.value(held['val'])}"
+    if LAYOUT in held or OPEN in held:
+        layout, opened = held.get(LAYOUT), held.get(OPEN)
+        line += f" open {said.value(layout)} {said.value(opened)} {OPEN in held}"
+    tag = held.get("fxshard")
+    if tag is None:
+        return line
+    if id(tag) not in by_tag:  # nodes alike share one
+        words = [tag.phase, tag.role, repr(tag.module)]
+        words += filter(None, [said.fields(tag, without=("phase", "role", "module"))])
+        by_tag[id(tag)] = " ".join(words)
+    return f"{line} | {by_tag[id(tag)]}"
+
+
+def _operator(node: fx.Node) -> str:
+    target: Any = node.target
+    if isinstance(target, OpOverload):
+        name = str(target)
+        if export.operator_named(name) is target:
+            return name
+    elif callable(target) and target in _WORD_OF:
+        return _WORD_OF[target]
+    raise Unsayable(f"an operator that is no operator of torch's registry: {target}")
+
+
+def _users(program: Program) -> Iterator[str]:
+    """Readers of a value where they do not stand in the order of the graph: passes go by it."""
+    place = {node: i for i, node in enumerate(program.graph.nodes)}
+    for node in program.graph.nodes:
+        users = list(node.users)
+        if users != sorted(users, key=place.__getitem__):
+            named = ("'output'" if u.op == "output" else f"%{u.name}" for u in users)
+            yield f"  users %{node.name} [{', '.join(named)}]"
+
+
+def _names(program: Program) -> list[str]:
+    """What FX knows of names besides those of the nodes, as a graph that is read would."""
+    used, count = graphs.given_names(program.graph)
+    read = fx.Graph()
+    for node in program.graph.nodes:
+        if node.op != "output":
+            read._graph_namespace.create_name(node.name, None)
+    own_used, own_count = graphs.given_names(read)
+    names = sorted(used - own_used - {"output"})
+    numbers = {word: n for word, n in sorted(count.items()) if own_count.get(word) != n}
+    numbers.pop("output", None)
+    return [f"names used={names} count={numbers}"] if names or numbers else []
+
+
+def _check_schedule(program: Program) -> None:
+    """Raise TextError if the schedule is not the one that the graph gives."""
+    schedule = program.schedule
+    assert schedule is not None
+    for region in schedule.regions.values():
+        if region.compiled is not None:
+            raise TextError(
+                f"the program cannot be written as text: {region.name} holds code that Inductor "
+                f"has generated. Write the program in front of compile-regions."
+            )
+    if _rows(schedule) != _rows(outline.build(program)):
+        raise TextError(
+            "the program cannot be written as text: its schedule is not the one of its graph. "
+            "Write the program in front of outline-regions."
+        )
+
+
+def _rows(schedule: Schedule) -> Any:
+    """What two schedules of one graph have in common if they are equal."""
+    outer = [
+        (phase, [(n.op, n.name, str(n.target), str(n.args), str(n.kwargs)) for n in graph.nodes])
+        for phase, graph in schedule.phases()
+    ]
+    runs = [n.meta.get("run") for _, graph in schedule.phases() for n in graph.nodes]
+    return outer, runs, {region.name: region.digest for region in schedule.regions.values()}
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+def parse(text: str, constants: Mapping[str, torch.Tensor] | None = None) -> Program:
+    """The program that `write` has made `text` of, with new nodes and fake values.
+
+    Args:
+        constants: the tensors with data that ``program.constants`` is to have, by name; of the
+            others it has fake ones, which are enough for all but running it.
+
+    Raises:
+        TextError: `text` is of another version, is cut off or is no program; with its line.
+    """
+    try:
+        return _Parser(text, constants or {}).program()
+    except RecursionError:
+        raise TextError("values are nested too deep.") from None
+
+
+class _Parser:
+    """Reads a text line by line."""
+
+    def __init__(self, text: str, constants: Mapping[str, torch.Tensor]) -> None:
+        self._lines = text.split("\n")
+        self._constants_given = constants
+        self._at = 0
+        self._flags: dict[str, Any] = {}
+        self._signature: Signature | None = None
+        self._units: list[Unit] = []
+        self._buckets: list[ParamBucket] = []
+        self._calls: list[Call] = []
+        self._domain: Domain | None = None
+        self._constants: dict[str, torch.Tensor] = {}
+        self._results: list[Result] = []
+        self._values: list[fx.Node] = []
+        self._graph = fx.Graph()
+        self._users: dict[fx.Node, list[Any]] = {}
+        self._tags: dict[str, tags.Meta] = {}
+        self._output: tuple[Any, ...] | None = None
+
+    def program(self) -> Program:
+        """All of it."""
+        self._guard(self._first)
+        in_graph = False
+        while (line := self._next()) != "end":
+            if line == "graph:" and not in_graph:
+                in_graph = True
+            elif in_graph:
+                self._guard(functools.partial(self._graph_line, line))
+            else:
+                self._guard(functools.partial(self._header_line, line))
+        if any(rest.strip() for rest in self._lines[self._at :]):
+            self._at += 1
+            raise TextError("there is more behind the end.", self._at)
+        return self._guarded(self._finish)
+
+    def _next(self) -> str:
+        if self._at == len(self._lines):
+            raise TextError("the text is cut off: its last line is 'end'.", self._at)
+        self._at += 1
+        return self._lines[self._at - 1]
+
+    def _guard(self, read: Callable[[], None]) -> None:
+        self._guarded(read)
+
+    def _guarded(self, read: Callable[[], Any]) -> Any:
+        """What reading a line raises names the line."""
+        try:
+            return read()
+        except TextError:
+            raise
+        except Unreadable as error:
+            raise TextError(f"{error}.", self._at) from None
+        except RecursionError:
+            raise
+        except Exception as error:  # of torch or sympy: what the line says cannot be made
+            said = " ".join(str(error).split())[:200]
+            raise TextError(f"no program has this: {said}", self._at) from error
+
+    # -- the header --
+
+    def _first(self) -> None:
+        line = self._next()
+        words = line.split(" ", 2)
+        if words[0] != "program" or len(words) < 2:
+            raise Unreadable("this is no program: its text begins with 'program v1'")
+        if words[1] != f"v{VERSION}":
+            raise Unreadable(
+                f"the text is of version {words[1]!r}, and this fxshard reads v{VERSION}. Write "
+                f"it again with this one"
+            )
+        self._flags = found = self._reader(words[2] if len(words) > 2 else "").fields_only()
+        hints = _hints(Program)
+        mode = found.pop("mode", FakeTensorMode)
+        if not isinstance(mode, type) or not issubclass(mode, FakeTensorMode):
+            raise Unreadable(f"mode={mode!r} is no mode of fake tensors")
+        outlined = found.pop("outlined", False)
+        facts = found.pop("facts", ())
+        for name in ("world_size", "device"):
+            if name not in found:
+                raise Unreadable(f"{name}= is not there")
+        for name, value in found.items():
+            if name not in (*_FLAGS, "world_size", "device"):
+                raise Unreadable(f"{name}= is no field of a program")
+            _check(name, value, hints[name])
+        if found["world_size"] < 1 or found.get("replicas", 1) < 1:
+            raise Unreadable("a program has at least one rank")
+        found["facts"] = {Fact[name] for name in facts}
+        found["fake_mode"] = mode(allow_non_fake_inputs=True)
+        self._outlined = bool(outlined)
+        self._names = Names(found["fake_mode"])
+        self._names.device = found["device"]
+
+    def _reader(self, text: str) -> _Line:
+        names = getattr(self, "_names", None) or Names(FakeTensorMode())
+        return _Line(text, names)
+
+    def _header_line(self, text: str) -> None:
+        line = self._reader(text)
+        word = line.next("name")
+        readers: dict[str, Callable[[_Line], None]] = {
+            "signature": self._signature_line,
+            "unit": self._unit_line,
+            "param": functools.partial(self._param_line, "params"),
+            "ignored": functools.partial(self._param_line, "ignored"),
+            "bucket": self._bucket_line,
+            "call": self._call_line,
+            "symbol": self._symbol_line,
+            "domain": self._domain_line,
+            "constant": self._constant_line,
+        }
+        if word not in readers:
+            raise Unreadable(f"{word!r} is no line of a program")
+        readers[word](line)
+        line.finish()
+
+    def _signature_line(self, line: _Line) -> None:
+        found = _made(Signature, line.fields())
+        inputs, outputs = len(found.inputs), len(found.outputs)
+        for name, most in (("tensor_inputs", inputs), ("tangents", outputs)):
+            if any(not 0 <= i < most for i in getattr(found, name)):
+                raise Unreadable(f"{name} names what the call has not")
+        self._signature = found
+
+    def _unit_line(self, line: _Line) -> None:
+        index, fqn = line.value(), line.value()
+        if index != len(self._units):
+            raise Unreadable(f"unit {index!r} where unit {len(self._units)} should be")
+        given = {"index": index, "fqn": fqn, "params": (), "ignored": (), **line.fields()}
+        self._units.append(_made(Unit, given))
+
+    def _param_line(self, where: str, line: _Line) -> None:
+        if not self._units:
+            raise Unreadable("a parameter in front of the first unit")
+        unit = self._units[-1]
+        fqn = line.value()
+        given = {"fqn": fqn, "aliases": (fqn,), "unit": unit.index, **line.fields()}
+        changed: dict[str, Any] = {where: (*getattr(unit, where), _made(Param, given))}
+        self._units[-1] = dataclasses.replace(unit, **changed)
+
+    def _bucket_line(self, line: _Line) -> None:
+        fqns = []
+        while line.rest and line.peek(1) != "=":
+            fqns.append(line.value())
+        packed = frozenset(line.fields().get("packed", ()))
+        known = {param.fqn for unit in self._units for param in unit.params}
+        if not known >= {*fqns, *packed}:
+            raise Unreadable(f"{', '.join(map(repr, {*fqns, *packed} - known))} is no parameter")
+        self._buckets.append(ParamBucket(tuple(fqns), packed))
+
+    def _call_line(self, line: _Line) -> None:
+        module, number, parent = line.value(), line.value(), line.value()
+        call = _made(Call, {"module": module, "number": number, "parent": parent})
+        if parent is not None and not 0 <= parent < len(self._calls):
+            raise Unreadable(f"there is no call {parent} in front of this one")
+        self._calls.append(call)
+
+    def _symbol_line(self, line: _Line) -> None:
+        name = line.next("name")
+        given = line.fields()
+        if any(type(value) is not bool for value in given.values()):
+            raise Unreadable("what is assumed of a symbol is True or False")
+        self._names.symbols[name] = sympy.Symbol(name, **given)
+
+    def _domain_line(self, line: _Line) -> None:
+        given = line.fields()
+        given["conditions"] = tuple((c, where) for c, where in given.get("conditions", ()))
+        domain = _made(Domain, given)
+        if not domain.places.keys() <= domain.symbols.keys():
+            raise Unreadable("a size has a place and no symbol")
+        self._domain = domain
+
+    def _constant_line(self, line: _Line) -> None:
+        name, value = line.value(), line.value()
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            raise Unreadable("a constant is a name and a tensor")
+        given = self._constants_given.get(name)
+        if given is not None and (given.shape, given.dtype) != (value.shape, value.dtype):
+            raise Unreadable(f"the constant {name!r} that is given is another tensor")
+        self._constants[name] = value if given is None else given
+
+    # -- the graph --
+
+    def _graph_line(self, text: str) -> None:
+        line = self._reader(text)
+        readers = {
+            "return": self._return_line,
+            "users": self._users_line,
+            "names": self._names_line,
+            "output": self._output_line,
+        }
+        if line.peek() in readers:
+            readers[line.next("name")](line)
+        else:
+            self._node_line(line)
+        line.finish()
+
+    def _node_line(self, line: _Line) -> None:
+        if self._output is not None:
+            raise Unreadable("a node behind the output")
+        name = line.next("node")[1:]
+        line.expect("=")
+        word = line.next("name")
+        line.expect("(")
+        args, kwargs = line.values(")")
+        if word == "placeholder":
+            if len(args) != 1 or kwargs or not isinstance(args[0], str):
+                raise Unreadable("a placeholder has one name")
+            op, target, args = "placeholder", args[0], []
+        else:
+            op, target = "call_function", _target(word)
+        if name in self._names.nodes:
+            raise Unreadable(f"%{name} is there twice")
+        node = graphs.append_node(self._graph, op, target, tuple(args), kwargs, name)
+        if node.name != name:
+            raise Unreadable(f"%{name} is no name of a node")
+        self._meta(node, line)
+        self._names.nodes[name] = node
+
+    def _meta(self, node: fx.Node, line: _Line) -> None:
+        held = node.meta
+        if line.take(":"):
+            held["val"] = line.value()
+        if line.take("open"):
+            layout, opened, known = line.value(), line.value(), line.value()
+            if layout is not None:
+                held[LAYOUT] = as_sizes(layout)
+            if known is True:
+                held[OPEN] = as_sizes(opened)
+        if line.take("|"):
+            held["fxshard"] = self._tag(line)
+
+    def _tag(self, line: _Line) -> tags.Meta:
+        key = line.left
+        if key in self._tags:  # nodes alike share one
+            line.skip()
+            return self._tags[key]
+        words = {"phase": line.next("name"), "role": line.next("name"), "module": line.value()}
+        tag = _made(tags.Meta, words | line.fields())
+        if tag.unit is not None and not 0 <= tag.unit < len(self._units):
+            raise Unreadable(f"there is no unit {tag.unit}")
+        if tag.call is not None and not 0 <= tag.call < len(self._calls):
+            raise Unreadable(f"there is no call {tag.call}")
+        self._tags[key] = tag
+        return tag
+
+    def _output_line(self, line: _Line) -> None:
+        if self._output is not None:
+            raise Unreadable("a second output")
+        self._output = ()
+        holder = fx.Graph().output(())
+        self._meta(holder, line)
+        self._output = (holder.meta,)
+
+    def _return_line(self, line: _Line) -> None:
+        kind, name, node = line.next("name"), line.value(), line.value()
+        if not isinstance(node, fx.Node):
+            raise Unreadable("what is returned is a node")
+        self._results.append(_made(Result, {"kind": kind, "name": name}))
+        self._values.append(node)
+
+    def _users_line(self, line: _Line) -> None:
+        node, users = line.value(), line.value()
+        if not isinstance(node, fx.Node) or not isinstance(users, list):
+            raise Unreadable("a node has a list of readers")
+        self._users[node] = users
+
+    def _order_users(self, node: fx.Node, users: list[Any]) -> None:
+        read = {user if user.op != "output" else "output": user for user in node.users}
+        if set(users) != read.keys() or len(users) != len(read):
+            raise Unreadable(f"%{node.name} has other readers than those in 'users'")
+        node.users = dict.fromkeys(read[user] for user in users)
+
+    def _names_line(self, line: _Line) -> None:
+        found = line.fields()
+        used, count = graphs.given_names(self._graph)
+        _check("used", found.get("used", []), list[str])
+        _check("count", found.get("count", {}), dict[str, int])
+        used.update(found.get("used", []))
+        count.update(found.get("count", {}))
+
+    def _finish(self) -> Program:
+        if self._signature is None or not self._units:
+            raise Unreadable("a program has a signature and units")
+        if self._output is None:
+            raise Unreadable("the graph has no output")
+        output = self._graph.output(tuple(self._values))
+        output.meta.update(self._output[0])
+        for node, users in self._users.items():
+            self._order_users(node, users)
+        program = Program(
+            graph=self._graph,
+            results=self._results,
+            signature=self._signature,
+            constants=self._constants,
+            units=tuple(self._units),
+            buckets=tuple(self._buckets),
+            calls=tuple(self._calls),
+            domain=self._domain,
+            **self._flags,
+        )
+        if self._outlined:
+            program.schedule = outline.build(program)
+        return program
+
+
+class _Line(Reader):
+    """A line of a program."""
+
+    def fields_only(self) -> dict[str, Any]:
+        """``name=value`` up to the end."""
+        found = self.fields()
+        self.finish()
+        return found
+
+    def finish(self) -> None:
+        """Raise Unreadable if there is more."""
+        if self.rest:
+            raise Unreadable(f"{self.peek()!r} has no place at the end of this line")
+
+
+def _target(word: str) -> Any:
+    found = _FUNCTIONS.get(word) or export.operator_named(word)
+    if found is None:
+        raise Unreadable(f"there is no operator {word!r} in this process")
+    return found
+
+
+def _made(kind: Any, given: dict[str, Any]) -> Any:
+    """A dataclass, of values of the types that its fields have."""
+    hints = _hints(kind)
+    for name, value in given.items():
+        if name not in hints:
+            raise Unreadable(f"{name}= is no field of a {kind.__name__}")
+        _check(name, value, hints[name])
+    return kind(**given)
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _check(name: str, value: Any, hint: Any) -> None:
+    if not _fits(value, hint):
+        raise Unreadable(f"{name}={repr(value)[:40]} is no {hint}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """True if `value` is of a type that annotations of programs use."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True
+    if origin is typing.Literal:
+        return value in args
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, each) for each in args)
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        if len(args) == 2 and args[1] is Ellipsis:
+            return all(_fits(item, args[0]) for item in value)
+        return len(args) == len(value) and all(map(_fits, value, args))
+    if origin in (list, frozenset, set):
+        return isinstance(value, origin) and all(_fits(item, args[0]) for item in value)
+    if origin is not None and args and issubclass(origin, Mapping):
+        kind = dict if issubclass(origin, Mapping) else origin
+        return isinstance(value, kind) and all(
+            _fits(k, args[0]) and _fits(v, args[1]) for k, v in value.items()
+        )
+    if hint is type or origin is type:
+        return isinstance(value, type)
+    if hint in (int, bool):
+        return type(value) is hint
+    return isinstance(value, type(None) if hint is None else hint)

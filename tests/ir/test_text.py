@@ -1,0 +1,374 @@
+"""Text of programs: read back it is an equal program; what is none is refused clearly."""
+
+import dataclasses
+import functools
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxshard
+from fxshard import pipeline, verify
+from fxshard.codegen.emit import emit
+from fxshard.config import Config
+from fxshard.errors import FxshardError, TextError
+from fxshard.ir import dump, ops, tags, text
+from fxshard.ir.program import Program
+from fxshard.ir.units import configured_units
+from tests import captures, graphs, texts
+from tests.test_passes import marked
+from tests.test_verify import fresh
+from tests.test_verify_strategies import HALF, SETTINGS, traced
+from tests.zoo import MODELS, deep
+
+BUILDS: dict[str, Callable[[], Program]] = {
+    "layered": graphs.layered,
+    "chain": graphs.chain,
+    "chain_bf16": functools.partial(graphs.chain, precision=graphs.BF16),
+    "accumulated": functools.partial(
+        graphs.layered, sync=False, accumulated=frozenset({"embed.weight"})
+    ),
+}
+ALL = [
+    (name, setting)
+    for name in MODELS
+    for setting in ("full_shard", *SETTINGS)
+    if name == "tied" or (name == "convnet" and "every" in setting) or setting == "full_shard"
+]
+
+
+def start(name: str, setting: str) -> tuple[Program, Config]:
+    """A program of the zoo that no pass has touched, and its options."""
+    options, attributes = SETTINGS.get(setting, ({}, {}))
+    case = MODELS[name]
+    config = Config(units=case.units, **options)
+    program = traced(name, config.mixed_precision is not None)
+    units = configured_units(case.build(), config)
+    program = fresh(program, attributes.get("world_size", 2))
+    offloaded = config.offload is not None
+    return dataclasses.replace(program, units=units, offloaded=offloaded, **attributes), config
+
+
+@pytest.mark.parametrize(("name", "setting"), ALL)
+def test_a_program_is_read_as_it_was_written(name: str, setting: str) -> None:
+    program, config = start(name, setting)
+    read = texts.again(program)
+    passes = pipeline.default_passes(config)
+    if name == "tied":
+        for step in passes:  # each on text of the one before
+            pipeline.run(program, [step])
+            read = texts.again(read)
+            pipeline.run(read, [step])
+            assert text.write(read) == text.write(program), step.name
+    else:
+        pipeline.run(program, passes)
+        pipeline.run(read, passes)
+        assert text.write(read) == text.write(program)
+    read = texts.again(program)
+    verify.verify(read)
+    assert emit(read) == emit(program)
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_a_program_that_is_read_computes_the_same(name: str) -> None:
+    start = BUILDS[name]()
+    values = graphs.random_values(start)
+    read = texts.again(start)
+    for program in (start, read):
+        pipeline.run(program, pipeline.default_passes(Config()))
+    wanted = graphs.run(start, values)
+    for each in (read, texts.again(start)):
+        graphs.assert_same(graphs.run(each, values), wanted, exact=True)
+
+
+@pytest.mark.parametrize("name", ["tied", "convnet"])
+def test_a_plan_is_read_with_the_same_bytes(name: str) -> None:
+    case = MODELS[name]
+    torch.manual_seed(0)
+    args, kwargs = case.batch(0, 0)
+    with captures.sharing(True):
+        plan = fxshard.plan(case.build(), args, kwargs, world_size=2, units=case.units)
+    wanted = plan.memory.to_dict()
+    plan.programs = tuple(map(texts.again, plan.programs))
+    del plan.__dict__["memory"]
+    assert plan.memory.to_dict() == wanted
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Any
+
+
+@dataclasses.dataclass
+class Record:
+    hidden: Tensor
+    flag: str = 'it\'s "so"\n'
+
+
+class Odd(nn.Module):
+    """Constants, conditions on the batch's keywords, trees, infinity, a slice, a written buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.table = torch.arange(4.0)
+        self.row = self.table[1:3]
+        self.register_buffer("count", torch.zeros(4))
+
+    def forward(self, x: Tensor, *, mode: str, scale: float, extra: Any = None) -> Any:
+        self.count.add_(1)
+        hidden = self.linear(x + self.table).masked_fill(x > 0, float("-inf"))[:, ::2]
+        more = {"a": hidden * self.row, 2: (hidden.bfloat16(), None)}
+        return Pair(Record(F.gelu(hidden)), [more, extra, x[..., None]])
+
+
+def odd(**options: Any) -> Any:
+    torch.manual_seed(0)
+    call = {"mode": "it's", "scale": float("nan"), "extra": 3}
+    return fxshard.plan(Odd(), (torch.randn(3, 4),), call, world_size=2, **options)
+
+
+def test_trees_constants_and_odd_literals() -> None:
+    program = odd().program
+    written = text.write(program)
+    read = text.parse(written)
+    assert text.write(read) == written and dump.text(read) == dump.text(program)
+    assert read.signature.out_spec == program.signature.out_spec
+    assert program.constants, "the model holds tensors outside of buffers"
+    filled = text.parse(written, program.constants)
+    for name, value in program.constants.items():
+        assert filled.constants[name] is value
+        assert read.constants[name].shape == value.shape
+    with pytest.raises(TextError, match="is another tensor"):
+        text.parse(written, {name: torch.zeros(7) for name in program.constants})
+
+
+def test_open_sizes() -> None:
+    plan = fxshard.plan(
+        deep.Net(), (deep.x(),), world_size=2, units=["layers.*"], dynamic=deep.OPEN
+    )
+    assert plan.program.domain is not None
+    read = texts.again(plan.program)
+    assert read.domain is not None and read.domain.text == plan.program.domain.text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"checkpoint": "selective"},
+        {"checkpoint": "full", "mixed_precision": HALF},
+        {"optimizer_in_backward": True, "optimizer": torch.optim.SGD},
+        {"max_bucket_bytes": "1KiB", "max_inflight": 2},
+        {"strategy": "hybrid_shard", "world_size": (2, 2)},
+    ],
+    ids=["selective", "full", "in_backward", "buckets", "hybrid"],
+)
+def test_options(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    kwargs = {"world_size": 2, "units": ["layers.*"]} | options
+    texts.again(fxshard.plan(deep.Net(), (deep.x(),), **kwargs).program)
+
+
+def test_evaluation() -> None:
+    with torch.no_grad():
+        plan = fxshard.plan(deep.Net().eval(), (deep.x(),), world_size=2)
+    assert not plan.program.signature.training
+    texts.again(plan.program)
+
+
+# -- what has no text -----------------------------------------------------------------------------
+
+
+def never(*args: Any) -> Any:
+    raise AssertionError("it ran")
+
+
+def of_a_function(program: Program) -> None:
+    node = next(n for n in program.graph.nodes if n.target is torch.ops.aten.tanh.default)
+    node.target = never
+
+
+def of_higher_order(program: Program) -> None:
+    node = next(n for n in program.graph.nodes if n.target is torch.ops.aten.tanh.default)
+    node.target = torch.ops.higher_order.cond
+
+
+def with_data(program: Program) -> None:
+    node = next(n for n in program.graph.nodes if n.target is torch.ops.aten.tanh.default)
+    node.meta["val"] = torch.zeros(2)
+
+
+def with_an_object(program: Program) -> None:
+    node = next(n for n in program.graph.nodes if n.target is torch.ops.aten.tanh.default)
+    node.kwargs = {"generator": torch.Generator()}
+
+
+def with_a_policy(program: Program) -> None:
+    program.checkpoints = {"layers.0": never}
+
+
+def with_a_local_class(program: Program) -> None:
+    class Local:
+        pass
+
+    program.signature = dataclasses.replace(program.signature, inputs=(Local,))
+
+
+def with_another_schedule(program: Program) -> None:
+    pipeline.run(program, pipeline.default_passes(Config()))
+    assert program.schedule is not None
+    row = next(n for n in program.schedule.forward.nodes if n.target is ops.wait)
+    program.schedule.forward.erase_node(row)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (of_a_function, r"%tanh\w* .*holds an operator that is no operator of torch's registry"),
+        (of_higher_order, r"%tanh\w* .*no operator of torch's registry: cond"),
+        (with_data, r"%tanh\w* .*holds a tensor with data"),
+        (with_an_object, r"%tanh\w* .*holds a torch\._C\.Generator"),
+        (with_a_policy, r"checkpoints holds a builtins.function"),
+        (with_a_local_class, r"signature holds .*Local.*not found again"),
+        (with_another_schedule, r"its schedule is not the one of its graph"),
+    ],
+)
+def test_what_has_no_text_is_refused(spoil: Callable[[Program], None], said: str) -> None:
+    program = graphs.layered()
+    spoil(program)
+    with pytest.raises(TextError, match=said):
+        text.write(program)
+
+
+@pytest.mark.slow
+def test_code_of_inductor_is_refused() -> None:
+    plan = fxshard.plan(deep.Net(), (deep.x(),), world_size=2, backend="inductor")
+    with pytest.raises(TextError, match="region_0 holds code that Inductor"):
+        text.write(plan.program)
+
+
+# -- what is no program ---------------------------------------------------------------------------
+
+
+@functools.cache
+def finished() -> str:
+    program = graphs.layered(depth=1)
+    pipeline.run(program, pipeline.default_passes(Config()))
+    return text.write(program)
+
+
+def numbered(said: str) -> str:
+    """The number of the first line of `finished` that has some text."""
+    return next(str(i + 1) for i, line in enumerate(finished().split("\n")) if said in line)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("program v1 ", "program v2 ", r"line 1: the text is of version 'v2', .*reads v1"),
+        ("program v1 ", "prose v1 ", r"line 1: this is no program"),
+        ("world_size=2", "world_size='2'", r"line 1: world_size='2' is no <class 'int'>"),
+        ("world_size=2", "world_size=0", r"line 1: a program has at least one rank"),
+        ("world_size=2", "worlds=2", r"line 1: world_size= is not there"),
+        ("\nend\n", "", r"the text is cut off"),
+        ("\nend\n", "\nend\nunit", r"there is more behind the end"),
+        ("aten.addmm.default", "aten.addmmm.default", "no operator 'aten.addmmm.default'"),
+        ("aten.addmm.default", "os.system", "no operator 'os.system'"),
+        ("aten.addmm.default(%", "aten.addmm.default(%no_", "is no node in front of this line"),
+        ("forward compute", "sideways compute", "phase='sideways' is no"),
+        ("unit=1", "unit=77", "there is no unit 77"),
+        ("f32[", "f33[", "f33 is no dtype"),
+        ("  return output '0' ", "  return output 0 ", "name=0 is no <class 'str'>"),
+        ("class('fxshard.", "class('nowhere.", "has not imported nowhere"),
+        ("mode=class(", "mode=evil(", "'evil' is no word of programs"),
+        ("tree(", "open(", "'open' is no word of programs"),
+    ],
+)
+def test_what_is_no_program_is_refused(before: str, after: str, said: str) -> None:
+    whole = finished()
+    if "class('fxshard." in before:
+        whole = whole.replace("mode=class('torch.", "mode=class('fxshard.")
+    assert before in whole, whole[:500]
+    with pytest.raises(TextError, match=said):
+        text.parse(whole.replace(before, after, 1))
+
+
+def test_an_error_names_its_line() -> None:
+    with pytest.raises(TextError, match=f"^line {numbered('aten.addmm.')}: ") as caught:
+        text.parse(finished().replace("aten.addmm.default", "aten.addmmm.default", 1))
+    assert str(caught.value.line) == numbered("aten.addmm.")
+
+
+def test_a_tensor_lies_in_its_storage() -> None:
+    line = next(n for n in finished().split("\n") if re.search(r"f32\[4,4\]@\d+ ", n))
+    other = re.sub(r"f32\[4,4\]@(\d+) ", r"f32[4,4]@\1:8 ", line, count=1)
+    with pytest.raises(TextError, match=r"does not lie in its storage of 8 bytes|before"):
+        text.parse(finished().replace(line, other, 1))
+
+
+def test_reading_runs_nothing(tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    for code in (
+        f"__import__('os').system('touch {mark}')",
+        f"class('os:system')('touch {mark}')",
+        "class('tests.ir.test_text:never')",
+        "tree(class('tests.ir.test_text:Odd'), None, [])",
+        "device(class('tests.ir.test_text:Odd'))",
+    ):
+        with pytest.raises(TextError):
+            text.parse(finished().replace("world_size=2", f"world_size={code}", 1))
+    assert not mark.exists()
+
+
+def mutated(whole: str, draw: random.Random) -> str:
+    """The text with a piece cut, doubled, moved or altered."""
+    lines = whole.split("\n")
+    at, other = draw.randrange(len(lines)), draw.randrange(len(lines))
+    kind = draw.randrange(7)
+    if kind == 0:
+        return whole[: draw.randrange(len(whole))]
+    if kind == 1:
+        del lines[at]
+    elif kind == 2:
+        lines.insert(other, lines[at])
+    elif kind == 3:
+        lines[at], lines[other] = lines[other], lines[at]
+    else:
+        place = draw.randrange(len(whole))
+        piece = draw.choice(["", "(", "]", "%x", "9", "-1", "'", "None", "1e999", "{", "inf", " "])
+        width = draw.randrange(4)
+        return whole[:place] + piece + whole[place + width :]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_text_is_read_or_refused(seed: int) -> None:
+    draw, refused = random.Random(seed), 0
+    for _ in range(60):
+        changed = mutated(finished(), draw)
+        try:
+            text.parse(changed)
+        except TextError as error:
+            refused += 1
+            assert str(error)
+        except FxshardError as error:
+            pytest.fail(f"{type(error)} for {changed}")
+    assert refused > 20
+
+
+@pytest.mark.parametrize("nested", ["[" * 5000, "(" * 80 + ")" * 80, "tree(" * 3000])
+def test_deep_nesting_is_refused(nested: str) -> None:
+    with pytest.raises(TextError, match=r"nested|early"):
+        text.parse(finished().replace("world_size=2", f"world_size={nested}", 1))
+
+
+def test_marked_checkpoints_and_calls_are_kept() -> None:
+    program = marked()
+    read = texts.again(program)
+    assert [tags.get(n) for n in read.graph.nodes] == [tags.get(n) for n in program.graph.nodes]
