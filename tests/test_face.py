@@ -152,7 +152,6 @@ def test_mypy_refuses_what_is_no_option(tmp_path: Path) -> None:
 
 
 def test_pyright_refuses_what_is_no_option(tmp_path: Path) -> None:
-    pytest.importorskip("pyright")
     (tmp_path / "user.py").write_text(USER)
     (tmp_path / "pyrightconfig.json").write_text(
         json.dumps({"extraPaths": [str(ROOT)], "pythonVersion": "3.11"})

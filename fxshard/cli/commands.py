@@ -231,7 +231,7 @@ class _Written:
 def _text(args: argparse.Namespace) -> str:
     """The program of the last micro-batch as text, finished or in front of the pass of --text."""
     if not args.text:
-        with progress("planning"):
+        with task("planning"):
             return text.write(_plan(args).program)
     texts: list[str] = []
 
@@ -239,7 +239,7 @@ def _text(args: argparse.Namespace) -> str:
         at = [step.name for step in default].index(_named(args.text, default, "--text").name)
         return [*default[:at], _Written(texts), *default[at:]]
 
-    with progress("planning"):
+    with task("planning"):
         _plan(args, passes=passes)
     return texts[-1]
 
@@ -261,8 +261,10 @@ def opt(args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{args.file}: no text that can be read: {error}.") from error
     program = text.parse(source)
-    backend = "inductor" if program.compiled else "eager"
-    config = Config(optimizer_in_backward=program.optimizer_in_backward, backend=backend)
+    config = Config(
+        optimizer_in_backward=program.optimizer_in_backward,
+        backend="inductor" if program.compiled else "eager",
+    )
     passes = pipeline.default_passes(config)
     if args.passes is not None:
         names = filter(None, args.passes.split(","))
