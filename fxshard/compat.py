@@ -31,6 +31,7 @@ from torch import fx, nn
 from torch._dynamo.utils import preserve_rng_state as rng_kept
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._ops import OpOverload
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -77,6 +78,7 @@ __all__ = [
     "is_fake",
     "output_source",
     "rng_kept",
+    "suggest_memory_format",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_unflatten",

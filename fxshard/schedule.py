@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import fx
 
-from fxshard import meta
+from fxshard import meta, shapes
 from fxshard.program import Program
 from fxshard.regions import Compiled, stays_apart
 from fxshard.units import is_under
@@ -209,7 +209,9 @@ def describe(run: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node], 
     """A text that is equal for two runs exactly when one region can stand for both.
 
     It has the operators with arguments by position; shape, stride, dtype, device and aliases of
-    what comes in; which values leave; and the module of each operator relative to `base`.
+    what comes in; which values leave; and the module of each operator relative to `base`. Where
+    sizes are open it has their symbols: equal numbers of the example call say nothing, and a size
+    that depends on the data has a symbol of its own in each run.
     """
     number = {node: i for i, node in enumerate([*inputs, *run])}
 
@@ -225,7 +227,7 @@ def describe(run: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node], 
         args = fx.node.map_arg(node.args, lambda n: _Local(local(n)))
         kwargs = fx.node.map_arg(node.kwargs, lambda n: _Local(local(n)))
         module = relative(meta.get(node).module, base)
-        lines.append(f"{node.target} {args} {kwargs} {meta.get(node).role} {module}")
+        lines.append(f"{node.target} {args} {kwargs} {meta.get(node).role} {module}{_open(node)}")
     lines.append(" ".join(local(node) for node in outputs))
     return "\n".join(lines)
 
@@ -243,7 +245,13 @@ def _metadata(node: fx.Node) -> str:
     return " ".join(
         f"{tuple(t.shape)}:{t.stride()}:{t.storage_offset()}:{t.dtype}:{t.device}"
         for t in meta.tensors(node.meta["val"])
-    )
+    ) + _open(node)
+
+
+def _open(node: fx.Node) -> str:
+    """Sizes and strides in symbols; nothing if `node` has none."""
+    layout = node.meta.get(shapes.LAYOUT)
+    return f" {layout}" if layout else ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fxshard import dump, meta, ops
+from fxshard import dump, meta, ops, shapes
 from fxshard.errors import VerifyError
 from fxshard.program import Fact, Program
 from fxshard.schedule import Region, describe, relative
@@ -90,6 +90,7 @@ def _runs(
     inner: Env = {a: env[b] for a, b in zip(inputs, row.all_input_nodes, strict=True)}
     for a in inputs:
         _lies_alike(program, row, a, inner[a])
+        _open_alike(program, row, a, inner[a])
     run: list[fx.Node] = []
     for body in region.body:
         node = inner[body] = _stands_for(program, row, body, next(want, None), inner)
@@ -104,6 +105,7 @@ def _runs(
             what = f"%{row.name} runs it in {tag.phase} of unit {tag.unit}; it is tagged otherwise."
             fail(program, FACT, node, what)
         _lies_alike(program, row, body, node)
+        _open_alike(program, row, body, node)
     if list(row.meta["run"]) != run:
         fail(program, FACT, run[0], f"row %{row.name} says that it runs other nodes than it runs.")
     if tag != meta.Meta(tag.phase, "compute", program.units[tag.unit or 0].fqn, tag.unit):
@@ -154,6 +156,12 @@ def _lies_alike(program: Program, row: fx.Node, mine: fx.Node, node: fx.Node) ->
     one, other = mine.meta.get("val"), node.meta.get("val")
     if one is not other and _layout(one) != _layout(other):
         fail(program, FACT, node, f"row %{row.name} of the schedule has another value for it.")
+
+
+def _open_alike(program: Program, row: fx.Node, mine: fx.Node, node: fx.Node) -> None:
+    """What the region of `row` knows of open sizes is what the graph knows of `node`."""
+    if mine.meta.get(shapes.LAYOUT) != node.meta.get(shapes.LAYOUT):
+        fail(program, FACT, node, f"row %{row.name} of the schedule has other open sizes for it.")
 
 
 def _layout(val: Any) -> list[Any]:
