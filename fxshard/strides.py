@@ -152,6 +152,17 @@ def _in_format(tensor: Tensor, kept: torch.memory_format) -> Tensor:
     return tensor if made.stride() == tensor.stride() else made
 
 
+def of_input_dtype(args: tuple[Any, ...], result: Any) -> Any:
+    """In the dtype of the input, though that of the target be wider.
+
+    Source: ``mse_loss_backward``, ``smooth_l1_loss_backward``, ``soft_margin_loss_backward``
+    (ATen/native/Loss.cpp): made like the input.
+    """
+    if result.dtype is args[1].dtype:
+        return result
+    return torch.empty_like(result, dtype=args[1].dtype)
+
+
 def weight_and_bias(args: tuple[Any, ...], result: Any) -> Any:
     """OneDNN computes the gradient of the weight along with that of the bias, asked for or not.
 
@@ -207,6 +218,9 @@ RESULTS: dict[Any, tuple[Change, ...]] = {
     aten.native_batch_norm_backward.default: (without_input, normalized_backward),
     aten.batch_norm_backward.default: (without_input,),
     aten.convolution_backward.default: (weight_and_bias,),
+    aten.mse_loss_backward.default: (of_input_dtype,),
+    aten.smooth_l1_loss_backward.default: (of_input_dtype,),
+    aten.soft_margin_loss_backward.default: (of_input_dtype,),
     aten._embedding_bag.default: (bags,),
     aten._embedding_bag_forward_only.default: (bags_alone,),
 }

@@ -179,6 +179,25 @@ def faked(mode: FakeTensorMode, op: Any, args: tuple[Any, ...]) -> Any:
         return op(*fakes)
 
 
+LOSS_GRADIENTS = {
+    aten.mse_loss_backward.default: (0,),
+    aten.huber_loss_backward.default: (0, 1.0),
+    aten.smooth_l1_loss_backward.default: (0, 1.0),
+    aten.soft_margin_loss_backward.default: (0,),
+}
+
+
+@pytest.mark.parametrize("dtypes", list(itertools.product((FP32, BF16), repeat=3)))
+@pytest.mark.parametrize("op", LOSS_GRADIENTS, ids=str)
+def test_gradients_of_losses_have_the_dtype_that_kernels_give(op: Any, dtypes: Any) -> None:
+    args = (*(torch.rand(2, 3).to(dtype) for dtype in dtypes), *LOSS_GRADIENTS[op])
+    try:
+        expected = op(*args)
+    except RuntimeError:
+        return  # the kernel takes one dtype alone
+    assert described(faked(KernelFakeMode(), op, args)) == described(expected)
+
+
 class Transposes(nn.Module):
     """A view in backward that exists of the real gradient, and not of torch's fake one."""
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import fxshard
 from fxshard.errors import CaptureError
+from tests.ranks import Ranks
 
 BF16 = torch.bfloat16
 
@@ -45,6 +46,18 @@ PROGRAMS: dict[str, tuple[Callable[[Net, Tensor], Tensor], Tensor, Tensor]] = {
         lambda net, x: x,
         torch.ones(3),
         torch.randn(3, 2, dtype=BF16).requires_grad_(),
+    ),
+    # The loss's cast makes the gradient that is sent, and that another operator reads.
+    "a cast in the loss": (
+        lambda net, x: net.weight - x,
+        torch.randn(2, 5, dtype=BF16),
+        torch.randn(2, 5, dtype=BF16).requires_grad_(),
+    ),
+    # Its gradients have the dtype of the first operand, though the second be wider.
+    "operands of two dtypes": (
+        lambda net, x: nn.functional.smooth_l1_loss(x * net.weight, x.float(), reduction="none"),
+        torch.randn(5, dtype=BF16),
+        torch.randn(4, 5, dtype=BF16).requires_grad_(),
     ),
     # The gradient of the output is that of the parameter.
     "handed through": (lambda net, x: x + net.weight, torch.randn(3, 5), torch.randn(3, 5)),
@@ -211,3 +224,38 @@ def test_batch_norm_of_a_transposed_input() -> None:
         torch.testing.assert_close(q.grad, p.grad)
     found = fxshard.validate(Normalized(), (x,), world_size=2)
     assert found.max_abs_difference == 0
+
+
+def test_the_gradient_of_a_transposed_output_of_open_size() -> None:
+    """It arrives as the output lies, which is not as backward was traced for: there is a copy."""
+    net = Net(lambda net, x: net.linear(x * net.weight).expand(-1, 4).t(), torch.randn(3))
+    options: dict[str, Any] = {"loss": lambda y: y.square().log1p().sum(), "world_size": 2}
+    options["dynamic"] = {"batch": [("x", 0)]}
+    found = fxshard.validate(net, (torch.randn(5, 3),), **options)
+    assert found.max_abs_difference == 0
+
+
+class Row(nn.Module):
+    """The gradient of its parameter has strides (1, 1), of one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = nn.Parameter(torch.ones(1, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("...i,io->...o", x, self.row)
+
+
+def gradient_of_a_row(rank: int, world_size: int) -> Tensor | None:
+    model = fxshard.compile(Row(), strategy="no_shard")
+    model(torch.full((3, 2, 6), rank + 1.0)).sum().backward()
+    (parameter,) = model.parameters()
+    return (
+        parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+    )
+
+
+def test_gloo_reduces_a_row_alone_whatever_its_strides(ranks: Callable[[int], Ranks]) -> None:
+    """It compares the strides of what was sent with those that its shape has."""
+    for grad in ranks(2).run(gradient_of_a_row):
+        torch.testing.assert_close(grad, torch.full((1, 5), 54.0))

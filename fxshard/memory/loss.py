@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx
 
-from fxshard import compat, cuda, fakes, refusals, shapes
+from fxshard import compat, cuda, fakes, meta, refusals, shapes
 from fxshard.errors import ConfigError
 from fxshard.memory import symbolic
 from fxshard.memory.recording import Event, Recorder
@@ -150,8 +150,13 @@ def trace_loss(
             for position, node in zip(signature.computed_outputs, computed, strict=True)
             if position in values
         }
-    with mode:
-        dense = {position: torch.empty_like(value).stride() for position, value in values.items()}
+    places = program.graph.find_nodes(op="placeholder")
+    tags = {n: meta.get(n) for n in places if meta.get(n).role == "tangent"}
+    lies = {int(tag.fqn or 0): node for node, tag in tags.items()}
+    read = {
+        position: shapes.stride_like(lies[position].meta["val"], values[position].shape)
+        for position in lies.keys() & values.keys()
+    }
     recorder = _Loss(mode)
     on_cuda = isinstance(program.fake_mode, cuda.CudaFakeMode)
     parts: list[list[Event]] = []
@@ -166,7 +171,7 @@ def trace_loss(
                 continue
             reached.add(position)
             number = recorder.numbers.get(id(grad.untyped_storage()), UNSEEN)
-            if shapes.lies_as(grad, dense[position]):
+            if position not in read or shapes.lies_as(grad, read[position]):
                 tangents[str(position)] = number
             else:
                 copied.add(number)
