@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorConfig,
@@ -27,6 +28,7 @@ __all__ = [
     "fake_storage",
     "fake_view",
     "is_fake",
+    "suggest_memory_format",
     "values_as_text",
 ]
 

@@ -14,7 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxshard._torch.fake_tensors import FakeTensorMode, convolves_with_onednn
+from fxshard._torch.fake_tensors import (
+    FakeTensorMode,
+    convolves_with_onednn,
+    suggest_memory_format,
+)
 
 aten = torch.ops.aten
 
@@ -114,6 +118,55 @@ def without_input(args: tuple[Any, ...], result: Any) -> Any:
     return result if args[9][0] else (None, *result[1:])
 
 
+def normalized(args: tuple[Any, ...], result: Any) -> Any:
+    """In the memory format of the input, never in another order of its dimensions.
+
+    Source: ``batch_norm_cpu``, ``batch_norm_cpu_out`` (ATen/native/Normalization.cpp).
+    """
+    input = args[0]
+    return (
+        _in_format(result[0], _dense_format(input) or suggest_memory_format(input)),
+        *result[1:],
+    )
+
+
+def normalized_backward(args: tuple[Any, ...], result: Any) -> Any:
+    """The same of the gradient of the input, whose format that of the other gradient may change.
+
+    Source: ``batch_norm_backward_cpu_template`` (ATen/native/Normalization.cpp).
+    """
+    gradient, input = args[:2]
+    if result[0] is None:
+        return result
+    suggested, kept = suggest_memory_format(input), _dense_format(input)
+    is_alike = suggest_memory_format(gradient) is suggested and _dense_format(gradient) is not None
+    return (_in_format(result[0], kept if kept and is_alike else suggested), *result[1:])
+
+
+def _dense_format(tensor: Tensor) -> torch.memory_format | None:
+    """Source: ``suggest_memory_format_contig`` (ATen/native/Normalization.cpp); None: not dense."""
+    if tensor.is_contiguous():
+        return torch.contiguous_format
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    return last if last is not None and tensor.is_contiguous(memory_format=last) else None
+
+
+def _in_format(tensor: Tensor, kept: torch.memory_format) -> Tensor:
+    made = torch.empty_like(tensor, memory_format=kept)
+    return tensor if made.stride() == tensor.stride() else made
+
+
+def of_input_dtype(args: tuple[Any, ...], result: Any) -> Any:
+    """In the dtype of the input, though that of the target be wider.
+
+    Source: ``mse_loss_backward``, ``smooth_l1_loss_backward``, ``soft_margin_loss_backward``
+    (ATen/native/Loss.cpp): made like the input.
+    """
+    if result.dtype is args[1].dtype:
+        return result
+    return torch.empty_like(result, dtype=args[1].dtype)
+
+
 def weight_and_bias(args: tuple[Any, ...], result: Any) -> Any:
     """OneDNN computes the gradient of the weight along with that of the bias, asked for or not.
 
@@ -159,16 +212,28 @@ def bags_alone(args: tuple[Any, ...], result: Any) -> Any:
     return (output, numbers, sizes, most)
 
 
-RESULTS: dict[Any, Callable[[tuple[Any, ...], Any], Any]] = {
-    aten.native_batch_norm_backward.default: without_input,
-    aten.batch_norm_backward.default: without_input,
-    aten.convolution_backward.default: weight_and_bias,
-    aten._embedding_bag.default: bags,
-    aten._embedding_bag_forward_only.default: bags_alone,
+Change = Callable[[tuple[Any, ...], Any], Any]  # arguments of the operator, its result -> the same
+RESULTS: dict[Any, tuple[Change, ...]] = {
+    aten._native_batch_norm_legit.default: (normalized,),
+    aten._native_batch_norm_legit.no_stats: (normalized,),
+    aten._native_batch_norm_legit_functional.default: (normalized,),
+    aten._native_batch_norm_legit_no_training.default: (normalized,),
+    aten.native_batch_norm.default: (normalized,),
+    aten.native_batch_norm_backward.default: (without_input, normalized_backward),
+    aten.batch_norm_backward.default: (without_input,),
+    aten.convolution_backward.default: (weight_and_bias,),
+    aten.mse_loss_backward.default: (of_input_dtype,),
+    aten.smooth_l1_loss_backward.default: (of_input_dtype,),
+    aten.soft_margin_loss_backward.default: (of_input_dtype,),
+    aten._embedding_bag.default: (bags,),
+    aten._embedding_bag_forward_only.default: (bags_alone,),
 }
 
 
-OF_THE_CPU: tuple[Any, ...] = (weight_and_bias, bags, bags_alone)
+OF_THE_CPU: tuple[Change, ...] = (
+    *(weight_and_bias, bags, bags_alone),
+    *(normalized, normalized_backward),
+)
 
 
 class KernelFakeMode(FakeTensorMode):
@@ -183,10 +248,10 @@ class KernelFakeMode(FakeTensorMode):
             with self:
                 return OPEN[func](args)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        change = RESULTS.get(func)
-        if change is not None and (self.on_cpu or change not in OF_THE_CPU):
-            with self:
-                return change(args, result)
+        for change in RESULTS.get(func, ()):
+            if self.on_cpu or change not in OF_THE_CPU:
+                with self:
+                    result = change(args, result)
         if func not in RULES or not isinstance(result, Tensor):
             return result
         with self:

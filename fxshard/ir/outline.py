@@ -10,6 +10,7 @@ from torch import fx
 
 from fxshard.ir import tags
 from fxshard.ir.compiled import stays_apart
+from fxshard.ir.domain import LAYOUT
 from fxshard.ir.program import Program
 from fxshard.ir.schedule import Region, Schedule, relative
 
@@ -147,7 +148,9 @@ def describe(run: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node], 
     """A text that is equal for two runs exactly when one region can stand for both.
 
     It has the operators with arguments by position; shape, stride, dtype, device and aliases of
-    what comes in; which values leave; and the module of each operator relative to `base`.
+    what comes in; which values leave; and the module of each operator relative to `base`. Where
+    sizes are open it has their symbols: equal numbers of the example call say nothing, and a size
+    that depends on the data has a symbol of its own in each run.
     """
     number = {node: i for i, node in enumerate([*inputs, *run])}
 
@@ -163,7 +166,7 @@ def describe(run: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node], 
         args = fx.node.map_arg(node.args, lambda n: _Local(local(n)))
         kwargs = fx.node.map_arg(node.kwargs, lambda n: _Local(local(n)))
         module = relative(tags.get(node).module, base)
-        lines.append(f"{node.target} {args} {kwargs} {tags.get(node).role} {module}")
+        lines.append(f"{node.target} {args} {kwargs} {tags.get(node).role} {module}{_open(node)}")
     lines.append(" ".join(local(node) for node in outputs))
     return "\n".join(lines)
 
@@ -181,4 +184,10 @@ def _metadata(node: fx.Node) -> str:
     return " ".join(
         f"{tuple(t.shape)}:{t.stride()}:{t.storage_offset()}:{t.dtype}:{t.device}"
         for t in tags.tensors(node.meta["val"])
-    )
+    ) + _open(node)
+
+
+def _open(node: fx.Node) -> str:
+    """Sizes and strides in symbols; nothing if `node` has none."""
+    layout = node.meta.get(LAYOUT)
+    return f" {layout}" if layout else ""

@@ -16,6 +16,7 @@ from fxshard._torch import sizes as torch_sizes
 from fxshard.capture import fakes, refusals, shapes
 from fxshard.capture.cuda import operators as cuda_operators
 from fxshard.errors import ConfigError
+from fxshard.ir import tags
 from fxshard.ir.program import Program
 from fxshard.memory import symbolic
 from fxshard.memory.recording import Event, Recorder
@@ -155,8 +156,13 @@ def trace_loss(
             for position, node in zip(signature.computed_outputs, computed, strict=True)
             if position in values
         }
-    with mode:
-        dense = {position: torch.empty_like(value).stride() for position, value in values.items()}
+    places = program.graph.find_nodes(op="placeholder")
+    found = {n: tags.get(n) for n in places if tags.get(n).role == "tangent"}
+    lies = {int(tag.fqn or 0): node for node, tag in found.items()}
+    read = {
+        position: shapes.stride_like(lies[position].meta["val"], values[position].shape)
+        for position in lies.keys() & values.keys()
+    }
     recorder = _Loss(mode)
     on_cuda = isinstance(program.fake_mode, cuda_operators.CudaFakeMode)
     parts: list[list[Event]] = []
@@ -171,7 +177,7 @@ def trace_loss(
                 continue
             reached.add(position)
             number = recorder.numbers.get(id(grad.untyped_storage()), UNSEEN)
-            if shapes.lies_as(grad, dense[position]):
+            if position not in read or shapes.lies_as(grad, read[position]):
                 tangents[str(position)] = number
             else:
                 copied.add(number)

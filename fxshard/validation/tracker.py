@@ -191,7 +191,12 @@ class Tracker(TorchDispatchMode):
                 self._events.insert(0, self._events.pop())
 
     def _copied(self, number: int, sources: tuple[int, ...]) -> None:
-        """A copy was made that may be one to be sent, or a reduced gradient in its own dtype."""
+        """A copy was made that may be one to be sent, or a reduced gradient in its own dtype.
+
+        What the user's loss copies is no copy to be sent: it hands the model a gradient.
+        """
+        if self.phase == "loss backward":
+            return
         storage = self._storages[number]
         storage.copied_from = sources
         if any(self._storages[source].now is Category.SHARDED_GRAD for source in sources):

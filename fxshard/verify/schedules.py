@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from fxshard.errors import VerifyError
 from fxshard.ir import dump, ops, tags
+from fxshard.ir.domain import LAYOUT
 from fxshard.ir.outline import describe
 from fxshard.ir.program import Fact, Program
 from fxshard.ir.schedule import Region, relative
@@ -91,6 +92,7 @@ def _runs(
     inner: Env = {a: env[b] for a, b in zip(inputs, row.all_input_nodes, strict=True)}
     for a in inputs:
         _lies_alike(program, row, a, inner[a])
+        _open_alike(program, row, a, inner[a])
     run: list[fx.Node] = []
     for body in region.body:
         node = inner[body] = _stands_for(program, row, body, next(want, None), inner)
@@ -105,6 +107,7 @@ def _runs(
             what = f"%{row.name} runs it in {tag.phase} of unit {tag.unit}; it is tagged otherwise."
             fail(program, FACT, node, what)
         _lies_alike(program, row, body, node)
+        _open_alike(program, row, body, node)
     if list(row.meta["run"]) != run:
         fail(program, FACT, run[0], f"row %{row.name} says that it runs other nodes than it runs.")
     if tag != tags.Meta(tag.phase, "compute", program.units[tag.unit or 0].fqn, tag.unit):
@@ -155,6 +158,12 @@ def _lies_alike(program: Program, row: fx.Node, mine: fx.Node, node: fx.Node) ->
     one, other = mine.meta.get("val"), node.meta.get("val")
     if one is not other and _layout(one) != _layout(other):
         fail(program, FACT, node, f"row %{row.name} of the schedule has another value for it.")
+
+
+def _open_alike(program: Program, row: fx.Node, mine: fx.Node, node: fx.Node) -> None:
+    """What the region of `row` knows of open sizes is what the graph knows of `node`."""
+    if mine.meta.get(LAYOUT) != node.meta.get(LAYOUT):
+        fail(program, FACT, node, f"row %{row.name} of the schedule has other open sizes for it.")
 
 
 def _layout(val: Any) -> list[Any]:

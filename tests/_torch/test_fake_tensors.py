@@ -208,3 +208,10 @@ def test_checks_of_linear_algebra_are_operators_and_no_dead_code() -> None:
     graph_module, _, _ = export.export_joint(Inverse(), (x,))
     targets = [str(node.target) for node in graph_module.graph.nodes]
     assert "aten._linalg_check_errors.default" in targets
+
+
+def test_memory_format_is_that_of_the_strides() -> None:
+    x = torch.randn(2, 3, 4, 5)
+    assert fake_tensors.suggest_memory_format(x) is torch.contiguous_format
+    last = x.contiguous(memory_format=torch.channels_last)
+    assert fake_tensors.suggest_memory_format(last) is torch.channels_last

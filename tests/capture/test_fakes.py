@@ -153,6 +153,51 @@ def test_strides_of_fakes_are_those_of_kernels(op: Any) -> None:
     assert differs, "torch's fake kernel is right now: the rule can go"
 
 
+@pytest.mark.parametrize("shape", [(5, 3), (5, 2, 4), (5, 3, 4, 2), (1, 3, 4, 2), (5, 3, 1, 4)])
+@pytest.mark.parametrize("train", [True, False])
+def test_batch_norms_lie_as_their_kernels_make_them(shape: tuple[int, ...], train: bool) -> None:
+    dims = range(len(shape))
+    orders = [tuple(dims), tuple(reversed(dims)), (0, *dims[2:], 1), (0, *dims[:1:-1], 1)]
+    if len(shape) == 4:
+        orders += [(0, 3, 1, 2), (2, 0, 3, 1)]
+    inputs = [torch.rand([shape[i] for i in o]).permute(*map(o.index, dims)) for o in orders]
+    mode, ones = KernelFakeMode(), torch.ones(shape[1])
+    backward = aten.native_batch_norm_backward.default
+    for x in inputs:
+        for op in (aten.native_batch_norm, aten._native_batch_norm_legit_functional):
+            args = (x, ones, ones, ones, ones, train, 0.1, 1e-5)
+            assert faked(mode, op, args)[0].stride() == op(*args)[0].stride(), (op, x.stride())
+        for grad in inputs:
+            args = (grad, x, *[ones] * 5, train, 1e-5, [True, True, True])
+            strides = faked(mode, backward, args)[0].stride()
+            assert strides == backward(*args)[0].stride(), (x.stride(), grad.stride())
+
+
+def faked(mode: FakeTensorMode, op: Any, args: tuple[Any, ...]) -> Any:
+    fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
+    with mode:
+        return op(*fakes)
+
+
+LOSS_GRADIENTS = {
+    aten.mse_loss_backward.default: (0,),
+    aten.huber_loss_backward.default: (0, 1.0),
+    aten.smooth_l1_loss_backward.default: (0, 1.0),
+    aten.soft_margin_loss_backward.default: (0,),
+}
+
+
+@pytest.mark.parametrize("dtypes", list(itertools.product((FP32, BF16), repeat=3)))
+@pytest.mark.parametrize("op", LOSS_GRADIENTS, ids=str)
+def test_gradients_of_losses_have_the_dtype_that_kernels_give(op: Any, dtypes: Any) -> None:
+    args = (*(torch.rand(2, 3).to(dtype) for dtype in dtypes), *LOSS_GRADIENTS[op])
+    try:
+        expected = op(*args)
+    except RuntimeError:
+        return  # the kernel takes one dtype alone
+    assert described(faked(KernelFakeMode(), op, args)) == described(expected)
+
+
 class Transposes(nn.Module):
     """A view in backward that exists of the real gradient, and not of torch's fake one."""
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import fxshard
 from fxshard.errors import CaptureError
+from tests.ranks import Ranks
 
 BF16 = torch.bfloat16
 
@@ -45,6 +46,18 @@ PROGRAMS: dict[str, tuple[Callable[[Net, Tensor], Tensor], Tensor, Tensor]] = {
         lambda net, x: x,
         torch.ones(3),
         torch.randn(3, 2, dtype=BF16).requires_grad_(),
+    ),
+    # The loss's cast makes the gradient that is sent, and that another operator reads.
+    "a cast in the loss": (
+        lambda net, x: net.weight - x,
+        torch.randn(2, 5, dtype=BF16),
+        torch.randn(2, 5, dtype=BF16).requires_grad_(),
+    ),
+    # Its gradients have the dtype of the first operand, though the second be wider.
+    "operands of two dtypes": (
+        lambda net, x: nn.functional.smooth_l1_loss(x * net.weight, x.float(), reduction="none"),
+        torch.randn(5, dtype=BF16),
+        torch.randn(4, 5, dtype=BF16).requires_grad_(),
     ),
     # The gradient of the output is that of the parameter.
     "handed through": (lambda net, x: x + net.weight, torch.randn(3, 5), torch.randn(3, 5)),
@@ -143,3 +156,106 @@ def test_recurrent_layers_under_autocast_give_eagers_dtype(kind: type[nn.RNNBase
         output.float().square().sum().backward()
     for (name, p), q in zip(eager.named_parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(q.grad, p.grad, rtol=0.02, atol=0.02, msg=name)
+
+
+class Counting(nn.Module):
+    """A layer that reads as many numbers as its input has positive ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x + x[x > 0].sum())
+
+
+def test_layers_that_are_equal_but_for_sizes_that_depend_on_data() -> None:
+    """Each has a symbol of its own, so that no region stands for two of them."""
+    eager = nn.Sequential(*(Counting() for _ in range(3)))
+    ours = fxshard.compile(copy.deepcopy(eager), world_size=2)
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(ours(x), eager(x))
+
+
+class OfABuffer(nn.Module):
+    """A layer of a buffer, then the same one of the input, whose size is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.register_buffer("fixed", torch.randn(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.layers
+        return second(x).tanh().sum() + first(self.fixed).tanh().sum()
+
+
+def test_a_region_of_an_open_size_is_no_region_of_that_number() -> None:
+    ours = fxshard.compile(
+        OfABuffer(), world_size=2, units=["layers.*"], dynamic={"batch": [("x", 0)]}
+    )
+    ours(torch.randn(4, 3))
+    schedule = ours.plan.program.schedule
+    calls = [row.target for row in schedule.forward.nodes if row.op == "call_module"]
+    assert len(calls) == len(set(calls))
+
+
+class Normalized(nn.Module):
+    """Batch norm of what lies in memory in another order than that of its dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x).transpose(0, 1))
+
+
+def test_batch_norm_of_a_transposed_input() -> None:
+    """Its gradient is contiguous, of which views in backward are made."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 4)
+    eager = Normalized()
+    ours = fxshard.compile(copy.deepcopy(eager), world_size=2)
+    for model in (eager, ours):
+        model(x).square().log1p().sum().backward()
+    for p, q in zip(eager.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad)
+    found = fxshard.validate(Normalized(), (x,), world_size=2)
+    assert found.max_abs_difference == 0
+
+
+def test_the_gradient_of_a_transposed_output_of_open_size() -> None:
+    """It arrives as the output lies, which is not as backward was traced for: there is a copy."""
+    net = Net(lambda net, x: (net.linear(x) * net.weight).t(), torch.randn(3))
+    options: dict[str, Any] = {"loss": lambda y: y.square().log1p().sum(), "world_size": 2}
+    options["dynamic"] = {"batch": [("x", 0)]}
+    found = fxshard.validate(net, (torch.randn(5, 3),), **options)
+    assert found.max_abs_difference == 0
+
+
+class Row(nn.Module):
+    """The gradient of its parameter has strides (1, 1), of one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = nn.Parameter(torch.ones(1, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("...i,io->...o", x, self.row)
+
+
+def gradient_of_a_row(rank: int, world_size: int) -> Tensor | None:
+    model = fxshard.compile(Row(), strategy="no_shard")
+    model(torch.full((3, 2, 6), rank + 1.0)).sum().backward()
+    (parameter,) = model.parameters()
+    return (
+        parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+    )
+
+
+def test_gloo_reduces_a_row_alone_whatever_its_strides(ranks: Callable[[int], Ranks]) -> None:
+    """It compares the strides of what was sent with those that its shape has."""
+    for grad in ranks(2).run(gradient_of_a_row):
+        torch.testing.assert_close(grad, torch.full((1, 5), 54.0))

@@ -148,7 +148,9 @@ class C10dWorld:
         options.reduceOp = OPS[op]
         grads = [grad.resolve_conj() for grad in grads]
         with self._launch("all-reduce", pair, group) as launch:
-            sent = list(map(as_real, grads))
+            # Flat: gloo copies the one tensor of a launch back from a view of its shape, which must
+            # have its strides, also those of dimensions with one element.
+            sent = [as_real(grad).view(-1) for grad in grads]
             launch.works.append(self.groups[group].allreduce_coalesced(sent, options))
         return grads
 
