@@ -488,7 +488,7 @@ def test_golden(case: str) -> None:
 
 def test_every_golden_has_its_case_and_every_pass_a_golden() -> None:
     assert {path.stem for path in GOLDENS.iterdir()} == set(CASES)
-    files = {path.stem for path in (GOLDENS.parents[1] / "passes").glob("[!_]*.py")}
+    files = {path.stem for path in (GOLDENS.parents[2] / "passes").glob("[!_]*.py")}
     assert {case.partition(".")[0] for case in CASES} == files == {*PASSES, "insert_step"}
 
 
