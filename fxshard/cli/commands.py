@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import math
 import os
@@ -256,6 +257,11 @@ def _named(name: str, passes: Sequence[pipeline.Pass], option: str) -> pipeline.
 
 def opt(args: argparse.Namespace) -> int:
     """``fxshard opt``."""
+    for module in args.imports:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ConfigError(f"--import {module}: {error}.") from error
     try:
         source = sys.stdin.read() if args.file == "-" else Path(args.file).read_text("utf-8")
     except (OSError, ValueError) as error:
@@ -576,6 +582,14 @@ def _add_opt(parser: argparse.ArgumentParser) -> None:
         "--print-after-all",
         action="store_true",
         help="the joint graph behind each pass, on standard error",
+    )
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import it first: the text names classes of it, in what the model takes or returns",
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="write the text there")
     parser.set_defaults(command=opt)

@@ -229,7 +229,10 @@ def _class(name: str) -> Any:
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     if found is None:
-        raise Unreadable(f"{name}: this process has not imported {module}")
+        raise Unreadable(
+            f"{name}: this process has not imported {module}, and a text is no reason to. "
+            f"Import it yourself (fxshard opt --import {module})"
+        )
     for word in path.split("."):
         found = vars(found).get(word) if hasattr(found, "__dict__") else None
     if not isinstance(found, type) and found is not collections.namedtuple:

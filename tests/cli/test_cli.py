@@ -266,6 +266,18 @@ def test_passes_run_on_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert " outlined=True" in out.split("\n")[0]
 
 
+def test_opt_imports_what_it_is_told_to(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    _, written, _ = run(capsys, "dump", *LLAMA, "--text", "assign-units")
+    (tmp_path / "p.txt").write_text(written)
+    command = [sys.executable, "-m", "fxshard", "opt", str(tmp_path / "p.txt")]
+    command += ["--passes", "assign-units,insert-unshard", "-o", str(tmp_path / "q.txt")]
+    refused = subprocess.run(command, capture_output=True, text=True)
+    module = "transformers.modeling_outputs"
+    assert refused.returncode == 2 and f"fxshard opt --import {module}" in refused.stderr
+    subprocess.run([*command, "--import", module], check=True)
+    assert "fxshard.all_gather" in (tmp_path / "q.txt").read_text()
+
+
 def test_opt_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main.main(("dump", *BLOCKS, "--text", "canonicalize")) == 0
     captured = capsys.readouterr().out
