@@ -116,26 +116,39 @@ def capture(
             gradient, or torch refused the graph; names the line of the user's code.
     """
     failures: dict[str, CaptureError] = {}
-    for way in WAYS:
-        if not _is_worth(way, failures, symbols):
-            continue
-        try:
-            # Around all of its traces: what the model and torch log, they log once.
-            with (
-                as_users_own(model),
-                hf.while_tracing(model),
-                compat.unobserved(),
-                _torch_silent(),
-            ):
-                return _captured(
-                    *(model, args, kwargs, units, world_size, training, device, for_cuda, symbols),
-                    *(every_tangent, way),
-                )
-        except CaptureError as error:
-            if not failures and not isinstance(error, _TracerError):
-                raise
-            failures[way] = error
-    raise _no_way(failures)
+    try:
+        for way in WAYS:
+            if not _is_worth(way, failures, symbols):
+                continue
+            try:
+                # Around all of its traces: what the model and torch log, they log once.
+                with (
+                    as_users_own(model),
+                    hf.while_tracing(model),
+                    compat.unobserved(),
+                    _torch_silent(),
+                ):
+                    return _captured(
+                        *(
+                            model,
+                            args,
+                            kwargs,
+                            units,
+                            world_size,
+                            training,
+                            device,
+                            for_cuda,
+                            symbols,
+                        ),
+                        *(every_tangent, way),
+                    )
+            except CaptureError as error:
+                if not failures and not isinstance(error, _TracerError):
+                    raise
+                failures[way] = error
+        raise _no_way(failures)
+    finally:  # an error refers to this frame, and by it to what its callers hold: their outputs
+        failures.clear()
 
 
 DIRECT, OPEN, DYNAMO = WAYS = (
