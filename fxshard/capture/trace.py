@@ -117,27 +117,28 @@ def capture(
         CaptureError: Python control flow depends on data, a trainable parameter lost its
             gradient, or torch refused the graph; names the line of the user's code.
     """
+    given = (model, args, kwargs, units, world_size, training, device, for_cuda, symbols)
     failures: dict[str, CaptureError] = {}
-    for way in WAYS:
-        if not _is_worth(way, failures, symbols):
-            continue
-        try:
-            # Around all of its traces: what the model and torch log, they log once.
-            with (
-                as_users_own(model),
-                hf.while_tracing(model),
-                modes.unobserved(),
-                _torch_silent(),
-            ):
-                return _captured(
-                    *(model, args, kwargs, units, world_size, training, device, for_cuda, symbols),
-                    *(every_tangent, way),
-                )
-        except CaptureError as error:
-            if not failures and not isinstance(error, _TracerError):
-                raise
-            failures[way] = error
-    raise _no_way(failures)
+    try:
+        for way in WAYS:
+            if not _is_worth(way, failures, symbols):
+                continue
+            try:
+                # Around all of its traces: what the model and torch log, they log once.
+                with (
+                    as_users_own(model),
+                    hf.while_tracing(model),
+                    modes.unobserved(),
+                    _torch_silent(),
+                ):
+                    return _captured(*given, every_tangent, way)
+            except CaptureError as error:
+                if not failures and not isinstance(error, _TracerError):
+                    raise
+                failures[way] = error
+        raise _no_way(failures)
+    finally:  # an error refers to this frame, and by it to what its callers hold: their outputs
+        failures.clear()
 
 
 DIRECT, OPEN, DYNAMO = WAYS = (

@@ -1,6 +1,8 @@
 """Small programs that random ones were shrunk to: planned and measured bytes."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -259,3 +261,17 @@ def test_gloo_reduces_a_row_alone_whatever_its_strides(ranks: Callable[[int], Ra
     """It compares the strides of what was sent with those that its shape has."""
     for grad in ranks(2).run(gradient_of_a_row):
         torch.testing.assert_close(grad, torch.full((1, 5), 54.0))
+
+
+def test_a_capture_that_took_a_second_way_keeps_no_output() -> None:
+    """An error of the first way is no garbage that holds frames, and what callers have in them."""
+    ours = fxshard.compile(Counting(), world_size=2)
+    gc.collect()
+    gc.disable()
+    try:
+        output = ours(torch.randn(4, 3))
+        seen = weakref.ref(output)
+        del output
+        assert seen() is None
+    finally:
+        gc.enable()
