@@ -4,7 +4,7 @@
 
 Llama 3 8B at its published size on 64 ranks (bf16, gradients reduced in fp32, every block
 checkpointed, 1 x 8192 tokens per rank, AdamW), planned for an H200 without running anything: peak
-bytes of tensors on a rank (what a run then measures, to the byte: tests/test_memory*.py),
+bytes of tensors on a rank (what a run then measures, to the byte: tests/memory/),
 collectives per step, and the estimate of step time and exposed communication (docs/cost.md says
 what it stands on). One row per option; each differs from the first in what it names only.
 """

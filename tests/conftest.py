@@ -70,6 +70,8 @@ BEHIND_THE_TRACE = {
     *("memory_questions", "numerics", "optimizer_in_program", "optimizers_memory", "parity"),
     *("precision", "solve", "state", "strategies", "streams", "training", "tune"),
     *("unused_outputs", "verify_strategies", "visible", "wrapping"),
+    *("accumulation_eager", "bucket_numbers", "groups", "optimizer_bytes", "precision_parts"),
+    *("precision_scaling", "state_copies", "strategies_bytes", "visible_page"),
 }
 
 

@@ -3,10 +3,7 @@
 import collections
 import copy
 import dataclasses
-import enum
-import inspect
 import logging
-from collections import namedtuple
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -27,8 +24,12 @@ from fxshard.ir.units import find_units
 from fxshard.memory.category import Category
 from fxshard.verify import certificate
 from tests import fsdp2
+from tests.capture.capture_cases import (
+    assert_same_output,
+    where,
+)
 from tests.eager import Net, assert_trains_like_eager, batch, pair
-from tests.zoo import MODELS, models
+from tests.zoo import MODELS
 
 aten = torch.ops.aten
 
@@ -38,7 +39,7 @@ def built(name: str) -> nn.Module:
     return MODELS[name].build()
 
 
-# -- one program, however the model is held -------------------------------------------------------
+# -- one program, however the model is held --------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -94,7 +95,7 @@ def modules(program: Program) -> set[str]:
     return {tags.get(n).module for n in program.graph.nodes if n.op == "call_function"}
 
 
-# -- every node belongs to the module that a human would name -------------------------------------
+# -- every node belongs to the module that a human would name --------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -172,11 +173,6 @@ def test_backward_visits_the_layers_in_turn(captured: Callable[[str], Program], 
     assert layers == sorted(layers, reverse=True)
 
 
-def where(program: Program, phase: tags.Phase, target: Any) -> list[str]:
-    """Modules of the operators `target` of a phase, in order."""
-    return [tags.get(n).module for n in program.phase(phase) if n.target is target]
-
-
 def test_operators_of_the_transformer(captured: Callable[[str], Program]) -> None:
     program = captured("transformer")
     layers = [f"model.layers.{i}" for i in range(3)]
@@ -225,7 +221,7 @@ def test_operators_of_llama(captured: Callable[[str], Program]) -> None:
         assert where(program, "backward", loss) == [""]
 
 
-# -- the user's model afterwards ------------------------------------------------------------------
+# -- the user's model afterwards -------------------------------------------------------------------
 
 
 def picture(model: nn.Module) -> Any:
@@ -375,7 +371,7 @@ def test_collections_that_forward_only_reads_are_left_alone(
     assert "changes what" not in caplog.text
 
 
-# -- gradients ------------------------------------------------------------------------------------
+# -- gradients -------------------------------------------------------------------------------------
 
 
 def test_a_parameter_that_loses_its_gradient_is_named() -> None:
@@ -491,7 +487,7 @@ def test_a_sparse_gradient_is_refused() -> None:
         fxshard.plan(model, (torch.tensor([1, 2]),), world_size=2)
 
 
-# -- state besides parameters ---------------------------------------------------------------------
+# -- state besides parameters ----------------------------------------------------------------------
 
 
 class Holds(nn.Module):
@@ -853,378 +849,3 @@ def test_an_input_that_forward_changes() -> None:
     theirs, mine = batch(), batch()
     assert_close(ours(mine), eager(theirs))
     assert_close(mine, theirs)
-
-
-# -- outputs --------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Output:
-    y: Any
-    rest: Any = None
-    count: int = 3
-
-
-Pair = namedtuple("Pair", "first second")
-
-
-class Mode(enum.Enum):
-    FAST = 1
-
-
-def model_output(net: Net, x: Tensor) -> Any:
-    from transformers.modeling_outputs import BaseModelOutput
-
-    y = net.a(x)
-    return BaseModelOutput(last_hidden_state=y, hidden_states=(y, x))
-
-
-OUTPUTS: dict[str, tuple[Callable[..., Any], Callable[[Any], Tensor]]] = {
-    "tuple": (lambda net, x: (net.a(x), net.b(x)), lambda o: (o[0] * o[1]).sum()),
-    "loss and logits": (
-        lambda net, x: ((y := net.a(x)).sum(), y, y.detach()),
-        lambda o: o[0],
-    ),
-    "dict": (
-        lambda net, x: {"y": net.a(x), "no": None, "int": 3, "str": "s", "float": 1.5, "yes": True},
-        lambda o: o["y"].sum(),
-    ),
-    "nested": (
-        lambda net, x: {"all": [net.a(x), (net.b(x), None)], "empty": {}, "mode": Mode.FAST},
-        lambda o: o["all"][0].sum() + o["all"][1][0].sum(),
-    ),
-    "dataclass": (
-        lambda net, x: Output(net.a(x), Output({"x": x})),
-        lambda o: o.y.sum() * o.count,
-    ),
-    "namedtuple": (lambda net, x: Pair(net.a(x), x), lambda o: o.first.sum()),
-    "torch.Size": (lambda net, x: (net.a(x), x.shape, {"of": x.size()}), lambda o: o[0].sum()),
-    "torch.return_types": (lambda net, x: net.a(x).max(-1), lambda o: o.values.sum()),
-    "ModelOutput": (model_output, lambda o: o.last_hidden_state.sum()),
-    "views of one tensor": (
-        lambda net, x: net.a(x).chunk(2, -1),
-        lambda o: (o[0] * o[1]).sum(),
-    ),
-    "one of two views": (lambda net, x: net.a(x).chunk(2, -1), lambda o: o[0].sum()),
-    "a tensor and its view": (
-        lambda net, x: ((y := net.a(x)), y.view(-1)),
-        lambda o: o[0].sum() + o[1].square().sum(),
-    ),
-    "expanded": (lambda net, x: net.a(x).sum().expand(3), lambda o: o.sum()),
-    "one tensor twice": (lambda net, x: [net.a(x)] * 2, lambda o: (o[0] * o[1]).sum()),
-    "an input": (lambda net, x: (x, x.t(), net.a(x)), lambda o: (o[2] * o[0][:, :1]).sum()),
-    "a parameter": (
-        lambda net, x: (net.a.weight, net.a.weight.t(), net.a(x)),
-        lambda o: o[0].square().sum() + o[1].sum() + o[2].sum(),
-    ),
-    "a buffer": (lambda net, x: (net.seen, net.a(x)), lambda o: (o[0] * o[1]).sum()),
-    "integers": (
-        lambda net, x: (net.a(x).argmax(-1), net.a(x) > 0, net.a(x)),
-        lambda o: o[2].sum(),
-    ),
-    "complex": (lambda net, x: torch.fft.fft(net.a(x)), lambda o: o.abs().sum()),
-}
-
-
-@pytest.mark.parametrize("name", OUTPUTS)
-def test_outputs_are_what_eager_returns(name: str) -> None:
-    function, loss = OUTPUTS[name]
-    assert_trains_like_eager(lambda: Net(function), batch(), loss=loss)
-    eager, ours = pair(lambda: Net(function))
-    for grad in (True, False):
-        with torch.set_grad_enabled(grad):
-            assert_same_output(ours(batch()), eager(batch()))
-
-
-def assert_same_output(ours: Any, theirs: Any) -> None:
-    if isinstance(theirs, Tensor):
-        assert_close(ours, theirs)
-        assert ours.requires_grad == theirs.requires_grad or not torch.is_grad_enabled()
-        return
-    assert type(ours) is type(theirs)
-    if isinstance(theirs, dict):
-        assert list(ours) == list(theirs)
-        assert_same_output(list(ours.values()), list(theirs.values()))
-    elif isinstance(theirs, (list, tuple)):
-        assert len(ours) == len(theirs)
-        for mine, other in zip(ours, theirs, strict=True):
-            assert_same_output(mine, other)
-    elif dataclasses.is_dataclass(theirs):
-        assert_same_output(vars(ours), vars(theirs))
-    else:
-        assert ours == theirs
-
-
-def test_outputs_without_any_gradient() -> None:
-    eager, ours = pair(lambda: Net(lambda net, x: (net.a(x).argmax(-1), net.a(x).detach(), None)))
-    assert_same_output(ours(batch()), eager(batch()))
-
-
-class Opaque:
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-def test_objects_that_may_hide_tensors_are_refused() -> None:
-    takes = Net(lambda net, box: net.a(box.tensor).sum())
-    with pytest.raises(CaptureError, match=r"argument args\[0\] is a Opaque, which .* look into"):
-        fxshard.plan(takes, (Opaque(batch()),), world_size=2)
-    returns = Net(lambda net, x: {"box": Opaque(net.a(x))})
-    with pytest.raises(CaptureError, match=r"output \['box'\] is a Opaque"):
-        fxshard.plan(returns, (batch(),), world_size=2)
-    _, ours = pair(lambda: takes)
-    for _ in range(2):
-        with pytest.raises(CaptureError, match=r"argument args\[0\]"):
-            ours(Opaque(batch()))
-
-
-# -- inputs ---------------------------------------------------------------------------------------
-
-
-def configured(net: Net, x: Tensor, *, scale: Any = 1.0, mode: str = "a", bias: Any = None) -> Any:
-    y = net.a(x) if mode == "a" else net.b(x)
-    factor = {bool: 7, int: 3, float: 5}[type(scale)]
-    return (y * scale * factor if bias is None else y * scale + bias).sum()
-
-
-def test_keywords_and_plain_values() -> None:
-    eager, ours = pair(lambda: Net(configured))
-    x, inf = batch(), float("inf")
-    # Equal numbers of other types are other calls.
-    for scale in (1, 1.0, True, 0, 0.0, -0.0, False, 2.5, inf):
-        assert_close(ours(x, scale=scale), eager(x, scale=scale), equal_nan=True)
-    for kwargs in ({"mode": "b"}, {"bias": x[0, 0]}, {"bias": None}, {"mode": "a", "scale": 2}):
-        assert_close(ours(x, **kwargs), eager(x, **kwargs))
-    assert_close(ours(x=x), eager(x=x))
-    nan = float("nan")
-    assert ours(x, scale=nan).isnan()
-    count = len(ours._fxshard.variants)
-    assert ours(x, scale=float("nan")).isnan()
-    assert len(ours._fxshard.variants) == count
-
-
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    x: Tensor
-    factor: float = 1.0
-
-
-def test_containers_and_dataclasses_of_tensors() -> None:
-    def forward(net: Net, batches: list[Batch], more: dict[str, Tensor]) -> Any:
-        total = sum(net.a(b.x).sum() * b.factor for b in batches)
-        return Output(total + net.b(more["x"]).sum(), rest=batches)
-
-    eager, ours = pair(lambda: Net(forward))
-    x = batch()
-    for factor in (1.0, 2.0):
-        call = ([Batch(x), Batch(x + 1, factor)], {"x": x})
-        assert_same_output(ours(*call), eager(*call))
-
-
-def test_a_batch_of_other_strides_is_another_call() -> None:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        return net.a(x).sum() * (1 if x.is_contiguous() else 2)
-
-    eager, ours = pair(lambda: Net(forward))
-    for x in (batch(), batch().t().contiguous().t(), torch.randn(8, 5)[::2]):
-        assert_close(ours(x), eager(x))
-
-
-def test_dropout_draws_the_numbers_of_eager() -> None:
-    eager, ours = pair(MODELS["dropout"].build, world_size=1)
-    (tokens,), _ = MODELS["dropout"].batch(0, 0)
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        theirs = eager(tokens)
-        torch.manual_seed(seed)
-        assert torch.equal(ours(tokens), theirs)
-
-
-def test_autocast_is_part_of_the_call() -> None:
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Linear(6, 6))
-
-    eager, ours = pair(build)
-    for enabled in (False, True, False):
-        found = []
-        for model in (eager, ours):
-            model.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-                output = model(batch())
-            output.float().square().sum().backward()
-            found.append((output, [p.grad for p in model.parameters()]))
-        assert found[0][0].dtype is (torch.bfloat16 if enabled else torch.float32)
-        assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
-
-
-def test_user_code_around_the_layers_runs_as_in_eager() -> None:
-    """Hooks, custom autograd functions, parametrizations."""
-
-    class Triple(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            return grad * 3
-
-    def build() -> nn.Module:
-        net = Net(lambda net, x: Triple.apply(net.a(x) * net.b(x)).sum())
-        nn.utils.parametrizations.weight_norm(net.a)
-        nn.utils.parametrizations.spectral_norm(net.b)
-        net.a.register_forward_hook(lambda module, args, output: output * 2)
-        net.b.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
-        net.b.register_full_backward_hook(lambda module, grads, _: tuple(g * 2 for g in grads))
-        net.register_forward_hook(lambda module, args, output: output + 1)
-        return net
-
-    assert_trains_like_eager(build, batch().requires_grad_())
-
-
-# -- what depends on values -----------------------------------------------------------------------
-
-
-def branches(net: Net, x: Tensor) -> Tensor:
-    y = net.a(x)
-    if y.sum() > 0:  # here
-        return y.sum()
-    return y.mean()
-
-
-def loops(net: Net, x: Tensor) -> Tensor:
-    for _ in range(int(x.abs().sum())):  # here
-        x = x + 1
-    return net.a(x).sum()
-
-
-@pytest.mark.parametrize("function", [branches, loops], ids=lambda f: f.__name__)
-def test_data_dependence_is_refused_at_the_line_of_the_user(function: Callable[..., Any]) -> None:
-    lines, first = inspect.getsourcelines(function)
-    number = first + next(i for i, line in enumerate(lines) if "# here" in line)
-    with pytest.raises(CaptureError) as failure:
-        fxshard.plan(Net(function), (batch(),), world_size=2)
-    text = str(failure.value)
-    assert text.startswith("Net cannot be traced: Python control flow or a shape depends on")
-    assert f'File "{__file__}", line {number}, in {function.__name__}' in text
-    assert lines[number - first].strip() in text
-    assert "torch.where" in text  # the remedy
-
-
-def test_an_error_of_the_user_is_told_with_its_line() -> None:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        raise KeyError("no such expert")
-
-    with pytest.raises(
-        CaptureError, match=rf"KeyError: 'no such expert'(.|\n)*{__file__}"
-    ) as failure:
-        fxshard.plan(Net(forward), (batch(),), world_size=2)
-    assert isinstance(failure.value.__cause__, KeyError)
-
-
-KEPT: dict[str, Tensor] = {}
-
-
-def keeps_in_a_global(net: Net, x: Tensor) -> Tensor:
-    if "ones" not in KEPT:
-        KEPT["ones"] = torch.ones(6)
-    return (net.a(x) * KEPT["ones"]).sum()
-
-
-def keeps_in_itself(net: Net, x: Tensor) -> Tensor:
-    if not hasattr(net, "ones"):
-        net.ones = torch.ones(6)
-    return (net.a(x) * net.ones).sum()
-
-
-class Keeper(nn.Module):
-    """Blocks enough for the trace to leave some out; each reads what the first has kept."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Net(keeps_in_a_global) for _ in range(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return sum(layer(x) for layer in self.layers)
-
-
-@pytest.mark.parametrize(
-    ("build", "where"),
-    [
-        (lambda: Net(keeps_in_a_global), "in a global, a closure or a collection"),
-        (lambda: Net(keeps_in_itself), "as self.ones of Net"),
-        (Keeper, "in a global, a closure or a collection"),
-    ],
-)
-@pytest.mark.parametrize("dynamic", [None, {"batch": [("x", 0)]}])
-def test_what_forward_makes_and_keeps(
-    build: Callable[[], nn.Module], where: str, dynamic: Any
-) -> None:
-    KEPT.clear()
-    call: dict[str, Any] = {"kwargs": {"x": batch()}, "world_size": 2, "dynamic": dynamic}
-    for _ in range(2):  # the second time it is there from the beginning
-        with pytest.raises(CaptureError, match=f"has made and kept, {where}") as failure:
-            fxshard.plan(build(), **call)
-        assert "register_buffer" in str(failure.value)
-    KEPT.clear()  # the remedy
-    model = build()
-    model(batch())
-    assert fxshard.plan(model, **call).memory.peak_bytes
-
-
-# -- transformers ---------------------------------------------------------------------------------
-
-
-class Wrapped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = models.llama(1)
-
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, **kwargs: Any) -> Tensor:
-        return self.inner(tokens, position_ids=positions, labels=tokens, **kwargs).loss
-
-
-def test_packed_sequences_are_refused_however_they_arrive() -> None:
-    (_, batch) = MODELS["llama"].batch(0, 0)
-    tokens = batch["input_ids"]
-    positions = torch.arange(8).expand(2, 8)
-    said = "position_ids without attention_mask.*pass an attention_mask"
-    with pytest.raises(CaptureError, match=said):
-        fxshard.plan(models.llama(1), (), {**batch, "position_ids": positions}, world_size=2)
-    with pytest.raises(CaptureError, match=said):
-        fxshard.plan(models.llama(1), (tokens, None, positions), world_size=2)
-    with pytest.raises(CaptureError, match=said):
-        fxshard.plan(Wrapped(), (tokens, positions), world_size=2)
-
-
-def test_positions_with_a_mask_and_positions_of_the_model_are_eager_s() -> None:
-    (_, batch) = MODELS["llama"].batch(0, 0)
-    tokens = batch["input_ids"]
-    positions = torch.arange(8).expand(2, 8)
-    mask = torch.tensor([[1] * 8, [0] * 2 + [1] * 6])
-    assert_trains_like_eager(Wrapped, tokens)
-    assert_trains_like_eager(Wrapped, tokens, positions, attention_mask=mask)
-    program = fxshard.plan(Wrapped(), (tokens,), world_size=2).program
-    assert "_assert_async" not in dump.text(program)
-
-
-def test_tangents_are_told_by_the_place_of_the_output() -> None:
-    """Constants in front of a tensor output do not shift its gradient."""
-
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.line = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Any:
-            return None, {"count": 3, "y": self.line(x)}
-
-    model = Mixed()
-    eager = copy.deepcopy(model)
-    ours = fxshard.compile(model, world_size=2)
-    x = torch.ones(2, 4)
-    for each in (ours, eager):
-        nothing, found = each(x)
-        assert nothing is None and found["count"] == 3
-        found["y"].square().sum().backward()
-    assert torch.equal(ours.line.weight.grad, eager.line.weight.grad)
