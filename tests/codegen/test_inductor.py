@@ -18,7 +18,7 @@ import fxshard
 from fxshard._torch import fake_tensors, inductor
 from fxshard.codegen import regions
 from fxshard.ir import tags
-from fxshard.ir.compiled import Compiled, Step
+from fxshard.ir.compiled import Compiled, Step, stays_apart
 from fxshard.passes.compile_regions import CompileRegions
 from tests.fsdp2 import assert_close, run_steps
 from tests.oracles import profiler_peak_bytes
@@ -264,7 +264,7 @@ def test_random_operators_and_writes_stand_apart() -> None:
     schedule = found.program.schedule
     assert schedule is not None
     for region in schedule.regions.values():
-        kinds = {compiled.stays_apart(node) for node in region.body}
+        kinds = {stays_apart(node) for node in region.body}
         assert len(kinds) == 1, f"{region.name} mixes what is compiled and what is not"
         assert region.compiled is None or kinds == {False}
     drawn = [n for r in schedule.regions.values() for n in r.body if tags.is_random(n)]
@@ -280,8 +280,8 @@ def test_attention_without_dropout_is_compiled_and_with_it_is_not() -> None:
         target = aten._scaled_dot_product_flash_attention_for_cpu.default
         return tags.put(graph.call_function(target, (q, q, q, dropout, True)), tag)
 
-    assert not compiled.stays_apart(node(0.0))
-    assert compiled.stays_apart(node(0.1))
+    assert not stays_apart(node(0.0))
+    assert stays_apart(node(0.1))
 
 
 def test_a_plan_for_cuda_compiles_nothing(counter: Counter) -> None:
