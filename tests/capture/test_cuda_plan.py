@@ -1,8 +1,9 @@
 """Plans for CUDA made without it: what is put in place of the CPU's operators, held against bytes
 that are counted by hand from shapes, PyTorch's meta kernels and its headers."""
 
+import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,32 +11,54 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fxshard
 from fxshard._torch import export, fake_tensors, modes
 from fxshard.capture.cuda import autocast
 from fxshard.capture.cuda import operators as cuda_operators
-from fxshard.errors import CaptureError
+from fxshard.config import Config
+from fxshard.errors import CaptureError, ConfigError
 from fxshard.ir import dump, tags
 from fxshard.ir.program import Program
-from tests.capture.cuda_plan_cases import (
-    CUDNN,
-    FLOAT,
-    HALF,
-    UNLISTED,
-    Attention,
-    B,
-    D,
-    H,
-    S,
-    aten,
-    attend,
-    nodes,
-    program,
-)
+from fxshard.memory.cuda import kernels as kernels_cuda
+from fxshard.memory.optimizer import trace_step
 from tests.zoo import models
+
+aten = torch.ops.aten
+HALF, FLOAT = torch.bfloat16, torch.float32
+B, H, S, D = 2, 4, 16, 8  # batch, heads, sequence, head dim
+
+
+class Attention(nn.Module):
+    """(B, S, dim) -> a scalar, through one scaled_dot_product_attention."""
+
+    def __init__(self, dim: int = H * D, heads: int = H, kv_heads: int = H, **options: Any) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.options = heads, kv_heads, options
+        self.q = nn.Linear(dim, dim, bias=False)
+        self.k = nn.Linear(dim, dim // heads * kv_heads, bias=False)
+        self.v = nn.Linear(dim, dim // heads * kv_heads, bias=False)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (layer(x) for layer in (self.q, self.k, self.v))
+        q = q.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k, v = (t.unflatten(-1, (self.kv_heads, -1)).transpose(1, 2) for t in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, mask, **self.options).sum()
+
+
+def program(model: nn.Module, *args: Any, device: str | None = "cuda", **options: Any) -> Program:
+    return fxshard.plan(model, args, world_size=2, device=device, **options).program
+
+
+def attend(dtype: torch.dtype = HALF, dim: int = H * D, **options: Any) -> Program:
+    model = Attention(dim, **options).to(dtype)
+    return program(model, torch.randn(B, S, dim, dtype=dtype))
+
+
+def nodes(traced: Program, target: Any) -> list[fx.Node]:
+    return [node for node in traced.graph.nodes if node.target is target]
 
 
 def results(traced: Program, target: Any) -> list[tuple[torch.dtype, tuple[int, ...]]]:
@@ -67,17 +90,13 @@ def saved(traced: Program) -> Kinds:
     return {kind: kinds.count(kind) for kind in kinds}
 
 
+CUDNN = aten._scaled_dot_product_cudnn_attention.default
 FLASH = aten._scaled_dot_product_flash_attention.default
-
-
 EFFICIENT = aten._scaled_dot_product_efficient_attention.default
-
-
 FUSED = (CUDNN, FLASH, EFFICIENT)
 
 
-# -- attention -------------------------------------------------------------------------------------
-
+# -- attention ------------------------------------------------------------------------------------
 
 BACKENDS: dict[str, tuple[dict[str, Any], Any]] = {
     "half": (dict(), CUDNN),
@@ -377,7 +396,7 @@ def test_recurrent_layers_are_refused_by_name() -> None:
         assert sorted(after) == sorted(before)
 
 
-# -- autocast --------------------------------------------------------------------------------------
+# -- autocast ------------------------------------------------------------------------------------
 
 
 def test_autocast_lists_are_those_of_the_header() -> None:
@@ -400,6 +419,9 @@ def test_autocast_lists_are_those_of_the_header() -> None:
     assert autocast.FP32_RESULT & have == macro("FP32_SET_OPT_DTYPE")
     assert autocast.WIDEST & have == macro("PROMOTE")
     assert all(autocast.policy(name) for name in have)
+
+
+UNLISTED = [name for name in ("linalg_matrix_sqrth",) if hasattr(aten, name)]  # torch 2.15 has it
 
 
 @pytest.mark.parametrize("name", ["exp", *UNLISTED])
@@ -504,7 +526,7 @@ def test_autocast_that_turned_itself_off_is_refused() -> None:
         program(Decorated(nn.Identity()), x)
 
 
-# -- nothing stays ---------------------------------------------------------------------------------
+# -- nothing stays --------------------------------------------------------------------------------
 
 
 def dispatch_tables() -> dict[str, str]:
@@ -563,3 +585,201 @@ def test_meta_models_and_batches_are_planned_alike() -> None:
     assert cuda_operators.capture_signature(
         program(on_meta, batch)
     ) == cuda_operators.capture_signature(attend())
+
+
+# -- temporaries inside kernels --------------------------------------------------------------------
+
+
+def temporaries(traced: Program, op: Any) -> list[int | None]:
+    name = str(op).removesuffix(".default")
+    rows = kernels_cuda.kernel_temporaries_cuda(traced)
+    assert {row.backend for row in rows} <= {"cuda"}
+    return [row.bytes for row in rows if row.op == name]
+
+
+BACKWARD = aten._scaled_dot_product_flash_attention_backward.default
+
+
+def test_flash_backward_by_hand() -> None:
+    """flash_api.cpp, ``mha_bwd``: S up to 128, head dim up to 32, expanded keys and values."""
+    gradients, sums = 4 * B * 128 * H * 32, 4 * B * H * 128
+    expanded = 2 * B * S * H * D * 2
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        same, grouped = attend(), attend(kv_heads=2, enable_gqa=True)
+        torch.use_deterministic_algorithms(True)
+        try:
+            (deterministic,) = temporaries(same, BACKWARD)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    (grad,) = nodes(same, BACKWARD)
+    tensor = grad.args[0].meta["val"]  # type: ignore[union-attr]
+    copy = 0 if tensor.transpose(1, 2).is_contiguous() else B * S * H * D * 2
+    assert temporaries(same, BACKWARD) == [gradients + sums + copy]
+    assert temporaries(grouped, BACKWARD) == [gradients + sums + copy + expanded]
+    splits = -(-132 // (B * H))
+    assert deterministic == splits * gradients + sums + copy
+
+
+def test_flash_backward_of_an_8b_model() -> None:
+    """Llama 3 8B, batch 2, sequence 8,192: 514 MiB a call of memory that no graph shows."""
+    heads, kv_heads, rows, dim = 32, 8, 8192, 128
+
+    class Once(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return y.transpose(1, 2).square().sum()
+
+    q, kv = (
+        torch.empty(2, rows, h, dim, dtype=HALF, device="meta", requires_grad=True)
+        for h in (heads, kv_heads)
+    )
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        (size,) = temporaries(program(Once(), q, kv, kv.clone()), BACKWARD)
+    mib = 2**20
+    assert size == (256 + 2 + 2 * 128) * mib
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "tiles", "rows", "columns", "kept"),
+    [
+        (FLOAT, 8, 1, 64, 64, 0),
+        (FLOAT, 80, 2, 128, 64, 0),
+        (HALF, 80, 1, 128, 128, 0),
+        (HALF, 264, 5, 128, 64, 64 * 2 * 384),
+    ],
+)
+def test_efficient_backward_by_hand(
+    dtype: torch.dtype, dim: int, tiles: int, rows: int, columns: int, kept: int
+) -> None:
+    """kernel_backward.h: tiles of floats behind 16 bytes, one per rows of queries, columns of the
+    head dim, and head; above 128 in half precision, gradients of 64 keys and values as wide as 3
+    tiles. In fp32 the product of output and gradient comes first, if it is larger."""
+    op = aten._scaled_dot_product_efficient_attention_backward.default
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        traced = attend(dtype, dim=dim * H)
+    (node,) = nodes(traced, op)
+    grad = node.args[0].meta["val"]  # type: ignore[union-attr]
+    elements = B * H * S * dim
+    copy = 0 if grad.transpose(1, 2).is_contiguous() else elements * dtype.itemsize
+    workspace = B * H * 4 * (tiles * (rows * columns + 4) + kept)
+    sums = 4 * B * H * S
+    assert workspace > 4 * elements + sums
+    assert temporaries(traced, op) == [copy + sums + workspace]
+
+
+def test_attention_and_convolution_of_cudnn_are_unknown() -> None:
+    traced = attend()
+    for op in (CUDNN, aten._scaled_dot_product_cudnn_attention_backward.default):
+        assert temporaries(traced, op) == [None]
+    (row, _) = kernels_cuda.kernel_temporaries_cuda(traced)
+    assert "sdpa_kernel" in row.why
+    conv = program(nn.Sequential(nn.Conv1d(2, 2, 3)), torch.randn(1, 2, 8))
+    assert temporaries(conv, aten.convolution.default) == [None]
+
+
+class Lookup(nn.Module):
+    def __init__(self, rows: int, dim: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x).square().sum()
+
+
+@pytest.mark.parametrize(("count", "rows"), [(3072, 100), (5000, 100), (5000, 9000)])
+def test_embedding_backward_by_hand(count: int, rows: int) -> None:
+    """EmbeddingBackwardKernel.cu: up to 3,072 indices nothing; then three arrays of them, two of
+    segments, one of partial segments, two numbers, and a row of fp32 per partial segment."""
+    op = aten.embedding_dense_backward.default
+    traced = program(Lookup(rows, 8), torch.zeros(count, dtype=torch.int64))
+    segments = min(count, rows)
+    partial = count // 10 + segments
+    want = 8 * (3 * count + 2 * segments + partial) + 16 + 4 * 8 * partial
+    assert temporaries(traced, op) == ([] if count <= 3072 else [want])
+
+
+def test_backward_of_indexing_by_hand() -> None:
+    """Indexing.cu: linear, sorted and original indices and their range, int64 each."""
+
+    class Index(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(10, 4))
+
+        def forward(self, rows: Tensor) -> Tensor:
+            return self.weight[rows].square().sum()
+
+    traced = program(Index(), torch.zeros(6, dtype=torch.int64))
+    assert temporaries(traced, aten.index_put.default) == [4 * 8 * 6]
+
+
+# -- the optimizer -------------------------------------------------------------------------------
+
+
+def highest(events: list[Any]) -> int:
+    alive: dict[int, int] = {}
+    most = 0
+    for event in events:
+        alive.update(event.allocated)
+        most = max(most, sum(alive.values()))
+        for number in event.freed:
+            alive.pop(number, None)
+    return most
+
+
+def test_adamw_copies_a_whole_state_once() -> None:
+    """``foreach`` is the default on CUDA: the square root of exp_avg_sq of all parameters at once;
+    the loop over parameters takes as much as for the largest ones."""
+    traced = program(
+        nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5))), torch.ones(1, 64)
+    )
+    local = 5 * 32 * 64
+
+    def most(for_cuda: bool, **options: Any) -> int:
+        made = trace_step(
+            traced, lambda p: torch.optim.AdamW(p, lr=1e-3, **options), for_cuda=for_cuda
+        )
+        assert made is not None
+        return highest(made.second)
+
+    assert most(True) == 4 * local
+    assert most(False, foreach=True) == 4 * local
+    assert most(True, foreach=False) == most(False) < 4 * local
+
+
+# -- the option ------------------------------------------------------------------------------------
+
+
+def test_the_device_is_none_or_cuda() -> None:
+    assert Config(device=torch.device("cuda", 1)).device == "cuda"
+    for wrong in ("cpu", "mps", "cuda:0", 0, torch.device("cpu")):
+        with pytest.raises(ConfigError, match=r"device=.*legal: None, 'cuda'"):
+            Config(device=wrong)
+
+
+def test_what_is_planned_for_cuda_does_not_run_on_the_cpu() -> None:
+    with pytest.raises(ConfigError, match=r"device='cuda'.*computes on 'cpu'"):
+        Config(device="cuda").check_runs_on(torch.device("cpu"))
+    Config(device="cuda").check_runs_on(torch.device("cuda", 0))
+    for run in (fxshard.compile, fxshard.validate):
+        with pytest.raises(ConfigError, match=r"device='cuda'.*computes on 'cpu'"):
+            run(Attention(), args=(torch.randn(B, S, H * D),), world_size=2, device="cuda")
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+def test_the_table_names_its_tests_and_the_page_shows_it() -> None:
+    page = (Path(__file__).parents[2] / "docs/cuda.md").read_text()
+    for row in cuda_operators.DIFFERENCES:
+        cells = (row.op, row.cpu, row.cuda, row.bytes, row.source, f"`{row.test}`")
+        assert f"| {' | '.join(cells)} |" in page, row.op
+        assert row.test in globals(), row.test
+        assert inspect.isfunction(globals()[row.test])
+
+
+@pytest.fixture(autouse=True)
+def same_seed() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield

@@ -241,7 +241,7 @@ def test_hooks_on_submodules_are_warned_about_by_name(caplog: Any) -> None:
         ours(batch()[:2])  # traced again, said once
     said = [r.getMessage() for r in caplog.records if "hook" in r.getMessage()]
     assert len(said) == 2
-    assert "forward hook tests.runtime.test_state.doubled of module 'a'" in said[0]
+    assert f"forward hook {__name__}.doubled of module 'a'" in said[0]
     assert "forward pre-hook" in said[1] and "module 'b'" in said[1]
 
 
