@@ -91,10 +91,8 @@ def held(model: nn.Module) -> Iterator[Any]:
 def _parts(value: Any) -> Iterable[Any]:
     """What is held by one thing; nothing where it is not the model's."""
     match value:
-        case dict() if "__builtins__" in value:  # of a file: what it defines itself
-            here = value.get("__name__")
-            own = (v for v in value.values() if getattr(v, "__module__", None) == here)
-            return [*own, *(v for v in value.values() if isinstance(v, (dict, list)))]
+        case dict() if "__builtins__" in value:  # of a file: its functions say what of it they read
+            return ()
         case dict() | list() if len(value) > LONG:
             return ()
         case dict():
@@ -108,12 +106,28 @@ def _parts(value: Any) -> Iterable[Any]:
         case types.MethodType():
             return (value.__func__, value.__self__)
         case types.FunctionType() if is_users(value):
-            return (value.__closure__, value.__defaults__, value.__globals__)
+            return (value.__closure__, value.__defaults__, value.__globals__, *_read(value))
         case type() if is_users(value):
             return (*value.__bases__, *vars(value).values())
         case type() | types.ModuleType() | types.FunctionType():
             return ()
     return (getattr(value, "__dict__", None),) if is_users(type(value)) else ()
+
+
+def _read(function: types.FunctionType) -> Iterator[Any]:
+    """What a function reads of its file: what is defined there, and any dict or list."""
+    variables, names = function.__globals__, _names(function.__code__)
+    here = variables.get("__name__")
+    for name in variables.copy() if "globals" in names else names:
+        value = variables.get(name)
+        if isinstance(value, (dict, list)) or getattr(value, "__module__", None) == here:
+            yield value
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The names of globals and attributes in `code`, and in the functions inside of it."""
+    inside = (_names(each) for each in code.co_consts if isinstance(each, types.CodeType))
+    return set(code.co_names).union(*inside)
 
 
 def is_users(code: Any) -> bool:
