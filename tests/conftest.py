@@ -1,6 +1,9 @@
+import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: two workers share two cores
 
 import pytest
 import torch

@@ -10,9 +10,10 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-SWEEP = 2_000_000  # objects made old since the last full collection, before there is another
+SWEEP = 2_000_000  # objects made old since the last full collection, before there may be another
 
 _kept = 0
+_limit = SWEEP  # as many as there were after the last: a collection takes as long as there are
 
 
 @contextlib.contextmanager
@@ -26,11 +27,11 @@ def paused(*, sweep: bool = False) -> Iterator[None]:
         sweep: where earlier work may have been dropped: a full collection first, if so much has
             been made old that some may be garbage. The collector itself does not count that.
     """
-    global _kept
+    global _kept, _limit
     enabled = gc.isenabled()
-    if sweep and enabled and _kept > SWEEP:
-        _kept = 0
+    if sweep and enabled and _kept > _limit:
         gc.collect()
+        _kept, _limit = 0, max(SWEEP, len(gc.get_objects()))
     gc.disable()
     try:
         yield
