@@ -8,13 +8,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: two workers
 import pytest
 import torch
 
-from tests import browser, captures
+from tests import browser, captures, sampling
 from tests.ranks import Ranks
 
 LEFT_OUT = pytest.StashKey[int]()  # tests of the page, where there is no browser
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(sampling)
     if browser.executable() is None and browser.is_required():
         raise pytest.UsageError(f"no Chromium, and {browser.REQUIRED} is set: {_REMEDY}")
 

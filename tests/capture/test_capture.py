@@ -43,6 +43,7 @@ def built(name: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sample(3)
 def test_real_meta_and_fake_give_one_text(name: str) -> None:
     case = MODELS[name]
     call = case.batch(0, 0)

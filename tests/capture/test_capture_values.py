@@ -90,6 +90,7 @@ class Keeper(nn.Module):
     ],
 )
 @pytest.mark.parametrize("dynamic", [None, {"batch": [("x", 0)]}])
+@pytest.mark.sample(3)
 def test_what_forward_makes_and_keeps(
     build: Callable[[], nn.Module], where: str, dynamic: Any
 ) -> None:

@@ -155,6 +155,7 @@ def test_strides_of_fakes_are_those_of_kernels(op: Any) -> None:
 
 @pytest.mark.parametrize("shape", [(5, 3), (5, 2, 4), (5, 3, 4, 2), (1, 3, 4, 2), (5, 3, 1, 4)])
 @pytest.mark.parametrize("train", [True, False])
+@pytest.mark.sample(3)
 def test_batch_norms_lie_as_their_kernels_make_them(shape: tuple[int, ...], train: bool) -> None:
     dims = range(len(shape))
     orders = [tuple(dims), tuple(reversed(dims)), (0, *dims[2:], 1), (0, *dims[:1:-1], 1)]

@@ -143,6 +143,7 @@ def some_slow(names: Iterable[str], slow: Collection[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", some_slow(STAMPED, SLOW))
+@pytest.mark.sample(3)
 def test_equals_the_flat_capture(name: str, monkeypatch: Any, caplog: Any) -> None:
     build, options = STAMPED[name]
     said = planned if options else captured
@@ -170,6 +171,7 @@ FAST_TRAPS = (
 
 
 @pytest.mark.parametrize("name", some_slow(TRAPS, TRAPS.keys() - set(FAST_TRAPS)))
+@pytest.mark.sample(5)
 def test_a_trap_is_captured_flat(name: str, monkeypatch: Any, caplog: Any) -> None:
     seen = both(TRAPS[name], ((x(),), {}), monkeypatch, caplog)
     assert seen.stamped == 0

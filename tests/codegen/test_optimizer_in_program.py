@@ -210,6 +210,7 @@ def in_other_ways(rank: int, world_size: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sample(3)
 def test_other_ways_are_those_of_fsdp2(ranks: Any, way: str) -> None:
     ranks(2).run(in_other_ways, way)
 

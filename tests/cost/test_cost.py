@@ -88,6 +88,7 @@ CPU_ATTENTION = {  # torch counts CUDA's kernels only
 @pytest.mark.parametrize(
     "name", [*MODELS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
 )
+@pytest.mark.sample(3)
 def test_flops_are_those_of_eager(name: str) -> None:
     case = (MODELS | MORE)[name]
     model, args, kwargs = built(case)

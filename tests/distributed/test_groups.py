@@ -214,6 +214,7 @@ WAYS: dict[str, tuple[Options, Options]] = {
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("strategy", WAYS)
+@pytest.mark.sample(5)
 def test_every_world_size(ranks: Any, strategy: str, world_size: int) -> None:
     """`gain` has one row: all ranks but the first have an empty shard of it."""
     mine, other = (

@@ -131,6 +131,7 @@ def watched(case: Case, options: dict[str, Any]) -> Iterator[Watched]:
 
 
 @pytest.mark.parametrize("setting", FAST)
+@pytest.mark.sample(3)
 def test_no_race(setting: str) -> None:
     with watched(LAYERS, SETTINGS[setting]) as found:
         assert found.races() == 0, found.watch.races

@@ -27,6 +27,7 @@ def both(rank: int, world_size: int, name: str) -> tuple[Result, Result]:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sample(3)
 def test_bitwise_with_fsdp2_on_2_ranks(ranks: Any, name: str) -> None:
     for theirs, ours in ranks(2).run(both, name):
         fsdp2.assert_bitwise(ours, theirs)

@@ -415,6 +415,7 @@ def reads_noise(rank: int, world_size: int, key: str) -> list[str]:
 
 
 @pytest.mark.parametrize("key", READERS)
+@pytest.mark.sample(3)
 def test_what_cannot_be_read_in_the_store_is_refused(ranks: Any, key: str) -> None:
     said, _ = ranks(2).run(reads_noise, key)
     assert any("cannot be read" in text for text in said)

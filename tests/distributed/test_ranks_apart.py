@@ -53,6 +53,7 @@ def apart(rank: int, world_size: int, path: str, mine: str, theirs: str) -> str:
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.sample(3)
 def test_a_method_on_one_rank_while_the_other_calls_the_model(
     hasty: Any, name: str, first: bool, tmp_path: Path
 ) -> None:
@@ -115,6 +116,7 @@ def skips_behind_others(rank: int, world_size: int, how: str, options: dict[str,
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("how", ["eval", "two"])
+@pytest.mark.sample(3)
 def test_a_rank_that_leaves_out_an_earlier_backward_alone(hasty: Any, how: str, name: str) -> None:
     first, second = hasty(2).run(skips_behind_others, how, OPTIONS[name])
     assert first[:2] == ["no error"] * 2 and second[0] == "no error"
@@ -299,6 +301,7 @@ def agree_in_groups(rank: int, world_size: int, odd: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("odd", [[3], [0], [2, 3], [1, 3], [0, 3], []], ids=str)
+@pytest.mark.sample(3)
 def test_all_groups_agree_or_none(hasty: Any, odd: list[int]) -> None:
     for first, second in hasty(4).run(agree_in_groups, odd):
         assert (

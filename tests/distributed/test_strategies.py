@@ -74,6 +74,7 @@ def data_parallel(rank: int, world_size: int, name: str) -> tuple[Result, Result
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sample(3)
 def test_no_shard_bitwise_with_data_parallel(ranks: Any, name: str) -> None:
     for mine, replicated, by_hand in ranks(2).run(data_parallel, name):
         fsdp2.assert_bitwise(mine, replicated)

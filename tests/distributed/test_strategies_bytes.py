@@ -132,6 +132,7 @@ def ignores(rank: int, world_size: int, how: str, strategy: str) -> Any:
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 @pytest.mark.parametrize("how", IGNORED)
+@pytest.mark.sample(4)
 def test_ignored_parameters_stay_whole_and_local(ranks: Any, how: str, strategy: str) -> None:
     first, second = ranks(2).run(ignores, how, strategy)
     for (mine, calls), (other, _) in (first[0], second[0]):
@@ -284,6 +285,7 @@ def named(value: Any) -> str:
 
 @pytest.mark.parametrize(("world_size", "options"), VALIDATED, ids=named)
 @pytest.mark.parametrize("name", ["transformer", "tied", "mlp13"])
+@pytest.mark.sample(14)
 def test_static_equals_measured(name: str, world_size: Any, options: Options) -> None:
     case = MODELS[name]
     torch.manual_seed(0)
@@ -332,6 +334,7 @@ def test_static_equals_measured_with_units_of_all_kinds() -> None:
     ],
     ids=named,
 )
+@pytest.mark.sample(3)
 def test_in_process_equals_eager(world_size: Any, options: Options) -> None:
     model = fxshard.compile(net(), units=["blocks.*"], world_size=world_size, **options)
     seen = []

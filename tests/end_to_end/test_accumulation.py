@@ -80,6 +80,7 @@ def both(
 
 @pytest.mark.parametrize("flags", PATTERNS.values(), ids=PATTERNS)
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sample(6)
 def test_bitwise_with_fsdp2(ranks: Any, way: str, flags: list[bool]) -> None:
     for mine, other in ranks(2).run(both, Net, WAYS[way], flags):
         assert_same(mine, other)

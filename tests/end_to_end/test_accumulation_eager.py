@@ -106,6 +106,7 @@ IN_PROCESS: list[tuple[Any, Options]] = [
 
 @pytest.mark.parametrize("flags", [PATTERNS["all but the last"], PATTERNS["mixed"]])
 @pytest.mark.parametrize(("world_size", "options"), IN_PROCESS)
+@pytest.mark.sample(4)
 def test_in_process_as_in_eager(world_size: Any, options: Options, flags: list[bool]) -> None:
     model = fxshard.compile(seeded(Net), units=["blocks.*"], world_size=world_size, **options)
     mine, eager = (dict(train(each, 0, flags)) for each in (model, seeded(Net)))
@@ -354,6 +355,7 @@ VALIDATED = {
 @pytest.mark.parametrize("no_sync", [False, True])
 @pytest.mark.parametrize("how", VALIDATED)
 @pytest.mark.parametrize("name", ["mlp13", pytest.param("tied", marks=pytest.mark.slow)])
+@pytest.mark.sample(6)
 def test_static_equals_measured(name: str, how: str, no_sync: bool) -> None:
     case = MODELS[name]
     args, kwargs = case.batch(0, 0)

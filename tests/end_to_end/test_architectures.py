@@ -27,6 +27,7 @@ def sorted_out(names: list[str], fast: set[str]) -> list[object]:
 
 @pytest.mark.parametrize("name", sorted_out(TAKEN, set(FAST)))
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+@pytest.mark.sample(3)
 def test_is_planned_runs_like_eager_and_is_predicted_to_the_byte(name: str) -> None:
     done = trial.try_out(ARCHITECTURES[name])
     assert not done.refusal, done.refusal
@@ -36,6 +37,7 @@ def test_is_planned_runs_like_eager_and_is_predicted_to_the_byte(name: str) -> N
 
 
 @pytest.mark.parametrize("name", sorted_out(REFUSED, QUICKLY_REFUSED))
+@pytest.mark.sample(3)
 def test_is_refused_with_the_reason_and_the_line(name: str) -> None:
     text = trial.refusal(ARCHITECTURES[name])
     assert trial.matches(ARCHITECTURES[name], text), text

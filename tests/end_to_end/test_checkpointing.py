@@ -166,6 +166,7 @@ def planned(case: str | nn.Module, **options: Any) -> Plan:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("run", RUNS)
+@pytest.mark.sample(4)
 def test_trains_like_eager(run: str, dropout: float) -> None:
     assert_trains_like_eager(lambda: Stack(run, dropout=dropout), batch())
 
@@ -183,6 +184,7 @@ def ranks_beside_fsdp2(rank: int, world_size: int, name: str) -> tuple[Result, R
 @pytest.mark.parametrize(
     "name", ["checkpoint", "reentrant", "addmm saved", "llama", "reentrant llama"]
 )
+@pytest.mark.sample(2)
 def test_bitwise_with_fsdp2_on_2_ranks(ranks: Any, name: str) -> None:
     for theirs, ours in ranks(2).run(ranks_beside_fsdp2, name):
         fsdp2.assert_bitwise(ours, theirs)
@@ -318,6 +320,7 @@ SAVED = {  # run -> bytes without dropout, more with it; three blocks
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("run", SAVED)
+@pytest.mark.sample(4)
 def test_saved_bytes_are_what_a_hand_counts(run: str, dropout: float) -> None:
     plan = planned(Stack(run, dropout=dropout))
     bytes_, more = SAVED[run]
@@ -327,6 +330,7 @@ def test_saved_bytes_are_what_a_hand_counts(run: str, dropout: float) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sample(3)
 def test_static_equals_measured(name: str) -> None:
     case = CASES[name]
     args, kwargs = case.batch(0, 0)

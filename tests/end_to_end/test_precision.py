@@ -33,6 +33,7 @@ from tests.zoo import MODELS
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[SLOW] if name in MANY else []) for name in WHOLE]
 )
+@pytest.mark.sample(4)
 def test_bitwise_with_fsdp2_on_2_ranks(ranks: Any, name: str) -> None:
     ranks(2).run(beside, WHOLE[name])
 
@@ -105,6 +106,7 @@ MODES: dict[str, Recipe] = {
 
 
 @pytest.mark.parametrize("name", MODES)
+@pytest.mark.sample(3)
 def test_modes_are_bitwise_with_fsdp2(ranks: Any, name: str) -> None:
     ranks(2).run(beside, MODES[name])
 

@@ -109,6 +109,7 @@ PARTS: dict[str, Recipe] = {
 
 
 @pytest.mark.parametrize("name", PARTS)
+@pytest.mark.sample(4)
 def test_parts_are_bitwise_with_fsdp2(ranks: Any, name: str) -> None:
     ranks(2).run(beside, PARTS[name])
 
@@ -198,6 +199,7 @@ ONE: dict[str, tuple[str, MixedPrecision]] = {
 
 
 @pytest.mark.parametrize("name", ONE)
+@pytest.mark.sample(2)
 def test_bitwise_with_fsdp1(ranks: Any, name: str) -> None:
     key, policy = ONE[name]
     for theirs, ours in ranks(2).run(steps_beside_fsdp1, MODELS[key], policy):

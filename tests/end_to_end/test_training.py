@@ -708,6 +708,7 @@ ADAFACTOR = ("optimizer_adafactor", "optimizer_adafactor_loop", "optimizer_adafa
 @pytest.mark.parametrize(
     "name", [name for name in LOOPS if name not in (*REFUSED_BY_DTENSOR, *ADAFACTOR)]
 )
+@pytest.mark.sample(12)
 def test_bitwise_with_fsdp2(ranks: Any, name: str) -> None:
     for ours, theirs in ranks(2).run(both, name):
         assert_same(ours, theirs)

@@ -56,6 +56,7 @@ def start(name: str, setting: str) -> tuple[Program, Config]:
 
 
 @pytest.mark.parametrize(("name", "setting"), ALL)
+@pytest.mark.sample(6)
 def test_a_program_is_read_as_it_was_written(name: str, setting: str) -> None:
     program, config = start(name, setting)
     read = texts.again(program)
@@ -169,6 +170,7 @@ def test_open_sizes() -> None:
     ],
     ids=["selective", "full", "in_backward", "buckets", "hybrid"],
 )
+@pytest.mark.sample(2)
 def test_options(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     kwargs = {"world_size": 2, "units": ["layers.*"]} | options

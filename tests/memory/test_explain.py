@@ -180,6 +180,7 @@ def test_a_lever_that_cannot_be_pulled_says_why() -> None:
     ],
     ids=str,
 )
+@pytest.mark.sample(3)
 def test_replan_is_plan(changes: dict[str, Any]) -> None:
     again = planned("llama").replan(**changes)
     fresh = planned("llama", **changes)

@@ -244,6 +244,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.sample(4)
 def test_equal_under_every_option(name: str) -> None:
     assert_equal_at_points("mlps", 2, **OPTIONS[name])
 
@@ -545,6 +546,7 @@ PARTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", PARTS)
+@pytest.mark.sample(3)
 def test_parts_of_tensors(name: str) -> None:
     model = Sliced(PARTS[name])
     plan = fxshard.plan(model, kwargs=floats(5, 6, width=8), world_size=2, dynamic=OF_X)

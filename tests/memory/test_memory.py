@@ -30,6 +30,7 @@ adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
 
 @pytest.mark.parametrize("world_size", [2, 7, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sample(3)
 def test_static_equals_measured_everywhere(name: str, world_size: int) -> None:
     case = MODELS[name]
     model, args, kwargs = built(case)

@@ -91,6 +91,7 @@ def assert_as_profiled(
 
 
 @pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.sample(3)
 def test_peak_and_rows_are_the_profilers(name: str) -> None:
     model, args, kwargs = built(MATRIX[name])
     assert_as_profiled(model, args, kwargs, units=MATRIX[name].units)

@@ -266,6 +266,7 @@ class Trusting(Optimizer):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("optimizer", [Lazy, Grouped, Replacing, Alternating])
+@pytest.mark.sample(3)
 def test_user_optimizers(optimizer: Any, world_size: int) -> None:
     result = validated(optimizer, world_size=world_size)
     assert_exact(result)

@@ -171,6 +171,7 @@ def moved(calls: list[Collective], kind: str) -> list[tuple[int, int]]:
         (MERGED | PACKED, [(256, 2), (648, 4)], [(96, 1), (576, 4)], [(256, 2), (648, 4)]),
     ],
 )  # fmt: skip
+@pytest.mark.sample(3)
 def test_collectives_by_hand(
     options: Options,
     forward: list[tuple[int, int]],

@@ -73,6 +73,7 @@ def like_fsdp2(rank: int, world_size: int, name: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sample(3)
 def test_bitwise_with_fsdp2(ranks: Any, way: str) -> None:
     ranks(2).run(like_fsdp2, "mlp13", way)
 

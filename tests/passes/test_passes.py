@@ -521,6 +521,7 @@ STEPS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize(
     "model", [pytest.param(n, marks=pytest.mark.slow) if n == "tied" else n for n in STEPS]
 )
+@pytest.mark.sample(2)
 def test_every_pass_keeps_the_numbers_of_eager(model: str) -> None:
     torch.manual_seed(0)
     build, module, args, kwargs = STEPS[model]()
@@ -578,6 +579,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.sample(5)
 def test_every_strategy_keeps_the_numbers_of_eager(strategy: str) -> None:
     """Alike on all ranks, bit for bit; and with gradients that differ, up to rounding."""
     settings = STRATEGIES[strategy]

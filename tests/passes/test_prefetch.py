@@ -240,6 +240,7 @@ def most(plan: fxshard.Plan, *categories: Category) -> int:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.sample(2)
 def test_nothing_but_activations_and_shards_grows_with_depth(mode: Any) -> None:
     """16 against 64 layers: what waits to be reduced, and what is unsharded, are O(1)."""
     shallow, deep = (planned(depth).replan(**both(mode)) for depth in (16, 64))

@@ -185,6 +185,7 @@ def sum_of_cells(seen: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", [1, 3, 4, 5, 8])
+@pytest.mark.sample(2)
 def test_random_models_and_budgets(seed: int) -> None:
     check(seed)
 

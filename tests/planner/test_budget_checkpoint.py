@@ -166,6 +166,7 @@ def all_choices(model: nn.Module, x: Tensor) -> Iterator[tuple[int, float]]:
     [(Wide, 2), (Relu, 2), (Random, 1), (Norm, 1), (Moving, 1)],
     ids=lambda v: getattr(v, "__name__", v),
 )
+@pytest.mark.sample(2)
 def test_the_choice_is_the_best_of_all(block: Callable[[int], nn.Module], depth: int) -> None:
     torch.manual_seed(0)
     model, x = Chain(block, depth), torch.randn(16, 8)
@@ -241,6 +242,7 @@ def test_measured_bytes_are_within_the_budget(name: str) -> None:
 
 
 @pytest.mark.parametrize("block", [Wide, Relu, Random, Norm, Moving, Own], ids=lambda b: b.__name__)
+@pytest.mark.sample(3)
 def test_numbers_are_those_of_eager(block: Callable[[int], nn.Module]) -> None:
     """Bitwise, draws of dropout included, with half of what could be saved."""
     torch.manual_seed(0)

@@ -45,6 +45,7 @@ def by_length() -> dict[int, int]:
 
 @pytest.mark.parametrize("start", [5, 18])
 @pytest.mark.parametrize("size", [1, 5, 6, 15, 23])
+@pytest.mark.sample(3)
 def test_the_longest_is_that_of_all_lengths(
     by_length: dict[int, int], start: int, size: int
 ) -> None:

@@ -128,6 +128,7 @@ def exchanged(
     ids=["sharded", "sharded on CPU", "full", "full from rank 0"],
 )
 @pytest.mark.parametrize("name", ["mlp13", "tied", "convnet"])
+@pytest.mark.sample(3)
 def test_state_dicts(ranks: Any, name: str, options: StateDictOptions) -> None:
     ranks(2).run(exchanged, name, options)
 

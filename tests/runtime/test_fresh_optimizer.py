@@ -63,6 +63,7 @@ def asked_first(rank: int, world_size: int, name: str, grads: bool) -> list[Tens
 
 @pytest.mark.parametrize("grads", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.sample(3)
 def test_asking_for_the_state_does_not_step(ranks: Any, name: str, grads: bool) -> None:
     eager = build()
     expected = train(eager, OPTIMIZERS[name](eager.parameters()), BATCH)
@@ -102,6 +103,7 @@ def through_a_checkpoint(rank: int, world_size: int, name: str, path: str, steps
 
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.sample(3)
 def test_a_checkpoint_has_the_states_that_are_there(
     ranks: Any, name: str, steps: int, tmp_path: Path
 ) -> None:

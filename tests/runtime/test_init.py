@@ -101,6 +101,7 @@ def trains_as_filled_in_order(rank: int, world_size: int, name: str) -> None:
 
 @EVERYWHERE
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sample(3)
 def test_every_model_starts_from_meta_and_trains(ranks: Any, where: str, name: str) -> None:
     run(ranks, where, trains_as_filled_in_order, name)
 

@@ -181,6 +181,7 @@ def accumulation(rank: int, world_size: int, order: str) -> None:
 
 @EVERYWHERE
 @pytest.mark.parametrize("order", ["in turn", "interleaved", "reversed", "one backward"])
+@pytest.mark.sample(3)
 def test_two_micro_batches(ranks: Any, where: str, order: str) -> None:
     run(ranks, where, accumulation, order)
 
@@ -234,6 +235,7 @@ def test_changes_between_forward_and_backward(ranks: Any, where: str) -> None:
     ],
     ids=["transposed", "permuted", "sliced", "expanded", "cast"],
 )
+@pytest.mark.sample(2)
 def test_gradients_may_arrive_in_any_layout(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     eager, ours = pair(MODELS["transformer"].build)
     (tokens,), _ = MODELS["transformer"].batch(0, 0)

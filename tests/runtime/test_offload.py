@@ -131,6 +131,7 @@ def test_host_columns_by_hand() -> None:
 @pytest.mark.parametrize("name", ["mlp13", LLAMA])
 @pytest.mark.parametrize("world_size", [2, 7])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.sample(3)
 def test_bytes(options: dict[str, Any], world_size: int, name: str) -> None:
     case = MODELS[name]
     args, kwargs = case.batch(0, 0)

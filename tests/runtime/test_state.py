@@ -45,6 +45,7 @@ def clipped(rank: int, world_size: int, name: str, p: float) -> None:
 
 @pytest.mark.parametrize("world_size", [0, 2, 3])
 @pytest.mark.parametrize("p", NORMS)
+@pytest.mark.sample(5)
 def test_clip_grad_norm(ranks: Any, world_size: int, p: float) -> None:
     for name in ("mlp13", "tied") if p in (2.0, math.inf) else ("mlp13",):
         if world_size:

@@ -48,6 +48,7 @@ def deep_copied(rank: int, world_size: int, name: str) -> None:
 
 @EVERYWHERE
 @pytest.mark.parametrize("name", ["tied", "mlp13", "convnet"])
+@pytest.mark.sample(3)
 def test_deepcopy_is_independent(ranks: Any, where: str, name: str) -> None:
     run(ranks, where, deep_copied, name)
 
@@ -83,6 +84,7 @@ def pickled(rank: int, world_size: int, name: str) -> None:
 
 @EVERYWHERE
 @pytest.mark.parametrize("name", ["tied", "mlp13", "convnet"])
+@pytest.mark.sample(3)
 def test_pickle(ranks: Any, where: str, name: str) -> None:
     run(ranks, where, pickled, name)
 
@@ -132,6 +134,7 @@ def converted(rank: int, world_size: int, name: str, to: str) -> None:
 
 @EVERYWHERE
 @pytest.mark.parametrize("to", ["double", "bfloat16", "half"])
+@pytest.mark.sample(3)
 def test_shards_follow_a_conversion(ranks: Any, where: str, to: str) -> None:
     run(ranks, where, converted, "tied", to)
     if to != "double":

@@ -147,6 +147,7 @@ KEPT = MixedPrecision(
     ],
     ids=lambda options: " ".join(options),
 )
+@pytest.mark.sample(3)
 def test_bitwise_under_options(options: dict[str, Any]) -> None:
     found = of_zoo("mlp13", **options)
     assert found.verdict == "bitwise", found.table(only_different=True)

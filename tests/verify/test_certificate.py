@@ -281,6 +281,7 @@ def changed(build: Callable[[], Program], change: Change) -> Iterator[tuple[int,
 
 
 @pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.sample(4)
 def test_any_change_of_one_rank_is_seen(name: str) -> None:
     seen = 0
     for build in PROGRAMS.values():
