@@ -80,7 +80,7 @@ class AssignCheckpoints:
             tags.update(node, checkpoint=number, save=save)
         budget = next((p for p in program.checkpoints.values() if isinstance(p, int)), None)
         if budget is not None and program.signature.training:
-            for node in choose(program, budget, self.seconds).save:
+            for node in choose(program, budget, self.seconds):
                 tags.update(node, save=True)
 
 

@@ -47,7 +47,7 @@ from fxshard.memory.explain import size_text
 from fxshard.memory.report import UNITS, MemoryReport
 from fxshard.memory.views.diff import diff
 from fxshard.memory.views.live import live_after
-from fxshard.planner.search import PLANS
+from fxshard.planner.tune import PLANS
 from fxshard.plans.plan import Plan
 from fxshard.validation.compare import Validation
 
@@ -91,7 +91,7 @@ def report(args: argparse.Namespace) -> int:
         print(json.dumps(memory.to_dict(), indent=2))
     else:
         table = memory.table(args.depth, args.memory_units or "MiB")
-        print(memory.explain_peak(5, levers=False), table, *written, sep="\n\n")
+        print(memory.explain_peak(5, what_ifs=False), table, *written, sep="\n\n")
     if budget is not None:
         memory.assert_fits(budget)
     return 0
@@ -134,8 +134,8 @@ def explain(args: argparse.Namespace) -> int:
     """``fxshard explain``."""
     with task("planning") as say:
         memory = _plan(args).memory
-        say("planning again with each lever pulled" if args.levers else "explaining")
-        said = memory.explain_peak(args.top, levers=args.levers)
+        say("planning again with each what-if" if args.what_ifs else "explaining")
+        said = memory.explain_peak(args.top, what_ifs=args.what_ifs)
     print(said)
     return 0
 
@@ -507,7 +507,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     _add_step(parser)
     parser.add_argument("--top", type=whole_number, default=20, help="how many of them (20)")
     parser.add_argument(
-        "--no-levers", dest="levers", action="store_false", help="do not try what would save"
+        "--no-what-ifs", dest="what_ifs", action="store_false", help="do not try what would save"
     )
     parser.set_defaults(command=explain)
 
