@@ -1,4 +1,4 @@
-"""assign-checkpoints: mark the calls of modules whose activations the user wants to make again."""
+"""assign-checkpoints: mark the calls of modules whose activations the user wants recomputed."""
 
 from __future__ import annotations
 

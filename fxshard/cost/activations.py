@@ -16,7 +16,7 @@ A storage that a checkpoint makes in forward is saved (s), or its operator runs 
 
 and the seconds of what runs again, the sum of seconds * a, are least; of all such answers the one
 with the fewest bytes. Views cost nothing, parameters and the batch are there anyway, and a random
-operator that runs again saves the state of its generator, unless the one in front of it runs again
+operator that runs again saves the state of its generator, unless the one before it runs again
 too (see `fxshard.passes.checkpoint`). As in Checkmate (Jain et al., MLSys 2020), but every operator
 runs again once at most, where its checkpoint's backward begins.
 
@@ -63,6 +63,7 @@ class Value:
     Attributes:
         node: the operator that makes it, or the getitem of it.
         maker: that operator.
+        size: its bytes.
         bytes: what saving it costs: 0 if the model returns it.
         home: number of the checkpoint that makes it.
         forced: it is saved whatever is chosen.
@@ -73,6 +74,7 @@ class Value:
 
     node: fx.Node
     maker: fx.Node
+    size: int
     bytes: int
     home: int | None
     forced: bool = False
@@ -131,16 +133,11 @@ class _Problem:
         self.previous = random_before(program)
         self.copied = self._written_buffers()
         self.constant = sum(
-            storage.nbytes()
-            for storage, value in self._by_storage()
-            if value.forced or id(storage) in self.returned
+            value.size
+            for storage, value in self.values.items()
+            if value.forced or storage in self.returned
         )
         self._build()
-
-    def _by_storage(self) -> Iterator[tuple[torch.UntypedStorage, Value]]:
-        for value in self.values.values():
-            (storage,) = tags.storages(value.node)[:1]
-            yield storage, value
 
     def _collect_values(self) -> None:
         held = {
@@ -160,26 +157,17 @@ class _Problem:
             maker = tags.source(node) if node.target is operator.getitem else node
             for storage in tags.storages(node):
                 if id(storage) not in held and isinstance(node.meta.get("val"), torch.Tensor):
-                    size = 0 if id(storage) in self.returned else storage.nbytes()
-                    made = Value(node, maker, size, number)
+                    size = storage.nbytes()
+                    cost = 0 if id(storage) in self.returned else size
+                    made = Value(node, maker, size, cost, number)
                     made.tagged = tags.get(node).save or tags.get(maker).save
                     self.values.setdefault(id(storage), made)
 
-    def _values_of(self, node: fx.Node) -> list[Value]:
-        return [self.values[s] for s in tags.storage_ids(node) if s in self.values]
-
     def _collect_reads(self) -> None:
         for reader in self.program.phase("backward"):
-            number = tags.get(reader).checkpoint
-            for node in reader.all_input_nodes:
-                if node.op != "call_function" or tags.get(node).phase != "forward":
-                    continue
-                if from_parameter(node):
-                    continue
-                for value in self._values_of(node):
-                    own = number is not None and self.homes[node] == number == value.home
-                    value.wanted |= own
-                    value.forced |= not own
+            for value, own in self._all_reads(reader):
+                value.wanted |= own
+                value.forced |= not own
         for value in self.values.values():
             value.forced |= value.wanted and value.tagged
 
@@ -205,14 +193,23 @@ class _Problem:
                 made[tags.get(node).checkpoint or 0].append(node)
         return made
 
-    def _reads(self, node: fx.Node) -> Iterator[tuple[Value, bool]]:
+    def _all_reads(self, node: fx.Node) -> Iterator[tuple[Value, bool]]:
         """What `node` reads of storages that forward makes, and if its checkpoint makes them."""
+        number = tags.get(node).checkpoint
         for source in node.all_input_nodes:
-            if source.op == "call_function" and not from_parameter(source):
-                for value in self._values_of(source):
-                    if not value.forced:
-                        number = tags.get(node).checkpoint
-                        yield value, self.homes[source] == number == value.home
+            home = self.homes.get(source)
+            if source not in self.homes or from_parameter(source):
+                continue
+            for value in (self.values[s] for s in tags.storage_ids(source) if s in self.values):
+                yield value, number is not None and home == number == value.home
+
+    def _reads(self, node: fx.Node) -> list[tuple[Value, bool]]:
+        """Of those, what may be recomputed."""
+        return [(value, own) for value, own in self._all_reads(node) if not value.forced]
+
+    def _copies(self, node: fx.Node) -> list[Value]:
+        """Copies of buffers that `node` reads where it runs again."""
+        return [self.copied[source] for source in node.all_input_nodes if source in self.copied]
 
     def _written_buffers(self) -> dict[fx.Node, Value]:
         """Buffers that forward writes: what runs again reads a copy from before, which is saved."""
@@ -220,7 +217,7 @@ class _Problem:
         for node in self.program.graph.find_nodes(op="placeholder"):
             if any(map(tags.writes, node.users)):
                 size = sum(s.nbytes() for s in tags.storages(node))
-                copies |= dict.fromkeys(tags.storage_ids(node), Value(node, node, size, None))
+                copies |= dict.fromkeys(tags.storage_ids(node), Value(node, node, size, size, None))
         found: dict[fx.Node, Value] = {}
         for operators in self.operators.values() if copies else ():
             for node in operators:
@@ -257,10 +254,7 @@ class _Problem:
         for node in self.operators[number]:
             for value, _ in self._reads(node):
                 found.setdefault(id(value), value)
-            for source in node.all_input_nodes:
-                if source in self.copied:
-                    found.setdefault(id(self.copied[source]), self.copied[source])
-            for value in self._made(node):
+            for value in (*self._copies(node), *self._made(node)):
                 found.setdefault(id(value), value)
         return list(found.values())
 
@@ -286,7 +280,7 @@ class _Problem:
             (
                 self.seconds(node),
                 tuple((name[id(value)], own) for value, own in self._reads(node)),
-                tuple(name[id(self.copied[n])] for n in node.all_input_nodes if n in self.copied),
+                tuple(name[id(copy)] for copy in self._copies(node)),
                 self._state(node),
                 at.get(self._forerunner(node)),
             )
@@ -321,9 +315,8 @@ class _Problem:
             again = self.of_operator[node]
             for value, own in self._reads(node):
                 self._needs(again, value, own and not value.tagged, most, first)
-            for source in node.all_input_nodes:
-                if source in self.copied:
-                    self._needs(again, self.copied[source], False, most, first)
+            for copy in self._copies(node):
+                self._needs(again, copy, False, most, first)
             for value in self._made(node):
                 if value.tagged:
                     continue
@@ -428,14 +421,14 @@ class _Problem:
 
     def largest_forced(self, count: int = 4) -> str:
         """The largest of what is saved in any case."""
-        rows = [(s.nbytes(), v) for s, v in self._by_storage() if v.forced]
-        rows.sort(key=lambda row: row[0], reverse=True)
+        forced = [value for value in self.values.values() if value.forced]
+        forced.sort(key=lambda value: value.size, reverse=True)
         said = [
-            f"{size_text(size)} {str(v.maker.target).removesuffix('.default')} of "
-            f"{tags.get(v.maker).module or 'the root'}"
-            for size, v in rows[:count]
+            f"{size_text(value.size)} {str(value.maker.target).removesuffix('.default')} of "
+            f"{tags.get(value.maker).module or 'the root'}"
+            for value in forced[:count]
         ]
-        more = f", and {len(rows) - count} more" if len(rows) > count else ""
+        more = f", and {len(forced) - count} more" if len(forced) > count else ""
         return (", ".join(said) or "the states of random generators") + more
 
 
@@ -468,7 +461,7 @@ def generator_of(node: fx.Node) -> torch.device | None:
 
 
 def random_before(program: Program) -> dict[fx.Node, fx.Node | None]:
-    """Per random operator of forward, the one in front of it on the same device."""
+    """Per random operator of forward, the one before it on the same device."""
     found: dict[fx.Node, fx.Node | None] = {}
     last: dict[torch.device, fx.Node] = {}
     for node in program.phase("forward"):

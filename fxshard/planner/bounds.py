@@ -1,6 +1,6 @@
 """What a configuration takes at least, in seconds and bytes, before it is planned.
 
-A stem is a captured program behind the first passes alone (`fxshard.pipeline.STEM`): those that
+A stem is a captured program after the first passes alone (`fxshard.pipeline.STEM`): those that
 decide what is computed and what is saved for backward, whatever is sharded how. Later passes add to
 it, and take nothing away. So of every plan with this trace, checkpoint policy and batch
 
@@ -331,12 +331,9 @@ class Bounds:
 
         Taken for granted: what is multiplied in the dtype of the parameters there, is here.
         """
-        config, opened = self._first.config, self._batches.opened
-        first, there, here = (
-            self._stem(config, opened),
-            self._dtype(config),
-            self._dtype(each.config),
-        )
+        opened, config = self._batches.opened, self._first.config
+        first, there = self._stem(config, opened), self._dtype(config)
+        here = self._dtype(each.config)
         if isinstance(first, FxshardError) or there is None or here is None:
             return 0.0
         flops: dict[torch.dtype, float] = collections.defaultdict(float)
@@ -395,10 +392,5 @@ def traced(policy: Any) -> str:
     """What of a precision the trace sees: all but how gradients are reduced."""
     if policy is None or isinstance(policy, Mapping):
         return repr(policy)
-    seen = dataclasses.replace(
-        Precision.of(policy),
-        reduce_dtype=None,
-        keep_low_precision_grads=False,
-        reduce_as_stored=False,
-    )
-    return repr(seen)
+    reduction = {"reduce_dtype": None, "reduce_as_stored": False, "keep_low_precision_grads": False}
+    return repr(dataclasses.replace(Precision.of(policy), **reduction))

@@ -13,12 +13,7 @@ While nothing has fitted, every third plan is the one with the least bound of me
 With a limit of plans, what takes at least `TOO_SLOW` times the best's time is not looked at for the
 front. Without one, the search ends when every configuration is planned, or proven to be no better.
 
-Offload that nobody asked for is tried only where nothing fits without it: the optimizer's step on
-the CPU has no figures in the cost model, which would favour it.
-
-Black-box optimizers (Optuna's samplers, scipy.optimize's) were weighed and left: they propose from
-what they have seen, know no bounds, and prove nothing; the space is finite, and its order is worth
-more than its exploration.
+Offload that nobody asked for is tried only where nothing fits without it (docs/tune.md).
 """
 
 from __future__ import annotations
