@@ -214,7 +214,7 @@ def measure(recipe: Model, side: str, world: int, setting: Setting, top: int = 0
         phases = tops(seen.profiler.kineto_results.events(), held)
     if side == "fxshard" and top:
         memory = planned(recipe, world, setting).memory
-        lines = str(memory.explain_peak(top, levers=False)).splitlines()
+        lines = str(memory.explain_peak(top, what_ifs=False)).splitlines()
         return Measured(held, phases, memory.peak_bytes, tuple(lines))
     return Measured(held, phases)
 

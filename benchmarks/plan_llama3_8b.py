@@ -35,7 +35,7 @@ def main() -> None:
     print()
     print(plan.memory.table(depth=3, units="GiB"))
     print()
-    print(plan.memory.explain_peak(5, levers=False))
+    print(plan.memory.explain_peak(5, what_ifs=False))
     figures = {
         "parameters": LLAMA3_8B.parameters,
         "world_size": WORLD,

@@ -47,7 +47,7 @@ def main() -> None:
         device="cuda",
     )
     print("\n1. Where is the peak, and of what?\n")
-    print(plan.memory.explain_peak(3, levers=False))
+    print(plan.memory.explain_peak(3, what_ifs=False))
     print("\n2. Does it fit?\n")
     print(answer(plan, args.budget))
 

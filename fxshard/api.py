@@ -28,7 +28,7 @@ from fxshard.memory.report import MemoryReport
 from fxshard.pipeline import Observer, make_program
 from fxshard.planner import budget
 from fxshard.planner.result import Tuning
-from fxshard.planner.search import PLANS, tuned
+from fxshard.planner.tune import PLANS, tuned
 from fxshard.plans.plan import Plan, make_plan
 from fxshard.plans.workload import Workload, example
 from fxshard.runtime import reading, replaced

@@ -82,3 +82,11 @@ def size_text(size: int) -> str:
         if abs(size) >= scale:
             return f"{size / scale:.2f} {unit}" if scale > 1 else f"{size} B"
     return "0 B"
+
+
+def excess_text(needed: int, given: int) -> str:
+    """By how many bytes a budget is too small."""
+    return (
+        f"{size_text(needed)} needed, {size_text(given)} given: {size_text(needed - given)} "
+        f"too much"
+    )

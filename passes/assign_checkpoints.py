@@ -1,4 +1,4 @@
-"""assign-checkpoints: mark the calls of modules whose activations the user wants to make again."""
+"""assign-checkpoints: mark the calls of modules whose activations the user wants recomputed."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class AssignCheckpoints:
             tags.update(node, checkpoint=number, save=save)
         budget = next((p for p in program.checkpoints.values() if isinstance(p, int)), None)
         if budget is not None and program.signature.training:
-            for node in choose(program, budget, self.seconds).save:
+            for node in choose(program, budget, self.seconds):
                 tags.update(node, save=True)
 
 

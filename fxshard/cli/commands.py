@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -47,7 +48,7 @@ from fxshard.memory.explain import size_text
 from fxshard.memory.report import UNITS, MemoryReport
 from fxshard.memory.views.diff import diff
 from fxshard.memory.views.live import live_after
-from fxshard.planner.search import PLANS
+from fxshard.planner.tune import PLANS
 from fxshard.plans.plan import Plan
 from fxshard.validation.compare import Validation
 
@@ -83,15 +84,15 @@ def report(args: argparse.Namespace) -> int:
         memory = _plan(args).memory
         say("writing")
         written = [
-            write(memory, path)
-            for name, write in OUTPUTS.items()
+            _write(path, what, functools.partial(write, memory))
+            for name, (what, write) in OUTPUTS.items()
             if (path := getattr(args, name)) not in (None, "-")
         ]
     if args.json == "-":
         print(json.dumps(memory.to_dict(), indent=2))
     else:
         table = memory.table(args.depth, args.memory_units or "MiB")
-        print(memory.explain_peak(5, levers=False), table, *written, sep="\n\n")
+        print(memory.explain_peak(5, what_ifs=False), table, *written, sep="\n\n")
     if budget is not None:
         memory.assert_fits(budget)
     return 0
@@ -105,37 +106,31 @@ def _to_csv(memory: MemoryReport, path: str) -> None:
     files.write(path, memory.to_csv())
 
 
-@dataclasses.dataclass(frozen=True)
-class _Output:
-    """A file that ``report`` can write."""
-
-    write: Any
-    what: str
-
-    def __call__(self, memory: MemoryReport, path: str) -> str:
-        try:
-            self.write(memory, path)
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror}.") from error
-        return f"{self.what}: {path}"
-
-
 _PERFETTO = "Trace for ui.perfetto.dev"
-OUTPUTS = {
-    "json": _Output(_to_json, "Everything as JSON"),
-    "csv": _Output(_to_csv, "All rows as CSV"),
-    "html": _Output(MemoryReport.to_html, "Timeline, schedule and tables, for a browser"),
-    "perfetto": _Output(MemoryReport.to_perfetto, _PERFETTO),
-    "memory_viz": _Output(MemoryReport.to_memory_viz, "Snapshot for pytorch.org/memory_viz"),
+OUTPUTS: dict[str, tuple[str, Callable[[MemoryReport, str], None]]] = {  # of ``report``
+    "json": ("Everything as JSON", _to_json),
+    "csv": ("All rows as CSV", _to_csv),
+    "html": ("Timeline, schedule and tables, for a browser", MemoryReport.to_html),
+    "perfetto": (_PERFETTO, MemoryReport.to_perfetto),
+    "memory_viz": ("Snapshot for pytorch.org/memory_viz", MemoryReport.to_memory_viz),
 }
+
+
+def _write(path: str, what: str, write: Callable[[str], None]) -> str:
+    """Write a file; returns a line that tells of it."""
+    try:
+        write(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}.") from error
+    return f"{what}: {path}"
 
 
 def explain(args: argparse.Namespace) -> int:
     """``fxshard explain``."""
     with task("planning") as say:
         memory = _plan(args).memory
-        say("planning again with each lever pulled" if args.levers else "explaining")
-        said = memory.explain_peak(args.top, levers=args.levers)
+        say("planning again with each what-if" if args.what_ifs else "explaining")
+        said = memory.explain_peak(args.top, what_ifs=args.what_ifs)
     print(said)
     return 0
 
@@ -230,7 +225,7 @@ class _Written:
 
 
 def _text(args: argparse.Namespace) -> str:
-    """The program of the last micro-batch as text, finished or in front of the pass of --text."""
+    """The program of the last micro-batch as text, finished or before the pass of --text."""
     if not args.text:
         with task("planning"):
             return text.write(_plan(args).program)
@@ -284,10 +279,7 @@ def opt(args: argparse.Namespace) -> int:
     if args.output is None:
         print(written, end="")
         return 0
-    try:
-        files.write(args.output, written)
-    except OSError as error:
-        raise ConfigError(f"cannot write {args.output}: {error.strerror}.") from error
+    _write(args.output, "Text", lambda path: files.write(path, written))
     return 0
 
 
@@ -306,8 +298,8 @@ def estimate(args: argparse.Namespace) -> int:
         found = plan.estimate(hardware)
     written = []
     if args.perfetto is not None:
-        write = _Output(lambda _, path: found.to_perfetto(path, plan.memory), _PERFETTO)
-        written.append(write(plan.memory, args.perfetto))
+        draw = functools.partial(found.to_perfetto, memory=plan.memory)
+        written.append(_write(args.perfetto, _PERFETTO, draw))
     print(found.table(), found.summary(), *written, sep="\n\n")
     return 0
 
@@ -316,30 +308,22 @@ def tune(args: argparse.Namespace) -> int:
     """``fxshard tune``."""
     if args.batches is not None:
         refuse_beside(args, "--batches", "these are the batches that are tried", "--batch")
-    model, inputs, keywords = load(args, "meta")
-    more = {name: getattr(args, name) for name in ("micro_batches", "no_sync", "device")}
-    given = {name: value for name, value in more.items() if value} | options(args)
     found = fxshard.tune(
-        *(model, inputs, keywords),
-        world_size=args.world_size,
+        *load(args, "meta"),
         hardware=args.hardware,
         budget=args.budget,
         batches=args.batches,
         plans=args.plans,
-        **given,
+        **_step(args),
     )
     best, written = found.best.plan, []
     assert best is not None  # of the best it is kept
     if args.plot is not None:
-        write = _Output(lambda _, path: found.plot(path), "Memory against time, as PNG")
-        written.append(write(best.memory, args.plot))
+        written.append(_write(args.plot, "Memory against time, as PNG", found.plot))
     if args.html is not None:
-        dots, budget = found.dots(), found.budget_bytes
-        write = _Output(
-            lambda memory, path: memory.to_html(path, front=dots, budget=budget),
-            "The best, and memory against time, for a browser",
-        )
-        written.append(write(best.memory, args.html))
+        page = functools.partial(best.memory.to_html, front=found.dots(), budget=found.budget_bytes)
+        what = "The best, and memory against time, for a browser"
+        written.append(_write(args.html, what, page))
     table = found.table(rows=None) if args.all else found.table()
     print(found.summary(), table, *written, sep="\n\n")
     return 0
@@ -347,16 +331,9 @@ def tune(args: argparse.Namespace) -> int:
 
 def validate(args: argparse.Namespace) -> int:
     """``fxshard validate``."""
-    model, inputs, keywords = load(args, "cpu")
-    how = {
-        "world_size": args.world_size,
-        "steps": args.steps,
-        "micro_batches": args.micro_batches,
-        "no_sync": args.no_sync,
-        **options(args),
-    }
+    call = load(args, "cpu")
     with task("validating"):
-        result = _validated((model, inputs, keywords), args, how)
+        result = _validated(call, args, {"steps": args.steps, **_step(args)})
     numerics = result.numerics
     if args.json:
         print(json.dumps(_comparison(result), indent=2))
@@ -383,7 +360,7 @@ def _validated(call: Call, args: argparse.Namespace, how: dict[str, Any]) -> Val
         except (ConfigError, UnknownSizeError) as reason:
             told = f"fxshard: not on real ranks: {' '.join(str(reason).split())}"
         found = fxshard.validate(*call, **how)
-        print(told, file=sys.stderr)  # behind it: the reason may be one for both
+        print(told, file=sys.stderr)  # after it: the reason may be one for both
         return found
     return fxshard.validate(*call, **how, numerics=args.numerics)
 
@@ -452,9 +429,8 @@ def solve(args: argparse.Namespace) -> int:
     """``fxshard solve``."""
     fixed, dynamic = once(args.at, "--at"), once(args.dynamic, "--dynamic")
     with task("planning"):
-        model, inputs, keywords = load(args, "meta")
-        dynamic = dynamic or open_sizes(model, inputs, keywords)
-        plan = _plan_of((model, inputs, keywords), args, dynamic=dynamic)
+        call = load(args, "meta")
+        plan = _plan_of(call, args, dynamic=dynamic or open_sizes(*call))
         found = plan.solve(args.what, args.budget, multiple_of=args.multiple_of, **fixed)
     print(found)
     return 0
@@ -465,15 +441,17 @@ def _plan(args: argparse.Namespace, **others: Any) -> Plan:
 
 
 def _plan_of(call: Call, args: argparse.Namespace, **others: Any) -> Plan:
-    model, inputs, keywords = call
-    more = {name: getattr(args, name, None) for name in ("micro_batches", "no_sync", "device")}
-    given = {name: value for name, value in more.items() if value}
-    plan = fxshard.plan(
-        model, inputs, keywords, world_size=args.world_size, **others, **given, **options(args)
-    )
+    plan = fxshard.plan(*call, **others, **_step(args))
     if plan.picked is not None:
         print("fxshard:", plan.picked, file=sys.stderr)
     return plan
+
+
+def _step(args: argparse.Namespace) -> dict[str, Any]:
+    """What a step is: arguments and options of `fxshard.plan`, as far as they are given."""
+    names = ("world_size", "micro_batches", "no_sync", "device")
+    given = {name: value for name in names if (value := getattr(args, name, None))}
+    return given | options(args)
 
 
 # -- the arguments ------------------------------------------------------------------------------
@@ -507,7 +485,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     _add_step(parser)
     parser.add_argument("--top", type=whole_number, default=20, help="how many of them (20)")
     parser.add_argument(
-        "--no-levers", dest="levers", action="store_false", help="do not try what would save"
+        "--no-what-ifs", dest="what_ifs", action="store_false", help="do not try what would save"
     )
     parser.set_defaults(command=explain)
 
@@ -563,7 +541,7 @@ def _add_dump(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="",
         metavar="PASS",
-        help="the whole program, for fxshard opt; with PASS, as it is in front of that pass",
+        help="the full program, for fxshard opt; with PASS, as it is before that pass",
     )
     parser.add_argument(
         "--hardware", metavar="NAME", help=f"adds exposed milliseconds: {', '.join(PRESETS)}"
@@ -581,7 +559,7 @@ def _add_opt(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--print-after-all",
         action="store_true",
-        help="the joint graph behind each pass, on standard error",
+        help="the joint graph after each pass, on standard error",
     )
     parser.add_argument(
         "--import",

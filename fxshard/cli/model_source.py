@@ -28,6 +28,12 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 # What transformers' LlamaConfig takes, for --hf-config by name.
+_LLAMA3 = {
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+}
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny-llama": {
         "model_type": "llama",
@@ -39,24 +45,18 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
     },
     "llama3-8b": {
-        "model_type": "llama",
-        "vocab_size": 128_256,
+        **_LLAMA3,
         "hidden_size": 4096,
         "intermediate_size": 14_336,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
     },
     "llama3-70b": {
-        "model_type": "llama",
-        "vocab_size": 128_256,
+        **_LLAMA3,
         "hidden_size": 8192,
         "intermediate_size": 28_672,
         "num_hidden_layers": 80,
         "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
     },
 }
 
@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser, sizes: tuple[int, int] = (1, 
         help="activation checkpointing of each unit; a size: what may be saved in all",
     )
     parser.add_argument(
-        "--memory-budget", metavar="80GiB", help="pick a schedule and checkpoints that fit"
+        "--memory-budget", metavar="80GiB", help="choose a schedule and checkpoints that fit"
     )
     parser.add_argument("--backend", choices=BACKENDS, default="eager", help="of compute regions")
     parser.add_argument(
@@ -216,7 +216,7 @@ def _from_config(source: str, device: str) -> Any:
             # What a config.json names in "auto_map" is not run, nor asked for.
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # of values that make no sense, whatever it stumbles over
-        reason = re.split(r"\.\s", str(error))[0]  # behind it: a list of all that there is
+        reason = re.split(r"\.\s", str(error))[0]  # after it: a list of all that there is
         raise ConfigError(f"--hf-config {source}: no causal language model: {reason}.") from error
 
 

@@ -1,4 +1,8 @@
-"""What to make again in backward so that saved activations fit a budget: an integer program.
+"""What to recompute in backward so that saved activations fit a budget: an integer program.
+
+This is no search over plans (`fxshard.planner`): it chooses among the values of one program, by
+bytes and seconds that are sums over them, and is solved exactly. Which number of bytes is best for
+a step is the planner's question, which plans the step with each number that it asks for.
 
 Note: the program
 =================
@@ -12,7 +16,7 @@ A storage that a checkpoint makes in forward is saved (s), or its operator runs 
 
 and the seconds of what runs again, the sum of seconds * a, are least; of all such answers the one
 with the fewest bytes. Views cost nothing, parameters and the batch are there anyway, and a random
-operator that runs again saves the state of its generator, unless the one in front of it runs again
+operator that runs again saves the state of its generator, unless the one before it runs again
 too (see `fxshard.passes.checkpoint`). As in Checkmate (Jain et al., MLSys 2020), but every operator
 runs again once at most, where its checkpoint's backward begins.
 
@@ -40,6 +44,7 @@ from torch import fx
 
 from fxshard.bytesize import size_text
 from fxshard.capture import rng
+from fxshard.cost.operators import argument
 from fxshard.errors import ConfigError, TooLittleError
 from fxshard.ir import tags
 from fxshard.ir.program import Program
@@ -51,30 +56,14 @@ STATES = (rng.get_rng_state, rng.set_rng_state)
 NODES = 20_000  # of the solver's search tree; a limit in seconds would differ between ranks
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """What is saved.
-
-    Attributes:
-        save: forward operators, and picks of their results, whose value is saved.
-        bytes: of activations alive between forward and backward, what the model returns included.
-        seconds: of what backward makes again.
-        least_bytes: the fewest that can be reached.
-    """
-
-    save: frozenset[fx.Node]
-    bytes: int
-    seconds: float
-    least_bytes: int
-
-
 @dataclasses.dataclass
 class Value:
     """A storage that forward makes.
 
     Attributes:
-        node: the operator that makes it, or the pick of it.
+        node: the operator that makes it, or the getitem of it.
         maker: that operator.
+        size: its bytes.
         bytes: what saving it costs: 0 if the model returns it.
         home: number of the checkpoint that makes it.
         forced: it is saved whatever is chosen.
@@ -85,6 +74,7 @@ class Value:
 
     node: fx.Node
     maker: fx.Node
+    size: int
     bytes: int
     home: int | None
     forced: bool = False
@@ -93,29 +83,34 @@ class Value:
     readers: set[int] = dataclasses.field(default_factory=set)
 
 
-def choose(program: Program, budget: int, seconds: Seconds) -> Choice:
+def choose(program: Program, budget: int, seconds: Seconds) -> frozenset[fx.Node]:
     """What checkpoints save, at most `budget` bytes of activations, at the least time.
 
     Args:
         program: with its checkpoints assigned; those of `Meta.checkpoint` numbers whose nodes have
             ``save`` keep what their policy says.
-        budget: bytes on one rank between forward and backward of one micro-batch.
+        budget: bytes on one rank between forward and backward of one micro-batch, of what the model
+            returns too.
         seconds: of one operator, > 0 if it computes.
+
+    Returns:
+        Forward operators, and getitems of their results, whose value is saved.
 
     Raises:
         TooLittleError: even the fewest bytes are more; says how many they are, and of what.
+        ConfigError: the solver found no choice.
     """
     problem = _Problem(program, seconds)
     least = problem.least()
     if least > budget:
         raise TooLittleError(
             f"checkpoint={size_text(budget)}: at least {size_text(least)} ({least:,} bytes) of "
-            f"activations live from forward to backward, whatever is made again: "
+            f"activations live from forward to backward, whatever is recomputed: "
             f"{problem.largest_forced()}. What is outside of checkpointed modules, and what they "
             f"read, is saved in any case: make the units larger, or the batch smaller.",
             least,
         )
-    return problem.solve(budget, least)
+    return frozenset(problem.saved(problem.solve(budget)))
 
 
 class _Problem:
@@ -138,16 +133,11 @@ class _Problem:
         self.previous = random_before(program)
         self.copied = self._written_buffers()
         self.constant = sum(
-            nbytes_of(storage)
-            for storage, value in self._by_storage()
-            if value.forced or id(storage) in self.returned
+            value.size
+            for storage, value in self.values.items()
+            if value.forced or storage in self.returned
         )
         self._build()
-
-    def _by_storage(self) -> Iterator[tuple[torch.UntypedStorage, Value]]:
-        for value in self.values.values():
-            (storage,) = tags.storages(value.node)[:1]
-            yield storage, value
 
     def _collect_values(self) -> None:
         held = {
@@ -167,26 +157,17 @@ class _Problem:
             maker = tags.source(node) if node.target is operator.getitem else node
             for storage in tags.storages(node):
                 if id(storage) not in held and isinstance(node.meta.get("val"), torch.Tensor):
-                    size = 0 if id(storage) in self.returned else nbytes_of(storage)
-                    made = Value(node, maker, size, number)
+                    size = storage.nbytes()
+                    cost = 0 if id(storage) in self.returned else size
+                    made = Value(node, maker, size, cost, number)
                     made.tagged = tags.get(node).save or tags.get(maker).save
                     self.values.setdefault(id(storage), made)
 
-    def _values_of(self, node: fx.Node) -> list[Value]:
-        return [self.values[s] for s in tags.storage_ids(node) if s in self.values]
-
     def _collect_reads(self) -> None:
         for reader in self.program.phase("backward"):
-            number = tags.get(reader).checkpoint
-            for node in reader.all_input_nodes:
-                if node.op != "call_function" or tags.get(node).phase != "forward":
-                    continue
-                if from_parameter(node):
-                    continue
-                for value in self._values_of(node):
-                    own = number is not None and self.homes[node] == number == value.home
-                    value.wanted |= own
-                    value.forced |= not own
+            for value, own in self._all_reads(reader):
+                value.wanted |= own
+                value.forced |= not own
         for value in self.values.values():
             value.forced |= value.wanted and value.tagged
 
@@ -212,22 +193,31 @@ class _Problem:
                 made[tags.get(node).checkpoint or 0].append(node)
         return made
 
-    def _reads(self, node: fx.Node) -> Iterator[tuple[Value, bool]]:
+    def _all_reads(self, node: fx.Node) -> Iterator[tuple[Value, bool]]:
         """What `node` reads of storages that forward makes, and if its checkpoint makes them."""
+        number = tags.get(node).checkpoint
         for source in node.all_input_nodes:
-            if source.op == "call_function" and not from_parameter(source):
-                for value in self._values_of(source):
-                    if not value.forced:
-                        number = tags.get(node).checkpoint
-                        yield value, self.homes[source] == number == value.home
+            home = self.homes.get(source)
+            if source not in self.homes or from_parameter(source):
+                continue
+            for value in (self.values[s] for s in tags.storage_ids(source) if s in self.values):
+                yield value, number is not None and home == number == value.home
+
+    def _reads(self, node: fx.Node) -> list[tuple[Value, bool]]:
+        """Of those, what may be recomputed."""
+        return [(value, own) for value, own in self._all_reads(node) if not value.forced]
+
+    def _copies(self, node: fx.Node) -> list[Value]:
+        """Copies of buffers that `node` reads where it runs again."""
+        return [self.copied[source] for source in node.all_input_nodes if source in self.copied]
 
     def _written_buffers(self) -> dict[fx.Node, Value]:
         """Buffers that forward writes: what runs again reads a copy from before, which is saved."""
         copies: dict[int, Value] = {}  # by storage
         for node in self.program.graph.find_nodes(op="placeholder"):
             if any(map(tags.writes, node.users)):
-                size = sum(map(nbytes_of, tags.storages(node)))
-                copies |= dict.fromkeys(tags.storage_ids(node), Value(node, node, size, None))
+                size = sum(s.nbytes() for s in tags.storages(node))
+                copies |= dict.fromkeys(tags.storage_ids(node), Value(node, node, size, size, None))
         found: dict[fx.Node, Value] = {}
         for operators in self.operators.values() if copies else ():
             for node in operators:
@@ -264,10 +254,7 @@ class _Problem:
         for node in self.operators[number]:
             for value, _ in self._reads(node):
                 found.setdefault(id(value), value)
-            for source in node.all_input_nodes:
-                if source in self.copied:
-                    found.setdefault(id(self.copied[source]), self.copied[source])
-            for value in self._made(node):
+            for value in (*self._copies(node), *self._made(node)):
                 found.setdefault(id(value), value)
         return list(found.values())
 
@@ -293,7 +280,7 @@ class _Problem:
             (
                 self.seconds(node),
                 tuple((name[id(value)], own) for value, own in self._reads(node)),
-                tuple(name[id(self.copied[n])] for n in node.all_input_nodes if n in self.copied),
+                tuple(name[id(copy)] for copy in self._copies(node)),
                 self._state(node),
                 at.get(self._forerunner(node)),
             )
@@ -328,9 +315,8 @@ class _Problem:
             again = self.of_operator[node]
             for value, own in self._reads(node):
                 self._needs(again, value, own and not value.tagged, most, first)
-            for source in node.all_input_nodes:
-                if source in self.copied:
-                    self._needs(again, self.copied[source], False, most, first)
+            for copy in self._copies(node):
+                self._needs(again, copy, False, most, first)
             for value in self._made(node):
                 if value.tagged:
                     continue
@@ -360,26 +346,21 @@ class _Problem:
 
     def least(self) -> int:
         """The fewest bytes that can be reached."""
-        found = self._minimised([size for _, size, _ in self.columns])
-        return self._bytes(found)
+        return self._bytes(self._minimised([size for _, size, _ in self.columns]))
 
-    def solve(self, budget: int, least: int) -> Choice:
+    def solve(self, budget: int) -> Any:
+        """Numbers for the columns: the least time within `budget` bytes, then the fewest bytes."""
         seconds = [float(cost) for cost, _, _ in self.columns]
         sizes = [size for _, size, _ in self.columns]
-        limit = budget - self.constant
-        while True:  # the solver keeps a constraint up to its tolerance
+        found, over, limit = None, 0, budget - self.constant
+        while found is None or over > 0:  # the solver keeps a constraint up to its tolerance
+            limit -= over
             found = self._minimised(seconds, (sizes, limit))
             over = self._bytes(found) - budget
-            if over <= 0:
-                break
-            limit -= over
-        spent = float(np.dot(seconds, found)) if seconds else 0.0
-        tidy = self._minimised(sizes, (seconds, spent * (1 + 1e-9)))
-        if self._bytes(tidy) <= budget and _cost(seconds, tidy) <= spent * (1 + 1e-9):
-            found = tidy
-        return Choice(
-            frozenset(self._saved(found)), self._bytes(found), _cost(seconds, found), least
-        )
+        most = float(np.dot(seconds, found)) * (1 + 1e-9)
+        tidy = self._minimised(sizes, (seconds, most))
+        fits = self._bytes(tidy) <= budget and float(np.dot(seconds, tidy)) <= most
+        return tidy if fits else found
 
     def _bytes(self, found: Iterable[int]) -> int:
         return self.constant + sum(
@@ -416,10 +397,10 @@ class _Problem:
             raise ConfigError(f"the solver found no choice of what to save: {result.message}")
         return np.rint(result.x).astype(np.int64)
 
-    def _saved(self, found: Any) -> Iterator[fx.Node]:
-        """Of n checkpoints of one form, the first ones make most again: see the note above.
+    def saved(self, found: Any) -> Iterator[fx.Node]:
+        """What is saved, by `solve`. Of n checkpoints of one form the first ones recompute most.
 
-        What the last ones save dies first in backward, before the first make anything again.
+        What the last ones save dies first in backward, before the first recompute anything.
         """
         for value in self.values.values():
             if value.forced and value.home is not None:
@@ -440,19 +421,15 @@ class _Problem:
 
     def largest_forced(self, count: int = 4) -> str:
         """The largest of what is saved in any case."""
-        rows = [(nbytes_of(s), v) for s, v in self._by_storage() if v.forced]
-        rows.sort(key=lambda row: row[0], reverse=True)
+        forced = [value for value in self.values.values() if value.forced]
+        forced.sort(key=lambda value: value.size, reverse=True)
         said = [
-            f"{size_text(size)} {str(v.maker.target).removesuffix('.default')} of "
-            f"{tags.get(v.maker).module or 'the root'}"
-            for size, v in rows[:count]
+            f"{size_text(value.size)} {str(value.maker.target).removesuffix('.default')} of "
+            f"{tags.get(value.maker).module or 'the root'}"
+            for value in forced[:count]
         ]
-        more = f", and {len(rows) - count} more" if len(rows) > count else ""
+        more = f", and {len(forced) - count} more" if len(forced) > count else ""
         return (", ".join(said) or "the states of random generators") + more
-
-
-def _cost(seconds: list[float], found: Any) -> float:
-    return float(np.dot(seconds, found)) if seconds else 0.0
 
 
 def _viewed(node: fx.Node) -> list[fx.Node]:
@@ -461,11 +438,6 @@ def _viewed(node: fx.Node) -> list[fx.Node]:
     return [
         n for n in node.all_input_nodes if n.op == "call_function" and tags.storage_ids(n) & own
     ]
-
-
-def nbytes_of(storage: torch.UntypedStorage) -> int:
-    """Bytes of a fake storage."""
-    return int(storage.nbytes())
 
 
 # -- what a checkpoint's pass asks of a node too ---------------------------------------------------
@@ -488,18 +460,8 @@ def generator_of(node: fx.Node) -> torch.device | None:
     return device
 
 
-def argument(node: fx.Node, name: str) -> Any:
-    """What `node` passes to its operator's argument `name`; None if that has no such argument."""
-    schema: Any = getattr(node.target, "_schema", None)
-    for i, parameter in enumerate(schema.arguments if schema else ()):
-        if parameter.name == name:
-            given = node.args[i] if i < len(node.args) else parameter.default_value
-            return node.kwargs.get(name, given)
-    return None
-
-
 def random_before(program: Program) -> dict[fx.Node, fx.Node | None]:
-    """Per random operator of forward, the one in front of it on the same device."""
+    """Per random operator of forward, the one before it on the same device."""
     found: dict[fx.Node, fx.Node | None] = {}
     last: dict[torch.device, fx.Node] = {}
     for node in program.phase("forward"):

@@ -58,7 +58,7 @@ def flops(node: fx.Node) -> int:
     """Floating-point operations of an operator by torch's formulas; 0 if there is none.
 
     Products of matrices, convolutions and attention have one; a multiplication and the addition
-    behind it are two operations. Attention counts in full, causal or not. As
+    after it are two operations. Attention counts in full, causal or not. As
     `torch.utils.flop_counter.FlopCounterMode` counts.
     """
     packet = _packet(node)
@@ -121,7 +121,7 @@ def executed_flops(node: fx.Node) -> float:
 def bytes_moved(node: fx.Node) -> int:
     """Bytes that an operator reads and writes: its inputs and its outputs, once each. Views: 0.
 
-    What is expanded counts as it lies in memory. Embeddings and picks by index read as many bytes
+    What is expanded counts as it lies in memory. Embeddings and indexing read as many bytes
     as they write, not their whole operand.
     """
     packet = _packet(node)
@@ -137,7 +137,7 @@ def bytes_moved(node: fx.Node) -> int:
 
 
 def is_view(node: fx.Node) -> bool:
-    """True if `node` runs no kernel: placeholders, picks of results, views."""
+    """True if `node` runs no kernel: placeholders, getitems, views."""
     if node.op != "call_function" or node.target is operator.getitem:
         return True
     mutates = isinstance(node.target, OpOverload) and node.target._schema.is_mutable

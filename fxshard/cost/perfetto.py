@@ -1,8 +1,7 @@
 """An estimate as a trace for ui.perfetto.dev, beside the bytes that are alive.
 
-Times are microseconds from the beginning of
-the step. Memory is taken and given back in program order: its counters follow the clock of the
-compute stream, past each operator and each row.
+Times are microseconds from the beginning of the step. Memory is taken and given back in program
+order: its counters follow the clock of the compute stream, past each operator and each row.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def _operators(estimate: Estimate) -> Iterator[Event]:
     for phase in estimate.phases:
         before = phase.start
         for name, end in zip(phase.operators, phase.ends, strict=True):
-            # An operator starts where the one before it ended, or its row began behind that.
+            # An operator starts where the one before it ended, or its row began after that.
             at = bisect.bisect_left(starts, end) - 1
             start = max(before, starts[at]) if at >= 0 else before
             if name and end > start:
@@ -89,7 +88,7 @@ def _operators(estimate: Estimate) -> Iterator[Event]:
 
 
 def times(estimate: Estimate, phases: Iterable[PhaseOfStep]) -> list[float]:
-    """Microseconds per tick of a ledger with these phases, and of the end behind them.
+    """Microseconds per tick of a ledger with these phases, and of the end after them.
 
     What the estimate knows nothing of (the user's loss, ``zero_grad``) takes no time; the events of
     the optimizer share its time equally.

@@ -2,7 +2,7 @@
 
 A discrete-event walk over the schedule as it is. Each stream runs its rows in program order; a row
 starts when its stream is free and the events that it waits for are recorded; a wait row ends when
-its launch is done. The collectives of one group run one behind the other, whatever their streams:
+its launch is done. The collectives of one group run one after the other, whatever their streams:
 ProcessGroupNCCL has one stream per communicator (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp).
 The CPU is taken to be ahead of the GPU at all times.
 
@@ -46,7 +46,7 @@ class Row:
         name: of the row in the schedule.
         stream: where it runs.
         start, end: seconds from the beginning of the step.
-        exposed: seconds that the compute stream stands still in front of it.
+        exposed: seconds that the compute stream stands still before it.
         link_bytes, network_bytes: of a collective, what the rank sends within its node and to
             others (`operators.wire_bytes`).
     """
@@ -71,7 +71,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer that runs behind the programs reads and writes beside its parameters.
+    """What an optimizer that runs after the programs reads and writes beside its parameters.
 
     Attributes:
         name: class of the optimizer.
@@ -134,9 +134,9 @@ class Estimate:
         hardware: where.
         rows: every row of every micro-batch in program order; the optimizer's last.
         phases: forward and backward of each micro-batch, operator by operator.
-        model_flops: of forward and backward without anything computed again (PaLM, appendix B).
+        model_flops: of forward and backward without anything recomputed (PaLM, appendix B).
         ideal_seconds: what those take at the hardware's peak.
-        tail: seconds behind the last row of the compute stream, until all streams are done.
+        tail: seconds after the last row of the compute stream, until all streams are done.
         units: their names, in order; the root is the first.
     """
 
@@ -178,7 +178,7 @@ class Estimate:
         return self.ideal_seconds / self.step_seconds if self.step_seconds else 0.0
 
     def by_unit(self) -> dict[str, UnitSeconds]:
-        """Seconds of a step by unit; the optimizer behind backward as a unit of its own."""
+        """Seconds of a step by unit; the optimizer after backward as a unit of its own."""
         used = {row.unit for row in self.rows}
         found = {unit: UnitSeconds() for unit in (*self.units, OPTIMIZER) if unit in used}
         for row in self.rows:
@@ -206,7 +206,7 @@ class Estimate:
         return found
 
     def exposed(self, micro_batch: int) -> dict[tuple[str, str], float]:
-        """Seconds exposed in front of each row of a micro-batch, by phase and name of the row."""
+        """Seconds exposed before each row of a micro-batch, by phase and name of the row."""
         return {
             (row.phase, row.name): row.exposed
             for row in self.rows
@@ -267,7 +267,7 @@ def estimate(
     Args:
         programs: one per micro-batch, each with a schedule.
         hardware: where it would run.
-        optimizer: what steps behind them; None: nothing, or it is part of the programs.
+        optimizer: what steps after them; None: nothing, or it is part of the programs.
     """
     walk = _Walk(hardware, optimizer)
     for number, program in enumerate(programs):
@@ -424,7 +424,7 @@ class _Walk:
         return self._costs[region.name]
 
     def step(self, optimizer: OptimizerState, program: Program) -> None:
-        """The optimizer behind all programs, on the compute stream: what no program steps itself.
+        """The optimizer after all programs, on the compute stream: what no program steps itself.
 
         It runs when backward has returned, and so when the reductions are there.
         """

@@ -1,4 +1,4 @@
-"""What is alive at the peak, and what each lever would save."""
+"""What is alive at the peak, and what each what-if would save."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class Alive:
 
 
 @dataclasses.dataclass(frozen=True)
-class Lever:
+class WhatIf:
     """One change of the step, and what it would save.
 
     Attributes:
         name: what it is.
-        changes: arguments of `Plan.replan` that pull it.
-        peak_bytes: of the plan that has it pulled; None if it cannot be pulled.
+        changes: arguments of `Plan.replan` that make it.
+        peak_bytes: of the plan with it; None if it cannot be made.
         saves_bytes: the peak now less `peak_bytes`; negative if it costs memory.
-        why_not: why it cannot be pulled.
+        why_not: why it cannot be made.
     """
 
     name: str
@@ -66,14 +66,14 @@ class Explanation:
         where: phase, node, module and line of the peak, as a clause.
         peak_bytes: the peak.
         alive: everything alive there, largest first; the bytes add up to `peak_bytes`.
-        levers: what could be changed, best first; empty if they were not asked for.
+        what_ifs: what could be changed, best first; empty if they were not asked for.
         top: how many of `alive` the text shows one by one.
     """
 
     where: str
     peak_bytes: int
     alive: tuple[Alive, ...]
-    levers: tuple[Lever, ...] = ()
+    what_ifs: tuple[WhatIf, ...] = ()
     top: int = 20
 
     def __str__(self) -> str:
@@ -85,9 +85,9 @@ class Explanation:
         if rest:
             left = sum(each.bytes for each in rest)
             lines.append(f"  {size_text(left):>12}  {len(rest):,} more, each smaller")
-        if self.levers:
+        if self.what_ifs:
             lines += ["", "What would change it (each figure is that of a plan made so):"]
-            lines += [f"  {_lever(each)}" for each in self.levers]
+            lines += [f"  {_what_if(each)}" for each in self.what_ifs]
         return "\n".join(lines)
 
 
@@ -126,7 +126,7 @@ def _lines(each: Alive) -> list[str]:
     return [first, f"{'':16}from {since} until {until}{stream}", *code]
 
 
-def _lever(each: Lever) -> str:
+def _what_if(each: WhatIf) -> str:
     if each.saves_bytes is None or each.peak_bytes is None:
         return f"{'-':>12}  {each.name}: {each.why_not}"
     word = "saves" if each.saves_bytes >= 0 else "costs"

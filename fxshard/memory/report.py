@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fxshard.arguments import check_count, check_flag
-from fxshard.bytesize import parse_budget
+from fxshard.bytesize import excess_text, parse_budget
 from fxshard.capture.provenance import line_text
 from fxshard.errors import ConfigError, DoesNotFitError
 from fxshard.host import collector, files
@@ -20,7 +20,7 @@ from fxshard.memory.category import CATEGORIES, Category, State
 from fxshard.memory.cuda.kernels import kernel_temporaries_cuda
 from fxshard.memory.cuda.reserved import HOPPER, DeviceMemory, device_memory
 from fxshard.memory.cuda.settings import AllocatorSettings
-from fxshard.memory.explain import SIZES, Explanation, Lever, alive_things, size_text
+from fxshard.memory.explain import SIZES, Explanation, WhatIf, alive_things, size_text
 from fxshard.memory.formula import Formula, StepFormulas
 from fxshard.memory.kernels import KernelTemporary, kernel_temporaries
 from fxshard.memory.ledger import Ledger, LiveRange, PhaseBytes
@@ -91,12 +91,12 @@ class MemoryReport:
     def __init__(
         self,
         step: StepBytes,
-        levers: Callable[[], list[Lever]] | None = None,
+        what_ifs: Callable[[], list[WhatIf]] | None = None,
         lifecycle: Callable[[], list[LifecyclePhase]] | None = None,
         elsewhere: Elsewhere | None = None,
     ) -> None:
-        """Args: `levers`, `lifecycle`, `elsewhere`: how those are found, if they are asked for."""
-        self._step, self._levers, self._lifecycle = step, levers, lifecycle
+        """Args: `what_ifs`, `lifecycle`, `elsewhere`: how those are found, if asked for."""
+        self._step, self._what_ifs, self._lifecycle = step, what_ifs, lifecycle
         self._elsewhere = elsewhere
 
     @property
@@ -628,18 +628,18 @@ class MemoryReport:
         """
         return queries.recomputed(self.programs[self._micro_batch(micro_batch)])
 
-    def explain_peak(self, top: int = 20, *, levers: bool = True) -> Explanation:
-        """Everything alive at the peak of the steady step, and what each lever would save.
+    def explain_peak(self, top: int = 20, *, what_ifs: bool = True) -> Explanation:
+        """Everything alive at the peak of the steady step, and what each what-if would save.
 
         Args:
             top: how many things the text shows one by one; `Explanation.alive` has all.
-            levers: try them, each by a plan of its own: takes as many times as long as planning.
+            what_ifs: try them, each by a plan of its own: takes as many times as long as planning.
 
         Raises:
-            ConfigError: `top` is no number, or `levers` no flag.
+            ConfigError: `top` is no number, or `what_ifs` no flag.
         """
         check_count("top", top)
-        check_flag("levers", levers)
+        check_flag("what_ifs", what_ifs)
         at, ledger = self.peak_at, self.ledger()
         where = f"{at.phase}, at {at.node}" + (f" of {at.module}" if at.module else "")
         if len(self._step.programs) > 1 and at.micro_batch >= 0:
@@ -651,7 +651,7 @@ class MemoryReport:
             moment = ledger.moments[min(tick // 2, len(ledger.moments) - 1)]
             return ledger.at(tick)[0].name, moment.node
 
-        tried = tuple(self._levers()) if levers and self._levers is not None else ()
+        tried = tuple(self._what_ifs()) if what_ifs and self._what_ifs is not None else ()
         return Explanation(
             where, self.peak_bytes, alive_things(self.alive_at_peak(), place_of), tried, top
         )
@@ -723,8 +723,7 @@ class MemoryReport:
         worst = max(self.peak_bytes, self.first_step_peak_bytes)
         if worst > limit:
             raise DoesNotFitError(
-                f"{size_text(worst)} needed, {size_text(limit)} given: "
-                f"{size_text(worst - limit)} too much.\n{self.explain_peak(5, levers=False)}"
+                f"{excess_text(worst, limit)}.\n{self.explain_peak(5, what_ifs=False)}"
             )
         for phase in self.lifecycle:
             if phase.name.startswith("init") and phase.peak_bytes > limit:
@@ -756,7 +755,7 @@ class MemoryReport:
                 f"context and NCCL. Without a limit it would reserve "
                 f"{size_text(self.device_memory().reserved)}; "
                 f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True {helps}.\n"
-                f"{self.explain_peak(5, levers=False)}"
+                f"{self.explain_peak(5, what_ifs=False)}"
             )
 
     @functools.cached_property

@@ -1,10 +1,10 @@
 """What a configuration takes at least, in seconds and bytes, before it is planned.
 
-A stem is a captured program behind the first passes alone (`fxshard.pipeline.STEM`): those that
+A stem is a captured program after the first passes alone (`fxshard.pipeline.STEM`): those that
 decide what is computed and what is saved for backward, whatever is sharded how. Later passes add to
 it, and take nothing away. So of every plan with this trace, checkpoint policy and batch
 
-- the step takes no less than the stem's operators one behind the other (`fxshard.cost.operators`);
+- the step takes no less than the stem's operators one after the other (`fxshard.cost.operators`);
 - between forward and backward its saved values are alive, with this rank's parameters and optimizer
   states; at the end of backward its gradients are, with both.
 
@@ -17,7 +17,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import sympy
@@ -29,10 +29,14 @@ from fxshard.config import Config, Precision, grid
 from fxshard.cost import operators
 from fxshard.cost.activations import from_parameter
 from fxshard.cost.hardware import Hardware
+from fxshard.errors import FxshardError
 from fxshard.ir import tags
-from fxshard.ir.domain import OPEN
+from fxshard.ir.domain import OPEN, size_at
 from fxshard.ir.program import Program, nbytes
 from fxshard.pipeline import STEM, Pass
+from fxshard.planner.batches import Batches
+from fxshard.planner.result import Trial
+from fxshard.planner.search import first_line
 from fxshard.plans.plan import Plan
 
 # Options that may differ; others decide what is traced, what is a unit or what the optimizer holds.
@@ -53,63 +57,72 @@ class Stem:
     """What all plans of one trace, checkpoint policy and batch have in common.
 
     Attributes:
-        seconds: of all operators of compute, one behind the other.
-        flops_by_dtype: FLOPs by dtype of the operands.
-        growing: those of operators whose FLOPs are in proportion to the batch, or to its square.
-        fixed: those of operators that are the same for all batches.
+        seconds: of all operators of compute, one after the other.
+        flop_parts: FLOPs by dtype of the operands, and whether they grow with the batch (in
+            proportion to it, or to its square), are the same for all batches, or neither (None).
         saved: per storage that is saved for backward its bytes, and the expression of its bytes in
             the open sizes; None where those are the same for all sizes.
         symbols: of the open sizes, by name.
+        sizes: what those are in the stem's own call.
+        batched: names of those that are first dimensions of inputs.
         reread_bytes: of the unsharded parameters that backward reads, the root's aside: who does
             not reshard them holds them in between.
     """
 
     seconds: float
-    flops_by_dtype: Mapping[torch.dtype, float]
-    growing: Mapping[torch.dtype, float]
-    fixed: Mapping[torch.dtype, float]
+    flop_parts: Mapping[tuple[torch.dtype, bool | None], float]
     saved: tuple[tuple[int, sympy.Basic | None], ...]
     symbols: Mapping[str, sympy.Symbol]
+    sizes: Mapping[str, int]
+    batched: frozenset[str]
     reread_bytes: int
 
     @classmethod
     def of(cls, program: Program, hardware: Hardware) -> Stem:
-        """Of a program behind `stem_passes`."""
+        """Of a program after `stem_passes`."""
         computes = [
             node
             for phase in ("forward", "backward")
             for node in program.phase(phase)
             if not from_parameter(node)
         ]
-        batch = _batch_symbols(program)
-        by_dtype: dict[torch.dtype, float] = collections.defaultdict(float)
-        parts: dict[bool | None, dict[torch.dtype, float]] = {
-            grows: collections.defaultdict(float) for grows in (True, False, None)
-        }
+        domain = program.domain
+        symbols = {} if domain is None else domain.symbols
+        places = {} if domain is None else domain.places
+        batched = frozenset(n for n in symbols if any(dim == 0 for _, dim in places[n]))
+        batch = {symbols[name] for name in batched}
+        parts: dict[tuple[torch.dtype, bool | None], float] = collections.defaultdict(float)
         for node in computes:
-            executed = operators.executed_flops(node)
-            if executed:
-                dtype = operators.operand_dtype(node)
-                by_dtype[dtype] += executed
-                parts[_grows(node, batch)][dtype] += executed
+            if executed := operators.executed_flops(node):
+                parts[operators.operand_dtype(node), _grows(node, batch)] += executed
         return cls(
             sum(operators.node_seconds(node, hardware) for node in computes),
-            dict(by_dtype),
-            dict(parts[True]),
-            dict(parts[False]),
+            dict(parts),
             tuple(_saved(program)),
-            program.domain.symbols if program.domain is not None else {},
+            symbols,
+            {} if domain is None else {n: size_at(domain.example, places[n][0]) for n in symbols},
+            batched,
             _reread_bytes(program),
         )
 
     def flops(self, growth: float) -> dict[torch.dtype, float]:
         """FLOPs by dtype of `growth` times the batch, at least."""
-        if growth == 1:
-            return dict(self.flops_by_dtype)
-        if growth < 1:
-            return {dtype: n * growth**2 for dtype, n in self.growing.items()}
-        both = self.growing.keys() | self.fixed.keys()
-        return {d: self.growing.get(d, 0.0) * growth + self.fixed.get(d, 0.0) for d in both}
+        grown = growth if growth >= 1 else growth**2
+        scales = {True: grown, False: float(growth >= 1), None: float(growth == 1)}
+        found: dict[torch.dtype, float] = collections.defaultdict(float)
+        for (dtype, grows), count in self.flop_parts.items():
+            found[dtype] += count * scales[grows]
+        return found
+
+    @property
+    def saved_now(self) -> int:
+        """Bytes that are saved for backward, in the stem's own call."""
+        return sum(size for size, _ in self.saved)
+
+    def saved_of_batch(self, batch: int) -> int:
+        """Bytes that are saved for backward with another batch, at least."""
+        sizes = {**self.sizes, **dict.fromkeys(self.batched, batch)}
+        return self.saved_bytes(sizes) if self.batched else 0
 
     def saved_bytes(self, sizes: Mapping[str, int]) -> int:
         """Bytes that are saved for backward, with other sizes of the inputs, by their names."""
@@ -142,18 +155,6 @@ def _saved(program: Program) -> list[tuple[int, sympy.Basic | None]]:
                 is_open = expression is not None and expression.free_symbols
                 found[id(storage)] = storage.nbytes(), expression if is_open else None
     return list(found.values())
-
-
-def _batch_symbols(program: Program) -> set[sympy.Symbol]:
-    """The open sizes that are first dimensions of inputs."""
-    domain = program.domain
-    if domain is None:
-        return set()
-    return {
-        symbol
-        for name, symbol in domain.symbols.items()
-        if any(dim == 0 for _, dim in domain.places[name])
-    }
 
 
 def _grows(node: fx.Node, batch: set[sympy.Symbol]) -> bool | None:
@@ -255,11 +256,141 @@ class Resident:
         return math.prod(shape)
 
 
-def bounded(config: Config, varied: Iterable[str]) -> bool:
-    """True if the bounds are about plans with these options.
+class Bounds:
+    """Bounds of candidates, from one stem per trace, checkpoint policy and batch."""
 
-    Args:
-        config: the options.
-        varied: names of those in which a plan differs from the one that a stem is made of.
-    """
-    return config.passes is None and config.backend == "eager" and FREE.issuperset(varied)
+    def __init__(
+        self,
+        batches: Batches,
+        hardware: Hardware,
+        legal: Trial,
+        progress: Callable[[str], None],
+    ) -> None:
+        """Trace the model, with its batch left open.
+
+        Args:
+            batches: the workload.
+            hardware: for seconds.
+            legal: a candidate that can be planned. Stems are sharded as it is: how does not matter.
+            progress: told what is traced.
+        """
+        self._batches, self._hardware, self._progress = batches, hardware, progress
+        self._stems: dict[tuple[str, str, int | None], Stem | FxshardError] = {}
+        ranks = ("strategy", "world_size")  # of a strategy only some worlds are legal
+        self._sharding = {n: v for n, v in legal.candidate.changes.items() if n in ranks}
+        precision = {"mixed_precision": legal.config.mixed_precision}
+        self._first = self._stem_plan(precision, batches.opened)
+        self._resident = Resident(self._first)
+        self._traced = {traced(self._first.config.mixed_precision)}
+
+    def stem_of(self, each: Trial) -> tuple[str, str, int | None]:
+        """Equal for candidates that share a stem of their own batch."""
+        return self._key(each.config, each.candidate.batch)
+
+    def bound(self, each: Trial) -> None:
+        """Set the bounds of a candidate by what was traced already."""
+        if not _is_bounded(each):
+            return
+        if traced(each.config.mixed_precision) in self._traced:
+            self._bound_by_open_stem(each)
+        else:
+            each.least_seconds = self._by_dtype(each)
+            each.least_bytes = self._resident.of(each.config, each.world_size, 0)
+
+    def refine(self, each: Trial) -> None:
+        """Count all operators at the candidate's own batch."""
+        each.refined = True
+        if not _is_bounded(each):
+            return
+        if each.least_bytes == 0 or traced(each.config.mixed_precision) not in self._traced:
+            self._bound_by_open_stem(each)
+        if each.why:
+            return
+        stem = self._stem(each.config, each.candidate.batch)
+        if isinstance(stem, FxshardError):
+            each.why = f"refused: {first_line(stem)}"
+            return
+        each.least_seconds = max(each.least_seconds, self._per_sample(each, stem.seconds))
+        each.least_bytes = max(each.least_bytes, self._least_bytes(each, stem, stem.saved_now))
+
+    def _bound_by_open_stem(self, each: Trial) -> None:
+        """Its FLOPs, and what it saves at the candidate's batch."""
+        batch, opened = each.candidate.batch, self._batches.opened
+        stem = self._stem(each.config, opened)
+        if isinstance(stem, FxshardError):
+            if batch == opened:  # another batch may do
+                each.why = f"refused: {first_line(stem)}"
+            return
+        flops = stem.flops((batch or 1) / (opened or 1))
+        each.least_seconds = self._per_sample(each, flop_seconds(flops, self._hardware))
+        saved = stem.saved_now if batch == opened else stem.saved_of_batch(batch or 1)
+        each.least_bytes = self._least_bytes(each, stem, saved)
+
+    def _by_dtype(self, each: Trial) -> float:
+        """FLOPs of a precision that was not traced: those of one that was, in its dtype.
+
+        Taken for granted: what is multiplied in the dtype of the parameters there, is here.
+        """
+        opened, config = self._batches.opened, self._first.config
+        first, there = self._stem(config, opened), self._dtype(config)
+        here = self._dtype(each.config)
+        if isinstance(first, FxshardError) or there is None or here is None:
+            return 0.0
+        flops: dict[torch.dtype, float] = collections.defaultdict(float)
+        for dtype, count in first.flops((each.candidate.batch or 1) / (opened or 1)).items():
+            flops[here if dtype == there else dtype] += count
+        return self._per_sample(each, flop_seconds(flops, self._hardware))
+
+    def _dtype(self, config: Config) -> torch.dtype | None:
+        """In which parameters are multiplied, if it is one."""
+        given = config.mixed_precision
+        if isinstance(given, Mapping):
+            return None
+        chosen = None if given is None else Precision.of(given).param_dtype
+        params = self._first.program.params.values()
+        return chosen or next((p.dtype for p in params if p.dtype.is_floating_point), None)
+
+    def _per_sample(self, each: Trial, compute: float) -> float:
+        """Seconds per sample of a step, from those of a micro-batch's operators."""
+        optimizer = self._resident.optimizer_seconds(each.config, each.world_size, self._hardware)
+        return (compute * self._batches.workload.micro_batches + optimizer) / each.samples
+
+    def _least_bytes(self, each: Trial, stem: Stem, saved: int) -> int:
+        return self._resident.of(each.config, each.world_size, saved, stem.reread_bytes)
+
+    def _stem(self, config: Config, batch: int | None) -> Stem | FxshardError:
+        key = self._key(config, batch)
+        if key not in self._stems:
+            self._progress(f"tracing and bounding checkpoint={config.checkpoint}")
+            changes: dict[str, Any] = {"mixed_precision": config.mixed_precision}
+            given = self._batches.workload.config.given
+            if config.checkpoint is not None or "checkpoint" in given:
+                changes["checkpoint"] = config.checkpoint
+            try:
+                plan = self._stem_plan(changes, batch)
+                self._stems[key] = Stem.of(plan.program, self._hardware)
+            except FxshardError as error:
+                self._stems[key] = error
+            self._traced.add(key[0])
+        return self._stems[key]
+
+    def _stem_plan(self, changes: dict[str, Any], batch: int | None) -> Plan:
+        return self._batches.plan(batch, {**self._sharding, **changes, "passes": stem_passes})
+
+    def _key(self, config: Config, batch: int | None) -> tuple[str, str, int | None]:
+        return traced(config.mixed_precision), repr(config.checkpoint), batch
+
+
+def _is_bounded(each: Trial) -> bool:
+    """True if the bounds are about plans with its options."""
+    config = each.config
+    free = FREE.issuperset(each.candidate.changes)
+    return not each.why and config.passes is None and config.backend == "eager" and free
+
+
+def traced(policy: Any) -> str:
+    """What of a precision the trace sees: all but how gradients are reduced."""
+    if policy is None or isinstance(policy, Mapping):
+        return repr(policy)
+    reduction = {"reduce_dtype": None, "reduce_as_stored": False, "keep_low_precision_grads": False}
+    return repr(dataclasses.replace(Precision.of(policy), **reduction))

@@ -1,18 +1,18 @@
-"""The largest batch or the longest sequence that fits a budget, found by planning the step again.
+"""The largest batch, the longest sequence, the fewest ranks: one size at the edge of a budget.
 
-Each size that is asked for is planned whole, so the answer is no estimate: `Limit.size` fits, and
-the next size does not. Which sizes to ask for is guessed: of a fixed program the bytes alive at a
-point are a polynomial of the size (of the first degree in the batch, of the second in the sequence,
-with attention's scores), so the peak is one piece by piece. A parabola through the three nearest
-peaks says where it meets the budget; where it is right, two more plans end the search. Every fourth
-guess is the middle, for models of which nothing of this is so. If a larger size can need less, the
-answer is one of several such edges.
+Each size that is asked for is planned in full, so the answer is no estimate: it fits, and the next
+size does not. Which sizes to ask for is guessed. `Plan.solve` follows the formulas of the plan
+until a plan contradicts them. Otherwise: of a fixed program the bytes alive at a point are a
+polynomial of the size (of the first degree in the batch, of the second in the sequence, with
+attention's scores), so the peak is one piece by piece. A parabola through the three nearest peaks
+says where it meets the budget; where it is right, two more plans end the search. Every fourth guess
+is the middle, for models of which nothing of this is so. If a larger size can need less, there are
+several such edges, and the answer is one of them.
 """
 
 from __future__ import annotations
 
-import bisect
-import itertools
+import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from fractions import Fraction
@@ -24,12 +24,16 @@ from fxshard._torch import trees
 from fxshard.arguments import check_count
 from fxshard.bytesize import counts, parse_budget
 from fxshard.errors import CaptureError, ConfigError, DoesNotFitError, OutOfRangeError
-from fxshard.planner import what_ifs
-from fxshard.plans.answers import Limit, Solution
+from fxshard.planner.batches import has_dimension, resized
+from fxshard.planner.search import Search, edge, middle
+from fxshard.planner.space import Candidate
+from fxshard.plans.answers import Limit, Solution, Tried
 from fxshard.plans.plan import Plan
 
 MOST_DOUBLED = 18  # times: more ranks than anyone has
 FARTHEST = 16  # how many times the largest size that fits the next guess may be
+
+Likely = Callable[[int], bool | None]  # does a size fit by the formulas; None: they do not say
 
 
 def solve(
@@ -49,11 +53,10 @@ def solve(
         raise ConfigError(f"solve({what!r}, {name}={fixed[name]!r}): leave out what is asked for.")
     point = plan.memory.formulas.range.complete(counts(fixed))
     before, limit = point.pop(name), parse_budget(budget)
-
-    def planned(size: int) -> Plan:
-        return plan.at(**{**point, name: size}, traced=True)
-
     peaks = [plan.memory.formula(first_step=first) for first in (False, True)]
+
+    def made(size: int) -> Plan:
+        return plan.at(**{**point, name: size}, traced=True)
 
     def likely(size: int) -> bool | None:
         try:
@@ -61,24 +64,15 @@ def solve(
         except OutOfRangeError:
             return None
 
-    search = _Search(planned, name, limit, before, multiple_of, likely=likely)
+    search = Sizes(made, name, limit, before, multiple_of, likely)
     if goal == "max":
         inputs = max(_bytes_of(plan.inputs_with(name, {**point, name: sizes[name]})), 1)
-        search.beyond = (limit * sizes[name] // inputs) // multiple_of + 2
-        size = search.run()
+        size = search.largest((limit * sizes[name] // inputs) // multiple_of + 2)
         beyond = size + multiple_of
     else:
-        size = search.run_down()
+        size = search.smallest(likely)
         beyond = size - multiple_of
-    return Solution(
-        *(what, size, max(beyond, 0), point, limit, search.best),
-        *(dict(sorted(search.tried.items())), search.refused.get(beyond, "")),
-    )
-
-
-def _bytes_of(tensors: Iterable[Any]) -> int:
-    distinct = {id(t): t for t in tensors}.values()
-    return sum(t.numel() * t.element_size() for t in distinct)
+    return Solution(**search.found(what, size, max(beyond, 0)), fixed=point)
 
 
 def largest(
@@ -107,27 +101,31 @@ def largest(
     limit = parse_budget(budget)
     tensors, before = _with_dimension(plan, what, dim)
 
-    def planned(size: int) -> Plan:
+    def made(size: int) -> Plan:
         if size == before:
             return plan
-        args, kwargs = what_ifs.resized(plan, dim, before, size)
-        return plan.replan(args=args, kwargs=kwargs)
+        args, kwargs = resized(plan.workload.call, dim, before, size)
+        try:
+            found = plan.replan(args=args, kwargs=kwargs)
+            _ = found.memory  # where the loss is traced
+        except ConfigError as error:
+            if plan.workload.loss is None:
+                raise
+            raise ConfigError(
+                f"a {what} of {size} instead of {before}: {error} If it holds tensors of the "
+                f"batch, they keep their size: pass them to the model, and let it compute the loss."
+            ) from error
+        return found
 
-    search = _Search(planned, what, limit, before, multiple_of, plan.workload.loss is not None)
+    search = Sizes(made, what, limit, before, multiple_of)
     # The inputs alone are above the budget from here on: no search goes farther.
-    search.beyond = (limit * before // _bytes_of(tensors.values())) // multiple_of + 1
-    size = search.run()
+    size = search.largest((limit * before // _bytes_of(tensors.values())) // multiple_of + 1)
     return Limit(
-        what,
-        dim,
-        size,
-        tuple(tensors),
-        before,
-        limit,
-        search.best,
-        dict(sorted(search.tried.items())),
-        multiple_of,
-        search.refused.get(size + multiple_of, ""),
+        **search.found(what, size, size + multiple_of),
+        dim=dim,
+        tensors=tuple(tensors),
+        before=before,
+        multiple_of=multiple_of,
     )
 
 
@@ -139,161 +137,148 @@ def _with_dimension(plan: Plan, what: str, dim: int) -> tuple[dict[str, torch.Te
     """
     leaves, _ = trees.tree_flatten(plan.workload.call)
     names = plan.program.signature.input_names
-    has = [(n, t) for n, t in zip(names, leaves, strict=True) if _has(t, dim)]
-    if not has:
+    tensors = {
+        name: leaf for name, leaf in zip(names, leaves, strict=True) if has_dimension(leaf, dim)
+    }
+    if not tensors:
         raise ConfigError(
             f"no tensor of the call has a dimension {dim} for the {what}; its inputs are "
             f"{', '.join(names) or 'none'}."
         )
-    before = int(has[0][1].shape[dim])
-    same = {name: t for name, t in has if t.shape[dim] == before}
+    before = int(next(iter(tensors.values())).shape[dim])
+    same = {name: t for name, t in tensors.items() if t.shape[dim] == before}
     if not _bytes_of(same.values()):
         raise ConfigError(f"{', '.join(same)}: no bytes, whatever the {what}.")
     return same, before
 
 
-class _Search:
-    """The sizes asked for so far.
+def _bytes_of(tensors: Iterable[Any]) -> int:
+    distinct = {id(t): t for t in tensors}.values()
+    return sum(t.numel() * t.element_size() for t in distinct)
+
+
+@dataclasses.dataclass
+class Sizes:
+    """A search for the edge of one size; counts are of multiples.
 
     Attributes:
-        before: the size in the plan that was asked.
-        beyond: a number of multiples that cannot fit.
-        tried: per size its peak; None if it cannot be planned.
-        refused: per size that does not fit, or cannot be planned, why.
-        best: the plan of the largest size that fits.
-        least: why the smallest does not.
+        make: the plan of a size.
+        what: its name.
+        budget: bytes of one rank.
+        before: the size of the plan that was asked.
+        multiple_of: ask only for multiples of this.
+        likely: whether a size fits by the formulas.
+        candidates: what was planned, by size.
     """
 
-    best: Plan
-    beyond = 2
+    make: Callable[[int], Plan]
+    what: str
+    budget: int
+    before: int
+    multiple_of: int
+    likely: Likely | None = None
+    candidates: dict[int, Tried] = dataclasses.field(default_factory=dict)
 
-    def __init__(
-        self,
-        planned: Callable[[int], Plan],
-        what: str,
-        budget: int,
-        before: int,
-        multiple_of: int,
-        has_loss: bool = False,
-        likely: Callable[[int], bool | None] | None = None,
-    ) -> None:
-        """Args: `planned`: makes the plan of a size. `likely`: says whether a size may fit."""
-        self.planned, self.what, self.budget = planned, what, budget
-        self.before, self.multiple_of = before, multiple_of
-        self.has_loss, self.likely = has_loss, likely
-        self.tried: dict[int, int | None] = {}
-        self.refused: dict[int, str] = {}
-
-    def run(self) -> int:
-        """The largest size that fits."""
-        low, high = max(self.before // self.multiple_of, 1), self.beyond
-        if self.likely is not None:
-            low = self._likely_edge(1, high)
-        if not self.fits(low):
-            low, high = 1, low
-            if high == 1 or not self.fits(1):
-                raise DoesNotFitError(
-                    f"not even a {self.what} of {self.multiple_of} fits: {self.least}"
-                )
-        elif self.likely is not None and not self.fits(low + 1):
-            return low * self.multiple_of
-        for turn in itertools.count():
-            guess = high  # of a size behind the last one, only by how much it is too large
-            if high - low > 1:
-                guess = min(max(self._guess(low, high, turn), low + 1), high - 1)
-            elif high * self.multiple_of in self.tried:
-                break
-            if self.fits(guess):
-                low, high = guess, high if guess < high else 2 * guess
-            else:
-                high = guess
-        return low * self.multiple_of
-
-    def _likely_edge(self, low: int, high: int) -> int:
-        """The largest number of multiples that is likely to fit, at least `low`."""
-        assert self.likely is not None
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.likely(middle * self.multiple_of):
-                low = middle
-            else:
-                high = middle
-        return low
-
-    def run_down(self) -> int:
-        """The smallest number of ranks that fits, of those with a smaller one that does not."""
-        assert self.likely is not None
-        step, first = self.multiple_of, max(self.before // self.multiple_of, 1)
-        # Doubled from both: padding makes the peak of some numbers of ranks larger than of fewer.
-        doubled = {count << turn for count in (1, first) for turn in range(MOST_DOUBLED)}
-        counts = [count for count in sorted(doubled) if count >= first]
-        counts += [count for count in sorted(doubled) if count < first]
-        good = next((c for c in counts if self.likely(c * step) and self.fits(c)), None)
-        if good is None:
-            self.fits(first)  # why is to be told
-            raise DoesNotFitError(
-                f"no number of ranks is enough, of {counts[0] * step} doubled {MOST_DOUBLED} times "
-                f"and of powers of 2. With {first * step}: {self.least}"
-            )
-        bad = 0
-        while good - bad > 1:
-            low, high = bad, good
-            while high - low > 1:  # where it is likely: then that one is planned
-                middle = (low + high) // 2
-                low, high = (low, middle) if self.likely(middle * step) else (middle, high)
-            guess = high if high < good else high - 1
-            if self.fits(guess):
-                good = guess
-            else:
-                bad = guess
-        self.fits(good)  # so that its plan is the last that fitted
-        return good * step
+    def __post_init__(self) -> None:
+        self.start = max(self.before // self.multiple_of, 1)
+        self.search = Search(
+            lambda each: self.make(each.changes[self.what]),
+            self.budget,
+            lambda each, _: each.rank,
+            refusals=(CaptureError,),
+        )
 
     def fits(self, count: int) -> bool:
-        """Plan the size of `count` multiples."""
-        size = count * self.multiple_of
-        try:
-            plan = self.planned(size)
-            memory = plan.memory
-        except ConfigError as error:
-            if not self.has_loss:
-                raise
-            raise ConfigError(
-                f"a {self.what} of {size} instead of {self.before}: {error} If it holds tensors of "
-                f"the batch, they keep their size: pass them to the model, and let it compute the "
-                f"loss."
-            ) from error
-        except CaptureError as error:
-            if count == 1:
-                raise
-            self.tried[size], self.refused[size] = None, " ".join(str(error).split()).rstrip(".")
-            return False
-        self.tried[size] = max(memory.peak_bytes, memory.first_step_peak_bytes)
-        try:
-            memory.assert_fits(self.budget)
-        except DoesNotFitError as error:
-            self.refused[size] = str(error).partition("\n")[0].rstrip(".")
-            self.least = error
-            return False
-        self.best = plan
-        return True
+        """Plan a size; the last one that fits is the best of the search."""
+        size, rank = count * self.multiple_of, -len(self.candidates)
+        self.candidates[size] = self.search.ask(Candidate({self.what: size}, rank=rank))
+        return self.candidates[size].fits
 
-    def _guess(self, low: int, high: int, turn: int) -> int:
-        """A number of multiples between two, of which one fits and the other does not."""
-        closed = high * self.multiple_of in self.tried
-        above = self.tried.get(high * self.multiple_of)
-        other_reason = closed and (above is None or above <= self.budget)
-        if other_reason or (closed and turn % 4 == 3):
-            return (low + high) // 2
-        known = {n // self.multiple_of: p for n, p in self.tried.items() if p is not None}
-        nearest = sorted(known, key=lambda count: abs(known[count] - self.budget))[:3]
+    def found(self, what: str, size: int, beyond: int) -> dict[str, Any]:
+        """The fields of an `Edge`."""
+        planned = dict(sorted(self.candidates.items()))
+        proof = {"budget_bytes": self.budget, "plan": self.search.plan, "candidates": planned}
+        return {"what": what, "size": size, "beyond": beyond, **proof}
+
+    def largest(self, beyond: int) -> int:
+        """The largest size that fits; `beyond` is a count that cannot.
+
+        Raises:
+            DoesNotFitError: not even the smallest does.
+            CaptureError: the model refuses the smallest.
+        """
+        good = edge(self.fits, 0, max(beyond, 2), self._guess)
+        while good and self.fits(good + 1):  # there was more room than inputs say
+            good = edge(self.fits, good + 1, 2 * (good + 1), self._guess)
+        if not good:
+            size = self.multiple_of
+            raise DoesNotFitError(f"not even a {self.what} of {size} fits: {self._reason(1)}")
+        return good * self.multiple_of
+
+    def smallest(self, likely: Likely) -> int:
+        """The smallest number of ranks that fits, of those with a smaller one that does not.
+
+        Raises:
+            DoesNotFitError: none was found.
+            CaptureError: the model refuses the size that it has.
+        """
+        first, step = self.start, self.multiple_of
+        # Doubled from both: padding makes the peak of some numbers of ranks larger than of fewer.
+        doubled = {count << turn for count in (1, first) for turn in range(MOST_DOUBLED)}
+        counts = sorted(doubled, key=lambda count: (count < first, count))
+        good = next((c for c in counts if likely(c * step) and self.fits(c)), first)
+        if not self.fits(good):
+            raise DoesNotFitError(
+                f"no number of ranks is enough, of {first * step} doubled {MOST_DOUBLED} times "
+                f"and of powers of 2. With {first * step}: {self._reason(first)}"
+            )
+        return edge(self.fits, good, 0, self._guess) * step
+
+    def _reason(self, count: int) -> str:
+        """Why a count does not fit, with what is alive at its peak."""
+        try:
+            self.make(count * self.multiple_of).memory.assert_fits(self.budget)
+        except DoesNotFitError as error:
+            return str(error)
+        raise AssertionError(f"{self.what}: {count} was planned twice, and fits once")
+
+    def _guess(self, good: int, bad: int) -> int | None:
+        """The count to ask next, between one that fits and one that does not."""
+        halfway, likely = middle(good, bad), self._trusted()
+        if halfway is None:
+            return None
+        if likely is not None:
+            found = edge(likely, good, bad, middle)
+            return found if found != good else good + (1 if bad > good else -1)
+        if bad < good:
+            return halfway
+        guess = self._by_parabola(good, bad) if self.candidates else self.start
+        return min(max(guess, good + 1), bad - 1)
+
+    def _trusted(self) -> Callable[[int], bool] | None:
+        """Whether formulas say that a count fits; None where a plan has contradicted them."""
+        likely = self.likely
+        if likely is None:
+            return None
+        if any(bool(likely(size)) != each.fits for size, each in self.candidates.items()):
+            return None
+        return lambda count: bool(likely(count * self.multiple_of))
+
+    def _by_parabola(self, good: int, bad: int) -> int:
+        """Where the peaks of the three nearest sizes, or of two, say that the budget is met."""
+        if not good:
+            return 1
+        tried = {size // self.multiple_of: each for size, each in self.candidates.items()}
+        budget, closed = self.budget, tried.get(bad)
+        other_reason = closed is not None and (closed.peak_bytes or 0) <= budget
+        if other_reason or (closed is not None and len(tried) % 4 == 0):
+            return (good + bad) // 2
+        known = {n: each.peak_bytes for n, each in tried.items() if each.peak_bytes is not None}
+        nearest = sorted(known.items(), key=lambda pair: abs(pair[1] - budget))[:3]
         if len(nearest) == 1:
-            return 2 * low
-        points = [(count, known[count]) for count in nearest]
-        end = high if closed else min(high, FARTHEST * low)
-        inside = range(low + 1, end)
-        fitting = bisect.bisect_right(inside, self.budget, key=lambda n: _through(points, n))
-        return low + max(fitting, 1)
+            return 2 * good
+        end = bad if closed is not None else min(bad, FARTHEST * good)
+        return edge(lambda n: _through(nearest, n) <= budget, good, end, middle)
 
 
 def _through(points: list[tuple[int, int]], at: int) -> int:
@@ -306,7 +291,3 @@ def _through(points: list[tuple[int, int]], at: int) -> int:
             term *= Fraction(at - other, x - other)
         total += term
     return math.floor(total)
-
-
-def _has(leaf: Any, dim: int) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dim() > dim >= 0

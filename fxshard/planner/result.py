@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,53 +13,91 @@ from fxshard.bytesize import size_text
 from fxshard.config import Config
 from fxshard.cost.hardware import Hardware
 from fxshard.memory.views.plots import Dot
-from fxshard.planner.space import Point
+from fxshard.planner.space import Candidate
+from fxshard.plans.answers import Tried
 from fxshard.plans.plan import Plan
 
 ROWS = 10  # of losers in the table
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Trial:
     """One configuration, and what became of it.
 
     Attributes:
-        number: its place in `Tuning.trials`, from 1; the best is the first.
-        options: for `fxshard.compile` and `fxshard.plan`, with what the user has given; the world
-            size is apart.
+        candidate: what was searched.
+        config: its options, checked; the user's own if they were refused.
         world_size: number of ranks; for a hybrid strategy a pair, replicas x shards.
-        batch: samples per rank and micro-batch; None: the call has no such dimension.
         samples: per rank and step; 1 if there is no batch.
-        config: `options`, checked; None if they were refused.
-        setting: what was searched, as text.
-        peak_bytes: the larger of the peaks of the first and of a later step, of a plan of the
-            whole model; None if it was not planned.
-        step_time: estimated seconds per step of that plan; None likewise.
-        fits: it was planned, and is within the budget.
+        why: of the best, "best"; of others, why not. "" while it may still be planned.
+        least_seconds, least_bytes: bounds, per sample and at the peak; 0 where none are known.
+        refined: `least_seconds` counts every operator, not only FLOPs.
+        tried: what its plan says; None if it was not planned.
+        number: its place in `Tuning.trials`, from 1; the best is the first.
         on_front: nothing that fits is better in one of memory and time per sample, and no worse
             in the other.
-        why: of the best, "best"; of others, why not.
         plan: of the best; None of others.
     """
 
-    number: int
-    options: dict[str, Any]
+    candidate: Candidate
+    config: Config
     world_size: int | tuple[int, int]
-    batch: int | None
     samples: int
-    config: Config | None
-    setting: str
-    peak_bytes: int | None
-    step_time: float | None
-    fits: bool
-    on_front: bool = False
     why: str = ""
+    least_seconds: float = 0.0
+    least_bytes: int = 0
+    refined: bool = False
+    tried: Tried | None = None
+    number: int = 0
+    on_front: bool = False
     plan: Plan | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For `fxshard.compile` and `fxshard.plan`, with what the user has given.
+
+        The world size is apart.
+        """
+        changes = self.candidate.changes
+        names = self.config.given | changes.keys() - {"world_size"}
+        return {name: changes.get(name, getattr(self.config, name)) for name in sorted(names)}
+
+    @property
+    def batch(self) -> int | None:
+        """Samples per rank and micro-batch; None: the call has no such dimension."""
+        return self.candidate.batch
+
+    @property
+    def setting(self) -> str:
+        """What was searched, as text."""
+        return self.candidate.text
+
+    @property
+    def fits(self) -> bool:
+        """It was planned, and is within the budget."""
+        return self.tried is not None and self.tried.fits
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The larger of the peaks of the first and of a later step; None if it was not planned."""
+        return None if self.tried is None else self.tried.peak_bytes
+
+    @property
+    def step_time(self) -> float | None:
+        """Estimated seconds per step; None if it was not planned."""
+        return None if self.tried is None else self.tried.seconds
 
     @property
     def sample_time(self) -> float | None:
         """Seconds per step and sample of a rank."""
         return None if self.step_time is None else self.step_time / self.samples
+
+    @property
+    def measures(self) -> tuple[float, int]:
+        """Seconds per sample and bytes at the peak: of its plan, or else at least."""
+        if self.sample_time is None or self.peak_bytes is None:
+            return self.least_seconds, self.least_bytes
+        return self.sample_time, self.peak_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,105 +195,46 @@ def _row(trial: Trial) -> tuple[str, ...]:
     return f"{trial.number}", trial.setting, batch, peak, time, mark + trial.why
 
 
-@dataclasses.dataclass
-class Outcome:
-    """What the search knows of a point.
-
-    Attributes:
-        point: the configuration.
-        config, world_size: with the user's options.
-        least_seconds, least_bytes: per sample, and at the peak, at least.
-        refined: `least_seconds` counts every operator, not only FLOPs.
-        peak_bytes, seconds: per sample, of its plan.
-        fits: it was planned, and fits.
-        closed: "" while it may still be planned; else why not.
-        plan: while it is the best.
-    """
-
-    point: Point
-    config: Config
-    world_size: int | tuple[int, int]
-    least_seconds: float = 0.0
-    least_bytes: int = 0
-    refined: bool = False
-    peak_bytes: int | None = None
-    seconds: float | None = None
-    fits: bool = False
-    closed: str = ""
-    plan: Plan | None = None
-
-
-def verdicts(outcomes: Sequence[Outcome], samples_of: Any, given: frozenset[str]) -> list[Trial]:
-    """Trials in order, each with its reason.
+def ranked(trials: Iterable[Trial], best_plan: Plan | None) -> tuple[Trial, ...]:
+    """Trials in order: what fits, what does not, what was not planned; each with its reason.
 
     Args:
-        outcomes: of all points.
-        samples_of: per batch, the samples of a rank in a step.
-        given: names of the options that the user has given.
+        trials: all of a search.
+        best_plan: the plan of the best.
     """
-    ordered = sorted(outcomes, key=_order)
-    front = _front([each for each in ordered if each.fits])
-    best = ordered[0] if ordered and ordered[0].fits else None
-    found = []
+    ordered = sorted(trials, key=_order)
+    front: list[Trial] = []  # by time, so that each needs less memory than those before it
     for number, each in enumerate(ordered, start=1):
-        samples = samples_of(each.point.batch)
-        names = given | (each.point.changes.keys() - {"world_size"})
-        changes = each.point.changes
-        options = {name: changes.get(name, getattr(each.config, name)) for name in sorted(names)}
-        trial = Trial(
-            *(number, options, each.world_size, each.point.batch, samples, each.config),
-            setting=each.point.text,
-            peak_bytes=each.peak_bytes,
-            step_time=None if each.seconds is None else each.seconds * samples,
-            fits=each.fits,
-            on_front=number - 1 in front,
-            why=each.closed or _why(ordered, number - 1, front, best),
-            plan=each.plan if each is best else None,
-        )
-        found.append(trial)
-    return found
+        each.number = number
+        if not each.fits:
+            continue
+        each.on_front = not front or each.measures[1] < front[-1].measures[1]
+        each.why = _compared(each, front) if front else "best"
+        each.plan = None if front else best_plan
+        if each.on_front:
+            front.append(each)
+    return tuple(ordered)
 
 
-def _order(each: Outcome) -> tuple[Any, ...]:
-    seconds = each.least_seconds if each.seconds is None else each.seconds
+def _order(each: Trial) -> tuple[Any, ...]:
     kind = 0 if each.fits else 1 if each.peak_bytes is not None else 2
-    size = each.least_bytes if each.peak_bytes is None else each.peak_bytes
-    return kind, seconds, size, each.point.rank
+    return kind, *each.measures, each.candidate.rank
 
 
-def _front(fitting: Sequence[Outcome]) -> set[int]:
-    """Positions of the front in a list by time; of equal ones the first."""
-    found, least = set(), None
-    for position, each in enumerate(fitting):
-        assert each.peak_bytes is not None
-        if least is None or each.peak_bytes < least:
-            found.add(position)
-            least = each.peak_bytes
-    return found
-
-
-def _why(ordered: Sequence[Outcome], at: int, front: set[int], best: Outcome | None) -> str:
-    """Of what fits: how it compares with the best, or with what dominates it."""
-    mine = ordered[at]
-    if best is None or mine is best:
-        return "best"
-    assert best.seconds is not None and best.peak_bytes is not None
-    assert mine.seconds is not None and mine.peak_bytes is not None
-    if at in front:
-        saved = size_text(best.peak_bytes - mine.peak_bytes)
-        return f"slower: {_times(mine.seconds, best.seconds)} of the best, {saved} less"
-    by = max(i for i in front if i < at)  # the smallest of those that are as fast
-    other = ordered[by]
-    assert other.seconds is not None and other.peak_bytes is not None
-    more = mine.peak_bytes - other.peak_bytes
-    memory = f"{size_text(more)} more" if more else "same memory"
-    if mine.seconds == other.seconds:
-        time = "same time"
-    elif other is best and not more:
-        return f"slower: {_times(mine.seconds, best.seconds)} of the best, same memory"
-    else:
-        time = f"{_times(mine.seconds, other.seconds)} its time"
-    return f"dominated by #{by + 1}: {time}, {memory}"
+def _compared(mine: Trial, front: Sequence[Trial]) -> str:
+    """How what fits compares with the best; or with the last on the front, which dominates it."""
+    best, other = front[0], front[-1]
+    (seconds, peak), (best_seconds, best_peak) = mine.measures, best.measures
+    slower = f"slower: {_times(seconds, best_seconds)} of the best"
+    if mine.on_front:
+        return f"{slower}, {size_text(best_peak - peak)} less"
+    other_seconds, other_peak = other.measures
+    if other is best and peak == other_peak and seconds != other_seconds:
+        return f"{slower}, same memory"
+    memory = f"{size_text(peak - other_peak)} more" if peak != other_peak else "same memory"
+    ratio = _times(seconds, other_seconds)
+    time = f"{ratio} its time" if seconds != other_seconds else "same time"
+    return f"dominated by #{other.number}: {time}, {memory}"
 
 
 def _times(seconds: float, others: float) -> str:

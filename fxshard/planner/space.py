@@ -1,10 +1,10 @@
-"""Which configurations there are: a choice per dimension, and a batch."""
+"""Which candidates there are: a choice per dimension, and a batch."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,31 +14,31 @@ from fxshard.bytesize import size_text
 from fxshard.config import Config, Precision
 from fxshard.cost.hardware import Hardware
 from fxshard.errors import ConfigError
+from fxshard.ir.program import Program
 
 BF16 = torch.bfloat16
-SHARDING = ("strategy", "reshard_after_forward", "world_size")
+RESHARD = "reshard_after_forward"
+SHARDING = ("strategy", RESHARD, "world_size")
 PREFETCH = ("forward_prefetch", "backward_prefetch")
 # Options that are one choice: who gives one of them takes the place of all.
 DIMENSIONS = (SHARDING, ("mixed_precision",), ("checkpoint",), PREFETCH, ("offload",))
-DEPTHS = (2, 1, 0)  # of prefetch
-DOUBLINGS = 8  # of the batch of the example
 
 Choice = dict[str, Any]  # arguments of `Plan.replan`
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
-    """One configuration.
+class Candidate:
+    """A plan that a search may make.
 
     Attributes:
-        changes: arguments of `Plan.replan`, besides the batch.
-        batch: samples per rank and micro-batch; None: the call has none.
+        changes: arguments of `Plan.replan`, besides the batch; or sizes by name.
+        batch: samples per rank and micro-batch; None: that of the call.
         rank: place in the space, the choices that are likely to be faster first.
     """
 
     changes: Choice
-    batch: int | None
-    rank: int
+    batch: int | None = None
+    rank: int = 0
 
     @property
     def text(self) -> str:
@@ -49,9 +49,14 @@ class Point:
         told = [value_text(n, v) for n, v in {**others, **both}.items() if v is not None]
         return ", ".join(told) or "as given"
 
-    def without_batch(self) -> tuple[tuple[str, str], ...]:
-        """Equal for points that differ in the batch alone."""
-        return tuple((name, repr(value)) for name, value in self.changes.items())
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for candidates that give the same plan."""
+        return self.batch, *self.key_without(())
+
+    def key_without(self, names: Collection[str]) -> tuple[tuple[str, str], ...]:
+        """Equal for candidates that differ in the batch and in options of these names alone."""
+        return tuple((n, repr(value)) for n, value in self.changes.items() if n not in names)
 
 
 def value_text(name: str, value: Any) -> str:
@@ -68,7 +73,7 @@ def value_text(name: str, value: Any) -> str:
         policy = Precision.of(value)
         dtypes = {policy.param_dtype: "", policy.reduce_dtype: " reduced"}
         return ", ".join(f"{str(d)[6:]}{what}" for d, what in dtypes.items() if d is not None)
-    return f"{'reshard' if name == 'reshard_after_forward' else name}={value}"
+    return f"{'reshard' if name == RESHARD else name}={value}"
 
 
 def given_space(space: Mapping[str, Iterable[Any]] | None) -> dict[str, list[Any]]:
@@ -96,14 +101,31 @@ def given_space(space: Mapping[str, Iterable[Any]] | None) -> dict[str, list[Any
     return found
 
 
-def points(
+def schedules(config: Config, program: Program) -> list[Choice]:
+    """Resharding and prefetch as far as the user leaves them open, the default first.
+
+    Args:
+        config: what the user has given stays.
+        program: of the plan with the defaults.
+    """
+    if program.world_size == 1:
+        return [{}]
+    reshards: list[Choice] = [{}]
+    if not config.given & {"strategy", RESHARD}:
+        reshards = [{RESHARD: True}, {RESHARD: False}]
+    free = [name for name in reversed(PREFETCH) if name not in config.given]
+    found = _combined([reshards, _depths(free)])
+    return sorted(found, key=lambda each: any(getattr(config, n) != each[n] for n in free))
+
+
+def candidates(
     config: Config,
     world_size: int | tuple[int, int],
     hardware: Hardware,
     units: int,
     batches: Sequence[int | None],
     space: Mapping[str, Sequence[Any]],
-) -> list[Point]:
+) -> list[Candidate]:
     """All configurations, in the order in which they are tried where nothing else decides.
 
     Args:
@@ -116,26 +138,31 @@ def points(
     """
     dimensions: list[list[Choice]] = []
     for names in DIMENSIONS:
-        wanted = {name: space[name] for name in names if name in space}
+        wanted = [[{name: value} for value in space[name]] for name in names if name in space]
         if wanted:
-            dimensions.append(_product(wanted))
+            dimensions.append(_combined(wanted))
         elif not config.given & set(names):
             dimensions.append(_default(names, world_size, hardware, units))
     taken = {name for names in DIMENSIONS for name in names}
     dimensions += [
         [{name: value} for value in values] for name, values in space.items() if name not in taken
     ]
-    chosen = [
+    largest_first = sorted(batches, key=lambda batch: -(batch or 0))
+    both = itertools.product(_combined(dimensions), largest_first)
+    return [Candidate(changes, batch, rank) for rank, (changes, batch) in enumerate(both)]
+
+
+def _combined(dimensions: Iterable[Iterable[Choice]]) -> list[Choice]:
+    """One choice of each dimension together, in every way."""
+    return [
         {name: value for choice in each for name, value in choice.items()}
         for each in itertools.product(*dimensions)
     ]
-    largest_first = sorted(batches, key=lambda batch: -(batch or 0))
-    both = itertools.product(chosen, largest_first)
-    return [Point(changes, batch, rank) for rank, (changes, batch) in enumerate(both)]
 
 
-def _product(values: Mapping[str, Sequence[Any]]) -> list[Choice]:
-    return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
+def _depths(names: Sequence[str]) -> list[Choice]:
+    """Prefetch of 2, 1 and 0 units, by all of these options alike."""
+    return [dict.fromkeys(names, depth) for depth in (2, 1, 0)] if names else [{}]
 
 
 def _default(
@@ -145,7 +172,7 @@ def _default(
     if names == SHARDING:
         return _shardings(world_size, hardware.ranks_per_node)
     if names == PREFETCH:
-        return [dict.fromkeys(PREFETCH, depth) for depth in DEPTHS]
+        return _depths(names)
     if names == ("mixed_precision",):
         low = Precision(param_dtype=BF16, reduce_dtype=BF16)
         wide = dataclasses.replace(low, reduce_dtype=torch.float32)
@@ -170,5 +197,5 @@ def _shardings(world_size: int | tuple[int, int], node: int) -> list[Choice]:
         found.append({"strategy": "hybrid_shard", **pair})
     found.append({"strategy": "shard_grad_op"})
     if by_node:
-        found.append({"strategy": "full_shard", "reshard_after_forward": node})
+        found.append({"strategy": "full_shard", RESHARD: node})
     return [*found, {"strategy": "full_shard"}]

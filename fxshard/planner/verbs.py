@@ -2,6 +2,6 @@
 
 from fxshard.planner.budget import fitting
 from fxshard.planner.limits import largest, solve
-from fxshard.planner.what_ifs import pulled as what_ifs
+from fxshard.planner.what_ifs import what_ifs
 
 __all__ = ["fitting", "largest", "solve", "what_ifs"]

@@ -1,4 +1,4 @@
-"""Levers: changes of a step that may lower its peak, each tried by planning the step with it."""
+"""What-ifs: changes of a step that may lower its peak, each tried by planning the step with it."""
 
 from __future__ import annotations
 
@@ -9,34 +9,31 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from fxshard._torch import trees
-from fxshard.capture.shapes import with_sizes
 from fxshard.config import Config, Precision
 from fxshard.errors import FxshardError
-from fxshard.memory.explain import Lever
+from fxshard.memory.explain import WhatIf
+from fxshard.planner.batches import batch_size, resized
 from fxshard.plans.plan import Plan
 
 BF16 = torch.bfloat16
 
 
-def pulled(plan: Plan) -> list[Lever]:
-    """Every lever that is not pulled yet, best first; those that cannot be pulled come last."""
+def what_ifs(plan: Plan) -> list[WhatIf]:
+    """Every what-if of a plan, best first; those that cannot be planned come last."""
     before = plan.memory.peak_bytes
     found = []
     for name, changes in candidates(plan):
         try:
             peak = plan.replan(**changes).memory.peak_bytes
-            found.append(Lever(name, changes, peak, before - peak))
+            found.append(WhatIf(name, changes, peak, before - peak))
         except FxshardError as error:
-            found.append(Lever(name, changes, None, None, " ".join(str(error).split())))
-    worst = -(2**63)
-    return sorted(found, key=lambda each: worst if each.saves_bytes is None else each.saves_bytes)[
-        ::-1
-    ]
+            found.append(WhatIf(name, changes, None, None, " ".join(str(error).split())))
+    found.reverse()
+    return sorted(found, key=lambda each: (each.saves_bytes is None, -(each.saves_bytes or 0)))
 
 
 def candidates(plan: Plan) -> list[tuple[str, dict[str, Any]]]:
-    """Name and `Plan.replan` arguments of each lever that is not pulled in `plan`."""
+    """Name and `Plan.replan` arguments of each what-if that `plan` does not have already."""
     config = plan.config
     found: list[tuple[str, dict[str, Any]]] = []
     if config.strategy == "no_shard":
@@ -82,10 +79,11 @@ def _precisions(config: Config) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _batches(plan: Plan) -> list[tuple[str, dict[str, Any]]]:
-    size = batch_size(plan)
+    call = plan.workload.call
+    size = batch_size(call)
     if size is None or size < 2:
         return []
-    args, kwargs = with_batch(plan, size // 2)
+    args, kwargs = resized(call, 0, size, size // 2)
     half: dict[str, Any] = {"args": args, "kwargs": kwargs}
     found = [(f"batch of {size // 2} instead of {size}", half)]
     if size % 2 == 0 and not plan.config.optimizer_in_backward:
@@ -93,29 +91,3 @@ def _batches(plan: Plan) -> list[tuple[str, dict[str, Any]]]:
         changes = {**half, "micro_batches": twice}
         found.append((f"accumulation: {twice} micro-batches of {size // 2}", changes))
     return found
-
-
-def batch_size(plan: Plan) -> int | None:
-    """Size of the first dimension of the first tensor of the call that has one."""
-    leaves, _ = trees.tree_flatten(plan.workload.call)
-    sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    return sizes[0] if sizes else None
-
-
-def with_batch(plan: Plan, size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call with `size` instead of `batch_size` wherever that is a tensor's first dimension."""
-    before = batch_size(plan)
-    return resized(plan, 0, before, size)
-
-
-def resized(
-    plan: Plan, dim: int, before: int | None, after: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call on meta tensors, with dimension `dim` changed where its size is `before`."""
-    leaves, _ = trees.tree_flatten(plan.workload.call)
-    has = [
-        (number, dim)
-        for number, leaf in enumerate(leaves)
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > dim and leaf.shape[dim] == before
-    ]
-    return with_sizes(plan.workload.call, {"": tuple(has)}, {"": after})

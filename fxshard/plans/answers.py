@@ -1,8 +1,9 @@
-"""What is found by searching over plans: data, with the plan that proves it."""
+"""What searches over plans find: data, with the plan that proves it."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from tabulate import tabulate
@@ -13,83 +14,54 @@ from fxshard.plans.workload import Workload
 P = TypeVar("P")  # the plan
 
 
-@dataclasses.dataclass(frozen=True)
-class Limit(Generic[P]):
-    """The largest size of one dimension of the batch that fits a budget; ``str()`` tells it.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A candidate of a search that was planned: its bytes, its time, and whether it fits.
 
     Attributes:
-        what: "batch" or "sequence".
-        dim: which dimension.
-        size: fits; `size` + `multiple_of` does not.
-        tensors: names of the inputs whose dimension `dim` was changed.
-        before: its size in the plan that was asked.
-        budget_bytes: what it must fit, as `MemoryReport.assert_fits` says.
-        plan: the plan of `size`.
-        tried: per size that was planned the larger of its two peaks in bytes; None if it cannot
-            be planned.
-        multiple_of: only multiples of this were asked for.
-        why_not: why `size` + `multiple_of` cannot be planned, or does not fit.
+        changes: arguments of `Plan.replan`, or sizes by name, that make it.
+        peak_bytes: the larger of the peaks of the first and of a later step; None if it cannot be
+            planned.
+        seconds: estimated, per step; None likewise, and where no times are asked for.
+        why_not: why it does not fit, or cannot be planned; "" if it fits.
     """
 
-    what: str
-    dim: int
-    size: int
-    tensors: tuple[str, ...]
-    before: int
-    budget_bytes: int
-    plan: P
-    tried: dict[int, int | None]
-    multiple_of: int = 1
+    changes: dict[str, Any]
+    peak_bytes: int | None = None
+    seconds: float | None = None
     why_not: str = ""
 
     @property
-    def peak_bytes(self) -> int:
-        """With `size`: the larger of the peaks of the first and of a later step."""
-        return self.tried[self.size] or 0
-
-    @property
-    def next_peak_bytes(self) -> int | None:
-        """The same with `size` + `multiple_of`; None if that cannot be planned."""
-        return self.tried[self.size + self.multiple_of]
-
-    def __str__(self) -> str:
-        following, peak = self.size + self.multiple_of, self.next_peak_bytes
-        beyond = f"cannot be planned: {self.why_not}"
-        if peak is not None:
-            beyond = f"does not fit: {self.why_not}"
-        if peak is not None and peak > self.budget_bytes:
-            beyond = f"needs {size_text(peak)}"
-        return (
-            f"{self.what} of {self.size}: needs {size_text(self.peak_bytes)} of "
-            f"{size_text(self.budget_bytes)}; {following} {beyond}.\nDimension {self.dim} of "
-            f"{', '.join(self.tensors)} was changed; {len(self.tried)} sizes were planned."
-        )
+    def fits(self) -> bool:
+        """It was planned, and is within the budget."""
+        return not self.why_not
 
 
-@dataclasses.dataclass(frozen=True)
-class Solution(Generic[P]):
-    """The edge of what fits, in one size, with its proof; ``str()`` tells it.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Edge(Generic[P]):
+    """Where the sizes that fit a budget end, with the plans that prove it.
 
     Attributes:
-        what: "max_batch", "min_world", ...
-        size: fits, by the plan of a call of that size, traced on its own; `beyond` does not.
-        beyond: the next larger size, or the next smaller number of ranks; 0: there is none.
-        fixed: the other sizes.
+        what: "batch", "sequence", "max_batch", "min_world", ...
+        size: fits; `beyond` does not.
+        beyond: the next size that was asked for: larger, or of "min_world" smaller; 0: there is
+            none.
         budget_bytes: what it must fit, as `MemoryReport.assert_fits` says.
         plan: the plan of `size`.
-        tried: per size that was planned the larger of its two peaks in bytes; None if it cannot
-            be planned.
-        why_not: why `beyond` does not fit, or cannot be planned; "" if there is none.
+        candidates: what was planned, by size.
     """
 
     what: str
     size: int
     beyond: int
-    fixed: dict[str, int]
     budget_bytes: int
     plan: P
-    tried: dict[int, int | None]
-    why_not: str
+    candidates: dict[int, Tried]
+
+    @property
+    def tried(self) -> dict[int, int | None]:
+        """Per size that was planned its peak in bytes; None if it cannot be planned."""
+        return {size: each.peak_bytes for size, each in self.candidates.items()}
 
     @property
     def peak_bytes(self) -> int:
@@ -100,6 +72,55 @@ class Solution(Generic[P]):
     def beyond_peak_bytes(self) -> int | None:
         """The same with `beyond`; None if that cannot be planned, or is nothing."""
         return self.tried.get(self.beyond)
+
+    @property
+    def why_not(self) -> str:
+        """Why `beyond` does not fit, or cannot be planned; "" if there is none."""
+        return self.candidates[self.beyond].why_not if self.beyond else ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limit(Edge[P]):
+    """The largest size of one dimension of the batch that fits a budget; ``str()`` tells it.
+
+    Attributes:
+        dim: which dimension.
+        tensors: names of the inputs whose dimension `dim` was changed.
+        before: its size in the plan that was asked.
+        multiple_of: only multiples of this were asked for: `beyond` is `size` and one more.
+    """
+
+    dim: int
+    tensors: tuple[str, ...]
+    before: int
+    multiple_of: int = 1
+
+    @property
+    def next_peak_bytes(self) -> int | None:
+        """The peak with `size` + `multiple_of`; None if that cannot be planned."""
+        return self.beyond_peak_bytes
+
+    def __str__(self) -> str:
+        peak = self.next_peak_bytes
+        beyond = f"{'cannot be planned' if peak is None else 'does not fit'}: {self.why_not}"
+        if peak is not None and peak > self.budget_bytes:
+            beyond = f"needs {size_text(peak)}"
+        return (
+            f"{self.what} of {self.size}: needs {size_text(self.peak_bytes)} of "
+            f"{size_text(self.budget_bytes)}; {self.beyond} {beyond}.\nDimension {self.dim} of "
+            f"{', '.join(self.tensors)} was changed; {len(self.tried)} sizes were planned."
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Solution(Edge[P]):
+    """The edge of what fits, in one size, each plan traced on its own; ``str()`` tells it.
+
+    Attributes:
+        fixed: the other sizes.
+    """
+
+    fixed: dict[str, int]
 
     def __str__(self) -> str:
         others = ", ".join(f"{name}={size}" for name, size in self.fixed.items())
@@ -112,41 +133,19 @@ class Solution(Generic[P]):
         return f"{text}.\nProof: {len(self.tried)} sizes were traced and planned on their own."
 
 
-@dataclasses.dataclass(frozen=True)
-class Tried:
-    """One setting that was planned.
-
-    Attributes:
-        changes: arguments of `Plan.replan`.
-        peak_bytes: the larger of the peaks of the first and of a later step; None if it cannot be
-            planned.
-        seconds: estimated, per step; None likewise.
-        why_not: why it does not fit, or cannot be planned; "" if it fits.
-    """
-
-    changes: dict[str, Any]
-    peak_bytes: int | None
-    seconds: float | None
-    why_not: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Picked:
-    """What ``memory_budget`` has picked; ``str()`` says it in a line.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Picked(Tried):
+    """What ``memory_budget`` has chosen; ``str()`` says it in a line.
 
     Attributes:
         budget_bytes: the budget.
-        changes: the options that were picked.
-        peak_bytes: the larger of the peaks of the first and of a later step.
-        seconds: estimated, per step.
         tried: every setting that was planned.
         asked: what the user asked for.
     """
 
-    budget_bytes: int
-    changes: dict[str, Any]
     peak_bytes: int
     seconds: float
+    budget_bytes: int
     tried: tuple[Tried, ...]
     asked: Workload
 
@@ -173,7 +172,7 @@ def setting_text(changes: dict[str, Any]) -> str:
     return ", ".join(f"{n}={value(n, v)}" for n, v in changes.items()) or "as given"
 
 
-def tried_table(tried: list[Tried] | tuple[Tried, ...]) -> str:
+def tried_table(tried: Sequence[Tried]) -> str:
     """One line per setting: what it is, its peak, its estimated time, why it does not fit."""
     rows = [
         (

@@ -25,7 +25,7 @@ from fxshard.ir import domain, dump, tags, transfers
 from fxshard.ir.program import Program
 from fxshard.ir.units import Unit, configured_units
 from fxshard.memory import liveness, symbolic
-from fxshard.memory.explain import Lever
+from fxshard.memory.explain import WhatIf
 from fxshard.memory.formula import Range, StepFormulas
 from fxshard.memory.gradients import unreached
 from fxshard.memory.in_backward import trace_in_backward
@@ -105,7 +105,7 @@ class _Planner(Protocol):
         self, plan: Plan, what: str, budget: int | str, multiple_of: int, fixed: dict[str, int]
     ) -> Solution[Plan]: ...
 
-    def what_ifs(self, plan: Plan) -> list[Lever]: ...
+    def what_ifs(self, plan: Plan) -> list[WhatIf]: ...
 
 
 @functools.cache

@@ -176,16 +176,16 @@ def test_report_writes_files(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 
 
 def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, "explain", *BLOCKS, "--top", "3", "--no-levers")
+    code, out, err = run(capsys, "explain", *BLOCKS, "--top", "3", "--no-what-ifs")
     assert (code, err) == (0, "")
     model, args, kwargs = blocks()
     plan = fxshard.plan(
         model, args, kwargs, world_size=2, optimizer=model_source.OPTIMIZERS["adamw"]
     )
-    assert out == f"{plan.memory.explain_peak(3, levers=False)}\n"
+    assert out == f"{plan.memory.explain_peak(3, what_ifs=False)}\n"
     assert f"{plan.memory.peak_bytes:,} bytes" in out
-    _, pulled, _ = run(capsys, "explain", *BLOCKS, "--top", "3")
-    assert pulled.startswith(out.rstrip("\n")) and len(pulled) > len(out)
+    _, tried, _ = run(capsys, "explain", *BLOCKS, "--top", "3")
+    assert tried.startswith(out.rstrip("\n")) and len(tried) > len(out)
 
 
 def test_diff(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ def test_what_a_plan_is_asked() -> None:
         (lambda: made.memory.table(depth="x"), r"depth='x': expected"),
         (lambda: made.memory.table(units="nope"), r"units='nope'; legal: B, KiB"),
         (lambda: made.memory.explain_peak("x"), r"top='x': expected"),
-        (lambda: made.memory.explain_peak(levers="no"), r"levers='no': expected True or False"),
+        (lambda: made.memory.explain_peak(what_ifs="no"), r"what_ifs='no': expected True or False"),
         (lambda: made.memory.assert_fits(math.inf), r"inf is no size"),
     ]
     for number, (asked, message) in enumerate(ask):

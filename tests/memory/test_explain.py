@@ -1,6 +1,6 @@
 """The peak explained, and asked again with something changed.
 
-Each figure of a lever is held against a plan made from scratch with the lever pulled, and against
+Each figure of a what-if is held against a plan made from scratch with it, and against
 bytes measured by `fxshard.validate`.
 """
 
@@ -17,7 +17,7 @@ import fxshard
 from fxshard.capture import trace
 from fxshard.errors import ConfigError
 from fxshard.memory.category import Category
-from fxshard.memory.explain import Lever
+from fxshard.memory.explain import WhatIf
 from tests.zoo import MODELS
 
 adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
@@ -43,7 +43,7 @@ def planned(name: str, **options: Any) -> fxshard.Plan:
 )
 def test_everything_alive_at_the_peak_adds_up(name: str, options: dict[str, Any]) -> None:
     plan = planned(name, **options)
-    explained = plan.memory.explain_peak(3, levers=False)
+    explained = plan.memory.explain_peak(3, what_ifs=False)
     assert sum(each.bytes for each in explained.alive) == explained.peak_bytes
     assert explained.peak_bytes == plan.memory.peak_bytes
     sums = dict.fromkeys(Category, 0)
@@ -71,7 +71,7 @@ class Doubled(nn.Module):
 
 def test_each_thing_has_its_line_and_its_life() -> None:
     plan = fxshard.plan(Doubled(), (torch.ones(256, 4),), world_size=2)
-    explained = plan.memory.explain_peak(levers=False)
+    explained = plan.memory.explain_peak(what_ifs=False)
     largest = {each.op: each for each in explained.alive if each.bytes == 4 * 256 * 512}
     made = largest["aten._softmax"]
     source, first = inspect.getsourcelines(Doubled.forward)
@@ -86,9 +86,9 @@ def test_each_thing_has_its_line_and_its_life() -> None:
     assert held.born is None and held.died is None and held.module == "lin"
 
 
-def pulled(name: str, **options: Any) -> tuple[fxshard.Plan, dict[str, Lever]]:
+def tried(name: str, **options: Any) -> tuple[fxshard.Plan, dict[str, WhatIf]]:
     plan = planned(name, **options)
-    return plan, {lever.name: lever for lever in plan.memory.explain_peak().levers}
+    return plan, {what_if.name: what_if for what_if in plan.memory.explain_peak().what_ifs}
 
 
 @pytest.mark.parametrize(
@@ -99,57 +99,57 @@ def pulled(name: str, **options: Any) -> tuple[fxshard.Plan, dict[str, Lever]]:
         ("mlp13", {"mixed_precision": BF16, "strategy": "shard_grad_op"}),
     ],
 )
-def test_each_lever_saves_what_a_plan_with_it_says(name: str, options: dict[str, Any]) -> None:
-    plan, levers = pulled(name, **options)
+def test_each_what_if_saves_what_a_plan_with_it_says(name: str, options: dict[str, Any]) -> None:
+    plan, found = tried(name, **options)
     case = MODELS[name]
-    assert all(lever.peak_bytes is not None for lever in levers.values())
-    for lever in levers.values():
+    assert all(what_if.peak_bytes is not None for what_if in found.values())
+    for what_if in found.values():
         args, kwargs = case.batch(0, 0)
         call = {"args": args, "kwargs": kwargs, "world_size": 4, "units": case.units}
         torch.manual_seed(0)
         again = fxshard.plan(
-            case.build(), **{**call, "optimizer": adamw, **options, **lever.changes}
+            case.build(), **{**call, "optimizer": adamw, **options, **what_if.changes}
         )
-        assert again.memory.peak_bytes == lever.peak_bytes, lever.name
-        assert plan.memory.peak_bytes - again.memory.peak_bytes == lever.saves_bytes, lever.name
-    order = [lever.saves_bytes for lever in levers.values() if lever.saves_bytes is not None]
+        assert again.memory.peak_bytes == what_if.peak_bytes, what_if.name
+        assert plan.memory.peak_bytes - again.memory.peak_bytes == what_if.saves_bytes, what_if.name
+    order = [what_if.saves_bytes for what_if in found.values() if what_if.saves_bytes is not None]
     assert order == sorted(order, reverse=True)
 
 
-def test_the_levers_of_the_issue_are_there() -> None:
-    _, levers = pulled("tied", strategy="shard_grad_op")
+def test_the_what_ifs_of_the_issue_are_there() -> None:
+    _, found = tried("tied", strategy="shard_grad_op")
     words = ("reshard", "checkpoint", "offload", "prefetch", "optimizer in backward", "bf16")
     for word in (*words, "accumulation", "batch of"):
-        assert any(word in name for name in levers), word
-    _, reduced = pulled("mlp13", mixed_precision=BF16)
+        assert any(word in name for name in found), word
+    _, reduced = tried("mlp13", mixed_precision=BF16)
     assert "bf16 reduction" in reduced
-    assert "reshard after forward" not in reduced  # pulled already
+    assert "reshard after forward" not in reduced  # already so
 
 
 @pytest.mark.parametrize(
-    "lever",
+    "what_if",
     [
         "checkpoint each unit",
         pytest.param("no prefetch", marks=pytest.mark.slow),
         pytest.param("optimizer in backward", marks=pytest.mark.slow),
     ],
 )
-def test_a_lever_is_measured_too(lever: str) -> None:
-    """The plan with the lever pulled is what a rank really does."""
+def test_a_what_if_is_measured_too(what_if: str) -> None:
+    """The plan with the what-if is what a rank really does."""
     case = MODELS["transformer"]
-    _, levers = pulled("transformer")
+    _, found = tried("transformer")
     torch.manual_seed(0)
     args, kwargs = case.batch(0, 0)
     result = fxshard.validate(
         *(case.build(), args, kwargs),
-        **{"world_size": 4, "units": case.units, "optimizer": adamw, **levers[lever].changes},
+        **{"world_size": 4, "units": case.units, "optimizer": adamw, **found[what_if].changes},
     )
     assert result.max_abs_difference == 0, result.table(only_different=True)
-    if lever != "optimizer in backward":  # whose peak may lie in the optimizer's phase
-        assert result.measured_peak_bytes == levers[lever].peak_bytes
+    if what_if != "optimizer in backward":  # whose peak may lie in the optimizer's phase
+        assert result.measured_peak_bytes == found[what_if].peak_bytes
 
 
-def test_a_lever_that_cannot_be_pulled_says_why() -> None:
+def test_a_what_if_that_cannot_be_made_says_why() -> None:
     labels = torch.zeros(4, dtype=torch.int64)
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
     plan = fxshard.plan(
@@ -157,10 +157,10 @@ def test_a_lever_that_cannot_be_pulled_says_why() -> None:
         world_size=2,
         loss=lambda out: nn.functional.cross_entropy(out, labels),  # of a batch of 4, and no other
     )
-    levers = {lever.name: lever for lever in plan.memory.explain_peak().levers}
-    lever = levers["batch of 2 instead of 4"]
-    assert lever.peak_bytes is None and "loss" in lever.why_not
-    assert lever.why_not in str(plan.memory.explain_peak())
+    found = {what_if.name: what_if for what_if in plan.memory.explain_peak().what_ifs}
+    what_if = found["batch of 2 instead of 4"]
+    assert what_if.peak_bytes is None and "loss" in what_if.why_not
+    assert what_if.why_not in str(plan.memory.explain_peak())
 
 
 @pytest.mark.parametrize(

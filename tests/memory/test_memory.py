@@ -115,7 +115,7 @@ def test_report_speaks() -> None:
     report = fxshard.plan(
         model, args, kwargs, world_size=2, units=case.units, optimizer=adamw
     ).memory
-    text = str(report.explain_peak(3, levers=False))
+    text = str(report.explain_peak(3, what_ifs=False))
     assert f"{report.peak_bytes:,} bytes" in text and report.peak_at.node in text
     assert sum(report.peak_by_category.values()) == report.peak_bytes
     assert sum(t.bytes for t in report.alive_at_peak()) == report.peak_bytes

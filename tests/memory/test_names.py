@@ -80,7 +80,7 @@ def test_json_and_csv_hold_names_as_they_are(plan: fxshard.Plan, tmp_path: Path)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert set(ODD) <= {event.get("args", {}).get("module") for event in events}
     memory.to_memory_viz(tmp_path / "snapshot.pickle")
-    memory.table(), memory.explain_peak(5, levers=False), plan.dump(), plan.code
+    memory.table(), memory.explain_peak(5, what_ifs=False), plan.dump(), plan.code
     assert sorted(file.name for file in tmp_path.iterdir()) == ["snapshot.pickle", "trace.json"]
 
 

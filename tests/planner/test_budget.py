@@ -311,5 +311,5 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fits", *model, *within, "--budget", "1MiB"]) == 0
     said = capsys.readouterr()
     assert "It fits" in said.out and "memory_budget=1.00 MiB: backward_prefetch" in said.err
-    assert main(["explain", *model, "--no-levers", "--checkpoint", "1KiB"]) == 2
+    assert main(["explain", *model, "--no-what-ifs", "--checkpoint", "1KiB"]) == 2
     assert "live from forward to backward" in capsys.readouterr().err

@@ -88,10 +88,10 @@ def test_the_upper_end_of_a_search_doubles_while_it_fits() -> None:
             )
         )
 
-    search = limits._Search(planned, "batch", 98765, 1, 1, likely=lambda size: size < 3)
-    search.beyond = 4  # as if there were hardly any room
-    assert search.run() == 987
-    assert search.tried[987] == 98700 and search.tried[988] == 98800 and len(search.tried) < 20
+    search = limits.Sizes(planned, "batch", 98765, 1, 1, likely=lambda size: size < 3)
+    assert search.largest(4) == 987  # as if there were hardly any room
+    tried = {size: each.peak_bytes for size, each in search.candidates.items()}
+    assert tried[987] == 98700 and tried[988] == 98800 and len(tried) < 20
 
 
 def test_the_proof_is_traced_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
