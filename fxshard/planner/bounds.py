@@ -392,5 +392,10 @@ def traced(policy: Any) -> str:
     """What of a precision the trace sees: all but how gradients are reduced."""
     if policy is None or isinstance(policy, Mapping):
         return repr(policy)
-    reduction = {"reduce_dtype": None, "reduce_as_stored": False, "keep_low_precision_grads": False}
-    return repr(dataclasses.replace(Precision.of(policy), **reduction))
+    seen = dataclasses.replace(
+        Precision.of(policy),
+        reduce_dtype=None,
+        reduce_as_stored=False,
+        keep_low_precision_grads=False,
+    )
+    return repr(seen)

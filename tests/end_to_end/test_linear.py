@@ -315,7 +315,7 @@ def test_garbage_of_earlier_work_is_swept(monkeypatch: pytest.MonkeyPatch) -> No
         def __init__(self) -> None:
             self.me = self
 
-    monkeypatch.setattr(collector, "SWEEP", 100)
+    monkeypatch.setattr(collector, "_limit", 100)
     monkeypatch.setattr(collector, "_kept", 0)
 
     def alive() -> int:
@@ -329,6 +329,9 @@ def test_garbage_of_earlier_work_is_swept(monkeypatch: pytest.MonkeyPatch) -> No
         assert alive() == 500
     with collector.paused(sweep=True):
         assert alive() == 0
+    # A collection takes as long as there are objects: as many must have come before the next.
+    assert collector._limit >= len(gc.get_objects(generation=2)) * 0.9
+    assert collector._limit >= collector.SWEEP
 
 
 # -- imports ---------------------------------------------------------------------------------------
