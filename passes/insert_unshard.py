@@ -250,7 +250,7 @@ def cut_padding(
     full: list[fx.Node] = []
     for param, pick in zip(params, picks, strict=True):
         node = pick
-        if pick.meta["val"].shape[0] != param.shape[0]:
+        if program.layouts[param.fqn].padding:
             node = program.graph.call_function(aten.slice.Tensor, (pick, 0, 0, param.shape[0]))
             tags.put(node, tags.changed(tag, fqn=param.fqn), program.refake(node))
         full.append(node)

@@ -64,8 +64,7 @@ class ParamLayout:
     @property
     def padded_shape(self) -> tuple[int, ...]:
         """Of the shards of all ranks together, with their padding: what an all-gather leaves."""
-        both = zip(self.shard_shape, self.parts, strict=True)
-        return tuple(n * parts for n, parts in both)
+        return tuple(n * parts for n, parts in zip(self.shard_shape, self.parts, strict=True))
 
     @property
     def padding(self) -> int:
@@ -76,10 +75,10 @@ class ParamLayout:
         """The rows that a rank has, without padding; empty for the last ranks of a short parameter.
 
         Args:
-            rank: among those that share the parameter.
+            rank: along the dimension of the mesh that shards; of a parameter with rows.
         """
-        start, end = (min(n * self.shard_shape[0], self.shape[0]) for n in (rank, rank + 1))
-        return range(start, end)
+        most, part = self.shard_shape[0], rank % self.parts[0]
+        return range(min(part * most, self.shape[0]), min((part + 1) * most, self.shape[0]))
 
     def local_shape(self, rank: int = 0) -> tuple[int, ...]:
         """Of what a rank has, without padding; rank 0 never has less than another."""
@@ -173,7 +172,7 @@ def layouts(units: Iterable[Unit], ranks: int, replicas: int = 1) -> dict[str, P
 
 
 def in_flat_storage(params: Iterable[ParamLayout]) -> list[ParamLayout]:
-    """The same one behind the other, each in the flat storage of its unit and dtype."""
+    """The same, one behind the other: each in the flat storage of its unit and dtype."""
     ends: dict[tuple[int, torch.dtype], int] = {}
     found = []
     for param in params:

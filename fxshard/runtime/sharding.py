@@ -122,11 +122,9 @@ def shard_parameters(
         _agree_to_sync(model, refusal, sync)
     if refusal:
         raise refusal
-    device, layouts = _home(model, world), layouts_of(units, world.size, world.replicas)
-    made: dict[str, list[Tensor]] = {}
-    for unit in units:
-        own = {param.fqn: layouts[param.fqn] for param in unit.params}
-        made |= _flat_shards(own, originals, device, world, config.offload_policy)
+    device, every = _home(model, world), layouts_of(units, world.size, world.replicas)
+    layouts = {fqn: every[fqn] for fqn in originals}
+    made = _flat_shards(layouts, originals, device, world, config.offload_policy)
     params = {id(originals[param.fqn]): param for unit in units for param in unit.params}
     buffers: list[tuple[Tensor, Tensor]] = []
     for tensor, whole in wholes(model, device, config.param_init_fn, sync, ignored):
@@ -232,7 +230,7 @@ def _flat_shards(
     world: C10dWorld | InProcessWorld,
     offload: CPUOffloadPolicy | None,
 ) -> dict[str, list[Tensor]]:
-    """Padded shards of a unit, zero: views of one new flat storage per dtype and process.
+    """Padded shards, zero: views of one new flat storage per unit, dtype and process.
 
     Offloaded ones lie on the CPU, in pinned memory where there is an accelerator to copy to.
 
