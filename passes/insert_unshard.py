@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from fxshard.ir import ops, tags, transfers
+from fxshard.ir.layout import part
 from fxshard.ir.program import Fact, Program
 from fxshard.ir.units import Param, Unit
 
@@ -233,7 +234,8 @@ def unpack(
     program: Program, params: list[Param], flat: fx.Node, size: int, tag: tags.Meta
 ) -> list[fx.Node]:
     """Append the copies of `params` out of the buffer that they were gathered in."""
-    chunks = [list(program.layouts[param.fqn].regrouped_shape(size)) for param in params]
+    # A group of `size` ranks holds as many padded rows as all ranks do.
+    chunks = [list(part(program.layouts[param.fqn].padded_shape, size)) for param in params]
     copies = tags.changed(tag, role="unpack")
     fqns = [param.fqn for param in params]
     args = ([flat], size, chunks)

@@ -84,10 +84,6 @@ class ParamLayout:
         """Of what a rank has, without padding; rank 0 never has less than another."""
         return (len(self.rows(rank)), *self.shape[1:]) if self.shape else ()
 
-    def regrouped_shape(self, ranks: int) -> tuple[int, ...]:
-        """Of the shard in a group of `ranks` ranks, which together hold as many rows as all do."""
-        return part(self.padded_shape, ranks)
-
     @property
     def shard_numel(self) -> int:
         """Elements of one rank's shard, with its padding."""

@@ -170,7 +170,7 @@ def test_a_smaller_group_holds_as_many_rows_together(
     shape: tuple[int, ...], size: int, groups: int
 ) -> None:
     found = of(shape, size * groups)
-    assert layout.gathered(found.regrouped_shape(size), size) == found.padded_shape
+    assert layout.gathered(layout.part(found.padded_shape, size), size) == found.padded_shape
 
 
 # -- parts and pieces of tensors -------------------------------------------------------------------

@@ -137,7 +137,7 @@ def model_items(tree: Tree) -> list[Item]:
             if fqn in tree.params:
                 param = tree.params[fqn]
                 host = tree.program.offloaded and tree.elsewhere
-                local = tree.local(param)
+                local = tree.program.layouts[param.fqn].local_bytes
                 whole = nbytes(param.shape, param.dtype)
                 items.append(Item(fqn, whole, local, tree.flats[param.fqn], True, host))
             else:
@@ -212,7 +212,7 @@ def new_state(script: Script, tree: Tree, new: OptimizerStep) -> list[LiveRange]
     grads: list[LiveRange] = []
     for fqn, param in sorted(everything, key=lambda item: item[1].position):
         if param.requires_grad:
-            size = tree.local(param)
+            size = tree.program.layouts[param.fqn].local_bytes
             owner = fqn.rpartition(".")[0]
             grad = LiveRange(
                 0, f"gradient of {fqn}", "aten.zeros_like", owner, Category.SHARDED_GRAD, size, host

@@ -99,10 +99,6 @@ class Tree:
         """The CPU is not where the program computes."""
         return self.device.type != "cpu"
 
-    def local(self, param: Param) -> int:
-        """Bytes of rank 0's rows, without padding."""
-        return self.program.layouts[param.fqn].local_bytes
-
     def lies_on_host(self, tensor: Tensor) -> bool:
         """A tensor of the given model stays on the CPU while the program computes elsewhere."""
         return self.program.offloaded and self.elsewhere and tensor.device.type == "cpu"
