@@ -135,9 +135,8 @@ def padding(plan: Plan) -> float:
 
     A parameter with fewer rows than ranks is as large in a gather as if it had a row for each.
     """
-    ranks = plan.program.world_size
-    params = plan.program.params.values()
-    padded = sum(ranks * math.prod(param.chunk(ranks)) for param in params)
+    params = [plan.program.layouts[fqn] for fqn in plan.program.params]
+    padded = sum(math.prod(param.padded_shape) for param in params)
     return padded / sum(math.prod(param.shape) for param in params)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -12,6 +11,7 @@ import torch
 from torch import fx
 
 from fxshard.ir import ops, tags, transfers
+from fxshard.ir.layout import spans
 from fxshard.ir.program import Fact, Program, Result
 from fxshard.ir.units import Param
 
@@ -234,7 +234,7 @@ def packed_together(
 def as_rows(program: Program, param: Param, grad: fx.Node, tag: tags.Meta) -> fx.Node:
     """A view of `grad`, padded, of shape ``[world_size, n]``: what each rank gets of it."""
     tag = tags.changed(tag, role="pad", fqn=param.fqn)
-    pad = program.world_size * param.chunk(program.world_size)[0] - param.shape[0]
+    pad = program.layouts[param.fqn].padding
     node = grad
     if pad:
         node = padded(program, grad, pad, tag)
@@ -257,14 +257,11 @@ def parts_of(
 
     Each is appended when it is asked for.
     """
-    start = 0
-    for param in params:
+    shapes = [program.layouts[param.fqn].shard_shape for param in params]
+    for param, shape, (start, end) in zip(params, shapes, spans(shapes), strict=True):
         settle = tags.changed(tag, role="settle", fqn=param.fqn)
-        shape = param.chunk(program.world_size)
-        end = start + math.prod(shape)
         piece = operation(program, aten.slice.Tensor, (flat, 0, start, end), settle)
         yield operation(program, aten.view.default, (piece, list(shape)), settle)
-        start = end
 
 
 def operation(program: Program, target: Any, args: tuple[Any, ...], tag: tags.Meta) -> fx.Node:
@@ -387,9 +384,7 @@ def as_sendable(
     What is sent is tagged with the FQN of the parameter whose gradient it is.
     """
     tag = tags.changed(tag, fqn=param.fqn)
-    val, world = grad.meta["val"], program.world_size
-    rows = world * param.chunk(world)[0]
-    pad = rows - param.shape[0]
+    val, pad = grad.meta["val"], program.layouts[param.fqn].padding
     dtype = reduce_dtype(program, param, grad)
     if not pad and val.is_contiguous() and (alone or val.dtype is not dtype):
         if val.dtype is dtype:

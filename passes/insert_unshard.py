@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from fxshard.ir import ops, tags, transfers
+from fxshard.ir.layout import part
 from fxshard.ir.program import Fact, Program
 from fxshard.ir.units import Param, Unit
 
@@ -119,12 +120,13 @@ def regroups(program: Program, unit: Unit) -> bool:
 
 
 def add_shard(program: Program, param: Param, whole: fx.Node) -> fx.Node:
-    """Placeholder of this rank's padded shard of `param`, shape ``[ceil(rows/world), ...]``."""
+    """Placeholder of this rank's padded shard of `param`."""
+    shape = program.layouts[param.fqn].shard_shape
     with program.graph.inserting_before(whole):
         node = program.graph.placeholder("shard_" + param.fqn.replace(".", "_"))
     tag = tags.Meta("forward", "shard", unit=param.unit, fqn=param.fqn)
     device = torch.device("cpu") if program.offloaded else whole.meta["val"].device
-    return tags.put(node, tag, program.fake(param.chunk(program.world_size), param.dtype, device))
+    return tags.put(node, tag, program.fake(shape, param.dtype, device))
 
 
 def first_nodes(program: Program) -> dict[tuple[tags.Phase, int | None], fx.Node]:
@@ -233,10 +235,7 @@ def unpack(
 ) -> list[fx.Node]:
     """Append the copies of `params` out of the buffer that they were gathered in."""
     # A group of `size` ranks holds as many padded rows as all ranks do.
-    chunks = []
-    for param in params:
-        rows, *rest = param.chunk(program.world_size)
-        chunks.append([rows * program.world_size // size, *rest])
+    chunks = [list(part(program.layouts[param.fqn].padded_shape, size)) for param in params]
     copies = tags.changed(tag, role="unpack")
     fqns = [param.fqn for param in params]
     args = ([flat], size, chunks)
@@ -253,7 +252,7 @@ def cut_padding(
     full: list[fx.Node] = []
     for param, pick in zip(params, picks, strict=True):
         node = pick
-        if pick.meta["val"].shape[0] != param.shape[0]:
+        if program.layouts[param.fqn].padding:
             node = program.graph.call_function(aten.slice.Tensor, (pick, 0, 0, param.shape[0]))
             tags.put(node, tags.changed(tag, fqn=param.fqn), program.refake(node))
         full.append(node)

@@ -622,9 +622,9 @@ def _argument(
         return values["param", name].to(dtype, copy=True)
     if tag.role != "shard":
         return _of_rank((tag.role, name), values, doublings).to(dtype, copy=True)
-    whole, param = values["param", name].to(dtype), program.params[name]
-    shard = whole.new_zeros(param.chunk(program.world_size))
-    rows = param.rows(rank % program.world_size, program.world_size)
+    whole = values["param", name].to(dtype)
+    layout = program.layouts[name]
+    shard, rows = whole.new_zeros(layout.shard_shape), layout.rows(rank % program.world_size)
     shard[: len(rows)] = whole[rows.start : rows.stop]
     return shard
 

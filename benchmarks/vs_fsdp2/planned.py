@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import torch
@@ -42,7 +41,7 @@ def fxshard_rows(plan: Plan, policy: MixedPrecisionPolicy | None) -> Rows:
     report, ledger = plan.memory, plan.memory.ledger()
     units = {unit.fqn for unit in plan.program.units}
     owners = {p.fqn: unit.fqn for unit in plan.program.units for p in unit.params}
-    chunks = {p.fqn: math.prod(p.chunk(WORLD)) for unit in plan.program.units for p in unit.params}
+    chunks = {fqn: layout.shard_numel for fqn, layout in plan.program.layouts.items()}
     dtype = (policy.param_dtype if policy else None) or torch.float32
 
     def thing(each: LiveRange) -> Thing:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
@@ -72,19 +72,11 @@ def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
     """`whole` placed as `like` is: this rank's rows of it; nothing is communicated."""
     if not isinstance(like, DTensor):
         return whole
-    local = _local_rows(whole, like.device_mesh, like.placements)
-    return _dtensor(local.to(local_part(like).device), like)
-
-
-def _local_rows(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """A view: what this rank holds of `whole`, cut by torch.chunk's rule as DTensor cuts."""
-    for mesh_dim, place in enumerate(placements):
-        if place.is_shard():
-            dim: int = place.dim  # type: ignore[attr-defined]
-            parts = whole.chunk(mesh.size(mesh_dim), dim)
-            rank = mesh.get_local_rank(mesh_dim)
-            whole = parts[rank] if rank < len(parts) else whole.narrow(dim, 0, 0)
-    return whole
+    mesh, placements = like.device_mesh, like.placements
+    sizes, starts = compute_local_shape_and_global_offset(whole.shape, mesh, placements)
+    for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        whole = whole.narrow(dim, start, size)
+    return _dtensor(whole.to(local_part(like).device), like)
 
 
 def _dtensor(local: Tensor, like: DTensor) -> DTensor:

@@ -26,7 +26,7 @@ from fxshard.cost.hardware import Hardware
 from fxshard.cost.trace_events import DrawsMemory
 from fxshard.host import files
 from fxshard.ir import dump, ops, tags
-from fxshard.ir.program import Program, nbytes
+from fxshard.ir.program import Program
 from fxshard.ir.schedule import Region
 from fxshard.verify.orders import ENTRY
 
@@ -452,11 +452,8 @@ def optimizer_seconds(
     """
     moved = 0
     for fqn in fqns:
-        if fqn in program.params:
-            param = program.params[fqn]
-            moved += 3 * nbytes(param.chunk(program.world_size), param.dtype)
-        elif fqn in program.wholes:
-            moved += 3 * nbytes(program.wholes[fqn].shape, program.wholes[fqn].dtype)
+        if fqn in program.layouts:
+            moved += 3 * program.layouts[fqn].shard_bytes
         moved += 2 * state.get(fqn, 0)
     if program.offloaded or not moved:
         return 0.0

@@ -35,13 +35,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    pass
+from fxshard.ir.layout import gathered, part
 
 _LIBRARY = torch.library.Library("fxshard", "DEF")
 for _schema in (
@@ -66,13 +65,13 @@ Empty = Callable[..., Tensor]  # makes an empty tensor like another: (like, shap
 
 
 def _all_gather(empty: Empty, shards: list[Tensor], size: int, group: str = "") -> list[Tensor]:
-    return [empty(s, (s.shape[0] * size, *s.shape[1:])) for s in shards]
+    return [empty(s, gathered(s.shape, size)) for s in shards]
 
 
 def _reduce_scatter(
     empty: Empty, grads: list[Tensor], size: int, group: str = "", op: str = ""
 ) -> list[Tensor]:
-    return [empty(g, (g.shape[0] // size, *g.shape[1:])) for g in grads]
+    return [empty(g, part(g.shape, size)) for g in grads]
 
 
 def _all_reduce(
@@ -82,7 +81,7 @@ def _all_reduce(
 
 
 def _comm_hook(empty: Empty, grads: list[Tensor], size: int) -> list[Tensor]:
-    return list(grads) if size == 1 else [empty(g, (g.numel() // size,)) for g in grads]
+    return list(grads) if size == 1 else [empty(g, part(g.shape, size)) for g in grads]
 
 
 def _cast(empty: Empty, tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -102,11 +101,11 @@ def _pack(empty: Empty, shards: list[Tensor], dtype: torch.dtype) -> list[Tensor
 
 
 def _unpack(empty: Empty, packed: list[Tensor], size: int, chunks: list[list[int]]) -> list[Tensor]:
-    return [empty(packed[0], (size * rows, *rest)) for rows, *rest in chunks]
+    return [empty(packed[0], gathered(chunk, size)) for chunk in chunks]
 
 
 def _reshard(empty: Empty, buffers: list[Tensor], size: int, group: str) -> list[Tensor]:
-    return [empty(b, (b.shape[0] // size, *b.shape[1:])) for b in buffers]
+    return [empty(b, part(b.shape, size)) for b in buffers]
 
 
 def _nothing(empty: Empty, *args: Any) -> None:

@@ -50,6 +50,7 @@ from fxshard._torch.trees import TreeSpec
 from fxshard.ir import ops, tags
 from fxshard.ir.calls import Call
 from fxshard.ir.domain import Domain
+from fxshard.ir.layout import ParamLayout, layouts
 from fxshard.ir.schedule import Schedule
 from fxshard.ir.units import Param, Unit
 
@@ -214,6 +215,9 @@ class Program:
     _params: tuple[Any, dict[str, Param]] | None = dataclasses.field(
         default=None, init=False, repr=False, compare=False
     )
+    _layouts: tuple[Any, dict[str, ParamLayout]] | None = dataclasses.field(
+        default=None, init=False, repr=False, compare=False
+    )
 
     @property
     def params(self) -> dict[str, Param]:
@@ -222,6 +226,13 @@ class Program:
             params = {param.fqn: param for unit in self.units for param in unit.params}
             self._params = self.units, params
         return self._params[1]
+
+    @property
+    def layouts(self) -> dict[str, ParamLayout]:
+        """Where each parameter is, the ignored ones too, by FQN."""
+        if self._layouts is None or self._layouts[0] is not self.units:
+            self._layouts = self.units, layouts(self.units, self.world_size, self.replicas)
+        return self._layouts[1]
 
     @property
     def moving(self) -> tuple[ParamBucket, ...]:

@@ -48,19 +48,6 @@ class Param:
         if self.compute_dtype is None:
             object.__setattr__(self, "compute_dtype", self.dtype)
 
-    def chunk(self, world_size: int) -> tuple[int, ...]:
-        """Shape of one rank's padded shard: dim 0 is ``ceil(shape[0] / world_size)``.
-
-        That is torch.chunk's rule, hence DTensor's ``Shard(0)``.
-        """
-        return (-(-self.shape[0] // world_size), *self.shape[1:])
-
-    def rows(self, rank: int, world_size: int) -> range:
-        """Rows of dim 0 that `rank` owns; empty for trailing ranks of a short parameter."""
-        chunk = self.chunk(world_size)[0]
-        start = min(rank * chunk, self.shape[0])
-        return range(start, min(start + chunk, self.shape[0]))
-
 
 @dataclasses.dataclass(frozen=True)
 class Unit:

@@ -75,9 +75,7 @@ def _record(
     with mode:
         params: dict[str, nn.Parameter] = {}
         for fqn, param in sorted(everything, key=lambda item: item[1].position):
-            shape = param.shape  # of one that is ignored, which may be a scalar
-            if fqn not in program.wholes:
-                shape = (len(param.rows(0, program.world_size)), *shape[1:])
+            shape = program.layouts[fqn].local_shape()
             data = torch.empty(shape, dtype=param.dtype, device=device)
             shard = nn.Parameter(data, param.requires_grad)
             params[fqn] = shard

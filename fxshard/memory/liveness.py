@@ -92,11 +92,12 @@ def held_ranges(
 
     flats: dict[Any, int] = {}  # the shards of a unit lie in one storage per dtype
     for fqn, param in program.params.items():
-        size = nbytes(param.chunk(program.world_size), param.dtype)
-        formula = symbolic.chunk_numel(param, program.world_size) * param.dtype.itemsize
+        layout = program.layouts[fqn]
+        size = layout.shard_bytes
+        formula = layout.shard_numel_over(symbolic.WORLD) * param.dtype.itemsize
         hold(fqn, owner_of(fqn), Category.SHARDED_PARAM, size, program.offloaded, formula)
         number = found[-1].storage
-        found[-1].storage = flats.setdefault((param.unit, param.dtype), number)
+        found[-1].storage = flats.setdefault(layout.storage, number)
     for fqn, param in program.wholes.items():
         hold(fqn, owner_of(fqn), Category.SHARDED_PARAM, nbytes(param.shape, param.dtype))
     dtypes = buffer_dtypes(program.units, dict(model.named_buffers()))

@@ -24,6 +24,7 @@ from fxshard.cost.timeline import OptimizerState
 from fxshard.errors import ConfigError
 from fxshard.host import collector
 from fxshard.ir import tags, transfers
+from fxshard.ir.layout import gathered
 from fxshard.ir.program import Program
 from fxshard.memory import symbolic
 from fxshard.memory.recording import Event, Kernels, Recorder, name_of
@@ -161,7 +162,6 @@ def with_formulas(
         Fraction(rows[0][p.fqn], rows[1][p.fqn]): (p, rows[0][p.fqn] * math.prod(p.shape[1:]))
         for p in params
     }
-    world = program.world_size
     formulas: dict[int, sympy.Expr] = {}
     for number, size in made[0].items():
         one, other = made[1][number], made[2][number]
@@ -169,13 +169,13 @@ def with_formulas(
             continue
         param, elements = ratios.get(Fraction(one, other), (None, 1))
         each = Fraction(one, elements)
-        own = 0 if param is None else each * math.prod(param.chunk(world))
-        if param is None or own != size:
+        layout = None if param is None else program.layouts[param.fqn]
+        if layout is None or each * layout.shard_numel != size:
             raise ConfigError(
                 f"optimizer {step.name}: its step makes something of {size} bytes that belongs to "
                 f"no single parameter, so that there is no formula for it."
             )
-        formulas[number] = sympy.Rational(each) * symbolic.chunk_numel(param, world)
+        formulas[number] = sympy.Rational(each) * layout.shard_numel_over(symbolic.WORLD)
     return dataclasses.replace(step, formulas=formulas)
 
 
@@ -186,7 +186,7 @@ def _with_rows(program: Program, rows: dict[str, int]) -> Program:
         dataclasses.replace(
             unit,
             params=tuple(
-                dataclasses.replace(p, shape=(rows[p.fqn] * world, *p.shape[1:]))
+                dataclasses.replace(p, shape=gathered((rows[p.fqn], *p.shape[1:]), world))
                 for p in unit.params
             ),
         )
@@ -314,7 +314,6 @@ def _record(
     without: frozenset[str],
 ) -> OptimizerStep:
     trained = _trained(program) - without
-    world = program.world_size
     params: list[nn.Parameter] = []
     fqns: list[str] = []
     recorder = Recorder(kernels=Kernels())
@@ -322,9 +321,7 @@ def _record(
     with mode:
         everything = [*program.params.items(), *program.wholes.items()]
         for fqn, param in sorted(everything, key=lambda item: item[1].position):
-            shape = param.shape  # of one that is ignored, which may be a scalar
-            if fqn not in program.wholes:
-                shape = (len(param.rows(0, world)), *shape[1:])
+            shape = program.layouts[fqn].local_shape()
             data = torch.empty(shape, dtype=param.dtype, device=device)
             shard = nn.Parameter(data, param.requires_grad)
             recorder.know(shard.untyped_storage())

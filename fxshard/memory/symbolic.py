@@ -1,15 +1,14 @@
 """How many bytes each storage of a program has, as an expression of open sizes and of the ranks.
 
 The trace knows the sizes of what it has seen (`fxshard.ir.domain.OpenTensor`). What passes
-have made is of parameters: a shard has ``ceil(rows / world)`` rows, and the operators between
-shards, unsharded parameters and reduced gradients move, join, pad and cut such rows. Whatever is
-neither has one size in all calls.
+have made is of parameters, whose layout knows the rows (`fxshard.ir.layout`): the operators between
+shards, unsharded parameters and reduced gradients move, join, pad and cut them. Whatever is neither
+has one size in all calls.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,8 +23,9 @@ from fxshard._torch import sizes as torch_sizes
 from fxshard.capture import fakes, shapes
 from fxshard.ir import domain, ops, tags, transfers
 from fxshard.ir.domain import OPEN
+from fxshard.ir.layout import padding
 from fxshard.ir.program import Program
-from fxshard.ir.units import Param, Unit
+from fxshard.ir.units import Unit
 
 aten = torch.ops.aten
 
@@ -56,26 +56,8 @@ def kind_of_world(units: tuple[Unit, ...], world: int) -> WorldKind:
     """
     rows = {param.shape[0] for unit in units for param in unit.params}
     groups = {int(unit.reshard) for unit in units if not isinstance(unit.reshard, bool)}
-    padded = frozenset(n for n in rows if n % world)
+    padded = frozenset(n for n in rows if padding(n, world))
     return world == 1, padded, frozenset(n for n in groups if n < world)
-
-
-def chunk_numel(param: Param, world: int) -> sympy.Expr:
-    """Elements of one rank's padded shard of `param`, of the kind of world size of `world`."""
-    rows, *rest = param.shape
-    return chunk_rows(rows, world) * math.prod(rest)
-
-
-def chunk_rows(rows: int, world: int) -> sympy.Expr:
-    """``ceil(rows / world)``, without the ceiling where it makes no difference."""
-    if world == 1:
-        return sympy.Integer(rows)
-    return sympy.Integer(rows) / WORLD if rows % world == 0 else sympy.ceiling(rows / WORLD)
-
-
-def ranks(world: int) -> sympy.Expr:
-    """The number of ranks as an expression."""
-    return sympy.Integer(1) if world == 1 else WORLD
 
 
 def expressions(program: Program) -> Expressions:
@@ -105,7 +87,7 @@ class _Reading:
     """
 
     def __init__(self, program: Program) -> None:
-        self.program, self.world = program, program.world_size
+        self.program = program
         self.numels: dict[fx.Node, Numels] = {}
         symbols = program.domain.symbols if program.domain else {}
         self._names = {found: symbol(name) for name, found in symbols.items()}
@@ -171,7 +153,7 @@ class _Reading:
         if node.op == "placeholder":
             if tag.role != "shard":
                 return None
-            return (chunk_numel(self.program.params[tag.fqn or ""], self.world),)
+            return (self.program.layouts[tag.fqn or ""].shard_numel_over(WORLD),)
         if node.target is operator.getitem:
             source, index = node.args
             known = self.numels.get(source)  # type: ignore[arg-type]
@@ -180,16 +162,16 @@ class _Reading:
             return self.word(node)
         if node.target in UNREDUCED and node.all_input_nodes[0] in self.numels:
             return tuple(sympy.Integer(t.numel()) for t in tags.tensors(node.meta["val"]))
-        param = self.program.params.get(tag.fqn or "")
-        if node.target is aten.constant_pad_nd.default and tag.role == "pad" and param is not None:
-            return (chunk_numel(param, self.world) * ranks(self.world),)
+        layout = self.program.layouts.get(tag.fqn or "")
+        if node.target is aten.constant_pad_nd.default and tag.role == "pad" and layout is not None:
+            return (layout.padded_numel_over(WORLD),)
         if node.target is aten.cat.default and tag.role == "pad":
             return (sympy.Add(*map(self.numel, tags.operands(node))),)
         first = self.numels.get(node.all_input_nodes[0]) if node.all_input_nodes else None
         if first is None:
             return None
-        if node.target is aten.slice.Tensor and tag.role == "settle" and param is not None:
-            return (chunk_numel(param, self.world),)
+        if node.target is aten.slice.Tensor and tag.role == "settle" and layout is not None:
+            return (layout.shard_numel_over(WORLD),)
         if tag.role == "compute" and first[0].free_symbols <= {WORLD}:
             return None  # the model's own operator: the trace has seen that its size is fixed
         return first[:1] if node.target in SAME_SIZE else None
@@ -199,7 +181,7 @@ class _Reading:
         if node.target in (ops.wait, ops.free, ops.step):
             return None
         given = list(map(self.numel, tags.operands(node)))
-        size = ranks(self.world)
+        size = sympy.Integer(1) if self.program.world_size == 1 else WORLD
         if node.target is ops.all_gather and node.args[2:] not in ((), ("shard",)):
             size = sympy.Integer(int(node.args[1]))  # type: ignore[arg-type]
         if node.target is ops.all_gather:
@@ -214,8 +196,8 @@ class _Reading:
             return (sympy.Add(*given),)
         if node.target is ops.unpack:
             picks = sorted(node.users, key=lambda pick: int(pick.args[1]))  # type: ignore[arg-type]
-            params = [self.program.params[tags.get(pick).fqn or ""] for pick in picks]
-            return tuple(chunk_numel(p, self.world) * ranks(self.world) for p in params)
+            found = [self.program.layouts[tags.get(pick).fqn or ""] for pick in picks]
+            return tuple(layout.padded_numel_over(WORLD) for layout in found)
         return tuple(given)
 
     def of_kernel(

@@ -17,8 +17,12 @@ import collections
 import dataclasses
 import functools
 import math
+<<<<<<< HEAD
 from collections.abc import Callable, Mapping
 from typing import Any
+=======
+from collections.abc import Iterable, Mapping
+>>>>>>> h-layout
 
 import sympy
 import torch
@@ -31,7 +35,12 @@ from fxshard.cost.activations import from_parameter
 from fxshard.cost.hardware import Hardware
 from fxshard.errors import FxshardError
 from fxshard.ir import tags
+<<<<<<< HEAD
 from fxshard.ir.domain import OPEN, size_at
+=======
+from fxshard.ir.domain import OPEN
+from fxshard.ir.layout import layouts
+>>>>>>> h-layout
 from fxshard.ir.program import Program, nbytes
 from fxshard.pipeline import STEM, Pass
 from fxshard.planner.batches import Batches
@@ -198,15 +207,13 @@ class Resident:
     def __init__(self, plan: Plan) -> None:
         """Args: `plan`: of the model, with any sharding; its optimizer is recorded."""
         program, step = plan.program, plan.step_behind()
-        world = program.world_size
-        self._params = (*program.params.values(), *program.wholes.values())
-        self._whole = set(program.wholes)
+        self._units = program.units
         self._trained = {result.name for result in program.results if result.kind == "grad"}
         state = step.between_steps().bytes if step else {}
         self._state = {
-            param.fqn: state.get(param.fqn, 0) // rows
-            for param in self._params
-            if (rows := self._elements(param, world))
+            fqn: state.get(fqn, 0) // elements
+            for fqn, layout in program.layouts.items()
+            if (elements := math.prod(layout.local_shape()))
         }
 
     def of(
@@ -242,18 +249,11 @@ class Resident:
     @functools.lru_cache(maxsize=64)  # noqa: B019 - lives as long as a search
     def _sums(self, world: int) -> tuple[int, int, int]:
         held = states = grads = 0
-        for param in self._params:
-            elements = self._elements(param, world)
-            held += elements * param.dtype.itemsize
-            states += elements * self._state.get(param.fqn, 0)
-            grads += elements * param.dtype.itemsize if param.fqn in self._trained else 0
+        for fqn, layout in layouts(self._units, world).items():
+            held += layout.local_bytes
+            states += math.prod(layout.local_shape()) * self._state.get(fqn, 0)
+            grads += layout.local_bytes if fqn in self._trained else 0
         return held, states, grads
-
-    def _elements(self, param: Any, world: int) -> int:
-        shape = param.shape
-        if param.fqn not in self._whole:
-            shape = (len(param.rows(0, world)), *param.shape[1:]) if param.shape else ()
-        return math.prod(shape)
 
 
 class Bounds:

@@ -231,7 +231,7 @@ def gathered(root: Root, slot: Slot, dtype: torch.dtype | None = None) -> Tensor
     assert isinstance(world, C10dWorld)
     world.require_joined()  # without groups it would look like a world of one rank
     shard = slot.shards[0].to(torch.device(world.mesh.device_type), dtype)
-    buffer = shard.new_empty((world.size * shard.shape[0], *shard.shape[1:]))
+    buffer = shard.new_empty(slot.layout.padded_shape)
     if "shard" in world.groups:
         process_groups.all_gather_single(
             as_bytes(buffer), as_bytes(shard.contiguous()), group=world.groups["shard"]
@@ -253,13 +253,12 @@ def reduced(root: Root, slot: Slot, grad: Tensor) -> Tensor:
     world.require_joined()
     unit_precision = owner.units[slot.param.unit].precision
     grad = grad.to(unit_precision.reduce_dtype or grad.dtype)
-    rows = slot.shards[0].shape[0]
-    padded = grad.new_zeros((world.size * rows, *grad.shape[1:]))
+    padded = grad.new_zeros(slot.layout.padded_shape)
     padded[: grad.shape[0]].copy_(grad)
     before, name, behind = root.reduction.division(padded.dtype, world.size * world.replicas)
     shard, op = padded if before is None else padded.div_(before), OPS[name]
     if "shard" in world.groups:
-        shard = padded.new_empty((rows, *grad.shape[1:]))
+        shard = padded.new_empty(slot.layout.shard_shape)
         into, sent = as_real(shard), as_real(padded)
         process_groups.reduce_scatter_single(into, sent, op=op, group=world.groups["shard"])
     if "replicate" in world.groups:

@@ -123,11 +123,7 @@ class Runtime(ParameterStore):
                 continue
             self.just_stepped.append(fqn)
             slots.append(slot := self.slots[fqn])
-            rows = slot.local.shape[0]
-            grad = shards[0]
-            if isinstance(world, InProcessWorld):
-                grad = torch.cat(shards[: world.size])
-            mine.append(grad if grad.shape[0] == rows else grad[:rows])
+            mine.append(slot.without_padding(shards[: world.size]))
         optimizer.step_parameters([slot.tensor for slot in slots], mine)
         return optimizer
 

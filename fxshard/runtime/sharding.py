@@ -13,6 +13,8 @@ from fxshard._torch import autograd, dtensors
 from fxshard._torch.dtensors import local_part
 from fxshard.config import Config
 from fxshard.errors import StepError, UnitError
+from fxshard.ir.layout import ParamLayout, flat_numels
+from fxshard.ir.layout import layouts as layouts_of
 from fxshard.ir.units import Param, Unit, check_shardable, note_replaced
 from fxshard.runtime.initialise import check_fillable, has_the_data, owners_of, wholes
 from fxshard.runtime.world.c10d import C10dWorld
@@ -25,12 +27,14 @@ class Slot:
 
     Attributes:
         param: what it is.
+        layout: where its rows are.
         shards: per rank that this process runs, the padded shard ``[chunk, ...]`` that is sent.
         local: what the parameter has of them: this rank's rows, or all (in-process).
         owners: every (module, name) that holds it; several if it is tied.
     """
 
     param: Param
+    layout: ParamLayout
     shards: list[Tensor]
     local: Tensor
     owners: list[tuple[nn.Module, str]]
@@ -46,6 +50,11 @@ class Slot:
                 f"Change the plain model, and compile that."
             )
         return param
+
+    def without_padding(self, shards: list[Tensor]) -> Tensor:
+        """The rows of `local`, of a tensor like each shard."""
+        rows = shards[0] if len(shards) == 1 else torch.cat(shards)
+        return rows if rows.shape == self.local.shape else rows[: self.local.shape[0]]
 
     def settle(self) -> None:
         """Bring the parameter back onto its shards, if something gave it other storage.
@@ -113,24 +122,24 @@ def shard_parameters(
         _agree_to_sync(model, refusal, sync)
     if refusal:
         raise refusal
-    device = _home(model, world)
-    made: dict[str, list[Tensor]] = {}
-    for unit in units:
-        made |= _flat_shards(unit, originals, device, world, config.offload_policy)
+    device, every = _home(model, world), layouts_of(units, world.size, world.replicas)
+    layouts = {fqn: every[fqn] for fqn in originals}
+    made = _flat_shards(layouts, originals, device, world, config.offload_policy)
     params = {id(originals[param.fqn]): param for unit in units for param in unit.params}
     buffers: list[tuple[Tensor, Tensor]] = []
     for tensor, whole in wholes(model, device, config.param_init_fn, sync, ignored):
         if id(tensor) in params:
-            param = params[id(tensor)]
-            _take_rows(param, made[param.fqn], whole.detach(), world)
+            fqn = params[id(tensor)].fqn
+            _take_rows(layouts[fqn], made[fqn], whole.detach(), world)
         elif whole is not tensor:
             buffers.append((tensor, whole.detach()))
         del whole  # before the next one is made
     owners = owners_of(model)
     slots: dict[str, Slot] = {}
     for key, param in params.items():
-        shards = made[param.fqn]
-        slots[param.fqn] = Slot(param, shards, _local(param, shards, world), owners[key])
+        layout, shards = layouts[param.fqn], made[param.fqn]
+        local = _local(layout, shards, world)
+        slots[param.fqn] = Slot(param, layout, shards, local, owners[key])
     exposed = {fqn: _exposed(slot.param, slot.local, world) for fqn, slot in slots.items()}
     for unit in units:
         if unit.precision.keep_low_precision_grads:
@@ -215,13 +224,13 @@ def _home(model: nn.Module, world: C10dWorld | InProcessWorld) -> torch.device:
 
 
 def _flat_shards(
-    unit: Unit,
+    layouts: dict[str, ParamLayout],
     originals: dict[str, nn.Parameter],
     device: torch.device,
     world: C10dWorld | InProcessWorld,
     offload: CPUOffloadPolicy | None,
 ) -> dict[str, list[Tensor]]:
-    """Padded shards of the unit, zero: views of one new flat storage per dtype and process.
+    """Padded shards, zero: views of one new flat storage per unit, dtype and process.
 
     Offloaded ones lie on the CPU, in pinned memory where there is an accelerator to copy to.
 
@@ -230,27 +239,26 @@ def _flat_shards(
     """
     found: dict[str, list[Tensor]] = {}
     count = world.size if isinstance(world, InProcessWorld) else 1
-    for dtype in dict.fromkeys(param.dtype for param in unit.params):
-        params = [param for param in unit.params if param.dtype == dtype]
-        numels = [count * torch.Size(param.chunk(world.size)).numel() for param in params]
-        real = [originals[p.fqn].device for p in params if not originals[p.fqn].is_meta]
+    for storage, numel in flat_numels(layouts.values()).items():
+        members = {fqn: each for fqn, each in layouts.items() if each.storage == storage}
+        real = [originals[fqn].device for fqn in members if not originals[fqn].is_meta]
         home, pin = (real or [device])[0], False
         if offload is not None:
             home = torch.device("cpu")
             pin = offload.pin_memory and torch.accelerator.is_available()
-        flat = torch.zeros(sum(numels), dtype=dtype, device=home, pin_memory=pin)
-        for param, piece in zip(params, flat.split(numels), strict=True):
-            found[param.fqn] = list(piece.view(count, *param.chunk(world.size)).unbind())
+        _, dtype = storage
+        flat = torch.zeros(count * numel, dtype=dtype, device=home, pin_memory=pin)
+        found |= {fqn: each.shards_in(flat, count) for fqn, each in members.items()}
     return found
 
 
 def _take_rows(
-    param: Param, shards: list[Tensor], whole: Tensor, world: C10dWorld | InProcessWorld
+    layout: ParamLayout, shards: list[Tensor], whole: Tensor, world: C10dWorld | InProcessWorld
 ) -> None:
     """Copy the rows of `whole` into the shards that this process holds."""
     for k, shard in enumerate(shards):
         rank = k if isinstance(world, InProcessWorld) else world.rank
-        rows = param.rows(rank, world.size)
+        rows = layout.rows(rank)
         shard[: len(rows)].copy_(whole[rows.start : rows.stop])
 
 
@@ -263,12 +271,12 @@ def _give_buffer(buffer: Tensor, whole: Tensor, owners: list[tuple[nn.Module, st
         module._buffers[name] = whole if buffer.is_meta else whole.to(buffer.device)
 
 
-def _local(param: Param, shards: list[Tensor], world: C10dWorld | InProcessWorld) -> Tensor:
+def _local(layout: ParamLayout, shards: list[Tensor], world: C10dWorld | InProcessWorld) -> Tensor:
     """The rows behind the parameter that the user sees: without padding."""
     if isinstance(world, InProcessWorld):
         # unbind() made views of one block; its rows follow each other in the flat storage.
-        return shards[0].as_strided(param.shape, torch.empty(param.shape, device="meta").stride())
-    return shards[0][: len(param.rows(world.rank, world.size))]
+        return shards[0].as_strided(layout.shape, torch.empty(layout.shape, device="meta").stride())
+    return shards[0][: len(layout.rows(world.rank))]
 
 
 def _exposed(param: Param, local: Tensor, world: C10dWorld | InProcessWorld) -> nn.Parameter:
@@ -296,11 +304,9 @@ def as_dtensor(param: Param, local: Tensor, world: C10dWorld) -> DTensor:
 
 def as_gradient(slot: Slot, shards: list[Tensor], world: C10dWorld | InProcessWorld) -> Tensor:
     """The averaged shards of a gradient in the form of the parameter."""
+    local, exposed = slot.without_padding(shards), slot.tensor
     if isinstance(world, InProcessWorld):
-        return torch.cat(shards)[: slot.param.shape[0]]
-    local, rows, exposed = shards[0], slot.local.shape[0], slot.tensor
-    if local.shape[0] != rows:
-        local = local[:rows]
+        return local
     if isinstance(exposed, DTensor) and local.dtype is exposed.dtype:
         return dtensors.dtensor_like(local, exposed)
     return as_dtensor(slot.param, local, world)

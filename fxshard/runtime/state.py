@@ -32,6 +32,7 @@ from fxshard._torch import modules as torch_modules
 from fxshard._torch.dtensors import _dtensor, local_part, sharded_like
 from fxshard.capture import swapped
 from fxshard.errors import CheckpointError, ConfigError, StepError
+from fxshard.ir.layout import flat_numels, in_flat_storage
 from fxshard.runtime.sharding import Slot
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.in_process import InProcessWorld
@@ -371,11 +372,12 @@ def lay_out(slots: Sequence[Slot]) -> None:
         now = local_part(slot.tensor)
         groups.setdefault((slot.param.unit, now.dtype, now.device), []).append(slot)
     for (_, dtype, device), members in groups.items():
-        numels = [shard.numel() for slot in members for shard in slot.shards]
-        pieces = iter(torch.zeros(sum(numels), dtype=dtype, device=device).split(numels))
-        for slot in members:
+        placed = in_flat_storage(dataclasses.replace(s.layout, dtype=dtype) for s in members)
+        ranks, (numel,) = len(members[0].shards), flat_numels(placed).values()
+        flat = torch.zeros(ranks * numel, dtype=dtype, device=device)
+        for slot, layout in zip(members, placed, strict=True):
             slot.param = dataclasses.replace(slot.param, dtype=dtype)
-            slot.shards = [next(pieces).view(shard.shape) for shard in slot.shards]
+            slot.layout, slot.shards = layout, layout.shards_in(flat, ranks)
             # A whole parameter (in-process) goes on into the shards behind the first.
             slot.local = slot.shards[0].as_strided(slot.local.shape, slot.local.stride())
             slot.local.copy_(local_part(slot.tensor).detach())

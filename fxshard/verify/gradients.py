@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from fxshard.ir import dump, ops, tags, transfers
+from fxshard.ir.layout import gathered
 from fxshard.ir.program import Fact, Program, Result
 from fxshard.verify import walk
 from fxshard.verify.failure import fail
@@ -199,7 +200,7 @@ def _by_its_group(program: Program, launch: fx.Node) -> None:
 
 def _fits_its_shard(program: Program, value: fx.Node, fqn: str) -> None:
     param, val = program.params[fqn], value.meta["val"]
-    shape = param.chunk(program.world_size)
+    shape = program.layouts[fqn].shard_shape
     if tuple(val.shape) != shape:
         what = f"%{value.name} is {list(val.shape)}, but a shard of {fqn!r} is {list(shape)}."
         fail(program, Fact.REDUCED_ONCE, value, what)
@@ -304,7 +305,7 @@ def equal_chunks(program: Program) -> None:
         outs = list(tags.tensors(launch.meta["val"]))
         small, large = (ins, outs) if launch.target is ops.all_gather else (outs, ins)
         for part, whole in zip(small, large, strict=True):
-            even = whole.shape[0] == part.shape[0] * size and whole.dtype is part.dtype
+            even = whole.shape == gathered(part.shape, size) and whole.dtype is part.dtype
             if not even or not whole.is_contiguous():
                 fail(
                     program,

@@ -43,14 +43,14 @@ def params_unsharded(program: Program) -> None:
             fqn = tags.get(pick).fqn
             want = program.params[fqn or ""]
             shape, dtype = tuple(pick.meta["val"].shape), pick.meta["val"].dtype
-            rows = want.chunk(program.world_size)[0] * program.world_size
-            if shape != (rows, *want.shape[1:]) or dtype is not want.compute_dtype:
+            padded = program.layouts[want.fqn].padded_shape
+            if shape != padded or dtype is not want.compute_dtype:
                 fail(
                     program,
                     Fact.PARAMS_UNSHARDED,
                     pick,
                     f"%{pick.name} is {list(shape)} of {dtype}, expected "
-                    f"{[rows, *want.shape[1:]]} of {want.compute_dtype}.",
+                    f"{list(padded)} of {want.compute_dtype}.",
                 )
             for user in pick.users:
                 if shape != want.shape and tags.get(user).role not in ROLES_WITH_PADDING:
@@ -70,7 +70,7 @@ def _is_the_shard(program: Program, node: fx.Node, seen: dict[str, fx.Node]) -> 
         what = f"%{node.name} is the shard of {fqn!r}, as %{seen[fqn].name} is."
         fail(program, Fact.PARAMS_UNSHARDED, node, what)
     seen[fqn] = node
-    shape = param.chunk(program.world_size)
+    shape = program.layouts[fqn].shard_shape
     if (tuple(val.shape), val.dtype) != (shape, param.dtype):
         what = f"%{node.name} is {dump.types(val)}, but a shard of {fqn!r} is {list(shape)} of "
         fail(program, Fact.PARAMS_UNSHARDED, node, what + f"{param.dtype}.")

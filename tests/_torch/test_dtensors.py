@@ -78,9 +78,12 @@ def test_dtensor_asks_its_handlers_before_its_own_dispatch() -> None:
 
 def test_rows_of_a_tensor_are_those_of_the_rank() -> None:
     whole = torch.arange(10.0).reshape(5, 2)
-    for rank, rows in ((0, slice(0, 3)), (1, slice(3, 5))):
-        with process_groups.fake_process_group(rank, 2):
-            mesh = init_device_mesh("cpu", (2,))
+    for ranks, rank, rows in (
+        *((2, 0, slice(0, 3)), (2, 1, slice(3, 5))),
+        *((4, 2, slice(4, 5)), (4, 3, slice(5, 5))),
+    ):
+        with process_groups.fake_process_group(rank, ranks):
+            mesh = init_device_mesh("cpu", (ranks,))
             local = whole[rows].clone()
             like = DTensor.from_local(
                 local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=(2, 1)

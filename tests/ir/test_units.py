@@ -268,16 +268,6 @@ def test_param_says_what_the_model_has() -> None:
             assert param.requires_grad == (param.fqn != "embed.weight")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_chunks_are_those_of_torch_chunk(world_size: int) -> None:
-    for param in find_units(models.Mlp13())[0].params:
-        pieces = torch.arange(param.shape[0]).chunk(world_size)
-        for rank in range(world_size):
-            rows = list(param.rows(rank, world_size))
-            assert rows == (pieces[rank].tolist() if rank < len(pieces) else [])
-            assert len(rows) <= param.chunk(world_size)[0] == len(pieces[0])
-
-
 # -- refusals -------------------------------------------------------------------------------------
 
 

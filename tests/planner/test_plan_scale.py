@@ -67,7 +67,8 @@ print(json.dumps({
     "units": len(plan.units),
     "peak_bytes": memory.peak_bytes,
     "sharded_bytes": sum(
-        4 * torch.Size(p.chunk(1024)).numel() for unit in plan.units for p in unit.params
+        4 * -(-p.shape[0] // 1024) * torch.Size(p.shape[1:]).numel()
+        for unit in plan.units for p in unit.params
     ),
     "table_rows": len(table.splitlines()),
 }))

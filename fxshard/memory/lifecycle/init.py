@@ -74,8 +74,8 @@ def _expose(
 
     Until then a failure could still put it back (`fxshard.runtime.module.unchanged_on_error`).
     """
-    for fqn, param in tree.program.params.items():
-        stand_in(tree, script, fqn, param)
+    for param in tree.program.params.values():
+        stand_in(tree, script, param)
     script.run("the model is sharded")
     old = _cast_buffers(tree, script, given)
     for tensor in tree.model.parameters():
@@ -84,12 +84,10 @@ def _expose(
     script.drop(*old)
 
 
-def stand_in(tree: Tree, script: Script, fqn: str, param: Param) -> None:
+def stand_in(tree: Tree, script: Script, param: Param) -> None:
     """One element that a DTensor is made of, before it gets its rows (`compat.stand_in`)."""
-    shard = tree.shards[fqn]
-    one = LiveRange(
-        0, f"stand-in for {fqn}", "", shard.module, Category.TEMP, param.dtype.itemsize, shard.host
-    )
+    shard, name = tree.shards[param.fqn], f"stand-in for {param.fqn}"
+    one = LiveRange(0, name, "", shard.module, Category.TEMP, param.dtype.itemsize, shard.host)
     script.transient(one.name, one)
 
 

@@ -60,7 +60,7 @@ def _load_module(tree: Tree, script: Script, module: nn.Module, path: str) -> li
             "aten.clone",
             path,
             Category.TEMP,
-            tree.local(param),
+            tree.program.layouts[param.fqn].local_bytes,
             shard.host,
         )
         moved = dataclasses.replace(rows, op="aten._to_copy")

@@ -84,7 +84,6 @@ def full_state_dict(tree: Tree, step: OptimizerStep | None, *, alone: bool) -> L
     items = model_items(tree)
     for item in items:
         detached(tree, script, item)
-    world = tree.program.world_size
     gathered: dict[str, LiveRange] = {}
     for item in items:
         owner = item.name.rpartition(".")[0]
@@ -97,8 +96,8 @@ def full_state_dict(tree: Tree, step: OptimizerStep | None, *, alone: bool) -> L
                 )
                 whole.append(moved)
                 script.run(f"move {item.name}", moved, op=moved.op, module=owner)
-            if world > 1:
-                size = world * nbytes(param.chunk(world), param.dtype)
+            if tree.program.world_size > 1:
+                size = tree.program.layouts[param.fqn].padded_bytes
                 full = LiveRange(0, item.name, "all_gather", owner, Category.UNSHARDED_PARAM, size)
                 script.run(f"gather {item.name}", full, op=full.op, module=owner)
                 script.drop(*whole)
@@ -122,8 +121,8 @@ def full_state_dict(tree: Tree, step: OptimizerStep | None, *, alone: bool) -> L
 
 def detached(tree: Tree, script: Script, item: Item) -> None:
     """An entry of ``state_dict``: a view, but see `fxshard.runtime.state`, ``_make_savable``."""
-    if item.sharded and tree.params[item.name].fqn not in tree.in_front:
-        stand_in(tree, script, tree.params[item.name].fqn, tree.params[item.name])
+    if item.sharded and tree.program.layouts[tree.params[item.name].fqn].offset:
+        stand_in(tree, script, tree.params[item.name])
 
 
 def model_items(tree: Tree) -> list[Item]:
@@ -138,7 +137,7 @@ def model_items(tree: Tree) -> list[Item]:
             if fqn in tree.params:
                 param = tree.params[fqn]
                 host = tree.program.offloaded and tree.elsewhere
-                local = tree.local(param)
+                local = tree.program.layouts[param.fqn].local_bytes
                 whole = nbytes(param.shape, param.dtype)
                 items.append(Item(fqn, whole, local, tree.flats[param.fqn], True, host))
             else:
@@ -173,8 +172,7 @@ def optimizer_items(tree: Tree, step: OptimizerStep) -> tuple[list[Item], list[t
         key, _, fqn = name.partition(" of ")
         size, shape = step.state[number], step.shapes[number]
         param = tree.program.params.get(fqn)
-        rows = len(param.rows(0, tree.program.world_size)) if param else 0
-        if param is not None and shape == (rows, *param.shape[1:]) and shape:
+        if param is not None and shape and shape == tree.program.layouts[fqn].local_shape():
             whole = size // max(1, math.prod(shape)) * math.prod(param.shape)
             items.append(Item(f"{fqn}.{key}", whole, size, size, True, host))
         else:
@@ -214,9 +212,7 @@ def new_state(script: Script, tree: Tree, new: OptimizerStep) -> list[LiveRange]
     grads: list[LiveRange] = []
     for fqn, param in sorted(everything, key=lambda item: item[1].position):
         if param.requires_grad:
-            size = tree.local(param)
-            if fqn in tree.program.wholes:
-                size = nbytes(param.shape, param.dtype)
+            size = tree.program.layouts[param.fqn].local_bytes
             owner = fqn.rpartition(".")[0]
             grad = LiveRange(
                 0, f"gradient of {fqn}", "aten.zeros_like", owner, Category.SHARDED_GRAD, size, host

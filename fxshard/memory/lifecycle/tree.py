@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fxshard.config import Config
+from fxshard.ir.layout import flat_numels
 from fxshard.ir.program import Program, nbytes
 from fxshard.ir.units import Param
 from fxshard.memory.category import Category
@@ -84,20 +85,9 @@ class Tree:
     @functools.cached_property
     def flats(self) -> dict[str, int]:
         """Bytes of the flat storage that each sharded parameter lies in, by FQN."""
-        sizes: dict[tuple[int, torch.dtype], int] = {}
-        for fqn, param in self.program.params.items():
-            key = (param.unit, param.dtype)
-            sizes[key] = sizes.get(key, 0) + self.shards[fqn].bytes
-        return {fqn: sizes[p.unit, p.dtype] for fqn, p in self.program.params.items()}
-
-    @functools.cached_property
-    def in_front(self) -> frozenset[str]:
-        """FQNs of the sharded parameters that no other comes before in its flat storage."""
-        first: dict[tuple[int, torch.dtype], str] = {}
-        for fqn, param in self.program.params.items():
-            if self.shards[fqn].bytes:
-                first.setdefault((param.unit, param.dtype), fqn)
-        return frozenset(first.values())
+        layouts = {fqn: self.program.layouts[fqn] for fqn in self.program.params}
+        numels = flat_numels(layouts.values())
+        return {fqn: numels[p.storage] * p.dtype.itemsize for fqn, p in layouts.items()}
 
     @property
     def device(self) -> torch.device:
@@ -108,11 +98,6 @@ class Tree:
     def elsewhere(self) -> bool:
         """The CPU is not where the program computes."""
         return self.device.type != "cpu"
-
-    def local(self, param: Param) -> int:
-        """Bytes of rank 0's rows, without padding."""
-        shape = (len(param.rows(0, self.program.world_size)), *param.shape[1:])
-        return nbytes(shape, param.dtype)
 
     def lies_on_host(self, tensor: Tensor) -> bool:
         """A tensor of the given model stays on the CPU while the program computes elsewhere."""

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
 
 from fxshard._torch import optimizers, process_groups
 from fxshard.errors import RankDiedError, RankMismatchError
+from fxshard.ir import layout
 from fxshard.runtime.world import peers as patience
 from fxshard.runtime.world.backends import as_real, backend_of
 from fxshard.runtime.world.peers import Cause, Peers
@@ -80,19 +80,15 @@ class C10dWorld:
         """
         self.mesh = mesh
         self.hook: Callable[..., None] | None = None  # takes what the user's takes behind its state
-        self.placements: list[Placement] = [Shard(0)]
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.size, self.rank, self.replicas = 1, 0, 1
-        if mesh.ndim == 2:
-            self.placements = [Replicate(), Shard(0)]
-        elif not sharded:
-            self.placements = [Replicate()]
         if mesh.ndim == 2 or not sharded:
             self.groups["replicate"] = mesh.get_group(0)
             self.replicas = mesh.size(0)
         if sharded:
             self.groups["shard"] = mesh.get_group(mesh.ndim - 1)
             self.size, self.rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+        self.placements = [layout.PLACEMENTS[name] for name in self.groups]
         for size in sorted(set(reshard)):
             if size < self.size:
                 rows = mesh.mesh.reshape(-1, size).tolist()
@@ -122,7 +118,7 @@ class C10dWorld:
     def all_gather(self, shards: list[Tensor], pair: int, group: str = "shard") -> list[Tensor]:
         members = self.groups[group]
         size = members.size()
-        buffers = [s.new_empty((s.shape[0] * size, *s.shape[1:])) for s in shards]
+        buffers = [s.new_empty(layout.gathered(s.shape, size)) for s in shards]
         with self._launch("unshard", pair, group) as launch:
             for work in backend_of(members).all_gather(members, buffers, shards):
                 launch.works.append(work)
@@ -133,7 +129,7 @@ class C10dWorld:
     ) -> list[Tensor]:
         members = self.reductions or self.groups[group]
         size = members.size()
-        results = [g.new_empty((g.shape[0] // size, *g.shape[1:])) for g in grads]
+        results = [g.new_empty(layout.part(g.shape, size)) for g in grads]
         options = dist.ReduceScatterOptions()
         options.reduceOp = OPS[op]
         with self._launch("reduce", pair, group) as launch:
@@ -159,7 +155,7 @@ class C10dWorld:
         results = grads
         group = "shard" if self.size > 1 else "replicate"
         if self.size > 1:
-            results = [g.new_empty(g.numel() // self.size) for g in grads]
+            results = [g.new_empty(layout.part(g.shape, self.size)) for g in grads]
         with self._launch("reduce", pair, group):
             if self.size > 1:
                 self.hook(grads[0], results[0])
@@ -189,24 +185,22 @@ class C10dWorld:
         return made
 
     def pack(self, shards: list[Tensor], dtype: torch.dtype, pair: int) -> list[Tensor]:
-        numels = [shard.numel() for shard in shards]
-        flat = shards[0].new_empty(sum(numels), dtype=dtype)
+        flat = shards[0].new_empty(sum(shard.numel() for shard in shards), dtype=dtype)
         with self._launch("unshard", pair):
-            parts = zip(flat.split(numels), shards, strict=True)
-            optimizers.foreach_copy([part.view(shard.shape) for part, shard in parts], shards)
+            pieces = layout.pieces(flat, [shard.shape for shard in shards])
+            optimizers.foreach_copy(pieces, shards)
         return [flat]
 
     def unpack(self, packed: list[Tensor], chunks: list[list[int]]) -> list[Tensor]:
-        numels = [math.prod(chunk) for chunk in chunks]
-        size = packed[0].numel() // sum(numels)
-        made = [packed[0].new_empty((size * rows, *rest)) for rows, *rest in chunks]
-        parts = list(packed[0].view(size, -1).split(numels, 1))
+        size = packed[0].numel() // sum(map(math.prod, chunks))
+        made = [packed[0].new_empty(layout.gathered(chunk, size)) for chunk in chunks]
+        parts = layout.pieces_by_rank(packed[0], size, chunks)
         optimizers.foreach_copy([whole.view(size, -1) for whole in made], parts)
         return made
 
     def reshard(self, buffers: list[Tensor], group: str) -> list[Tensor]:
         size, rank = self.groups[group].size(), self.groups[group].rank()
-        return [buffer.chunk(size)[rank].clone() for buffer in buffers]
+        return [layout.part_of(buffer, rank, size).clone() for buffer in buffers]
 
     def wait(self, tensors: list[Tensor], pair: int) -> None:
         with self._explained("shard" if "shard" in self.groups else "replicate"):

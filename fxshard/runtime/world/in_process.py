@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxshard.ir import ops, tags
+from fxshard.ir import layout, ops, tags
 
 
 class InProcessWorld:
@@ -94,7 +93,7 @@ class InProcessWorld:
             for members in self._groups(row):
                 for i, rank in enumerate(members):
                     buffers = [envs[rank][n] for n in tags.operands(row)]
-                    envs[rank][row] = [b.chunk(len(members))[i].clone() for b in buffers]
+                    envs[rank][row] = [layout.part_of(b, i, len(members)).clone() for b in buffers]
         elif row.target is ops.pack:
             for env in envs:
                 flat = [env[n].reshape(-1).to(row.args[1]) for n in tags.operands(row)]
@@ -137,14 +136,13 @@ def _collective(row: fx.Node, values: Sequence[Tensor]) -> list[Tensor]:
         for value in values:
             value.copy_(total)
         return list(values)
-    return [total.chunk(len(values))[i].clone() for i in range(len(values))]
+    return [layout.part_of(total, i, len(values)).clone() for i in range(len(values))]
 
 
 def _unpacked(packed: Tensor, size: int, chunks: Sequence[Sequence[int]]) -> list[Tensor]:
     """All ranks' chunks of each parameter, out of what was gathered rank by rank."""
-    parts = packed.view(size, -1).split([math.prod(chunk) for chunk in chunks], 1)
-    pairs = zip(parts, chunks, strict=True)
-    return [part.reshape(size * rows, *rest).clone() for part, (rows, *rest) in pairs]
+    pairs = zip(layout.pieces_by_rank(packed, size, chunks), chunks, strict=True)
+    return [piece.reshape(layout.gathered(chunk, size)).clone() for piece, chunk in pairs]
 
 
 def _mean(ranks: Sequence[Tensor]) -> Tensor:
