@@ -17,12 +17,8 @@ import collections
 import dataclasses
 import functools
 import math
-<<<<<<< HEAD
 from collections.abc import Callable, Mapping
 from typing import Any
-=======
-from collections.abc import Iterable, Mapping
->>>>>>> h-layout
 
 import sympy
 import torch
@@ -35,12 +31,8 @@ from fxshard.cost.activations import from_parameter
 from fxshard.cost.hardware import Hardware
 from fxshard.errors import FxshardError
 from fxshard.ir import tags
-<<<<<<< HEAD
 from fxshard.ir.domain import OPEN, size_at
-=======
-from fxshard.ir.domain import OPEN
 from fxshard.ir.layout import layouts
->>>>>>> h-layout
 from fxshard.ir.program import Program, nbytes
 from fxshard.pipeline import STEM, Pass
 from fxshard.planner.batches import Batches
