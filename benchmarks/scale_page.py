@@ -297,7 +297,7 @@ def constants_table() -> str:
         row = {"constant": name}
         for gpu in HARDWARE:
             row[gpu] = f"{get(PRESETS[gpu]):,.6g} {unit}".strip()
-        row["source"] = " ".join(f"[{tag}]" for tag in tags[name])
+        row["source"] = ", ".join(f"[{tag}]" for tag in tags[name])
         rows.append(row)
     return table(rows)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self
 
 from torch import nn
@@ -27,6 +27,7 @@ from fxshard.runtime import reading
 from fxshard.runtime.fsdp import FsdpMethods
 from fxshard.runtime.gathering import as_plain, let_gather
 from fxshard.runtime.runtime import MakeExecutor, Runtime
+from fxshard.runtime.sharding import Slot
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.in_process import InProcessWorld
 
@@ -118,21 +119,34 @@ def sharded(
     config: Config,
     make_executor: MakeExecutor = Executor,
     kind: type[Runtime] = Runtime,
+    kept: Iterable[Slot] = (),
 ) -> FxshardModule:
-    """Shard `model` and exchange its class.
+    """Shard `model` and exchange its class; `kept` are parameters that are sharded already.
 
     Raises:
         ConfigError: see `check_swappable`.
         UnitError: see `fxshard.runtime.sharding.shard_parameters`.
     """
     check_swappable(model)
-    runtime = kind(model, units, world, config, make_executor)
+    runtime = kind(model, units, world, config, make_executor, kept)
     runtime.inside = Inside.taken_from(model)
     model.__dict__[STATE] = runtime
     model.__class__ = _fxshard_class(type(model))
     let_gather(runtime)
     assert isinstance(model, FxshardModule)
     return model
+
+
+def released(model: nn.Module) -> Runtime:
+    """Give `model` its own class back. Its parameters stay sharded, for a model that holds it.
+
+    Returns:
+        What it ran by.
+    """
+    runtime: Runtime = model.__dict__.pop(STATE)
+    model.__class__ = users_class(model)
+    runtime.inside.put_back(model)
+    return runtime
 
 
 def public_names() -> tuple[str, ...]:
