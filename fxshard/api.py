@@ -388,7 +388,7 @@ def validate(
         ranks: "processes" starts `world_size` processes on this machine, a gloo process group,
             which train twice: once under the tracker, once for what `Validation.numerics` compares
             with eager PyTorch in one process: each rank's outputs, loss and buffers, every
-            gradient, and every parameter behind each optimizer step. Rank 0 has the given batch,
+            gradient, and every parameter after each optimizer step. Rank 0 has the given batch,
             the others have batches like it (see `fxshard.validation.on_ranks`, also for what the
             loss of the joined batch is: the mean over ranks).
         progress: as for `plan`.
@@ -476,7 +476,7 @@ def tune(
     Searched are strategy and resharding, checkpoints, prefetch, precision and batch, as far as
     `options` leave them open, and offload where nothing fits without it; times are those of
     `Plan.estimate`. The model is traced once for each dtype that the trace sees (and for a batch
-    of 1, which broadcasts); what is reported to fit was planned whole. docs/tune.md says how.
+    of 1, which broadcasts); what is reported to fit was planned in full. docs/tune.md says how.
 
     ``fxshard.compile(model, world_size=best.world_size, **best.options)`` takes the result's
     ``best``, and any other `Trial`.
@@ -489,7 +489,7 @@ def tune(
         space: values by name of an option, in place of what is searched by default, such as
             ``{"checkpoint": [None, "8GiB"], "max_bucket_bytes": ["25MiB", None]}``; what is named
             with one value only stays at that.
-        plans: how many plans of the whole model are made at most. None: until every configuration
+        plans: how many plans of the full model are made at most. None: until every configuration
             is planned, or proven to be no better.
         progress: as for `plan`.
         **options: keys of `fxshard.Options`; those that are given stay:
@@ -546,7 +546,7 @@ def _planned(workload: Workload, observe: Observer | None = None) -> Plan:
 def _within_budget(
     module: nn.Module, call: Any, world: C10dWorld | InProcessWorld, config: Config
 ) -> Config:
-    """`config` with what ``memory_budget`` picks; the same on all ranks."""
+    """`config` with what ``memory_budget`` chooses; the same on all ranks."""
     ranks = world.size if config.strategy != "no_shard" else world.replicas
     size = (world.replicas, world.size) if config.hybrid else ranks
     plan = _planned(Workload(module, call, size, config))

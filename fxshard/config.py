@@ -327,7 +327,7 @@ class Options(TypedDict, total=False):
     memory_budget: int | str | None
     """Bytes of one rank, or text such as "80GiB": what is left at its default of
     `reshard_after_forward`, `forward_prefetch`, `backward_prefetch`, `checkpoint` and `offload` is
-    picked so that the step fits at the least estimated time (see `fxshard.planner.budget`), or the
+    chosen so that the step fits at the least estimated time (see `fxshard.planner.budget`), or the
     model is refused with the table of what was tried.
     """
 

@@ -132,11 +132,11 @@ class Tried:
 
 @dataclasses.dataclass(frozen=True)
 class Picked:
-    """What ``memory_budget`` has picked; ``str()`` says it in a line.
+    """What ``memory_budget`` has chosen; ``str()`` says it in a line.
 
     Attributes:
         budget_bytes: the budget.
-        changes: the options that were picked.
+        changes: the options that were chosen.
         peak_bytes: the larger of the peaks of the first and of a later step.
         seconds: estimated, per step.
         tried: every setting that was planned.

@@ -37,7 +37,7 @@ class FxshardModule(FsdpMethods):
 
     Its class is made of this one and the user's, ``FxshardLlama(FxshardModule, Llama)``. Under a
     process group each parameter is a DTensor with placement ``Shard(0)``; without one, each is
-    whole and all ranks run inside this process.
+    unsharded and all ranks run inside this process.
     """
 
     __call__ = nn.Module.__call__  # one of the user's class is part of the program
@@ -67,7 +67,7 @@ class FxshardModule(FsdpMethods):
         and ``zero_grad()`` find nothing left to do. Copies of the module make one of their own.
 
         Raises:
-            ConfigError: the class of the optimizer needs whole parameters.
+            ConfigError: the class of the optimizer needs unsharded parameters.
             AttributeError: there is no option ``optimizer``.
         """
         if self._fxshard.config.optimizer is None:
