@@ -122,8 +122,8 @@ def compile(
 ) -> FxshardModule:
     """Shard `model` and run it from its own rewritten graph.
 
-    The model stays the user's object: it gets a class made of `FxshardModule` and its own, and all
-    else of it stays what it was. Calling it runs the program.
+    The model stays the user's object: its class becomes a subclass of `FxshardModule` and of its
+    own class, and everything else stays as it was. Calling it runs the program.
 
     Under torchrun (a process group is initialised) each process is one rank. Without one, all
     `world_size` ranks run inside this process, each seeing the given batch.
@@ -236,8 +236,8 @@ def fully_shard(
     Call it on the blocks of a model, inner ones first, and then on the model: each call makes its
     parameters sharded ones (DTensors of placement ``Shard(0)``), those of earlier calls excepted,
     and one unit, whose parameters are gathered and reduced together. The module that was given last
-    is the root: a `FxshardModule`, whose program is made at its first forward. Blocks are modules
-    of their own classes again, and their `FSDPModule` methods are those of the root.
+    is the root: a `FxshardModule`, which has the methods of `FSDPModule`, and whose program is made
+    at its first forward. Blocks keep their own classes.
 
     What is on the meta device is allocated, as NaN: fill it before the first forward, by
     ``model.to_empty(device=...)`` and the model's own initialisation, or by loading.
@@ -304,9 +304,9 @@ def shard(
     """Shard `model` in place, for eager use and for ``torch.compile(model, backend="fxshard")``.
 
     Its parameters become sharded ones, DTensors of placement ``Shard(0)``; the model stays the
-    user's object. As it is, its forward gathers each parameter where it is read. Compiled, each
-    graph that Dynamo captures runs as a program of the kind that `compile` makes; `reports` tells
-    their memory.
+    user's object. In eager mode its forward gathers each parameter where it is read. Under
+    torch.compile, each graph that Dynamo captures runs as a program of the kind that `compile`
+    makes; `reports` tells their memory.
 
     Args:
         model: as for `compile`, but a module: what is on the meta device is filled.

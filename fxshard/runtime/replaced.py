@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -70,7 +71,8 @@ def _require_covered(optimizer: Optimizer) -> None:
     places = {param: getattr(param, PLACE) for param in held if hasattr(param, PLACE)}
     runtimes = [runtime for runtime in {ref() for ref, _ in places.values()} if runtime]
     ignored = {id(param) for runtime in runtimes for param in runtime.whole_parameters()}
-    outside = [param for param in held if param not in places and id(param) not in ignored]
+    plain = [p for p in held if p.requires_grad and not isinstance(p, DTensor)]
+    outside = [p for p in plain if p not in places and id(p) not in ignored]
     if outside and any(runtime.unit_calls for runtime in runtimes):
         raise StepError(
             f"this {type(optimizer).__name__} holds parameters that fully_shard has sharded, such "
