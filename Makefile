@@ -3,7 +3,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo examples fuzz test test-slow test-versions bench models scale lint types clean
+.PHONY: help demo examples fuzz test test-slow test-versions bench models scale lint types docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -14,7 +14,7 @@ help: ## show this list
 # plain PyPI brings the CUDA build.
 .venv/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install -c constraints.txt -e ".[dev,hf]"
+	$(BIN)/pip install -c constraints.txt -e ".[dev,docs,hf]"
 	touch $@
 
 examples: .venv/.installed ## run every example, and check what it prints
@@ -70,6 +70,9 @@ lint: .venv/.installed ## style, format, import layers, private imports
 types: .venv/.installed ## mypy, strict
 	$(BIN)/mypy
 
+docs: .venv/.installed ## the documentation as a site, in site/; broken links fail
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 clean: ## remove caches and build outputs; keeps .venv* and runs/
-	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

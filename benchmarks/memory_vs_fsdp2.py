@@ -163,9 +163,9 @@ only. With parameters under 1 MiB packed, as by default, the plans' peaks are, i
 BETTER = """### Where FSDP2 or its tracker does better
 
 - In {more} rows FSDP2 holds less: by *early gather* (up to {early:,} bytes; fxshard has the next
-  unit in flight one step earlier, which is what hides the all-gather behind compute), *early
+  unit in flight one step earlier, which is what overlaps the all-gather with compute), *early
   reduce* (up to {reduce:,}), *cast shard* (up to {cast:,}), or because our backward of a unit
-  reaches into the next one's (*other operator*). Of the whole step's peak, fxshard's is the lower
+  reaches into the next one's (*other operator*). Of the step's peak, fxshard's is the lower
   one in {lower} of {models} models.
 - fxshard frees and gathers the root's parameters again between forward and backward (*root kept*):
   one all-gather more than FSDP2's default does.

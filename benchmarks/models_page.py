@@ -47,7 +47,7 @@ units are those that fxshard finds, and models of transformers are called as the
   {close:g} of that one: they are zero but for rounding). At most {close:g} passes. Models of
   transformers that are not bitwise mostly are without a cache: eager puts keys and values into the
   cache that it returns, other strides for the same numbers.
-- **refused**: why, in the first words of the error; the rest of it names the line and the remedy.
+- **refused**: why, as the error begins; the rest of it names the line and the remedy.
 - **nodes**: operators, inputs and the output of the captured graph of forward and backward.
 - **capture**, **plan**: CPU-seconds, in one thread; planning includes a capture of its own.
 - **bytes**: largest difference between prediction and measurement, over every module, state and

@@ -21,7 +21,7 @@ states stand to each other as they do at full size; depth stays as published.
 
 Settings, the same on both sides: fp32; and bf16 with gradients reduced in fp32 and each block
 checkpointed. "Best" is the lowest of fxshard's schedules under the same setting, for the same
-numbers: smaller buckets without prefetch, or, where nothing is checkpointed, values made again in
+numbers: smaller buckets without prefetch, or, where nothing is checkpointed, values recomputed in
 backward, all but products and attention ("selective") or all. What those cost in time: Step time.
 """
 

@@ -8,7 +8,7 @@ built from a config on the meta device: nothing is downloaded, nothing of it is 
 runs in a fresh process; CPU seconds (user and system) and peak RSS are the process's as the kernel
 counts them, from the start of the interpreter until the report is there, with all imports.
 
-fxshard: `fxshard.plan` and the whole report: peak, peak by category, and the table of every
+fxshard: `fxshard.plan` and the full report: peak, peak by category, and the table of every
 module's states as text. FSDPMemTracker: the same model under FakeTensorMode, `fully_shard` on each
 layer and the root over a fake process group of 1,024 ranks, watched for one iteration (forward,
 backward, AdamW's step), and its own tables. What its figures mean, and its faults:
@@ -214,7 +214,7 @@ def claims_of(ours: dict[str, Any], theirs: dict[str, Any]) -> list[dict[str, An
     """The targets, and the mark to beat."""
     ratio = ours["cpu_seconds"] / theirs["cpu_seconds"]
     said = [
-        ("CPU seconds of the whole report, with imports", ours["cpu_seconds"], CPU_TARGET),
+        ("CPU seconds of the full report, with imports", ours["cpu_seconds"], CPU_TARGET),
         ("peak RSS, GiB", ours["peak_rss_bytes"] / 2**30, RSS_TARGET / 2**30),
         ("CPU seconds, fxshard / FSDPMemTracker", ratio, 1.0),
     ]

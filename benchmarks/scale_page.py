@@ -297,7 +297,7 @@ def constants_table() -> str:
         row = {"constant": name}
         for gpu in HARDWARE:
             row[gpu] = f"{get(PRESETS[gpu]):,.6g} {unit}".strip()
-        row["source"] = " ".join(f"[{tag}]" for tag in tags[name])
+        row["source"] = ", ".join(f"[{tag}]" for tag in tags[name])
         rows.append(row)
     return table(rows)
 
@@ -422,9 +422,9 @@ all-reduce goes around a ring or along a tree, whichever is faster.
 READING = """
 ## How to read the tables
 
-- **Bytes** of a rank at the peak of a step, GiB. `unsharded`: whole parameters and the buffers they
+- **Bytes** of a rank at the peak of a step, GiB. `unsharded`: parameters, and the buffers they
   are gathered into; `gradients`: also before they are reduced. Where the peak is in the root, it is
-  around the loss: no layer is unsharded, and the logits of the whole vocabulary are there, in fp32
+  around the loss: no layer is unsharded, and the logits of the full vocabulary are there, in fp32
   too. Where it is in the optimizer, `other` are the step's own temporaries, which `fused=True` does
   without. `on the GPU`: what CUDA's caching allocator reserves for it, by our model of it
   ([cuda.md](cuda.md)), with `expandable_segments:True`; and at most {outside} GiB for the CUDA

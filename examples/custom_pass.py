@@ -1,4 +1,4 @@
-"""A pass of your own: activations of GELU are not saved, backward makes them again.
+"""A pass of your own: activations of GELU are not saved, backward recomputes them.
 
     python examples/custom_pass.py                            # two ranks in one process
     torchrun --nproc-per-node 2 examples/custom_pass.py       # two ranks over gloo
@@ -33,7 +33,7 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class RecomputeGelu:
-    """What backward reads of GELU's results is made again from what GELU read."""
+    """What backward reads of GELU's results is recomputed from what GELU read."""
 
     name: ClassVar[str] = "recompute-gelu"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.TAGGED})  # as the capture leaves it

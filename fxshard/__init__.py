@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fxshard.api import compile, plan, shard, tune, validate
+    from fxshard.api import compile, fully_shard, plan, shard, tune, validate
     from fxshard.config import Options
     from fxshard.dynamo.graphs import reports
     from fxshard.errors import (
@@ -57,6 +57,7 @@ __all__ = [
     "VerifyError",
     "compile",
     "default_passes",
+    "fully_shard",
     "load_checkpoint",
     "plan",
     "register_fsdp_forward_method",
@@ -77,6 +78,7 @@ _HOMES = {
     "Validation": "validation.compare",
     "compile": "api",
     "default_passes": "pipeline",
+    "fully_shard": "api",
     "load_checkpoint": "runtime.checkpoint",
     "plan": "api",
     "register_fsdp_forward_method": "runtime.module",

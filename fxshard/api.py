@@ -1,4 +1,4 @@
-"""plan, compile, validate, tune: the public verbs."""
+"""plan, compile, fully_shard, shard, validate, tune: the public verbs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fxshard._torch import process_groups
 from fxshard.arguments import check_called, check_flag
@@ -35,6 +36,9 @@ from fxshard.runtime import reading, replaced
 from fxshard.runtime.gathering import let_gather
 from fxshard.runtime.module import FxshardModule, check_swappable, sharded, unchanged_on_error
 from fxshard.runtime.runtime import Runtime
+from fxshard.runtime.sharding import Slot
+from fxshard.runtime.taken_over import taken_over
+from fxshard.runtime.unit_calls import UnitCall, options_of
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.in_process import InProcessWorld
 from fxshard.runtime.world.mesh import world_for
@@ -118,8 +122,8 @@ def compile(
 ) -> FxshardModule:
     """Shard `model` and run it from its own rewritten graph.
 
-    The model stays the user's object: it gets a class made of `FxshardModule` and its own, and all
-    else of it stays what it was. Calling it runs the program.
+    The model stays the user's object: its class becomes a subclass of `FxshardModule` and of its
+    own class, and everything else stays as it was. Calling it runs the program.
 
     Under torchrun (a process group is initialised) each process is one rank. Without one, all
     `world_size` ranks run inside this process, each seeing the given batch.
@@ -169,8 +173,9 @@ def _compiled(
     args: tuple[Any, ...] | None,
     kwargs: dict[str, Any] | None,
     config: Config,
+    kept: Sequence[Slot] = (),
 ) -> FxshardModule:
-    """See `compile`."""
+    """See `compile`; `kept` are parameters that are sharded already."""
     call = example(() if args is None else args, kwargs)
     module = _plain_module(model)
     check_swappable(module)
@@ -206,11 +211,83 @@ def _compiled(
     before = dict(module.named_parameters())
     say("sharding")
     with unchanged_on_error(module):
-        compiled = sharded(module, units, world, config)
+        compiled = sharded(module, units, world, config, kept=kept)
         if program is not None:
             compiled._fxshard.attributes.reads = reads
             compiled._fxshard.add(*call, program)
-    replaced.mark({fqn: before[fqn] for fqn in compiled._fxshard.slots})
+    slots = compiled._fxshard.slots.items()
+    replaced.mark({fqn: before[fqn] for fqn, slot in slots if slot.tensor is not before[fqn]})
+    return compiled
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> Any:
+    """Shard `module` in place, called as `torch.distributed.fsdp.fully_shard` is.
+
+    Call it on the blocks of a model, inner ones first, and then on the model: each call makes its
+    parameters sharded ones (DTensors of placement ``Shard(0)``), those of earlier calls excepted,
+    and one unit, whose parameters are gathered and reduced together. The module that was given last
+    is the root: a `FxshardModule`, which has the methods of `FSDPModule`, and whose program is made
+    at its first forward. Blocks keep their own classes.
+
+    What is on the meta device is allocated, as NaN: fill it before the first forward, by
+    ``model.to_empty(device=...)`` and the model's own initialisation, or by loading.
+
+    Args:
+        module: an `nn.Module`, or a list of such, each of which becomes a unit of its own.
+        mesh: a 1-D `DeviceMesh` to shard over, or a 2-D one, replicate x shard; the same in all
+            calls. None: the mesh of earlier calls on its submodules, or all ranks.
+        reshard_after_forward: True: sharded between forward and backward; False: unsharded; an
+            integer n: sharded over groups of n neighbouring ranks. None: False for the root, True
+            for blocks.
+        shard_placement_fn: only one that returns None or ``Shard(0)``.
+        mp_policy: dtypes of compute, of reductions and of outputs, of this unit.
+        offload_policy: `CPUOffloadPolicy`: shards, sharded gradients and optimizer states lie on
+            the CPU; the same in all calls.
+        ignored_params: parameters that stay unsharded and are never communicated.
+        dp_mesh_dims: not supported.
+
+    Returns:
+        `module`.
+
+    Raises:
+        ConfigError: an argument that fxshard cannot honour, or no process group; `module` is
+            sharded already, or a block in it has been called before; or calls differ in their mesh
+            or in their `offload_policy`.
+        UnitError: a parameter cannot be sharded, or is tied to one of an earlier call.
+        RankMismatchError: the ranks hold different models.
+
+    After an error `module` is as it was before the call.
+    """
+    options = {
+        "mesh": mesh,
+        "reshard_after_forward": reshard_after_forward,
+        "shard_placement_fn": shard_placement_fn,
+        "mp_policy": mp_policy,
+        "offload_policy": offload_policy,
+        "ignored_params": ignored_params,
+        "dp_mesh_dims": dp_mesh_dims,
+    }
+    if isinstance(module, (list, tuple)):
+        for each in module:
+            fully_shard(each, **options)
+        return module
+    call = UnitCall.of(module, **options)
+    with unchanged_on_error(module):
+        inner = taken_over(module, call)
+        calls = {"": call} | inner.calls
+        config = Config.from_options(options_of(calls, inner.mesh))
+        compiled = _compiled(module, None, inner.mesh, None, None, None, config, inner.slots)
+        compiled._fxshard.unit_calls = calls
     return compiled
 
 
@@ -227,9 +304,9 @@ def shard(
     """Shard `model` in place, for eager use and for ``torch.compile(model, backend="fxshard")``.
 
     Its parameters become sharded ones, DTensors of placement ``Shard(0)``; the model stays the
-    user's object. As it is, its forward gathers each parameter where it is read. Compiled, each
-    graph that Dynamo captures runs as a program of the kind that `compile` makes; `reports` tells
-    their memory.
+    user's object. In eager mode its forward gathers each parameter where it is read. Under
+    torch.compile, each graph that Dynamo captures runs as a program of the kind that `compile`
+    makes; `reports` tells their memory.
 
     Args:
         model: as for `compile`, but a module: what is on the meta device is filled.
@@ -311,7 +388,7 @@ def validate(
         ranks: "processes" starts `world_size` processes on this machine, a gloo process group,
             which train twice: once under the tracker, once for what `Validation.numerics` compares
             with eager PyTorch in one process: each rank's outputs, loss and buffers, every
-            gradient, and every parameter behind each optimizer step. Rank 0 has the given batch,
+            gradient, and every parameter after each optimizer step. Rank 0 has the given batch,
             the others have batches like it (see `fxshard.validation.on_ranks`, also for what the
             loss of the joined batch is: the mean over ranks).
         progress: as for `plan`.
@@ -399,7 +476,7 @@ def tune(
     Searched are strategy and resharding, checkpoints, prefetch, precision and batch, as far as
     `options` leave them open, and offload where nothing fits without it; times are those of
     `Plan.estimate`. The model is traced once for each dtype that the trace sees (and for a batch
-    of 1, which broadcasts); what is reported to fit was planned whole. docs/tune.md says how.
+    of 1, which broadcasts); what is reported to fit was planned in full. docs/tune.md says how.
 
     ``fxshard.compile(model, world_size=best.world_size, **best.options)`` takes the result's
     ``best``, and any other `Trial`.
@@ -412,7 +489,7 @@ def tune(
         space: values by name of an option, in place of what is searched by default, such as
             ``{"checkpoint": [None, "8GiB"], "max_bucket_bytes": ["25MiB", None]}``; what is named
             with one value only stays at that.
-        plans: how many plans of the whole model are made at most. None: until every configuration
+        plans: how many plans of the full model are made at most. None: until every configuration
             is planned, or proven to be no better.
         progress: as for `plan`.
         **options: keys of `fxshard.Options`; those that are given stay:
@@ -469,7 +546,7 @@ def _planned(workload: Workload, observe: Observer | None = None) -> Plan:
 def _within_budget(
     module: nn.Module, call: Any, world: C10dWorld | InProcessWorld, config: Config
 ) -> Config:
-    """`config` with what ``memory_budget`` picks; the same on all ranks."""
+    """`config` with what ``memory_budget`` chooses; the same on all ranks."""
     ranks = world.size if config.strategy != "no_shard" else world.replicas
     size = (world.replicas, world.size) if config.hybrid else ranks
     plan = _planned(Workload(module, call, size, config))

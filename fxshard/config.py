@@ -190,8 +190,7 @@ PrecisionPolicy: TypeAlias = MixedPrecisionPolicy | MixedPrecision | Precision
 class Options(TypedDict, total=False):
     """The options of `fxshard.plan`, `compile`, `shard`, `validate` and `tune`, each with its type.
 
-    Below each key stands what it does; `option_docs` reads it from there. `Config` has the
-    defaults, and checks the values.
+    The text below each key says what it does. `Config` has the defaults, and checks the values.
     """
 
     strategy: Strategy | ShardingStrategy
@@ -203,9 +202,9 @@ class Options(TypedDict, total=False):
     """
 
     units: Iterable[type[torch.nn.Module] | str] | Callable[..., Any] | None
-    """What moves together. None finds repeated blocks in the module tree; a list of module classes
-    or FQN globs (``*`` matches one name, ``**`` any number); a callable ``(fqn, module) -> bool``;
-    or a ``torch.distributed.fsdp.wrap`` policy.
+    """Which modules' parameters are gathered and reduced together. None finds repeated blocks in
+    the module tree; a list of module classes or FQN globs (``*`` matches one name, ``**`` any
+    number); a callable ``(fqn, module) -> bool``; or a ``torch.distributed.fsdp.wrap`` policy.
     """
 
     ignored: Iterable[torch.nn.Module | torch.Tensor | str] | None
@@ -254,15 +253,15 @@ class Options(TypedDict, total=False):
     """
 
     checkpoint: int | str | Callable[..., Any] | Mapping[Any, Any] | None
-    """Activation checkpointing, besides the model's own. None: none; left unsaid with
-    ``backend="inductor"``, as ``"selective"``. ``"full"``: of each unit's forward only its inputs
-    are saved, the rest is recomputed in backward; ``"selective"``: what matrix multiplications,
-    convolutions and attention return is saved too; bytes, or text such as "2GiB": what each unit
-    saves is chosen so that activations which live from forward to backward are at most that on a
-    rank, and the least is recomputed (see `fxshard.cost.activations`); or a policy as
-    ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it,
-    ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``. Or a dict from module classes or FQN globs
-    to such values, without bytes: what its keys name is checkpointed.
+    """Activation checkpointing, besides the model's own. None: none. If the option is not given and
+    ``backend="inductor"``, the default is ``"selective"``. ``"full"``: of each unit's forward only
+    its inputs are saved, the rest is recomputed in backward; ``"selective"``: what matrix
+    multiplications, convolutions and attention return is saved too; bytes, or text such as "2GiB":
+    what each unit saves is chosen so that activations which live from forward to backward are at
+    most that on a rank, and the least is recomputed (see `fxshard.cost.activations`); or a policy
+    as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it, ``(ctx, op, *args,
+    **kwargs) -> CheckpointPolicy``. Or a dict from module classes or FQN globs to such values,
+    without bytes: what its keys name is checkpointed.
     """
 
     offload: OffloadPolicy | CPUOffload | None
@@ -327,7 +326,7 @@ class Options(TypedDict, total=False):
     memory_budget: int | str | None
     """Bytes of one rank, or text such as "80GiB": what is left at its default of
     `reshard_after_forward`, `forward_prefetch`, `backward_prefetch`, `checkpoint` and `offload` is
-    picked so that the step fits at the least estimated time (see `fxshard.planner.budget`), or the
+    chosen so that the step fits at the least estimated time (see `fxshard.planner.budget`), or the
     model is refused with the table of what was tried.
     """
 
@@ -656,7 +655,7 @@ class Config:
         return [field.name for field in dataclasses.fields(cls) if field.name != "given"]
 
     def changed(self, changes: Mapping[str, Any]) -> Config:
-        """With some options set otherwise; what the user left unsaid stays unsaid."""
+        """A copy with some options changed; what the user has not given stays not given."""
         return Config.from_options({n: getattr(self, n) for n in self.given} | dict(changes))
 
 

@@ -34,14 +34,19 @@ def adamw(params: Iterable[nn.Parameter]) -> Optimizer:
 
 
 def train(
-    case: Case, steps: int, *, optimizer: MakeOptimizer = adamw, **fully_shard_options: Any
+    case: Case,
+    steps: int,
+    *,
+    optimizer: MakeOptimizer = adamw,
+    fully_shard: Callable[..., Any] = fully_shard,
+    **options: Any,
 ) -> Result:
     """FSDP2 on the default process group; call in every rank. Options go to every `fully_shard`."""
     torch.manual_seed(0)
     model = case.build()
     for unit in units_of(model, case):
-        fully_shard(unit, **fully_shard_options)
-    fully_shard(model, **fully_shard_options)
+        fully_shard(unit, **options)
+    fully_shard(model, **options)
     return run_steps(model, case, steps, optimizer=optimizer)
 
 

@@ -1,9 +1,11 @@
-"""Links between pages lead somewhere, and the README stays one page."""
+"""Links between pages lead somewhere, the README stays one page, the reference is complete."""
 
 import re
 from pathlib import Path
 
 import pytest
+
+import fxshard
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples/README.md"]
@@ -29,3 +31,9 @@ def test_tests_that_pages_name_exist() -> None:
         )
     }
     assert named and [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_the_reference_has_every_public_name() -> None:
+    pages = sorted((ROOT / "docs" / "reference").glob("*.md"))
+    named = re.findall(r"^::: fxshard\.(\w+)$", "\n".join(map(Path.read_text, pages)), re.M)
+    assert sorted(named) == sorted(fxshard.__all__)

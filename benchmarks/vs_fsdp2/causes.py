@@ -41,7 +41,7 @@ CAUSES = {
         ),
         Cause(
             "late release",
-            "In forward FSDP2 keeps the flat buffer behind the copy-out, until the next unit has "
+            "In forward FSDP2 keeps the flat buffer after the copy-out, until the next unit has "
             "copied out of its own or the root's forward is over, so that the allocator does not "
             "reuse it under a copy that still runs.",
             f"`FSDPParamGroup.wait_for_unshard` in {FSDP}_fsdp_param_group.py; the rule sees the "
@@ -54,22 +54,22 @@ CAUSES = {
             "backward (its default for the root). fxshard frees and gathers them again, as for "
             "any unit: less memory for one more all-gather.",
             f"`FSDPState._lazy_init` in {FSDP}_fsdp_state.py; the rule sees the root's parameters "
-            "whole on FSDP2's side only.",
+            "unsharded on FSDP2's side only.",
             "FSDP2 holds more",
         ),
         Cause(
             "free at last use",
-            "FSDP2 frees a unit's parameters in the hook behind the module; fxshard behind the "
+            "FSDP2 frees a unit's parameters in the hook after the module; fxshard after the "
             "last operator that reads them, which is earlier.",
             f"`FSDPParamGroup.post_forward` and `post_backward` in {FSDP}_fsdp_param_group.py; the "
-            "rule sees a unit's parameters whole on FSDP2's side, and in our ledger that they have "
-            "been gathered and freed in this phase.",
+            "rule sees a unit's parameters unsharded on FSDP2's side, and in our ledger that they "
+            "have been gathered and freed in this phase.",
             "FSDP2 holds more",
         ),
         Cause(
             "unread in backward",
             "Backward does not read every parameter: no bias of a linear, for example. FSDP2 "
-            "gathers the whole unit again, fxshard what is read.",
+            "gathers the full unit again, fxshard what is read.",
             "`plan.dump()`; the rule sees the unit gathered on both sides, and that the difference "
             "is the size of exactly those parameters for which we have no buffer.",
             "FSDP2 holds more",
@@ -77,7 +77,7 @@ CAUSES = {
         Cause(
             "early gather",
             "A unit is in flight on one side only. fxshard launches the next unit's all-gather "
-            "in front of the present unit's forward; FSDP2 by default in the next unit's own "
+            "before the present unit's forward; FSDP2 by default in the next unit's own "
             "pre-forward hook. In backward both launch one unit ahead, and FSDP2 somewhat earlier.",
             f"`FSDPParamGroup.pre_forward`, `_backward_prefetch` in {FSDP}_fsdp_param_group.py and "
             "`plan.dump()`; the rule sees buffers of a unit on one side, and on the other none.",
@@ -88,7 +88,7 @@ CAUSES = {
             "With mixed precision, fxshard's low-precision copy of the shards lives until the "
             "wait; FSDP2's until the copy-in, between two states.",
             f"`_get_param_all_gather_inputs` in {FSDP}_fsdp_collectives.py (its buffer is gone "
-            "behind the copy-in); the rule sees buffers of a shard's size in the dtype that is "
+            "after the copy-in); the rule sees buffers of a shard's size in the dtype that is "
             "gathered.",
             "fxshard holds more",
         ),
@@ -104,7 +104,7 @@ CAUSES = {
         ),
         Cause(
             "early reduce",
-            "fxshard launches the reduction behind the operator that makes the last gradient: "
+            "fxshard launches the reduction after the operator that makes the last gradient: "
             "its output, and with a cast its input, are there before the state's end.",
             "the rule sees a unit's reduced gradients or the reduction's input on our side, and "
             "FSDP2's still to come.",
@@ -129,7 +129,7 @@ CAUSES = {
         Cause(
             "node not over",
             "Autograd keeps what a node has saved until all of the node's gradients are made (of a "
-            "product: until both are); fxshard drops each value behind its last reader.",
+            "product: until both are); fxshard drops each value after its last reader.",
             "peak states only, where both peaks are at the same operator; the rule checks with "
             "`saved_tensors_hooks` that autograd has saved storages of this size in the unit.",
             "FSDP2 holds more",
@@ -137,7 +137,7 @@ CAUSES = {
         Cause(
             "later moment",
             "fxshard waits for a unit's reduction one unit later, to overlap it: its After "
-            "Post-Backward lies behind the next unit's backward. What this reads last is gone, and "
+            "Post-Backward comes after the next unit's backward. What this reads last is gone, and "
             "what it makes is there.",
             "the rule reads in the program that operators of other units ran between the unit's "
             "last operator and the state.",
@@ -146,8 +146,8 @@ CAUSES = {
         Cause(
             "earlier moment",
             "An operator of the unit that depends on no parameter (a mask, a rotary table) is "
-            "hoisted in front of everything: the unit's forward begins there, before its "
-            "parameters are gathered and what is in front of it has run.",
+            "hoisted before everything: the unit's forward begins there, before its "
+            "parameters are gathered and what precedes it has run.",
             "the rule reads in the program that the unit's unshard, or operators of other units, "
             "lie between the state and the unit's first operator under its own name.",
             "moment",
@@ -162,7 +162,7 @@ CAUSES = {
         Cause(
             "other operator",
             "The two peaks are at different operators, in which other activations, gradients and "
-            "buffers are alive: fxshard has freed the parameters in front of a unit's last "
+            "buffers are alive: fxshard has freed the parameters before a unit's last "
             "operators, and its backward of a unit reaches to the *later moment*.",
             "peak states only: what depends on the moment, where the rule finds that the two "
             "peaks are not at the same operator of the same unit.",

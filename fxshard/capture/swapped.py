@@ -43,6 +43,13 @@ class Inside:
                 del kept[name][number]
         return cls(kept.pop("forward", None), hooks)
 
+    def put_back(self, model: nn.Module) -> None:
+        """Undo `taken_from`, in the very dicts, which the handles of hooks refer to."""
+        for name, hooks in self.hooks.items():
+            _put_in_front(model.__dict__[name], hooks)
+        if self.forward is not None:
+            model.__dict__["forward"] = self.forward
+
 
 def users_class(model: nn.Module) -> type[nn.Module]:
     """The class that the user gave `model`."""

@@ -229,9 +229,9 @@ def checkpointed_modules(
 ) -> dict[str, Any]:
     """FQN of each module that ``checkpoint`` names -> its policy; without names, of each unit.
 
-    Left unsaid, Inductor's regions make cheap values again, as torch.compile's partitioner lets
-    them (torch/_functorch/partitioners.py, min_cut_rematerialization_partition): fused into what
-    reads them, they cost less than reading them would.
+    If it is not given, Inductor's regions recompute cheap values, as torch.compile's partitioner
+    lets them (torch/_functorch/partitioners.py, min_cut_rematerialization_partition): fused into
+    what reads them, they cost less than reading them would.
 
     Raises:
         ConfigError: there is no unit but the root, whose checkpoint would save nothing.

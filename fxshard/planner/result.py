@@ -158,6 +158,9 @@ class Tuning:
 
         Args:
             rows: how many of those that are not on the front; None: all.
+
+        Returns:
+            Text; each peak with its unit, times in milliseconds per sample.
         """
         front = {trial.number for trial in self.front}
         others = [trial for trial in self.trials if trial.number not in front]

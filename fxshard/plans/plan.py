@@ -122,7 +122,7 @@ class Plan:
     Attributes:
         programs: the rewritten programs, one per micro-batch of a step.
         workload: what it was made for.
-        picked: what ``memory_budget`` has picked; None without it.
+        picked: what ``memory_budget`` has chosen; None without it.
     """
 
     picked: Picked | None = None
@@ -166,7 +166,7 @@ class Plan:
         return trace_loss(self.program, self.workload.loss)
 
     def step_behind(self) -> OptimizerStep | None:
-        """The optimizer's step behind backward; plans made from each other record equal ones once.
+        """The optimizer's step after backward; plans made from each other record equal ones once.
 
         It sees this rank's rows of the parameters, and which of them have gradients.
         """
@@ -221,6 +221,9 @@ class Plan:
             traced: of a call that is traced on its own, with no size left open.
             **sizes: by name; the others stay.
 
+        Returns:
+            This plan, if nothing changes; else one of its own.
+
         Raises:
             ConfigError: there is no such size.
         """
@@ -249,6 +252,9 @@ class Plan:
         Args:
             name: of the size.
             sizes: by name, the other ones.
+
+        Returns:
+            One tensor per input that has the size, of its dtype, on the meta device.
         """
         places = self._places()
         given = {other: size for other, size in sizes.items() if other in places}
@@ -405,6 +411,9 @@ class Plan:
             budget: bytes, or text such as "80GiB".
             multiple_of: only such batches.
 
+        Returns:
+            The batch, and the plan that proves that it fits.
+
         Raises:
             DoesNotFitError, ConfigError, CaptureError: see `fxshard.planner.limits.largest`.
         """
@@ -422,6 +431,9 @@ class Plan:
             budget: bytes, or text such as "80GiB".
             dim: dimension of the inputs in which the sequence lies.
             multiple_of: only such lengths.
+
+        Returns:
+            The length, and the plan that proves that it fits.
 
         Raises:
             DoesNotFitError, ConfigError, CaptureError: see `fxshard.planner.limits.largest`.
@@ -445,6 +457,9 @@ class Plan:
             budget: bytes, or text such as "80GiB", as for `MemoryReport.assert_fits`.
             multiple_of: ask only for multiples of this: 8 for whole nodes.
             **fixed: the other sizes; those that are not named are the plan's.
+
+        Returns:
+            The size or number of ranks, and the plans that prove it.
 
         Raises:
             DoesNotFitError: nothing fits; tells what is alive at the peak of the smallest.
@@ -473,6 +488,9 @@ class Plan:
             hardware: "h100", "h200", "b200", or figures of your own.
             ranks_per_node: other than the hardware's.
 
+        Returns:
+            Seconds of the step and of each of its rows.
+
         Raises:
             ConfigError: there is no such preset.
             UnknownSizeError: a size depends on the data.
@@ -487,7 +505,7 @@ class Plan:
     def dump(
         self, phase: str | None = None, fold: bool = True, hardware: str | Hardware | None = None
     ) -> str:
-        """The outer schedule as text, with what is alive behind each row; in MiB.
+        """The outer schedule as text, with what is alive after each row; in MiB.
 
         Args:
             phase: "forward" or "backward"; None for both.
@@ -495,6 +513,9 @@ class Plan:
                 for; else every row as it is.
             hardware: adds for how many milliseconds the compute stream stands still, as
                 `estimate`.
+
+        Returns:
+            A table; bytes are in MiB.
 
         Raises:
             ConfigError: there is no such phase or hardware.

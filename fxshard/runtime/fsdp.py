@@ -23,7 +23,7 @@ from fxshard.runtime.world.c10d import C10dWorld
 
 
 class FsdpMethods(nn.Module):
-    """Gradients, whole parameters and states of a compiled model."""
+    """Gradients, unsharded parameters and states of a compiled model."""
 
     _fxshard: Runtime  # a real name: transformers evaluates the annotations of subclasses
 
@@ -34,8 +34,8 @@ class FsdpMethods(nn.Module):
         """Calls inside accumulate gradients without reducing them.
 
         The first backward of a call outside of the block adds what was accumulated and reduces the
-        sum, once per unit. Until then the gradients are whole, on every rank, and not in ``.grad``
-        (as FSDP2's ``set_requires_gradient_sync(False)``).
+        sum, once per unit. Until then the gradients are unsharded, on every rank, and not in
+        ``.grad`` (as FSDP2's ``set_requires_gradient_sync(False)``).
         """
         runtime = self._fxshard
         before, runtime.sync = runtime.sync, False
@@ -107,6 +107,10 @@ class FsdpMethods(nn.Module):
         Returns:
             The norm before, a plain scalar, the same on all ranks. Parameters that are not sharded
             (`Config.ignored`) count with the gradient that this rank has.
+
+        Raises:
+            StepError: the option ``optimizer_in_backward`` is given.
+            RankMismatchError: some ranks do not call it, or have other gradients.
         """
         if self._fxshard.config.optimizer_in_backward:
             raise StepError(
@@ -128,20 +132,23 @@ class FsdpMethods(nn.Module):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """For the time of the block each parameter is a whole plain `nn.Parameter`; collective.
+        """Inside of the block each parameter is an unsharded plain `nn.Parameter`; collective.
 
         Then the sharded parameters are back, the very objects that optimizers hold.
 
         Args:
             recurse: False takes only the parameters of the root unit.
             writeback: at the end this rank's rows of the changed values go into its shards.
-            rank0_only: only the first rank sees whole parameters, the others their sharded ones.
-            offload_to_cpu: the whole parameters lie on the CPU.
-            with_grads: gradients are whole too, and written back with the values.
+            rank0_only: only the first rank sees unsharded parameters, the others sharded ones.
+            offload_to_cpu: the unsharded parameters lie on the CPU.
+            with_grads: gradients are unsharded too, and written back with the values.
+
+        Returns:
+            A context manager.
 
         Raises:
             ConfigError: `writeback` with `rank0_only`.
-            StepError: parameters are whole already; or at the end one has changed its shape.
+            StepError: parameters are unsharded already; or at the end one has changed its shape.
         """
         with self._fxshard.whole_now(
             recurse,
@@ -153,10 +160,10 @@ class FsdpMethods(nn.Module):
             yield
 
     def unshard(self, async_op: bool = False, **options: Any) -> Unsharded:
-        """Make parameters whole now, until `reshard`, the next call, or the end of a with block.
+        """Unshard parameters now, until `reshard`, the next call, or the end of a with block.
 
         Args:
-            async_op: taken for FSDP2's sake: parameters are whole when this returns.
+            async_op: taken for FSDP2's sake: parameters are unsharded when this returns.
             **options: those of `summon_full_params`.
 
         Returns:
@@ -170,7 +177,7 @@ class FsdpMethods(nn.Module):
         self._fxshard.reshard()
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """As `nn.Module.apply`, with whole parameters; collective.
+        """As `nn.Module.apply`, with unsharded parameters; collective.
 
         Random numbers are those of this process: seed all ranks alike to get what one process gets.
 
@@ -190,6 +197,9 @@ class FsdpMethods(nn.Module):
         Args:
             cpu_offload: all tensors are on the CPU.
             rank0_only: other ranks than 0 get ``{}``.
+
+        Returns:
+            FQN -> unsharded tensor, of the shapes and dtypes of the user's model.
         """
         self._fxshard.together("full_state_dict")
         return state.full_state_dict(self, cpu_offload, rank0_only)
@@ -280,18 +290,24 @@ class FsdpMethods(nn.Module):
 
         Args:
             optimizer: of this module's parameters.
+
+        Returns:
+            ``{"state": {FQN: {name: value}}, "param_groups": [...]}``; groups list FQNs.
         """
         return state.optim_state_dict(self, optimizer)
 
     def full_optim_state_dict(
         self, optimizer: torch.optim.Optimizer, cpu_offload: bool = True, rank0_only: bool = True
     ) -> dict[str, Any]:
-        """The same with whole tensors, as of the unsharded model; collective.
+        """The same with full tensors, as of the unsharded model; collective.
 
         Args:
             optimizer: of this module's parameters.
             cpu_offload: all tensors are on the CPU.
             rank0_only: other ranks than 0 get ``{}``.
+
+        Returns:
+            As `optim_state_dict`.
         """
         self._fxshard.together("full_optim_state_dict")
         return state.full_optim_state_dict(self, optimizer, cpu_offload, rank0_only)
@@ -307,8 +323,11 @@ class FsdpMethods(nn.Module):
         Args:
             optimizer: of this module's parameters.
             optim_state_dict: of `optim_state_dict`, `full_optim_state_dict` on every rank, or
-                their namesakes of FSDP1. Of a whole tensor each rank takes its own rows.
+                their namesakes of FSDP1. Of a full tensor each rank takes its own rows.
             load_directly: also load it.
+
+        Returns:
+            A state as ``optimizer.state_dict()`` gives it: by number of the parameter.
 
         Raises:
             CheckpointError: a parameter of `optimizer` is not in it.

@@ -165,7 +165,7 @@ def let_gather(runtime: Runtime) -> None:
     if isinstance(runtime.world, C10dWorld):
         for fqn, slot in runtime.slots.items():
             tensor: Any = slot.tensor
-            if type(tensor) is DTensor:
+            if type(tensor) in (DTensor, GatheringTensor):  # the latter may be of an inner model's
                 dtensors.as_one_process(tensor.device_mesh, runtime.world)
                 tensor.__class__ = GatheringTensor
                 setattr(tensor, PLACE, (weakref.ref(runtime), fqn))

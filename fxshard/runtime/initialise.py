@@ -25,6 +25,10 @@ log = logging.getLogger("fxshard")
 InitFn = Callable[[nn.Module], Any]
 
 
+def leave_empty(module: nn.Module) -> None:
+    """A `param_init_fn` that fills nothing: what is on the meta device becomes NaN, unannounced."""
+
+
 def wholes(
     model: nn.Module,
     device: torch.device,
@@ -202,7 +206,7 @@ def _filled(
             f"{kind} {join(path, left[0])!r} is on the meta device, and {said} does not fill it. "
             f"Pass param_init_fn to fxshard.compile, or build the {kind} on a real device."
         )
-    if left:
+    if left and param_init_fn is not leave_empty:
         log.warning(
             "fxshard: param_init_fn has left %s without values (NaN): load a state dict before the "
             "first call.",

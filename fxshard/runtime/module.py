@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self
 
 from torch import nn
@@ -27,6 +27,7 @@ from fxshard.runtime import reading
 from fxshard.runtime.fsdp import FsdpMethods
 from fxshard.runtime.gathering import as_plain, let_gather
 from fxshard.runtime.runtime import MakeExecutor, Runtime
+from fxshard.runtime.sharding import Slot
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.in_process import InProcessWorld
 
@@ -36,7 +37,7 @@ class FxshardModule(FsdpMethods):
 
     Its class is made of this one and the user's, ``FxshardLlama(FxshardModule, Llama)``. Under a
     process group each parameter is a DTensor with placement ``Shard(0)``; without one, each is
-    whole and all ranks run inside this process.
+    unsharded and all ranks run inside this process.
     """
 
     __call__ = nn.Module.__call__  # one of the user's class is part of the program
@@ -66,7 +67,7 @@ class FxshardModule(FsdpMethods):
         and ``zero_grad()`` find nothing left to do. Copies of the module make one of their own.
 
         Raises:
-            ConfigError: the class of the optimizer needs whole parameters.
+            ConfigError: the class of the optimizer needs unsharded parameters.
             AttributeError: there is no option ``optimizer``.
         """
         if self._fxshard.config.optimizer is None:
@@ -118,21 +119,34 @@ def sharded(
     config: Config,
     make_executor: MakeExecutor = Executor,
     kind: type[Runtime] = Runtime,
+    kept: Iterable[Slot] = (),
 ) -> FxshardModule:
-    """Shard `model` and exchange its class.
+    """Shard `model` and exchange its class; `kept` are parameters that are sharded already.
 
     Raises:
         ConfigError: see `check_swappable`.
         UnitError: see `fxshard.runtime.sharding.shard_parameters`.
     """
     check_swappable(model)
-    runtime = kind(model, units, world, config, make_executor)
+    runtime = kind(model, units, world, config, make_executor, kept)
     runtime.inside = Inside.taken_from(model)
     model.__dict__[STATE] = runtime
     model.__class__ = _fxshard_class(type(model))
     let_gather(runtime)
     assert isinstance(model, FxshardModule)
     return model
+
+
+def released(model: nn.Module) -> Runtime:
+    """Give `model` its own class back. Its parameters stay sharded, for a model that holds it.
+
+    Returns:
+        What it ran by.
+    """
+    runtime: Runtime = model.__dict__.pop(STATE)
+    model.__class__ = users_class(model)
+    runtime.inside.put_back(model)
+    return runtime
 
 
 def public_names() -> tuple[str, ...]:

@@ -3,6 +3,9 @@
 `fxshard.compile` puts sharded parameters in the place of a model's: an optimizer made before that
 finds no gradients. And Adafactor scales its steps by norms that it takes as numbers of Python's,
 which DTensors give per rank, unsummed.
+
+Where `fxshard.fully_shard` was called on blocks and never on the model, parameters outside of the
+blocks are plain ones, and nothing reduces their gradients.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -33,13 +37,19 @@ def mark(parameters: Mapping[str, nn.Parameter]) -> None:
         _count += 1
 
 
+def was(parameter: nn.Parameter) -> str | None:
+    """The FQN that `parameter` had when a sharded one took its place; None if it is no such."""
+    found: str | None = getattr(parameter, _MARK, None)
+    return found
+
+
 def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Raise StepError if the optimizer holds such a parameter; looked for once."""
     if _checked.get(optimizer) == _count:
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if (fqn := getattr(parameter, _MARK, None)) is not None:
+            if (fqn := was(parameter)) is not None:
                 raise StepError(
                     f"this {type(optimizer).__name__} holds parameter {fqn!r} as it was before it "
                     f"was sharded or replaced: stepping it trains nothing. Make optimizers after "
@@ -51,4 +61,23 @@ def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                     "its update, and a rank has some of the rows: DTensor gives the norms of "
                     "those. Use an optimizer that steps element by element, such as AdamW."
                 )
+    _require_covered(optimizer)
     _checked[optimizer] = _count
+
+
+def _require_covered(optimizer: Optimizer) -> None:
+    """Raise StepError if it has parameters of calls of `fully_shard`, and others of no call."""
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    places = {param: getattr(param, PLACE) for param in held if hasattr(param, PLACE)}
+    runtimes = [runtime for runtime in {ref() for ref, _ in places.values()} if runtime]
+    ignored = {id(param) for runtime in runtimes for param in runtime.whole_parameters()}
+    plain = [p for p in held if p.requires_grad and not isinstance(p, DTensor)]
+    outside = [p for p in plain if p not in places and id(p) not in ignored]
+    if outside and any(runtime.unit_calls for runtime in runtimes):
+        raise StepError(
+            f"this {type(optimizer).__name__} holds parameters that fully_shard has sharded, such "
+            f"as {next(iter(places.values()))[1]!r}, and one of shape {list(outside[0].shape)} "
+            f"that no call covers: its gradient is this rank's own. Call fully_shard on the model "
+            f"too, after its blocks. If you reduce that gradient yourself, name the parameter in "
+            f"ignored_params, or step it by an optimizer of its own."
+        )

@@ -9,7 +9,7 @@ import re
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import starmap
 from typing import Any
 
@@ -35,8 +35,10 @@ from fxshard.plans.plan import Plan
 from fxshard.plans.workload import Workload, without_data
 from fxshard.runtime import state
 from fxshard.runtime.reading import Root
+from fxshard.runtime.sharding import Slot
 from fxshard.runtime.step import Call, Step, differentiated
 from fxshard.runtime.store import ParameterStore
+from fxshard.runtime.unit_calls import UnitCall
 from fxshard.runtime.unused import Reach
 from fxshard.runtime.variants import Kind, Variant, reason_for, symbols_for
 from fxshard.runtime.world.c10d import C10dWorld
@@ -64,6 +66,7 @@ class Runtime(ParameterStore):
         just_stepped: parameters that the last backward has stepped.
         inside: what of the model itself its programs stand for (see `fxshard.capture.swapped`).
         progress: whether captures are shown (see `fxshard.host.progress.task`).
+        unit_calls: of `fully_shard`, by FQN of the module; empty if it did not make this.
     """
 
     def __init__(
@@ -73,8 +76,9 @@ class Runtime(ParameterStore):
         world: C10dWorld | InProcessWorld,
         config: Config,
         make_executor: MakeExecutor = Executor,
+        kept: Iterable[Slot] = (),
     ) -> None:
-        super().__init__(model, units, world, config)
+        super().__init__(model, units, world, config, kept)
         self.inside = Inside(None, {})
         self.make_executor = make_executor
         self.variants: dict[Kind, Variant] = {}
@@ -87,6 +91,7 @@ class Runtime(ParameterStore):
         self._root = None
         self.attributes = Attributes()
         self.progress: bool | None = None
+        self.unit_calls: Mapping[str, UnitCall] = {}
         self._warned: set[int] = set()
         self._agreed: dict[str, list[str]] = {}  # what all ranks have alike, by its digest
         if config.optimizer_in_backward:

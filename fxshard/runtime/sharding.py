@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -99,12 +100,17 @@ def shard_parameters(
     units: tuple[Unit, ...],
     world: C10dWorld | InProcessWorld,
     config: Config,
+    kept: Iterable[Slot] = (),
 ) -> dict[str, Slot]:
     """Replace each parameter of `model` by its sharded form, and meta buffers by real ones.
 
     All or nothing. The padded shards of a unit are views of one flat storage per dtype. What is on
     the meta device is filled on the world's device (in-process: that of the model), or rank 0's
     data is given to all ranks; see `fxshard.runtime.initialise`.
+
+    Args:
+        model, units, world, config: what to shard, and how.
+        kept: parameters of `model` that are sharded already, in the same world: they stay.
 
     Raises:
         UnitError: a parameter lives on another device than the world's, has a gradient hook or is
@@ -113,6 +119,14 @@ def shard_parameters(
             or one of them refuses its model.
     """
     named = dict(model.named_parameters())
+    before = {id(slot.tensor): slot for slot in kept}
+    all_params = [param for unit in units for param in unit.params]
+    units = tuple(
+        dataclasses.replace(
+            unit, params=tuple(p for p in unit.params if id(named[p.fqn]) not in before)
+        )
+        for unit in units
+    )
     originals = {param.fqn: named[param.fqn] for unit in units for param in unit.params}
     chosen = set(map(id, originals.values()))
     ignored = [param for param in model.parameters() if id(param) not in chosen]
@@ -152,7 +166,11 @@ def shard_parameters(
         note_replaced(fqn, originals[fqn])
         for module, name in slot.owners:
             module._parameters[name] = exposed[fqn]
-    return slots
+    for param in all_params:
+        key = id(named[param.fqn])
+        if key in before:
+            slots[param.fqn] = dataclasses.replace(before[key], param=param, owners=owners[key])
+    return {param.fqn: slots[param.fqn] for param in all_params}
 
 
 def _refusal(

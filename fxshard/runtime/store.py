@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -55,11 +55,15 @@ class ParameterStore:
         units: tuple[Unit, ...],
         world: C10dWorld | InProcessWorld,
         config: Config,
+        kept: Iterable[Slot] = (),
     ) -> None:
+        """Shard the parameters of `model`; `kept` are those that are sharded already."""
         self.model, self.units, self.world, self.config = model, units, world, config
-        self.slots = shard_parameters(model, units, world, config)
+        kept = list(kept)
+        before = {module for slot in kept for module, _ in slot.owners}
+        self.slots = shard_parameters(model, units, world, config, kept)
         owners = [module for slot in self.slots.values() for module, _ in slot.owners]
-        state.take_whole_values(dict.fromkeys(owners))
+        state.take_whole_values(module for module in dict.fromkeys(owners) if module not in before)
         self.wholes = {p.fqn: p for unit in units for p in unit.ignored}
         self.accumulated: dict[str, list[Tensor]] = {}
         self._cast_buffers()

@@ -91,6 +91,9 @@ class Validation:
         Args:
             only_different: leave out rows with difference 0.
             step: only that step.
+
+        Returns:
+            Text; figures are bytes.
         """
         rows = [
             (

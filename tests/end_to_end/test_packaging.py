@@ -20,7 +20,7 @@ import fxshard
 
 ROOT = Path(__file__).resolve().parents[2]
 # Folders that are no source, at the top of the checkout.
-NOT_SOURCE = (".git", ".venv*", "build", "dist", "runs", "shared")
+NOT_SOURCE = (".git", ".venv*", "build", "dist", "runs", "shared", "site")
 OFFLINE = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 PIP_INSTALL = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--ignore-installed"]
 

@@ -231,8 +231,8 @@ def row_of(text: str, first: str) -> list[str]:
     ("constant", "h100", "h200", "source"),
     [
         ("flops, bf16", "989.4 TFLOP/s", "989.4 TFLOP/s", "[H100]"),
-        ("memory_bandwidth", "3.35 TB/s", "4.8 TB/s", "[H100] [H200]"),
-        ("memory_bytes", "80 GB", "141 GB", "[H100] [H200]"),
+        ("memory_bandwidth", "3.35 TB/s", "4.8 TB/s", "[H100], [H200]"),
+        ("memory_bytes", "80 GB", "141 GB", "[H100], [H200]"),
         ("launch_overhead", "2 µs", "2 µs", "[guess]"),
         ("tree.network_alpha", "8.5 µs", "8.5 µs", "[NCCL]"),
     ],

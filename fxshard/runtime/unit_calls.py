@@ -1,0 +1,105 @@
+"""What each call of `fxshard.fully_shard` says of its module, and the options that calls make."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import Shard
+
+from fxshard.config import Options
+from fxshard.errors import ConfigError
+from fxshard.runtime.initialise import leave_empty
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitCall:
+    """The arguments of one call, as `torch.distributed.fsdp.fully_shard` names them.
+
+    Attributes:
+        mesh: as given.
+        reshard_after_forward: None: False for the root, True for any other module.
+        ignored_params: those that are parameters of the module.
+    """
+
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    ignored_params: tuple[nn.Parameter, ...]
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None
+
+    @classmethod
+    def of(
+        cls, module: Any, dp_mesh_dims: Any, ignored_params: Collection[Any] | None, **others: Any
+    ) -> UnitCall:
+        """Raises ConfigError for what is no module, and for `dp_mesh_dims`."""
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"fully_shard takes an nn.Module or a list of them, not {module!r}.")
+        if dp_mesh_dims is not None:
+            raise ConfigError(
+                "dp_mesh_dims is not supported: it is for parameters that are DTensors already, "
+                "which fxshard does not shard. Give the data-parallel part of the mesh alone, such "
+                "as mesh=mesh['dp_shard']."
+            )
+        chosen = {id(param) for param in ignored_params or ()}
+        ignored = tuple(param for param in module.parameters() if id(param) in chosen)
+        return cls(ignored_params=ignored, **others)
+
+    def check_placements(self, module: nn.Module, without: Collection[int]) -> None:
+        """Raise ConfigError if `shard_placement_fn` asks for more than rows on the mesh.
+
+        Args:
+            module: the one that the call was for.
+            without: ids of parameters of earlier calls.
+        """
+        if self.shard_placement_fn is None:
+            return
+        left_out = {*without, *map(id, self.ignored_params)}
+        for fqn, param in module.named_parameters():
+            placement = None if id(param) in left_out else self.shard_placement_fn(param)
+            if placement not in (None, Shard(0)):
+                raise ConfigError(
+                    f"shard_placement_fn returned {placement!r} for parameter {fqn!r} "
+                    f"{list(param.shape)}: fxshard shards along dimension 0, over one mesh. "
+                    f"Transpose such a parameter in the model and return None for it, or name it "
+                    f"in ignored_params and shard it yourself."
+                )
+
+
+def options_of(calls: Mapping[str, UnitCall], mesh: DeviceMesh | None) -> Options:
+    """The options of a model that `fully_shard` was called on, and in which on some modules.
+
+    Args:
+        calls: by FQN of the module; "" is the root.
+        mesh: 1-D, or 2-D replicate x shard; None: 1-D.
+
+    Raises:
+        ConfigError: calls differ in their `offload_policy`.
+    """
+    root = calls[""]
+    for fqn, call in calls.items():
+        if call.offload_policy != root.offload_policy:
+            raise ConfigError(
+                f"fully_shard: offload_policy is {call.offload_policy!r} for {fqn!r}, and "
+                f"{root.offload_policy!r} for the module around it. All units of a model are "
+                f"offloaded, or none: give all calls the same offload_policy."
+            )
+    by_glob = {glob.escape(fqn): call for fqn, call in calls.items()}
+    return {
+        "strategy": "full_shard" if mesh is None or mesh.ndim == 1 else "hybrid_shard",
+        "units": [fqn for fqn in by_glob if fqn],
+        "ignored": [param for call in calls.values() for param in call.ignored_params],
+        "reshard_after_forward": {
+            fqn: bool(fqn) if call.reshard_after_forward is None else call.reshard_after_forward
+            for fqn, call in by_glob.items()
+        },
+        "mixed_precision": {fqn: call.mp_policy for fqn, call in by_glob.items()},
+        "offload": root.offload_policy,
+        "param_init_fn": leave_empty,
+    }
