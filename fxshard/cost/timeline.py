@@ -193,7 +193,7 @@ class Estimate:
     def traffic(self) -> dict[str, Traffic]:
         """What a rank sends in a step, by operation: "unshard", "reduce", "all-reduce"."""
         found: dict[str, Traffic] = {}
-        collectives = {spec.text for spec in ops.OPERATORS.values() if spec.collective}
+        collectives = {spec.operation for spec in ops.OPERATORS.values() if spec.collective}
         for row in self.rows:
             if row.operation in collectives:
                 now = found.get(row.operation, Traffic())
@@ -343,7 +343,7 @@ class _Walk:
                         Row(
                             micro_batch,
                             phase,
-                            ops.of(node).text,
+                            ops.of(node).operation,
                             unit,
                             node.name,
                             tag.stream,

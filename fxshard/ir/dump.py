@@ -286,7 +286,7 @@ def _row(program: Program, phase: str, node: fx.Node) -> Row:
         operation, what, size = "compute", str(node.target), 0
     else:
         spec = ops.of(node)
-        operation = spec.text
+        operation = spec.operation
         makes = spec.role in ("unshard", "unpack", "reshard")  # their results are what counts
         sources = list(node.users) if makes else tags.operands(node)
         values = [t for source in sources for t in tags.tensors(source.meta["val"])]

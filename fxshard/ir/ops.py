@@ -39,7 +39,7 @@ class OpSpec:
             asynchronous; `InProcessWorld` those of each rank of the group, and no `group`.
         fake: what it gives: ``(empty, *arguments)``; what it allocates is made by ``empty``.
         role: of its nodes.
-        text: the operation in the schedule's dump and in timelines.
+        text: the operation in the schedule's dump and in timelines, if it is not the name.
         stream: where it runs. On any but the compute stream it is asynchronous.
         event: of what is asynchronous, the letter of the events that it records.
         prepares: its results may be what a later launch sends, whose wait is then theirs too.
@@ -71,6 +71,11 @@ class OpSpec:
     def name(self) -> str:
         """``all_gather``."""
         return self.schema.partition("(")[0]
+
+    @property
+    def operation(self) -> str:
+        """What dump and timeline call it: ``unshard``, ``all-reduce``."""
+        return self.text or self.name.replace("_", "-")
 
     @property
     def collective(self) -> bool:
@@ -141,7 +146,9 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def group(node: fx.Node) -> str | None:
-    """The ranks that take part in an operator; None: each rank runs it by itself."""
+    """The ranks that take part in an operator of ours; None: each rank runs it by itself."""
+    if node.target not in OPERATORS:
+        return None
     return argument(node, "group") or ("shard" if of(node).collective else None)
 
 
@@ -233,7 +240,6 @@ all_reduce = define(
         "all_reduce(Tensor[] grads, int size, str group='replicate', str op='avg') -> Tensor[]",
         fake=_all_reduce,
         role="reduce",
-        text="all-reduce",
         stream="all-reduce",
         event="a",
         in_place="always",
@@ -250,7 +256,6 @@ comm_hook = define(
         "comm_hook(Tensor[] grads, int size) -> Tensor[]",
         fake=_comm_hook,
         role="reduce",
-        text="comm-hook",
         stream="reduce",
         event="h",
         in_place="alone",
@@ -266,7 +271,6 @@ cast = define(
         "cast(Tensor[] tensors, ScalarType dtype) -> Tensor[]",
         fake=_cast,
         role="unshard",
-        text="cast",
         stream="unshard",
         event="k",
         prepares=True,
@@ -279,7 +283,6 @@ load = define(
         "load(Tensor[] tensors, Device device) -> Tensor[]",
         fake=_load,
         role="unshard",
-        text="load",
         stream="load",
         event="l",
         prepares=True,
@@ -293,7 +296,6 @@ store = define(
         "store(Tensor[] tensors) -> Tensor[]",
         fake=_store,
         role="reduce",
-        text="store",
         stream="store",
         event="s",
         category="SHARDED_GRAD",
@@ -308,7 +310,6 @@ pack = define(
         "pack(Tensor[] shards, ScalarType dtype) -> Tensor[]",
         fake=_pack,
         role="unshard",
-        text="pack",
         stream="unshard",
         event="p",
         prepares=True,
@@ -322,7 +323,6 @@ unpack = define(
         "unpack(Tensor[] packed, int size, int[][] chunks) -> Tensor[]",
         fake=_unpack,
         role="unpack",
-        text="unpack",
         category="UNSHARDED_PARAM",
     )
 )
@@ -332,19 +332,14 @@ reshard = define(
         "reshard(Tensor[] buffers, int size, str group) -> Tensor[]",
         fake=_reshard,
         role="reshard",
-        text="reshard",
         category="SHARDED_PARAM",
         grows=-1,
     )
 )
 # The compute stream waits for the launch that these tensors belong to.
-wait = define(OpSpec("wait(Tensor[] tensors) -> ()", role="wait", text="wait", over="nothing"))
+wait = define(OpSpec("wait(Tensor[] tensors) -> ()", role="wait", over="nothing"))
 # Give the storage of these tensors back now, whoever still refers to them.
-free = define(OpSpec("free(Tensor[] tensors) -> ()", role="free", text="free", over="nothing"))
+free = define(OpSpec("free(Tensor[] tensors) -> ()", role="free", over="nothing"))
 # The optimizer steps shards in place, with the sharded gradients of `params`. No world has it: it
 # is the caller's (`fxshard.codegen.emit.Executor.bind_step`).
-step = define(
-    OpSpec(
-        "step(Tensor[] grads, Tensor(a!)[] shards, str[] params) -> ()", role="step", text="step"
-    )
-)
+step = define(OpSpec("step(Tensor[] grads, Tensor(a!)[] shards, str[] params) -> ()", role="step"))
