@@ -12,7 +12,7 @@ from fxshard.ir import ops, tags
 from fxshard.ir.outline import COMPUTE
 from fxshard.ir.program import Fact, Program
 from fxshard.verify import orders
-from fxshard.verify.orders import ENTRY, STREAMS, Need, Step
+from fxshard.verify.orders import ENTRY, Need, Step
 
 Clock = dict[str, int]  # per stream: how many of its operators are over
 
@@ -53,22 +53,9 @@ class AnnotateStreams:
     def apply(self, program: Program) -> None:
         for node in program.graph.nodes:
             if node.op == "call_function":
-                stream = STREAMS.get(node.target, "compute")
-                tags.update(node, stream=stream, waits=(), records=None)
+                tags.update(node, stream=ops.of(node).stream, waits=(), records=None)
         steps = list(orders.steps(program))
         order_launches(steps, order_compute(steps))
-
-
-EVENTS: dict[object, str] = {
-    ops.all_gather: "u",
-    ops.cast: "k",
-    ops.load: "l",
-    ops.reduce_scatter: "r",
-    ops.all_reduce: "a",
-    ops.comm_hook: "h",
-    ops.store: "s",
-    ops.pack: "p",
-}
 
 
 @dataclasses.dataclass
@@ -214,16 +201,16 @@ def place(
 def event_of(launch: fx.Node) -> str:
     """The event that `launch` records when it is done."""
     tag = tags.get(launch)
-    tags.update(launch, records=f"{EVENTS[launch.target]}{tag.pair}")
+    tags.update(launch, records=f"{ops.of(launch).event}{tag.pair}")
     return str(tags.get(launch).records)
 
 
 def event_behind(node: fx.Node, launch: fx.Node) -> str:
     """The event that `node` of the compute stream records; named after the first that waits."""
     if tags.get(node).records is None:
-        kind = EVENTS[launch.target]
-        name = f"c{tags.get(launch).pair}"
-        tags.update(node, records=name if kind in "urah" else name + kind)
+        spec = ops.of(launch)
+        name = f"c{tags.get(launch).pair}"  # of which a collective is the one launch
+        tags.update(node, records=name if spec.collective else name + spec.event)
     return str(tags.get(node).records)
 
 

@@ -64,8 +64,7 @@ class InsertReduce:
     def apply(self, program: Program) -> None:
         if not program.signature.training:
             return
-        reductions = (ops.reduce_scatter, ops.all_reduce, ops.comm_hook, ops.store)
-        if any(node.target in reductions for node in program.graph.nodes):
+        if any(map(transfers.is_reduction, program.graph.nodes)):
             raise ValueError("gradients are reduced already")
         grads = {
             result.name: value
@@ -129,9 +128,9 @@ class InsertReduce:
         """What a gradient goes through, in order."""
         if program.comm_hook:
             return ["hook"]
-        words = {"reduce": program.world_size > 1, "all_reduce": program.replicas > 1}
-        words["store"] = program.offloaded
-        return [word for word, needed in words.items() if needed]
+        launches = {"reduce": program.world_size > 1, "all_reduce": program.replicas > 1}
+        launches["store"] = program.offloaded
+        return [name for name, needed in launches.items() if needed]
 
     def _reduce(
         self,
@@ -173,13 +172,15 @@ class InsertReduce:
             if program.world_size > 1:
                 args = (nodes, program.world_size, *([] if op == "avg" else ["shard", op]))
                 name = f"reduce_{pair}"
-                nodes = transfers.insert_word(program, ops.reduce_scatter, args, fqns, tag, name)
+                nodes = transfers.insert_operator(
+                    program, ops.reduce_scatter, args, fqns, tag, name
+                )
                 transfers.insert_wait(program, nodes, tag)
             if program.replicas > 1:
                 tag = tags.changed(tag, pair=pair + self._launches(program).index("all_reduce"))
                 args = (nodes, program.replicas, "replicate", op)
                 name = f"all_reduce_{tag.pair}"
-                nodes = transfers.insert_word(program, ops.all_reduce, args, fqns, tag, name)
+                nodes = transfers.insert_operator(program, ops.all_reduce, args, fqns, tag, name)
                 transfers.insert_wait(program, nodes, tag)
             nodes = [divided(program, node, behind, "settle", tag) for node in nodes]
             if not unit.precision.keep_low_precision_grads:
@@ -189,7 +190,7 @@ class InsertReduce:
             if program.offloaded:
                 tag = tags.changed(tag, pair=pair + self._launches(program).index("store"))
                 name = f"store_{tag.pair}"
-                nodes = transfers.insert_word(program, ops.store, (nodes,), fqns, tag, name)
+                nodes = transfers.insert_operator(program, ops.store, (nodes,), fqns, tag, name)
                 transfers.insert_wait(program, nodes, tag)
             found = {param.fqn: node for param, node in zip(alone, nodes, strict=False)}
             for pack, flat in zip(packs, nodes[len(alone) :], strict=True):
@@ -283,7 +284,7 @@ def through_hook(
     rows = [operation(program, aten.view.default, (node, [world, -1]), pad) for node, pad in pads]
     flat = flat_copy(program, rows, tag)
     name = f"hook_{tag.pair}"
-    picks = transfers.insert_word(program, ops.comm_hook, ([flat], world), [""], tag, name)
+    picks = transfers.insert_operator(program, ops.comm_hook, ([flat], world), [""], tag, name)
     transfers.insert_wait(program, picks, tag)
     found: list[fx.Node] = []
     for param, part in zip(params, parts_of(program, params, picks[0], tag), strict=True):

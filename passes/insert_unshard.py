@@ -201,7 +201,7 @@ def unshard(
     size, group = sources[0].size, sources[0].group
     if program.offloaded and tags.get(nodes[0]).role == "shard":
         args = (nodes, program.device)
-        nodes = transfers.insert_word(program, ops.load, args, fqns, tag, f"load_{tag.pair}")
+        nodes = transfers.insert_operator(program, ops.load, args, fqns, tag, f"load_{tag.pair}")
     small = [i for i, fqn in enumerate(fqns) if fqn in packed and size > 1]
     small = small if len(small) > 1 else []
     alone = [i for i in range(len(params)) if i not in small]
@@ -210,17 +210,17 @@ def unshard(
     if casts:
         cast = ([nodes[i] for i in casts], dtype)
         names = [fqns[i] for i in casts]
-        made = transfers.insert_word(program, ops.cast, cast, names, tag, f"cast_{tag.pair}")
+        made = transfers.insert_operator(program, ops.cast, cast, names, tag, f"cast_{tag.pair}")
         for i, node in zip(casts, made, strict=True):
             nodes[i] = node
     made = [nodes[i] for i in alone]
     if small:
         sent = ([nodes[i] for i in small], dtype)
-        made += transfers.insert_word(program, ops.pack, sent, [""], tag, f"pack_{tag.pair}")
+        made += transfers.insert_operator(program, ops.pack, sent, [""], tag, f"pack_{tag.pair}")
     if size > 1:
         gather = (made, size) if group == "shard" else (made, size, group)
         names = [*(fqns[i] for i in alone), *([""] if small else [])]
-        made = transfers.insert_word(
+        made = transfers.insert_operator(
             program, ops.all_gather, gather, names, tag, f"unshard_{tag.pair}"
         )
     transfers.insert_wait(program, made, tag)
@@ -239,7 +239,7 @@ def unpack(
     copies = tags.changed(tag, role="unpack")
     fqns = [param.fqn for param in params]
     args = ([flat], size, chunks)
-    made = transfers.insert_word(program, ops.unpack, args, fqns, copies, f"unpack_{tag.pair}")
+    made = transfers.insert_operator(program, ops.unpack, args, fqns, copies, f"unpack_{tag.pair}")
     for pick in made:
         tags.update(pick, role="unshard")
     return made
@@ -287,5 +287,7 @@ def reshard(
     role = tags.changed(tag, role="reshard")
     with program.graph.inserting_before(last.next):
         args = (picks, size, group)
-        parts = transfers.insert_word(program, ops.reshard, args, fqns, role, f"reshard_{tag.pair}")
+        parts = transfers.insert_operator(
+            program, ops.reshard, args, fqns, role, f"reshard_{tag.pair}"
+        )
     return {fqn: Source(part, size, group) for fqn, part in zip(fqns, parts, strict=True)}

@@ -106,8 +106,8 @@ def advance_launches(program: Program, phase: tags.Phase, depth: int) -> None:
                 move_behind(chains[first][-1], chains[second])
             continue
         before = buckets[max(0, k - depth)][-1]
-        words = [user for pick in transfers.packed_results(before) for user in pick.users]
-        unpacked = [pick for word in words if word.target is ops.unpack for pick in word.users]
+        readers = [user for pick in transfers.packed_results(before) for user in pick.users]
+        unpacked = [pick for user in readers if user.target is ops.unpack for pick in user.users]
         anchor = unpacked[-1] if unpacked else waits[tags.get(before).pair]
         for earlier in itertools.chain(*buckets[:k][-depth:]):  # in order of first use
             if _stands_behind(chains[earlier][0], anchor):
@@ -125,7 +125,7 @@ def pass_reductions(program: Program, phase: tags.Phase) -> None:
     launches = [n for n in nodes if transfers.is_unshard(n)]
     chains, ends = chains_of(nodes, launches), last_readers(everything, launches)
     order = {node: i for i, node in enumerate(everything)}
-    reductions = [n for n in nodes if n.target in REDUCTIONS]
+    reductions = [n for n in nodes if transfers.is_reduction(n)]
     places = [order[node] for node in reductions]
     for before, bucket in itertools.pairwise(by_bucket(program, launches)):
         at = bisect.bisect(places, max(order[ends[launch]] for launch in before))
@@ -134,9 +134,6 @@ def pass_reductions(program: Program, phase: tags.Phase) -> None:
             while tags.get(first.prev).role == "pad" and first.prev.op == "call_function":
                 first = first.prev
             move_behind(first.prev, [node for launch in bucket for node in chains[launch]])
-
-
-REDUCTIONS = (ops.reduce_scatter, ops.all_reduce, ops.comm_hook, ops.store)
 
 
 def chains_of(nodes: list[fx.Node], launches: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:

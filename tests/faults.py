@@ -89,7 +89,7 @@ def retag(node: fx.Node, **changes: Any) -> str:
 
 def dropper(*targets: Any) -> Fault:
     def drop(program: Program, rng: random.Random) -> str | None:
-        """A word that gives nothing."""
+        """An operator of ours that gives nothing."""
         node = one(rng, nodes(program, *targets))
         if node is None:
             return None
@@ -105,7 +105,7 @@ FAULTS["drop_free"] = dropper(ops.free)
 
 def skipper(*targets: Any) -> Fault:
     def skip(program: Program, rng: random.Random) -> str | None:
-        """A word whose results are its operands: nothing is copied, moved or reduced."""
+        """The results of an operator are its operands: nothing is copied, moved or reduced."""
         node = one(rng, [n for n in nodes(program, *targets) if picks(n)])
         if node is None:
             return None
@@ -130,7 +130,7 @@ FAULTS["skip_reshard"] = skipper(ops.reshard)
 def cutter(role: str) -> Fault:
     def cut(program: Program, rng: random.Random) -> str | None:
         """An operator that a pass put around a collective."""
-        found = [n for n in nodes(program, role=role) if n.target not in ops.WORDS]
+        found = [n for n in nodes(program, role=role) if n.target not in ops.OPERATORS]
         found = [n for n in found if n.target is not operator.getitem and n.all_input_nodes]
         node = one(rng, found)
         return node and bypass(node, node.all_input_nodes[-1])
@@ -405,9 +405,9 @@ def alike(found: Sequence[fx.Node]) -> list[tuple[int, int]]:
 
 def swapper(*targets: Any, role: str = "") -> Fault:
     def swap(program: Program, rng: random.Random) -> str | None:
-        """Two operands of one word, which have one shape."""
-        words = nodes(program, *targets, role=role)
-        found = [(n, pair) for n in words for pair in alike(tags.operands(n))]
+        """Two operands of one operator, which have one shape."""
+        every = nodes(program, *targets, role=role)
+        found = [(n, pair) for n in every for pair in alike(tags.operands(n))]
         if not found:
             return None
         node, (i, j) = one(rng, found)
@@ -430,7 +430,7 @@ FAULTS["swap_operands_of_a_cast_load_or_store"] = swapper(ops.cast, ops.load, op
 
 def exchanger(*targets: Any) -> Fault:
     def exchange(program: Program, rng: random.Random) -> str | None:
-        """An operand of one word for one of another, which has the same shape."""
+        """An operand of one operator for one of another, which has the same shape."""
         found = [(n, i) for n in nodes(program, *targets) for i in range(len(tags.operands(n)))]
         rng.shuffle(found)
         for node, i in found:
@@ -734,7 +734,7 @@ def wait_for_an_older_event(program: Program, rng: random.Random) -> str | None:
 
 @fault
 def another_stream(program: Program, rng: random.Random) -> str | None:
-    node = one(rng, nodes(program, *ops.ASYNCHRONOUS))
+    node = one(rng, [n for n in nodes(program) if ops.of(n).asynchronous])
     others = ["compute", "unshard", "reduce", "all-reduce", "load", "store"]
     return node and retag(
         node, stream=rng.choice([s for s in others if s != tags.get(node).stream])
@@ -827,7 +827,7 @@ def return_unreduced_gradient(program: Program, rng: random.Random) -> str | Non
     return f"what %{launch} was sent is returned"
 
 
-# -- any word, any tag ----------------------------------------------------------------------------
+# -- any operator, any tag ------------------------------------------------------------------------
 
 
 def kinds(program: Program) -> list[list[fx.Node]]:
@@ -836,7 +836,9 @@ def kinds(program: Program) -> list[list[fx.Node]]:
     for node in program.graph.nodes:
         if "fxshard" in node.meta:
             what = node.target if node.op == "call_function" else node.op
-            what = what if what in (*ops.WORDS, operator.getitem, "placeholder") else "an operator"
+            what = (
+                what if what in (*ops.OPERATORS, operator.getitem, "placeholder") else "an operator"
+            )
             found.setdefault((what, tags.get(node).role), []).append(node)
     return list(found.values())
 
@@ -858,10 +860,10 @@ FAULTS |= {f"retag_{field}": retagger(field) for field in RETAGGED}
 
 @fault
 def another_argument(program: Program, rng: random.Random) -> str | None:
-    """Of any word: a number, a dtype, the name of a group, a shape."""
+    """Of any operator of ours: a number, a dtype, the name of a group, a shape."""
     found = [
         (n, i)
-        for n in nodes(program, *ops.WORDS)
+        for n in nodes(program, *ops.OPERATORS)
         for i, value in enumerate(n.args)
         if not isinstance(value, fx.Node) and not (i == 0 and tags.operands(n))
     ]
@@ -888,8 +890,8 @@ def another_argument(program: Program, rng: random.Random) -> str | None:
 
 @fault
 def another_operand(program: Program, rng: random.Random) -> str | None:
-    """Of any word: a tensor of the same shape, made before."""
-    found = [(n, i) for n in nodes(program, *ops.WORDS) for i in range(len(tags.operands(n)))]
+    """Of any operator of ours: a tensor of the same shape, made before."""
+    found = [(n, i) for n in nodes(program, *ops.OPERATORS) for i in range(len(tags.operands(n)))]
     place = one(rng, found)
     if place is None:
         return None
@@ -908,12 +910,12 @@ def another_operand(program: Program, rng: random.Random) -> str | None:
 
 def mover(earlier: bool) -> Fault:
     def move(program: Program, rng: random.Random) -> str | None:
-        """Any word, as far as the graph allows, or a part of that.
+        """Any operator of ours, as far as the graph allows, or a part of that.
 
         What is launched may be so earlier: how much is bounded, and its bytes are counted.
         """
-        launches = ops.ASYNCHRONOUS if earlier else ()
-        node = one(rng, nodes(program, *(word for word in ops.WORDS if word not in launches)))
+        found = nodes(program, *ops.OPERATORS)
+        node = one(rng, [n for n in found if not (earlier and ops.of(n).asynchronous)])
         if node is None:
             return None
         place, places = node, []

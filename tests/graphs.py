@@ -387,7 +387,7 @@ class StrictWorld(InProcessWorld):
         self._gone: dict[int, torch.UntypedStorage] = {}  # by address; kept, so none comes twice
 
     def _run_row(self, row: fx.Node, envs: list[dict[fx.Node, Any]]) -> None:
-        if row.target in ops.ASYNCHRONOUS:
+        if ops.of(row).asynchronous:
             self._launched.setdefault(tags.get(row).pair, []).append(_launch(row, envs))
         elif row.target is ops.wait:
             for launched in self._launched.pop(tags.get(row).pair):

@@ -278,7 +278,7 @@ class Machine:
     def execute(self, phase: str, nodes: Sequence[fx.Node]) -> None:
         """Run a phase until the compute stream is through it, then what is left on the others."""
         for node in nodes:
-            if node.target in ops.ASYNCHRONOUS:
+            if ops.of(node).asynchronous:
                 self.allocate(node)
         queues: dict[str, list[Step]] = {}
         for step in self.tagged(nodes) if self.by_events else self.paired(nodes):
@@ -310,7 +310,7 @@ class Machine:
         here = ""
         for number, node in enumerate(nodes):
             pair, event = tags.get(node).pair, f"{id(self)} {node.name} {number}"
-            if node.target in ops.ASYNCHRONOUS:
+            if ops.of(node).asynchronous:
                 waits = [*open_pairs.get(pair, []), *([here] if here else [])]
                 open_pairs.setdefault(pair, []).append(event)
                 yield Step(node, str(node.target), waits, [event])
@@ -349,13 +349,13 @@ class Machine:
                 env[node] = [ruined(value) for value in made]
 
     def step(self, node: fx.Node) -> None:
-        quiet = node.op == "call_module" or node.target in QUIET or is_view(node)
+        quiet = node.op == "call_module" or is_quiet(node) or is_view(node)
         if not (self.by_events and quiet):
             self.ruin_freed()
         if node.op == "call_module":
             self.region(node)
-        elif node.target in ops.WORDS:
-            WORDS[node.target](self, node)
+        elif node.target in ops.OPERATORS:
+            OPERATORS[node.target](self, node)
         elif not is_view(node):
             for rank in range(self.ranks):
                 self.envs[rank][node] = self.drawing(rank, node)
@@ -419,7 +419,9 @@ class Machine:
             buffer.copy_(value)
 
 
-QUIET = (*ops.ASYNCHRONOUS, ops.wait, ops.free)  # no kernels of the compute stream
+def is_quiet(node: fx.Node) -> bool:
+    """True for what runs no kernel on the compute stream."""
+    return ops.of(node).asynchronous or node.target in (ops.wait, ops.free)
 
 
 def is_view(node: fx.Node) -> bool:
@@ -539,7 +541,7 @@ def step(machine: Machine, node: fx.Node) -> None:
             machine.value(rank, shard).sub_(grads[rank][i])
 
 
-WORDS = {
+OPERATORS = {
     ops.all_gather: all_gather,
     ops.reduce_scatter: reduce_scatter,
     ops.all_reduce: all_reduce,

@@ -267,7 +267,7 @@ def collective_figures(plan: Plan, seen: dict[str, int]) -> dict[str, int]:
     """Collectives in one step: the calls that the process group received, and those planned."""
     planned: collections.Counter[Any] = collections.Counter()
     for node in plan.program.graph.nodes:
-        if node.target in ops.COLLECTIVES:
+        if ops.of(node).collective:
             planned[node.target] += BACKENDS["gloo"].calls(node)
     return {
         "all_gathers_per_step": sum(n for name, n in seen.items() if "allgather" in name),

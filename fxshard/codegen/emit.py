@@ -25,7 +25,7 @@ from fxshard.codegen import spelling
 from fxshard.codegen.regions import load as load_regions
 from fxshard.codegen.world import AllRanks, World
 from fxshard.errors import ConfigError
-from fxshard.ir import dump, ops, tags
+from fxshard.ir import ops, tags
 from fxshard.ir.program import Program
 from fxshard.ir.schedule import Region, Schedule, last_reads
 from fxshard.verify.orders import ENTRY
@@ -58,9 +58,9 @@ class Executor:
             for region in self.schedule.regions.values()
             if any(tags.is_random(node) for node in region.body)
         }
-        rows = {name: {row.target for row in graph.nodes} for name, graph in self.schedule.phases()}
-        self._draws = {name for name, run in rows.items() if run & self._random}
-        self.communicates = {name for name, run in rows.items() if run & {*ops.COLLECTIVES}}
+        rows = {name: list(graph.nodes) for name, graph in self.schedule.phases()}
+        self._draws = {n for n, run in rows.items() if self._random & {row.target for row in run}}
+        self.communicates = {n for n, run in rows.items() if any(ops.of(r).collective for r in run)}
 
     def forward(self, args: list[list[Tensor]]) -> tuple[list[Tensor], list[list[Tensor]]]:
         """Run forward.
@@ -233,8 +233,8 @@ def _phase(program: Program, name: str, graph: fx.Graph, points: bool) -> str:
             lines += _drop(drops)
             lines.append(f"    {targets}{row.target}(args){unit}")
             drops = []
-        elif row.target in ops.WORDS:
-            lines.append(f"    {targets}{_word(row)}{unit}")
+        elif row.target in ops.OPERATORS:
+            lines.append(f"    {targets}{_asked(row)}{unit}")
         else:
             lines.append(f"    {row.name} = {_call(row)}{unit}")
         ran = [tags.get(node) for node in row.meta.get("run", (row,))]
@@ -258,19 +258,18 @@ def _entry(graph: fx.Graph) -> list[str]:
     return [f"    world.record_event('compute', {event!r})" for event in entries]
 
 
-def _word(row: fx.Node) -> str:
-    """The call of a World's method: ``world.all_gather([a, b], pair=3)``; or of `bind_step`'s."""
+def _asked(row: fx.Node) -> str:
+    """An operator of ours: the call of a World's method, such as ``world.all_gather([a, b],
+    pair=3)``, or of `bind_step`'s.
+    """
     if row.target is ops.step:
         return f"step({list(row.args[2])!r}, [{_names(row.args[0])}])"  # type: ignore[arg-type]
-    name = dump.operation(row).removeprefix("fxshard.")
-    options = {key: row.kwargs.get(key) for key in row.kwargs}
-    schema = row.target._schema.arguments  # type: ignore[union-attr]
-    options |= {a.name: v for a, v in zip(schema[1:], row.args[1:], strict=False)}
+    spec, options = ops.of(row), ops.given(row)
     options.pop("size", None)  # the world knows its groups
-    if row.target not in (ops.free, ops.reshard, ops.unpack):
+    if spec.asynchronous or row.target is ops.wait:
         options["pair"] = tags.get(row).pair
     said = "".join(f", {key}={_value(value)}" for key, value in options.items())
-    return f"world.{name}({_names(row.args[0])}{said})"
+    return f"world.{spec.name}({_names(row.args[0])}{said})"
 
 
 def _output(graph: fx.Graph) -> Any:

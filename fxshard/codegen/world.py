@@ -16,7 +16,8 @@ from torch import Tensor, fx
 
 
 class World(Protocol):
-    """The verbs that emitted code calls. `pair` ties a wait to its launch.
+    """The verbs that emitted code calls: a method per operator of ours. `pair` ties a wait to its
+    launch. `fxshard.ir.ops` says what each operator is.
 
     `group` is "shard", "replicate" or "reshard<n>"; `op` is "avg", "sum", "max" or "min".
     """

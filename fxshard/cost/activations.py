@@ -44,9 +44,8 @@ from torch import fx
 
 from fxshard.bytesize import size_text
 from fxshard.capture import rng
-from fxshard.cost.operators import argument
 from fxshard.errors import ConfigError, TooLittleError
-from fxshard.ir import tags
+from fxshard.ir import ops, tags
 from fxshard.ir.program import Program
 
 aten = torch.ops.aten
@@ -454,7 +453,7 @@ def from_parameter(node: fx.Node) -> bool:
 
 def generator_of(node: fx.Node) -> torch.device | None:
     """The device whose random numbers `node` draws. Attention without dropout draws none."""
-    if not tags.is_random(node) or argument(node, "dropout_p") == 0.0:
+    if not tags.is_random(node) or ops.argument(node, "dropout_p") == 0.0:
         return None
     device: torch.device = next(tags.tensors(node.meta["val"])).device
     return device

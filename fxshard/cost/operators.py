@@ -47,7 +47,7 @@ ATTENTION = {packet for packet in FORMULAS if "_scaled_dot_product_" in str(pack
 ATTENTION_BACKWARD = {packet for packet in ATTENTION if str(packet).endswith("_backward")}
 
 # Operators that read parts of their first operand, as many bytes as they write.
-GATHERS = {aten.embedding, aten.index, aten.index_select, aten.gather, ops.reshard}
+GATHERS = {aten.embedding, aten.index, aten.index_select, aten.gather}
 # Operators that write the first operand without reading it.
 OVERWRITES = {aten.copy_, aten.fill_, aten.zero_, aten.copy}
 # Operators that write nothing: the memory is taken, or what stands in it is left alone.
@@ -115,7 +115,7 @@ def executed_flops(node: fx.Node) -> float:
     Source: Dao, FlashAttention-2 (2023), section 3.1.
     """
     counted = flops(node)
-    return counted / 2 if counted and argument(node, "is_causal") else counted
+    return counted / 2 if counted and ops.argument(node, "is_causal") else counted
 
 
 def bytes_moved(node: fx.Node) -> int:
@@ -129,7 +129,7 @@ def bytes_moved(node: fx.Node) -> int:
         return 0
     written = sum(map(_extent, tags.tensors(node.meta.get("val"))))
     inputs = [n.meta.get("val") for n in node.all_input_nodes]
-    if packet in GATHERS:
+    if packet in GATHERS or ops.of(node).grows < 0:
         return 2 * written + sum(map(_extent, tags.tensors(inputs[1:])))
     if packet in OVERWRITES:
         inputs = inputs[1:]
@@ -152,11 +152,12 @@ def node_seconds(node: fx.Node, hardware: Hardware, world_size: int = 1) -> floa
         hardware: where it runs.
         world_size: ranks that share a parameter; two ranks of a `replicate` group are so far apart.
     """
-    if node.target in ops.COLLECTIVES:
+    spec = ops.of(node)
+    if spec.collective:
         return collective_seconds(node, hardware, world_size)
-    if node.target in (ops.load, ops.store):
+    if spec.over == "host":
         return hardware.host.alpha + _sent(node) / hardware.host.beta
-    if node.target in (ops.wait, ops.free) or is_view(node):
+    if spec.over == "nothing" or is_view(node):
         return 0.0
     moved = bytes_moved(node) / hardware.memory_bandwidth
     work = executed_flops(node)
@@ -192,16 +193,15 @@ def collective(node: fx.Node, world_size: int) -> Collective:
     there without it.
 
     Args:
-        node: one of `ops.COLLECTIVES`.
+        node: a collective.
         world_size: ranks that share a parameter; two ranks of a `replicate` group are so far apart.
     """
-    group = "shard" if node.target is ops.comm_hook else str(argument(node, "group"))
-    ranks = int(cast(int, node.args[1]))
+    spec, ranks = ops.of(node), int(cast(int, node.args[1]))
     return Collective(
-        whole=_sent(node) * (ranks if node.target is ops.all_gather else 1),
+        whole=_sent(node) * ranks ** max(0, spec.grows),
         ranks=ranks,
-        stride=world_size if group == "replicate" else 1,
-        passes=2 if node.target is ops.all_reduce else 1,
+        stride=world_size if ops.group(node) == "replicate" else 1,
+        passes=spec.passes,
     )
 
 
@@ -209,7 +209,7 @@ def collective_seconds(node: fx.Node, hardware: Hardware, world_size: int) -> fl
     """Seconds of a collective: of a ring, or of a tree if NCCL has one for it and it is faster."""
     sent = collective(node, world_size)
     ring = ring_seconds(sent.whole, sent.ranks, hardware, stride=sent.stride, passes=sent.passes)
-    if node.target is not ops.all_reduce or hardware.tree is None:
+    if sent.passes == 1 or hardware.tree is None:
         return ring
     return min(ring, tree_seconds(sent.whole, sent.ranks, hardware, stride=sent.stride))
 
@@ -307,16 +307,3 @@ def _packet(node: fx.Node) -> Any:
 
 def _value(node: fx.Node) -> Any:
     return node.meta.get("val")
-
-
-def argument(node: fx.Node, name: str) -> Any:
-    """The argument of an operator under its name, or its default; None if it has no such one."""
-    target = node.target
-    if not isinstance(target, OpOverload):
-        return None
-    for position, argument in enumerate(target._schema.arguments):
-        if argument.name == name:
-            if position < len(node.args):
-                return node.args[position]
-            return node.kwargs.get(name, argument.default_value)
-    return None

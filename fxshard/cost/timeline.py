@@ -31,7 +31,6 @@ from fxshard.ir.schedule import Region
 from fxshard.verify.orders import ENTRY
 
 OPTIMIZER = "(optimizer)"
-COLLECTIVES = tuple(dump.OPERATIONS[word] for word in ops.COLLECTIVES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -194,8 +193,9 @@ class Estimate:
     def traffic(self) -> dict[str, Traffic]:
         """What a rank sends in a step, by operation: "unshard", "reduce", "all-reduce"."""
         found: dict[str, Traffic] = {}
+        collectives = {spec.operation for spec in ops.OPERATORS.values() if spec.collective}
         for row in self.rows:
-            if row.operation in COLLECTIVES:
+            if row.operation in collectives:
                 now = found.get(row.operation, Traffic())
                 found[row.operation] = Traffic(
                     now.collectives + 1,
@@ -331,19 +331,19 @@ class _Walk:
                     span = self._region(node, cost, ends)
                     names += cost.operators
                 elif node.op == "call_function" and node.target is not operator.getitem:
-                    span = self._word(node)
+                    span = self._operator(node)
                 else:
                     continue
                 ends.append(self.clock["compute"])
                 names.append("")
-                if node.op == "call_module" or node.target in ops.WORDS:  # not the cut of a buffer
-                    tag, word = tags.get(node), dump.OPERATIONS.get(node.target, "compute")
+                if node.op == "call_module" or node.target in ops.OPERATORS:  # no cut of a buffer
+                    tag = tags.get(node)
                     unit = program.units[tag.unit or 0].name
                     self.rows.append(
                         Row(
                             micro_batch,
                             phase,
-                            word,
+                            ops.of(node).operation,
                             unit,
                             node.name,
                             tag.stream,
@@ -375,20 +375,20 @@ class _Walk:
         self.clock["compute"] = now
         return start, now, exposed
 
-    def _word(self, node: fx.Node) -> Span:
-        tag = tags.get(node)
+    def _operator(self, node: fx.Node) -> Span:
+        tag, spec = tags.get(node), ops.of(node)
         free = self.clock.get(tag.stream, 0.0)
         ready = [free, *map(self._event, tag.waits)]
-        group = str(operators.argument(node, "group") or "shard")
-        if node.target in ops.COLLECTIVES:
+        group = ops.group(node) or ""
+        if spec.collective:
             ready.append(self._groups.get(group, 0.0))
         if node.target is ops.wait:
             ready.append(self._done.get(_launch(node), 0.0))
         start = max(ready)
         end = start + self._seconds(node)
-        if node.target in ops.COLLECTIVES:
+        if spec.collective:
             self._groups[group] = end
-        if node.target in ops.ASYNCHRONOUS:
+        if spec.asynchronous:
             self._done[node] = end
         if tag.records is not None:
             self._events[tag.records] = end
@@ -402,7 +402,7 @@ class _Walk:
         return operators.node_seconds(node, self.hardware, self._program.world_size)
 
     def _sent(self, node: fx.Node) -> tuple[float, float]:
-        if node.target not in ops.COLLECTIVES:
+        if not ops.of(node).collective:
             return 0.0, 0.0
         sent = operators.collective(node, self._program.world_size)
         return operators.wire_bytes(sent, self.hardware)
@@ -463,6 +463,6 @@ def optimizer_seconds(
 def _launch(wait: fx.Node) -> fx.Node:
     """The operator that a wait row waits for, or what it was handed from another phase."""
     first = tags.operands(wait)[0]
-    while first.op == "call_function" and first.target not in ops.ASYNCHRONOUS:
+    while first.op == "call_function" and not ops.of(first).asynchronous:
         first = tags.source(first)
     return first

@@ -225,7 +225,7 @@ def rows(
         for node in graph.nodes:
             if node.op not in ("call_function", "call_module"):
                 continue
-            is_cut = tags.get(node).role == "unshard" and node.target not in ops.WORDS
+            is_cut = tags.get(node).role == "unshard" and node.target not in ops.OPERATORS
             if node.target is operator.getitem or is_cut:
                 continue
             row, where = _row(program, phase, node), (phase, node.name)
@@ -285,44 +285,20 @@ def _row(program: Program, phase: str, node: fx.Node) -> Row:
     if node.op == "call_module":
         operation, what, size = "compute", str(node.target), 0
     else:
-        operation = OPERATIONS[node.target]
-        makes = node.target in MAKERS
+        spec = ops.of(node)
+        operation = spec.operation
+        makes = spec.role in ("unshard", "unpack", "reshard")  # their results are what counts
         sources = list(node.users) if makes else tags.operands(node)
         values = [t for source in sources for t in tags.tensors(source.meta["val"])]
         size = sum(t.untyped_storage().nbytes() for t in values)
         what = f"{len(values)} tensor{'s' * (len(values) != 1)}"
         if operation in ("wait", "free"):
-            unshards = all(tags.get(s).role in ("unshard", "reshard") for s in sources)
-            what = "unshard" if unshards else "reduce"
-    waits = {"c": "compute", "u": "unshard", "k": "unshard", "l": "load"}
-    waits |= {"r": "reduce", "a": "all-reduce", "h": "reduce", "s": "store", "p": "unshard"}
-    waited = ",".join(waits[event[0]] for event in tag.waits)
+            roles = {tags.get(source).role for source in sources}
+            unshards = roles <= {"unshard", "reshard"}
+            what = "unshard" if unshards else "transfer" if "transfer" in roles else "reduce"
+    streams = {spec.event: spec.stream for spec in ops.OPERATORS.values()} | {"c": "compute"}
+    waited = ",".join(streams[event[0]] for event in tag.waits)
     return Row(phase, operation, unit.kind, (unit.name,), what, tag.stream, waited, size)
-
-
-MAKERS = (
-    ops.all_gather,
-    ops.cast,
-    ops.load,
-    ops.pack,
-    ops.unpack,
-    ops.reshard,
-)  # their results are what counts
-OPERATIONS: dict[Any, str] = {
-    ops.all_gather: "unshard",
-    ops.cast: "cast",
-    ops.load: "load",
-    ops.pack: "pack",
-    ops.unpack: "unpack",
-    ops.reshard: "reshard",
-    ops.reduce_scatter: "reduce",
-    ops.all_reduce: "all-reduce",
-    ops.comm_hook: "comm-hook",
-    ops.store: "store",
-    ops.wait: "wait",
-    ops.free: "free",
-    ops.step: "step",
-}
 
 
 def fold(rows: Sequence[Row]) -> list[tuple[int, list[Row]]]:

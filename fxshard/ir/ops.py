@@ -1,67 +1,159 @@
-"""The ``fxshard::`` operators of the rewritten graph, with fake implementations.
+"""The ``fxshard::`` operators of a rewritten graph: one entry each, with all that is known of them.
 
-They are the words of the intermediate representation. The executor binds each to a method of the
-same name on a World (`fxshard.runtime.world`); they have no kernel of their own.
+Verifier, liveness, code generation, worlds, cost and dump read the entry. So a new operator takes
+one `define`, and a method of its name on each world that is to run it (`fxshard.runtime.world`);
+operators have no kernel of their own.
 
-================  =============================================================================
-all_gather        launch: one padded shard ``[chunk, ...]`` per parameter in, one fresh buffer
-                  ``[size * chunk, ...]`` per parameter out, all of one dtype.
-                  The buffer *is* the unsharded parameter (rank r wrote rows r*chunk onward), so
-                  nothing is copied out; padding rows are cut off by a view.
-reduce_scatter    launch: one contiguous ``[size * chunk, ...]`` gradient per parameter in,
-                  one fresh ``[chunk, ...]`` out, reduced by `op`, all of one dtype.
-all_reduce        launch: gradients are reduced over the group in place; the results are they.
-comm_hook         launch: the user's function reduces one flat tensor, all gradients of a unit, rank
-                  by rank: ``[size * n]`` in, a fresh ``[n]`` out; with size 1 in place.
-cast, load        launch, or what an all-gather sends: fresh copies in another dtype, or on the
-                  device of compute.
-store             launch: fresh copies on the CPU.
-pack              what an all-gather sends: one fresh flat tensor ``[n]``, in a dtype, the shards of
-                  small parameters one behind the other.
-unpack            of a gathered packed buffer ``[size * n]``: one fresh ``[size * chunk, ...]`` per
-                  parameter, on the compute stream behind the wait. They are the unsharded
-                  parameters then.
-reshard           this rank's ``1/size`` of the rows of each buffer, in fresh tensors.
-wait              the compute stream waits for the launch that these tensors belong to.
-free              give the storage of these tensors back now, whoever still refers to them.
-step              the optimizer steps shards in place, with the sharded gradients of `params`.
-================  =============================================================================
-
-``group`` names the ranks that take part: "shard" (those that share a parameter), "replicate" (those
-that hold the same shard), "reshard<n>" (n neighbours). ``size`` is their number.
+The first argument is the list of operands. `group` names the ranks that take part: "shard" (those
+that share a parameter), "replicate" (those that hold the same shard), "reshard<n>" (n neighbours).
+`size` is their number.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from fxshard._torch.export import OpOverload
+from fxshard.ir import tags
 from fxshard.ir.layout import gathered, part
 
-_LIBRARY = torch.library.Library("fxshard", "DEF")
-for _schema in (
-    "all_gather(Tensor[] shards, int size, str group='shard') -> Tensor[]",
-    "reduce_scatter(Tensor[] grads, int size, str group='shard', str op='avg') -> Tensor[]",
-    "all_reduce(Tensor[] grads, int size, str group='replicate', str op='avg') -> Tensor[]",
-    "comm_hook(Tensor[] grads, int size) -> Tensor[]",
-    "cast(Tensor[] tensors, ScalarType dtype) -> Tensor[]",
-    "load(Tensor[] tensors, Device device) -> Tensor[]",
-    "store(Tensor[] tensors) -> Tensor[]",
-    "pack(Tensor[] shards, ScalarType dtype) -> Tensor[]",
-    "unpack(Tensor[] packed, int size, int[][] chunks) -> Tensor[]",
-    "reshard(Tensor[] buffers, int size, str group) -> Tensor[]",
-    "wait(Tensor[] tensors) -> ()",
-    "free(Tensor[] tensors) -> ()",
-    "step(Tensor[] grads, Tensor(a!)[] shards, str[] params) -> ()",
-):
-    _LIBRARY.define(_schema)
-
-
 Empty = Callable[..., Tensor]  # makes an empty tensor like another: (like, shape, dtype=, device=)
+
+
+def _nothing(empty: Empty, *args: Any) -> None:
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class OpSpec:
+    """What is known of an operator.
+
+    Attributes:
+        schema: name, arguments and results. A world's method of that name takes the operands and
+            the other arguments but `size`: `C10dWorld` those of its rank, and `pair` of what is
+            asynchronous; `InProcessWorld` those of each rank of the group, and no `group`.
+        fake: what it gives: ``(empty, *arguments)``; what it allocates is made by ``empty``.
+        role: of its nodes.
+        text: the operation in the schedule's dump and in timelines, if it is not the name.
+        stream: where it runs. On any but the compute stream it is asynchronous.
+        event: of what is asynchronous, the letter of the events that it records.
+        prepares: its results may be what a later launch sends, whose wait is then theirs too.
+        in_place: whether its results are its operands; "alone": in a group of one rank.
+        category: name of the `fxshard.memory.category.Category` of what it makes.
+        on_host: what it makes lies in memory of the CPU.
+        grows: results have ``size ** grows`` times the rows of the operands.
+        over: what its bytes go over; "nothing": it neither reads nor writes data.
+        passes: of a collective, rounds of a ring: 2 for an all-reduce, else 1.
+        gloo: of a collective, what gloo copies of it while it runs.
+    """
+
+    schema: str
+    fake: Callable[..., Any] = _nothing
+    role: tags.Role = "transfer"
+    text: str = ""
+    stream: tags.Stream = "compute"
+    event: str = ""
+    prepares: bool = False
+    in_place: Literal["never", "alone", "always"] = "never"
+    category: str = ""
+    on_host: bool = False
+    grows: int = 0
+    over: Literal["network", "host", "memory", "nothing"] = "memory"
+    passes: int = 1
+    gloo: Literal["operands", "results", "nothing"] = "nothing"
+
+    @property
+    def name(self) -> str:
+        """``all_gather``."""
+        return self.schema.partition("(")[0]
+
+    @property
+    def operation(self) -> str:
+        """What dump and timeline call it: ``unshard``, ``all-reduce``."""
+        return self.text or self.name.replace("_", "-")
+
+    @property
+    def collective(self) -> bool:
+        """Several ranks take part."""
+        return self.over == "network"
+
+    @property
+    def asynchronous(self) -> bool:
+        """It runs on a stream of its own."""
+        return self.stream != "compute"
+
+
+OPERATORS: dict[Any, OpSpec] = {}  # by what a node calls
+_COMPUTE = OpSpec("", role="compute", text="compute")  # of an operator that is none of ours
+_LIBRARY = torch.library.Library("fxshard", "DEF")
+
+
+def define(spec: OpSpec) -> Any:
+    """Add an operator; returns what a node calls: ``torch.ops.fxshard.NAME.default``.
+
+    Raises:
+        ValueError: another operator has its letter for events, or it needs one.
+    """
+    if spec.asynchronous != (len(spec.event) == 1) or spec.event in ("c", *_letters()):
+        raise ValueError(f"{spec.name}: {spec.event!r} is no letter for its events")
+    _LIBRARY.define(spec.schema)
+    fake = functools.partial(spec.fake, Tensor.new_empty)
+    torch.library.register_fake(f"fxshard::{spec.name}", fake, lib=_LIBRARY)
+    target = getattr(torch.ops.fxshard, spec.name).default
+    OPERATORS[target] = spec
+    return target
+
+
+def _letters() -> list[str]:
+    return [spec.event for spec in OPERATORS.values() if spec.event]
+
+
+def of(node: fx.Node) -> OpSpec:
+    """The entry of the operator that `node` calls; that of compute for all that is none of ours."""
+    return OPERATORS.get(node.target, _COMPUTE)
+
+
+def makes(target: Any, args: tuple[Any, ...], empty: Empty) -> Any:
+    """What an operator gives back for `args`, with `empty` for what it allocates.
+
+    Args:
+        empty: ``(like, shape, dtype=like.dtype, device=like.device)``.
+    """
+    return OPERATORS[target].fake(empty, *args)
+
+
+def given(node: fx.Node) -> dict[str, Any]:
+    """The arguments that `node` gives an operator of ours behind the operands, by name."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    return {**node.kwargs, **dict(zip(names[1:], node.args[1:], strict=False))}
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """The argument of an operator under its name, or its default; None if it has no such one."""
+    if not isinstance(node.target, OpOverload):
+        return None
+    for position, said in enumerate(node.target._schema.arguments):
+        if said.name == name:
+            if position < len(node.args):
+                return node.args[position]
+            return node.kwargs.get(name, said.default_value)
+    return None
+
+
+def group(node: fx.Node) -> str | None:
+    """The ranks that take part in an operator of ours; None: each rank runs it by itself."""
+    if node.target not in OPERATORS:
+        return None
+    return argument(node, "group") or ("shard" if of(node).collective else None)
+
+
+# -- what they give -------------------------------------------------------------------------------
 
 
 def _all_gather(empty: Empty, shards: list[Tensor], size: int, group: str = "") -> list[Tensor]:
@@ -108,53 +200,147 @@ def _reshard(empty: Empty, buffers: list[Tensor], size: int, group: str) -> list
     return [empty(b, part(b.shape, size)) for b in buffers]
 
 
-def _nothing(empty: Empty, *args: Any) -> None:
-    return None
+# -- the table ------------------------------------------------------------------------------------
 
-
-_MAKES: dict[str, Callable[..., Any]] = {
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_reduce": _all_reduce,
-    "comm_hook": _comm_hook,
-    "cast": _cast,
-    "load": _load,
-    "store": _store,
-    "pack": _pack,
-    "unpack": _unpack,
-    "reshard": _reshard,
-    "wait": _nothing,
-    "free": _nothing,
-    "step": _nothing,
-}
-for _name, _makes in _MAKES.items():
-    torch.library.register_fake(
-        f"fxshard::{_name}", functools.partial(_makes, Tensor.new_empty), lib=_LIBRARY
+# One padded shard ``[chunk, ...]`` per parameter in, one fresh buffer ``[size * chunk, ...]`` per
+# parameter out, all of one dtype. The buffer *is* the unsharded parameter (rank r wrote rows
+# r*chunk onward), so nothing is copied out; padding rows are cut off by a view.
+all_gather = define(
+    OpSpec(
+        "all_gather(Tensor[] shards, int size, str group='shard') -> Tensor[]",
+        fake=_all_gather,
+        role="unshard",
+        text="unshard",
+        stream="unshard",
+        event="u",
+        category="ALL_GATHER",
+        grows=1,
+        over="network",
+        gloo="results",
     )
-
-all_gather = torch.ops.fxshard.all_gather.default
-reduce_scatter = torch.ops.fxshard.reduce_scatter.default
-all_reduce = torch.ops.fxshard.all_reduce.default
-comm_hook = torch.ops.fxshard.comm_hook.default
-cast = torch.ops.fxshard.cast.default
-load = torch.ops.fxshard.load.default
-store = torch.ops.fxshard.store.default
-pack = torch.ops.fxshard.pack.default
-unpack = torch.ops.fxshard.unpack.default
-reshard = torch.ops.fxshard.reshard.default
-wait = torch.ops.fxshard.wait.default
-free = torch.ops.fxshard.free.default
-step = torch.ops.fxshard.step.default
-
-COLLECTIVES = (all_gather, reduce_scatter, all_reduce, comm_hook)
-ASYNCHRONOUS = (*COLLECTIVES, cast, load, store, pack)  # run on streams of their own
-WORDS = (*COLLECTIVES, cast, load, store, pack, unpack, reshard, wait, free, step)
-
-
-def makes(target: Any, args: tuple[Any, ...], empty: Empty) -> Any:
-    """What a word gives back for `args`, with `empty` for what it allocates.
-
-    Args:
-        empty: ``(like, shape, dtype=like.dtype, device=like.device)``.
-    """
-    return _MAKES[target._schema.name.removeprefix("fxshard::")](empty, *args)
+)
+# One contiguous ``[size * chunk, ...]`` gradient per parameter in, one fresh ``[chunk, ...]`` out,
+# reduced by `op`, all of one dtype.
+reduce_scatter = define(
+    OpSpec(
+        "reduce_scatter(Tensor[] grads, int size, str group='shard', str op='avg') -> Tensor[]",
+        fake=_reduce_scatter,
+        role="reduce",
+        text="reduce",
+        stream="reduce",
+        event="r",
+        category="SHARDED_GRAD",
+        grows=-1,
+        over="network",
+        gloo="operands",
+    )
+)
+# Gradients are reduced over the group in place; the results are they.
+all_reduce = define(
+    OpSpec(
+        "all_reduce(Tensor[] grads, int size, str group='replicate', str op='avg') -> Tensor[]",
+        fake=_all_reduce,
+        role="reduce",
+        stream="all-reduce",
+        event="a",
+        in_place="always",
+        category="SHARDED_GRAD",
+        over="network",
+        passes=2,
+        gloo="operands",
+    )
+)
+# The user's function reduces one flat tensor, all gradients of a unit, rank by rank: ``[size * n]``
+# in, a fresh ``[n]`` out.
+comm_hook = define(
+    OpSpec(
+        "comm_hook(Tensor[] grads, int size) -> Tensor[]",
+        fake=_comm_hook,
+        role="reduce",
+        stream="reduce",
+        event="h",
+        in_place="alone",
+        category="SHARDED_GRAD",
+        grows=-1,
+        over="network",
+        gloo="operands",
+    )
+)
+# A launch, or what an all-gather sends: fresh copies in another dtype.
+cast = define(
+    OpSpec(
+        "cast(Tensor[] tensors, ScalarType dtype) -> Tensor[]",
+        fake=_cast,
+        role="unshard",
+        stream="unshard",
+        event="k",
+        prepares=True,
+        category="ALL_GATHER",
+    )
+)
+# The same on the device of compute.
+load = define(
+    OpSpec(
+        "load(Tensor[] tensors, Device device) -> Tensor[]",
+        fake=_load,
+        role="unshard",
+        stream="load",
+        event="l",
+        prepares=True,
+        category="ALL_GATHER",
+        over="host",
+    )
+)
+# Fresh copies on the CPU.
+store = define(
+    OpSpec(
+        "store(Tensor[] tensors) -> Tensor[]",
+        fake=_store,
+        role="reduce",
+        stream="store",
+        event="s",
+        category="SHARDED_GRAD",
+        on_host=True,
+        over="host",
+    )
+)
+# What an all-gather sends: one fresh flat tensor ``[n]``, in a dtype, the shards of small
+# parameters one behind the other.
+pack = define(
+    OpSpec(
+        "pack(Tensor[] shards, ScalarType dtype) -> Tensor[]",
+        fake=_pack,
+        role="unshard",
+        stream="unshard",
+        event="p",
+        prepares=True,
+        category="ALL_GATHER",
+    )
+)
+# Of a gathered packed buffer ``[size * n]``: one fresh ``[size * chunk, ...]`` per parameter,
+# behind the wait. They are the unsharded parameters then.
+unpack = define(
+    OpSpec(
+        "unpack(Tensor[] packed, int size, int[][] chunks) -> Tensor[]",
+        fake=_unpack,
+        role="unpack",
+        category="UNSHARDED_PARAM",
+    )
+)
+# This rank's ``1/size`` of the rows of each buffer, in fresh tensors.
+reshard = define(
+    OpSpec(
+        "reshard(Tensor[] buffers, int size, str group) -> Tensor[]",
+        fake=_reshard,
+        role="reshard",
+        category="SHARDED_PARAM",
+        grows=-1,
+    )
+)
+# The compute stream waits for the launch that these tensors belong to.
+wait = define(OpSpec("wait(Tensor[] tensors) -> ()", role="wait", over="nothing"))
+# Give the storage of these tensors back now, whoever still refers to them.
+free = define(OpSpec("free(Tensor[] tensors) -> ()", role="free", over="nothing"))
+# The optimizer steps shards in place, with the sharded gradients of `params`. No world has it: it
+# is the caller's (`fxshard.codegen.emit.Executor.bind_step`).
+step = define(OpSpec("step(Tensor[] grads, Tensor(a!)[] shards, str[] params) -> ()", role="step"))

@@ -291,7 +291,7 @@ class Program:
             )
         args = fx.node.map_arg(node.args, val)
         kwargs = fx.node.map_arg(node.kwargs, val)
-        if target in ops.WORDS:
+        if target in ops.OPERATORS:
             return ops.makes(target, args, empty)
         with self.fake_mode:
             return target(*args, **kwargs)

@@ -29,6 +29,7 @@ Role = Literal[
     "unpack",  # what copies small parameters out of the buffer that they were gathered in
     "reshard",  # what a smaller group keeps of an unsharded parameter, and the picks of it
     "reduce",  # launch of a reduction or of a copy to the CPU behind it, the picks of its results
+    "transfer",  # launch that moves anything else, the picks of its results
     "pad",  # what brings a gradient into the form in which it is sent
     "settle",  # what is done to a sharded gradient behind its reduction: division, cast
     "wait",

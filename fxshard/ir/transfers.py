@@ -13,9 +13,10 @@ from fxshard.ir.program import Program
 
 def is_launch(candidate: fx.Node) -> bool:
     """True if a wait belongs to `candidate`: casts and loads are launches if nothing sends them."""
-    if candidate.target in (ops.cast, ops.load):
+    spec = ops.of(candidate)
+    if spec.prepares:
         return any(user.target is ops.wait for pick in candidate.users for user in pick.users)
-    return candidate.target in (*ops.COLLECTIVES, ops.store)
+    return spec.asynchronous
 
 
 def stepped(program: Program) -> dict[str, fx.Node]:
@@ -28,28 +29,28 @@ def stepped(program: Program) -> dict[str, fx.Node]:
 
 def is_unshard(candidate: fx.Node) -> bool:
     """True if `candidate` is the launch whose results are unsharded parameters."""
-    return candidate.target is ops.all_gather or (
-        candidate.target in (ops.cast, ops.load) and is_launch(candidate)
-    )
+    return ops.of(candidate).role == "unshard" and is_launch(candidate)
+
+
+def is_reduction(candidate: fx.Node) -> bool:
+    """True if `candidate` is a launch that takes gradients: a reduction, or a copy to the CPU."""
+    return ops.of(candidate).role == "reduce"
 
 
 def is_in_place(candidate: fx.Node) -> bool:
     """True if the results of `candidate` are its operands."""
-    if candidate.target is ops.comm_hook:
-        return bool(candidate.args[1] == 1)
-    return candidate.target is ops.all_reduce
+    how = ops.of(candidate).in_place
+    return how == "always" or (how == "alone" and bool(candidate.args[1] == 1))
 
 
 def sent_copies(launch: fx.Node) -> list[fx.Node]:
     """What was made only to be sent: behind the wait for `launch` nobody needs it.
 
     For an unshard: packs, casts, loads and reshards in front of it. For a reduction or a copy to
-    the CPU: its operands, unless its results are the operands.
+    the CPU: its operands, unless its results are the operands. For any other: nothing.
     """
-    if is_in_place(launch):
-        return []
     if not is_unshard(launch):
-        return tags.operands(launch)
+        return tags.operands(launch) if is_reduction(launch) and not is_in_place(launch) else []
     found: list[fx.Node] = []
     todo = tags.operands(launch)[::-1]
     while todo:
@@ -60,7 +61,7 @@ def sent_copies(launch: fx.Node) -> list[fx.Node]:
         maker = tags.source(operand)  # the pick's operator
         if maker.target is ops.pack:
             todo += tags.operands(maker)[::-1]
-        elif maker.target not in (ops.reshard, ops.unpack):
+        elif ops.of(maker).role == "unshard":
             todo.append(tags.operands(maker)[int(operand.args[1])])  # type: ignore[arg-type]
     return found
 
@@ -75,7 +76,7 @@ def unsharded(launch: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     for pick in launch.users:
         parts = [user for user in pick.users if user.target is ops.unpack]
-        found += [part for word in parts for part in word.users] or [pick]
+        found += [part for unpack in parts for part in unpack.users] or [pick]
     return found
 
 
@@ -91,15 +92,16 @@ def kept_storages(program: Program) -> set[int]:
         *(
             tags.storage_ids(operand)
             for other in program.graph.nodes
-            if is_launch(other) and other.target in (ops.reduce_scatter, ops.store)
+            if is_reduction(other)
             for operand in sent_copies(other)
         ),
     )
 
 
 def dying_results(launch: fx.Node, kept: set[int]) -> list[fx.Node]:
-    """Results of `launch` that are freed: unsharded parameters, and gradients that are cast or
-    copied to the CPU later on. What is in place of an operand, or sent on, is freed there.
+    """Results of `launch` that are freed: unsharded parameters, gradients that are cast or copied
+    to the CPU later on, and what else is moved. What is in place of an operand, or sent on, is
+    freed there.
 
     `kept`: from `kept_storages`.
     """
@@ -110,12 +112,12 @@ def dying_results(launch: fx.Node, kept: set[int]) -> list[fx.Node]:
     if is_in_place(launch):
         for operand in tags.operands(launch):
             maker = tags.source(operand) if operand.op == "call_function" else operand
-            if maker.target is ops.reduce_scatter:  # its result, which is freed as such
+            if is_launch(maker):  # its result, which is freed as such
                 taken = taken | tags.storage_ids(operand)
     return [pick for pick in picks if not tags.storage_ids(pick) & taken]
 
 
-def insert_word(
+def insert_operator(
     program: Program, target: Any, args: tuple[Any, ...], fqns: list[str], tag: tags.Meta, name: str
 ) -> list[fx.Node]:
     """Append an operator that gives a list, and a pick of each of its results; returns the picks.

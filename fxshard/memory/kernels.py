@@ -87,14 +87,13 @@ def _of_launch(phase: str, number: int, point: Point) -> KernelTemporary | None:
     ``_allgather_base`` calls), ``reduce_scatter_tensor_coalesced`` and ``allreduce_coalesced``.
     """
     row = point.row
-    if row.target not in ops.COLLECTIVES:
+    copied = ops.of(row).gloo
+    if copied == "nothing":
         return None
     ins = sum(_nbytes(t) for n in tags.operands(row) for t in tags.tensors(n.meta["val"]))
     outs = sum(_nbytes(t) for t in tags.tensors(row.meta["val"]))
-    gathers = row.target is ops.all_gather
-    size, why = (outs, "flat outputs") if gathers else (ins, "clones of the inputs")
-    op = str(row.target).removeprefix("fxshard.").removesuffix(".default")
-    return KernelTemporary(phase, number, op, point.module, size, why, backend="gloo")
+    size, why = (outs, "flat outputs") if copied == "results" else (ins, "clones of the inputs")
+    return KernelTemporary(phase, number, ops.of(row).name, point.module, size, why, backend="gloo")
 
 
 Formula = Callable[[fx.Node, int], tuple[int | None, str]]

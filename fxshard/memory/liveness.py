@@ -459,6 +459,7 @@ class Walk:
         self.now -= 1  # behind the last point
 
     def _row(self, row: fx.Node, picks: list[fx.Node], env: dict[fx.Node, list[int]]) -> None:
+        spec = ops.of(row)
         if row.target is ops.wait:
             for source in tags.operands(row):
                 packed = any(user.target is ops.unpack for user in source.users)
@@ -473,10 +474,10 @@ class Walk:
             for pick, source in zip(picks, tags.operands(row), strict=True):
                 env[pick] = env[source]
                 self._hold(env[pick])
-                self._relabel(env[pick], Category.SHARDED_GRAD)
-        elif row.target in MADE_BY:
+                self._relabel(env[pick], Category[spec.category])
+        elif row.target in ops.OPERATORS:
             for pick in picks:
-                env[pick] = self._allocate(pick, MADE_BY[row.target], row.target is ops.store)
+                env[pick] = self._allocate(pick, Category[spec.category], spec.on_host)
         else:  # a view of a buffer that cuts its padding
             env[row] = [t for n in row.all_input_nodes for t in env[n]]
             self._hold(env[row])
@@ -709,19 +710,6 @@ class Walk:
             after.category, after.born, after.died = category, self.now, None
             self._open[token] = after
             self.ledger.ranges.append(after)
-
-
-MADE_BY = {
-    ops.all_gather: Category.ALL_GATHER,
-    ops.cast: Category.ALL_GATHER,
-    ops.load: Category.ALL_GATHER,
-    ops.pack: Category.ALL_GATHER,
-    ops.unpack: Category.UNSHARDED_PARAM,
-    ops.reshard: Category.SHARDED_PARAM,
-    ops.reduce_scatter: Category.SHARDED_GRAD,
-    ops.comm_hook: Category.SHARDED_GRAD,
-    ops.store: Category.SHARDED_GRAD,
-}
 
 
 def moment_of(place: Any) -> Moment:

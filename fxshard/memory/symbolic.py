@@ -158,8 +158,8 @@ class _Reading:
             source, index = node.args
             known = self.numels.get(source)  # type: ignore[arg-type]
             return None if known is None else (known[int(index)],)  # type: ignore[arg-type]
-        if node.target in ops.WORDS:
-            return self.word(node)
+        if node.target in ops.OPERATORS:
+            return self.results(node)
         if node.target in UNREDUCED and node.all_input_nodes[0] in self.numels:
             return tuple(sympy.Integer(t.numel()) for t in tags.tensors(node.meta["val"]))
         layout = self.program.layouts.get(tag.fqn or "")
@@ -176,29 +176,24 @@ class _Reading:
             return None  # the model's own operator: the trace has seen that its size is fixed
         return first[:1] if node.target in SAME_SIZE else None
 
-    def word(self, node: fx.Node) -> Numels | None:
+    def results(self, node: fx.Node) -> Numels | None:
         """Elements of each result of a ``fxshard::`` operator."""
-        if node.target in (ops.wait, ops.free, ops.step):
+        if node.meta.get("val") is None:
             return None
-        given = list(map(self.numel, tags.operands(node)))
-        size = sympy.Integer(1) if self.program.world_size == 1 else WORLD
-        if node.target is ops.all_gather and node.args[2:] not in ((), ("shard",)):
-            size = sympy.Integer(int(node.args[1]))  # type: ignore[arg-type]
-        if node.target is ops.all_gather:
-            return tuple(numel * size for numel in given)
-        if node.target is ops.reduce_scatter or (
-            node.target is ops.comm_hook and not transfers.is_in_place(node)
-        ):
-            return tuple(numel / size for numel in given)
-        if node.target is ops.reshard:
-            return tuple(numel / int(node.args[1]) for numel in given)  # type: ignore[arg-type]
+        if node.target is ops.unpack:
+            items = sorted(node.users, key=lambda item: int(item.args[1]))  # type: ignore[arg-type]
+            found = [self.program.layouts[tags.get(item).fqn or ""] for item in items]
+            return tuple(layout.padded_numel_over(WORLD) for layout in found)
+        given = tuple(map(self.numel, tags.operands(node)))
         if node.target is ops.pack:
             return (sympy.Add(*given),)
-        if node.target is ops.unpack:
-            picks = sorted(node.users, key=lambda pick: int(pick.args[1]))  # type: ignore[arg-type]
-            found = [self.program.layouts[tags.get(pick).fqn or ""] for pick in picks]
-            return tuple(layout.padded_numel_over(WORLD) for layout in found)
-        return tuple(given)
+        grows = 0 if transfers.is_in_place(node) else ops.of(node).grows
+        if not grows:
+            return given
+        size = sympy.Integer(int(node.args[1]))  # type: ignore[arg-type]
+        if ops.group(node) == "shard" and self.program.world_size > 1:
+            size = WORLD
+        return tuple(numel * size**grows for numel in given)
 
     def of_kernel(
         self, node: fx.Node, nbytes: tuple[sympy.Expr, ...], found: Expressions

@@ -29,7 +29,8 @@ def tracked(work: Workload, steps: int) -> list[Measured]:
     world = world_over(mesh_of(module, config, grid(work.world_size, config)), config, units)
 
     def make_executor(program: Program, world: Any) -> Executor:
-        return TracedExecutor(program, WatchedWorld(world, tracker), tracker)
+        watched: Any = WatchedWorld(world, tracker)
+        return TracedExecutor(program, watched, tracker)
 
     model = sharded(module, units, world, config, make_executor)
     tracked_steps(model, work, tracker, steps)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -332,32 +331,19 @@ def _device_total(row: Any) -> int:
 
 
 class WatchedWorld:
-    """A World that tells the tracker of waits and frees, which no operator shows."""
+    """A World that tells the tracker of what operators of torch do not show, such as waits."""
 
     def __init__(self, world: World, tracker: Tracker) -> None:
         self._world, self._tracker = world, tracker
 
-    def phase(self, name: str, communicates: bool) -> AbstractContextManager[None]:
-        """See `fxshard.runtime.world.World`."""
-        return self._world.phase(name, communicates)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._world, name)
 
     def all_gather(self, shards: list[Tensor], pair: int, group: str = "shard") -> list[Tensor]:
         """See `fxshard.runtime.world.World`."""
         made = self._world.all_gather(shards, pair, group)
         self._tracker.gathered(shards, made)
         return made
-
-    def reduce_scatter(
-        self, grads: list[Tensor], pair: int, group: str = "shard", op: str = "avg"
-    ) -> list[Tensor]:
-        """See `fxshard.runtime.world.World`."""
-        return self._world.reduce_scatter(grads, pair, group, op)
-
-    def all_reduce(
-        self, grads: list[Tensor], pair: int, group: str = "replicate", op: str = "avg"
-    ) -> list[Tensor]:
-        """See `fxshard.runtime.world.World`."""
-        return self._world.all_reduce(grads, pair, group, op)
 
     def comm_hook(self, grads: list[Tensor], pair: int) -> list[Tensor]:
         """See `fxshard.runtime.world.World`."""
@@ -411,14 +397,6 @@ class WatchedWorld:
         self._world.wait(tensors, pair)
         self._tracker.waiting = False
         self._tracker.waited(tensors)
-
-    def wait_event(self, stream: str, event: str) -> None:
-        """See `fxshard.runtime.world.World`."""
-        self._world.wait_event(stream, event)
-
-    def record_event(self, stream: str, event: str) -> None:
-        """See `fxshard.runtime.world.World`."""
-        self._world.record_event(stream, event)
 
     def free(self, tensors: list[Tensor]) -> None:
         """See `fxshard.runtime.world.World`."""

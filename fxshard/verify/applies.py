@@ -7,9 +7,9 @@ Fact holds from the operators, tags or placeholders on that it speaks of.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from fxshard.ir import ops, tags
+from fxshard.ir.ops import OpSpec
 from fxshard.ir.program import Fact, Program
 
 Applies = Callable[[Program], bool]
@@ -23,11 +23,12 @@ def finished(program: Program) -> bool:
     return program.schedule is not None
 
 
-def has(*targets: Any) -> Applies:
-    """From the first of some operators on."""
+def has(kind: Callable[[OpSpec], bool]) -> Applies:
+    """From the first operator of a kind on."""
 
     def applies(program: Program) -> bool:
         find = program.graph.find_nodes
+        targets = [target for target, spec in ops.OPERATORS.items() if kind(spec)]
         return finished(program) or any(find(op="call_function", target=t) for t in targets)
 
     return applies
@@ -48,7 +49,8 @@ def reduced(program: Program) -> bool:
     return reductions(program) or any(r.kind == "accumulated" for r in program.results)
 
 
-reductions = has(ops.reduce_scatter, ops.all_reduce, ops.comm_hook, ops.store)
+reductions = has(lambda spec: spec.role == "reduce")
+frees = has(lambda spec: spec.role == "free")
 
 
 def stepped(program: Program) -> bool:
@@ -69,16 +71,16 @@ APPLIES: dict[Fact, Applies] = {
     Fact.UNITS_ASSIGNED: sharded,
     Fact.BUCKETED: bucketed,
     Fact.RECOMPUTED: sharded,
-    Fact.UNSHARD_PAIRED: has(*ops.ASYNCHRONOUS, ops.wait),
+    Fact.UNSHARD_PAIRED: has(lambda spec: spec.asynchronous or spec.role == "wait"),
     Fact.PARAMS_UNSHARDED: sharded,
     Fact.NO_PARAM_SAVED: sharded,
     Fact.REDUCED_ONCE: reduced,
-    Fact.EQUAL_CHUNKS: has(*ops.COLLECTIVES, ops.reshard),
-    Fact.ONE_DTYPE: has(*ops.COLLECTIVES),
+    Fact.EQUAL_CHUNKS: has(lambda spec: spec.collective or spec.role == "reshard"),
+    Fact.ONE_DTYPE: has(lambda spec: spec.collective),
     Fact.STEPPED_ONCE: stepped,
-    Fact.FREED: has(ops.free),
-    Fact.NO_USE_AFTER_FREE: has(ops.free),
-    Fact.BOUNDED_INFLIGHT: has(ops.free),
+    Fact.FREED: frees,
+    Fact.NO_USE_AFTER_FREE: frees,
+    Fact.BOUNDED_INFLIGHT: frees,
     Fact.STREAMS_ORDERED: on_streams,
     Fact.OUTLINED: finished,
 }

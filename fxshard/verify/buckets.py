@@ -30,6 +30,8 @@ def bucketed(program: Program) -> None:
     to_pack = {fqn for bucket in program.moving for fqn in bucket.packed}
     seen: dict[tuple[str, object, str], fx.Node] = {}
     for launch in walk.launches(program):
+        if ops.of(launch).role == "transfer":
+            continue
         names = walk.moved(launch)
         mine = {number[fqn] for fqn in names if fqn in number}
         if len(mine) > 1:

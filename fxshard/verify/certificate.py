@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 from torch import fx
 
@@ -37,15 +36,15 @@ def collectives(program: Program) -> list[str]:
 
         3 backward fxshard.reduce_scatter group=shard size=2 op=avg unit=0 bytes=48 [head f32[4,3]]
     """
-    launches = [node for node in program.graph.nodes if node.target in ops.COLLECTIVES]
+    launches = [node for node in program.graph.nodes if ops.of(node).collective]
     return [f"{i} {_line(node)}" for i, node in enumerate(launches)]
 
 
 def _line(launch: fx.Node) -> str:
     tag = tags.get(launch)
-    said = f"{tag.phase} {dump.operation(launch)} group={walk.group(launch)} size={launch.args[1]}"
-    if launch.target in (ops.reduce_scatter, ops.all_reduce):
-        said += f" op={_argument(launch, 'op')}"
+    said = f"{tag.phase} {dump.operation(launch)} group={ops.group(launch)} size={launch.args[1]}"
+    op = ops.argument(launch, "op")
+    said += f" op={op}" if op else ""
     sent = [tensor for node in tags.operands(launch) for tensor in tags.tensors(node.meta["val"])]
     picks = {walk.picked(pick): pick for pick in launch.users if walk.is_pick_of(pick, launch)}
     what = ", ".join(
@@ -54,15 +53,6 @@ def _line(launch: fx.Node) -> str:
     )
     size = sum(tensor.numel() * tensor.element_size() for tensor in sent)
     return f"{said} unit={tag.unit} bytes={size} [{what}]"
-
-
-def _argument(node: fx.Node, name: str) -> Any:
-    """An argument of an operator, or its default."""
-    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if argument.name == name:
-            given = node.args[i] if i < len(node.args) else node.kwargs.get(name)
-            return argument.default_value if given is None else given
-    raise KeyError(name)
 
 
 def _inside(packed: fx.Node) -> list[str]:
@@ -74,7 +64,7 @@ def _inside(packed: fx.Node) -> list[str]:
         fqn = tags.get(node).fqn
         if fqn:
             found.append(fqn)
-        elif node.op == "call_function":
+        elif node.op == "call_function" and tags.get(node).role != "compute":
             todo += node.all_input_nodes[::-1]
     return found
 

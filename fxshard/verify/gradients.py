@@ -57,22 +57,20 @@ def reduced_once(program: Program) -> None:
                 fail(program, fact, pick, what)
         done = [tags.source(pick).target for pick in reversed(picks)]
         if done != need:
-            ran = ", ".join(walk.word(target) for target in done) or "nothing"
+            ran = _said_of(done) or "nothing"
             fail(
                 program,
                 fact,
                 program.output if not done else value,
                 f"the gradient of {result.name!r} is returned without being reduced: it went "
-                f"through {ran}; its ranks need {', '.join(walk.word(t) for t in need)}."
+                f"through {ran}; its ranks need {_said_of(need)}."
                 if len(done) < len(need)
                 else f"the gradient of {result.name!r} is reduced twice: by {ran}.",
             )
         _fits_its_shard(program, value, result.name)
     _all_returned(program, seen)
     _divided_alike(program)
-    for launch in walk.launches(
-        program, ops.reduce_scatter, ops.all_reduce, ops.comm_hook, ops.store
-    ):
+    for launch in filter(transfers.is_reduction, program.graph.nodes):
         for pick in launch.users:
             if pick.target is operator.getitem and pick not in seen:
                 fqns = walk.packed_fqns(tags.operands(launch)[walk.picked(pick)])
@@ -82,6 +80,10 @@ def reduced_once(program: Program) -> None:
     given = {result.name for _, result in left} | _added(program)
     for fqn in sorted((program.gradients or frozenset()) - given):
         fail(program, fact, program.output, f"the gradient of {fqn!r} is not returned.")
+
+
+def _said_of(reductions: Sequence[Any]) -> str:
+    return ", ".join(ops.OPERATORS[target].name for target in reductions)
 
 
 def _added(program: Program) -> set[str]:
@@ -139,9 +141,9 @@ def _divided(
     while node.op == "call_function":
         made = tags.source(node) if node.target is operator.getitem else None
         if made is not None and transfers.is_launch(made):
-            if made.target in GROUPS:
-                operation = str(made.args[3]) if len(made.args) > 3 else "avg"
-                divisor *= sizes[walk.group(made)] if operation == "avg" else 1.0
+            operation = ops.argument(made, "op")
+            if operation is not None:
+                divisor *= sizes[str(ops.group(made))] if operation == "avg" else 1.0
                 operations += ["sum" if operation == "avg" else operation]
             node = tags.operands(made)[walk.picked(node)]
         elif tags.get(node).role in ("settle", "pad"):
@@ -191,10 +193,10 @@ def _one_reduction(program: Program, pick: fx.Node, fqn: str, seen: dict[fx.Node
 
 
 def _by_its_group(program: Program, launch: fx.Node) -> None:
-    if launch.target in GROUPS and walk.group(launch) != GROUPS[launch.target]:
-        what = (
-            f"%{launch.name} reduces in {walk.group(launch)!r}, not in {GROUPS[launch.target]!r}."
-        )
+    schema = launch.target._schema.arguments  # type: ignore[union-attr]
+    usual = {argument.name: argument.default_value for argument in schema}.get("group")
+    if usual is not None and ops.group(launch) != usual:
+        what = f"%{launch.name} reduces in {ops.group(launch)!r}, not in {usual!r}."
         fail(program, Fact.REDUCED_ONCE, launch, what)
 
 
@@ -288,22 +290,22 @@ def equal_chunks(program: Program) -> None:
     """Every collective's buffers are its size times its inputs (or the inverse), row-wise."""
     ranks = {"shard": program.world_size, "replicate": program.replicas}
     for node in program.graph.nodes:
-        if node.target in (*ops.COLLECTIVES, ops.reshard):
-            group = walk.group(node)
+        group = ops.group(node)
+        if group is not None:
             count = group.removeprefix("reshard")
             size = ranks.get(group) or (int(count) if count.isdecimal() else None)
             if node.args[1] != size:
                 what = f"%{node.name} is one of {node.args[1]} ranks, but {group!r} has {size}."
                 fail(program, Fact.EQUAL_CHUNKS, node, what)
-        if node.target in ops.WORDS and node.meta.get("val") is not None:
+        if node.target in ops.OPERATORS and node.meta.get("val") is not None:
             _makes_what_it_says(program, node)
         if node.op == "call_function" and tags.get(node).role in ("pad", "settle"):
             _is_what_it_says(program, node)
-    for launch in walk.launches(program, ops.all_gather, ops.reduce_scatter):
+    for launch in filter(lambda node: ops.of(node).grows, program.graph.nodes):
         size = cast("int", launch.args[1])
         ins = [t for s in tags.operands(launch) for t in tags.tensors(s.meta["val"])]
         outs = list(tags.tensors(launch.meta["val"]))
-        small, large = (ins, outs) if launch.target is ops.all_gather else (outs, ins)
+        small, large = (ins, outs) if ops.of(launch).grows > 0 else (outs, ins)
         for part, whole in zip(small, large, strict=True):
             even = whole.shape == gathered(part.shape, size) and whole.dtype is part.dtype
             if not even or not whole.is_contiguous():
@@ -319,7 +321,7 @@ def equal_chunks(program: Program) -> None:
 def _is_what_it_says(program: Program, node: fx.Node) -> None:
     """The fake value of what a pass put around a collective is what the operator makes."""
     if isinstance(node.meta["val"], (list, tuple)) or node.target is operator.getitem:
-        return  # a word's: that is looked at there
+        return  # an operator's of ours: that is looked at there
     given = node.all_input_nodes[0].meta["val"]
     shape, dtype = list(given.shape), given.dtype
     if node.target is aten.constant_pad_nd.default:
@@ -350,22 +352,14 @@ def _without_minus_one(shape: Sequence[int], numel: int) -> list[int]:
 
 
 def _makes_what_it_says(program: Program, node: fx.Node) -> None:
-    """The fake values of a word and of the picks of it are what the word makes."""
-    packing = node.target in (ops.pack, ops.unpack)
-    made = list(tags.tensors(program.refake(node) if packing else node.meta["val"]))
-    if node.target in (ops.cast, ops.load, ops.store, ops.all_reduce):
-        for value, operand in zip(made, tags.operands(node), strict=True):
-            given = operand.meta["val"]
-            dtype = node.args[1] if node.target is ops.cast else given.dtype
-            if (value.shape, value.dtype) != (given.shape, dtype):
-                what = f"%{node.name} makes {dump.types(value)} of {dump.types(given)}."
-                fail(program, Fact.EQUAL_CHUNKS, node, what)
+    """The fake values of an operator of ours and of the picks of it are what it makes."""
+    made = list(tags.tensors(program.refake(node)))
+    if dump.types(node.meta["val"]) != dump.types(made):
+        what = f"%{node.name} is {dump.types(node.meta['val'])}, but makes {dump.types(made)}."
+        fail(program, Fact.EQUAL_CHUNKS, node, what)
     for pick in node.users:
         if walk.is_pick_of(pick, node):
             value, picked = pick.meta["val"], made[walk.picked(pick)]
             if (value.shape, value.dtype) != (picked.shape, picked.dtype):
                 what = f"%{pick.name} is {dump.types(value)}, but %{node.name} makes "
                 fail(program, Fact.EQUAL_CHUNKS, pick, what + f"{dump.types(picked)} there.")
-
-
-GROUPS = {ops.reduce_scatter: "shard", ops.all_reduce: "replicate"}

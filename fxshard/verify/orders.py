@@ -33,17 +33,6 @@ from fxshard.ir import ops, tags, transfers
 from fxshard.ir.program import Program
 from fxshard.verify import walk
 
-# Where each word runs. What sends a shard, or makes it ready to be sent, has one stream.
-STREAMS: dict[object, tags.Stream] = {
-    ops.all_gather: "unshard",
-    ops.cast: "unshard",
-    ops.load: "load",
-    ops.reduce_scatter: "reduce",
-    ops.all_reduce: "all-reduce",
-    ops.comm_hook: "reduce",
-    ops.store: "store",
-    ops.pack: "unshard",
-}
 # Events of the compute stream that are recorded where a phase begins, if anything waits for them.
 ENTRY: dict[tags.Phase, str] = {"forward": "c_forward", "backward": "c_backward"}
 
@@ -170,7 +159,7 @@ class _Walker:
         needs: dict[tags.Stream, Need] = {}
         reads, writes, fresh = self.touches(node)
         allocates = reads or writes if stream == "compute" else fresh
-        if allocates and node.target is not ops.store:
+        if allocates and not ops.of(node).on_host:
             for other, need in self.dead.items():
                 if other != stream:
                     needs[other] = need
@@ -197,7 +186,7 @@ class _Walker:
 
     def touches(self, node: fx.Node) -> tuple[Storages, Storages, Storages]:
         """Storages that `node` reads, writes, and makes."""
-        if node.target in (operator.getitem, ops.wait, ops.free):
+        if node.target is operator.getitem or ops.of(node).over == "nothing":
             return _NONE, _NONE, _NONE
         inputs = self.reads[node]
         own = tags.storage_ids(node)

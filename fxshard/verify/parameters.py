@@ -14,6 +14,12 @@ from fxshard.verify.failure import fail
 
 def params_unsharded(program: Program) -> None:
     seen: dict[str, fx.Node] = {}
+    stream = "load" if program.offloaded else "unshard"
+    readers = {
+        target: spec.name
+        for target, spec in ops.OPERATORS.items()
+        if (spec.role, spec.stream) == ("unshard", stream)
+    }
     for node in program.graph.find_nodes(op="placeholder"):
         tag = tags.get(node)
         if tag.role == "param":
@@ -22,10 +28,7 @@ def params_unsharded(program: Program) -> None:
             continue
         param = program.params[tag.fqn or ""]
         _is_the_shard(program, node, seen)
-        readers: tuple[Any, ...] = (ops.all_gather, ops.cast, ops.pack)
-        if program.offloaded:
-            readers = (ops.load,)
-        elif program.world_size == 1 and param.compute_dtype is param.dtype:
+        if not program.offloaded and program.world_size == 1 and param.compute_dtype is param.dtype:
             continue  # it is whole
         for user in node.users:
             if user.target not in (*readers, ops.step):
@@ -34,7 +37,7 @@ def params_unsharded(program: Program) -> None:
                     Fact.PARAMS_UNSHARDED,
                     user,
                     f"%{user.name} reads the shard of {tag.fqn!r}; only "
-                    f"{' or '.join(map(walk.word, readers))} may.",
+                    f"{' or '.join(readers.values())} may.",
                 )
     _sent_as_named(program)
     for launch in walk.unshards(program):
@@ -80,30 +83,29 @@ def _sent_as_named(program: Program) -> None:
     """Shards, their copies and what is gathered of them bear one name, and one group's ranks."""
     fact = Fact.PARAMS_UNSHARDED
     for node in program.graph.nodes:
+        spec = ops.of(node)
+        if spec.role not in ("unshard", "reshard"):
+            continue
+        for shard in tags.operands(node):
+            if tags.get(shard).role not in ("shard", "unshard", "reshard"):
+                fail(program, fact, node, f"%{node.name} takes %{shard.name}, which is no shard.")
         if node.target is ops.pack:
-            for shard in tags.operands(node):
-                if tags.get(shard).role not in ("shard", "unshard", "reshard"):
-                    what = f"%{node.name} takes %{shard.name}, which is no shard."
-                    fail(program, fact, node, what)
-        if node.target not in (ops.all_gather, ops.cast, ops.load, ops.reshard):
             continue
         for pick in node.users:
             if not walk.is_pick_of(pick, node):
                 continue
             taken, fqn = tags.operands(node)[walk.picked(pick)], tags.get(pick).fqn
-            if tags.get(taken).role not in ("shard", "unshard", "reshard"):
-                fail(program, fact, node, f"%{node.name} takes %{taken.name}, which is no shard.")
             if tags.get(taken).fqn != fqn:
                 what = f"%{pick.name} stands for {fqn!r}, but picks {tags.get(taken).fqn!r}."
                 fail(program, fact, pick, what)
-            if node.target is not ops.all_gather:
+            if not spec.collective:
                 continue
             makers = [
                 n for n in map(walk.maker, transfers.sent_copies(node)) if n.target is ops.reshard
             ]
-            has = walk.group(makers[0]) if makers else "shard"
-            if walk.group(node) != has:
-                what = f"%{node.name} gathers in {walk.group(node)!r} what {has!r} shares."
+            has = ops.group(makers[0]) if makers else "shard"
+            if ops.group(node) != has:
+                what = f"%{node.name} gathers in {ops.group(node)!r} what {has!r} shares."
                 fail(program, fact, node, what)
 
 
@@ -113,22 +115,22 @@ def _unpacked_as_packed(program: Program, launch: fx.Node) -> None:
     for pick in (user for user in launch.users if walk.is_pick_of(user, launch)):
         sent = tags.operands(launch)[walk.picked(pick)]
         maker = walk.maker(sent)
-        words = [user for user in pick.users if user.target is ops.unpack]
-        if len(words) != int(maker.target is ops.pack):
-            what = f"%{pick.name} is unpacked {len(words)} times; what was sent says otherwise."
+        unpacks = [user for user in pick.users if user.target is ops.unpack]
+        if len(unpacks) != int(maker.target is ops.pack):
+            what = f"%{pick.name} is unpacked {len(unpacks)} times; what was sent says otherwise."
             fail(program, fact, pick, what)
-        if not words:
+        if not unpacks:
             continue
         for user in pick.users:
             if user.target not in (ops.wait, ops.unpack, ops.free):
                 fail(program, fact, user, f"%{user.name} reads %{pick.name}, which is packed.")
-        parts = {walk.picked(part): tags.get(part).fqn for part in words[0].users}
+        parts = {walk.picked(part): tags.get(part).fqn for part in unpacks[0].users}
         shards = [(tags.get(n).fqn, list(n.meta["val"].shape)) for n in tags.operands(maker)]
-        _, size, chunks = cast("tuple[Any, int, list[list[int]]]", words[0].args)
+        _, size, chunks = cast("tuple[Any, int, list[list[int]]]", unpacks[0].args)
         pieces = [(parts.get(i), list(chunk)) for i, chunk in enumerate(chunks)]
-        if pieces != shards or size != launch.args[1] or len(parts) != len(words[0].users):
-            what = f"%{words[0].name} takes apart {pieces}, but %{maker.name} has packed {shards}."
-            fail(program, fact, words[0], what)
+        if pieces != shards or size != launch.args[1] or len(parts) != len(unpacks[0].users):
+            what = f"%{unpacks[0].name} takes apart {pieces}, but %{maker.name} packed {shards}."
+            fail(program, fact, unpacks[0], what)
 
 
 def no_param_saved(program: Program) -> None:

@@ -98,7 +98,7 @@ def _runs(
         node = inner[body] = _stands_for(program, row, body, next(want, None), inner)
         run.append(node)
         mine, its = tags.get(body), tags.get(node)
-        if node.target in ops.WORDS:
+        if node.target in ops.OPERATORS:
             fail(program, FACT, node, f"%{node.name} is no row of its own: {region.name} has it.")
         if (mine.role, mine.module) != (its.role, relative(its.module, tag.module)):
             what = f"in {region.name} %{node.name} is tagged {mine.role} {mine.module!r}."

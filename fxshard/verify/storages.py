@@ -27,7 +27,7 @@ def freed(program: Program) -> None:
             fail(program, fact, launch, f"%{launch.name} has {len(mine)} frees, expected 1.")
         if set(have) != set(want):
             fail(program, fact, mine[0], f"%{mine[0].name} does not free all of %{launch.name}.")
-        stays = (
+        stays = ops.of(launch).role == "transfer" or (
             transfers.is_unshard(launch)
             and program.units[tags.get(launch).unit or 0].reshard is False
         )

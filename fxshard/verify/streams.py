@@ -28,7 +28,7 @@ def streams_ordered(program: Program) -> None:
             events[orders.ENTRY[tag.phase]] = dict(clock)
             continue
         if step.kind == "run":
-            should = orders.STREAMS.get(node.target, "compute")
+            should = ops.of(node).stream
             if step.stream != should:
                 what = f"%{node.name} runs on the {step.stream} stream, not on {should!r}."
                 fail(program, fact, node, what)
@@ -37,7 +37,7 @@ def streams_ordered(program: Program) -> None:
                     what = f"%{node.name} waits for {event}; nothing recorded it."
                     fail(program, fact, node, what)
                 join(clock, events[event])
-            if tag.waits and node.target not in (*ops.ASYNCHRONOUS, ops.wait):
+            if tag.waits and not (ops.of(node).asynchronous or node.target is ops.wait):
                 what = f"%{node.name} waits for {', '.join(tag.waits)}; only a launch or wait may."
                 fail(program, fact, node, what)
         for stream, need in step.needs.items():

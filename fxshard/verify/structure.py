@@ -29,7 +29,7 @@ def well_formed(program: Program) -> None:
                 fail(program, fact, node, what)
             for storage in tags.storage_ids(source) & fresh.keys():
                 writer, since = fresh[storage]
-                if source not in since and node.target not in ops.WORDS:
+                if source not in since and node.target not in ops.OPERATORS:
                     what = (
                         f"%{node.name} reads %{source.name}, which %{writer.name} has written over."
                     )
@@ -37,7 +37,7 @@ def well_formed(program: Program) -> None:
         made.add(node)
         for storage in tags.storage_ids(node) & fresh.keys():
             fresh[storage][1].add(node)
-        if tags.writes(node) and node.target not in ops.WORDS:
+        if tags.writes(node) and node.target not in ops.OPERATORS:
             fresh |= {storage: (node, {node}) for storage in walk.written(node)}
     try:
         program.graph.lint()
@@ -109,13 +109,13 @@ def unshard_paired(program: Program) -> None:
     order = walk.order(program)
     waits = walk.by_pair(program, ops.wait)
     for node in program.graph.nodes:
-        for pick in node.users if node.target in ops.ASYNCHRONOUS else ():
+        for pick in node.users if ops.of(node).asynchronous else ():
             if tags.get(pick).pair != tags.get(node).pair:
                 what = f"%{pick.name} is of another collective than %{node.name}, which makes it."
                 fail(program, fact, pick, what)
-        if node.target in (ops.cast, ops.load) and not transfers.is_launch(node):
+        if ops.of(node).prepares and not transfers.is_launch(node):
             for reader in (user for pick in node.users for user in pick.users):
-                if reader.target not in (*ops.ASYNCHRONOUS, ops.free):
+                if not (ops.of(reader).asynchronous or reader.target is ops.free):
                     what = f"%{reader.name} reads what %{node.name} makes, which nobody waits for."
                     fail(program, fact, reader, what)
                 if tags.get(reader).pair != tags.get(node).pair:
@@ -149,7 +149,7 @@ def unshard_paired(program: Program) -> None:
 
 def one_dtype(program: Program) -> None:
     """Every collective sends, and leaves, tensors of one dtype: backends promise no more."""
-    for launch in walk.launches(program, *ops.COLLECTIVES):
+    for launch in filter(lambda node: ops.of(node).collective, program.graph.nodes):
         values = (node.meta["val"] for node in (*tags.operands(launch), *launch.users))
         dtypes = sorted({str(value.dtype).removeprefix("torch.") for value in values})
         if len(dtypes) > 1:
@@ -162,7 +162,7 @@ def _nobody_interferes(program: Program, launch: fx.Node, wait: fx.Node) -> None
     sent = set().union(*map(tags.storage_ids, tags.operands(launch)))
     node = launch.next
     while node is not wait:
-        if node.target not in (ops.wait, ops.free) and not walk.is_pick_of(node, launch):
+        if ops.of(node).over != "nothing" and not walk.is_pick_of(node, launch):
             touched = walk.written(node)
             if transfers.is_in_place(launch):
                 touched = set().union(*map(tags.storage_ids, node.all_input_nodes))

@@ -19,12 +19,8 @@ def order(program: Program) -> dict[fx.Node, int]:
     return {node: i for i, node in enumerate(program.graph.nodes)}
 
 
-def launches(program: Program, *targets: Any) -> list[fx.Node]:
-    return [
-        node
-        for node in program.graph.nodes
-        if transfers.is_launch(node) and (not targets or node.target in targets)
-    ]
+def launches(program: Program) -> list[fx.Node]:
+    return [node for node in program.graph.nodes if transfers.is_launch(node)]
 
 
 def unshards(program: Program) -> list[fx.Node]:
@@ -54,8 +50,8 @@ def aliases(program: Program, launch: fx.Node) -> list[fx.Node]:
 
 def written_by(launch: fx.Node) -> set[int]:
     """Storages that `launch` writes, and those of what is unpacked from them."""
-    words = [u for pick in launch.users for u in pick.users if u.target is ops.unpack]
-    return set().union(*map(tags.storage_ids, (launch, *words)))
+    unpacks = [u for pick in launch.users for u in pick.users if u.target is ops.unpack]
+    return set().union(*map(tags.storage_ids, (launch, *unpacks)))
 
 
 def moved(launch: fx.Node) -> list[str]:
@@ -74,10 +70,10 @@ def packed_names(launch: fx.Node) -> list[str]:
     if launch.target is ops.comm_hook:
         return []
     if transfers.is_unshard(launch):
-        words = [
+        unpacks = [
             u for p in transfers.packed_results(launch) for u in p.users if u.target is ops.unpack
         ]
-        return [tags.get(pick).fqn or "" for word in words for pick in word.users]
+        return [tags.get(pick).fqn or "" for unpack in unpacks for pick in unpack.users]
     operands = (operand for operand in tags.operands(launch) if not tags.get(operand).fqn)
     return [fqn for operand in operands for fqn in packed_fqns(operand)]
 
@@ -107,7 +103,7 @@ def alias_readers(program: Program, launch: fx.Node) -> list[fx.Node]:
         user
         for node in (launch, *aliases(program, launch))
         for user in node.users
-        if user.target not in (ops.wait, ops.free) and user.op == "call_function"
+        if ops.of(user).over != "nothing" and user.op == "call_function"
     ]
 
 
@@ -122,14 +118,6 @@ def is_pick_of(node: fx.Node, launch: fx.Node) -> bool:
 def maker(node: fx.Node) -> fx.Node:
     """The operator that `node` is a pick of; itself for a placeholder."""
     return node if node.op == "placeholder" else tags.source(node)
-
-
-def group(node: fx.Node) -> str:
-    """The ranks that take part in a ``fxshard::`` operator."""
-    at = {"all_reduce": "replicate"}.get(word(node.target), "shard")
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    place = names.index("group") if "group" in names else len(node.args)
-    return str(node.args[place]) if place < len(node.args) else at
 
 
 def written(node: fx.Node) -> set[int]:
@@ -152,10 +140,6 @@ def _writable(target: Any) -> tuple[tuple[int, str], ...]:
         for i, argument in enumerate(schema.arguments if schema is not None else ())
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-
-
-def word(target: Any) -> str:
-    return str(target).removeprefix("fxshard.").removesuffix(".default")
 
 
 def unit_name(program: Program, node: fx.Node) -> str:

@@ -257,7 +257,7 @@ def test_ignored_parameters_keep_their_gradient_for_the_loop() -> None:
 # -- the program -----------------------------------------------------------------------------------
 
 
-def words(program: Program) -> list[Any]:
+def steps(program: Program) -> list[Any]:
     return program.graph.find_nodes(op="call_function", target=ops.step)
 
 
@@ -273,16 +273,16 @@ def test_each_unit_is_stepped_behind_its_reduction_and_its_gradients_are_freed(
     program = planned(MODELS["mlp13"], **layout).program
     assert [r for r in program.results if r.kind == "grad"] == []
     order = {node: i for i, node in enumerate(program.graph.nodes)}
-    assert len(words(program)) == len(program.units)
-    assert sorted(fqn for word in words(program) for fqn in word.args[2]) == sorted(program.params)
+    assert len(steps(program)) == len(program.units)
+    assert sorted(fqn for step in steps(program) for fqn in step.args[2]) == sorted(program.params)
     frees = program.graph.find_nodes(op="call_function", target=ops.free)
 
     def storages(node: Any) -> set[int]:
         return set().union(*map(tags.storage_ids, tags.operands(node)))
 
-    for word in words(program):
-        (free,) = (node for node in frees if storages(node) & storages(word))
-        assert order[free] == order[word] + 1
+    for step in steps(program):
+        (free,) = (node for node in frees if storages(node) & storages(step))
+        assert order[free] == order[step] + 1
 
 
 def test_golden() -> None:
@@ -312,84 +312,84 @@ GOLDEN = """\
 def test_with_one_rank_a_parameter_is_stepped_behind_its_last_reader() -> None:
     program = planned(world_size=1).program
     order = {node: i for i, node in enumerate(program.graph.nodes)}
-    for word in words(program):
-        shards = set().union(*map(tags.storage_ids, word.args[1]))
+    for step in steps(program):
+        shards = set().union(*map(tags.storage_ids, step.args[1]))
         readers = [
             node
             for node in program.graph.nodes
             if node.op == "call_function"
             and set().union(*map(tags.storage_ids, node.all_input_nodes), set()) & shards
         ]
-        assert max(readers, key=order.__getitem__) is word
+        assert max(readers, key=order.__getitem__) is step
 
 
 def swapped_shards(program: Program) -> None:
-    word = words(program)[0]
-    first, second = word.args[1]
-    word.args = (word.args[0], [second, first], word.args[2])
+    step = steps(program)[0]
+    first, second = step.args[1]
+    step.args = (step.args[0], [second, first], step.args[2])
 
 
 def swapped_gradients(program: Program) -> None:
-    word = words(program)[0]
-    first, second = word.args[0]
-    word.args = ([second, first], *word.args[1:])
+    step = steps(program)[0]
+    first, second = step.args[0]
+    step.args = ([second, first], *step.args[1:])
 
 
 def lost(program: Program) -> None:
-    program.graph.erase_node(words(program)[0])
+    program.graph.erase_node(steps(program)[0])
 
 
 def stepped_twice(program: Program) -> None:
-    word = words(program)[0]
-    with program.graph.inserting_after(word):
-        again = program.graph.node_copy(word)
-    again.meta = dict(word.meta)
+    step = steps(program)[0]
+    with program.graph.inserting_after(step):
+        again = program.graph.node_copy(step)
+    again.meta = dict(step.meta)
 
 
 def before_the_wait(program: Program) -> None:
-    word = words(program)[0]
-    (pair,) = {tags.get(tags.source(grad)).pair for grad in tags.operands(word)}
+    step = steps(program)[0]
+    (pair,) = {tags.get(tags.source(grad)).pair for grad in tags.operands(step)}
     (wait,) = (n for n in program.graph.nodes if n.target is ops.wait and tags.get(n).pair == pair)
     parts = [n for n in program.graph.nodes if tags.get(n).pair == pair]
-    for node in [*(n for n in parts if tags.get(n).role == "settle"), word]:
+    for node in [*(n for n in parts if tags.get(n).role == "settle"), step]:
         wait.prepend(node)
 
 
 def read_later(program: Program) -> None:
-    word = words(program)[0]
-    grad = tags.operands(word)[0]
-    with program.graph.inserting_after(word):
+    step = steps(program)[0]
+    grad = tags.operands(step)[0]
+    with program.graph.inserting_after(step):
         made = program.graph.call_function(torch.ops.aten.neg.default, (grad,))
-    tags.put(made, dataclasses.replace(tags.get(word), role="compute"), program.refake(made))
+    tags.put(made, dataclasses.replace(tags.get(step), role="compute"), program.refake(made))
 
 
-def gather_of(program: Program, word: Any) -> Any:
-    """The all-gather of backward that sends what `word` steps."""
+def gather_of(program: Program, step: Any) -> Any:
+    """The all-gather of backward that sends what `step` steps."""
     return next(
         node
         for node in program.phase("backward")
-        if node.target is ops.all_gather and node.all_input_nodes[0] in word.args[1]
+        if node.target is ops.all_gather and node.all_input_nodes[0] in step.args[1]
     )
 
 
 def gathered_later(program: Program) -> None:
-    word = words(program)[0]
-    with program.graph.inserting_after(word):
-        gather = program.graph.node_copy(gather_of(program, word))
+    step = steps(program)[0]
+    with program.graph.inserting_after(step):
+        gather = program.graph.node_copy(gather_of(program, step))
     gather.meta = dict(gather.meta) | {"fxshard": dataclasses.replace(tags.get(gather), pair=99)}
 
 
 def still_in_flight(program: Program) -> None:
-    word = words(program)[0]
-    pair = tags.get(gather_of(program, word)).pair
+    step = steps(program)[0]
+    pair = tags.get(gather_of(program, step)).pair
     (wait,) = (n for n in program.graph.nodes if n.target is ops.wait and tags.get(n).pair == pair)
-    word.append(wait)
+    step.append(wait)
 
 
 def returned(program: Program) -> None:
-    word = words(program)[0]
-    program.results.append(Result("grad", word.args[2][0]))
-    program.values = [*program.values, tags.operands(word)[0]]
+    step = steps(program)[0]
+    program.results.append(Result("grad", step.args[2][0]))
+    program.values = [*program.values, tags.operands(step)[0]]
 
 
 def under_no_sync(program: Program) -> None:
@@ -397,8 +397,8 @@ def under_no_sync(program: Program) -> None:
 
 
 def shorter(program: Program) -> None:
-    word = words(program)[0]
-    word.args = (word.args[0], word.args[1][:1], word.args[2])
+    step = steps(program)[0]
+    step.args = (step.args[0], step.args[1][:1], step.args[2])
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def by_hand(*rows: RowOf) -> Program:
                 }[word]
                 tag = dataclasses.replace(tag, role=word, stream=word)
                 name = f"{word}_{pair}"
-                launched[unit] = transfers.insert_word(
+                launched[unit] = transfers.insert_operator(
                     program, target, ([sent], 2), ["p"], tag, name
                 )
     program.schedule = outline.build(program)
@@ -369,7 +369,7 @@ def test_identical_layers_are_costed_once(monkeypatch: pytest.MonkeyPatch) -> No
         program = rewritten(graphs.layered(depth))
         calls.clear()
         timeline.estimate([program], toy())
-        return len([node for node in calls if node.target not in ops.WORDS])
+        return len([node for node in calls if node.target not in ops.OPERATORS])
 
     assert counted(4) == counted(16) > 0
 

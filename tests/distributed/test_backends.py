@@ -247,7 +247,7 @@ def calls_of_a_step(rank: int, world_size: int) -> tuple[dict[str, int], dict[st
     with count_collectives() as seen:
         model(x).sum().backward()
     program = model.plan.program
-    launches = [n for n in program.graph.nodes if n.target in ops.COLLECTIVES]
+    launches = [n for n in program.graph.nodes if ops.of(n).collective]
     planned = {str(t): 0 for t in (ops.all_gather, ops.reduce_scatter)}
     for launch in launches:
         planned[str(launch.target)] += BACKENDS["gloo"].calls(launch)

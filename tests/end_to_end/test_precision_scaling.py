@@ -65,12 +65,12 @@ def test_a_cast_stands_in_front_of_each_gather() -> None:
         args, kwargs = case.batch(0, 0)
         options = {"world_size": 4, "units": case.units, "mixed_precision": LOW, **APART}
         program = fxshard.plan(case.build(), args, kwargs, **options).program
-        words = [n for n in program.graph.nodes if n.target in ops.WORDS]
-        gathers = [n for n in words if n.target is ops.all_gather]
-        casts = [n for n in words if n.target is ops.cast]
+        ours = [n for n in program.graph.nodes if n.target in ops.OPERATORS]
+        gathers = [n for n in ours if n.target is ops.all_gather]
+        casts = [n for n in ours if n.target is ops.cast]
         assert len(casts) == len(gathers) >= 7
         for cast, gather in zip(casts, gathers, strict=True):
-            assert words.index(gather) == words.index(cast) + 1
+            assert ours.index(gather) == ours.index(cast) + 1
             picks = gather.args[0]
             assert [pick.args[0] for pick in picks] == [cast] * len(picks)
             assert len(cast.args[0]) == len(picks)

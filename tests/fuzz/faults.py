@@ -43,16 +43,15 @@ def wrong_divide_factor(patch: pytest.MonkeyPatch) -> None:
 @fault(sharded)
 def stale_unshard(patch: pytest.MonkeyPatch) -> None:
     """An all-gather gives again what it gave in the first step."""
-    right, known = in_process._collective, {}
+    right, known = in_process.InProcessWorld._run_row, {}
 
-    def gather_once(row: Any, values: Any) -> list[Tensor]:
-        made = right(row, values)
-        if row.target is not ops.all_gather:
-            return made
-        key = (row.name, len(values), made[0].shape)
-        return [t.clone() for t in known.setdefault(key, [t.clone() for t in made])]
+    def gather_once(world: Any, row: Any, envs: Any) -> None:
+        right(world, row, envs)
+        for rank, env in enumerate(envs if row.target is ops.all_gather else ()):
+            key = (row.name, rank, *(t.shape for t in env[row]))
+            env[row] = [t.clone() for t in known.setdefault(key, [t.clone() for t in env[row]])]
 
-    patch.setattr(in_process, "_collective", gather_once)
+    patch.setattr(in_process.InProcessWorld, "_run_row", gather_once)
 
 
 @fault(sharded)
@@ -80,13 +79,12 @@ def wrong_dtype_of_the_reduction(patch: pytest.MonkeyPatch) -> None:
 @fault(sharded)
 def ranks_swapped_in_reduce_scatter(patch: pytest.MonkeyPatch) -> None:
     """The first rank gets the chunk of the last."""
-    right = in_process._collective
+    right = in_process.InProcessWorld.reduce_scatter
 
-    def swapped(row: Any, values: Any) -> list[Tensor]:
-        made = right(row, values)
-        return made[::-1] if row.target is ops.reduce_scatter else made
+    def swapped(*args: Any, **options: Any) -> list[list[Tensor]]:
+        return right(*args, **options)[::-1]
 
-    patch.setattr(in_process, "_collective", swapped)
+    patch.setattr(in_process.InProcessWorld, "reduce_scatter", swapped)
 
 
 @fault(lambda case: "buffer_written" in case.operators())

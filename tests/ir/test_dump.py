@@ -254,7 +254,7 @@ def test_live_bytes_are_those_of_the_report(folded: bool) -> None:
         start = next(p.start for p in ledger.phases if p.name == phase)
         names = [moment.node for moment in ledger.moments]
         for node in graph.nodes:
-            if node.op == "call_module" or node.target in ops.WORDS:
+            if node.op == "call_module" or node.target in ops.OPERATORS:
                 tick = 2 * names.index(node.name, start + 1) + 1
                 expected.append(int(ledger.totals[tick]))
     found = live_after(made.memory)

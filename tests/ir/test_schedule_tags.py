@@ -104,10 +104,10 @@ def test_changes_of_what_is_run_are_found() -> None:
     for change in ("double", "drop", "swap", "argument"):
         program = finished()
         assert program.schedule is not None and program.schedule.backward is not None
-        words = {row.target: row for row in rows(program) if row.target in ops.WORDS}
-        for word in words.values():
+        ours = {row.target: row for row in rows(program) if row.target in ops.OPERATORS}
+        for node in ours.values():
             program = finished()
-            (row,) = (each for each in rows(program) if each.name == word.name)
+            (row,) = (each for each in rows(program) if each.name == node.name)
             if change == "double":
                 with row.graph.inserting_after(row):
                     twin = row.graph.node_copy(row)

@@ -101,7 +101,7 @@ def test_collectives_in_order() -> None:
 
 def sorted_as_launched(*lines: str) -> list[str]:
     """`lines` in the order of the launches of the graph (which passes choose)."""
-    nodes = [n for n in rewritten(graphs.chain()).phase("backward") if n.target in ops.COLLECTIVES]
+    nodes = [n for n in rewritten(graphs.chain()).phase("backward") if ops.of(n).collective]
     names = [dump.operation(n) + f" unit={tags.get(n).unit}" for n in nodes]
     found = {f"{line.split()[0]} {line[line.index('unit=') :].split()[0]}": line for line in lines}
     return [found[name] for name in names]
@@ -118,7 +118,7 @@ def test_groups_operations_and_dtypes_are_said() -> None:
 
 def test_collectives_are_those_of_the_graph() -> None:
     program = plan("mlp13", world_size=3).program
-    launches = [node for node in program.graph.nodes if node.target in ops.COLLECTIVES]
+    launches = [node for node in program.graph.nodes if ops.of(node).collective]
     lines = collectives(program)
     assert len(lines) == len(launches)
     for line, node in zip(lines, launches, strict=True):
@@ -219,7 +219,7 @@ def dropped(node: fx.Node) -> None:
 def launched_later(node: fx.Node) -> None:
     """Behind the next collective."""
     following = node.next
-    while following.target not in ops.COLLECTIVES:
+    while not ops.of(following).collective:
         following = following.next
         if following.op == "output":
             return
@@ -265,7 +265,7 @@ def changed(build: Callable[[], Program], change: Change) -> Iterator[tuple[int,
     right = build()
     for number in range(len(collectives(right))):
         program = fresh(right, right.world_size)
-        node = [n for n in program.graph.nodes if n.target in ops.COLLECTIVES][number]
+        node = [n for n in program.graph.nodes if ops.of(n).collective][number]
         before = (node.target, node.args, dict(node.meta), node.next, len(program.graph.nodes))
         what = [(n.meta["val"], tags.get(n)) for n in (*tags.operands(node), *node.users)]
         with program.fake_mode:

@@ -79,7 +79,7 @@ def buffers(program: Program) -> tuple[int, int]:
         if node.op == "placeholder":
             kept |= tags.storage_ids(node)
     for node in program.graph.nodes:
-        if node.target in (*ops.ASYNCHRONOUS, ops.unpack):
+        if ops.of(node).asynchronous or node.target is ops.unpack:
             for each in (node, *tags.operands(node)):
                 theirs |= {id(s): s.nbytes() for s in tags.storages(each) if id(s) not in kept}
             alive |= {s: theirs[s] for s in tags.storage_ids(node) if s in theirs}

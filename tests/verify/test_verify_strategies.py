@@ -84,7 +84,7 @@ def again(program: Program, behind: fx.Node, node: fx.Node, taken: list[fx.Node]
         tags.get(node), phase="backward", pair=99, records="z99", waits=(), fqn=None
     )
     with program.graph.inserting_before(behind.next):
-        got, *_ = transfers.insert_word(
+        got, *_ = transfers.insert_operator(
             program, node.target, (taken, *node.args[1:]), [str(tags.get(taken[0]).fqn)], tag, "z"
         )
         transfers.insert_wait(program, [got], tag)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard._torch import optimizers, process_groups
 from fxshard.errors import RankDiedError, RankMismatchError
-from fxshard.ir import layout
+from fxshard.ir import layout, ops
 from fxshard.runtime.world import peers as patience
 from fxshard.runtime.world.backends import as_real, backend_of
 from fxshard.runtime.world.peers import Cause, Peers
@@ -53,7 +53,7 @@ class C10dWorld:
     """Runs the collectives of a schedule on the process groups of a mesh.
 
     A launch makes the calls that `fxshard.runtime.world.backends` states. On CUDA they are issued
-    from the stream that its tag says (`fxshard.verify.orders.STREAMS`); streams wait for events as
+    from the stream that its tag says (`fxshard.ir.ops`); streams wait for events as
     the program's annotations say, and for nothing else. Buffers are allocated and freed on the
     compute stream, so that the caching allocator needs no ``record_stream``
     (`fxshard.verify.orders` says why).
@@ -119,7 +119,7 @@ class C10dWorld:
         members = self.groups[group]
         size = members.size()
         buffers = [s.new_empty(layout.gathered(s.shape, size)) for s in shards]
-        with self._launch("unshard", pair, group) as launch:
+        with self._launch(ops.all_gather, pair, group) as launch:
             for work in backend_of(members).all_gather(members, buffers, shards):
                 launch.works.append(work)
         return buffers
@@ -132,7 +132,7 @@ class C10dWorld:
         results = [g.new_empty(layout.part(g.shape, size)) for g in grads]
         options = dist.ReduceScatterOptions()
         options.reduceOp = OPS[op]
-        with self._launch("reduce", pair, group) as launch:
+        with self._launch(ops.reduce_scatter, pair, group) as launch:
             into, sent = list(map(as_real, results)), list(map(as_real, grads))
             launch.works.append(members.reduce_scatter_tensor_coalesced(into, sent, options))
         return results
@@ -143,7 +143,7 @@ class C10dWorld:
         options = dist.AllreduceCoalescedOptions()
         options.reduceOp = OPS[op]
         grads = [grad.resolve_conj() for grad in grads]
-        with self._launch("all-reduce", pair, group) as launch:
+        with self._launch(ops.all_reduce, pair, group) as launch:
             # Flat: gloo copies the one tensor of a launch back from a view of its shape, which must
             # have its strides, also those of dimensions with one element.
             sent = [as_real(grad).view(-1) for grad in grads]
@@ -156,7 +156,7 @@ class C10dWorld:
         group = "shard" if self.size > 1 else "replicate"
         if self.size > 1:
             results = [g.new_empty(layout.part(g.shape, self.size)) for g in grads]
-        with self._launch("reduce", pair, group):
+        with self._launch(ops.comm_hook, pair, group):
             if self.size > 1:
                 self.hook(grads[0], results[0])
             else:
@@ -165,13 +165,13 @@ class C10dWorld:
 
     def cast(self, tensors: list[Tensor], dtype: torch.dtype, pair: int) -> list[Tensor]:
         made = [torch.empty_like(t, dtype=dtype) for t in tensors]
-        with self._launch("unshard", pair):
+        with self._launch(ops.cast, pair):
             optimizers.foreach_copy(made, tensors)
         return made
 
     def load(self, tensors: list[Tensor], device: torch.device, pair: int) -> list[Tensor]:
         made = [torch.empty_like(t, device=device) for t in tensors]
-        with self._launch("load", pair):
+        with self._launch(ops.load, pair):
             for to, tensor in zip(made, tensors, strict=True):
                 to.copy_(tensor, non_blocking=True)
         return made
@@ -179,14 +179,14 @@ class C10dWorld:
     def store(self, tensors: list[Tensor], pair: int) -> list[Tensor]:
         pin = tensors[0].device.type == "cuda"
         made = [torch.empty_like(t, device="cpu", pin_memory=pin) for t in tensors]
-        with self._launch("store", pair):
+        with self._launch(ops.store, pair):
             for to, tensor in zip(made, tensors, strict=True):
                 to.copy_(tensor, non_blocking=True)
         return made
 
     def pack(self, shards: list[Tensor], dtype: torch.dtype, pair: int) -> list[Tensor]:
         flat = shards[0].new_empty(sum(shard.numel() for shard in shards), dtype=dtype)
-        with self._launch("unshard", pair):
+        with self._launch(ops.pack, pair):
             pieces = layout.pieces(flat, [shard.shape for shard in shards])
             optimizers.foreach_copy(pieces, shards)
         return [flat]
@@ -225,20 +225,21 @@ class C10dWorld:
             tensor.untyped_storage().resize_(0)
 
     @contextlib.contextmanager
-    def _launch(self, stream: str, pair: int, group: str | None = None) -> Iterator[_Launch]:
-        """Issue work from `stream`."""
+    def _launch(self, operator: Any, pair: int, group: str | None = None) -> Iterator[_Launch]:
+        """Issue work of `operator` from its stream; in a group, it is a collective."""
         launch = _Launch()
         self._launched[pair] = launch
         self._issued += group is not None
         with contextlib.ExitStack() as stack:
             if self.cuda is not None:
-                stack.enter_context(self.cuda.stream(self._stream(stream)))
+                stream = self._stream(ops.OPERATORS[operator].stream)
+                stack.enter_context(self.cuda.stream(stream))
             if group is not None:
                 stack.enter_context(self._explained(group))
             yield launch
             if self.cuda is not None:
                 while launch.works:
-                    launch.works.pop().wait()  # `stream` waits for NCCL's own; the host goes on
+                    launch.works.pop().wait()  # that stream waits for NCCL's own; the host goes on
 
     def _finish(self, work: dist.Work) -> None:
         """Wait for `work`, unless another rank says that it will never be over."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -13,12 +14,14 @@ from torch import Tensor, fx
 
 from fxshard.ir import layout, ops, tags
 
+Ranks = list[list[Tensor]]  # per rank of a group, the operands or the results of an operator
+
 
 class InProcessWorld:
     """Runs each row of an outer schedule for every rank before the next row.
 
-    Collectives are then plain tensor operations over the ranks' values: concatenate, average,
-    cut. Every rank sees the same batch, and the same random numbers.
+    An operator of ours is a method of its name: plain tensor operations over the ranks' values:
+    concatenate, average, cut. Every rank sees the same batch, and the same random numbers.
 
     Attributes:
         size: ranks that share a parameter.
@@ -82,65 +85,87 @@ class InProcessWorld:
         raise AssertionError("a graph without output")
 
     def _run_row(self, row: fx.Node, envs: list[dict[fx.Node, Any]]) -> None:
-        if row.target in ops.COLLECTIVES:
+        if row.target in ops.OPERATORS:
+            options = {n: v for n, v in ops.given(row).items() if n not in ("size", "group")}
             for members in self._groups(row):
-                mine = [envs[rank] for rank in members]
-                sent = [[env[n] for n in tags.operands(row)] for env in mine]
-                done = [_collective(row, values) for values in zip(*sent, strict=True)]
-                for i, env in enumerate(mine):
-                    env[row] = [per_rank[i] for per_rank in done]
-        elif row.target is ops.reshard:
-            for members in self._groups(row):
-                for i, rank in enumerate(members):
-                    buffers = [envs[rank][n] for n in tags.operands(row)]
-                    envs[rank][row] = [layout.part_of(b, i, len(members)).clone() for b in buffers]
-        elif row.target is ops.pack:
-            for env in envs:
-                flat = [env[n].reshape(-1).to(row.args[1]) for n in tags.operands(row)]
-                env[row] = [torch.cat(flat)]
-        elif row.target is ops.unpack:
-            for env in envs:
-                env[row] = _unpacked(env[tags.operands(row)[0]], *row.args[1:])  # type: ignore[arg-type]
-        elif row.target in (ops.cast, ops.load, ops.store):
-            to = {ops.cast: row.args[-1], ops.load: row.args[-1], ops.store: "cpu"}[row.target]
-            for env in envs:
-                env[row] = [env[n].to(to, copy=True) for n in tags.operands(row)]
+                given = [[envs[rank][n] for n in tags.operands(row)] for rank in members]
+                made = getattr(self, ops.of(row).name)(given, **options)
+                for rank, results in zip(members, made, strict=True):
+                    envs[rank][row] = results
         elif row.target is operator.getitem:
             for env in envs:
                 env[row] = env[tags.source(row)][row.args[1]]
-        elif row.target not in (ops.wait, ops.free):
+        else:
             for env in envs:
                 args = fx.node.map_arg(row.args, env.__getitem__)
                 kwargs = fx.node.map_arg(row.kwargs, env.__getitem__)
                 env[row] = row.target(*args, **kwargs)  # type: ignore[operator]
 
     def _groups(self, row: fx.Node) -> list[range]:
-        """The ranks that take part together in a collective, group by group."""
-        named = {argument.name: i for i, argument in enumerate(row.target._schema.arguments)}  # type: ignore[union-attr]
-        at = named["group"]
-        default = "replicate" if row.target is ops.all_reduce else "shard"
-        group = str(row.args[at]) if len(row.args) > at else default
+        """The ranks that take part together in an operator, group by group."""
+        group = ops.group(row)
         if group == "replicate":
             return [range(shard, self.ranks, self.size) for shard in range(self.size)]
-        size = int(group.removeprefix("reshard")) if group != "shard" else self.size
+        size = {None: 1, "shard": self.size}.get(group) or int(str(group).removeprefix("reshard"))
         return [range(start, start + size) for start in range(0, self.ranks, size)]
 
+    # -- the operators: what each rank of a group gets, of what each gives -------------------------
 
-def _collective(row: fx.Node, values: Sequence[Tensor]) -> list[Tensor]:
-    """What each rank gets for one tensor per rank."""
-    if row.target is ops.all_gather:
-        return [torch.cat(list(values)) for _ in values]
-    op = str(row.args[3]) if len(row.args) > 3 else "avg"
-    total = REDUCE[op](values)
-    if row.target is ops.all_reduce:
-        for value in values:
-            value.copy_(total)
-        return list(values)
-    return [layout.part_of(total, i, len(values)).clone() for i in range(len(values))]
+    def all_gather(self, ranks: Ranks) -> Ranks:
+        """The shards of all, in their order."""
+        return [[torch.cat(shards) for shards in zip(*ranks, strict=True)] for _ in ranks]
+
+    def reduce_scatter(self, ranks: Ranks, op: str = "avg") -> Ranks:
+        """A part of what all together have."""
+        totals = [REDUCE[op](values) for values in zip(*ranks, strict=True)]
+        return self.reshard([totals] * len(ranks))
+
+    def all_reduce(self, ranks: Ranks, op: str = "avg") -> Ranks:
+        """What all together have, in place."""
+        for values in zip(*ranks, strict=True):
+            total = REDUCE[op](values)
+            for value in values:
+                value.copy_(total)
+        return ranks
+
+    def reshard(self, ranks: Ranks) -> Ranks:
+        """A part of its own."""
+        size = len(ranks)
+        return [
+            [layout.part_of(b, i, size).clone() for b in buffers] for i, buffers in enumerate(ranks)
+        ]
+
+    def cast(self, ranks: Ranks, dtype: torch.dtype) -> Ranks:
+        """Copies in `dtype`."""
+        return [[tensor.to(dtype, copy=True) for tensor in tensors] for tensors in ranks]
+
+    def load(self, ranks: Ranks, device: torch.device | str) -> Ranks:
+        """Copies on `device`."""
+        return [[tensor.to(device, copy=True) for tensor in tensors] for tensors in ranks]
+
+    def store(self, ranks: Ranks) -> Ranks:
+        """Copies on the CPU."""
+        return self.load(ranks, "cpu")
+
+    def pack(self, ranks: Ranks, dtype: torch.dtype) -> Ranks:
+        """Its shards in one flat tensor."""
+        return [[torch.cat([s.reshape(-1).to(dtype) for s in shards])] for shards in ranks]
+
+    def unpack(self, ranks: Ranks, chunks: Sequence[Sequence[int]]) -> Ranks:
+        """All ranks' chunks of each parameter, out of what was gathered rank by rank."""
+        return [_unpacked(packed, chunks) for (packed,) in ranks]
+
+    def wait(self, ranks: Ranks) -> list[None]:
+        """Nothing: what was launched is over."""
+        return [None for _ in ranks]
+
+    def free(self, ranks: Ranks) -> list[None]:
+        """Nothing: a value is gone behind its last reader."""
+        return [None for _ in ranks]
 
 
-def _unpacked(packed: Tensor, size: int, chunks: Sequence[Sequence[int]]) -> list[Tensor]:
-    """All ranks' chunks of each parameter, out of what was gathered rank by rank."""
+def _unpacked(packed: Tensor, chunks: Sequence[Sequence[int]]) -> list[Tensor]:
+    size = packed.numel() // sum(map(math.prod, chunks))
     pairs = zip(layout.pieces_by_rank(packed, size, chunks), chunks, strict=True)
     return [piece.reshape(layout.gathered(chunk, size)).clone() for piece, chunk in pairs]
 
