@@ -84,10 +84,10 @@ class GraphReports:
     def __str__(self) -> str:
         lines = []
         for number, report in enumerate(self.graphs):
-            program = report.program
-            kind = "forward and backward" if program.signature.training else "forward"
+            kind = "forward and backward" if report.training else "forward"
+            parameters = sum(len(unit.params) for unit in report.units)
             lines.append(
-                f"graph {number}: {kind}, {len(program.params)} parameters, peak "
+                f"graph {number}: {kind}, {parameters} parameters, peak "
                 f"{size_text(report.peak_bytes)}, saved {size_text(saved_bytes(report))}"
             )
         total = f"peak {size_text(self.peak_bytes)}, saved {size_text(self.saved_bytes)}"

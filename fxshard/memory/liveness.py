@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import collections
 import copy
-import dataclasses
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import sympy
 import torch
@@ -29,7 +28,7 @@ from fxshard.host import collector
 from fxshard.ir import ops, tags, transfers
 from fxshard.ir.compiled import Compiled
 from fxshard.ir.program import Program, nbytes
-from fxshard.ir.schedule import Region, Schedule, last_reads, points
+from fxshard.ir.schedule import Point, Region, Schedule, last_reads, points
 from fxshard.ir.units import buffer_dtypes
 from fxshard.memory import symbolic
 from fxshard.memory.category import Category
@@ -39,28 +38,11 @@ from fxshard.memory.gradients import (
     is_reduce_copy,
     unreached,
 )
-from fxshard.memory.ledger import BEFORE, LOSS, OPTIMIZER, Ledger, LiveRange, Moment
+from fxshard.memory.ledger import BEFORE, LOSS, OPTIMIZER, Ledger, LiveRange, Moment, owner_of
 from fxshard.memory.loss import LossStep
 from fxshard.memory.optimizer import OptimizerStep, Words
 from fxshard.memory.recording import Event
-
-
-@dataclasses.dataclass
-class StepBytes:
-    """Live ranges of a whole step, for the first step and for the steady state.
-
-    Attributes:
-        programs: what was analysed, one per micro-batch.
-        first, steady: the ledgers.
-        optimizer: class name of the analysed optimizer, or None.
-        device: type of the device that it is planned for.
-    """
-
-    programs: list[Program]
-    first: Ledger
-    steady: Ledger
-    optimizer: str | None
-    device: str
+from fxshard.memory.report import AskedPlan, MemoryReport
 
 
 def held_ranges(
@@ -129,11 +111,6 @@ def held_ranges(
     return found
 
 
-def owner_of(fqn: str) -> str:
-    """FQN of the module that holds a parameter or buffer."""
-    return fqn.rpartition(".")[0]
-
-
 @collector.paused()
 def analyse(
     programs: Sequence[Program],
@@ -143,7 +120,8 @@ def analyse(
     device: str = "cpu",
     *,
     formulas: bool = False,
-) -> StepBytes:
+    plan: AskedPlan | None = None,
+) -> MemoryReport:
     """The live ranges of the first and of the steady step.
 
     Args:
@@ -153,10 +131,26 @@ def analyse(
         loss: from `fxshard.memory.loss.trace_loss`, or None.
         device: type of the device that it is planned for.
         formulas: the ranges get `LiveRange.formula`; then `held`, `step` and `loss` have theirs.
+        plan: what the report asks where the program is needed.
     """
-    first, steady = _walks(programs, held, step, loss, formulas)
-    name = step.name if step else None
-    return StepBytes(list(programs), first, steady, name, device)
+    last = programs[-1]
+    if step is not None and step.words is not None:
+        first = _walk_with_steps(programs, held, step, step.initial, step.words[0], loss, formulas)
+        steady = _walk_with_steps(programs, held, step, step.held, step.words[1], loss, formulas)
+    else:
+        first, steady = _walks(programs, held, step, loss, formulas)
+    return MemoryReport(
+        first=first.ledger,
+        steady=steady.ledger,
+        calls=tuple(program.calls for program in programs),
+        units=last.units,
+        world_size=last.world_size,
+        training=last.signature.training,
+        offloaded=last.offloaded,
+        optimizer=step.name if step else None,
+        device=device,
+        plan=plan,
+    )
 
 
 def _walks(
@@ -165,44 +159,41 @@ def _walks(
     step: OptimizerStep | None,
     loss: LossStep | None,
     formulas: bool,
-) -> tuple[Ledger, Ledger]:
-    if step is not None and step.words is not None:
-        return _walks_with_steps(programs, held, step, loss, formulas)
+) -> tuple[Walk, Walk]:
+    """The first step and the steady one, which differ in what the optimizer holds and makes."""
     steady = Walk(held, formulas=formulas)
     for number, program in enumerate(programs):
         steady.run(program, number, loss)
     last = programs[-1]
     first = steady
     if step is not None and last.signature.training:
-        first = steady.forked()  # the two differ in what the optimizer holds and makes alone
+        first = steady.forked()
         first.hold_state(step, step.initial, last.offloaded)
         steady.hold_state(step, step.held, last.offloaded)
-        for walk in (first, steady):
-            walk.optimizer(step, walk is first, last.offloaded)
+        first.optimizer(step, step.first, last.offloaded)
+        steady.optimizer(step, step.second, last.offloaded)
     for walk in dict.fromkeys((first, steady)):
         if last.signature.training:
             walk.zero_grad()
-    return first.ledger, steady.ledger
+    return first, steady
 
 
-def _walks_with_steps(
+def _walk_with_steps(
     programs: Sequence[Program],
     held: list[LiveRange],
     step: OptimizerStep,
+    state: Sequence[int],
+    events: Words,
     loss: LossStep | None,
     formulas: bool,
-) -> tuple[Ledger, Ledger]:
-    """The same for programs that step: what the optimizer makes differs within backward."""
-    assert step.words is not None
-    ledgers = []
-    for state, events in ((step.initial, step.words[0]), (step.held, step.words[1])):
-        walk = Walk(held, step, events, formulas=formulas)
-        walk.hold_state(step, state, programs[-1].offloaded)
-        for number, program in enumerate(programs):
-            walk.run(program, number, loss)
-        walk.zero_grad()
-        ledgers.append(walk.ledger)
-    return ledgers[0], ledgers[1]
+) -> Walk:
+    """Of programs that step: what the optimizer makes differs within backward."""
+    walk = Walk(held, step, events, formulas=formulas)
+    walk.hold_state(step, state, programs[-1].offloaded)
+    for number, program in enumerate(programs):
+        walk.run(program, number, loss)
+    walk.zero_grad()
+    return walk
 
 
 def _read(graph: fx.Graph, loss: LossStep) -> set[int]:
@@ -349,10 +340,9 @@ class Walk:
         if self.program.sync:
             self._sums.clear()
 
-    def optimizer(self, step: OptimizerStep, is_first: bool, host: bool) -> None:
+    def optimizer(self, step: OptimizerStep, events: Sequence[Event], host: bool) -> None:
         """The events of an optimizer's step."""
         self.ledger.begin("optimizer", -1)
-        events = step.first if is_first else step.second
         first = self.ledger.add(Moment(event.op, event.op, OPTIMIZER) for event in events)
         for point, event in enumerate(events, start=first):
             self.now = 2 * point
@@ -723,11 +713,16 @@ MADE_BY = {
 }
 
 
-def moment_of(place: Any) -> Moment:
-    """A point of the schedule for people."""
+def moment_of(place: Point) -> Moment:
+    """A point of the schedule as data."""
     tag = tags.get(place.origin)
     op = "" if place.origin.op == "call_module" else operation_of(place.origin)
-    return Moment(place.origin.name, op, tag.module, tag.stream, tag.line, tag.call)
+    kind: Literal["row", "size", "operator"] = "row"
+    if place.node is not None:
+        kind = "size" if isinstance(place.node.meta.get("val"), int) else "operator"
+    inside = tag.checkpoint is not None
+    where = place.origin.name, op, tag.module, tag.stream, tag.line, tag.call
+    return Moment(*where, kind, inside, tag.again)
 
 
 def operation_of(node: fx.Node) -> str:

@@ -8,9 +8,10 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import sympy
 import torch
@@ -28,6 +29,8 @@ from fxshard.ir.program import Program
 from fxshard.memory import symbolic
 from fxshard.memory.recording import Event, Kernels, Recorder, name_of
 
+T = TypeVar("T")
+
 
 class State(NamedTuple):
     bytes: int
@@ -36,7 +39,9 @@ class State(NamedTuple):
     shape: tuple[int, ...]
 
 
-Words = dict[tuple[str, ...], list[Event]]
+Words = dict[tuple[str, ...], list[Event]]  # by what is stepped together
+Runs = dict[tuple[str, ...], Callable[[], Any]]
+Tensors = Mapping[str, Tensor]  # by FQN
 
 
 @dataclasses.dataclass
@@ -107,24 +112,29 @@ def trace_step(
     """
     if optimizer is None:
         return None
-    record = functools.partial(
-        _record, program, optimizer, for_cuda=for_cuda, unused=unused, without=without
-    )
-    try:
-        # Scalars such as Adam's step are real beside meta shards: a step may read them.
-        recorded = record("meta", contextlib.nullcontext(), mixing := _Mixing())
-    except Exception as on_meta:
-        if isinstance(on_meta, ConfigError):
-            raise
-        try:
-            # fused kernels refuse meta tensors; fake CPU ones pass, if no scalar is read.
-            recorded = record("cpu", FakeTensorMode(), mixing := _Mixing())
-        except Exception as error:
-            raise refusal(optimizer, on_meta) from error
-    if not mixing.found or (program.world_size == 1 and mixing.found not in _NOWHERE):
+    trained = _trained(program) - without
+
+    def step(made: torch.optim.Optimizer, params: Tensors, grads: Tensors) -> Runs:
+        for fqn, grad in grads.items():
+            params[fqn].grad = grad
+        return {(): made.step}
+
+    def record(device: str, mode: AbstractContextManager[Any]) -> tuple[OptimizerStep, str]:
+        graded = {
+            fqn
+            for fqn, param in (program.params | program.wholes).items()
+            if fqn in trained or (unused and param.requires_grad)
+        }
+        make = functools.partial(make_optimizer, optimizer)
+        mixing = _Mixing()
+        found = record_steps(program, make, step, graded, device, mode, mixing, for_cuda=for_cuda)
+        return dataclasses.replace(found, without=without, words=None), mixing.found
+
+    recorded, mixing = without_data(optimizer, record)
+    if not mixing or (program.world_size == 1 and mixing not in _NOWHERE):
         return recorded
     raise ConfigError(
-        f"optimizer {recorded.name}: its step calls {mixing.found} on sharded parameters. There "
+        f"optimizer {recorded.name}: its step calls {mixing} on sharded parameters. There "
         f"DTensor communicates between ranks, or refuses; a plan knows this rank's rows alone. "
         f"Choose other options (fused, foreach) or another optimizer, or strategy='no_shard'."
     )
@@ -302,23 +312,53 @@ class RealScalars(TorchFunctionMode):
         return func(*args, **kwargs | {"device": torch.device("cpu")})
 
 
-def _record(
+def without_data(optimizer: Any, record: Callable[[str, AbstractContextManager[Any]], T]) -> T:
+    """What `record` gives on meta tensors, or on fake ones of the CPU.
+
+    Raises:
+        ConfigError: neither can be stepped.
+    """
+    try:
+        # Scalars such as Adam's step are real beside meta shards: a step may read them.
+        return record("meta", contextlib.nullcontext())
+    except ConfigError:
+        raise
+    except Exception as on_meta:
+        try:
+            # fused kernels refuse meta tensors; fake CPU ones pass, if no scalar is read.
+            return record("cpu", FakeTensorMode())
+        except Exception as error:
+            raise refusal(optimizer, on_meta) from error
+
+
+def record_steps(
     program: Program,
-    optimizer: Any,
+    make: Callable[[list[nn.Parameter], list[str]], Any],
+    runs_of: Callable[[Any, Tensors, Tensors], Runs],
+    graded: Container[str],
     device: str,
-    mode: contextlib.AbstractContextManager[Any],
-    mixing: _Mixing,
+    mode: AbstractContextManager[Any],
+    mixing: AbstractContextManager[Any],
     *,
     for_cuda: bool,
-    unused: bool,
-    without: frozenset[str],
 ) -> OptimizerStep:
-    trained = _trained(program) - without
+    """Two steps of an optimizer over rank 0's rows, with what each part of them allocates.
+
+    Args:
+        program: whose parameters they are.
+        make: from parameters and their FQNs to the optimizer.
+        runs_of: from it, and parameters and gradients by FQN, to the parts of a step.
+        graded: FQNs of the parameters that have a gradient.
+        device, mode: of the tensors.
+        mixing: a mode in which the optimizer runs.
+        for_cuda: record the implementation that is the default on CUDA.
+    """
     world = program.world_size
-    params: list[nn.Parameter] = []
-    fqns: list[str] = []
+    params: dict[str, nn.Parameter] = {}
+    grads: dict[str, Tensor] = {}
     recorder = Recorder(kernels=Kernels())
-    steps: list[list[Event]] = []
+    steps: list[Words] = []
+    states: list[dict[int, State]] = []
     with mode:
         everything = [*program.params.items(), *program.wholes.items()]
         for fqn, param in sorted(everything, key=lambda item: item[1].position):
@@ -326,52 +366,46 @@ def _record(
             if fqn not in program.wholes:
                 shape = (len(param.rows(0, world)), *shape[1:])
             data = torch.empty(shape, dtype=param.dtype, device=device)
-            shard = nn.Parameter(data, param.requires_grad)
+            params[fqn] = shard = nn.Parameter(data, param.requires_grad)
             recorder.know(shard.untyped_storage())
-            if fqn in trained or (unused and param.requires_grad):
-                shard.grad = torch.empty_like(shard)
-                recorder.know(shard.grad.untyped_storage())
-            params.append(shard)
-            fqns.append(fqn)
-        theirs = set(recorder.numbers.values())  # parameters and gradients
+            if fqn in graded:
+                grads[fqn] = torch.empty_like(shard)
+                recorder.know(grads[fqn].untyped_storage())
+        theirs = set(recorder.numbers.values())
+        names = {id(param): fqn for fqn, param in params.items()}
+
+        def state() -> dict[int, State]:
+            found = state_of(made, recorder, names)
+            return {number: each for number, each in found.items() if number not in theirs}
+
         with RealScalars(), mixing, recorder:
-            made = make_optimizer(optimizer, params, fqns)
+            made = make(list(params.values()), list(params))
         if for_cuda:
             choose_foreach(made)
-        names = {id(p): fqn for p, fqn in zip(params, fqns, strict=True)}
-        initial = [n for n in state_of(made, recorder, names) if n not in theirs]
-        states: list[dict[int, State]] = []
-        has_state = False
+        initial = list(state())
+        runs = runs_of(made, params, grads)
         for _ in range(2):
-            recorder.events = [Event("start", [], [])]
-            with RealScalars(), mixing, recorder:
-                made.step()
-            steps.append(recorder.events)
-            has_state = has_state or bool(made.state)
+            steps.append({})
+            for fqns, run in runs.items():
+                recorder.events = [Event("start", [], [])]
+                with RealScalars(), mixing, recorder:
+                    run()
+                steps[-1][fqns] = recorder.events
             recorder.events = [Event("end", [], [])]  # what dies with the recording is no step's
-            found = state_of(made, recorder, names)
-            states.append({n: entry for n, entry in found.items() if n not in theirs})
-    whole = step_of(made, steps, states, has_state)
-    return dataclasses.replace(whole, initial=initial, without=without)
-
-
-def step_of(
-    optimizer: torch.optim.Optimizer,
-    steps: list[list[Event]],
-    states: list[dict[int, State]],
-    has_state: bool,
-) -> OptimizerStep:
-    """From the events of two steps, and what was state behind each."""
+            states.append(state())
+    first, second = ([event for events in step.values() for event in events] for step in steps)
     both = states[0] | states[1]
     return OptimizerStep(
-        type(optimizer).__name__,
-        steps[0],
-        steps[1],
+        type(made).__name__,
+        first,
+        second,
         state={number: found.bytes for number, found in both.items()},
         held=list(states[0]),
         names={number: (found.name, found.owner) for number, found in both.items()},
         shapes={number: found.shape for number, found in both.items()},
-        has_state=has_state,
+        initial=initial,
+        has_state=bool(made.state),
+        words=(steps[0], steps[1]),
     )
 
 

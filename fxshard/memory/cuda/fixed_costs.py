@@ -6,9 +6,7 @@ import dataclasses
 import re
 
 from fxshard.errors import ConfigError
-
-KIB = 1024
-MIB = 1024 * KIB
+from fxshard.memory.cuda.settings import KIB, MIB
 
 HOPPER_WORKSPACE = 32 * MIB
 # CUBLAS_WORKSPACE_CONFIG as if it were :4096:2:16:8, two buffers of 4 MiB and eight of 16 KiB

@@ -15,6 +15,7 @@ import torch
 from fxshard.ir.program import Program
 from fxshard.memory.cuda.allocator import Allocation, Replay, replay
 from fxshard.memory.cuda.fixed_costs import FixedCost, fixed_costs
+from fxshard.memory.cuda.kernels import kernel_temporaries_cuda
 from fxshard.memory.cuda.settings import AllocatorSettings
 from fxshard.memory.kernels import KernelTemporary
 from fxshard.memory.ledger import BEFORE, Ledger, LiveRange
@@ -81,7 +82,6 @@ def device_memory(
     first: Ledger,
     steady: Ledger,
     programs: Sequence[Program],
-    kernels: Callable[[Program], list[KernelTemporary]],
     *,
     capability: tuple[int, int] = HOPPER,
     settings: AllocatorSettings | None = None,
@@ -92,12 +92,11 @@ def device_memory(
     Args:
         first, steady: ledgers of a step.
         programs: one per micro-batch.
-        kernels: from a program to the temporaries of its kernels.
         capability: of the GPU, as ``torch.cuda.get_device_capability``: decides the workspaces.
         settings: of the allocator; torch's defaults if None.
         capacity: bytes of the device without what is outside of the allocator; None: no limit.
     """
-    inside = {id(program): kernels(program) for program in programs}
+    inside = {id(program): kernel_temporaries_cuda(program) for program in programs}
     groups = max(1, len({"shard", "replicate"} if programs[-1].replicas > 1 else {"shard"}))
     fixed = tuple(fixed_costs(capability, communicators=groups))
     lives = list(_held(first))

@@ -17,7 +17,7 @@ from fxshard.capture.modules import join, own_tensors, put_back
 from fxshard.ir.program import nbytes
 from fxshard.ir.units import Param, buffer_dtypes
 from fxshard.memory.category import Category
-from fxshard.memory.ledger import LiveRange
+from fxshard.memory.ledger import LiveRange, owner_of
 from fxshard.memory.lifecycle.script import LifecyclePhase, Script
 from fxshard.memory.lifecycle.tree import Filled, Tree, dense
 from fxshard.memory.recording import Event, Recorder
@@ -50,7 +50,7 @@ def _given(tree: Tree, phase: str) -> tuple[Script, dict[int, list[LiveRange]], 
         if id(tensor) in ignored:
             category = Category.SHARDED_PARAM
         host = tree.lies_on_host(tensor)
-        range_ = LiveRange(0, fqn, "", fqn.rpartition(".")[0], category, size, host)
+        range_ = LiveRange(0, fqn, "", owner_of(fqn), category, size, host)
         given[id(tensor)] = [script.hold(range_)]
     return script, given, ignored
 
@@ -86,11 +86,10 @@ def _expose(
 
 def stand_in(tree: Tree, script: Script, fqn: str, param: Param) -> None:
     """One element that a DTensor is made of, before it gets its rows (`compat.stand_in`)."""
-    shard = tree.shards[fqn]
-    one = LiveRange(
-        0, f"stand-in for {fqn}", "", shard.module, Category.TEMP, param.dtype.itemsize, shard.host
-    )
-    script.transient(one.name, one)
+    shard, name = tree.shards[fqn], f"stand-in for {fqn}"
+    one = LiveRange(0, name, "", shard.module, Category.TEMP, param.dtype.itemsize, shard.host)
+    script.run(name, one)
+    script.drop(one)
 
 
 def _cast_buffers(tree: Tree, script: Script, given: dict[int, list[LiveRange]]) -> list[LiveRange]:
@@ -107,9 +106,8 @@ def _cast_buffers(tree: Tree, script: Script, given: dict[int, list[LiveRange]])
         if name not in dtypes and not moved:
             continue
         size = nbytes(tuple(buffer.shape), dtypes.get(name, buffer.dtype))
-        owner = name.rpartition(".")[0]
-        cast = LiveRange(0, name, "aten._to_copy", owner, Category.BUFFER, size)
-        script.run(f"cast {name}", cast, op=cast.op, module=owner)
+        cast = f"cast {name}", name, Category.BUFFER, size
+        script.make(*cast, op="aten._to_copy", module=owner_of(name))
         old += before
     return old
 
@@ -128,21 +126,18 @@ def init(tree: Tree) -> LifecyclePhase:
         if any(tensor.is_meta for tensor in own.values()):
             made, failed = _fill(tree, script, path, module, own)
             unknown += failed
-        before: LiveRange | None = None
+        before: list[LiveRange] = []
         for name, tensor in own.items():
             if sync and not tensor.is_contiguous() and not isinstance(tensor, DTensor):
-                sent = LiveRange(
-                    0, f"{join(path, name)} to send", "", path, Category.TEMP, dense(tensor)
-                )
-                script.transient("broadcast", sent)
-            if before is not None:
-                script.drop(before)
-            before = made.get(name)
-            if name in module._buffers and before is not None:
-                given[id(tensor)] = [before]
-                before = None
-        if before is not None:
-            script.drop(before)
+                sent = f"{join(path, name)} to send"
+                one = LiveRange(0, sent, "", path, Category.TEMP, dense(tensor))
+                script.run("broadcast", one)
+                script.drop(one)
+            script.drop(*before)
+            before = [made[name]] if name in made else []
+            if name in module._buffers and before:
+                given[id(tensor)], before = before, []
+        script.drop(*before)
     _expose(tree, script, given, ignored)
     return script.done(*unknown, *(_AGREEMENT if sync else ()))
 
@@ -165,9 +160,8 @@ def init_receiving(tree: Tree) -> LifecyclePhase:
     script.run("room", room, op="aten.empty")
     copies: list[LiveRange] = []
     for fqn, buffer in tree.model.named_buffers():
-        owner = fqn.rpartition(".")[0]
-        made = LiveRange(0, fqn, "aten.empty", owner, Category.BUFFER, dense(buffer))
-        script.run(f"receive {fqn}", made, op="aten.empty", module=owner)
+        received = f"receive {fqn}", fqn, Category.BUFFER, dense(buffer)
+        made = script.make(*received, op="aten.empty", module=owner_of(fqn))
         if buffer.is_meta or not buffer.is_contiguous():
             copies += given.get(id(buffer), [])
             given[id(buffer)] = [made]
@@ -192,9 +186,10 @@ def _fill(
         if id(tensor) not in copies:
             category = Category.BUFFER if name in module._buffers else Category.UNSHARDED_PARAM
             op = "aten.empty_like" if tensor.is_meta else "aten.clone"
-            made = LiveRange(0, join(path, name), op, path, category, dense(tensor))
-            script.run(f"{op} {made.name}", made, op=op, module=path)
-            copies[id(tensor)] = made
+            fqn = join(path, name)
+            copies[id(tensor)] = script.make(
+                f"{op} {fqn}", fqn, category, dense(tensor), op=op, module=path
+            )
     empty = [name for name, tensor in own.items() if tensor.is_meta]
     init = tree.config.param_init_fn
     said = "param_init_fn" if init else "reset_parameters"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -11,7 +12,7 @@ from fxshard.capture.modules import join
 from fxshard.ir.program import nbytes
 from fxshard.ir.units import buffer_dtypes
 from fxshard.memory.category import Category
-from fxshard.memory.ledger import OPTIMIZER, LiveRange
+from fxshard.memory.ledger import OPTIMIZER, LiveRange, owner_of
 from fxshard.memory.lifecycle.init import stand_in
 from fxshard.memory.lifecycle.script import LifecyclePhase, Script
 from fxshard.memory.lifecycle.tree import MESSAGES, Item, Tree
@@ -22,17 +23,11 @@ def state_held(tree: Tree, step: OptimizerStep | None) -> list[LiveRange]:
     """The optimizer's state between two steps."""
     if step is None:
         return []
-    return [
-        LiveRange(
-            0, *_named(step, number), Category.OPT_STATE, step.state[number], tree.program.offloaded
-        )
-        for number in step.held
-    ]
-
-
-def _named(step: OptimizerStep, number: int) -> tuple[str, str, str]:
-    name, owner = step.names[number]
-    return name, "", owner
+    made = []
+    for number in step.held:
+        (name, owner), size = step.names[number], step.state[number]
+        made.append(LiveRange(0, name, "", owner, Category.OPT_STATE, size, tree.program.offloaded))
+    return made
 
 
 def save_checkpoint(tree: Tree, step: OptimizerStep | None) -> LifecyclePhase:
@@ -57,17 +52,14 @@ def save_checkpoint(tree: Tree, step: OptimizerStep | None) -> LifecyclePhase:
         moves = tree.elsewhere and not item.host
         if rank or not item.storage or (item.storage == item.local and not moves):
             continue
-        copy = LiveRange(
-            0,
-            f"copy of {item.name}",
-            "aten._to_copy" if moves else "aten.clone",
-            item.name.rpartition(".")[0],
-            Category.TEMP,
-            item.local,
-            tree.elsewhere,
+        copies.append(
+            script.make(
+                *(f"write {item.name}", f"copy of {item.name}", Category.TEMP, item.local),
+                op="aten._to_copy" if moves else "aten.clone",
+                module=owner_of(item.name),
+                host=tree.elsewhere,
+            )
         )
-        script.run(f"write {item.name}", copy, op=copy.op, module=copy.module)
-        copies.append(copy)
     script.run("all written")
     script.drop(*copies)
     return script.done(*unknown)
@@ -85,38 +77,24 @@ def full_state_dict(tree: Tree, step: OptimizerStep | None, *, alone: bool) -> L
     for item in items:
         detached(tree, script, item)
     world = tree.program.world_size
-    gathered: dict[str, LiveRange] = {}
     for item in items:
-        owner = item.name.rpartition(".")[0]
+        name, owner = item.name, owner_of(item.name)
         whole: list[LiveRange] = []
         if item.sharded:
-            param = tree.params[item.name]
+            param = tree.params[name]
             if tree.elsewhere and item.host:
-                moved = LiveRange(
-                    0, f"rows of {item.name}", "aten._to_copy", owner, Category.TEMP, item.local
-                )
-                whole.append(moved)
-                script.run(f"move {item.name}", moved, op=moved.op, module=owner)
+                rows = f"rows of {name}", Category.TEMP, item.local
+                whole.append(script.make(f"move {name}", *rows, op="aten._to_copy", module=owner))
             if world > 1:
                 size = world * nbytes(param.chunk(world), param.dtype)
-                full = LiveRange(0, item.name, "all_gather", owner, Category.UNSHARDED_PARAM, size)
-                script.run(f"gather {item.name}", full, op=full.op, module=owner)
+                full = name, Category.UNSHARDED_PARAM, size
+                made = script.make(f"gather {name}", *full, op="all_gather", module=owner)
                 script.drop(*whole)
-                whole = [full]
+                whole = [made]
         if alone and tree.elsewhere and not (item.host and not item.sharded):
-            copy = LiveRange(
-                0,
-                f"{item.name} on the CPU",
-                "aten._to_copy",
-                owner,
-                Category.UNSHARDED_PARAM,
-                item.whole,
-                True,
-            )
-            script.run(f"offload {item.name}", copy, op=copy.op, module=owner)
+            copy = f"{name} on the CPU", Category.UNSHARDED_PARAM, item.whole
+            script.make(f"offload {name}", *copy, op="aten._to_copy", module=owner, host=True)
             script.drop(*whole)
-        for each in whole:
-            gathered[item.name] = each
     return script.done()
 
 
@@ -217,12 +195,9 @@ def new_state(script: Script, tree: Tree, new: OptimizerStep) -> list[LiveRange]
             size = tree.local(param)
             if fqn in tree.program.wholes:
                 size = nbytes(param.shape, param.dtype)
-            owner = fqn.rpartition(".")[0]
-            grad = LiveRange(
-                0, f"gradient of {fqn}", "aten.zeros_like", owner, Category.SHARDED_GRAD, size, host
-            )
-            script.run(f"zeros for {fqn}", grad, op=grad.op, module=owner)
-            grads.append(grad)
+            zeros = f"gradient of {fqn}", Category.SHARDED_GRAD, size
+            where: Any = {"op": "aten.zeros_like", "module": owner_of(fqn), "host": host}
+            grads.append(script.make(f"zeros for {fqn}", *zeros, **where))
     ranges: dict[int, LiveRange] = {}
     for event in new.first:
         made = []

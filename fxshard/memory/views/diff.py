@@ -8,9 +8,9 @@ from typing import Any
 
 from tabulate import tabulate
 
+from fxshard.bytesize import SIZES
 from fxshard.errors import ConfigError
 from fxshard.memory.category import CATEGORIES, State
-from fxshard.memory.report import UNITS
 from fxshard.memory.views import serialize
 from fxshard.memory.views.tables import grid, pattern, shortened
 
@@ -90,8 +90,8 @@ class Diff:
         Raises:
             ConfigError: no such units.
         """
-        if units not in UNITS:
-            raise ConfigError(f"units={units!r}; legal: {', '.join(UNITS)}.")
+        if units not in SIZES:
+            raise ConfigError(f"units={units!r}; legal: {', '.join(SIZES)}.")
         steady = [row for row in self.rows if row.step == "steady"]
         shown = [r for r in steady if r.before != r.after or not only_different]
         modules = [
@@ -325,6 +325,6 @@ def _figures(row: DiffRow, units: str) -> list[str]:
     def text(size: int | None, sign: str = "") -> str:
         if size is None:
             return "-"
-        return f"{size:{sign},}" if units == "B" else f"{size / UNITS[units]:{sign},.2f}"
+        return f"{size:{sign},}" if units == "B" else f"{size / SIZES[units]:{sign},.2f}"
 
     return [text(row.before), text(row.after), text(row.difference, "+")]

@@ -49,7 +49,7 @@ def snapshot(report: MemoryReport, *, first_step: bool = False) -> dict[str, Any
     """
     ledger = report.ledger(first_step=first_step)
     found = list(_allocations(ledger))
-    count = 1 + report.program.offloaded
+    count = 1 + report.offloaded
     traces: list[list[dict[str, Any]]] = []
     segments = []
     for device in range(count):

@@ -13,23 +13,21 @@ import csv
 import dataclasses
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from tabulate import tabulate
 
+from fxshard.bytesize import SIZES, size_text
 from fxshard.errors import ConfigError
 from fxshard.memory.category import CATEGORIES, Category, Matrix, State
-from fxshard.memory.explain import size_text
-from fxshard.memory.ledger import LOSS, OPTIMIZER, PhaseBytes
+from fxshard.memory.ledger import HALF, LOSS, OPTIMIZER, PhaseBytes
 from fxshard.memory.owners import nearest, owned_rows, owners_at
-from fxshard.memory.report import UNITS, MemoryReport
-from fxshard.memory.states import Where
+from fxshard.memory.report import MemoryReport
+from fxshard.memory.states import Called, Where
 
-HALF = len(CATEGORIES)
 INDENT = "  "  # of what stands under the name of a module
 LEAST_OF_NAME = 24  # letters of a module's name that its notes leave
-Called = tuple[str, int]  # module, and which of its calls
 
 # Headers of at most seven letters per line.
 TITLES = {
@@ -90,13 +88,11 @@ def text(
     width: int = 100,
 ) -> str:
     """The table; see `MemoryReport.table`."""
-    if units not in UNITS:
-        raise ConfigError(f"units={units!r}; legal: {', '.join(UNITS)}.")
-    at = report.peak_at
-    where = f"{at.phase}, at {at.node}" + (f" of {at.module}" if at.module else "")
+    if units not in SIZES:
+        raise ConfigError(f"units={units!r}; legal: {', '.join(SIZES)}.")
     head = [
-        f"Bytes of one rank of {report.program.world_size}, in {units}. "
-        f"Peak {size_text(report.peak_bytes)}, in {where}."
+        f"Bytes of one rank of {report.world_size}, in {units}. "
+        f"Peak {size_text(report.peak_bytes)}, in {report.peak_at}."
     ]
     if report.micro_batches > 1:
         head.append(
@@ -115,13 +111,13 @@ def text(
 
 def _phase_tables(report: MemoryReport, units: str, width: int) -> Iterator[str]:
     """The phases of both steps, and those outside of them."""
-    host = report.program.offloaded
+    host = report.offloaded
     figures: list[tuple[list[str], list[int], str]] = []
     for step, first in (("first", True), ("steady", False)):
         for phase in report.phases(first_step=first):
             sizes = [sum(phase.start), phase.peak_bytes, phase.end_bytes]
             name = phase_name(phase, report.micro_batches)
-            on_host = _on_host(phase) if host else []
+            on_host = [phase.host.peak_bytes, phase.host.end_bytes] if host else []
             figures.append(([step, name], sizes + on_host, peak_place(phase)))
             step = ""
     yield _phase_table(["step", "phase"], figures, units, width)
@@ -166,12 +162,6 @@ def phase_name(phase: PhaseBytes, micro_batches: int) -> str:
     return f"{phase.phase} ({phase.micro_batch + 1} of {micro_batches})"
 
 
-def _on_host(phase: PhaseBytes) -> list[int]:
-    host = phase.host
-    peak = max(sum(host.start), int(host.during.sum(1).max(initial=0)))
-    return [peak, int(host.after[-1].sum()) if len(host.after) else sum(host.start)]
-
-
 def peak_place(phase: PhaseBytes) -> str:
     """The module in which a phase is at its peak."""
     if not len(phase.during) or phase.peak_bytes == sum(phase.start):
@@ -194,8 +184,7 @@ def _module_table(
     shown = {called for group in groups.values() for called in group.shown}
     owner = nearest({module for module, _ in shown}, (LOSS, OPTIMIZER))
     rows = _rows(report, ticks, owner, set(chosen))
-    peak = int(ledger.totals.argmax())
-    at_peak = owners_at(ledger, peak, owner)
+    at_peak = owners_at(ledger, ledger.peak_tick, owner)
     blocks = []
     for called in _tree_order(plain):
         group = groups[called]
@@ -220,11 +209,10 @@ def _module_table(
 
 
 def _rows(
-    report: MemoryReport, ticks: dict[Where, int], owner: object, chosen: set[str]
+    report: MemoryReport, ticks: dict[Where, int], owner: Callable[[str], str], chosen: set[str]
 ) -> dict[Called, dict[State, Matrix]]:
     """Per call of a module, per state, a row as in `_Block`."""
     ledger = report.ledger()
-    assert callable(owner)
     owned = owned_rows(ledger, {w: t for w, t in ticks.items() if w.module in chosen}, owner)
     found: dict[Called, dict[State, Matrix]] = {}
     for where, own in owned.items():
@@ -476,7 +464,7 @@ def shortened(name: str, room: int) -> str:
 def _figure(size: int, units: str, decimals: int) -> str:
     if not size:
         return "."
-    return f"{size:,}" if units == "B" else f"{size / UNITS[units]:,.{decimals}f}"
+    return f"{size:,}" if units == "B" else f"{size / SIZES[units]:,.{decimals}f}"
 
 
 # -- CSV ----------------------------------------------------------------------------------------
@@ -492,48 +480,29 @@ def csv_text(report: MemoryReport) -> str:
     """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    names = [category.value for category in CATEGORIES]
-    kinds = ["", "owned ", *(["CPU "] * report.program.offloaded)]
+    names = ["total", *(category.value for category in CATEGORIES)]
+    kinds = ["", "owned ", *(["CPU "] * report.offloaded)]
     head = ["step", "micro_batch", "phase", "module", "call", "state"]
-    writer.writerow(head + [f"{kind}{name}" for kind in kinds for name in ("total", *names)])
+    writer.writerow(head + [f"{kind}{name}" for kind in kinds for name in names])
+
+    def write(place: Sequence[object], row: Matrix, owned: Matrix | None = None) -> None:
+        own = [""] * len(names) if owned is None else _sum_and_parts(owned[:HALF])
+        host = _sum_and_parts(row[HALF:]) if report.offloaded else []
+        writer.writerow([*place, *_sum_and_parts(row[:HALF]), *own, *host])
+
     for step, first in (("first", True), ("steady", False)):
-        ledger = report.ledger(first_step=first)
+        ledger, ticks = report.ledger(first_step=first), report.ticks(first_step=first)
         for phase in ledger.phases:
-            begin, end = 2 * phase.start, 2 * (phase.start + phase.points) + 1
-            peak = begin + int(ledger.totals[begin : end + 1].argmax())
-            for state, tick in (("Start", begin), ("Peak", peak), ("End", end)):
-                row, nothing = ledger.bytes[tick], [""] * (1 + HALF)
-                figures = [*_sum_and_parts(row[:HALF]), *nothing]
-                if report.program.offloaded:
-                    figures += _sum_and_parts(row[HALF:])
-                writer.writerow([step, phase.micro_batch, phase.name, "", "", state, *figures])
-        ticks = report.ticks(first_step=first)
-        owned = owned_rows(ledger, ticks)
-        for where, tick in ticks.items():
-            row = ledger.bytes[tick]
-            figures = [*_sum_and_parts(row[:HALF]), *_sum_and_parts(owned[where][:HALF])]
-            if report.program.offloaded:
-                figures += _sum_and_parts(row[HALF:])
-            name = ledger.at(tick)[0].name
-            writer.writerow(
-                [
-                    step,
-                    where.micro_batch,
-                    name,
-                    where.module,
-                    where.call,
-                    where.state.value,
-                    *figures,
-                ]
-            )
+            for state, tick in ledger.extremes(phase).items():
+                place = [step, phase.micro_batch, phase.name, "", "", state.title()]
+                write(place, ledger.bytes[tick])
+        for where, row, owned in report.figures(first_step=first):
+            name = ledger.at(ticks[where])[0].name
+            place = [step, where.micro_batch, name, where.module, where.call, where.state.value]
+            write(place, row, owned)
     for each in report.lifecycle:
-        last = len(each.ledger.totals) - 1
-        for state, tick in (("Start", 0), ("Peak", each.peak_tick), ("End", last)):
-            row = each.ledger.bytes[tick]
-            figures = [*_sum_and_parts(row[:HALF]), *[""] * (1 + HALF)]
-            if report.program.offloaded:
-                figures += _sum_and_parts(row[HALF:])
-            writer.writerow(["outside", -1, each.name, "", "", state, *figures])
+        for state, tick in (("Start", 0), ("Peak", each.peak_tick), ("End", -1)):
+            write(["outside", -1, each.name, "", "", state], each.ledger.bytes[tick])
     return out.getvalue()
 
 
