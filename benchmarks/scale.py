@@ -135,7 +135,7 @@ def measure(make: Callable[..., fxshard.Plan], **options: Any) -> dict[str, Any]
         "certificate": lambda: plan.certificate,
     }
     plan.__dict__["memory"] = report  # the dump asks for it
-    plan.__dict__["_optimizer_step"] = step
+    plan.__dict__["optimizer_step"] = step
     for stage, run in stages.items():
         clock.timed(stage, run)()
     traced = clock.seconds.pop("trace", 0.0)

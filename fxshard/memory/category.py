@@ -38,7 +38,7 @@ SENT = (Category.ALL_GATHER, Category.UNSHARDED_PARAM, Category.REDUCE_SCATTER)
 class State(enum.Enum):
     """Moments in the life of a module in a step, and its two peaks.
 
-    Pre- and Post-Forward AC: around what its activation checkpoint makes again in backward.
+    Pre- and Post-Forward AC: around what its activation checkpoint recomputes in backward.
     """
 
     BEFORE_PRE_FORWARD = "Before Pre-Forward"

@@ -1,4 +1,4 @@
-"""What is alive at the peak, and what each lever would save."""
+"""What is alive at the peak, and what each change of the plan would save."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Alive:
         category: see `Category`.
         bytes: its size.
         line: line of user code that made it, ``path:line in function``, or "".
-        born, died: ``(phase, node)`` that made it and behind which it is gone; None for what is
+        born, died: ``(phase, node)`` that made it and after which it is gone; None for what is
             there before the step, or outlives it.
         stream: where the operator runs that made it.
     """

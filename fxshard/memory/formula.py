@@ -457,7 +457,7 @@ class Formula(sympy.Expr):  # type: ignore[misc]  # sympy has no types
 
     @property
     def expression(self) -> sympy.Expr:
-        """The whole expression, of sympy's own classes."""
+        """The full expression, of sympy's own classes."""
         return self.args[0]
 
     @property

@@ -39,11 +39,11 @@ def trace_in_backward(
         optimizer, for_cuda, without: as for `fxshard.memory.optimizer.trace_step`.
 
     Raises:
-        ConfigError: it is no optimizer, or one whose steps need data or whole parameters.
+        ConfigError: it is no optimizer, or one whose steps need data or full parameters.
     """
     if optimizer is None:
         return None
-    words: list[tuple[str, ...]] = [
+    together: list[tuple[str, ...]] = [
         tuple(node.args[2]) for node in program.graph.nodes if node.target is ops.step
     ]
 
@@ -52,14 +52,14 @@ def trace_in_backward(
 
     def steps(made: Any, params: Tensors, grads: Tensors) -> Runs:
         found: Runs = {}
-        for fqns in words:
+        for fqns in together:
             some = [fqn for fqn in fqns if fqn not in without]
             given = [params[fqn] for fqn in some], [grads[fqn] for fqn in some]
             found[fqns] = functools.partial(made.step_parameters, *given)
         return found
 
     def record(device: str, mode: AbstractContextManager[Any]) -> OptimizerStep:
-        graded = {fqn for fqns in words for fqn in fqns}
+        graded = {fqn for fqns in together for fqn in fqns}
         alone = contextlib.nullcontext()
         return record_steps(program, make, steps, graded, device, mode, alone, for_cuda=for_cuda)
 

@@ -199,7 +199,7 @@ def softmax_backward(node: fx.Node, threads: int) -> Size:
 def safe_softmax(node: fx.Node, threads: int) -> Size:
     """Which values are -inf, in which rows all are, and a zero (native/transformers/attention.cpp).
 
-    They come behind the softmax itself, which copies an input that is not contiguous.
+    They come after the softmax itself, which copies an input that is not contiguous.
     """
     val = val_of(node.args[0])
     rows = val.numel() // val.shape[node.args[1]]  # type: ignore[index]

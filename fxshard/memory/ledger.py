@@ -2,7 +2,7 @@
 
 Note: ticks
 ===========
-Time is counted in points: one in front of each phase (its start), then one behind each operator.
+Time is counted in points: one before each phase (its start), then one after each operator.
 Each point has two ticks. While the operator of point ``p`` runs is tick ``2p``: its inputs and its
 outputs are alive. After it is tick ``2p + 1``: what it read last is gone. A live range is half
 open: alive at tick ``t`` if ``born <= t < died``.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
@@ -85,6 +86,42 @@ LOSS = "(loss)"
 OPTIMIZER = "(optimizer)"
 
 
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """The live ranges of one storage: those held from before the step, or those of the step.
+
+    Attributes:
+        ranges: one per category that it is in, and per parameter of a unit that lies in it.
+    """
+
+    ranges: tuple[LiveRange, ...]
+
+    @property
+    def born(self) -> int:
+        """Tick, or `BEFORE`."""
+        return min(each.born for each in self.ranges)
+
+    @property
+    def died(self) -> int | None:
+        """Tick; None if it outlives the step."""
+        ends = [each.died for each in self.ranges if each.died is not None]
+        return max(ends) if len(ends) == len(self.ranges) else None
+
+    @property
+    def parts(self) -> list[LiveRange]:
+        """What it is when it is born."""
+        return [each for each in self.ranges if each.born == self.born]
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return sum(each.bytes for each in self.parts)
+
+    def lives(self) -> bool:
+        """False if it is alive at no tick."""
+        return self.died is None or self.died > max(self.born, 0)
+
+
 class Moment(NamedTuple):
     """A point: what ran last.
 
@@ -117,7 +154,7 @@ class Phase(NamedTuple):
 
     Attributes:
         name: "forward", "loss", "loss backward", "backward", "optimizer" or "zero_grad".
-        micro_batch: which of the step's, from 0; -1 behind the last.
+        micro_batch: which of the step's, from 0; -1 after the last.
         start: number of the point in front of it.
         points: how many points follow that one.
     """
@@ -185,7 +222,7 @@ class Ledger:
 
     @functools.cached_property
     def bytes(self) -> Matrix:
-        """int64 ``[ticks, WIDTH]``: bytes alive at each tick, by category; the host's behind."""
+        """int64 ``[ticks, WIDTH]``: bytes alive at each tick, by category; then the host's."""
         change = np.zeros((2 * len(self.moments) + 1, WIDTH), dtype=np.int64)
         end = len(change) - 1
         columns = np.array(self.columns, dtype=np.int64)
@@ -226,6 +263,14 @@ class Ledger:
         """What runs at the points of a phase."""
         first = phase.start + 1
         return self.moments[first : first + phase.points]
+
+    def storages(self) -> list[Storage]:
+        """Every storage of any bytes, in the order in which they are made."""
+        found: dict[tuple[int, bool], list[LiveRange]] = defaultdict(list)
+        for each in self.ranges:
+            if each.bytes:
+                found[each.storage, each.born == BEFORE].append(each)
+        return [Storage(tuple(ranges)) for ranges in found.values()]
 
     def at(self, tick: int) -> tuple[Phase, int]:
         """The phase of a tick, and the number of its point in it (-1: its start)."""

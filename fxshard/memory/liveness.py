@@ -40,7 +40,7 @@ from fxshard.memory.gradients import (
 )
 from fxshard.memory.ledger import BEFORE, LOSS, OPTIMIZER, Ledger, LiveRange, Moment, owner_of
 from fxshard.memory.loss import LossStep
-from fxshard.memory.optimizer import OptimizerStep, Words
+from fxshard.memory.optimizer import OptimizerStep, Parts
 from fxshard.memory.recording import Event
 from fxshard.memory.report import AskedPlan, MemoryReport
 
@@ -134,9 +134,9 @@ def analyse(
         plan: what the report asks where the program is needed.
     """
     last = programs[-1]
-    if step is not None and step.words is not None:
-        first = _walk_with_steps(programs, held, step, step.initial, step.words[0], loss, formulas)
-        steady = _walk_with_steps(programs, held, step, step.held, step.words[1], loss, formulas)
+    if step is not None and step.parts is not None:
+        first = _walk_with_steps(programs, held, step, step.initial, step.parts[0], loss, formulas)
+        steady = _walk_with_steps(programs, held, step, step.held, step.parts[1], loss, formulas)
     else:
         first, steady = _walks(programs, held, step, loss, formulas)
     return MemoryReport(
@@ -183,7 +183,7 @@ def _walk_with_steps(
     held: list[LiveRange],
     step: OptimizerStep,
     state: Sequence[int],
-    events: Words,
+    events: Parts,
     loss: LossStep | None,
     formulas: bool,
 ) -> Walk:
@@ -213,11 +213,11 @@ class Walk:
         self,
         held: Sequence[LiveRange] = (),
         step: OptimizerStep | None = None,
-        words: Words | None = None,
+        parts: Parts | None = None,
         *,
         formulas: bool = False,
     ) -> None:
-        """Args: `step`, `words`: what the steps of the program allocate and free, if it has any."""
+        """Args: `step`, `parts`: what the steps of the program allocate and free, if it has any."""
         self._formulas = formulas
         self._sizes: symbolic.Expressions = {}
         self.ledger = Ledger()
@@ -226,7 +226,7 @@ class Walk:
         self._open: dict[int, LiveRange] = {}  # storage -> its range, if it is alive and not held
         self._refs: dict[int, int] = {}  # storage -> values that refer to it
         self._storages = len(held)
-        self._step, self._words = step, words or {}
+        self._step, self._parts = step, parts or {}
         self._grads: dict[str, list[int]] = {}  # what `.grad` holds
         self._sums: dict[str, list[int]] = {}  # accumulated gradients
         self._optimizers: dict[int, int] = {}  # storage in the recording of a step -> storage
@@ -248,7 +248,7 @@ class Walk:
         """Those storages of the optimizer's state are there from before."""
         self.now = BEFORE
         for number in numbers:
-            self._of_optimizer(step, Event("", [], []), number, step.state[number], host)
+            self._of_optimizer(step, Event("", [], []), number, step.state[number].bytes, host)
 
     def run(self, program: Program, micro_batch: int, loss: LossStep | None = None) -> None:
         """Walk forward and backward of one micro-batch."""
@@ -356,9 +356,7 @@ class Walk:
         self, step: OptimizerStep, event: Event, number: int, size: int, host: bool
     ) -> None:
         """A storage that the optimizer made: its state, which it holds on, or a temporary."""
-        name, owner = step.names.get(number, (f"temporary of {event.op}", OPTIMIZER))
-        category = Category.OPT_STATE if number in step.state else Category.TEMP
-        made = LiveRange(0, name, event.op, owner, category, size, host)
+        made = step.range_of(number, size, event.op, host=host)
         made.formula = step.formulas.get(number)
         self._optimizers[number] = self._new(made)
 
@@ -445,7 +443,7 @@ class Walk:
             for node in drops:
                 self._release(env.pop(node, []))
             self.now += 1
-        self.now -= 1  # behind the last point
+        self.now -= 1  # after the last point
 
     def _row(self, row: fx.Node, picks: list[fx.Node], env: dict[fx.Node, list[int]]) -> None:
         if row.target is ops.wait:
@@ -477,7 +475,7 @@ class Walk:
         step, host = self._step, self.program.offloaded
         alive: dict[int, tuple[Event, int]] = {}
         top, most = dict(alive), 0
-        for event in self._words[tuple(row.args[2])]:  # type: ignore[arg-type]
+        for event in self._parts[tuple(row.args[2])]:  # type: ignore[arg-type]
             alive |= {number: (event, size) for number, size in event.allocated}
             if alive and (total := sum(size for _, size in alive.values())) >= most:
                 top, most = dict(alive), total

@@ -8,6 +8,7 @@ import functools
 import inspect
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from fractions import Fraction
@@ -27,19 +28,28 @@ from fxshard.host import collector
 from fxshard.ir import tags, transfers
 from fxshard.ir.program import Program
 from fxshard.memory import symbolic
+from fxshard.memory.category import Category
+from fxshard.memory.ledger import OPTIMIZER, LiveRange, owner_of
 from fxshard.memory.recording import Event, Kernels, Recorder, name_of
 
 T = TypeVar("T")
 
 
 class State(NamedTuple):
+    """A storage that an optimizer keeps: its `key` in the state of the parameter `fqn`."""
+
     bytes: int
-    name: str
-    owner: str  # FQN of the module of its parameter
+    key: str
+    fqn: str
     shape: tuple[int, ...]
 
+    @property
+    def name(self) -> str:
+        """``exp_avg of layers.0.weight``."""
+        return f"{self.key} of {self.fqn}"
 
-Words = dict[tuple[str, ...], list[Event]]  # by what is stepped together
+
+Parts = dict[tuple[str, ...], list[Event]]  # by what is stepped together
 Runs = dict[tuple[str, ...], Callable[[], Any]]
 Tensors = Mapping[str, Tensor]  # by FQN
 
@@ -51,15 +61,12 @@ class OptimizerStep:
     Attributes:
         name: class of the optimizer.
         first, second: events in order; the second step is the steady state.
-        state: storages that are optimizer state after the first or the second step, with their
-            bytes.
+        state: storages that are optimizer state after the first or the second step.
         held: those that are state between the two.
-        names: per state ``(its name, FQN of the module whose parameter it belongs to)``.
-        words: with the optimizer in backward, the events of the first and of the second step by
-            what is stepped together (FQNs, in the order of the program's word).
-        shapes: per state, of this rank's tensor.
+        parts: with the optimizer in backward, the events of the first and of the second step by
+            what is stepped together (FQNs, in the order of the program's operator).
         initial: those that the optimizer makes when it is made (Adagrad), before the first step.
-        has_state: the optimizer's ``state`` is not empty behind the first step.
+        has_state: the optimizer's ``state`` is not empty after the first step.
         formulas: the bytes of each storage as an expression of the number of ranks, where it
             depends on it; empty if nobody has asked (see `with_formulas`).
         without: FQNs of parameters without a gradient, as no loss reaches them.
@@ -68,23 +75,28 @@ class OptimizerStep:
     name: str
     first: list[Event]
     second: list[Event]
-    state: dict[int, int]
+    state: dict[int, State]
     held: list[int]
-    names: dict[int, tuple[str, str]]
-    shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     initial: list[int] = dataclasses.field(default_factory=list)
     has_state: bool = True
-    words: tuple[Words, Words] | None = None
+    parts: tuple[Parts, Parts] | None = None
     formulas: dict[int, sympy.Expr] = dataclasses.field(default_factory=dict)
     without: frozenset[str] = frozenset()
 
     def between_steps(self) -> OptimizerState:
         """What it keeps between two steps, for an estimate of its time."""
-        found: dict[str, int] = {}
+        found: dict[str, int] = defaultdict(int)
         for number in self.held:
-            fqn = self.names[number][0].partition(" of ")[2]
-            found[fqn] = found.get(fqn, 0) + self.state[number]
-        return OptimizerState(self.name, found)
+            found[self.state[number].fqn] += self.state[number].bytes
+        return OptimizerState(self.name, dict(found))
+
+    def range_of(self, number: int, size: int, op: str, *, host: bool) -> LiveRange:
+        """The live range of a storage that `op` made: state, or a temporary."""
+        name, owner, category = f"temporary of {op}", OPTIMIZER, Category.TEMP
+        if number in self.state:
+            state = self.state[number]
+            name, owner, category = state.name, owner_of(state.fqn), Category.OPT_STATE
+        return LiveRange(0, name, op, owner, category, size, host)
 
 
 @collector.paused()
@@ -128,7 +140,7 @@ def trace_step(
         make = functools.partial(make_optimizer, optimizer)
         mixing = _Mixing()
         found = record_steps(program, make, step, graded, device, mode, mixing, for_cuda=for_cuda)
-        return dataclasses.replace(found, without=without, words=None), mixing.found
+        return dataclasses.replace(found, without=without, parts=None), mixing.found
 
     recorded, mixing = without_data(optimizer, record)
     if not mixing or (program.world_size == 1 and mixing not in _NOWHERE):
@@ -207,9 +219,10 @@ def _with_rows(program: Program, rows: dict[str, int]) -> Program:
 
 def _made(step: OptimizerStep) -> dict[int, int]:
     """Bytes of each storage that a recording makes or holds, in order."""
-    words = [events for each in step.words or () for events in each.values()]
-    events = [event for part in (step.first, step.second, *words) for event in part]
-    return dict(pair for event in events for pair in event.allocated) | step.state
+    parts = [events for each in step.parts or () for events in each.values()]
+    events = [event for part in (step.first, step.second, *parts) for event in part]
+    made = dict(pair for event in events for pair in event.allocated)
+    return made | {number: state.bytes for number, state in step.state.items()}
 
 
 def _trained(program: Program) -> set[str]:
@@ -258,7 +271,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-# What DTensor has no rule for (torch/distributed/tensor/_ops), not even for whole parameters.
+# What DTensor has no rule for (torch/distributed/tensor/_ops), not even for full parameters.
 _NOWHERE = ("aten._fused_sgd_", "aten._fused_adagrad_", "aten._foreach_copy_")
 # What it runs on each rank's rows alone, besides operators tagged pointwise.
 _ALONE = re.compile(
@@ -356,8 +369,8 @@ def record_steps(
     world = program.world_size
     params: dict[str, nn.Parameter] = {}
     grads: dict[str, Tensor] = {}
-    recorder = Recorder(kernels=Kernels())
-    steps: list[Words] = []
+    recorder = Recorder(run=Kernels().run)
+    steps: list[Parts] = []
     states: list[dict[int, State]] = []
     with mode:
         everything = [*program.params.items(), *program.wholes.items()]
@@ -394,18 +407,15 @@ def record_steps(
             recorder.events = [Event("end", [], [])]  # what dies with the recording is no step's
             states.append(state())
     first, second = ([event for events in step.values() for event in events] for step in steps)
-    both = states[0] | states[1]
     return OptimizerStep(
         type(made).__name__,
         first,
         second,
-        state={number: found.bytes for number, found in both.items()},
+        state=states[0] | states[1],
         held=list(states[0]),
-        names={number: (found.name, found.owner) for number, found in both.items()},
-        shapes={number: found.shape for number, found in both.items()},
         initial=initial,
         has_state=bool(made.state),
-        words=(steps[0], steps[1]),
+        parts=(steps[0], steps[1]),
     )
 
 
@@ -414,14 +424,13 @@ def state_of(
 ) -> dict[int, State]:
     """What the state holds, by storage."""
     found: dict[int, State] = {}
-    for param, state in optimizer.state.items():
+    for param, entries in optimizer.state.items():
         fqn = fqns.get(id(param), "")
-        for key, leaf in _leaves(state):
+        for key, leaf in _leaves(entries):
             if isinstance(leaf, torch.Tensor) and id(leaf.untyped_storage()) in recorder.numbers:
                 storage = leaf.untyped_storage()
-                found[recorder.numbers[id(storage)]] = State(
-                    storage.nbytes(), f"{key} of {fqn}", fqn.rpartition(".")[0], tuple(leaf.shape)
-                )
+                state = State(storage.nbytes(), key, fqn, tuple(leaf.shape))
+                found[recorder.numbers[id(storage)]] = state
     return found
 
 

@@ -33,7 +33,7 @@ class Unsharded:
         bytes: the most that it holds at once.
         peak_bytes: what it holds at the peak of the step; 0 if that is at another time.
         since: ``(micro-batch, phase, node)`` that made the first of it.
-        until: the one behind which the last of it is gone; None: it outlives the step.
+        until: the one after which the last of it is gone; None: it outlives the step.
     """
 
     unit: str

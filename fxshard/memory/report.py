@@ -245,11 +245,11 @@ class MemoryReport:
         return dict(sorted(found.items(), key=lambda item: item[1], reverse=True))
 
     def explain_peak(self, top: int = 20, *, levers: bool = True) -> Explanation:
-        """Everything alive at the peak of the steady step, and what each lever would save.
+        """Everything alive at the peak of the steady step, and what changes of the plan would save.
 
         Args:
             top: how many things the text shows one by one; `Explanation.alive` has all.
-            levers: try them, each by a plan of its own: takes as many times as long as planning.
+            levers: try each such change by planning the step with it, which takes so much longer.
 
         Raises:
             ConfigError: `top` is no number, or `levers` no flag.
@@ -779,8 +779,8 @@ class MemoryReport:
         """
         from fxshard.memory.views import html
 
-        text = html.page(self, first_step=first_step, front=front, curves=curves, budget=budget)
-        files.write(path, text)
+        extra = html.tuning(front, curves, budget)
+        files.write(path, html.page(self, extra, first_step=first_step))
 
     def trace_events(self, clock: Callable[[Iterable[Any]], list[float]]) -> list[dict[str, Any]]:
         """Bytes by category over estimated times (`fxshard.cost.timeline.Estimate.to_perfetto`).
@@ -858,10 +858,7 @@ def _category(category: Category | str | None) -> Category | None:
     Raises:
         ConfigError: there is none.
     """
-    if category is None or category in CATEGORIES:
-        return category  # type: ignore[return-value]
-    if category not in {each.value for each in CATEGORIES}:
-        raise ConfigError(
-            f"no category {category!r}; legal: {', '.join(c.value for c in CATEGORIES)}."
-        )
-    return Category(category)
+    legal = {each.value: each for each in CATEGORIES}
+    if isinstance(category, str) and category not in legal:
+        raise ConfigError(f"no category {category!r}; legal: {', '.join(legal)}.")
+    return legal[category] if isinstance(category, str) else category

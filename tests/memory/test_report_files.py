@@ -35,9 +35,9 @@ def report() -> MemoryReport:
     return fxshard.plan(nn.Linear(4, 4), (torch.ones(2, 4),), world_size=2, optimizer=adamw).memory
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", [None, "cuda"])
 def test_a_pickled_report_has_every_figure_and_view_and_no_program(
-    device: str, tmp_path: Path
+    device: str | None, tmp_path: Path
 ) -> None:
     adamw, x = torch.optim.AdamW, torch.ones(2, 4)
     options: dict[str, Any] = {"optimizer": adamw, "device": device, "micro_batches": 2}

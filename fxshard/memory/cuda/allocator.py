@@ -210,7 +210,10 @@ def _follow(allocations: Sequence[Allocation], allocator: DeviceAllocator) -> Re
     table = np.asarray(highest, dtype=np.int64).reshape(-1, 4).T
     requested, allocated, active, reserved = table
     peaks = AllocatorPeaks(
-        *(int(row.max(initial=0)) for row in table),
+        requested=int(requested.max(initial=0)),
+        allocated=int(allocated.max(initial=0)),
+        active=int(active.max(initial=0)),
+        reserved=int(reserved.max(initial=0)),
         inactive_split=at_peak[1],
         unused=at_peak[2],
         segments=allocator.most_segments,

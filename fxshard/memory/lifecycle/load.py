@@ -1,4 +1,4 @@
-"""Loading: whole state dicts, and checkpoints by torch.distributed.checkpoint."""
+"""Loading: full state dicts, and checkpoints by torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fxshard.memory.optimizer import OptimizerStep
 
 
 def load_state_dict(tree: Tree) -> LifecyclePhase:
-    """``load_state_dict`` of whole tensors.
+    """``load_state_dict`` of full tensors.
 
     Each module's sharded parameters are replaced by copies of this rank's rows, which live until
     the modules below it are done (torch/nn/modules/module.py, ``load``; `fxshard.runtime.state`).
@@ -33,7 +33,7 @@ def load_state_dict(tree: Tree) -> LifecyclePhase:
         if item.name in tree.params and item.name != tree.params[item.name].fqn:
             continue  # tied: one tensor
         name, owner = f"given {item.name}", owner_of(item.name)
-        script.hold(LiveRange(0, name, "", owner, Category.INPUTS, item.whole, tree.elsewhere))
+        script.hold(LiveRange(0, name, "", owner, Category.INPUTS, item.full, tree.elsewhere))
     script.drop(*_load_module(tree, script, tree.model, ""))
     return script.done()
 
@@ -93,12 +93,12 @@ def load_checkpoint(
         by_file.setdefault(rank, []).append(item)
     before: list[LiveRange] = []
     for item in (item for each in by_file.values() for item in each if item.storage):
-        size, name = item.local if item.sharded else item.whole, f"{item.name} of the file"
+        size, name = item.local if item.sharded else item.full, f"{item.name} of the file"
         read = script.make(f"read {item.name}", name, Category.TEMP, size, host=tree.elsewhere)
         script.drop(*before)
         before = [read]
     script.run("all read")
     script.drop(*before)
-    saved = {step.names[number][0] for number in step.held} if step is not None else set()
+    saved = {step.state[number].name for number in step.held} if step is not None else set()
     script.drop(*(each for each in made if each.name not in saved))
     return script.done(*unknown)

@@ -1,4 +1,4 @@
-"""Saving: checkpoints by torch.distributed.checkpoint, and whole state dicts."""
+"""Saving: checkpoints by torch.distributed.checkpoint, and full state dicts."""
 
 from __future__ import annotations
 
@@ -23,11 +23,8 @@ def state_held(tree: Tree, step: OptimizerStep | None) -> list[LiveRange]:
     """The optimizer's state between two steps."""
     if step is None:
         return []
-    made = []
-    for number in step.held:
-        (name, owner), size = step.names[number], step.state[number]
-        made.append(LiveRange(0, name, "", owner, Category.OPT_STATE, size, tree.program.offloaded))
-    return made
+    host = tree.program.offloaded
+    return [step.range_of(n, step.state[n].bytes, "", host=host) for n in step.held]
 
 
 def save_checkpoint(tree: Tree, step: OptimizerStep | None) -> LifecyclePhase:
@@ -79,22 +76,22 @@ def full_state_dict(tree: Tree, step: OptimizerStep | None, *, alone: bool) -> L
     world = tree.program.world_size
     for item in items:
         name, owner = item.name, owner_of(item.name)
-        whole: list[LiveRange] = []
+        held: list[LiveRange] = []
         if item.sharded:
             param = tree.params[name]
             if tree.elsewhere and item.host:
                 rows = f"rows of {name}", Category.TEMP, item.local
-                whole.append(script.make(f"move {name}", *rows, op="aten._to_copy", module=owner))
+                held.append(script.make(f"move {name}", *rows, op="aten._to_copy", module=owner))
             if world > 1:
                 size = world * nbytes(param.chunk(world), param.dtype)
                 full = name, Category.UNSHARDED_PARAM, size
                 made = script.make(f"gather {name}", *full, op="all_gather", module=owner)
-                script.drop(*whole)
-                whole = [made]
+                script.drop(*held)
+                held = [made]
         if alone and tree.elsewhere and not (item.host and not item.sharded):
-            copy = f"{name} on the CPU", Category.UNSHARDED_PARAM, item.whole
+            copy = f"{name} on the CPU", Category.UNSHARDED_PARAM, item.full
             script.make(f"offload {name}", *copy, op="aten._to_copy", module=owner, host=True)
-            script.drop(*whole)
+            script.drop(*held)
     return script.done()
 
 
@@ -117,8 +114,8 @@ def model_items(tree: Tree) -> list[Item]:
                 param = tree.params[fqn]
                 host = tree.program.offloaded and tree.elsewhere
                 local = tree.local(param)
-                whole = nbytes(param.shape, param.dtype)
-                items.append(Item(fqn, whole, local, tree.flats[param.fqn], True, host))
+                full = nbytes(param.shape, param.dtype)
+                items.append(Item(fqn, full, local, tree.flats[param.fqn], True, host))
             else:
                 items.append(_plain(tree, fqn, tensor))
         for name, buffer in module._buffers.items():
@@ -147,21 +144,19 @@ def optimizer_items(tree: Tree, step: OptimizerStep) -> tuple[list[Item], list[t
     unknown: list[tuple[str, str]] = []
     host = tree.program.offloaded and tree.elsewhere
     for number in step.held:
-        name, _ = step.names[number]
-        key, _, fqn = name.partition(" of ")
-        size, shape = step.state[number], step.shapes[number]
+        size, key, fqn, shape = state = step.state[number]
         param = tree.program.params.get(fqn)
         rows = len(param.rows(0, tree.program.world_size)) if param else 0
         if param is not None and shape == (rows, *param.shape[1:]) and shape:
-            whole = size // max(1, math.prod(shape)) * math.prod(param.shape)
-            items.append(Item(f"{fqn}.{key}", whole, size, size, True, host))
+            full = size // max(1, math.prod(shape)) * math.prod(param.shape)
+            items.append(Item(f"{fqn}.{key}", full, size, size, True, host))
         else:
             items.append(Item(f"{fqn}.{key}", size, size, size, False, host or not shape))
             if shape and param is not None:
                 why = (
                     "its shape is not its parameter's: how it is sharded is the optimizer's choice"
                 )
-                unknown.append((f"state {name}", why))
+                unknown.append((f"state {state.name}", why))
     return items, unknown
 
 
@@ -177,7 +172,7 @@ def written_by(tree: Tree, items: Sequence[Item]) -> list[int]:
     for item in items:
         step = shards if item.sharded else 1
         rank = min(range(0, len(planned), step), key=planned.__getitem__)
-        planned[rank] += item.whole or 1
+        planned[rank] += item.full or 1
         found.append(rank)
     return found
 
@@ -202,9 +197,7 @@ def new_state(script: Script, tree: Tree, new: OptimizerStep) -> list[LiveRange]
     for event in new.first:
         made = []
         for number, size in event.allocated:
-            name, owner = new.names.get(number, (f"temporary of {event.op}", OPTIMIZER))
-            category = Category.OPT_STATE if number in new.state else Category.TEMP
-            ranges[number] = LiveRange(0, name, event.op, owner, category, size, host)
+            ranges[number] = new.range_of(number, size, event.op, host=host)
             made.append(ranges[number])
         script.run(event.op, *made, op=event.op, module=OPTIMIZER)
         script.drop(*(ranges.pop(number) for number in event.freed if number in ranges))

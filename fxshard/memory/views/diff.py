@@ -30,7 +30,7 @@ class DiffRow:
         category: its name, or "total".
         before, after: None where that report has no such phase, module or state.
         call: which of the module's calls in a forward, from 0.
-        micro_batch: which of the step's, from 0; -1 behind the last.
+        micro_batch: which of the step's, from 0; -1 after the last.
     """
 
     kind: str
@@ -299,7 +299,7 @@ def _title(key: Key, members: Sequence[Key]) -> str:
 
 
 def _with_parts(lines: list[list[Any]], units: str, width: int) -> str:
-    """A line per module and peak; behind it the categories that differ, as far as there is room."""
+    """A line per module and peak, then the categories that differ, as far as there is room."""
     headers = ["module", "peak", "before", "after", f"more\n({units})", "of which"]
     align = ("left", "left", "right", "right", "right", "left")
     taken = max(map(len, grid([line[1:5] for line in lines], headers[1:5], align[1:5]))) + 4

@@ -27,7 +27,7 @@ from fxshard.memory.category import CATEGORIES, SENT, Category, Matrix, State
 from fxshard.memory.ledger import HALF, Ledger, LiveRange
 from fxshard.memory.report import MemoryReport
 from fxshard.memory.views.plots import Curve, Dot, scale_of
-from fxshard.memory.views.tables import peak_place, phase_name
+from fxshard.memory.views.tables import phase_figures, phase_name
 
 DRAWN = 6000  # ticks that a page draws
 NEAR = 300  # on either side of the peak, all are drawn
@@ -90,15 +90,8 @@ class Bar:
     name: str
 
 
-def page(
-    report: MemoryReport,
-    *,
-    first_step: bool = False,
-    front: Sequence[Dot] = (),
-    curves: Sequence[Curve] = (),
-    budget: int | None = None,
-) -> str:
-    """The page as text. Args: `front`, `curves`, `budget`: see `MemoryReport.to_html`.
+def page(report: MemoryReport, extra: dict[str, Any], *, first_step: bool = False) -> str:
+    """The page as text. Args: `extra`: from `tuning`.
 
     Raises:
         ConfigError: plotly is not installed.
@@ -107,7 +100,7 @@ def page(
         raise ConfigError("the HTML page needs plotly: pip install 'fxshard[html]'.")
     from plotly.offline import get_plotlyjs
 
-    data = contents(report, first_step=first_step) | tuning(front, curves, budget)
+    data = contents(report, first_step=first_step) | extra
     height = 12 + 17 * max(data["lane_count"], 2)
     optimizer = f", {report.optimizer}" if report.optimizer else ""
     filled = {
@@ -180,7 +173,8 @@ def contents(report: MemoryReport, *, first_step: bool = False) -> dict[str, Any
         "host": ledger.host_totals[chosen].tolist() if report.offloaded else [],
         "phases": [
             {"label": label, "begin": phase.begin, "end": phase.end + 1}
-            for phase, label in zip(ledger.phases, _phase_labels(report, first_step), strict=True)
+            for phase in ledger.phases
+            for label in [phase_name(phase.name, phase.micro_batch, report.micro_batches)]
         ],
         "bars": bars,
         "lanes": lanes,
@@ -191,8 +185,14 @@ def contents(report: MemoryReport, *, first_step: bool = False) -> dict[str, Any
         "rows": rows,
         "row_categories": sorted(present),
         "first_state": next((state.value for state in peaks if state in states), ""),
-        "phase_heads": _phase_heads(report.offloaded),
-        "phase_rows": list(_phase_rows(report)),
+        "phase_heads": [
+            *("step", "phase", "start", "peak", "end"),
+            *["CPU peak", "CPU end"] * report.offloaded,
+            "peak in",
+        ],
+        "phase_rows": [
+            [step, name, *sizes, place] for step, name, sizes, place in phase_figures(report)
+        ],
         "strings": list(texts.numbers),  # the last: all others have added theirs
     }
 
@@ -243,11 +243,6 @@ def _note(ledger: Ledger, ticks: Sequence[int], unit: str) -> str:
             f"the one with the most bytes, and all within {NEAR} of the peak."
         )
     return said
-
-
-def _phase_labels(report: MemoryReport, first_step: bool) -> list[str]:
-    phases = report.phases(first_step=first_step)
-    return [phase_name(phase, report.micro_batches) for phase in phases]
 
 
 def _ranges(ledger: Ledger, ticks: Matrix, texts: Strings) -> Iterator[list[int]]:
@@ -362,23 +357,3 @@ def _rows(
         place = [texts(where.module), states.index(where.state), where.call, where.micro_batch]
         device, own, host = row[:HALF], owned[:HALF], row[HALF:]
         yield [*place, int(device.sum()), int(own.sum()), sizes, int(host.sum())]
-
-
-def _phase_heads(offloaded: bool) -> list[str]:
-    heads = ["step", "phase", "start", "peak", "end"]
-    return [*heads, *["CPU start", "CPU end"] * offloaded, "peak in"]
-
-
-def _phase_rows(report: MemoryReport) -> Iterator[list[str | int]]:
-    for step, first in (("first", True), ("steady", False)):
-        for phase in report.phases(first_step=first):
-            figures = [sum(phase.start), phase.peak_bytes, phase.end_bytes]
-            if report.offloaded:
-                figures += [sum(phase.host.start), phase.host.end_bytes]
-            name = phase_name(phase, report.micro_batches)
-            yield [step, name, *figures, peak_place(phase)]
-    for each in report.lifecycle:
-        figures = [each.start_bytes, each.peak_bytes, each.end_bytes]
-        if report.offloaded:
-            figures += [int(each.ledger.host_totals[0]), each.host_end_bytes]
-        yield ["outside", each.name, *figures, each.peak_node]

@@ -83,7 +83,7 @@ def _thing(ledger: Ledger, each: LiveRange) -> dict[str, Any]:
 
 
 def moment(ledger: Ledger, tick: int | None) -> dict[str, Any] | None:
-    """Where a range begins or ends; None in front of the step and behind it."""
+    """Where a range begins or ends; None before the step and after it."""
     if tick is None or not 0 <= tick < 2 * len(ledger.moments):
         return None
     phase, point = ledger.at(tick)

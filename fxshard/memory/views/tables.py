@@ -26,6 +26,7 @@ from fxshard.memory.owners import nearest, owned_rows, owners_at
 from fxshard.memory.report import MemoryReport
 from fxshard.memory.states import Called, Where
 
+OUTSIDE = "outside"  # of the step
 INDENT = "  "  # of what stands under the name of a module
 LEAST_OF_NAME = 24  # letters of a module's name that its notes leave
 
@@ -53,6 +54,9 @@ GROUPS: tuple[tuple[str, frozenset[Category]], ...] = (
     ("Act.\n+ Temp", frozenset({Category.ACTIVATION, Category.TEMP})),
     ("other", frozenset(Category)),
 )
+
+
+_Line = tuple[list[str], list[int], str]  # names of a phase, its bytes, where its peak is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,32 +115,39 @@ def text(
 
 def _phase_tables(report: MemoryReport, units: str, width: int) -> Iterator[str]:
     """The phases of both steps, and those outside of them."""
-    host = report.offloaded
-    figures: list[tuple[list[str], list[int], str]] = []
-    for step, first in (("first", True), ("steady", False)):
-        for phase in report.phases(first_step=first):
-            sizes = [sum(phase.start), phase.peak_bytes, phase.end_bytes]
-            name = phase_name(phase, report.micro_batches)
-            on_host = [phase.host.peak_bytes, phase.host.end_bytes] if host else []
-            figures.append(([step, name], sizes + on_host, peak_place(phase)))
-            step = ""
-    yield _phase_table(["step", "phase"], figures, units, width)
-    outside = [
-        (
-            [each.name],
-            [each.start_bytes, each.peak_bytes, each.end_bytes]
-            + ([each.host_peak_bytes, each.host_end_bytes] if host else []),
-            each.peak_node,
-        )
-        for each in report.lifecycle
-    ]
+    inside: list[_Line] = []
+    outside: list[_Line] = []
+    before = ""
+    for step, name, sizes, place in phase_figures(report):
+        if step == OUTSIDE:
+            outside.append(([name], sizes, place))
+        else:
+            inside.append((["" if step == before else step, name], sizes, place))
+        before = step
+    yield _phase_table(["step", "phase"], inside, units, width)
     if outside:
         yield _phase_table(["outside of the step"], outside, units, width)
 
 
-def _phase_table(
-    names: Sequence[str], lines: Sequence[tuple[list[str], list[int], str]], units: str, width: int
-) -> str:
+def phase_figures(report: MemoryReport) -> Iterator[tuple[str, str, list[int], str]]:
+    """Each phase: "first", "steady" or `OUTSIDE`, its name, its bytes, and where its peak is.
+
+    The bytes are those at its start, at its peak and at its end; with offload also those on the
+    CPU, at its peak there and at its end.
+    """
+    for step, first in (("first", True), ("steady", False)):
+        for phase in report.phases(first_step=first):
+            sizes = [sum(phase.start), phase.peak_bytes, phase.end_bytes]
+            host = [phase.host.peak_bytes, phase.host.end_bytes] * report.offloaded
+            name = phase_name(phase.phase, phase.micro_batch, report.micro_batches)
+            yield step, name, sizes + host, _peak_place(phase)
+    for each in report.lifecycle:
+        sizes = [each.start_bytes, each.peak_bytes, each.end_bytes]
+        host = [each.host_peak_bytes, each.host_end_bytes] * report.offloaded
+        yield OUTSIDE, each.name, sizes + host, each.peak_node
+
+
+def _phase_table(names: Sequence[str], lines: Sequence[_Line], units: str, width: int) -> str:
     """Lines ``(names, bytes, where the peak is)``; what has no room is left out from the right."""
     headers = [*names, "start", "peak", "end", "CPU\npeak", "CPU\nend"]
     headers = headers[: len(names) + len(lines[0][1])]
@@ -155,14 +166,12 @@ def _phase_table(
     return "\n".join(grid(rows, headers, align))
 
 
-def phase_name(phase: PhaseBytes, micro_batches: int) -> str:
+def phase_name(phase: str, micro_batch: int, count: int) -> str:
     """Name of a phase; of a step of several micro-batches ``backward (2 of 3)``."""
-    if micro_batches == 1 or phase.micro_batch < 0:
-        return phase.phase
-    return f"{phase.phase} ({phase.micro_batch + 1} of {micro_batches})"
+    return phase if count == 1 or micro_batch < 0 else f"{phase} ({micro_batch + 1} of {count})"
 
 
-def peak_place(phase: PhaseBytes) -> str:
+def _peak_place(phase: PhaseBytes) -> str:
     """The module in which a phase is at its peak."""
     if not len(phase.during) or phase.peak_bytes == sum(phase.start):
         return "(start)"
@@ -237,7 +246,7 @@ class _Group:
 
     @property
     def between_after(self) -> Called | None:
-        """The call behind which a line stands for those that have no rows."""
+        """The call after which a line stands for those that have no rows."""
         return self.shown[0] if len(self.members) > len(self.shown) and not self.equal else None
 
     def between(self, rows: dict[Called, dict[State, Matrix]], units: str) -> tuple[str, str]:
@@ -299,7 +308,7 @@ def _equal(one: dict[State, Matrix], other: dict[State, Matrix]) -> bool:
 
 
 def _notes(called: Called, group: _Group, owns: str) -> str:
-    """What is said behind the name of a call."""
+    """What is said after the name of a call."""
     notes = [f"call {called[1] + 1}"] if called[1] else []
     if group.equal:
         notes.append(f"one of {len(group.members)} with equal rows, to {group.members[-1][0]}")
@@ -393,7 +402,7 @@ def _table(
 
 
 def grid(rows: list[list[str]], headers: Sequence[str], align: Sequence[str]) -> list[str]:
-    """Lines of a table; the first of the rows is behind the line of dashes.
+    """Lines of a table; the first of the rows comes after the line of dashes.
 
     As rows, headers cost no padding, and those of several lines are level at the bottom.
     """
@@ -502,7 +511,7 @@ def csv_text(report: MemoryReport) -> str:
             write(place, row, owned)
     for each in report.lifecycle:
         for state, tick in (("Start", 0), ("Peak", each.peak_tick), ("End", -1)):
-            write(["outside", -1, each.name, "", "", state], each.ledger.bytes[tick])
+            write([OUTSIDE, -1, each.name, "", "", state], each.ledger.bytes[tick])
     return out.getvalue()
 
 
