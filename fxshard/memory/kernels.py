@@ -133,9 +133,20 @@ def attention_backward(node: fx.Node, threads: int) -> Size:
     return copy + (threads * 2 * rows * columns + rows) * FLOAT_ACCUMULATOR, why
 
 
-def layer_norm(node: fx.Node, threads: int) -> Size:
-    """The input, contiguous (native/layer_norm.cpp, ``layer_norm_cpu``)."""
-    return copied(node.args[0]), "contiguous input"
+def contiguous(why: str, *places: int) -> Callable[[fx.Node, int], Size]:
+    """Contiguous copies of the arguments at some places."""
+    return lambda node, threads: (sum(copied(node.args[place]) for place in places), why)
+
+
+def like(why: str, *places: int) -> Callable[[fx.Node, int], Size]:
+    """The arguments at some places in the dtype of the result, where theirs is another."""
+
+    def size(node: fx.Node, threads: int) -> Size:
+        dtype = val_of(node).dtype
+        vals = [val_of(node.args[place]) for place in places]
+        return sum(v.numel() * dtype.itemsize for v in vals if v.dtype is not dtype), why
+
+    return size
 
 
 def layer_norm_backward(node: fx.Node, threads: int) -> Size:
@@ -186,16 +197,6 @@ def batch_norm_backward(node: fx.Node, threads: int) -> Size:
     return nbytes_of(vals[1]) * bool(mask[0]) if known else None, "a tensor like the input"
 
 
-def softmax(node: fx.Node, threads: int) -> Size:
-    """The input, contiguous (native/SoftMax.cpp, ``softmax_cpu_out``)."""
-    return copied(node.args[0]), "contiguous input"
-
-
-def softmax_backward(node: fx.Node, threads: int) -> Size:
-    """Gradient and output, contiguous (native/SoftMax.cpp, ``softmax_backward_cpu_out``)."""
-    return copied(node.args[0]) + copied(node.args[1]), "contiguous gradient and output"
-
-
 def safe_softmax(node: fx.Node, threads: int) -> Size:
     """Which values are -inf, in which rows all are, and a zero (native/transformers/attention.cpp).
 
@@ -211,21 +212,6 @@ def gelu_backward(node: fx.Node, threads: int) -> Size:
     """oneDNN's, which reorders inputs of different layouts (native/Activation.cpp)."""
     one, two = (val_of(argument) for argument in node.args[:2])
     return 0 if one.stride() == two.stride() else None, "oneDNN's reordered inputs"
-
-
-def embedding(node: fx.Node, threads: int) -> Size:
-    """The indices, contiguous (native/Embedding.cpp)."""
-    return copied(node.args[1]), "contiguous indices"
-
-
-def index_select(node: fx.Node, threads: int) -> Size:
-    """The index, contiguous (native/TensorAdvancedIndexing.cpp, ``index_select_out_cpu_``)."""
-    return copied(node.args[2]), "contiguous index"
-
-
-def embedding_backward(node: fx.Node, threads: int) -> Size:
-    """Gradient and indices, contiguous (native/Embedding.cpp, ``embedding_dense_backward_cpu``)."""
-    return copied(node.args[0]) + copied(node.args[1]), "contiguous gradient and indices"
 
 
 def sort(node: fx.Node, threads: int) -> Size:
@@ -248,12 +234,6 @@ def histogram(node: fx.Node, threads: int) -> Size:
     return size + copied(node.args[0]), "edges, histograms per thread"
 
 
-def cumulative_sum(node: fx.Node, threads: int) -> Size:
-    """The input in the dtype of the result (native/ReduceOps.cpp, ``cumsum``)."""
-    same = val_of(node.args[0]).dtype is val_of(node).dtype
-    return 0 if same else nbytes_of(val_of(node)), "input in another dtype"
-
-
 def elementwise(node: fx.Node, threads: int) -> Size:
     """Numbers as 0-d tensors, and operands in the dtype in which all of them are computed.
 
@@ -272,21 +252,6 @@ def elementwise(node: fx.Node, threads: int) -> Size:
         size += 0 if is_tensor else dtype.itemsize
         size += 0 if dtype is common else count * common.itemsize
     return size, "numbers as tensors, operands in another dtype"
-
-
-def where(node: fx.Node, threads: int) -> Size:
-    """Operands in the dtype of the result (native/TensorCompare.cpp, ``where``)."""
-    vals = [val_of(argument) for argument in node.args[1:3]]
-    dtype = val_of(node).dtype
-    size = sum(v.numel() * dtype.itemsize for v in vals if v.dtype is not dtype)
-    return size, "operands in another dtype"
-
-
-def total(node: fx.Node, threads: int) -> Size:
-    """The input in the dtype of the result (native/ReduceOps.cpp, ``sum``)."""
-    val, result = val_of(node.args[0]), val_of(node)
-    size = 0 if val.dtype is result.dtype else val.numel() * result.element_size()
-    return size, "input in another dtype"
 
 
 def mean(node: fx.Node, threads: int) -> Size:
@@ -355,17 +320,22 @@ ELEMENTWISE = (
     ),
 )
 
+# native/SoftMax.cpp, ``softmax_cpu_out`` and ``softmax_backward_cpu_out``
+SOFTMAX = contiguous("contiguous input", 0)
+SOFTMAX_BACKWARD = contiguous("contiguous gradient and output", 0, 1)
+
 FORMULAS: dict[Any, Callable[[fx.Node, int], Size]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
     aten._safe_softmax.default: safe_softmax,
-    aten._softmax.default: softmax,
-    aten._log_softmax.default: softmax,
-    aten._softmax_backward_data.default: softmax_backward,
-    aten._log_softmax_backward_data.default: softmax_backward,
-    aten._softmax_backward_data.out: softmax_backward,
-    aten._log_softmax_backward_data.out: softmax_backward,
-    aten.native_layer_norm.default: layer_norm,
+    aten._softmax.default: SOFTMAX,
+    aten._log_softmax.default: SOFTMAX,
+    aten._softmax_backward_data.default: SOFTMAX_BACKWARD,
+    aten._log_softmax_backward_data.default: SOFTMAX_BACKWARD,
+    aten._softmax_backward_data.out: SOFTMAX_BACKWARD,
+    aten._log_softmax_backward_data.out: SOFTMAX_BACKWARD,
+    # native/layer_norm.cpp, ``layer_norm_cpu``
+    aten.native_layer_norm.default: contiguous("contiguous input", 0),
     aten.native_layer_norm_backward.default: layer_norm_backward,
     aten.native_group_norm.default: group_norm,
     aten.native_group_norm_backward.default: group_norm_backward,
@@ -374,19 +344,23 @@ FORMULAS: dict[Any, Callable[[fx.Node, int], Size]] = {
     aten.native_batch_norm_backward.default: batch_norm_backward,
     aten.gelu_backward.default: gelu_backward,
     aten.gelu_backward.grad_input: gelu_backward,
-    aten.embedding.default: embedding,
-    aten.index_select.default: index_select,
-    aten.embedding_dense_backward.default: embedding_backward,
+    # native/Embedding.cpp, and its ``embedding_dense_backward_cpu``
+    aten.embedding.default: contiguous("contiguous indices", 1),
+    aten.embedding_dense_backward.default: contiguous("contiguous gradient and indices", 0, 1),
+    # native/TensorAdvancedIndexing.cpp, ``index_select_out_cpu_``
+    aten.index_select.default: contiguous("contiguous index", 2),
     aten.sort.default: sort,
     aten.sort.stable: sort,
     aten.histc.default: histogram,
     aten.repeat.default: repeat,
-    aten.cumsum.default: cumulative_sum,
-    aten.sum.default: total,
-    aten.sum.dim_IntList: total,
+    # native/ReduceOps.cpp, ``cumsum`` and ``sum``
+    aten.cumsum.default: like("input in another dtype", 0),
+    aten.sum.default: like("input in another dtype", 0),
+    aten.sum.dim_IntList: like("input in another dtype", 0),
     aten.mean.default: mean,
     aten.mean.dim: mean,
-    aten.where.self: where,
+    # native/TensorCompare.cpp, ``where``
+    aten.where.self: like("operands in another dtype", 1, 2),
     aten.gather.default: scatter,
     aten.scatter.src: scatter,
     aten.scatter.value: scatter,

@@ -294,7 +294,7 @@ class Walk:
                 self._release(list(taken.values()))
                 unread = [n for n in env if not n.users]
                 self._release([t for node in unread for t in env.pop(node)])
-            self._phase(phase, graph, env)
+            self._phase(graph, env)
             output = graph.find_nodes(op="output")[0]
             if phase == "forward":
                 self.now += 1  # between the phases
@@ -414,7 +414,7 @@ class Walk:
             return []
         return saved.pop(0)
 
-    def _phase(self, phase: tags.Phase, graph: fx.Graph, env: dict[fx.Node, list[int]]) -> None:
+    def _phase(self, graph: fx.Graph, env: dict[fx.Node, list[int]]) -> None:
         places = points(self.schedule, graph)
         self.now = 2 * self.ledger.add(map(moment_of, places))
         origins = [place.origin for place in places]
@@ -680,22 +680,23 @@ class Walk:
 
     def _rewrite(self, token: int, node: fx.Node) -> None:
         """`node` writes its result over what the storage held: from now on it is that result."""
-        before, tag = self._open[token], tags.get(node)
-        before.died = self.now
-        after = before.copied()
-        after.born, after.died, after.module = self.now, None, tag.module
+        after, tag = self._changed(token), tags.get(node)
         after.name, after.op, after.line = node.name, operation_of(node), tag.line
-        self._open[token] = after
-        self.ledger.ranges.append(after)
+        after.module = tag.module
 
     def _relabel(self, tokens: Sequence[int], category: Category) -> None:
         for token in tokens:
-            before = self._open[token]
-            before.died = self.now
-            after = before.copied()
-            after.category, after.born, after.died = category, self.now, None
-            self._open[token] = after
-            self.ledger.ranges.append(after)
+            self._changed(token).category = category
+
+    def _changed(self, token: int) -> LiveRange:
+        """A range of the same storage from now on."""
+        before = self._open[token]
+        before.died = self.now
+        after = before.copied()
+        after.born, after.died = self.now, None
+        self._open[token] = after
+        self.ledger.ranges.append(after)
+        return after
 
 
 MADE_BY = {

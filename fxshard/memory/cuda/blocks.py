@@ -40,37 +40,26 @@ class Segment:
     blocks: tuple[BlockState, ...]
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Block:
-    """A contiguous part of a segment; `prev` and `next` are its neighbours in it."""
+    """A contiguous part of a segment; `prev` and `next` are its neighbours in it.
 
-    __slots__ = (
-        "address",
-        "allocated",
-        "arena",
-        "base",
-        "cached_at",
-        "events",
-        "mapped",
-        "next",
-        "prev",
-        "requested",
-        "size",
-    )
+    Attributes:
+        base: first address of the expandable segment; None: not in one.
+        events: other streams that may still read it.
+    """
 
-    def __init__(
-        self, arena: Arena, base: int | None, address: int, size: int, *, mapped: bool = True
-    ) -> None:
-        self.arena = arena
-        self.base = base  # first address of the expandable segment; None: not in one
-        self.address = address
-        self.size = size
-        self.mapped = mapped
-        self.prev: Block | None = None
-        self.next: Block | None = None
-        self.allocated = False
-        self.events = 0  # other streams that may still read it
-        self.requested = 0
-        self.cached_at = 0
+    arena: Arena
+    base: int | None
+    address: int
+    size: int
+    mapped: bool = True
+    prev: Block | None = None
+    next: Block | None = None
+    allocated: bool = False
+    events: int = 0
+    requested: int = 0
+    cached_at: int = 0
 
     @property
     def idle(self) -> bool:
@@ -99,16 +88,23 @@ class Block:
             other.next.prev = self
 
 
+@dataclasses.dataclass(eq=False)
 class Arena:
-    """The blocks of one pool on one stream that nobody uses: free ones, and address space."""
+    """The blocks of one pool on one stream that nobody uses: free ones, and address space.
 
-    def __init__(self, stream: str, small: bool, page: int) -> None:
-        self.stream = stream
-        self.small = small
-        self.page = page
-        self.keys: list[tuple[int, int]] = []  # (size, address) of free blocks, ascending
-        self.free: dict[int, Block] = {}  # by address
-        self.unmapped: list[Block] = []  # by address
+    Attributes:
+        page: bytes that are mapped at once.
+        keys: (size, address) of free blocks, ascending.
+        free: the same, by address.
+        unmapped: address space, by address.
+    """
+
+    stream: str
+    small: bool
+    page: int
+    keys: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    free: dict[int, Block] = dataclasses.field(default_factory=dict)
+    unmapped: list[Block] = dataclasses.field(default_factory=list)
 
     def add(self, block: Block) -> None:
         bisect.insort(self.keys, (block.size, block.address))

@@ -13,6 +13,7 @@ import csv
 import dataclasses
 import io
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -456,13 +457,8 @@ def _same(row: Matrix, constant: Matrix, units: str) -> str:
 
 
 def _wrapped(said: str, width: int) -> list[str]:
-    lines: list[str] = []
-    for word in said.split():
-        if lines and len(lines[-1]) + 1 + len(word) <= width:
-            lines[-1] += f" {word}"
-        else:
-            lines.append(shortened(word, width))
-    return lines
+    lines = textwrap.wrap(said, width, break_long_words=False, break_on_hyphens=False)
+    return [shortened(line, width) for line in lines]
 
 
 def shortened(name: str, room: int) -> str:
