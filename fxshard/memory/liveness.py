@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import sympy
@@ -248,7 +249,8 @@ class Walk:
         """Those storages of the optimizer's state are there from before."""
         self.now = BEFORE
         for number in numbers:
-            self._of_optimizer(step, Event("", [], []), number, step.state[number].bytes, host)
+            made = step.range_of("", number, step.state[number].bytes, host=host)
+            self._optimizers[number] = self._new(made)
 
     def run(self, program: Program, micro_batch: int, loss: LossStep | None = None) -> None:
         """Walk forward and backward of one micro-batch."""
@@ -261,62 +263,79 @@ class Walk:
         self._categories = gradient_categories(program, unreached(program, loss))
         caller: list[int] = []  # outputs and tangents: the caller holds them until backward ends
         saved: list[list[int]] = []
-        taken: dict[int, int] = {}  # gradients of outputs that backward frees
         for phase, graph in self.schedule.phases():
-            if phase == "backward" and loss is not None:
-                made = self._loss(loss, micro_batch, self._labels(graph, loss))
-                taken = {number: made.pop(number) for number in loss.taken if number in made}
-                caller += made.values()
-            self.now = self.ledger.begin(phase, micro_batch)
-            if phase == "backward" and loss is not None:  # what it does not read is dropped before
-                dropped = taken.keys() - _read(graph, loss)
-                self._release([taken.pop(number) for number in dropped])
             if phase == "forward":
-                for fqn in program.accumulated:
-                    if fqn not in self._sums:
-                        self._sums[fqn] = [self._accumulated(fqn)]
-            env: dict[fx.Node, list[int]] = {}
-            for node in graph.find_nodes(op="placeholder"):
-                if tags.get(node).role != "tangent":
-                    env[node] = self._enter(node, saved)
-                elif loss is None:
-                    env[node] = self._allocate(node, self._label(node))
-                    self._hold(env[node])
-                    caller += env[node]
-                elif tags.get(node).fqn in loss.tangents:  # it is there already
-                    number = loss.tangents[tags.get(node).fqn or ""]
-                    env[node] = [taken[number]] if number in taken else []
-                    self._hold(env[node])
-                elif node.users:
-                    env[node] = self._allocate(node, Category.TEMP)
-            self.now += 1
-            if phase == "backward":
-                self._release(list(taken.values()))
-                unread = [n for n in env if not n.users]
-                self._release([t for node in unread for t in env.pop(node)])
-            self._phase(graph, env)
-            output = graph.find_nodes(op="output")[0]
-            if phase == "forward":
-                self.now += 1  # between the phases
-                outputs, kept = cast("tuple[tuple[fx.Node, ...], ...]", output.args[0])
-                caller += [t for node in outputs for t in env.get(node, [])]
-                saved += [env[node] for node in kept]
-                self._hold(caller)
-                self._hold([t for tokens in saved for t in tokens])
-                self._release([t for node in _returned(output) for t in env.get(node, [])])
-                if not program.signature.training:
-                    self._release(caller)
+                self._forward(graph, micro_batch, caller, saved)
             else:
-                self.now = 2 * self.ledger.add([Moment("backward returned")])
-                values = cast("tuple[fx.Node, ...]", output.args[0])
-                # Gradients that are the caller's own, who holds them still, are copied.
-                own = [n for n in dict.fromkeys(values) if tags.get(n).role == "tangent"]
-                given = [env[node] for node in own if loss is None]
-                env |= {n: self._allocate(n, self._label(n)) for n in own if loss is None}
-                self._release(caller)
-                self.now += 1
-                self._release([token for tokens in given for token in tokens])
-                self._keep_gradients(values, env, unreached(program, loss))
+                self._backward(graph, micro_batch, loss, caller, saved)
+
+    def _forward(
+        self, graph: fx.Graph, micro_batch: int, caller: list[int], saved: list[list[int]]
+    ) -> None:
+        self.now = self.ledger.begin("forward", micro_batch)
+        for fqn in self.program.accumulated:
+            if fqn not in self._sums:
+                self._sums[fqn] = [self._accumulated(fqn)]
+        env = {node: self._enter(node, saved) for node in graph.find_nodes(op="placeholder")}
+        self.now += 1
+        self._phase(graph, env)
+        output = graph.find_nodes(op="output")[0]
+        self.now += 1  # between the phases
+        outputs, kept = cast("tuple[tuple[fx.Node, ...], ...]", output.args[0])
+        caller += [t for node in outputs for t in env.get(node, [])]
+        saved += [env[node] for node in kept]
+        self._hold(caller)
+        self._hold([t for tokens in saved for t in tokens])
+        self._release([t for node in output.all_input_nodes for t in env.get(node, [])])
+        if not self.program.signature.training:
+            self._release(caller)
+
+    def _backward(
+        self,
+        graph: fx.Graph,
+        micro_batch: int,
+        loss: LossStep | None,
+        caller: list[int],
+        saved: list[list[int]],
+    ) -> None:
+        taken: dict[int, int] = {}  # gradients of outputs that backward frees
+        if loss is not None:
+            made = self._loss(loss, micro_batch, self._labels(graph, loss))
+            taken = {number: made.pop(number) for number in loss.taken if number in made}
+            caller += made.values()
+        self.now = self.ledger.begin("backward", micro_batch)
+        if loss is not None:  # what it does not read is dropped before
+            dropped = taken.keys() - _read(graph, loss)
+            self._release([taken.pop(number) for number in dropped])
+        env: dict[fx.Node, list[int]] = {}
+        for node in graph.find_nodes(op="placeholder"):
+            if tags.get(node).role != "tangent":
+                env[node] = self._enter(node, saved)
+            elif loss is None:
+                env[node] = self._allocate(node, self._label(node))
+                self._hold(env[node])
+                caller += env[node]
+            elif tags.get(node).fqn in loss.tangents:  # it is there already
+                number = loss.tangents[tags.get(node).fqn or ""]
+                env[node] = [taken[number]] if number in taken else []
+                self._hold(env[node])
+            elif node.users:
+                env[node] = self._allocate(node, Category.TEMP)
+        self.now += 1
+        self._release(list(taken.values()))
+        unread = [n for n in env if not n.users]
+        self._release([t for node in unread for t in env.pop(node)])
+        self._phase(graph, env)
+        self.now = 2 * self.ledger.add([Moment("backward returned")])
+        values = cast("tuple[fx.Node, ...]", graph.find_nodes(op="output")[0].args[0])
+        # Gradients that are the caller's own, who holds them still, are copied.
+        own = [n for n in dict.fromkeys(values) if tags.get(n).role == "tangent"]
+        given = [env[node] for node in own if loss is None]
+        env |= {n: self._allocate(n, self._label(n)) for n in own if loss is None}
+        self._release(caller)
+        self.now += 1
+        self._release([token for tokens in given for token in tokens])
+        self._keep_gradients(values, env, unreached(self.program, loss))
 
     def _keep_gradients(
         self,
@@ -343,22 +362,31 @@ class Walk:
     def optimizer(self, step: OptimizerStep, events: Sequence[Event], host: bool) -> None:
         """The events of an optimizer's step."""
         self.ledger.begin("optimizer", -1)
-        first = self.ledger.add(Moment(event.op, event.op, OPTIMIZER) for event in events)
+        made_by = functools.partial(step.range_of, host=host)
+        self._replay(events, OPTIMIZER, self._optimizers, made_by)
+
+    def _replay(
+        self,
+        events: Sequence[Event],
+        owner: str,
+        tokens: dict[int, int],
+        made_by: Callable[[str, int, int], LiveRange],
+    ) -> None:
+        """What recorded operators allocate and free.
+
+        Args:
+            events: in order.
+            owner: `LOSS` or `OPTIMIZER`.
+            tokens: of what is alive, by its number in the recording; kept up to date.
+            made_by: from operator, number and bytes of a storage to its range.
+        """
+        first = self.ledger.add(Moment(event.op, event.op, owner) for event in events)
         for point, event in enumerate(events, start=first):
             self.now = 2 * point
             for number, size in event.allocated:
-                self._of_optimizer(step, event, number, size, host)
+                tokens[number] = self._new(made_by(event.op, number, size))
             self.now += 1
-            tokens = self._optimizers
             self._end([tokens.pop(number) for number in event.freed if number in tokens])
-
-    def _of_optimizer(
-        self, step: OptimizerStep, event: Event, number: int, size: int, host: bool
-    ) -> None:
-        """A storage that the optimizer made: its state, which it holds on, or a temporary."""
-        made = step.range_of(number, size, event.op, host=host)
-        made.formula = step.formulas.get(number)
-        self._optimizers[number] = self._new(made)
 
     def zero_grad(self) -> None:
         """Everything goes that the caller does not hold from step to step."""
@@ -383,21 +411,18 @@ class Walk:
     ) -> dict[int, int]:
         """The user's loss and its own backward; returns storages by number in the recording."""
         made: dict[int, int] = {}
-        parts = (("loss", loss.forward), ("loss backward", loss.backward))
-        for (name, events), category in zip(
-            parts, (Category.ACTIVATION, Category.TEMP), strict=True
-        ):
+        parts = (
+            ("loss", loss.forward, Category.ACTIVATION),
+            ("loss backward", loss.backward, Category.TEMP),
+        )
+        for name, events, category in parts:
+
+            def made_by(op: str, number: int, size: int, other: Category = category) -> LiveRange:
+                label = labels.get(number, other)
+                return LiveRange(0, op, op, LOSS, label, size, formula=loss.formulas.get(number))
+
             self.ledger.begin(name, micro_batch)
-            first = self.ledger.add(Moment(event.op, event.op, LOSS) for event in events)
-            for point, event in enumerate(events, start=first):
-                self.now = 2 * point
-                for number, size in event.allocated:
-                    label = labels.get(number, category)
-                    new = LiveRange(0, event.op, event.op, LOSS, label, size)
-                    new.formula = loss.formulas.get(number)
-                    made[number] = self._new(new)
-                self.now += 1
-                self._end([made.pop(number) for number in event.freed if number in made])
+            self._replay(events, LOSS, made, made_by)
         return made
 
     def _accumulated(self, fqn: str) -> int:
@@ -472,23 +497,24 @@ class Walk:
         """A step: one point, at which the most that is alive within it counts."""
         if self._step is None:  # the report leaves the optimizer out
             return
-        step, host = self._step, self.program.offloaded
-        alive: dict[int, tuple[Event, int]] = {}
+        alive: dict[int, tuple[str, int]] = {}  # operator and bytes of each storage
         top, most = dict(alive), 0
         for event in self._parts[tuple(row.args[2])]:  # type: ignore[arg-type]
-            alive |= {number: (event, size) for number, size in event.allocated}
+            alive |= {number: (event.op, size) for number, size in event.allocated}
             if alive and (total := sum(size for _, size in alive.values())) >= most:
                 top, most = dict(alive), total
             for number in event.freed:
                 alive.pop(number, None)
-        for number, (event, size) in top.items():
-            self._of_optimizer(step, event, number, size, host)
+        self._hold_made(self._step, top)
         self.now += 1
         self._end([self._optimizers.pop(number) for number in top if number not in alive])
-        for number, (event, size) in alive.items():
-            if number not in top:
-                self._of_optimizer(step, event, number, size, host)
+        self._hold_made(self._step, {n: made for n, made in alive.items() if n not in top})
         self.now -= 1
+
+    def _hold_made(self, step: OptimizerStep, made: Mapping[int, tuple[str, int]]) -> None:
+        for number, (op, size) in made.items():
+            each = step.range_of(op, number, size, host=self.program.offloaded)
+            self._optimizers[number] = self._new(each)
 
     def _region(
         self,
@@ -729,9 +755,3 @@ def operation_of(node: fx.Node) -> str:
     while node.op == "call_function" and node.target is operator.getitem:
         node = tags.source(node)
     return str(node.target).removesuffix(".default")
-
-
-def _returned(output: fx.Node) -> list[fx.Node]:
-    nodes: list[fx.Node] = []
-    fx.node.map_arg(output.args[0], lambda n: nodes.append(n))
-    return list(dict.fromkeys(nodes))

@@ -90,13 +90,14 @@ class OptimizerStep:
             found[self.state[number].fqn] += self.state[number].bytes
         return OptimizerState(self.name, dict(found))
 
-    def range_of(self, number: int, size: int, op: str, *, host: bool) -> LiveRange:
+    def range_of(self, op: str, number: int, size: int, *, host: bool) -> LiveRange:
         """The live range of a storage that `op` made: state, or a temporary."""
         name, owner, category = f"temporary of {op}", OPTIMIZER, Category.TEMP
         if number in self.state:
             state = self.state[number]
             name, owner, category = state.name, owner_of(state.fqn), Category.OPT_STATE
-        return LiveRange(0, name, op, owner, category, size, host)
+        formula = self.formulas.get(number)
+        return LiveRange(0, name, op, owner, category, size, host, formula=formula)
 
 
 @collector.paused()

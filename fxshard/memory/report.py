@@ -526,10 +526,6 @@ class MemoryReport:
         Raises:
             ConfigError: no such category, module or state; or the plan has no formulas.
         """
-        asked: dict[str, Any] = {
-            **{"category": category, "module": module, "state": state, "first_step": first_step},
-            **{"host": host, "rounded": rounded, "call": call, "micro_batch": micro_batch},
-        }
         step, ledger = self.formulas, self.ledger(first_step=first_step)
         owners = {each.module for each in ledger.ranges}
         ticks: range | None = range(2 * len(ledger.moments))
@@ -547,7 +543,10 @@ class MemoryReport:
         part = formula.Part(first_step, host, rounded, wanted, module if state is None else None)
 
         def elsewhere(world: int) -> Formula:
-            return self._asked.of_world(world).formula(**asked)
+            other = self._asked.of_world(world).formula
+            of = functools.partial(other, category=category, module=module, state=state)
+            where = functools.partial(of, first_step=first_step, call=call, micro_batch=micro_batch)
+            return where(host=host, rounded=rounded)
 
         return formula.largest(step, ticks, part, elsewhere)
 

@@ -191,59 +191,41 @@ def _fill(
                 f"{op} {fqn}", fqn, category, dense(tensor), op=op, module=path
             )
     empty = [name for name, tensor in own.items() if tensor.is_meta]
-    init = tree.config.param_init_fn
-    said = "param_init_fn" if init else "reset_parameters"
-    call: Callable[[], Any] = functools.partial(init, module) if init else _reset(module)
-    alive: list[LiveRange] = list(copies.values())
-    found = {name: copies[id(own[name])] for name in empty}
+    kept = {name: copies[id(own[name])] for name in empty}
+    ranges: dict[int, LiveRange] = {}
     unknown: list[tuple[str, str]] = []
     try:
-        found = _record_fill(tree, script, path, module, empty, copies, call, alive)
+        filled = _filled(tree, module, empty)
     except Exception as error:  # whatever the user's function raises without data
+        said = "param_init_fn" if tree.config.param_init_fn else "reset_parameters"
         where = f"{said} of module {path or '(root)'!r}"
         unknown = [(f"temporaries of {where}", f"it fails without data: {error}")]
-    script.drop(*(each for each in alive if not any(each is kept for kept in found.values())))
-    return found, unknown
+    else:
+        slots = {**module._parameters, **module._buffers}
+        ranges |= {number: copies[id(slots[name])] for name, number in filled.given}
+
+        def temporary(op: str, number: int, size: int) -> LiveRange:
+            return LiveRange(0, f"temporary of {op}", op, path, Category.TEMP, size)
+
+        script.replay(filled.events, temporary, ranges, path)
+        kept = {name: ranges[number] for name, number in filled.left if number in ranges}
+    stay = set(map(id, kept.values()))
+    made = {id(each): each for each in (*copies.values(), *ranges.values())}
+    script.drop(*(each for each in made.values() if each.died is None and id(each) not in stay))
+    return kept, unknown
 
 
-def _reset(module: nn.Module) -> Callable[[], Any]:
-    return getattr(module, "reset_parameters", lambda: None)
-
-
-def _record_fill(
-    tree: Tree,
-    script: Script,
-    path: str,
-    module: nn.Module,
-    empty: Sequence[str],
-    copies: dict[int, LiveRange],
-    call: Callable[[], Any],
-    alive: list[LiveRange],
-) -> dict[str, LiveRange]:
-    """Run an initialisation on fake tensors; what it makes is added to the script and `alive`."""
-    key = _kind(module, tree.config.param_init_fn)
-    filled = None if key is None else tree.filled.get(key)
-    if filled is None:
-        filled = _recorded(tree, module, empty, call)
-        if key is not None:
-            tree.filled[key] = filled
-    slots = {**module._parameters, **module._buffers}
-    ranges = {number: copies[id(slots[name])] for name, number in filled.given}
-    for event in filled.events:
-        made = {
-            number: LiveRange(
-                0, f"temporary of {event.op}", event.op, path, Category.TEMP, size, False
-            )
-            for number, size in event.allocated
-        }
-        ranges |= made
-        alive += made.values()
-        script.run(event.op, *made.values(), op=event.op, module=path)
-        gone = [ranges[number] for number in event.freed if number in ranges]
-        script.drop(*gone)
-        for each in gone:
-            alive[:] = [other for other in alive if other is not each]
-    return {name: ranges[number] for name, number in filled.left if number in ranges}
+def _filled(tree: Tree, module: nn.Module, empty: Sequence[str]) -> Filled:
+    """What an initialisation on fake tensors does: recorded, or known of a module of its kind."""
+    init = tree.config.param_init_fn
+    key = _kind(module, init)
+    if key is not None and key in tree.filled:
+        return tree.filled[key]
+    reset = getattr(module, "reset_parameters", lambda: None)
+    filled = _recorded(tree, module, empty, functools.partial(init, module) if init else reset)
+    if key is not None:
+        tree.filled[key] = filled
+    return filled
 
 
 def _recorded(

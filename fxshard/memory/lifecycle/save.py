@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +25,7 @@ def state_held(tree: Tree, step: OptimizerStep | None) -> list[LiveRange]:
     if step is None:
         return []
     host = tree.program.offloaded
-    return [step.range_of(n, step.state[n].bytes, "", host=host) for n in step.held]
+    return [step.range_of("", n, step.state[n].bytes, host=host) for n in step.held]
 
 
 def save_checkpoint(tree: Tree, step: OptimizerStep | None) -> LifecyclePhase:
@@ -194,13 +195,7 @@ def new_state(script: Script, tree: Tree, new: OptimizerStep) -> list[LiveRange]
             where: Any = {"op": "aten.zeros_like", "module": owner_of(fqn), "host": host}
             grads.append(script.make(f"zeros for {fqn}", *zeros, **where))
     ranges: dict[int, LiveRange] = {}
-    for event in new.first:
-        made = []
-        for number, size in event.allocated:
-            ranges[number] = new.range_of(number, size, event.op, host=host)
-            made.append(ranges[number])
-        script.run(event.op, *made, op=event.op, module=OPTIMIZER)
-        script.drop(*(ranges.pop(number) for number in event.freed if number in ranges))
+    script.replay(new.first, functools.partial(new.range_of, host=host), ranges, OPTIMIZER)
     script.run("zero_grad", module=OPTIMIZER)
     script.drop(*grads)
     script.drop(*(each for number, each in ranges.items() if number not in new.held))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from fxshard.memory.category import CATEGORIES, Category
 from fxshard.memory.ledger import BEFORE, HALF, Ledger, LiveRange, Moment
+from fxshard.memory.recording import Event
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,12 @@ class LifecyclePhase:
         return int(self.ledger.totals[-1])
 
     @property
+    def peak_tick(self) -> int:
+        """Where the device's peak is, or the host's if the device holds nothing."""
+        totals = self.ledger.totals if self.peak_bytes else self.ledger.host_totals
+        return int(totals.argmax())
+
+    @property
     def host_peak_bytes(self) -> int:
         """The most alive at once on the CPU while the program computes elsewhere."""
         return int(self.ledger.host_totals.max())
@@ -49,12 +56,6 @@ class LifecyclePhase:
     def host_end_bytes(self) -> int:
         """Alive there when it is over."""
         return int(self.ledger.host_totals[-1])
-
-    @property
-    def peak_tick(self) -> int:
-        """Where the device's peak is, or the host's if the device holds nothing."""
-        totals = self.ledger.totals if self.peak_bytes else self.ledger.host_totals
-        return int(totals.argmax())
 
     @property
     def peak_node(self) -> str:
@@ -128,6 +129,27 @@ class Script:
         """They are gone after the last operator."""
         for each in ranges:
             each.died = 2 * len(self.ledger.moments) - 1
+
+    def replay(
+        self,
+        events: Iterable[Event],
+        made_by: Callable[[str, int, int], LiveRange],
+        ranges: dict[int, LiveRange],
+        module: str,
+    ) -> None:
+        """What recorded operators allocate and free.
+
+        Args:
+            events: in order.
+            made_by: from operator, number and bytes of a storage to its range.
+            ranges: what is alive, by number; it is kept up to date.
+            module: in which they run.
+        """
+        for event in events:
+            made = {number: made_by(event.op, number, size) for number, size in event.allocated}
+            ranges |= made
+            self.run(event.op, *made.values(), op=event.op, module=module)
+            self.drop(*(ranges.pop(number) for number in event.freed if number in ranges))
 
     def done(self, *unknown: tuple[str, str]) -> LifecyclePhase:
         """The phase."""
