@@ -125,7 +125,7 @@ def spans(ledger: Ledger, calls: Sequence[Sequence[Call]]) -> list[dict[Called, 
         ledger: the step.
         calls: per micro-batch, every call of a module in forward.
     """
-    known: dict[Any, dict[Called, dict[str, Span]]] = {}
+    known: list[tuple[Any, dict[Called, dict[str, Span]]]] = []
     found = []
     for number, of_one in enumerate(calls):
         phases = {
@@ -133,10 +133,11 @@ def spans(ledger: Ledger, calls: Sequence[Sequence[Call]]) -> list[dict[Called, 
             for phase in ledger.phases
             if phase.micro_batch == number and phase.name in MOMENTS
         }
-        key = id(of_one), *map(tuple, phases.values())
-        if key not in known:
-            known[key] = _spans(phases, of_one)
-        found.append(known[key])
+        same = next((made for key, made in known if key == (of_one, phases)), None)
+        if same is None:  # micro-batches that run the same program have the same spans
+            same = _spans(phases, of_one)
+            known.append(((of_one, phases), same))
+        found.append(same)
     return found
 
 
