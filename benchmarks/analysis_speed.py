@@ -24,7 +24,6 @@ from torch import Tensor, nn
 import fxshard
 from fxshard.memory import liveness
 from fxshard.memory.optimizer import trace_step
-from fxshard.memory.report import MemoryReport
 
 BLOCKS = (25, 75, 250, 750, 2500)
 
@@ -64,7 +63,7 @@ def measure(blocks: int) -> dict[str, Any]:
     step = trace_step(plan.program, torch.optim.AdamW)
     recorded = time.process_time()
     held = liveness.held_ranges(model, plan.workload.call, plan.program)
-    report = MemoryReport(liveness.analyse(plan.programs, held, step))
+    report = liveness.analyse(plan.programs, held, step)
     peak = report.peak_bytes
     analysed = time.process_time()
     rows = len(report.rows()) + len(report.owned())

@@ -22,6 +22,7 @@ import itertools
 import math
 import sys
 import time
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,6 @@ from fxshard.capture import trace
 from fxshard.host import collector
 from fxshard.memory import liveness
 from fxshard.memory.optimizer import trace_step
-from fxshard.memory.report import MemoryReport
 
 BLOCKS = (16, 50, 160, 500, 1600)
 UNITS = (8, 32, 128, 1024)
@@ -122,9 +122,10 @@ def measure(make: Callable[..., fxshard.Plan], **options: Any) -> dict[str, Any]
     step = record(plan.program, plan.config.optimizer)
     held = clock.timed("held ranges", liveness.held_ranges)
     ranges = held(plan.workload.module, plan.workload.call, plan.program)
-    found = clock.timed("liveness", liveness.analyse)(plan.programs, ranges, step)
-    report = MemoryReport(found)
-    ledger = clock.timed("ledger", lambda: (report.ledger().totals, found.first.totals))
+    asked: Any = types.SimpleNamespace(programs=plan.programs, lifecycle=list)
+    analyse = clock.timed("liveness", liveness.analyse)
+    report = analyse(plan.programs, ranges, step, plan=asked)
+    ledger = clock.timed("ledger", lambda: (report.steady.totals, report.first.totals))
     ledger()
     stages: dict[str, Callable[[], Any]] = {
         "table": report.table,
@@ -134,7 +135,7 @@ def measure(make: Callable[..., fxshard.Plan], **options: Any) -> dict[str, Any]
         "certificate": lambda: plan.certificate,
     }
     plan.__dict__["memory"] = report  # the dump asks for it
-    plan.__dict__["_optimizer_step"] = step
+    plan.__dict__["optimizer_step"] = step
     for stage, run in stages.items():
         clock.timed(stage, run)()
     traced = clock.seconds.pop("trace", 0.0)

@@ -160,14 +160,15 @@ def train(model: nn.Module, batch: Batch, enter: Enter) -> None:
 
 def on_cpu(recipe: Recipe, world: int) -> Row:
     """Bytes by torch.profiler against the plan for the CPU: tensors, and what kernels take."""
-    report = planned(recipe, world, device=None).memory
+    plan = planned(recipe, world, device=None)
+    report = plan.memory
     with process_groups.fake_process_group(0, world):
         model, batch = sharded(recipe, world, torch.device("cpu"))
         held = held_bytes(model, batch)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             train(model, batch, lambda step, phase: record_function(f"phase {step} {phase}"))
         tops = profiled(profiler.profiler.kineto_results.events(), held)
-        capture = compared_captures(report.program, model.plan.program, report, model.memory)
+        capture = compared_captures(plan.program, model.plan.program, report, model.memory)
     static = expected_on_cpu(report)
     rows = [
         {"step": step, "phase": phase, "static": static[step, phase], "measured": tops[step, phase]}

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import fxshard
 from fxshard import pipeline
-from fxshard.bytesize import parse_budget
+from fxshard.bytesize import SIZES, parse_budget, size_text
 from fxshard.cli.model_source import (
     Call,
     add_arguments,
@@ -44,8 +44,7 @@ from fxshard.host import files
 from fxshard.host.progress import task
 from fxshard.ir import dump, text
 from fxshard.ir.program import Fact, Program
-from fxshard.memory.explain import size_text
-from fxshard.memory.report import UNITS, MemoryReport
+from fxshard.memory.report import MemoryReport
 from fxshard.memory.views.diff import diff
 from fxshard.memory.views.live import live_after
 from fxshard.planner.tune import PLANS
@@ -624,7 +623,7 @@ def _add_validate(parser: argparse.ArgumentParser) -> None:
 
 def _add_table(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--depth", type=whole_number, help="modules with at most this many names")
-    parser.add_argument("--memory-units", choices=UNITS, help="(MiB)")
+    parser.add_argument("--memory-units", choices=SIZES, help="(MiB)")
 
 
 def _add_step(parser: argparse.ArgumentParser) -> None:

@@ -8,18 +8,12 @@ from __future__ import annotations
 
 import bisect
 import functools
-import json
 from collections.abc import Iterable, Iterator
+from typing import Any
 
+from fxshard.cost import trace_events
 from fxshard.cost.timeline import Estimate
-from fxshard.cost.trace_events import (
-    STREAMS,
-    DrawsMemory,
-    Event,
-    PhaseOfStep,
-    processes,
-    threads,
-)
+from fxshard.cost.trace_events import DrawsMemory, Event, PhaseOfStep
 
 MICROSECONDS = 1e6
 
@@ -33,38 +27,30 @@ def text(estimate: Estimate, memory: DrawsMemory | None = None) -> str:
     """
     streams = list(dict.fromkeys(["compute", *(row.stream for row in estimate.rows)]))
     events = [
-        *processes({STREAMS: "streams, estimated"}),
-        *threads([f"stream {name}" for name in streams]),
+        *trace_events.processes({trace_events.STREAMS: "streams, estimated"}),
+        *trace_events.threads([f"stream {name}" for name in streams]),
         *_rows(estimate, streams),
         *_operators(estimate),
     ]
     if memory is not None:
         events += memory.trace_events(functools.partial(times, estimate))
     said = {"hardware": estimate.hardware.name, "step_seconds": estimate.step_seconds}
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": said})
+    return trace_events.text(events, "ms", **said)
+
+
+def _bar(thread: int, name: str, start: float, seconds: float, **said: Any) -> Event:
+    return trace_events.bar(thread, name, start * MICROSECONDS, seconds * MICROSECONDS, **said)
 
 
 def _rows(estimate: Estimate, streams: list[str]) -> Iterator[Event]:
     for row in estimate.rows:
-        where = {"pid": STREAMS, "tid": streams.index(row.stream)}
+        thread, name = streams.index(row.stream), f"{row.operation} {row.unit}"
         if row.exposed:
-            yield {
-                **where,
-                "ph": "X",
-                "name": "exposed",
-                "ts": (row.start - row.exposed) * MICROSECONDS,
-                "dur": row.exposed * MICROSECONDS,
-                "args": {"waits in front of": row.name},
-            }
+            waits = {"waits in front of": row.name}
+            yield _bar(thread, "exposed", row.start - row.exposed, row.exposed, **waits)
         if row.seconds:
-            yield {
-                **where,
-                "ph": "X",
-                "name": f"{row.operation} {row.unit}",
-                "ts": row.start * MICROSECONDS,
-                "dur": row.seconds * MICROSECONDS,
-                "args": {"row": row.name, "phase": row.phase, "micro_batch": row.micro_batch},
-            }
+            said = {"row": row.name, "phase": row.phase, "micro_batch": row.micro_batch}
+            yield _bar(thread, name, row.start, row.seconds, **said)
 
 
 def _operators(estimate: Estimate) -> Iterator[Event]:
@@ -76,14 +62,7 @@ def _operators(estimate: Estimate) -> Iterator[Event]:
             at = bisect.bisect_left(starts, end) - 1
             start = max(before, starts[at]) if at >= 0 else before
             if name and end > start:
-                yield {
-                    "ph": "X",
-                    "pid": STREAMS,
-                    "tid": 0,
-                    "name": name,
-                    "ts": start * MICROSECONDS,
-                    "dur": (end - start) * MICROSECONDS,
-                }
+                yield _bar(0, name, start, end - start)
             before = end
 
 

@@ -6,6 +6,7 @@ counters ("C"), nestable asynchronous events ("b", "e") and metadata ("M").
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -40,13 +41,9 @@ class DrawsMemory(Protocol):
 def processes(names: dict[int, str]) -> Iterator[Event]:
     """What the groups of tracks are called; they stand in the order of their numbers."""
     for process, name in names.items():
-        yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
-        yield {
-            "ph": "M",
-            "pid": process,
-            "name": "process_sort_index",
-            "args": {"sort_index": process},
-        }
+        where = {"ph": "M", "pid": process}
+        yield {**where, "name": "process_name", "args": {"name": name}}
+        yield {**where, "name": "process_sort_index", "args": {"sort_index": process}}
 
 
 def threads(names: Sequence[str]) -> Iterator[Event]:
@@ -55,3 +52,14 @@ def threads(names: Sequence[str]) -> Iterator[Event]:
         where = {"ph": "M", "pid": STREAMS, "tid": thread}
         yield {**where, "name": "thread_name", "args": {"name": name}}
         yield {**where, "name": "thread_sort_index", "args": {"sort_index": thread}}
+
+
+def bar(thread: int, name: str, begin: float, length: float, **said: Any) -> Event:
+    """A bar on a track of `STREAMS`; `said` is shown when it is chosen."""
+    where = {"ph": "X", "pid": STREAMS, "tid": thread, "name": name}
+    return where | {"ts": begin, "dur": length} | ({"args": said} if said else {})
+
+
+def text(events: Iterable[Event], unit: str, **said: Any) -> str:
+    """The file. Args: `unit`: of times, as it is shown: "ns" or "ms"; `said`: of the whole."""
+    return json.dumps({"traceEvents": list(events), "displayTimeUnit": unit, "otherData": said})

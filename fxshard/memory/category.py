@@ -28,15 +28,17 @@ class Category(enum.Enum):
 
 
 CATEGORIES = tuple(Category)
-COLUMN = {category: i for i, category in enumerate(CATEGORIES)}
-for _category, _column in COLUMN.items():
+for _column, _category in enumerate(CATEGORIES):
     _category.column = _column
+
+# From the launch of a gather to its free, and what is sent to be reduced.
+SENT = (Category.ALL_GATHER, Category.UNSHARDED_PARAM, Category.REDUCE_SCATTER)
 
 
 class State(enum.Enum):
     """Moments in the life of a module in a step, and its two peaks.
 
-    Pre- and Post-Forward AC: around what its activation checkpoint makes again in backward.
+    Pre- and Post-Forward AC: around what its activation checkpoint recomputes in backward.
     """
 
     BEFORE_PRE_FORWARD = "Before Pre-Forward"
@@ -62,13 +64,23 @@ class Curve:
 
     Attributes:
         start: alive when the phase begins.
-        after: ``[points, categories]``, alive behind each point.
+        after: ``[points, categories]``, alive after each point.
         during: ``[points, categories]``, the most alive between that point and the one before.
     """
 
     start: list[int]
     after: Matrix
     during: Matrix
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most alive at once."""
+        return max(sum(self.start), int(self.during.sum(1).max(initial=0)))
+
+    @property
+    def end_bytes(self) -> int:
+        """Alive when the phase is over."""
+        return int(self.after[-1].sum()) if len(self.after) else sum(self.start)
 
     @classmethod
     def nothing(cls, points: int) -> Curve:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
-from fxshard.bytesize import SIZES as SIZES
-from fxshard.bytesize import size_text as size_text
+from fxshard.bytesize import size_text
 from fxshard.capture.provenance import line_text
 from fxshard.memory.category import Category
-from fxshard.memory.ledger import LiveRange
+from fxshard.memory.ledger import Ledger, LiveRange
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Alive:
         category: see `Category`.
         bytes: its size.
         line: line of user code that made it, ``path:line in function``, or "".
-        born, died: ``(phase, node)`` that made it and behind which it is gone; None for what is
+        born, died: ``(phase, node)`` that made it and after which it is gone; None for what is
             there before the step, or outlives it.
         stream: where the operator runs that made it.
     """
@@ -91,23 +91,19 @@ class Explanation:
         return "\n".join(lines)
 
 
-def alive_things(alive: list[LiveRange], place_of: Any) -> tuple[Alive, ...]:
-    """`alive` for people.
+def alive_things(alive: Iterable[LiveRange], ledger: Ledger) -> tuple[Alive, ...]:
+    """Live ranges of a ledger for people."""
 
-    Args:
-        place_of: from a tick to ``(phase, node)``.
-    """
+    def place_of(tick: int) -> tuple[str, str]:
+        moment = ledger.moments[min(tick // 2, len(ledger.moments) - 1)]
+        return ledger.at(tick)[0].name, moment.node
+
     return tuple(
         Alive(
-            each.name,
-            each.op,
-            each.module,
-            each.category,
-            each.bytes,
-            each.line,
-            None if each.born < 0 else place_of(each.born),
-            None if each.died is None else place_of(each.died),
-            each.stream,
+            *(each.name, each.op, each.module, each.category, each.bytes, each.line),
+            born=None if each.born < 0 else place_of(each.born),
+            died=None if each.died is None else place_of(each.died),
+            stream=each.stream,
         )
         for each in alive
     )

@@ -15,14 +15,14 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import sympy
 
+from fxshard.bytesize import size_text
 from fxshard.errors import ConfigError, OutOfRangeError
-from fxshard.memory.category import Category, Matrix, State
-from fxshard.memory.explain import size_text
+from fxshard.memory.category import Category, Matrix
 from fxshard.memory.ledger import Ledger, LiveRange
 from fxshard.memory.symbolic import WORLD, WorldKind, evaluate
 
@@ -31,37 +31,6 @@ MOST = 2**62  # bytes, and products of sizes: up to there int64 counts right
 BLOCK = 512  # bytes: CUDA's caching allocator rounds every size up to a multiple of it
 
 Point = Mapping[str, Any]  # sizes by name: ints or int64 arrays
-
-
-class Asked(Protocol):
-    """What a formula needs of a `fxshard.memory.report.MemoryReport`."""
-
-    @property
-    def formulas(self) -> StepFormulas:
-        """The live ranges as formulas."""
-
-    def of_world(self, world: int) -> Asked:
-        """The report of a plan whose formulas hold for a number of ranks."""
-
-    def category_of(self, category: Category | str) -> Category:
-        """A category by its name."""
-
-    def ledger(self, *, first_step: bool = False) -> Ledger:
-        """Every live range of the step."""
-
-    def owners(self, *, first_step: bool = False) -> set[str]:
-        """Modules that own something."""
-
-    def stretch(
-        self,
-        module: str,
-        state: State | str,
-        *,
-        first_step: bool = False,
-        call: int = 0,
-        micro_batch: int = -1,
-    ) -> range | None:
-        """The ticks of the ledger at which `module` is in `state`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,6 +220,29 @@ def _times(values: Matrix, rows: Matrix) -> Matrix:
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """Which live ranges are added up.
+
+    Attributes:
+        first_step: of the first step.
+        host: on the CPU, with offload.
+        rounded: every storage takes whole blocks of CUDA's allocator.
+        category, module: only what is of that category, or owned by that module.
+    """
+
+    first_step: bool
+    host: bool
+    rounded: bool
+    category: Category | None = None
+    module: str | None = None
+
+    def has(self, each: LiveRange) -> bool:
+        """True for a live range of it."""
+        of_category = self.category in (None, each.category)
+        return each.host == self.host and of_category and self.module in (None, each.module)
+
+
+@dataclasses.dataclass(frozen=True)
 class Term:
     """A part of what is alive at a point.
 
@@ -305,86 +297,62 @@ class StepFormulas:
 
     def sized(self, sizes: Point, first_step: bool) -> Ledger:
         """The ledger for other sizes."""
-        ledger = self._ledgers[0 if first_step else 1]
+        ledger, numbers = self._of_step(first_step)
         found = self.basis.bytes(self.basis.vectors, sizes)[0].tolist()
         made = Ledger()
         made.moments, made.phases = ledger.moments, ledger.phases
-        numbers = self._numbers[0 if first_step else 1].tolist()
         made.ranges = [
             dataclasses.replace(each, bytes=found[number])
-            for each, number in zip(ledger.ranges, numbers, strict=True)
+            for each, number in zip(ledger.ranges, numbers.tolist(), strict=True)
         ]
         return made
 
-    def curve(
-        self,
-        ticks: Sequence[int],
-        *,
-        first_step: bool = False,
-        host: bool = False,
-        category: Category | None = None,
-        module: str | None = None,
-        rounded: bool = False,
-    ) -> Matrix:
-        """int64 ``[ticks, monomials]``: what is alive at some ticks, in ascending order.
-
-        Args:
-            ticks: of the ledger.
-            first_step: of the first step.
-            host: on the CPU, with offload.
-            category, module: only what is of that category, or owned by that module.
-            rounded: every storage takes whole blocks of CUDA's allocator.
-        """
-        ledger, numbers = self._ledgers[not first_step], self._numbers[not first_step]
-        vectors = self.basis_of(rounded).vectors
-        wanted = [
-            i
-            for i, each in enumerate(ledger.ranges)
-            if each.host == host
-            and category in (None, each.category)
-            and module in (None, each.module)
-        ]
+    def curve(self, ticks: Sequence[int], part: Part) -> Matrix:
+        """int64 ``[ticks, monomials]``: what is alive at some ticks, in ascending order."""
+        ledger, numbers = self._of_step(part.first_step)
+        vectors = self.basis_of(part.rounded).vectors
+        wanted = [i for i, each in enumerate(ledger.ranges) if part.has(each)]
         end = 2 * len(ledger.moments)
         born = [max(ledger.ranges[i].born, 0) for i in wanted]
         died = [end if (d := ledger.ranges[i].died) is None else d for i in wanted]
         change = np.zeros((len(ticks) + 1, vectors.shape[1]), dtype=np.int64)
-        of = vectors[numbers[wanted]] if wanted else np.zeros((0, vectors.shape[1]), dtype=np.int64)
+        of = vectors[numbers[np.array(wanted, dtype=int)]]
         np.add.at(change, np.searchsorted(ticks, born, side="left"), of)
         np.add.at(change, np.searchsorted(ticks, died, side="left"), -of)
         return change.cumsum(0)[:-1]
 
     @functools.cache  # noqa: B019 - lives as long as its plan
-    def largest(
-        self, ticks: range, *, first_step: bool, host: bool, rounded: bool
-    ) -> tuple[list[int], Matrix]:
+    def largest(self, ticks: range, part: Part) -> tuple[list[int], Matrix]:
         """Those of some ticks at which most may be alive for some sizes, and `curve` there."""
-        rows = self.curve(ticks, first_step=first_step, host=host, rounded=rounded)
-        from_least = self.basis_of(rounded).shifted(self.range.least)
-        positive = np.array([_is_positive(m) for m in from_least.monomials], dtype=bool)
-        kept = largest_somewhere(rows @ from_least.vectors, positive)
+        rows = self.curve(ticks, part)
+        from_least = self.basis_of(part.rounded).shifted(self.range.least)
+        positive = [not m.has(sympy.floor, sympy.Mod) for m in from_least.monomials]
+        kept = largest_somewhere(rows @ from_least.vectors, np.array(positive, dtype=bool))
         return [ticks[i] for i in kept], rows[kept]
 
     def basis_of(self, rounded: bool) -> Basis:
         """The monomials of `curve`."""
         return self._rounded if rounded else self.basis
 
-    def terms(
-        self, tick: int, first_step: bool, rounded: bool, wanted: Callable[[LiveRange], bool]
-    ) -> tuple[Term, ...]:
-        """What is alive at a tick, of what is wanted; equal layers as one term."""
-        vectors = self.basis_of(rounded).vectors
-        ledger, numbers = self._ledgers[not first_step], self._numbers[not first_step]
-        number = {id(each): n for each, n in zip(ledger.ranges, numbers, strict=True)}
+    def terms(self, tick: int, part: Part) -> tuple[Term, ...]:
+        """What is alive at a tick; equal layers as one term."""
+        vectors = self.basis_of(part.rounded).vectors
+        ledger, numbers = self._of_step(part.first_step)
         sums: dict[tuple[str, str], Matrix] = {}
-        for each in filter(wanted, ledger.alive(tick)):
-            key = each.category.value, each.module
-            sums[key] = sums.get(key, 0) + vectors[number[id(each)]]
+        for each, number in zip(ledger.ranges, numbers, strict=True):
+            if each.is_alive(tick) and part.has(each):
+                key = each.category.value, each.module
+                sums[key] = sums.get(key, 0) + vectors[number]
         found: dict[tuple[str, str, bytes], Term] = {}
         for (category, module), vector in sums.items():
             place = category, _LAYER.sub("*", module) or "root", vector.tobytes()
             count = found[place].count + 1 if place in found else 1
             found[place] = Term(count, *place[:2], vector)
         return tuple(term for term in found.values() if term.each.any())
+
+    def _of_step(self, first_step: bool) -> tuple[Ledger, Any]:
+        """A ledger, and per range the number of its expression."""
+        return self._ledgers[not first_step], self._numbers[not first_step]
 
 
 def formula_of(each: LiveRange) -> sympy.Expr:
@@ -424,20 +392,6 @@ def largest_somewhere(rows: Matrix, positive: Any) -> list[int]:
     return sorted(kept)
 
 
-@dataclasses.dataclass(frozen=True)
-class Question:
-    """What `MemoryReport.formula` was asked; the attributes are its arguments."""
-
-    category: Category | str | None
-    module: str | None
-    state: State | str | None
-    first_step: bool
-    host: bool
-    rounded: bool
-    call: int
-    micro_batch: int
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Vectors:
     """What a formula is made of: at some points the row of `value` where `choose` is the largest.
@@ -445,18 +399,19 @@ class Vectors:
     Attributes:
         basis: the monomials.
         choose, value: int64 ``[rows, monomials]``.
-        report, question: what was asked, and for what.
+        range: where it holds.
         terms: what it is made of at the sizes of the plan.
-        elsewhere: the same question to other kinds of world size, as far as asked.
+        of_world: the same question for the kind of another world size.
+        known: its answers so far.
     """
 
     basis: Basis
     choose: Matrix
     value: Matrix
-    report: Asked
-    question: Question
+    range: Range
     terms: tuple[Term, ...]
-    elsewhere: dict[WorldKind, Formula] = dataclasses.field(default_factory=dict)
+    of_world: Callable[[int], Formula]
+    known: dict[WorldKind, Formula] = dataclasses.field(default_factory=dict)
 
     def bytes(self, sizes: Point) -> Matrix:
         """int64 ``[points]``."""
@@ -502,13 +457,13 @@ class Formula(sympy.Expr):  # type: ignore[misc]  # sympy has no types
 
     @property
     def expression(self) -> sympy.Expr:
-        """The whole expression, of sympy's own classes."""
+        """The full expression, of sympy's own classes."""
         return self.args[0]
 
     @property
     def range(self) -> Range:
         """Where it holds."""
-        return self.vectors.report.formulas.range
+        return self.vectors.range
 
     def at(self, **sizes: int) -> int:
         """Bytes at some sizes; those that are not named are the plan's.
@@ -555,17 +510,20 @@ class Formula(sympy.Expr):  # type: ignore[misc]  # sympy has no types
         kind = self.range.kind_of(world)
         if kind == self.range.kind:
             return self
-        known = self.vectors.elsewhere
+        known = self.vectors.known
         if kind not in known:
-            known[kind] = ask(self.vectors.report.of_world(world), self.vectors.question)
+            known[kind] = self.vectors.of_world(world)
         return known[kind]
 
     def latex(self) -> str:
         """The sum that is the largest at the sizes of the plan, and of how many, as LaTeX."""
-        return _latex(self)
+        _, place = _at_example(self)
+        text: str = sympy.latex(self.vectors.basis.expression(self.vectors.value[place]))
+        others = len(self.vectors.value) - 1
+        return rf"\max\left({text},\ \ldots_{{{others}}}\right)" if others else text
 
     def _latex(self, printer: Any) -> str:
-        return _latex(self)
+        return self.latex()
 
     def _sympystr(self, printer: Any) -> str:
         return _text(self)
@@ -599,54 +557,21 @@ def _text(formula: Formula, most: int = 12) -> str:
     return "\n".join([title, *lines[:most], *more, f"  holds for {formula.range}"])
 
 
-def _latex(formula: Formula) -> str:
-    _, place = _at_example(formula)
-    largest = formula.vectors.basis.expression(formula.vectors.value[place])
-    text: str = sympy.latex(largest)
-    others = len(formula.vectors.value) - 1
-    return rf"\max\left({text},\ \ldots_{{{others}}}\right)" if others else text
+def largest(
+    step: StepFormulas, ticks: range, part: Part, of_world: Callable[[int], Formula]
+) -> Formula:
+    """Bytes of a part of a step, where the most is alive of some ticks; see `MemoryReport.formula`.
 
-
-def ask(report: Asked, question: Question) -> Formula:
-    """See `MemoryReport.formula`."""
-    module, state, first_step = question.module, question.state, question.first_step
-    step = report.formulas
-    wanted = None if question.category is None else report.category_of(question.category)
-    owned = None
-    if state is None:
-        ticks = range(2 * len(report.ledger(first_step=first_step).moments))
-        owned = module
-        if module is not None and module not in report.owners(first_step=first_step):
-            raise ConfigError(
-                f"nothing is owned by module {module!r}; owners are for example "
-                f"{', '.join(map(repr, sorted(report.owners(first_step=first_step))[:4]))}."
-            )
-    else:
-        found = report.stretch(
-            *(module or "", state),
-            first_step=first_step,
-            call=question.call,
-            micro_batch=question.micro_batch,
-        )
-        if found is None:
-            raise ConfigError(f"module {module!r} computes nothing in a state {state!r}.")
-        ticks = found
-    kind = {"first_step": first_step, "host": question.host, "rounded": question.rounded}
-    kept, choose = step.largest(ticks, **kind)
-    value = choose
-    if wanted is not None or owned is not None:
-        value = step.curve(kept, category=wanted, module=owned, **kind)
-    basis = step.basis_of(question.rounded)
+    Args:
+        step: the live ranges.
+        ticks: the moments.
+        part: what is added up.
+        of_world: the same of a plan for another number of ranks.
+    """
+    everything = dataclasses.replace(part, category=None, module=None)
+    kept, choose = step.largest(ticks, everything)
+    value = choose if part == everything else step.curve(kept, part)
+    basis = step.basis_of(part.rounded)
     tick = kept[int(basis.bytes(choose, step.range.example)[0].argmax())]
-
-    def is_asked(each: LiveRange) -> bool:
-        right = wanted in (None, each.category) and owned in (None, each.module)
-        return right and each.host == question.host
-
-    terms = step.terms(tick, first_step, question.rounded, is_asked)
-    vectors = Vectors(basis, choose, value, report, question, terms)
+    vectors = Vectors(basis, choose, value, step.range, step.terms(tick, part), of_world)
     return Formula(vectors.expression, vectors)
-
-
-def _is_positive(monomial: sympy.Expr) -> bool:
-    return not monomial.has(sympy.floor, sympy.Mod)

@@ -21,7 +21,7 @@ class GraphReports:
     Their sum is the step in which each of them runs once: the forwards in order, the backwards in
     the opposite order, then the optimizer. While one graph runs, each other one has what it holds
     then: before its forward, its parameters, gradients and optimizer states; from its forward to
-    its backward also what it has saved; behind its backward its gradients. With one graph it is
+    its backward also what it has saved; after its backward its gradients. With one graph it is
     that graph's report. All figures are bytes of one rank, in the steady state.
 
     What the sum cannot know, for it is not in any graph: what Python keeps between graphs, and what
@@ -68,13 +68,13 @@ class GraphReports:
         moments: list[Matrix] = []
         for i, run in enumerate(runs):
             before = [np.array(r["forward"].start) for r in runs[i + 1 :]]
-            behind = [_end(r["forward"]) for r in runs[:i]]
-            moments.append(_most(run["forward"], [*before, *behind]))
+            after = [_end(r["forward"]) for r in runs[:i]]
+            moments.append(_most(run["forward"], [*before, *after]))
         for i, run in reversed(list(enumerate(runs))):
-            behind = [_end(r["forward"]) for r in runs[:i]]
+            after = [_end(r["forward"]) for r in runs[:i]]
             done = [_end(r.get("backward", r["forward"])) for r in runs[i + 1 :]]
             for name in run.keys() - {"forward", "optimizer", "zero_grad"}:
-                moments.append(_most(run[name], [*behind, *done]))
+                moments.append(_most(run[name], [*after, *done]))
         for i, run in enumerate(runs):
             rest = [_end(r.get("backward", r["forward"])) for r in (*runs[:i], *runs[i + 1 :])]
             for name in run.keys() & {"optimizer", "zero_grad"}:
@@ -84,10 +84,10 @@ class GraphReports:
     def __str__(self) -> str:
         lines = []
         for number, report in enumerate(self.graphs):
-            program = report.program
-            kind = "forward and backward" if program.signature.training else "forward"
+            kind = "forward and backward" if report.training else "forward"
+            parameters = sum(len(unit.params) for unit in report.units)
             lines.append(
-                f"graph {number}: {kind}, {len(program.params)} parameters, peak "
+                f"graph {number}: {kind}, {parameters} parameters, peak "
                 f"{size_text(report.peak_bytes)}, saved {size_text(saved_bytes(report))}"
             )
         total = f"peak {size_text(self.peak_bytes)}, saved {size_text(self.saved_bytes)}"

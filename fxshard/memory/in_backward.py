@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import nn
 
-from fxshard._torch.fake_tensors import FakeTensorMode
 from fxshard.codegen.optimizer import on_shards
-from fxshard.errors import ConfigError
 from fxshard.host import collector
 from fxshard.ir import ops
 from fxshard.ir.program import Program
 from fxshard.memory.optimizer import (
     OptimizerStep,
-    RealScalars,
-    State,
-    choose_foreach,
+    Runs,
+    Tensors,
     make_optimizer,
-    refusal,
-    state_of,
-    step_of,
+    record_steps,
+    without_data,
 )
-from fxshard.memory.recording import Event, Kernels, Recorder
 
 
 @collector.paused()
@@ -43,72 +39,28 @@ def trace_in_backward(
         optimizer, for_cuda, without: as for `fxshard.memory.optimizer.trace_step`.
 
     Raises:
-        ConfigError: it is no optimizer, or one whose steps need data or whole parameters.
+        ConfigError: it is no optimizer, or one whose steps need data or full parameters.
     """
     if optimizer is None:
         return None
-    try:
-        return _record(program, optimizer, "meta", contextlib.nullcontext(), for_cuda, without)
-    except ConfigError:
-        raise
-    except Exception as on_meta:
-        try:
-            # fused kernels refuse meta tensors; fake CPU ones pass, if no scalar is read.
-            return _record(program, optimizer, "cpu", FakeTensorMode(), for_cuda, without)
-        except Exception as error:
-            raise refusal(optimizer, on_meta) from error
-
-
-def _record(
-    program: Program,
-    optimizer: Any,
-    device: str,
-    mode: contextlib.AbstractContextManager[Any],
-    for_cuda: bool,
-    without: frozenset[str],
-) -> OptimizerStep:
-    everything = [*program.params.items(), *program.wholes.items()]
-    words: list[tuple[str, ...]] = [
+    together: list[tuple[str, ...]] = [
         tuple(node.args[2]) for node in program.graph.nodes if node.target is ops.step
     ]
-    recorder = Recorder(kernels=Kernels())
-    with mode:
-        params: dict[str, nn.Parameter] = {}
-        for fqn, param in sorted(everything, key=lambda item: item[1].position):
-            shape = program.layouts[fqn].local_shape()
-            data = torch.empty(shape, dtype=param.dtype, device=device)
-            shard = nn.Parameter(data, param.requires_grad)
-            params[fqn] = shard
-            recorder.know(shard.untyped_storage())
-        grads = {fqn: torch.empty_like(params[fqn]) for fqns in words for fqn in fqns}
-        for grad in grads.values():
-            recorder.know(grad.untyped_storage())
-        theirs = set(recorder.numbers.values())
-        with RealScalars(), recorder:
-            made = on_shards(make_optimizer(optimizer, list(params.values()), list(params)))
-        if for_cuda:
-            choose_foreach(made)
-        names = {id(param): fqn for fqn, param in params.items()}
 
-        def found() -> dict[int, State]:
-            every = state_of(made, recorder, names)
-            return {number: state for number, state in every.items() if number not in theirs}
+    def make(params: list[nn.Parameter], names: list[str]) -> Any:
+        return on_shards(make_optimizer(optimizer, params, names))
 
-        initial = list(found())
-        steps: list[dict[tuple[str, ...], list[Event]]] = []
-        states: list[dict[int, State]] = []
-        for _ in range(2):
-            steps.append({})
-            for fqns in words:
-                recorder.events = [Event("start", [], [])]
-                with RealScalars(), recorder:
-                    some = [fqn for fqn in fqns if fqn not in without]
-                    made.step_parameters(
-                        [params[fqn] for fqn in some], [grads[fqn] for fqn in some]
-                    )
-                steps[-1][fqns] = recorder.events
-            recorder.events = [Event("end", [], [])]  # what dies with the recording is no step's
-            states.append(found())
-    flat = [[event for events in step.values() for event in events] for step in steps]
-    whole = step_of(made, flat, states, bool(made.state))
-    return dataclasses.replace(whole, initial=initial, words=(steps[0], steps[1]), without=without)
+    def steps(made: Any, params: Tensors, grads: Tensors) -> Runs:
+        found: Runs = {}
+        for fqns in together:
+            some = [fqn for fqn in fqns if fqn not in without]
+            given = [params[fqn] for fqn in some], [grads[fqn] for fqn in some]
+            found[fqns] = functools.partial(made.step_parameters, *given)
+        return found
+
+    def record(device: str, mode: AbstractContextManager[Any]) -> OptimizerStep:
+        graded = {fqn for fqns in together for fqn in fqns}
+        alone = contextlib.nullcontext()
+        return record_steps(program, make, steps, graded, device, mode, alone, for_cuda=for_cuda)
+
+    return dataclasses.replace(without_data(optimizer, record), without=without)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from fxshard.ir import ops, tags
 from fxshard.ir.program import Program
-from fxshard.ir.schedule import Point, points
+from fxshard.ir.schedule import points
 
 aten = torch.ops.aten
 
@@ -31,7 +31,7 @@ class KernelTemporary:
     """Memory that one operator takes and gives back while it runs.
 
     Attributes:
-        phase, point: where, as in `fxshard.memory.liveness.PhaseBytes`.
+        phase, point: where, as in `fxshard.memory.ledger.PhaseBytes`.
         op: name of the operator.
         module: FQN of its module.
         bytes: taken at once; None if it depends on more than the graph.
@@ -49,6 +49,10 @@ class KernelTemporary:
     backend: str = "cpu"
 
 
+Size = tuple[int | None, str]  # bytes, and what they are
+NOTHING: Size = (0, "")
+
+
 def kernel_temporaries(program: Program, threads: int | None = None) -> list[KernelTemporary]:
     """A row for every operator of the program whose kernel takes temporaries.
 
@@ -56,47 +60,48 @@ def kernel_temporaries(program: Program, threads: int | None = None) -> list[Ker
         program: with a schedule.
         threads: number of intra-op threads that the kernels will use (default: this process's).
     """
-    assert program.schedule is not None
     count = threads or torch.get_num_threads()
-    found: list[KernelTemporary] = []
+
+    def of_operator(node: fx.Node) -> Size:
+        if node.target in UNKNOWN:
+            return None, UNKNOWN[node.target]
+        return FORMULAS[node.target](node, count) if node.target in FORMULAS else NOTHING
+
+    return list(temporaries(program, of_operator, "cpu", _of_launch))
+
+
+def temporaries(
+    program: Program,
+    of_operator: Callable[[fx.Node], Size],
+    backend: str,
+    of_launch: Callable[[fx.Node], Size] = lambda row: NOTHING,
+) -> Iterator[KernelTemporary]:
+    """The rows of what operators, and launches of collectives by gloo, are said to take."""
+    assert program.schedule is not None
     for phase, graph in program.schedule.phases():
         for number, point in enumerate(points(program.schedule, graph)):
-            row = _of_launch(phase, number, point) if point.node is None else None
+            runs, found, taker = point.row, of_launch, "gloo"
             if point.node is not None:
-                row = _of_operator(phase, number, point, point.node, count)
-            if row is not None:
-                found.append(row)
-    return found
+                runs, found, taker = point.node, of_operator, backend
+            size, why = found(runs)
+            if size != 0:
+                op = str(runs.target).removeprefix("fxshard.").removesuffix(".default")
+                yield KernelTemporary(phase, number, op, point.module, size, why, taker)
 
 
-def _of_operator(
-    phase: str, number: int, point: Point, node: fx.Node, threads: int
-) -> KernelTemporary | None:
-    op = str(node.target).removesuffix(".default")
-    if node.target in UNKNOWN:
-        return KernelTemporary(phase, number, op, point.module, None, UNKNOWN[node.target])
-    formula = FORMULAS.get(node.target)
-    size, why = formula(node, threads) if formula else (0, "")
-    return None if size == 0 else KernelTemporary(phase, number, op, point.module, size, why)
-
-
-def _of_launch(phase: str, number: int, point: Point) -> KernelTemporary | None:
+def _of_launch(row: fx.Node) -> Size:
     """Gloo receives a gather in one flat tensor, and flattens what it reduces.
 
     Source: torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, ``allgather`` (which
     ``_allgather_base`` calls), ``reduce_scatter_tensor_coalesced`` and ``allreduce_coalesced``.
     """
-    row = point.row
     copied = ops.of(row).gloo
     if copied == "nothing":
-        return None
-    ins = sum(_nbytes(t) for n in tags.operands(row) for t in tags.tensors(n.meta["val"]))
-    outs = sum(_nbytes(t) for t in tags.tensors(row.meta["val"]))
-    size, why = (outs, "flat outputs") if copied == "results" else (ins, "clones of the inputs")
-    return KernelTemporary(phase, number, ops.of(row).name, point.module, size, why, backend="gloo")
-
-
-Formula = Callable[[fx.Node, int], tuple[int | None, str]]
+        return NOTHING
+    if copied == "results":
+        return sum(map(nbytes_of, tags.tensors(row.meta["val"]))), "flat outputs"
+    ins = (t for n in tags.operands(row) for t in tags.tensors(n.meta["val"]))
+    return sum(map(nbytes_of, ins)), "clones of the inputs"
 
 
 def _attention_split(q_rows: int, kv_rows: int) -> tuple[int, int]:
@@ -105,157 +110,138 @@ def _attention_split(q_rows: int, kv_rows: int) -> tuple[int, int]:
     return min(rows, q_rows), min(512, kv_rows)
 
 
-def attention(node: fx.Node, threads: int) -> tuple[int, str]:
+def attention(node: fx.Node, threads: int) -> Size:
     """Scores, running max and sum, and the output block, per thread (``cpu_flash_attention``)."""
-    q, k = _val(node.args[0]), _val(node.args[1])
+    q, k = val_of(node.args[0]), val_of(node.args[1])
     rows, columns = _attention_split(q.shape[2], k.shape[2])
     floats = threads * (rows * columns + 2 * rows + rows * q.shape[3])
     reduced = threads * rows * columns * q.element_size() if q.element_size() < 4 else 0
     return floats * FLOAT_ACCUMULATOR + reduced, "score blocks per thread"
 
 
-def attention_backward(node: fx.Node, threads: int) -> tuple[int | None, str]:
+def attention_backward(node: fx.Node, threads: int) -> Size:
     """Scores and their gradients per thread, and row sums (``cpu_flash_attention_backward``).
 
     The gradient of the output is copied unless it lies as ``[B, S, H, D]``. Below fp32 oneDNN
     multiplies blocks with scratchpads of its own: not known.
     """
-    grad, q, k = (_val(argument) for argument in node.args[:3])
+    grad, q, k = (val_of(argument) for argument in node.args[:3])
     why = "score blocks per thread"
     if q.element_size() < FLOAT_ACCUMULATOR:
         return None, why
     rows, columns = _attention_split(q.shape[2], k.shape[2])
-    copy = 0 if grad.transpose(1, 2).is_contiguous() else _nbytes(grad)
+    copy = 0 if grad.transpose(1, 2).is_contiguous() else nbytes_of(grad)
     return copy + (threads * 2 * rows * columns + rows) * FLOAT_ACCUMULATOR, why
 
 
-def layer_norm(node: fx.Node, threads: int) -> tuple[int, str]:
-    """The input, contiguous (native/layer_norm.cpp, ``layer_norm_cpu``)."""
-    return _copied(node.args[0]), "contiguous input"
+def contiguous(why: str, *places: int) -> Callable[[fx.Node, int], Size]:
+    """Contiguous copies of the arguments at some places."""
+    return lambda node, threads: (sum(copied(node.args[place]) for place in places), why)
 
 
-def layer_norm_backward(node: fx.Node, threads: int) -> tuple[int, str]:
+def like(why: str, *places: int) -> Callable[[fx.Node, int], Size]:
+    """The arguments at some places in the dtype of the result, where theirs is another."""
+
+    def size(node: fx.Node, threads: int) -> Size:
+        dtype = val_of(node).dtype
+        vals = [val_of(node.args[place]) for place in places]
+        return sum(v.numel() * dtype.itemsize for v in vals if v.dtype is not dtype), why
+
+    return size
+
+
+def layer_norm_backward(node: fx.Node, threads: int) -> Size:
     """Partial weight and bias gradients in the input's dtype, contiguous copies of what is not.
 
     Source: native/layer_norm.cpp, ``layer_norm_backward_cpu``, and
     native/cpu/layer_norm_kernel.cpp, ``LayerNormBackwardKernelImplInternal``.
     """
     normalized = math.prod(node.args[2])  # type: ignore[arg-type]
-    partial = 2 * threads * normalized * _val(node.args[1]).element_size()
+    partial = 2 * threads * normalized * val_of(node.args[1]).element_size()
     mask: Any = node.args[7]
     if not any(mask[1:]):
         partial = 0
-    copies = _copied(node.args[0]) + _copied(node.args[1])
+    copies = copied(node.args[0]) + copied(node.args[1])
     return partial + copies, "partial gradients per thread"
 
 
-def group_norm(node: fx.Node, threads: int) -> tuple[int | None, str]:
+def group_norm(node: fx.Node, threads: int) -> Size:
     """Sums per channel, if channels come last (native/cpu/group_norm_kernel.cpp)."""
-    return 0 if _val(node.args[0]).is_contiguous() else None, "sums per channel"
+    return 0 if val_of(node.args[0]).is_contiguous() else None, "sums per channel"
 
 
-def group_norm_backward(node: fx.Node, threads: int) -> tuple[int | None, str]:
+def group_norm_backward(node: fx.Node, threads: int) -> Size:
     """Two sums per channel (native/cpu/group_norm_kernel.cpp, ``ds`` and ``db``)."""
-    val = _val(node.args[1])
+    val = val_of(node.args[1])
     size = 2 * val.shape[0] * val.shape[1] * FLOAT_ACCUMULATOR
     return size if val.is_contiguous() else None, "sums per channel"
 
 
-def batch_norm(node: fx.Node, threads: int) -> tuple[int | None, str]:
+def batch_norm(node: fx.Node, threads: int) -> Size:
     """Scale and offset per channel (native/cpu/batch_norm_kernel.cpp, ``alpha`` and ``beta``).
 
     That is of the path for contiguous inputs.
     """
-    val = _val(node.args[0])
+    val = val_of(node.args[0])
     known = val.is_contiguous() and val.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return 2 * val.shape[1] * FLOAT_ACCUMULATOR if known else None, "scale and offset per channel"
 
 
-def batch_norm_backward(node: fx.Node, threads: int) -> tuple[int | None, str]:
+def batch_norm_backward(node: fx.Node, threads: int) -> Size:
     """A tensor like the input, if all is contiguous (native/Normalization.cpp).
 
     Source: ``batch_norm_backward_cpu_template``. Its other path copies what it reduces.
     """
-    vals = [_val(argument) for argument in node.args[:2]]
+    vals = [val_of(argument) for argument in node.args[:2]]
     known = all(val.is_contiguous() for val in vals)
     mask: Any = node.args[9]
-    return _nbytes(vals[1]) * bool(mask[0]) if known else None, "a tensor like the input"
+    return nbytes_of(vals[1]) * bool(mask[0]) if known else None, "a tensor like the input"
 
 
-def softmax(node: fx.Node, threads: int) -> tuple[int, str]:
-    """The input, contiguous (native/SoftMax.cpp, ``softmax_cpu_out``)."""
-    return _copied(node.args[0]), "contiguous input"
-
-
-def softmax_backward(node: fx.Node, threads: int) -> tuple[int, str]:
-    """Gradient and output, contiguous (native/SoftMax.cpp, ``softmax_backward_cpu_out``)."""
-    return _copied(node.args[0]) + _copied(node.args[1]), "contiguous gradient and output"
-
-
-def safe_softmax(node: fx.Node, threads: int) -> tuple[int, str]:
+def safe_softmax(node: fx.Node, threads: int) -> Size:
     """Which values are -inf, in which rows all are, and a zero (native/transformers/attention.cpp).
 
-    They come behind the softmax itself, which copies an input that is not contiguous.
+    They come after the softmax itself, which copies an input that is not contiguous.
     """
-    val = _val(node.args[0])
+    val = val_of(node.args[0])
     rows = val.numel() // val.shape[node.args[1]]  # type: ignore[index]
-    return max(_copied(node.args[0]), val.numel() + rows + _val(node).element_size()), "masked rows"
+    masks = val.numel() + rows + val_of(node).element_size()
+    return max(copied(node.args[0]), masks), "masked rows"
 
 
-def gelu_backward(node: fx.Node, threads: int) -> tuple[int | None, str]:
+def gelu_backward(node: fx.Node, threads: int) -> Size:
     """oneDNN's, which reorders inputs of different layouts (native/Activation.cpp)."""
-    one, two = (_val(argument) for argument in node.args[:2])
+    one, two = (val_of(argument) for argument in node.args[:2])
     return 0 if one.stride() == two.stride() else None, "oneDNN's reordered inputs"
 
 
-def embedding(node: fx.Node, threads: int) -> tuple[int, str]:
-    """The indices, contiguous (native/Embedding.cpp)."""
-    return _copied(node.args[1]), "contiguous indices"
-
-
-def index_select(node: fx.Node, threads: int) -> tuple[int, str]:
-    """The index, contiguous (native/TensorAdvancedIndexing.cpp, ``index_select_out_cpu_``)."""
-    return _copied(node.args[2]), "contiguous index"
-
-
-def embedding_backward(node: fx.Node, threads: int) -> tuple[int, str]:
-    """Gradient and indices, contiguous (native/Embedding.cpp, ``embedding_dense_backward_cpu``)."""
-    return _copied(node.args[0]) + _copied(node.args[1]), "contiguous gradient and indices"
-
-
-def sort(node: fx.Node, threads: int) -> tuple[int, str]:
+def sort(node: fx.Node, threads: int) -> Size:
     """The positions 0, 1, ... of one row (native/Sorting.cpp, ``sort_stable``)."""
     (dim,) = _arguments(node, "dim")
-    shape = _val(node.args[0]).shape
+    shape = val_of(node.args[0]).shape
     return shape[dim] * torch.int64.itemsize if shape else 0, "positions of one row"
 
 
-def repeat(node: fx.Node, threads: int) -> tuple[int, str]:
+def repeat(node: fx.Node, threads: int) -> Size:
     """Numbers of dimensions, four of them per dimension (native/TensorShape.cpp, ``repeat``)."""
     (repeats,) = _arguments(node, "repeats")
     return 4 * len(repeats) * torch.int64.itemsize, "numbers of dimensions"
 
 
-def histogram(node: fx.Node, threads: int) -> tuple[int, str]:
+def histogram(node: fx.Node, threads: int) -> Size:
     """Edges of the bins and a histogram per thread (native/cpu/HistogramKernel.cpp)."""
     (bins,) = _arguments(node, "bins")
-    size = (bins + 1 + threads * bins) * _val(node).element_size()
-    return size + _copied(node.args[0]), "edges, histograms per thread"
+    size = (bins + 1 + threads * bins) * val_of(node).element_size()
+    return size + copied(node.args[0]), "edges, histograms per thread"
 
 
-def cumulative_sum(node: fx.Node, threads: int) -> tuple[int, str]:
-    """The input in the dtype of the result (native/ReduceOps.cpp, ``cumsum``)."""
-    val = _val(node)
-    return 0 if _val(node.args[0]).dtype is val.dtype else _nbytes(val), "input in another dtype"
-
-
-def elementwise(node: fx.Node, threads: int) -> tuple[int, str]:
+def elementwise(node: fx.Node, threads: int) -> Size:
     """Numbers as 0-d tensors, and operands in the dtype in which all of them are computed.
 
     A Python number becomes a double or int64 tensor. Source: native/BinaryOps.cpp,
     ``wrapped_scalar_tensor``, and TensorIterator.cpp, ``compute_types``.
     """
-    operands: list[Any] = [_val(a) if isinstance(a, fx.Node) else a for a in node.args[:2]]
+    operands: list[Any] = [val_of(a) if isinstance(a, fx.Node) else a for a in node.args[:2]]
     common = torch.result_type(*operands)
     if node.target in TRUE_DIVISIONS and not (common.is_floating_point or common.is_complex):
         common = torch.get_default_dtype()
@@ -269,59 +255,44 @@ def elementwise(node: fx.Node, threads: int) -> tuple[int, str]:
     return size, "numbers as tensors, operands in another dtype"
 
 
-def where(node: fx.Node, threads: int) -> tuple[int, str]:
-    """Operands in the dtype of the result (native/TensorCompare.cpp, ``where``)."""
-    vals = [_val(argument) for argument in node.args[1:3]]
-    dtype = _val(node).dtype
-    size = sum(v.numel() * dtype.itemsize for v in vals if v.dtype is not dtype)
-    return size, "operands in another dtype"
-
-
-def total(node: fx.Node, threads: int) -> tuple[int, str]:
-    """The input in the dtype of the result (native/ReduceOps.cpp, ``sum``)."""
-    val, result = _val(node.args[0]), _val(node)
-    size = 0 if val.dtype is result.dtype else val.numel() * result.element_size()
-    return size, "input in another dtype"
-
-
-def mean(node: fx.Node, threads: int) -> tuple[int, str]:
+def mean(node: fx.Node, threads: int) -> Size:
     """CPU means are a sum and a division by a number (native/ReduceOps.cpp, ``mean``).
 
     Below fp32 both are done in fp32, on a copy of the input.
     """
-    val, result = _val(node.args[0]), _val(node)
+    val, result = val_of(node.args[0]), val_of(node)
     low = result.element_size() < FLOAT_ACCUMULATOR
     size = FLOAT_ACCUMULATOR if low else result.element_size()
     cast = val.numel() * size if low or val.dtype is not result.dtype else 0
     return (result.numel() * size if low else 0) + max(cast, WRAPPED_NUMBER + size), "sum and count"
 
 
-def scatter(node: fx.Node, threads: int) -> tuple[int, str]:
+def scatter(node: fx.Node, threads: int) -> Size:
     """Below fp32 the result in fp32 (native/cpu/ScatterGatherKernel.cpp, ``create_acc_buffer``)."""
-    val = _val(node)
+    val = val_of(node)
     low = val.is_floating_point() and val.element_size() < FLOAT_ACCUMULATOR
     return val.numel() * FLOAT_ACCUMULATOR if low else 0, "result in fp32"
 
 
-def matmul(node: fx.Node, threads: int) -> tuple[int | None, str]:
+def matmul(node: fx.Node, threads: int) -> Size:
     """Below fp32 oneDNN multiplies all but the smallest matrices (native/mkldnn/Matmul.cpp).
 
     Its scratchpads depend on the processor. The smallest are those of ``checksize``.
     """
-    one, two = [_val(n) for n in node.args if isinstance(n, fx.Node) and _val(n).dim() > 1][-2:]
+    one, two = [val_of(n) for n in node.args if isinstance(n, fx.Node) and val_of(n).dim() > 1][-2:]
     low = one.element_size() < FLOAT_ACCUMULATOR
     return None if low and one.numel() * two.shape[-1] > 16**3 else 0, "oneDNN's scratchpad"
 
 
-def dropout(node: fx.Node, threads: int) -> tuple[int, str]:
+def dropout(node: fx.Node, threads: int) -> Size:
     """``input * mask`` in front of the scaling (native/Dropout.cpp, ``native_dropout_cpu``)."""
-    return _nbytes(_val(node.args[0])), "masked input before scaling"
+    return nbytes_of(val_of(node.args[0])), "masked input before scaling"
 
 
-def dropout_backward(node: fx.Node, threads: int) -> tuple[int, str]:
+def dropout_backward(node: fx.Node, threads: int) -> Size:
     """``grad * mask`` in front of the scaling, and the scale as a tensor (native/Dropout.cpp)."""
-    val = _val(node.args[0])
-    return _nbytes(val) + WRAPPED_NUMBER + val.element_size(), "masked gradient before scaling"
+    val = val_of(node.args[0])
+    return nbytes_of(val) + WRAPPED_NUMBER + val.element_size(), "masked gradient before scaling"
 
 
 WRAPPED: dict[type, torch.dtype] = {
@@ -350,17 +321,22 @@ ELEMENTWISE = (
     ),
 )
 
-FORMULAS: dict[Any, Formula] = {
+# native/SoftMax.cpp, ``softmax_cpu_out`` and ``softmax_backward_cpu_out``
+SOFTMAX = contiguous("contiguous input", 0)
+SOFTMAX_BACKWARD = contiguous("contiguous gradient and output", 0, 1)
+
+FORMULAS: dict[Any, Callable[[fx.Node, int], Size]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
     aten._safe_softmax.default: safe_softmax,
-    aten._softmax.default: softmax,
-    aten._log_softmax.default: softmax,
-    aten._softmax_backward_data.default: softmax_backward,
-    aten._log_softmax_backward_data.default: softmax_backward,
-    aten._softmax_backward_data.out: softmax_backward,
-    aten._log_softmax_backward_data.out: softmax_backward,
-    aten.native_layer_norm.default: layer_norm,
+    aten._softmax.default: SOFTMAX,
+    aten._log_softmax.default: SOFTMAX,
+    aten._softmax_backward_data.default: SOFTMAX_BACKWARD,
+    aten._log_softmax_backward_data.default: SOFTMAX_BACKWARD,
+    aten._softmax_backward_data.out: SOFTMAX_BACKWARD,
+    aten._log_softmax_backward_data.out: SOFTMAX_BACKWARD,
+    # native/layer_norm.cpp, ``layer_norm_cpu``
+    aten.native_layer_norm.default: contiguous("contiguous input", 0),
     aten.native_layer_norm_backward.default: layer_norm_backward,
     aten.native_group_norm.default: group_norm,
     aten.native_group_norm_backward.default: group_norm_backward,
@@ -369,19 +345,23 @@ FORMULAS: dict[Any, Formula] = {
     aten.native_batch_norm_backward.default: batch_norm_backward,
     aten.gelu_backward.default: gelu_backward,
     aten.gelu_backward.grad_input: gelu_backward,
-    aten.embedding.default: embedding,
-    aten.index_select.default: index_select,
-    aten.embedding_dense_backward.default: embedding_backward,
+    # native/Embedding.cpp, and its ``embedding_dense_backward_cpu``
+    aten.embedding.default: contiguous("contiguous indices", 1),
+    aten.embedding_dense_backward.default: contiguous("contiguous gradient and indices", 0, 1),
+    # native/TensorAdvancedIndexing.cpp, ``index_select_out_cpu_``
+    aten.index_select.default: contiguous("contiguous index", 2),
     aten.sort.default: sort,
     aten.sort.stable: sort,
     aten.histc.default: histogram,
     aten.repeat.default: repeat,
-    aten.cumsum.default: cumulative_sum,
-    aten.sum.default: total,
-    aten.sum.dim_IntList: total,
+    # native/ReduceOps.cpp, ``cumsum`` and ``sum``
+    aten.cumsum.default: like("input in another dtype", 0),
+    aten.sum.default: like("input in another dtype", 0),
+    aten.sum.dim_IntList: like("input in another dtype", 0),
     aten.mean.default: mean,
     aten.mean.dim: mean,
-    aten.where.self: where,
+    # native/TensorCompare.cpp, ``where``
+    aten.where.self: like("operands in another dtype", 1, 2),
     aten.gather.default: scatter,
     aten.scatter.src: scatter,
     aten.scatter.value: scatter,
@@ -408,18 +388,18 @@ UNKNOWN: dict[Any, str] = {
 }
 
 
-def _val(value: Any) -> Tensor:
+def val_of(value: Any) -> Tensor:
     tensor: Tensor = value.meta["val"]
     return tensor
 
 
-def _nbytes(tensor: Tensor) -> int:
+def nbytes_of(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _copied(value: Any) -> int:
+def copied(value: Any) -> int:
     """Bytes of a contiguous copy; 0 if there is no need for one."""
-    return 0 if _val(value).is_contiguous() else _nbytes(_val(value))
+    return 0 if val_of(value).is_contiguous() else nbytes_of(val_of(value))
 
 
 def _arguments(node: fx.Node, *names: str) -> list[Any]:

@@ -2,9 +2,9 @@
 
 Note: ticks
 ===========
-Time is counted in points: one in front of each phase (its start), then one behind each operator.
+Time is counted in points: one before each phase (its start), then one after each operator.
 Each point has two ticks. While the operator of point ``p`` runs is tick ``2p``: its inputs and its
-outputs are alive. Behind it is tick ``2p + 1``: what it read last is gone. A live range is half
+outputs are alive. After it is tick ``2p + 1``: what it read last is gone. A live range is half
 open: alive at tick ``t`` if ``born <= t < died``.
 """
 
@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import sympy
@@ -21,7 +22,8 @@ import sympy
 from fxshard.memory.category import CATEGORIES, Category, Curve, Matrix
 
 BEFORE = -1  # born before the step
-WIDTH = 2 * len(CATEGORIES)  # columns of bytes: the device's categories, then the host's
+HALF = len(CATEGORIES)
+WIDTH = 2 * HALF  # columns of bytes: the device's categories, then the host's
 
 
 @dataclasses.dataclass(slots=True)
@@ -61,7 +63,11 @@ class LiveRange:
     @property
     def column(self) -> int:
         """Where its bytes are in a row of `WIDTH` columns."""
-        return self.category.column + (len(CATEGORIES) if self.host else 0)
+        return self.category.column + (HALF if self.host else 0)
+
+    def is_alive(self, tick: int) -> bool:
+        """True from its birth until before its end."""
+        return self.born <= tick and (self.died is None or tick < self.died)
 
     def copied(self) -> LiveRange:
         """One like it (`dataclasses.replace` takes six times as long)."""
@@ -71,8 +77,49 @@ class LiveRange:
         )
 
 
+def owner_of(fqn: str) -> str:
+    """FQN of the module that holds a parameter or buffer."""
+    return fqn.rpartition(".")[0]
+
+
 LOSS = "(loss)"
 OPTIMIZER = "(optimizer)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """The live ranges of one storage: those held from before the step, or those of the step.
+
+    Attributes:
+        ranges: one per category that it is in, and per parameter of a unit that lies in it.
+    """
+
+    ranges: tuple[LiveRange, ...]
+
+    @property
+    def born(self) -> int:
+        """Tick, or `BEFORE`."""
+        return min(each.born for each in self.ranges)
+
+    @property
+    def died(self) -> int | None:
+        """Tick; None if it outlives the step."""
+        ends = [each.died for each in self.ranges if each.died is not None]
+        return max(ends) if len(ends) == len(self.ranges) else None
+
+    @property
+    def parts(self) -> list[LiveRange]:
+        """What it is when it is born."""
+        return [each for each in self.ranges if each.born == self.born]
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return sum(each.bytes for each in self.parts)
+
+    def lives(self) -> bool:
+        """False if it is alive at no tick."""
+        return self.died is None or self.died > max(self.born, 0)
 
 
 class Moment(NamedTuple):
@@ -85,6 +132,10 @@ class Moment(NamedTuple):
         stream: where it runs.
         line: line of user code, or "".
         call: index into `Program.calls`, or None.
+        kind: "row" of the schedule, "operator" of a region, "size" that an operator of a region
+            computes, or "" for what is in no program.
+        checkpointed: it runs inside of an activation checkpoint.
+        again: it recomputes, in backward.
     """
 
     node: str
@@ -93,6 +144,9 @@ class Moment(NamedTuple):
     stream: str = "compute"
     line: str = ""
     call: int | None = None
+    kind: Literal["row", "operator", "size", ""] = ""
+    checkpointed: bool = False
+    again: bool = False
 
 
 class Phase(NamedTuple):
@@ -100,7 +154,7 @@ class Phase(NamedTuple):
 
     Attributes:
         name: "forward", "loss", "loss backward", "backward", "optimizer" or "zero_grad".
-        micro_batch: which of the step's, from 0; -1 behind the last.
+        micro_batch: which of the step's, from 0; -1 after the last.
         start: number of the point in front of it.
         points: how many points follow that one.
     """
@@ -110,39 +164,32 @@ class Phase(NamedTuple):
     start: int
     points: int
 
+    @property
+    def begin(self) -> int:
+        """Its first tick."""
+        return 2 * self.start
+
+    @property
+    def end(self) -> int:
+        """Its last tick."""
+        return 2 * (self.start + self.points) + 1
+
 
 @dataclasses.dataclass
-class PhaseBytes:
-    """Bytes of one phase.
+class PhaseBytes(Curve):
+    """Bytes of one phase on the device: `during` counts inputs and outputs of each operator.
 
     Attributes:
         phase: its name, see `Phase`.
         labels: per point ``(node name, module FQN)`` of what ran last.
-        after: int64 ``[points, categories]``, alive behind each point.
-        during: int64 ``[points, categories]``, alive while the operator before the point ran:
-            its inputs and its outputs.
-        start: alive when the phase begins.
         host: the same for CPU memory, with offload; zeros without.
         micro_batch: see `Phase`.
     """
 
     phase: str
     labels: list[tuple[str, str]]
-    after: Matrix
-    during: Matrix
-    start: list[int]
     host: Curve
     micro_batch: int = 0
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most alive at once on the device."""
-        return max(sum(self.start), int(self.during.sum(1).max(initial=0)))
-
-    @property
-    def end_bytes(self) -> int:
-        """Alive on the device when the phase is over."""
-        return int(self.after[-1].sum()) if len(self.after) else sum(self.start)
 
 
 class Ledger:
@@ -175,7 +222,7 @@ class Ledger:
 
     @functools.cached_property
     def bytes(self) -> Matrix:
-        """int64 ``[ticks, WIDTH]``: bytes alive at each tick, by category; the host's behind."""
+        """int64 ``[ticks, WIDTH]``: bytes alive at each tick, by category; then the host's."""
         change = np.zeros((2 * len(self.moments) + 1, WIDTH), dtype=np.int64)
         end = len(change) - 1
         columns = np.array(self.columns, dtype=np.int64)
@@ -191,15 +238,39 @@ class Ledger:
     @functools.cached_property
     def totals(self) -> Matrix:
         """int64 ``[ticks]``: bytes alive on the device."""
-        return self.bytes[:, : len(CATEGORIES)].sum(1)
+        return self.bytes[:, :HALF].sum(1)
+
+    @functools.cached_property
+    def host_totals(self) -> Matrix:
+        """int64 ``[ticks]``: bytes alive on the CPU, with offload."""
+        return self.bytes[:, HALF:].sum(1)
+
+    @property
+    def peak_tick(self) -> int:
+        """The first tick at which the most is alive on the device."""
+        return int(self.totals.argmax())
 
     def alive(self, tick: int) -> Iterator[LiveRange]:
         """What is alive at a tick."""
-        return (
-            each
-            for each in self.ranges
-            if each.born <= tick and (each.died is None or tick < each.died)
-        )
+        return (each for each in self.ranges if each.is_alive(tick))
+
+    def extremes(self, phase: Phase) -> dict[str, int]:
+        """The ticks of "start", "peak" and "end" of a phase."""
+        peak = phase.begin + int(self.totals[phase.begin : phase.end + 1].argmax())
+        return {"start": phase.begin, "peak": peak, "end": phase.end}
+
+    def of_phase(self, phase: Phase) -> list[Moment]:
+        """What runs at the points of a phase."""
+        first = phase.start + 1
+        return self.moments[first : first + phase.points]
+
+    def storages(self) -> list[Storage]:
+        """Every storage of any bytes, in the order in which they are made."""
+        found: dict[tuple[int, bool], list[LiveRange]] = defaultdict(list)
+        for each in self.ranges:
+            if each.bytes:
+                found[each.storage, each.born == BEFORE].append(each)
+        return [Storage(tuple(ranges)) for ranges in found.values()]
 
     def at(self, tick: int) -> tuple[Phase, int]:
         """The phase of a tick, and the number of its point in it (-1: its start)."""
@@ -207,28 +278,16 @@ class Ledger:
         phase = next(p for p in reversed(self.phases) if p.start <= point)
         return phase, point - phase.start - 1
 
+    @functools.cached_property
     def phase_bytes(self) -> list[PhaseBytes]:
         """The curves, phase by phase."""
         found = []
-        half = len(CATEGORIES)
         for phase in self.phases:
-            first, end = phase.start + 1, phase.start + 1 + phase.points
-            start = [int(v) for v in self.bytes[2 * phase.start]]
-            during, after = (
-                self.bytes[2 * first : 2 * end : 2],
-                self.bytes[2 * first + 1 : 2 * end : 2],
+            rows = self.bytes[phase.begin : phase.end + 1]
+            device, host = (
+                (half[0].tolist(), half[3::2], half[2::2])
+                for half in (rows[:, :HALF], rows[:, HALF:])
             )
-            labels = [(m.node, m.module) for m in self.moments[first:end]]
-            host = Curve(start[half:], after[:, half:], during[:, half:])
-            found.append(
-                PhaseBytes(
-                    phase.name,
-                    labels,
-                    after[:, :half],
-                    during[:, :half],
-                    start[:half],
-                    host,
-                    phase.micro_batch,
-                )
-            )
+            labels = [(m.node, m.module) for m in self.of_phase(phase)]
+            found.append(PhaseBytes(*device, phase.name, labels, Curve(*host), phase.micro_batch))
         return found

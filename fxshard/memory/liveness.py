@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import collections
 import copy
-import dataclasses
+import functools
 import operator
-from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, cast
 
 import sympy
 import torch
@@ -29,7 +29,7 @@ from fxshard.host import collector
 from fxshard.ir import ops, tags, transfers
 from fxshard.ir.compiled import Compiled
 from fxshard.ir.program import Program, nbytes
-from fxshard.ir.schedule import Region, Schedule, last_reads, points
+from fxshard.ir.schedule import Point, Region, Schedule, last_reads, points
 from fxshard.ir.units import buffer_dtypes
 from fxshard.memory import symbolic
 from fxshard.memory.category import Category
@@ -39,28 +39,11 @@ from fxshard.memory.gradients import (
     is_reduce_copy,
     unreached,
 )
-from fxshard.memory.ledger import BEFORE, LOSS, OPTIMIZER, Ledger, LiveRange, Moment
+from fxshard.memory.ledger import BEFORE, LOSS, OPTIMIZER, Ledger, LiveRange, Moment, owner_of
 from fxshard.memory.loss import LossStep
-from fxshard.memory.optimizer import OptimizerStep, Words
+from fxshard.memory.optimizer import OptimizerStep, Parts
 from fxshard.memory.recording import Event
-
-
-@dataclasses.dataclass
-class StepBytes:
-    """Live ranges of a whole step, for the first step and for the steady state.
-
-    Attributes:
-        programs: what was analysed, one per micro-batch.
-        first, steady: the ledgers.
-        optimizer: class name of the analysed optimizer, or None.
-        device: type of the device that it is planned for.
-    """
-
-    programs: list[Program]
-    first: Ledger
-    steady: Ledger
-    optimizer: str | None
-    device: str
+from fxshard.memory.report import AskedPlan, MemoryReport
 
 
 def held_ranges(
@@ -130,11 +113,6 @@ def held_ranges(
     return found
 
 
-def owner_of(fqn: str) -> str:
-    """FQN of the module that holds a parameter or buffer."""
-    return fqn.rpartition(".")[0]
-
-
 @collector.paused()
 def analyse(
     programs: Sequence[Program],
@@ -144,7 +122,8 @@ def analyse(
     device: str = "cpu",
     *,
     formulas: bool = False,
-) -> StepBytes:
+    plan: AskedPlan | None = None,
+) -> MemoryReport:
     """The live ranges of the first and of the steady step.
 
     Args:
@@ -154,10 +133,26 @@ def analyse(
         loss: from `fxshard.memory.loss.trace_loss`, or None.
         device: type of the device that it is planned for.
         formulas: the ranges get `LiveRange.formula`; then `held`, `step` and `loss` have theirs.
+        plan: what the report asks where the program is needed.
     """
-    first, steady = _walks(programs, held, step, loss, formulas)
-    name = step.name if step else None
-    return StepBytes(list(programs), first, steady, name, device)
+    last = programs[-1]
+    if step is not None and step.parts is not None:
+        first = _walk_with_steps(programs, held, step, step.initial, step.parts[0], loss, formulas)
+        steady = _walk_with_steps(programs, held, step, step.held, step.parts[1], loss, formulas)
+    else:
+        first, steady = _walks(programs, held, step, loss, formulas)
+    return MemoryReport(
+        first=first.ledger,
+        steady=steady.ledger,
+        calls=tuple(program.calls for program in programs),
+        units=last.units,
+        world_size=last.world_size,
+        training=last.signature.training,
+        offloaded=last.offloaded,
+        optimizer=step.name if step else None,
+        device=device,
+        plan=plan,
+    )
 
 
 def _walks(
@@ -166,44 +161,41 @@ def _walks(
     step: OptimizerStep | None,
     loss: LossStep | None,
     formulas: bool,
-) -> tuple[Ledger, Ledger]:
-    if step is not None and step.words is not None:
-        return _walks_with_steps(programs, held, step, loss, formulas)
+) -> tuple[Walk, Walk]:
+    """The first step and the steady one, which differ in what the optimizer holds and makes."""
     steady = Walk(held, formulas=formulas)
     for number, program in enumerate(programs):
         steady.run(program, number, loss)
     last = programs[-1]
     first = steady
     if step is not None and last.signature.training:
-        first = steady.forked()  # the two differ in what the optimizer holds and makes alone
+        first = steady.forked()
         first.hold_state(step, step.initial, last.offloaded)
         steady.hold_state(step, step.held, last.offloaded)
-        for walk in (first, steady):
-            walk.optimizer(step, walk is first, last.offloaded)
+        first.optimizer(step, step.first, last.offloaded)
+        steady.optimizer(step, step.second, last.offloaded)
     for walk in dict.fromkeys((first, steady)):
         if last.signature.training:
             walk.zero_grad()
-    return first.ledger, steady.ledger
+    return first, steady
 
 
-def _walks_with_steps(
+def _walk_with_steps(
     programs: Sequence[Program],
     held: list[LiveRange],
     step: OptimizerStep,
+    state: Sequence[int],
+    events: Parts,
     loss: LossStep | None,
     formulas: bool,
-) -> tuple[Ledger, Ledger]:
-    """The same for programs that step: what the optimizer makes differs within backward."""
-    assert step.words is not None
-    ledgers = []
-    for state, events in ((step.initial, step.words[0]), (step.held, step.words[1])):
-        walk = Walk(held, step, events, formulas=formulas)
-        walk.hold_state(step, state, programs[-1].offloaded)
-        for number, program in enumerate(programs):
-            walk.run(program, number, loss)
-        walk.zero_grad()
-        ledgers.append(walk.ledger)
-    return ledgers[0], ledgers[1]
+) -> Walk:
+    """Of programs that step: what the optimizer makes differs within backward."""
+    walk = Walk(held, step, events, formulas=formulas)
+    walk.hold_state(step, state, programs[-1].offloaded)
+    for number, program in enumerate(programs):
+        walk.run(program, number, loss)
+    walk.zero_grad()
+    return walk
 
 
 def _read(graph: fx.Graph, loss: LossStep) -> set[int]:
@@ -223,11 +215,11 @@ class Walk:
         self,
         held: Sequence[LiveRange] = (),
         step: OptimizerStep | None = None,
-        words: Words | None = None,
+        parts: Parts | None = None,
         *,
         formulas: bool = False,
     ) -> None:
-        """Args: `step`, `words`: what the steps of the program allocate and free, if it has any."""
+        """Args: `step`, `parts`: what the steps of the program allocate and free, if it has any."""
         self._formulas = formulas
         self._sizes: symbolic.Expressions = {}
         self.ledger = Ledger()
@@ -236,7 +228,7 @@ class Walk:
         self._open: dict[int, LiveRange] = {}  # storage -> its range, if it is alive and not held
         self._refs: dict[int, int] = {}  # storage -> values that refer to it
         self._storages = len(held)
-        self._step, self._words = step, words or {}
+        self._step, self._parts = step, parts or {}
         self._grads: dict[str, list[int]] = {}  # what `.grad` holds
         self._sums: dict[str, list[int]] = {}  # accumulated gradients
         self._optimizers: dict[int, int] = {}  # storage in the recording of a step -> storage
@@ -258,7 +250,8 @@ class Walk:
         """Those storages of the optimizer's state are there from before."""
         self.now = BEFORE
         for number in numbers:
-            self._of_optimizer(step, Event("", [], []), number, step.state[number], host)
+            made = step.range_of("", number, step.state[number].bytes, host=host)
+            self._optimizers[number] = self._new(made)
 
     def run(self, program: Program, micro_batch: int, loss: LossStep | None = None) -> None:
         """Walk forward and backward of one micro-batch."""
@@ -271,62 +264,79 @@ class Walk:
         self._categories = gradient_categories(program, unreached(program, loss))
         caller: list[int] = []  # outputs and tangents: the caller holds them until backward ends
         saved: list[list[int]] = []
-        taken: dict[int, int] = {}  # gradients of outputs that backward frees
         for phase, graph in self.schedule.phases():
-            if phase == "backward" and loss is not None:
-                made = self._loss(loss, micro_batch, self._labels(graph, loss))
-                taken = {number: made.pop(number) for number in loss.taken if number in made}
-                caller += made.values()
-            self.now = self.ledger.begin(phase, micro_batch)
-            if phase == "backward" and loss is not None:  # what it does not read is dropped before
-                dropped = taken.keys() - _read(graph, loss)
-                self._release([taken.pop(number) for number in dropped])
             if phase == "forward":
-                for fqn in program.accumulated:
-                    if fqn not in self._sums:
-                        self._sums[fqn] = [self._accumulated(fqn)]
-            env: dict[fx.Node, list[int]] = {}
-            for node in graph.find_nodes(op="placeholder"):
-                if tags.get(node).role != "tangent":
-                    env[node] = self._enter(node, saved)
-                elif loss is None:
-                    env[node] = self._allocate(node, self._label(node))
-                    self._hold(env[node])
-                    caller += env[node]
-                elif tags.get(node).fqn in loss.tangents:  # it is there already
-                    number = loss.tangents[tags.get(node).fqn or ""]
-                    env[node] = [taken[number]] if number in taken else []
-                    self._hold(env[node])
-                elif node.users:
-                    env[node] = self._allocate(node, Category.TEMP)
-            self.now += 1
-            if phase == "backward":
-                self._release(list(taken.values()))
-                unread = [n for n in env if not n.users]
-                self._release([t for node in unread for t in env.pop(node)])
-            self._phase(phase, graph, env)
-            output = graph.find_nodes(op="output")[0]
-            if phase == "forward":
-                self.now += 1  # between the phases
-                outputs, kept = cast("tuple[tuple[fx.Node, ...], ...]", output.args[0])
-                caller += [t for node in outputs for t in env.get(node, [])]
-                saved += [env[node] for node in kept]
-                self._hold(caller)
-                self._hold([t for tokens in saved for t in tokens])
-                self._release([t for node in _returned(output) for t in env.get(node, [])])
-                if not program.signature.training:
-                    self._release(caller)
+                self._forward(graph, micro_batch, caller, saved)
             else:
-                self.now = 2 * self.ledger.add([Moment("backward returned")])
-                values = cast("tuple[fx.Node, ...]", output.args[0])
-                # Gradients that are the caller's own, who holds them still, are copied.
-                own = [n for n in dict.fromkeys(values) if tags.get(n).role == "tangent"]
-                given = [env[node] for node in own if loss is None]
-                env |= {n: self._allocate(n, self._label(n)) for n in own if loss is None}
-                self._release(caller)
-                self.now += 1
-                self._release([token for tokens in given for token in tokens])
-                self._keep_gradients(values, env, unreached(program, loss))
+                self._backward(graph, micro_batch, loss, caller, saved)
+
+    def _forward(
+        self, graph: fx.Graph, micro_batch: int, caller: list[int], saved: list[list[int]]
+    ) -> None:
+        self.now = self.ledger.begin("forward", micro_batch)
+        for fqn in self.program.accumulated:
+            if fqn not in self._sums:
+                self._sums[fqn] = [self._accumulated(fqn)]
+        env = {node: self._enter(node, saved) for node in graph.find_nodes(op="placeholder")}
+        self.now += 1
+        self._phase(graph, env)
+        output = graph.find_nodes(op="output")[0]
+        self.now += 1  # between the phases
+        outputs, kept = cast("tuple[tuple[fx.Node, ...], ...]", output.args[0])
+        caller += [t for node in outputs for t in env.get(node, [])]
+        saved += [env[node] for node in kept]
+        self._hold(caller)
+        self._hold([t for tokens in saved for t in tokens])
+        self._release([t for node in output.all_input_nodes for t in env.get(node, [])])
+        if not self.program.signature.training:
+            self._release(caller)
+
+    def _backward(
+        self,
+        graph: fx.Graph,
+        micro_batch: int,
+        loss: LossStep | None,
+        caller: list[int],
+        saved: list[list[int]],
+    ) -> None:
+        taken: dict[int, int] = {}  # gradients of outputs that backward frees
+        if loss is not None:
+            made = self._loss(loss, micro_batch, self._labels(graph, loss))
+            taken = {number: made.pop(number) for number in loss.taken if number in made}
+            caller += made.values()
+        self.now = self.ledger.begin("backward", micro_batch)
+        if loss is not None:  # what it does not read is dropped before
+            dropped = taken.keys() - _read(graph, loss)
+            self._release([taken.pop(number) for number in dropped])
+        env: dict[fx.Node, list[int]] = {}
+        for node in graph.find_nodes(op="placeholder"):
+            if tags.get(node).role != "tangent":
+                env[node] = self._enter(node, saved)
+            elif loss is None:
+                env[node] = self._allocate(node, self._label(node))
+                self._hold(env[node])
+                caller += env[node]
+            elif tags.get(node).fqn in loss.tangents:  # it is there already
+                number = loss.tangents[tags.get(node).fqn or ""]
+                env[node] = [taken[number]] if number in taken else []
+                self._hold(env[node])
+            elif node.users:
+                env[node] = self._allocate(node, Category.TEMP)
+        self.now += 1
+        self._release(list(taken.values()))
+        unread = [n for n in env if not n.users]
+        self._release([t for node in unread for t in env.pop(node)])
+        self._phase(graph, env)
+        self.now = 2 * self.ledger.add([Moment("backward returned")])
+        values = cast("tuple[fx.Node, ...]", graph.find_nodes(op="output")[0].args[0])
+        # Gradients that are the caller's own, who holds them still, are copied.
+        own = [n for n in dict.fromkeys(values) if tags.get(n).role == "tangent"]
+        given = [env[node] for node in own if loss is None]
+        env |= {n: self._allocate(n, self._label(n)) for n in own if loss is None}
+        self._release(caller)
+        self.now += 1
+        self._release([token for tokens in given for token in tokens])
+        self._keep_gradients(values, env, unreached(self.program, loss))
 
     def _keep_gradients(
         self,
@@ -350,28 +360,34 @@ class Walk:
         if self.program.sync:
             self._sums.clear()
 
-    def optimizer(self, step: OptimizerStep, is_first: bool, host: bool) -> None:
+    def optimizer(self, step: OptimizerStep, events: Sequence[Event], host: bool) -> None:
         """The events of an optimizer's step."""
         self.ledger.begin("optimizer", -1)
-        events = step.first if is_first else step.second
-        first = self.ledger.add(Moment(event.op, event.op, OPTIMIZER) for event in events)
+        made_by = functools.partial(step.range_of, host=host)
+        self._replay(events, OPTIMIZER, self._optimizers, made_by)
+
+    def _replay(
+        self,
+        events: Sequence[Event],
+        owner: str,
+        tokens: dict[int, int],
+        made_by: Callable[[str, int, int], LiveRange],
+    ) -> None:
+        """What recorded operators allocate and free.
+
+        Args:
+            events: in order.
+            owner: `LOSS` or `OPTIMIZER`.
+            tokens: of what is alive, by its number in the recording; kept up to date.
+            made_by: from operator, number and bytes of a storage to its range.
+        """
+        first = self.ledger.add(Moment(event.op, event.op, owner) for event in events)
         for point, event in enumerate(events, start=first):
             self.now = 2 * point
             for number, size in event.allocated:
-                self._of_optimizer(step, event, number, size, host)
+                tokens[number] = self._new(made_by(event.op, number, size))
             self.now += 1
-            tokens = self._optimizers
             self._end([tokens.pop(number) for number in event.freed if number in tokens])
-
-    def _of_optimizer(
-        self, step: OptimizerStep, event: Event, number: int, size: int, host: bool
-    ) -> None:
-        """A storage that the optimizer made: its state, which it holds on, or a temporary."""
-        name, owner = step.names.get(number, (f"temporary of {event.op}", OPTIMIZER))
-        category = Category.OPT_STATE if number in step.state else Category.TEMP
-        made = LiveRange(0, name, event.op, owner, category, size, host)
-        made.formula = step.formulas.get(number)
-        self._optimizers[number] = self._new(made)
 
     def zero_grad(self) -> None:
         """Everything goes that the caller does not hold from step to step."""
@@ -396,21 +412,18 @@ class Walk:
     ) -> dict[int, int]:
         """The user's loss and its own backward; returns storages by number in the recording."""
         made: dict[int, int] = {}
-        parts = (("loss", loss.forward), ("loss backward", loss.backward))
-        for (name, events), category in zip(
-            parts, (Category.ACTIVATION, Category.TEMP), strict=True
-        ):
+        parts = (
+            ("loss", loss.forward, Category.ACTIVATION),
+            ("loss backward", loss.backward, Category.TEMP),
+        )
+        for name, events, category in parts:
+
+            def made_by(op: str, number: int, size: int, other: Category = category) -> LiveRange:
+                label = labels.get(number, other)
+                return LiveRange(0, op, op, LOSS, label, size, formula=loss.formulas.get(number))
+
             self.ledger.begin(name, micro_batch)
-            first = self.ledger.add(Moment(event.op, event.op, LOSS) for event in events)
-            for point, event in enumerate(events, start=first):
-                self.now = 2 * point
-                for number, size in event.allocated:
-                    label = labels.get(number, category)
-                    new = LiveRange(0, event.op, event.op, LOSS, label, size)
-                    new.formula = loss.formulas.get(number)
-                    made[number] = self._new(new)
-                self.now += 1
-                self._end([made.pop(number) for number in event.freed if number in made])
+            self._replay(events, LOSS, made, made_by)
         return made
 
     def _accumulated(self, fqn: str) -> int:
@@ -427,7 +440,7 @@ class Walk:
             return []
         return saved.pop(0)
 
-    def _phase(self, phase: tags.Phase, graph: fx.Graph, env: dict[fx.Node, list[int]]) -> None:
+    def _phase(self, graph: fx.Graph, env: dict[fx.Node, list[int]]) -> None:
         places = points(self.schedule, graph)
         self.now = 2 * self.ledger.add(map(moment_of, places))
         origins = [place.origin for place in places]
@@ -456,7 +469,7 @@ class Walk:
             for node in drops:
                 self._release(env.pop(node, []))
             self.now += 1
-        self.now -= 1  # behind the last point
+        self.now -= 1  # after the last point
 
     def _row(self, row: fx.Node, picks: list[fx.Node], env: dict[fx.Node, list[int]]) -> None:
         spec = ops.of(row)
@@ -486,23 +499,24 @@ class Walk:
         """A step: one point, at which the most that is alive within it counts."""
         if self._step is None:  # the report leaves the optimizer out
             return
-        step, host = self._step, self.program.offloaded
-        alive: dict[int, tuple[Event, int]] = {}
+        alive: dict[int, tuple[str, int]] = {}  # operator and bytes of each storage
         top, most = dict(alive), 0
-        for event in self._words[tuple(row.args[2])]:  # type: ignore[arg-type]
-            alive |= {number: (event, size) for number, size in event.allocated}
+        for event in self._parts[tuple(row.args[2])]:  # type: ignore[arg-type]
+            alive |= {number: (event.op, size) for number, size in event.allocated}
             if alive and (total := sum(size for _, size in alive.values())) >= most:
                 top, most = dict(alive), total
             for number in event.freed:
                 alive.pop(number, None)
-        for number, (event, size) in top.items():
-            self._of_optimizer(step, event, number, size, host)
+        self._hold_made(self._step, top)
         self.now += 1
         self._end([self._optimizers.pop(number) for number in top if number not in alive])
-        for number, (event, size) in alive.items():
-            if number not in top:
-                self._of_optimizer(step, event, number, size, host)
+        self._hold_made(self._step, {n: made for n, made in alive.items() if n not in top})
         self.now -= 1
+
+    def _hold_made(self, step: OptimizerStep, made: Mapping[int, tuple[str, int]]) -> None:
+        for number, (op, size) in made.items():
+            each = step.range_of(op, number, size, host=self.program.offloaded)
+            self._optimizers[number] = self._new(each)
 
     def _region(
         self,
@@ -694,29 +708,35 @@ class Walk:
 
     def _rewrite(self, token: int, node: fx.Node) -> None:
         """`node` writes its result over what the storage held: from now on it is that result."""
-        before, tag = self._open[token], tags.get(node)
-        before.died = self.now
-        after = before.copied()
-        after.born, after.died, after.module = self.now, None, tag.module
+        after, tag = self._changed(token), tags.get(node)
         after.name, after.op, after.line = node.name, operation_of(node), tag.line
-        self._open[token] = after
-        self.ledger.ranges.append(after)
+        after.module = tag.module
 
     def _relabel(self, tokens: Sequence[int], category: Category) -> None:
         for token in tokens:
-            before = self._open[token]
-            before.died = self.now
-            after = before.copied()
-            after.category, after.born, after.died = category, self.now, None
-            self._open[token] = after
-            self.ledger.ranges.append(after)
+            self._changed(token).category = category
+
+    def _changed(self, token: int) -> LiveRange:
+        """A range of the same storage from now on."""
+        before = self._open[token]
+        before.died = self.now
+        after = before.copied()
+        after.born, after.died = self.now, None
+        self._open[token] = after
+        self.ledger.ranges.append(after)
+        return after
 
 
-def moment_of(place: Any) -> Moment:
-    """A point of the schedule for people."""
+def moment_of(place: Point) -> Moment:
+    """A point of the schedule as data."""
     tag = tags.get(place.origin)
     op = "" if place.origin.op == "call_module" else operation_of(place.origin)
-    return Moment(place.origin.name, op, tag.module, tag.stream, tag.line, tag.call)
+    kind: Literal["row", "size", "operator"] = "row"
+    if place.node is not None:
+        kind = "size" if isinstance(place.node.meta.get("val"), int) else "operator"
+    inside = tag.checkpoint is not None
+    where = place.origin.name, op, tag.module, tag.stream, tag.line, tag.call
+    return Moment(*where, kind, inside, tag.again)
 
 
 def operation_of(node: fx.Node) -> str:
@@ -724,9 +744,3 @@ def operation_of(node: fx.Node) -> str:
     while node.op == "call_function" and node.target is operator.getitem:
         node = tags.source(node)
     return str(node.target).removesuffix(".default")
-
-
-def _returned(output: fx.Node) -> list[fx.Node]:
-    nodes: list[fx.Node] = []
-    fx.node.map_arg(output.args[0], lambda n: nodes.append(n))
-    return list(dict.fromkeys(nodes))

@@ -31,7 +31,7 @@ class LossStep:
         held: storages of tensors that the loss holds itself, such as labels.
         tangents: output (flat index, as text) -> storage of its gradient, where that arrives in the
             strides that the model's backward reads; of others it makes copies.
-        taken: those of them that nobody but the engine holds: they die behind their last reader.
+        taken: those of them that nobody but the engine holds: they die after their last reader.
         formulas: the bytes of each storage as an expression of the open sizes, where it depends on
             them; empty if nobody has asked (see `with_formulas`).
         conditions: what the loss takes for granted of the open sizes, and where.
@@ -49,18 +49,6 @@ class LossStep:
 
 
 UNSEEN = -1  # storage that no operator made: a constant that the loss's own backward gave
-
-
-class _Loss(Recorder):
-    """Records with results as their kernels make them, on the CPU or on CUDA."""
-
-    def __init__(self, mode: fake_tensors.FakeTensorMode) -> None:
-        super().__init__(mode)
-
-        def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return fakes.as_made(func, args, func(*args, **kwargs), mode)
-
-        self._run = run
 
 
 class _Model(torch.autograd.Function):
@@ -138,9 +126,7 @@ def trace_loss(
     ]
     flat: list[Any] = [constant[0] if constant else None for constant in signature.outputs]
     values: dict[int, Any] = {}
-    same = dict(
-        signature.repeats
-    )  # of a tensor that is returned twice, the last place stands for it
+    same = dict(signature.repeats)  # of a tensor returned twice, the last place stands for it
     of_first = {same.get(position, position): position for position in signature.computed_outputs}
     for position, node in zip(signature.computed_outputs, computed, strict=True):
         if isinstance(node.meta["val"], torch.Tensor):
@@ -163,7 +149,12 @@ def trace_loss(
         position: shapes.stride_like(lies[position].meta["val"], values[position].shape)
         for position in lies.keys() & values.keys()
     }
-    recorder = _Loss(mode)
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """With results as their kernels make them, on the CPU or on CUDA."""
+        return fakes.as_made(func, args, func(*args, **kwargs), mode)
+
+    recorder = Recorder(mode, run)
     on_cuda = isinstance(program.fake_mode, cuda_operators.CudaFakeMode)
     parts: list[list[Event]] = []
     reached: set[int] = set()

@@ -8,9 +8,11 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import sympy
 import torch
@@ -27,17 +29,30 @@ from fxshard.ir import tags, transfers
 from fxshard.ir.layout import gathered
 from fxshard.ir.program import Program
 from fxshard.memory import symbolic
+from fxshard.memory.category import Category
+from fxshard.memory.ledger import OPTIMIZER, LiveRange, owner_of
 from fxshard.memory.recording import Event, Kernels, Recorder, name_of
+
+T = TypeVar("T")
 
 
 class State(NamedTuple):
+    """A storage that an optimizer keeps: its `key` in the state of the parameter `fqn`."""
+
     bytes: int
-    name: str
-    owner: str  # FQN of the module of its parameter
+    key: str
+    fqn: str
     shape: tuple[int, ...]
 
+    @property
+    def name(self) -> str:
+        """``exp_avg of layers.0.weight``."""
+        return f"{self.key} of {self.fqn}"
 
-Words = dict[tuple[str, ...], list[Event]]
+
+Parts = dict[tuple[str, ...], list[Event]]  # by what is stepped together
+Runs = dict[tuple[str, ...], Callable[[], Any]]
+Tensors = Mapping[str, Tensor]  # by FQN
 
 
 @dataclasses.dataclass
@@ -47,15 +62,12 @@ class OptimizerStep:
     Attributes:
         name: class of the optimizer.
         first, second: events in order; the second step is the steady state.
-        state: storages that are optimizer state after the first or the second step, with their
-            bytes.
+        state: storages that are optimizer state after the first or the second step.
         held: those that are state between the two.
-        names: per state ``(its name, FQN of the module whose parameter it belongs to)``.
-        words: with the optimizer in backward, the events of the first and of the second step by
-            what is stepped together (FQNs, in the order of the program's word).
-        shapes: per state, of this rank's tensor.
+        parts: with the optimizer in backward, the events of the first and of the second step by
+            what is stepped together (FQNs, in the order of the program's operator).
         initial: those that the optimizer makes when it is made (Adagrad), before the first step.
-        has_state: the optimizer's ``state`` is not empty behind the first step.
+        has_state: the optimizer's ``state`` is not empty after the first step.
         formulas: the bytes of each storage as an expression of the number of ranks, where it
             depends on it; empty if nobody has asked (see `with_formulas`).
         without: FQNs of parameters without a gradient, as no loss reaches them.
@@ -64,23 +76,29 @@ class OptimizerStep:
     name: str
     first: list[Event]
     second: list[Event]
-    state: dict[int, int]
+    state: dict[int, State]
     held: list[int]
-    names: dict[int, tuple[str, str]]
-    shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     initial: list[int] = dataclasses.field(default_factory=list)
     has_state: bool = True
-    words: tuple[Words, Words] | None = None
+    parts: tuple[Parts, Parts] | None = None
     formulas: dict[int, sympy.Expr] = dataclasses.field(default_factory=dict)
     without: frozenset[str] = frozenset()
 
     def between_steps(self) -> OptimizerState:
         """What it keeps between two steps, for an estimate of its time."""
-        found: dict[str, int] = {}
+        found: dict[str, int] = defaultdict(int)
         for number in self.held:
-            fqn = self.names[number][0].partition(" of ")[2]
-            found[fqn] = found.get(fqn, 0) + self.state[number]
-        return OptimizerState(self.name, found)
+            found[self.state[number].fqn] += self.state[number].bytes
+        return OptimizerState(self.name, dict(found))
+
+    def range_of(self, op: str, number: int, size: int, *, host: bool) -> LiveRange:
+        """The live range of a storage that `op` made: state, or a temporary."""
+        name, owner, category = f"temporary of {op}", OPTIMIZER, Category.TEMP
+        if number in self.state:
+            state = self.state[number]
+            name, owner, category = state.name, owner_of(state.fqn), Category.OPT_STATE
+        formula = self.formulas.get(number)
+        return LiveRange(0, name, op, owner, category, size, host, formula=formula)
 
 
 @collector.paused()
@@ -108,24 +126,29 @@ def trace_step(
     """
     if optimizer is None:
         return None
-    record = functools.partial(
-        _record, program, optimizer, for_cuda=for_cuda, unused=unused, without=without
-    )
-    try:
-        # Scalars such as Adam's step are real beside meta shards: a step may read them.
-        recorded = record("meta", contextlib.nullcontext(), mixing := _Mixing())
-    except Exception as on_meta:
-        if isinstance(on_meta, ConfigError):
-            raise
-        try:
-            # fused kernels refuse meta tensors; fake CPU ones pass, if no scalar is read.
-            recorded = record("cpu", FakeTensorMode(), mixing := _Mixing())
-        except Exception as error:
-            raise refusal(optimizer, on_meta) from error
-    if not mixing.found or (program.world_size == 1 and mixing.found not in _NOWHERE):
+    trained = _trained(program) - without
+
+    def step(made: torch.optim.Optimizer, params: Tensors, grads: Tensors) -> Runs:
+        for fqn, grad in grads.items():
+            params[fqn].grad = grad
+        return {(): made.step}
+
+    def record(device: str, mode: AbstractContextManager[Any]) -> tuple[OptimizerStep, str]:
+        graded = {
+            fqn
+            for fqn, param in (program.params | program.wholes).items()
+            if fqn in trained or (unused and param.requires_grad)
+        }
+        make = functools.partial(make_optimizer, optimizer)
+        mixing = _Mixing()
+        found = record_steps(program, make, step, graded, device, mode, mixing, for_cuda=for_cuda)
+        return dataclasses.replace(found, without=without, parts=None), mixing.found
+
+    recorded, mixing = without_data(optimizer, record)
+    if not mixing or (program.world_size == 1 and mixing not in _NOWHERE):
         return recorded
     raise ConfigError(
-        f"optimizer {recorded.name}: its step calls {mixing.found} on sharded parameters. There "
+        f"optimizer {recorded.name}: its step calls {mixing} on sharded parameters. There "
         f"DTensor communicates between ranks, or refuses; a plan knows this rank's rows alone. "
         f"Choose other options (fused, foreach) or another optimizer, or strategy='no_shard'."
     )
@@ -197,9 +220,10 @@ def _with_rows(program: Program, rows: dict[str, int]) -> Program:
 
 def _made(step: OptimizerStep) -> dict[int, int]:
     """Bytes of each storage that a recording makes or holds, in order."""
-    words = [events for each in step.words or () for events in each.values()]
-    events = [event for part in (step.first, step.second, *words) for event in part]
-    return dict(pair for event in events for pair in event.allocated) | step.state
+    parts = [events for each in step.parts or () for events in each.values()]
+    events = [event for part in (step.first, step.second, *parts) for event in part]
+    made = dict(pair for event in events for pair in event.allocated)
+    return made | {number: state.bytes for number, state in step.state.items()}
 
 
 def _trained(program: Program) -> set[str]:
@@ -248,7 +272,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-# What DTensor has no rule for (torch/distributed/tensor/_ops), not even for whole parameters.
+# What DTensor has no rule for (torch/distributed/tensor/_ops), not even for full parameters.
 _NOWHERE = ("aten._fused_sgd_", "aten._fused_adagrad_", "aten._foreach_copy_")
 # What it runs on each rank's rows alone, besides operators tagged pointwise.
 _ALONE = re.compile(
@@ -302,73 +326,94 @@ class RealScalars(TorchFunctionMode):
         return func(*args, **kwargs | {"device": torch.device("cpu")})
 
 
-def _record(
+def without_data(optimizer: Any, record: Callable[[str, AbstractContextManager[Any]], T]) -> T:
+    """What `record` gives on meta tensors, or on fake ones of the CPU.
+
+    Raises:
+        ConfigError: neither can be stepped.
+    """
+    try:
+        # Scalars such as Adam's step are real beside meta shards: a step may read them.
+        return record("meta", contextlib.nullcontext())
+    except ConfigError:
+        raise
+    except Exception as on_meta:
+        try:
+            # fused kernels refuse meta tensors; fake CPU ones pass, if no scalar is read.
+            return record("cpu", FakeTensorMode())
+        except Exception as error:
+            raise refusal(optimizer, on_meta) from error
+
+
+def record_steps(
     program: Program,
-    optimizer: Any,
+    make: Callable[[list[nn.Parameter], list[str]], Any],
+    runs_of: Callable[[Any, Tensors, Tensors], Runs],
+    graded: Container[str],
     device: str,
-    mode: contextlib.AbstractContextManager[Any],
-    mixing: _Mixing,
+    mode: AbstractContextManager[Any],
+    mixing: AbstractContextManager[Any],
     *,
     for_cuda: bool,
-    unused: bool,
-    without: frozenset[str],
 ) -> OptimizerStep:
-    trained = _trained(program) - without
-    params: list[nn.Parameter] = []
-    fqns: list[str] = []
-    recorder = Recorder(kernels=Kernels())
-    steps: list[list[Event]] = []
+    """Two steps of an optimizer over rank 0's rows, with what each part of them allocates.
+
+    Args:
+        program: whose parameters they are.
+        make: from parameters and their FQNs to the optimizer.
+        runs_of: from it, and parameters and gradients by FQN, to the parts of a step.
+        graded: FQNs of the parameters that have a gradient.
+        device, mode: of the tensors.
+        mixing: a mode in which the optimizer runs.
+        for_cuda: record the implementation that is the default on CUDA.
+    """
+    params: dict[str, nn.Parameter] = {}
+    grads: dict[str, Tensor] = {}
+    recorder = Recorder(run=Kernels().run)
+    steps: list[Parts] = []
+    states: list[dict[int, State]] = []
     with mode:
         everything = [*program.params.items(), *program.wholes.items()]
         for fqn, param in sorted(everything, key=lambda item: item[1].position):
             shape = program.layouts[fqn].local_shape()
             data = torch.empty(shape, dtype=param.dtype, device=device)
-            shard = nn.Parameter(data, param.requires_grad)
+            params[fqn] = shard = nn.Parameter(data, param.requires_grad)
             recorder.know(shard.untyped_storage())
-            if fqn in trained or (unused and param.requires_grad):
-                shard.grad = torch.empty_like(shard)
-                recorder.know(shard.grad.untyped_storage())
-            params.append(shard)
-            fqns.append(fqn)
-        theirs = set(recorder.numbers.values())  # parameters and gradients
+            if fqn in graded:
+                grads[fqn] = torch.empty_like(shard)
+                recorder.know(grads[fqn].untyped_storage())
+        theirs = set(recorder.numbers.values())
+        names = {id(param): fqn for fqn, param in params.items()}
+
+        def state() -> dict[int, State]:
+            found = state_of(made, recorder, names)
+            return {number: each for number, each in found.items() if number not in theirs}
+
         with RealScalars(), mixing, recorder:
-            made = make_optimizer(optimizer, params, fqns)
+            made = make(list(params.values()), list(params))
         if for_cuda:
             choose_foreach(made)
-        names = {id(p): fqn for p, fqn in zip(params, fqns, strict=True)}
-        initial = [n for n in state_of(made, recorder, names) if n not in theirs]
-        states: list[dict[int, State]] = []
-        has_state = False
+        initial = list(state())
+        runs = runs_of(made, params, grads)
         for _ in range(2):
-            recorder.events = [Event("start", [], [])]
-            with RealScalars(), mixing, recorder:
-                made.step()
-            steps.append(recorder.events)
-            has_state = has_state or bool(made.state)
+            steps.append({})
+            for fqns, run in runs.items():
+                recorder.events = [Event("start", [], [])]
+                with RealScalars(), mixing, recorder:
+                    run()
+                steps[-1][fqns] = recorder.events
             recorder.events = [Event("end", [], [])]  # what dies with the recording is no step's
-            found = state_of(made, recorder, names)
-            states.append({n: entry for n, entry in found.items() if n not in theirs})
-    whole = step_of(made, steps, states, has_state)
-    return dataclasses.replace(whole, initial=initial, without=without)
-
-
-def step_of(
-    optimizer: torch.optim.Optimizer,
-    steps: list[list[Event]],
-    states: list[dict[int, State]],
-    has_state: bool,
-) -> OptimizerStep:
-    """From the events of two steps, and what was state behind each."""
-    both = states[0] | states[1]
+            states.append(state())
+    first, second = ([event for events in step.values() for event in events] for step in steps)
     return OptimizerStep(
-        type(optimizer).__name__,
-        steps[0],
-        steps[1],
-        state={number: found.bytes for number, found in both.items()},
+        type(made).__name__,
+        first,
+        second,
+        state=states[0] | states[1],
         held=list(states[0]),
-        names={number: (found.name, found.owner) for number, found in both.items()},
-        shapes={number: found.shape for number, found in both.items()},
-        has_state=has_state,
+        initial=initial,
+        has_state=bool(made.state),
+        parts=(steps[0], steps[1]),
     )
 
 
@@ -377,14 +422,13 @@ def state_of(
 ) -> dict[int, State]:
     """What the state holds, by storage."""
     found: dict[int, State] = {}
-    for param, state in optimizer.state.items():
+    for param, entries in optimizer.state.items():
         fqn = fqns.get(id(param), "")
-        for key, leaf in _leaves(state):
+        for key, leaf in _leaves(entries):
             if isinstance(leaf, torch.Tensor) and id(leaf.untyped_storage()) in recorder.numbers:
                 storage = leaf.untyped_storage()
-                found[recorder.numbers[id(storage)]] = State(
-                    storage.nbytes(), f"{key} of {fqn}", fqn.rpartition(".")[0], tuple(leaf.shape)
-                )
+                state = State(storage.nbytes(), key, fqn, tuple(leaf.shape))
+                found[recorder.numbers[id(storage)]] = state
     return found
 
 

@@ -11,8 +11,6 @@ from fxshard.memory.category import Matrix
 from fxshard.memory.ledger import WIDTH, Ledger
 from fxshard.memory.states import Where
 
-Owners = Mapping[str, str]  # owner in the ledger -> the one that its bytes are shown with
-
 
 def owned_rows(
     ledger: Ledger, ticks: Mapping[Where, int], shown: Callable[[str], str] = str

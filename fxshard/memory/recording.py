@@ -152,14 +152,14 @@ class Recorder(TorchDispatchMode):
     """Notes when storages appear in the results of operators, and when they die."""
 
     def __init__(
-        self, fake_mode: FakeTensorMode | None = None, kernels: Kernels | None = None
+        self, fake_mode: FakeTensorMode | None = None, run: Callable[..., Any] = _run
     ) -> None:
         """Args:
         fake_mode: in which real tensors from outside become fake ones.
-        kernels: run the operators; None: they run as they are.
+        run: runs an operator: ``run(func, args, kwargs)``.
         """
         super().__init__()
-        self._run: Callable[..., Any] = kernels.run if kernels is not None else _run
+        self._run = run
         self.outside: dict[int, torch.UntypedStorage] = {}  # by number: what operators only read
         self._fake_mode = fake_mode
         self._kept: list[torch.Tensor] = []

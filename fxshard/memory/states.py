@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-import torch
-
-from fxshard.ir import ops, tags
+from fxshard.ir import ops
 from fxshard.ir.calls import Call
-from fxshard.ir.program import Program
-from fxshard.ir.schedule import points
 from fxshard.memory.category import State
+from fxshard.memory.ledger import Ledger, Moment
 
-aten = torch.ops.aten
+WAIT, FREE = (str(target).removesuffix(".default") for target in (ops.wait, ops.free))
 
 
 class Where(NamedTuple):
@@ -45,7 +44,7 @@ class Span:
     unshard, and its post-forward ends with its free (in backward: the free of its gradients).
 
     Attributes:
-        before_again, after_again: of what an activation checkpoint makes again in backward; None if
+        before_again, after_again: of what an activation checkpoint recomputes in backward; None if
             nothing of this call is.
     """
 
@@ -83,76 +82,129 @@ MOMENTS = {
 PEAKS = {"forward": State.PEAK_FORWARD, "backward": State.PEAK_BACKWARD}
 
 
-def spans(program: Program) -> dict[tuple[Called, tags.Phase], Span]:
-    """Per call of a module, and phase in which it computes, its span.
+class Rows:
+    """The rows of the table of a step: each state of each call of each module.
+
+    Attributes:
+        ledger: the step.
+        stretches: per row its ticks: one, or for a peak several.
+        ticks: per row its tick: of a peak, the first at which it is the largest.
+    """
+
+    def __init__(
+        self, ledger: Ledger, found: Sequence[Mapping[Called, Mapping[str, Span]]]
+    ) -> None:
+        """Args: `found`: from `spans`."""
+        self.ledger = ledger
+        self.stretches: dict[Where, range] = {}
+        starts = {(phase.name, phase.micro_batch): phase.start for phase in ledger.phases}
+        for number, calls in enumerate(found):
+            for (module, call), by_phase in calls.items():
+                for phase, span in by_phase.items():
+                    first = starts[phase, number] + 1
+                    for state, point in span.moments(phase):
+                        tick = 2 * (first + point) + 1
+                        self.stretches[Where(module, state, call, number)] = range(tick, tick + 1)
+                    begin, end = first + span.before_pre + 1, first + span.after_post + 1
+                    peak = Where(module, PEAKS[phase], call, number)
+                    self.stretches[peak] = range(2 * begin, 2 * end, 2)
+
+    @functools.cached_property
+    def ticks(self) -> dict[Where, int]:
+        totals = self.ledger.totals
+        return {
+            where: ticks[int(totals[ticks.start : ticks.stop : ticks.step].argmax())]
+            for where, ticks in self.stretches.items()
+        }
+
+
+def spans(ledger: Ledger, calls: Sequence[Sequence[Call]]) -> list[dict[Called, dict[str, Span]]]:
+    """Per micro-batch: each call of a module, and its span in each phase in which it computes.
+
+    Args:
+        ledger: the step.
+        calls: per micro-batch, every call of a module in forward.
+    """
+    known: list[tuple[Any, dict[Called, dict[str, Span]]]] = []
+    found = []
+    for number, of_one in enumerate(calls):
+        phases = {
+            phase.name: [moment for moment in ledger.of_phase(phase) if moment.kind]
+            for phase in ledger.phases
+            if phase.micro_batch == number and phase.name in MOMENTS
+        }
+        same = next((made for key, made in known if key == (of_one, phases)), None)
+        if same is None:  # micro-batches that run the same program have the same spans
+            same = _spans(phases, of_one)
+            known.append(((of_one, phases), same))
+        found.append(same)
+    return found
+
+
+def _spans(
+    phases: Mapping[str, Sequence[Moment]], calls: Sequence[Call]
+) -> dict[Called, dict[str, Span]]:
+    """Of one micro-batch.
 
     A call's computation runs from the first to the last operator of it or of what it calls. A
     module that is never called itself, such as a `ModuleList`, computes where those under its FQN
-    do. What a checkpoint makes again does not belong to the backward of the modules inside of it.
+    do. What a checkpoint recomputes does not belong to the backward of the modules inside of it.
     """
-    assert program.schedule is not None
-    found: dict[tuple[Called, tags.Phase], Span] = {}
-    ever = {call.module for call in program.calls}
-    outside: set[Called] = set()  # calls that no checkpoint repeats as a whole
+    found: dict[Called, dict[str, Span]] = defaultdict(dict)
+    ever = {call.module for call in calls}
+    outside: set[Called] = set()  # calls that no checkpoint recomputes whole
     chains: dict[tuple[int | None, str], list[Called]] = {}
-    for phase, graph in program.schedule.phases():
+    for phase, places in phases.items():
         first: dict[Called, int] = {}
         last: dict[Called, int] = {}
         again: dict[Called, tuple[int, int]] = {}
-        waits: dict[str, list[int]] = {}
-        frees: dict[str, list[int]] = {}
-        places = points(program.schedule, graph)
-        for i, place in enumerate(places):
-            tag = tags.get(place.origin)
-            if place.node is None:
-                if place.row.target is ops.wait:
-                    waits.setdefault(tag.module, []).append(i)
-                elif place.row.target is ops.free:
-                    frees.setdefault(tag.module, []).append(i)
+        waits: dict[str, list[int]] = defaultdict(list)
+        frees: dict[str, list[int]] = defaultdict(list)
+        for i, moment in enumerate(places):
+            if moment.kind == "row":
+                if moment.op == WAIT:
+                    waits[moment.module].append(i)
+                elif moment.op == FREE:
+                    frees[moment.module].append(i)
+            if moment.kind != "operator":
                 continue
-            if isinstance(place.node.meta.get("val"), int):  # a size, which no module computes
-                continue
-            key = (tag.call, tag.module)
+            key = (moment.call, moment.module)
             if key not in chains:
-                chains[key] = list(_around(program.calls, ever, *key))
+                chains[key] = list(_around(calls, ever, *key))
             for called in chains[key]:
-                # Buffers are written at the end of forward, behind every checkpoint.
-                written = place.node.target is aten.copy_.default
-                if phase == "forward" and tag.checkpoint is None and not written:
+                # Buffers are written at the end of forward, after every checkpoint.
+                written = moment.op == "aten.copy_"
+                if phase == "forward" and not moment.checkpointed and not written:
                     outside.add(called)
-                if tag.again:
+                if moment.again:
                     again[called] = (again[called][0] if called in again else i, i)
                 else:
                     first.setdefault(called, i)
                     last[called] = i
         for called, start, end in _stretches(first, last):
             module = called[0]
-            wait = [w for w in waits.get(module, []) if start < w <= first[called]]
-            free = [f for f in frees.get(module, []) if last[called] <= f < end]
+            wait = [w for w in waits[module] if start < w <= first[called]]
+            free = [f for f in frees[module] if last[called] <= f < end]
             after_pre = first[called] - 1
             before_pre = wait[0] - 1 if wait else after_pre
             after_post = free[-1] if free else last[called]
             if module == "":
                 before_pre, after_post = -1, len(places) - 1
-            made = (0, None) if called in outside else again.get(called, (0, None))
-            found[called, phase] = Span(
-                before_pre,
-                after_pre,
-                last[called],
-                after_post,
-                None if made[1] is None else made[0] - 1,
-                made[1],
+            made = None if called in outside else again.get(called)
+            before_again, after_again = (made[0] - 1, made[1]) if made else (None, None)
+            found[called][phase] = Span(
+                before_pre, after_pre, last[called], after_post, before_again, after_again
             )
-    return found
+    return dict(found)
 
 
 def _stretches(
     first: dict[Called, int], last: dict[Called, int]
 ) -> Iterator[tuple[Called, int, float]]:
     """Each call, with the points between which no other call of its module computes."""
-    calls: dict[str, list[Called]] = {}
+    calls: dict[str, list[Called]] = defaultdict(list)
     for called in sorted(first, key=first.__getitem__):
-        calls.setdefault(called[0], []).append(called)
+        calls[called[0]].append(called)
     place = {called: at for same in calls.values() for at, called in enumerate(same)}
     for called in first:
         same, at = calls[called[0]], place[called]

@@ -274,7 +274,7 @@ def _fraction(expression: sympy.Basic, sizes: Mapping[str, Any]) -> tuple[Any, A
 
 
 def _one_by_one(expression: sympy.Basic, sizes: Mapping[str, Any]) -> Any:
-    """The value of something that numpy has no word for, point by point."""
+    """The value of something that numpy has no function for, point by point."""
     names = sorted(symbol.name for symbol in expression.free_symbols)
     points = np.broadcast_arrays(*(sizes[name] for name in names))
     found = [

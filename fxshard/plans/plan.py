@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Unpack
 
 import sympy
@@ -205,12 +205,8 @@ class Plan:
         step = self.optimizer_step
         loss, work = self._loss, self.workload
         held = liveness.held_ranges(work.module, work.call, self.program, loss)
-        step_bytes = liveness.analyse(
-            self.programs, held, step, loss, str(self.config.device or self.program.device.type)
-        )
-        return MemoryReport(
-            step_bytes, lambda: _planner().what_ifs(self), self._lifecycle, _Elsewhere(self)
-        )
+        device = str(self.config.device or self.program.device.type)
+        return liveness.analyse(self.programs, held, step, loss, device, plan=_Asked(self))
 
     def at(self, *, traced: bool = False, **sizes: int) -> Plan:
         """The plan of the same step for other sizes of ``dynamic=`` and of ``world``.
@@ -530,12 +526,22 @@ class Plan:
         return dump.schedule(self.program, folded=fold, phase=phase, live=live, exposed=exposed)
 
 
-class _Elsewhere:
-    """How the report of a plan is had for other sizes and ranks."""
+class _Asked:
+    """What the report of a plan asks it: all that needs the program."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._kinds = {plan._kind_of_world(plan._world): plan}
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        return self._plan.programs
+
+    def what_ifs(self) -> list[WhatIf]:
+        return _planner().what_ifs(self._plan)
+
+    def lifecycle(self) -> list[LifecyclePhase]:
+        return self._plan._lifecycle()
 
     def formulas(self) -> StepFormulas:
         return self._plan._formulas
@@ -546,5 +552,5 @@ class _Elsewhere:
             self._kinds[kind] = self._plan.at(world=world)
         return self._kinds[kind].memory
 
-    def planned(self, sizes: dict[str, int]) -> MemoryReport:
+    def planned(self, sizes: Mapping[str, int]) -> MemoryReport:
         return self._plan.at(traced=False, **sizes).memory

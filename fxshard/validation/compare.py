@@ -151,7 +151,7 @@ def compare(report: MemoryReport, steps: list[list[list[Measured]]]) -> Validati
                 points.append((number, name, _largest_difference(s, m)))
                 static_peaks.append(s.peak_bytes)
                 measured_peaks.append(max(sum(m.start), int(m.during.sum(1).max(initial=0))))
-                for (module, call), each in report.spans(batch):
+                for (module, call), each in report.spans(batch).items():
                     if name in each:
                         label = module if not call else f"{module} (call {call + 1})"
                         pairs = zip(

@@ -21,7 +21,7 @@ from fxshard._torch.fake_tensors import is_fake
 from fxshard._torch.modes import TorchDispatchMode
 from fxshard._torch.trees import tree_flatten
 from fxshard.codegen.world import World
-from fxshard.memory.category import CATEGORIES, COLUMN, Category, Curve, Matrix
+from fxshard.memory.category import CATEGORIES, Category, Curve, Matrix
 
 
 @dataclasses.dataclass
@@ -304,16 +304,16 @@ class Tracker(TorchDispatchMode):
             shift = len(CATEGORIES) if self._storages[number].host else 0
             if event.kind == "alloc":
                 gone[number] = False
-                live[COLUMN[label[number]] + shift] += size
+                live[label[number].column + shift] += size
             elif gone[number]:
                 continue
             elif event.kind == "free":
                 gone[number] = True
-                live[COLUMN[label[number]] + shift] -= size
+                live[label[number].column + shift] -= size
             elif event.label is not None:
-                live[COLUMN[label[number]] + shift] -= size
+                live[label[number].column + shift] -= size
                 label[number] = event.label
-                live[COLUMN[label[number]] + shift] += size
+                live[label[number].column + shift] += size
             if _device_total(live) >= _device_total(top):
                 top = live.copy()
         return [_measured(*phase) for phase in phases]

@@ -426,7 +426,10 @@ def test_reports_and_their_sum() -> None:
     # cosine, which goes out. The batch was there before.
     assert reports.saved_bytes == tensor + 2 * tensor
     for report in reports:
-        assert list(report.program.params) in (["a.weight", "a.bias"], ["b.weight", "b.bias"])
+        assert [p.fqn for unit in report.units for p in unit.params] in (
+            ["a.weight", "a.bias"],
+            ["b.weight", "b.bias"],
+        )
         assert report.peak_bytes < reports.peak_bytes
     assert sum(reports.peak_by_category.values()) == reports.peak_bytes
     assert str(reports).splitlines()[-1].startswith("sum: peak ")

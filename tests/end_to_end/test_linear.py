@@ -29,7 +29,6 @@ from fxshard.memory import liveness
 from fxshard.memory.lifecycle import init
 from fxshard.memory.optimizer import trace_step
 from fxshard.memory.recording import Kernels
-from fxshard.memory.report import MemoryReport
 from tests.zoo import MODELS, built
 
 ROOT = Path(__file__).parents[2]
@@ -81,8 +80,7 @@ def lines_per_node(make: Callable[..., fxshard.Plan], **options: Any) -> dict[st
     step = lines.timed("optimizer", trace_step)(plan.program, plan.config.optimizer)
     work = plan.workload
     held = lines.timed("held", liveness.held_ranges)(work.module, work.call, plan.program)
-    walked = lines.timed("liveness", liveness.analyse)(plan.programs, held, step)
-    report = MemoryReport(walked)
+    report = lines.timed("liveness", liveness.analyse)(plan.programs, held, step)
     lines.timed("table", report.table)()
     plan.__dict__["memory"] = report
     lines.timed("dump", plan.dump)()

@@ -452,7 +452,7 @@ def test_deaths_come_before_births() -> None:
     result = replay([life(20, 0, 1), life(20, 1, 2)])
     assert allocated(result) == 20
     assert list(result.ticks) == [0, 1, 2]
-    assert result.peaks.allocated_at == 0
+    assert result.ticks[result.allocated.argmax()] == 0
 
 
 def test_peaks_between_ticks() -> None:
@@ -675,11 +675,6 @@ def test_cublas_workspaces() -> None:
     """aten/src/ATen/cuda/CublasHandlePool.cpp: 4096 KiB x 8, or 2 x 4096 + 8 x 16 KiB."""
     assert cublas_workspace((9, 0)) == cublas_workspace((10, 0)) == 33_554_432
     assert cublas_workspace((8, 0)) == cublas_workspace((8, 9)) == 8_320 * KIB
-    assert cublas_workspace((9, 0), ":4096:8") == 32 * MIB
-    assert cublas_workspace((9, 0), ":4096:2:16:8") == 8_320 * KIB
-    assert cublas_workspace((8, 0), ":16:8") == 128 * KIB
-    with pytest.raises(ConfigError, match="KiB:count"):
-        cublas_workspace((9, 0), "4096")
 
 
 def test_fixed_costs() -> None:
@@ -692,6 +687,4 @@ def test_fixed_costs() -> None:
         "NCCL buffers": 768,
     }
     assert all(cost.source for cost in costs)
-    names = [cost.name for cost in fixed_costs((9, 0), communicators=0)]
-    assert "NCCL buffers" not in names
     assert fixed_costs((9, 0), communicators=2)[-1].bytes == 1536 * MIB

@@ -253,7 +253,7 @@ def calls_of_analysis(blocks: int) -> float:
     held = liveness.held_ranges(model, plan.workload.call, plan.program)
     profile = cProfile.Profile()
     profile.enable()
-    report = MemoryReport(liveness.analyse(plan.programs, held, None))
+    report = liveness.analyse(plan.programs, held, None)
     report.peak_bytes, report.rows(), report.owned()
     profile.disable()
     calls = sum(entry.callcount for entry in profile.getstats())

@@ -1,9 +1,11 @@
 """Files of reports: written whole or not at all; what was truncated or altered is refused."""
 
 import copy
+import dataclasses
 import errno
 import json
 import os
+import pickle
 import random
 import stat
 from collections.abc import Callable
@@ -31,6 +33,32 @@ def called() -> tuple[nn.Module, tuple[torch.Tensor, ...], dict[str, Any]]:
 def report() -> MemoryReport:
     adamw = torch.optim.AdamW
     return fxshard.plan(nn.Linear(4, 4), (torch.ones(2, 4),), world_size=2, optimizer=adamw).memory
+
+
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_a_pickled_report_has_every_figure_and_view_and_no_program(
+    device: str | None, tmp_path: Path
+) -> None:
+    adamw, x = torch.optim.AdamW, torch.ones(2, 4)
+    options: dict[str, Any] = {"optimizer": adamw, "device": device, "micro_batches": 2}
+    made = fxshard.plan(nn.Linear(4, 4), (x,), world_size=2, **options).memory
+    loaded = pickle.loads(pickle.dumps(made))
+    assert loaded.plan is None and made.plan is not None
+    assert loaded.to_dict() == made.to_dict()
+    assert loaded.table() == made.table() and loaded.to_csv() == made.to_csv()
+    assert str(loaded.explain_peak()) == str(made.explain_peak(levers=False))
+    assert loaded.unsharded() == made.unsharded() and loaded.rows() == made.rows()
+    for report, name in ((made, "made"), (loaded, "loaded")):
+        report.to_perfetto(tmp_path / name)
+    assert (tmp_path / "loaded").read_text() == (tmp_path / "made").read_text()
+    for ask in (loaded.formula, loaded.kept_for_backward, lambda: loaded.at(world=4)):
+        with pytest.raises(ConfigError, match="has no plan to ask"):
+            ask()
+
+
+def test_a_report_is_frozen(report: MemoryReport) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report.device = "cuda"  # type: ignore[misc]
 
 
 def places(told: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

@@ -240,7 +240,7 @@ def test_page_in_chromium(browse: Any, name: str, tmp_path: Path) -> None:
     areas = page.locator("#chart .scatterlayer .trace").count()
     used = sum(bool(ledger.bytes[:, i].any()) for i in range(len(CATEGORIES)))
     assert areas == used + 2 + (name == "offload")  # the total, the mark of the peak, the CPU
-    assert page.locator("#bars .barlayer .point").count() >= 2 * len(memory.program.units)
+    assert page.locator("#bars .barlayer .point").count() >= 2 * len(memory.units)
     labels = page.text_content("#bars .ytick >> nth=0") or ""
     assert "All Gather" in labels
     titles = page.locator("#chart .annotation").all_text_contents()

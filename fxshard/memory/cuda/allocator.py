@@ -50,7 +50,7 @@ class Allocation:
 
 @dataclasses.dataclass(frozen=True)
 class AllocatorPeaks:
-    """Peaks in bytes, as ``torch.cuda.memory_stats`` counts them, and the ticks they fall on first.
+    """Peaks in bytes, as ``torch.cuda.memory_stats`` counts them.
 
     Attributes:
         requested: bytes as asked for, of blocks in use or waiting for a stream.
@@ -67,13 +67,9 @@ class AllocatorPeaks:
     """
 
     requested: int = 0
-    requested_at: int | None = None
     allocated: int = 0
-    allocated_at: int | None = None
     active: int = 0
-    active_at: int | None = None
     reserved: int = 0
-    reserved_at: int | None = None
     inactive_split: int = 0
     unused: int = 0
     segments: int = 0
@@ -184,7 +180,7 @@ def _follow(allocations: Sequence[Allocation], allocator: DeviceAllocator) -> Re
     ticks = sorted(births.keys() | deaths.keys())
     live: dict[int, Block] = {}
     blocks: list[tuple[int, int] | None] = [None] * len(allocations)
-    peaks = _Highest()
+    at_peak = (0, 0, 0)  # reserved, and of it: inactive and split; not active
     highest: list[tuple[int, ...]] = []
     after: list[tuple[int, ...]] = []
     refused = None
@@ -198,7 +194,9 @@ def _follow(allocations: Sequence[Allocation], allocator: DeviceAllocator) -> Re
             if one.bytes == 0:
                 continue
             block = allocator.allocate(one.bytes, one.stream, tick)
-            peaks.note(allocator)
+            if allocator.reserved > at_peak[0]:
+                unused = allocator.reserved - allocator.active
+                at_peak = allocator.reserved, allocator.inactive_split, unused
             if block is None:
                 refused = index
                 break
@@ -210,53 +208,27 @@ def _follow(allocations: Sequence[Allocation], allocator: DeviceAllocator) -> Re
             break
     seen = np.asarray(ticks[: len(after)], dtype=np.int64)
     table = np.asarray(highest, dtype=np.int64).reshape(-1, 4).T
+    requested, allocated, active, reserved = table
+    peaks = AllocatorPeaks(
+        requested=int(requested.max(initial=0)),
+        allocated=int(allocated.max(initial=0)),
+        active=int(active.max(initial=0)),
+        reserved=int(reserved.max(initial=0)),
+        inactive_split=at_peak[1],
+        unused=at_peak[2],
+        segments=allocator.most_segments,
+        retries=allocator.retries,
+        out_of_memory=None if refused is None else int(seen[-1]),
+    )
     return Replay(
-        peaks=peaks.of(table, seen, allocator, refused is not None),
+        peaks=peaks,
         ticks=seen,
-        requested=table[0],
-        allocated=table[1],
-        active=table[2],
-        reserved=table[3],
+        requested=requested,
+        allocated=allocated,
+        active=active,
+        reserved=reserved,
         after=np.asarray(after, dtype=np.int64).reshape(-1, 4).T,
         blocks=tuple(blocks),
         refused=refused,
         segments=allocator.snapshot(),
     )
-
-
-class _Highest:
-    """How much of the reserved peak was of use, as the request that led to it left things."""
-
-    def __init__(self) -> None:
-        self.reserved = 0
-        self.inactive_split = 0
-        self.unused = 0
-
-    def note(self, allocator: DeviceAllocator) -> None:
-        if allocator.reserved > self.reserved:
-            self.reserved = allocator.reserved
-            self.inactive_split = allocator.inactive_split
-            self.unused = allocator.reserved - allocator.active
-
-    def of(
-        self, table: IntArray, ticks: IntArray, allocator: DeviceAllocator, failed: bool
-    ) -> AllocatorPeaks:
-        if not len(ticks):
-            return AllocatorPeaks()
-        top = [int(row.max()) for row in table]
-        at = [int(ticks[row.argmax()]) for row in table]
-        return AllocatorPeaks(
-            requested=top[0],
-            requested_at=at[0],
-            allocated=top[1],
-            allocated_at=at[1],
-            active=top[2],
-            active_at=at[2],
-            reserved=top[3],
-            reserved_at=at[3],
-            inactive_split=self.inactive_split,
-            unused=self.unused,
-            segments=allocator.most_segments,
-            retries=allocator.retries,
-            out_of_memory=int(ticks[-1]) if failed else None,
-        )

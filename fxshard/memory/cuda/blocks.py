@@ -40,37 +40,26 @@ class Segment:
     blocks: tuple[BlockState, ...]
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Block:
-    """A contiguous part of a segment; `before` and `behind` are its neighbours in it."""
+    """A contiguous part of a segment; `prev` and `next` are its neighbours in it.
 
-    __slots__ = (
-        "address",
-        "allocated",
-        "arena",
-        "base",
-        "before",
-        "behind",
-        "cached_at",
-        "events",
-        "mapped",
-        "requested",
-        "size",
-    )
+    Attributes:
+        base: first address of the expandable segment; None: not in one.
+        events: other streams that may still read it.
+    """
 
-    def __init__(
-        self, arena: Arena, base: int | None, address: int, size: int, *, mapped: bool = True
-    ) -> None:
-        self.arena = arena
-        self.base = base  # first address of the expandable segment; None: not in one
-        self.address = address
-        self.size = size
-        self.mapped = mapped
-        self.before: Block | None = None
-        self.behind: Block | None = None
-        self.allocated = False
-        self.events = 0  # other streams that may still read it
-        self.requested = 0
-        self.cached_at = 0
+    arena: Arena
+    base: int | None
+    address: int
+    size: int
+    mapped: bool = True
+    prev: Block | None = None
+    next: Block | None = None
+    allocated: bool = False
+    events: int = 0
+    requested: int = 0
+    cached_at: int = 0
 
     @property
     def idle(self) -> bool:
@@ -78,37 +67,44 @@ class Block:
 
     @property
     def split(self) -> bool:
-        return self.before is not None or self.behind is not None
+        return self.prev is not None or self.next is not None
 
     def cut(self, size: int) -> Block:
-        """Keep the first `size` bytes; the rest is a new block behind."""
+        """Keep the first `size` bytes; the rest is a new block after it."""
         rest = Block(
             self.arena, self.base, self.address + size, self.size - size, mapped=self.mapped
         )
-        rest.before, rest.behind = self, self.behind
-        if self.behind is not None:
-            self.behind.before = rest
-        self.behind, self.size = rest, size
+        rest.prev, rest.next = self, self.next
+        if self.next is not None:
+            self.next.prev = rest
+        self.next, self.size = rest, size
         return rest
 
     def absorb(self, other: Block) -> None:
-        """Take over the block behind."""
+        """Take over the block after it."""
         self.size += other.size
-        self.behind = other.behind
-        if other.behind is not None:
-            other.behind.before = self
+        self.next = other.next
+        if other.next is not None:
+            other.next.prev = self
 
 
+@dataclasses.dataclass(eq=False)
 class Arena:
-    """The blocks of one pool on one stream that nobody uses: free ones, and address space."""
+    """The blocks of one pool on one stream that nobody uses: free ones, and address space.
 
-    def __init__(self, stream: str, small: bool, page: int) -> None:
-        self.stream = stream
-        self.small = small
-        self.page = page
-        self.keys: list[tuple[int, int]] = []  # (size, address) of free blocks, ascending
-        self.free: dict[int, Block] = {}  # by address
-        self.unmapped: list[Block] = []  # by address
+    Attributes:
+        page: bytes that are mapped at once.
+        keys: (size, address) of free blocks, ascending.
+        free: the same, by address.
+        unmapped: address space, by address.
+    """
+
+    stream: str
+    small: bool
+    page: int
+    keys: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    free: dict[int, Block] = dataclasses.field(default_factory=dict)
+    unmapped: list[Block] = dataclasses.field(default_factory=list)
 
     def add(self, block: Block) -> None:
         bisect.insort(self.keys, (block.size, block.address))
@@ -192,7 +188,7 @@ class DeviceAllocator:
             self._complete_free(block)
 
     def _poll(self, tick: int) -> None:
-        """Events of a stream complete in order, so one that is late holds back those behind
+        """Events of a stream complete in order, so one that is late holds back those after
         it (``process_events``).
         """
         for queue in self.waiting.values():
@@ -219,14 +215,14 @@ class DeviceAllocator:
         """Join with neighbours that are idle and mapped, or unmapped, as the block is itself
         (``try_merge_blocks``). The block is in no list; neither is what is returned.
         """
-        behind, before = block.behind, block.before
-        if behind is not None and behind.idle and behind.mapped == block.mapped:
-            self._take(behind)
-            block.absorb(behind)
-        if before is not None and before.idle and before.mapped == block.mapped:
-            self._take(before)
-            before.absorb(block)
-            return before
+        following, previous = block.next, block.prev
+        if following is not None and following.idle and following.mapped == block.mapped:
+            self._take(following)
+            block.absorb(following)
+        if previous is not None and previous.idle and previous.mapped == block.mapped:
+            self._take(previous)
+            previous.absorb(block)
+            return previous
         return block
 
     def _cache(self, block: Block) -> None:
@@ -281,7 +277,7 @@ class DeviceAllocator:
         return block
 
     def _splits(self, block: Block, size: int) -> bool:
-        """Whether the rest behind `size` bytes becomes a free block (``should_split``)."""
+        """Whether the rest after `size` bytes becomes a free block (``should_split``)."""
         rest = block.size - size
         if block.arena.small or self.settings.expandable_segments:
             return rest >= MIN_BLOCK
@@ -342,8 +338,8 @@ class DeviceAllocator:
             if not block.mapped:
                 block = self._map(block, min(block.size, size))
                 continue
-            assert block.behind is not None
-            block = self._map(block.behind, min(block.behind.size, size - block.size))
+            assert block.next is not None
+            block = self._map(block.next, min(block.next.size, size - block.size))
         if block is not None:
             self._take(block)
         return block
@@ -353,13 +349,13 @@ class DeviceAllocator:
         address; in a new segment if there is none (``find_expandable_block``).
         """
         for unmapped in arena.unmapped:
-            before = unmapped.before
-            first = before if before is not None and before.idle else unmapped
+            previous = unmapped.prev
+            first = previous if previous is not None and previous.idle else unmapped
             block: Block | None = first
             room = 0
             while block is not None and block.idle and room < size:
                 room += block.size
-                block = block.behind
+                block = block.next
             if room >= size:
                 return first
         span = self.capacity + self.capacity // 8 if self.capacity else UNBOUNDED_ADDRESSES
@@ -415,7 +411,7 @@ class DeviceAllocator:
         del self.heads[block.address]
 
     def _release_all(self) -> None:
-        """Every segment and page that is free as a whole (``release_cached_blocks``)."""
+        """Every segment and page that is free as one (``release_cached_blocks``)."""
         self._synchronize()
         for arena in self.arenas.values():
             for block in arena.blocks():
@@ -507,10 +503,11 @@ def _segment(run: list[Block]) -> Segment:
 def _chain(block: Block | None) -> Iterator[Block]:
     while block is not None:
         yield block
-        block = block.behind
+        block = block.next
 
 
 def _reach(block: Block) -> int:
-    """Size of a free block with the unmapped addresses behind it."""
-    behind = block.behind
-    return block.size + (behind.size if behind is not None and not behind.mapped else 0)
+    """Size of a free block with the unmapped addresses after it."""
+    following = block.next
+    more = following is not None and not following.mapped
+    return block.size + (following.size if following is not None and more else 0)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 
-from fxshard.errors import ConfigError
-
-KIB = 1024
-MIB = 1024 * KIB
+from fxshard.memory.cuda.settings import KIB, MIB
 
 HOPPER_WORKSPACE = 32 * MIB
 # CUBLAS_WORKSPACE_CONFIG as if it were :4096:2:16:8, two buffers of 4 MiB and eight of 16 KiB
@@ -41,33 +37,19 @@ class FixedCost:
     source: str
 
 
-def cublas_workspace(capability: tuple[int, int], config: str | None = None) -> int:
-    """Bytes of one cuBLAS workspace, which cuBLASLt shares.
+def cublas_workspace(capability: tuple[int, int]) -> int:
+    """Bytes of one cuBLAS workspace, which cuBLASLt shares, where CUBLAS_WORKSPACE_CONFIG is unset.
 
     Source: ``aten/src/ATen/cuda/CublasHandlePool.cpp``, ``parseChosenWorkspaceSize``. (Older torch
     knew 32 MiB for capability 9.0 alone.)
 
     Args:
         capability: of the GPU, as ``torch.cuda.get_device_capability``.
-        config: value of ``CUBLAS_WORKSPACE_CONFIG``, ``:KiB:count`` any number of times.
-
-    Raises:
-        ConfigError: a `config` that torch could not read.
     """
-    if config is None:
-        return HOPPER_WORKSPACE if capability[0] in HOPPER_AND_BLACKWELL else OTHER_WORKSPACE
-    if not re.fullmatch(r"(:\d+:\d+)+", config):
-        raise ConfigError(f"CUBLAS_WORKSPACE_CONFIG={config!r} is not of the form :KiB:count")
-    pairs = re.findall(r":(\d+):(\d+)", config)
-    return sum(int(kib) * KIB * int(count) for kib, count in pairs)
+    return HOPPER_WORKSPACE if capability[0] in HOPPER_AND_BLACKWELL else OTHER_WORKSPACE
 
 
-def fixed_costs(
-    capability: tuple[int, int],
-    *,
-    workspace_config: str | None = None,
-    communicators: int = 1,
-) -> list[FixedCost]:
+def fixed_costs(capability: tuple[int, int], *, communicators: int = 1) -> list[FixedCost]:
     """What one rank holds besides tensors, for a training step on one compute stream.
 
     Each thread that multiplies matrices has its own cuBLAS handle, and each handle and stream its
@@ -75,15 +57,12 @@ def fixed_costs(
 
     Args:
         capability: of the GPU, as ``torch.cuda.get_device_capability``.
-        workspace_config: value of ``CUBLAS_WORKSPACE_CONFIG``.
         communicators: of NCCL, one per process group that is used.
-
-    Raises:
-        ConfigError: a `workspace_config` that torch could not read.
     """
-    workspace = cublas_workspace(capability, workspace_config)
+    workspace = cublas_workspace(capability)
     pool = "torch aten/src/ATen/cuda/CublasHandlePool.cpp"
-    costs = [
+    buffers = communicators * NCCL_CHANNELS * NCCL_NEIGHBOURS * NCCL_BUFFERS
+    return [
         FixedCost("cuBLAS workspace, forward thread", workspace, False, pool),
         FixedCost("cuBLAS workspace, autograd thread", workspace, False, pool),
         FixedCost(
@@ -93,16 +72,11 @@ def fixed_costs(
             "0.3 to 0.4 GB with lazy loading, the default, 1 GB without: "
             "pytorch/pytorch issues 107667, 109888, 28394",
         ),
+        FixedCost(
+            "NCCL buffers",
+            buffers,
+            True,
+            "rings, 32 channels, 10 MiB and 2 MiB per channel and neighbour: NVIDIA/nccl "
+            "issues 1685, 986; 688 MB seen in 964; trees and NVLink SHARP take more",
+        ),
     ]
-    if communicators:
-        each = NCCL_CHANNELS * NCCL_NEIGHBOURS * NCCL_BUFFERS
-        costs.append(
-            FixedCost(
-                "NCCL buffers",
-                communicators * each,
-                True,
-                "rings, 32 channels, 10 MiB and 2 MiB per channel and neighbour: NVIDIA/nccl "
-                "issues 1685, 986; 688 MB seen in 964; trees and NVLink SHARP take more",
-            )
-        )
-    return costs

@@ -18,8 +18,16 @@ from torch import Tensor, fx
 
 from fxshard.capture.cuda.operators import HALF, TARGET
 from fxshard.ir.program import Program
-from fxshard.ir.schedule import points
-from fxshard.memory.kernels import KernelTemporary
+from fxshard.memory.cuda.settings import up
+from fxshard.memory.kernels import (
+    NOTHING,
+    KernelTemporary,
+    Size,
+    copied,
+    nbytes_of,
+    temporaries,
+    val_of,
+)
 
 aten = torch.ops.aten
 FLOAT = 4  # bytes of what kernels accumulate in
@@ -32,40 +40,28 @@ def kernel_temporaries_cuda(program: Program) -> list[KernelTemporary]:
     Args:
         program: with a schedule, captured for CUDA.
     """
-    assert program.schedule is not None
-    found: list[KernelTemporary] = []
-    for phase, graph in program.schedule.phases():
-        for number, point in enumerate(points(program.schedule, graph)):
-            node = point.node
-            formula = None if node is None else FORMULAS.get(node.target)
-            if node is None or formula is None:
-                continue
-            size, why = formula(node)
-            op = str(node.target).removesuffix(".default")
-            if size != 0:
-                row = KernelTemporary(phase, number, op, point.module, size, why, backend="cuda")
-                found.append(row)
-    return found
+
+    def of_operator(node: fx.Node) -> Size:
+        return FORMULAS[node.target](node) if node.target in FORMULAS else NOTHING
+
+    return list(temporaries(program, of_operator, "cuda"))
 
 
-Formula = Callable[[fx.Node], tuple[int | None, str]]
-
-
-def flash_attention(node: fx.Node) -> tuple[int | None, str]:
+def flash_attention(node: fx.Node) -> Size:
     """Partial results, where heads and rows alone would leave multiprocessors idle.
 
     Source: native/transformers/cuda/flash_attn/flash_api.cpp, ``num_splits_heuristic``, which
     takes one part from 0.8 blocks per half multiprocessor on, and ``set_params_splitkv``.
     """
-    query = _val(node.args[0])
+    query = val_of(node.args[0])
     batch, heads, rows, _ = query.shape
     dropout = node.args[3] if len(node.args) > 3 else 0.0
     if dropout or batch * heads * -(-rows // 64) >= 0.8 * 2 * TARGET.multiprocessors:
-        return 0, ""
+        return NOTHING
     return None, "partial results of split keys, in fp32"
 
 
-def flash_attention_backward(node: fx.Node) -> tuple[int | None, str]:
+def flash_attention_backward(node: fx.Node) -> Size:
     """FlashAttention-2: gradients of the queries in fp32, row sums, gradients per query head.
 
     ``dq_accum`` f32 [B, S up to 128, H, D up to 32 or 64] (times the splits of the deterministic
@@ -74,9 +70,9 @@ def flash_attention_backward(node: fx.Node) -> tuple[int | None, str]:
     [B, S, H, D].
     Source: native/transformers/cuda/flash_attn/flash_api.cpp, ``mha_bwd``; attention_backward.cu.
     """
-    grad, query, key, _, out = (_val(argument) for argument in node.args[:5])
+    grad, query, key, _, out = (val_of(argument) for argument in node.args[:5])
     batch, heads, rows, dim = query.shape
-    padded_rows, padded_dim = _up(rows, 128), _up(dim, 32 if dim <= 128 else 64)
+    padded_rows, padded_dim = up(rows, 128), up(dim, 32 if dim <= 128 else 64)
     splits = 1
     if _deterministic():
         splits = -(-TARGET.multiprocessors // (batch * heads))
@@ -87,7 +83,7 @@ def flash_attention_backward(node: fx.Node) -> tuple[int | None, str]:
     return size, "gradients of queries in fp32, row sums, gradients per query head"
 
 
-def efficient_attention_backward(node: fx.Node) -> tuple[int | None, str]:
+def efficient_attention_backward(node: fx.Node) -> Size:
     """Row sums and the tiles in which gradients of queries (and keys, values) are accumulated.
 
     In fp32 the row sums come from a product as large as the output, which is gone before the tiles
@@ -95,7 +91,7 @@ def efficient_attention_backward(node: fx.Node) -> tuple[int | None, str]:
     ``_efficient_attention_backward``; mem_eff_attention/kernel_backward.h, ``workspace_size``; tile
     sizes of sm80 and newer in mem_eff_attention/kernels/cutlassB.h.
     """
-    grad, query, key, value = (_val(argument) for argument in node.args[:4])
+    grad, query, key, value = (val_of(argument) for argument in node.args[:4])
     batch, heads, rows, dim = query.shape
     keys, value_dim = key.shape[2], value.shape[3]
     half = query.dtype in HALF
@@ -108,14 +104,14 @@ def efficient_attention_backward(node: fx.Node) -> tuple[int | None, str]:
         if batch * heads >= 256 and keys <= 2 * key_block:
             splits = 1
         splits = 1 if _deterministic() else max(min(splits, 200 // (batch * heads)), 1)
-        elements += splits * key_block * (_up(dim, block) + _up(value_dim, block))
-    workspace = batch * heads * _up(elements, 4) * FLOAT
+        elements += splits * key_block * (up(dim, block) + up(value_dim, block))
+    workspace = batch * heads * up(elements, 4) * FLOAT
     sums = FLOAT * batch * heads * rows
     product = 0 if half else sums * value_dim + sums
     return _copy_of_rows(grad) + sums + max(workspace, product), "row sums, tiles of gradients"
 
 
-def embedding_backward(node: fx.Node) -> tuple[int | None, str]:
+def embedding_backward(node: fx.Node) -> Size:
     """Sorted indices, and partial sums in fp32 of the rows of equal ones; nothing up to 3,072.
 
     n indices into V rows make at most s = min(n, V) segments and n / 10 + s partial ones. Without
@@ -123,10 +119,10 @@ def embedding_backward(node: fx.Node) -> tuple[int | None, str]:
     Source: native/cuda/Embedding.cu, ``embedding_dense_backward_cuda``;
     native/cuda/EmbeddingBackwardKernel.cu, ``embedding_backward_cuda_kernel``.
     """
-    grad, indices = _val(node.args[0]), _val(node.args[1])
+    grad, indices = val_of(node.args[0]), val_of(node.args[1])
     rows, by_frequency = node.args[2], bool(node.args[4])
     count, dim = indices.numel(), grad.shape[-1]
-    copy = 0 if grad.is_contiguous() else _nbytes(grad)
+    copy = copied(node.args[0])
     if count <= 3072 and not by_frequency:
         return copy, "contiguous gradient"
     assert isinstance(rows, int)
@@ -137,22 +133,21 @@ def embedding_backward(node: fx.Node) -> tuple[int | None, str]:
     return copy + arrays + FLOAT * partial * dim, "sorted indices, partial sums in fp32"
 
 
-def accumulating_index_put(node: fx.Node) -> tuple[int | None, str]:
+def accumulating_index_put(node: fx.Node) -> Size:
     """Linear, sorted and original indices, and the range that is sorted with them.
 
     Without the scratch of the sort (cub). Source: native/cuda/Indexing.cu,
     ``index_put_with_sort_kernel``; only where values are added (the backward of ``x[i]``).
     """
     if len(node.args) < 4 or not node.args[3]:
-        return 0, ""
-    chosen = [_val(index) for index in node.args[1] if index is not None]  # type: ignore[union-attr]
-    values = _val(node.args[2])
+        return NOTHING
+    chosen = [val_of(index) for index in node.args[1] if index is not None]  # type: ignore[union-attr]
     count = math.prod(torch.broadcast_shapes(*(index.shape for index in chosen)))
-    copy = 0 if values.is_contiguous() else _nbytes(values)
+    copy = copied(node.args[2])
     return 4 * INDEX * count + copy, "sorted indices"
 
 
-def unknown(why: str) -> Formula:
+def unknown(why: str) -> Callable[[fx.Node], Size]:
     """The formula of an operator whose temporary the graph does not tell."""
     return lambda node: (None, why)
 
@@ -164,7 +159,7 @@ CUDNN_ATTENTION = (
 CUDNN_CONVOLUTION = "cuDNN's workspace, by the algorithm that it picks (native/cudnn/Conv_v8.cpp)"
 CUB = "cub's scratch (ATen/cuda/cub.cuh)"
 
-FORMULAS: dict[Any, Formula] = {
+FORMULAS: dict[Any, Callable[[fx.Node], Size]] = {
     aten._scaled_dot_product_flash_attention.default: flash_attention,
     aten._scaled_dot_product_flash_attention_backward.default: flash_attention_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: efficient_attention_backward,
@@ -192,17 +187,4 @@ def _deterministic() -> bool:
 
 def _copy_of_rows(tensor: Tensor) -> int:
     """Bytes of the copy that makes ``[B, S, H, D]`` of ``[B, H, S, D]`` contiguous, if needed."""
-    return 0 if tensor.transpose(1, 2).is_contiguous() else _nbytes(tensor)
-
-
-def _up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
-def _val(value: Any) -> Tensor:
-    tensor: Tensor = value.meta["val"]
-    return tensor
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return 0 if tensor.transpose(1, 2).is_contiguous() else nbytes_of(tensor)

@@ -8,16 +8,17 @@ stream.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from fxshard.ir.program import Program
 from fxshard.memory.cuda.allocator import Allocation, Replay, replay
 from fxshard.memory.cuda.fixed_costs import FixedCost, fixed_costs
+from fxshard.memory.cuda.kernels import kernel_temporaries_cuda
 from fxshard.memory.cuda.settings import AllocatorSettings
 from fxshard.memory.kernels import KernelTemporary
-from fxshard.memory.ledger import BEFORE, Ledger, LiveRange
+from fxshard.memory.ledger import BEFORE, Ledger
 
 aten = torch.ops.aten
 
@@ -58,7 +59,7 @@ class DeviceMemory:
         out_of_memory: ``(step, phase, node)`` of the request that could not be met, or None.
         fixed: workspaces (in the figures above), and bounds of what is outside of the allocator.
         unknown: kernels whose temporaries are not known; they are in no figure.
-        replay: the whole record.
+        replay: the full record.
     """
 
     phases: tuple[PhaseReserved, ...]
@@ -81,7 +82,6 @@ def device_memory(
     first: Ledger,
     steady: Ledger,
     programs: Sequence[Program],
-    kernels: Callable[[Program], list[KernelTemporary]],
     *,
     capability: tuple[int, int] = HOPPER,
     settings: AllocatorSettings | None = None,
@@ -92,13 +92,12 @@ def device_memory(
     Args:
         first, steady: ledgers of a step.
         programs: one per micro-batch.
-        kernels: from a program to the temporaries of its kernels.
         capability: of the GPU, as ``torch.cuda.get_device_capability``: decides the workspaces.
         settings: of the allocator; torch's defaults if None.
         capacity: bytes of the device without what is outside of the allocator; None: no limit.
     """
-    inside = {id(program): kernels(program) for program in programs}
-    groups = max(1, len({"shard", "replicate"} if programs[-1].replicas > 1 else {"shard"}))
+    inside = {id(program): kernel_temporaries_cuda(program) for program in programs}
+    groups = 2 if programs[-1].replicas > 1 else 1
     fixed = tuple(fixed_costs(capability, communicators=groups))
     lives = list(_held(first))
     starts: list[tuple[int, Ledger]] = []
@@ -134,31 +133,17 @@ def device_memory(
 
 def _held(ledger: Ledger) -> Iterator[Allocation]:
     """What is there before the first step, each storage once."""
-    for parts in _storages(ledger, lambda each: each.born == BEFORE):
-        yield Allocation(sum(each.bytes for each in parts), 0, None)
+    for each in ledger.storages():
+        if each.born == BEFORE and not each.ranges[0].host:
+            yield Allocation(each.bytes, 0, None)
 
 
 def _of_step(ledger: Ledger, offset: int) -> Iterator[Allocation]:
     """What one step asks for; it holds nothing from before."""
-    end = len(ledger.totals)
-    for parts in _storages(ledger, lambda each: each.born != BEFORE):
-        born = min(each.born for each in parts)
-        size = sum(each.bytes for each in parts if each.born == born)
-        ends = [each.died for each in parts]
-        died = None if None in ends else offset + max(d for d in ends if d is not None)
-        if died is None or born < min(died - offset, end):
-            yield Allocation(size, offset + born, died)
-
-
-def _storages(
-    ledger: Ledger, wanted: Callable[[LiveRange], bool]
-) -> Iterator[tuple[LiveRange, ...]]:
-    """The ranges of each storage on the device, in the order in which storages are made."""
-    found: dict[int, list[LiveRange]] = {}
-    for each in ledger.ranges:
-        if not each.host and each.bytes and wanted(each):
-            found.setdefault(each.storage, []).append(each)
-    yield from map(tuple, found.values())
+    for each in ledger.storages():
+        if each.born != BEFORE and not each.ranges[0].host and each.lives():
+            died = None if each.died is None else offset + each.died
+            yield Allocation(each.bytes, offset + each.born, died)
 
 
 def _temporaries(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from fxshard.errors import ConfigError
 
@@ -120,30 +120,16 @@ class AllocatorSettings:
         """
         found: dict[str, object] = {}
         for name, value in _pairs(text):
-            if name == "expandable_segments":
-                found[name] = _truth(name, value)
-            elif name in _SIZES:
-                found[_SIZES[name]] = int(_number(name, value, int)) * MIB
-            elif name in ("garbage_collection_threshold", "per_process_memory_fraction"):
-                found[name] = _number(name, value, float)
-            elif name == "roundup_power2_divisions":
-                found[name] = _divisions(value)
+            if name in _FIELDS:
+                field, read = _FIELDS[name]
+                found[field] = read(name, value)
             elif name == "backend" and value != "native":
                 raise ConfigError(f"backend:{value}: only the native allocator is modelled")
             elif name in NOT_MODELLED:
                 raise ConfigError(f"{name}: only the reserve that torch takes itself is modelled")
             elif name not in WITHOUT_EFFECT:
-                known = sorted(
-                    {
-                        *_SIZES,
-                        *WITHOUT_EFFECT,
-                        "expandable_segments",
-                        "garbage_collection_threshold",
-                        "per_process_memory_fraction",
-                        "roundup_power2_divisions",
-                    }
-                )
-                raise ConfigError(f"unknown allocator setting {name!r}; known: {', '.join(known)}")
+                known = ", ".join(sorted({*_FIELDS, *WITHOUT_EFFECT}))
+                raise ConfigError(f"unknown allocator setting {name!r}; known: {known}")
         return cls(**found)  # type: ignore[arg-type]
 
     def round_size(self, size: int) -> int:
@@ -171,13 +157,6 @@ class AllocatorSettings:
         return divisions[min(max(size.bit_length() - MIB.bit_length(), 0), len(divisions) - 1)]
 
 
-_SIZES = {
-    "max_split_size_mb": "max_split_size",
-    "max_non_split_rounding_mb": "max_non_split_rounding",
-    "large_segment_size_mb": "large_segment_size",
-}
-
-
 def up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
@@ -203,7 +182,7 @@ def _truth(name: str, value: str) -> bool:
     return value == "True"
 
 
-def _number(name: str, value: str, kind: type[int] | type[float]) -> float:
+def _number(name: str, value: str, kind: type[int] | type[float] = float) -> float:
     try:
         number = kind(value)
     except ValueError:
@@ -213,13 +192,16 @@ def _number(name: str, value: str, kind: type[int] | type[float]) -> float:
     return number
 
 
-def _divisions(value: str) -> int | tuple[int, ...]:
+def _mebibytes(name: str, value: str) -> int:
+    return int(_number(name, value, int)) * MIB
+
+
+def _divisions(name: str, value: str) -> int | tuple[int, ...]:
     """One number, or ``[boundary in MiB:divisions,...,>:divisions]``.
 
     The first boundary holds for smaller sizes too; ``>`` for all above the last
     (``parseRoundUpPower2Divisions``; up to torch 2.8 ``>`` included the last boundary itself).
     """
-    name = "roundup_power2_divisions"
     if not value.startswith("["):
         return int(_number(name, value, int))
     entries = [0] * POWER2_INTERVALS
@@ -238,3 +220,14 @@ def _divisions(value: str) -> int | tuple[int, ...]:
             entries[:place] = [divisions] * place
         entries[place], last = divisions, place
     return tuple(entries)
+
+
+_FIELDS: dict[str, tuple[str, Callable[[str, str], object]]] = {  # name -> field, reader
+    "expandable_segments": ("expandable_segments", _truth),
+    "max_split_size_mb": ("max_split_size", _mebibytes),
+    "max_non_split_rounding_mb": ("max_non_split_rounding", _mebibytes),
+    "large_segment_size_mb": ("large_segment_size", _mebibytes),
+    "roundup_power2_divisions": ("roundup_power2_divisions", _divisions),
+    "garbage_collection_threshold": ("garbage_collection_threshold", _number),
+    "per_process_memory_fraction": ("per_process_memory_fraction", _number),
+}

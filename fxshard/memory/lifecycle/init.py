@@ -17,7 +17,7 @@ from fxshard.capture.modules import join, own_tensors, put_back
 from fxshard.ir.program import nbytes
 from fxshard.ir.units import Param, buffer_dtypes
 from fxshard.memory.category import Category
-from fxshard.memory.ledger import LiveRange
+from fxshard.memory.ledger import LiveRange, owner_of
 from fxshard.memory.lifecycle.script import LifecyclePhase, Script
 from fxshard.memory.lifecycle.tree import Filled, Tree, dense
 from fxshard.memory.recording import Event, Recorder
@@ -50,7 +50,7 @@ def _given(tree: Tree, phase: str) -> tuple[Script, dict[int, list[LiveRange]], 
         if id(tensor) in ignored:
             category = Category.SHARDED_PARAM
         host = tree.lies_on_host(tensor)
-        range_ = LiveRange(0, fqn, "", fqn.rpartition(".")[0], category, size, host)
+        range_ = LiveRange(0, fqn, "", owner_of(fqn), category, size, host)
         given[id(tensor)] = [script.hold(range_)]
     return script, given, ignored
 
@@ -88,7 +88,8 @@ def stand_in(tree: Tree, script: Script, param: Param) -> None:
     """One element that a DTensor is made of, before it gets its rows (`compat.stand_in`)."""
     shard, name = tree.shards[param.fqn], f"stand-in for {param.fqn}"
     one = LiveRange(0, name, "", shard.module, Category.TEMP, param.dtype.itemsize, shard.host)
-    script.transient(one.name, one)
+    script.run(name, one)
+    script.drop(one)
 
 
 def _cast_buffers(tree: Tree, script: Script, given: dict[int, list[LiveRange]]) -> list[LiveRange]:
@@ -105,9 +106,8 @@ def _cast_buffers(tree: Tree, script: Script, given: dict[int, list[LiveRange]])
         if name not in dtypes and not moved:
             continue
         size = nbytes(tuple(buffer.shape), dtypes.get(name, buffer.dtype))
-        owner = name.rpartition(".")[0]
-        cast = LiveRange(0, name, "aten._to_copy", owner, Category.BUFFER, size)
-        script.run(f"cast {name}", cast, op=cast.op, module=owner)
+        cast = f"cast {name}", name, Category.BUFFER, size
+        script.make(*cast, op="aten._to_copy", module=owner_of(name))
         old += before
     return old
 
@@ -126,21 +126,18 @@ def init(tree: Tree) -> LifecyclePhase:
         if any(tensor.is_meta for tensor in own.values()):
             made, failed = _fill(tree, script, path, module, own)
             unknown += failed
-        before: LiveRange | None = None
+        before: list[LiveRange] = []
         for name, tensor in own.items():
             if sync and not tensor.is_contiguous() and not isinstance(tensor, DTensor):
-                sent = LiveRange(
-                    0, f"{join(path, name)} to send", "", path, Category.TEMP, dense(tensor)
-                )
-                script.transient("broadcast", sent)
-            if before is not None:
-                script.drop(before)
-            before = made.get(name)
-            if name in module._buffers and before is not None:
-                given[id(tensor)] = [before]
-                before = None
-        if before is not None:
-            script.drop(before)
+                sent = f"{join(path, name)} to send"
+                one = LiveRange(0, sent, "", path, Category.TEMP, dense(tensor))
+                script.run("broadcast", one)
+                script.drop(one)
+            script.drop(*before)
+            before = [made[name]] if name in made else []
+            if name in module._buffers and before:
+                given[id(tensor)], before = before, []
+        script.drop(*before)
     _expose(tree, script, given, ignored)
     return script.done(*unknown, *(_AGREEMENT if sync else ()))
 
@@ -163,9 +160,8 @@ def init_receiving(tree: Tree) -> LifecyclePhase:
     script.run("room", room, op="aten.empty")
     copies: list[LiveRange] = []
     for fqn, buffer in tree.model.named_buffers():
-        owner = fqn.rpartition(".")[0]
-        made = LiveRange(0, fqn, "aten.empty", owner, Category.BUFFER, dense(buffer))
-        script.run(f"receive {fqn}", made, op="aten.empty", module=owner)
+        received = f"receive {fqn}", fqn, Category.BUFFER, dense(buffer)
+        made = script.make(*received, op="aten.empty", module=owner_of(fqn))
         if buffer.is_meta or not buffer.is_contiguous():
             copies += given.get(id(buffer), [])
             given[id(buffer)] = [made]
@@ -190,63 +186,46 @@ def _fill(
         if id(tensor) not in copies:
             category = Category.BUFFER if name in module._buffers else Category.UNSHARDED_PARAM
             op = "aten.empty_like" if tensor.is_meta else "aten.clone"
-            made = LiveRange(0, join(path, name), op, path, category, dense(tensor))
-            script.run(f"{op} {made.name}", made, op=op, module=path)
-            copies[id(tensor)] = made
+            fqn = join(path, name)
+            copies[id(tensor)] = script.make(
+                f"{op} {fqn}", fqn, category, dense(tensor), op=op, module=path
+            )
     empty = [name for name, tensor in own.items() if tensor.is_meta]
-    init = tree.config.param_init_fn
-    said = "param_init_fn" if init else "reset_parameters"
-    call: Callable[[], Any] = functools.partial(init, module) if init else _reset(module)
-    alive: list[LiveRange] = list(copies.values())
-    found = {name: copies[id(own[name])] for name in empty}
+    kept = {name: copies[id(own[name])] for name in empty}
+    ranges: dict[int, LiveRange] = {}
     unknown: list[tuple[str, str]] = []
     try:
-        found = _record_fill(tree, script, path, module, empty, copies, call, alive)
+        filled = _filled(tree, module, empty)
     except Exception as error:  # whatever the user's function raises without data
+        said = "param_init_fn" if tree.config.param_init_fn else "reset_parameters"
         where = f"{said} of module {path or '(root)'!r}"
         unknown = [(f"temporaries of {where}", f"it fails without data: {error}")]
-    script.drop(*(each for each in alive if not any(each is kept for kept in found.values())))
-    return found, unknown
+    else:
+        slots = {**module._parameters, **module._buffers}
+        ranges |= {number: copies[id(slots[name])] for name, number in filled.given}
+
+        def temporary(op: str, number: int, size: int) -> LiveRange:
+            return LiveRange(0, f"temporary of {op}", op, path, Category.TEMP, size)
+
+        script.replay(filled.events, temporary, ranges, path)
+        kept = {name: ranges[number] for name, number in filled.left if number in ranges}
+    stay = set(map(id, kept.values()))
+    made = {id(each): each for each in (*copies.values(), *ranges.values())}
+    script.drop(*(each for each in made.values() if each.died is None and id(each) not in stay))
+    return kept, unknown
 
 
-def _reset(module: nn.Module) -> Callable[[], Any]:
-    return getattr(module, "reset_parameters", lambda: None)
-
-
-def _record_fill(
-    tree: Tree,
-    script: Script,
-    path: str,
-    module: nn.Module,
-    empty: Sequence[str],
-    copies: dict[int, LiveRange],
-    call: Callable[[], Any],
-    alive: list[LiveRange],
-) -> dict[str, LiveRange]:
-    """Run an initialisation on fake tensors; what it makes is added to the script and `alive`."""
-    key = _kind(module, tree.config.param_init_fn)
-    filled = None if key is None else tree.filled.get(key)
-    if filled is None:
-        filled = _recorded(tree, module, empty, call)
-        if key is not None:
-            tree.filled[key] = filled
-    slots = {**module._parameters, **module._buffers}
-    ranges = {number: copies[id(slots[name])] for name, number in filled.given}
-    for event in filled.events:
-        made = {
-            number: LiveRange(
-                0, f"temporary of {event.op}", event.op, path, Category.TEMP, size, False
-            )
-            for number, size in event.allocated
-        }
-        ranges |= made
-        alive += made.values()
-        script.run(event.op, *made.values(), op=event.op, module=path)
-        gone = [ranges[number] for number in event.freed if number in ranges]
-        script.drop(*gone)
-        for each in gone:
-            alive[:] = [other for other in alive if other is not each]
-    return {name: ranges[number] for name, number in filled.left if number in ranges}
+def _filled(tree: Tree, module: nn.Module, empty: Sequence[str]) -> Filled:
+    """What an initialisation on fake tensors does: recorded, or known of a module of its kind."""
+    init = tree.config.param_init_fn
+    key = _kind(module, init)
+    if key is not None and key in tree.filled:
+        return tree.filled[key]
+    reset = getattr(module, "reset_parameters", lambda: None)
+    filled = _recorded(tree, module, empty, functools.partial(init, module) if init else reset)
+    if key is not None:
+        tree.filled[key] = filled
+    return filled
 
 
 def _recorded(

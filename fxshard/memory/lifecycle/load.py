@@ -1,14 +1,14 @@
-"""Loading: whole state dicts, and checkpoints by torch.distributed.checkpoint."""
+"""Loading: full state dicts, and checkpoints by torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 
 from torch import nn
 
 from fxshard.capture.modules import join
 from fxshard.memory.category import Category
-from fxshard.memory.ledger import LiveRange
+from fxshard.memory.ledger import LiveRange, owner_of
 from fxshard.memory.lifecycle.save import (
     detached,
     model_items,
@@ -23,25 +23,17 @@ from fxshard.memory.optimizer import OptimizerStep
 
 
 def load_state_dict(tree: Tree) -> LifecyclePhase:
-    """``load_state_dict`` of whole tensors.
+    """``load_state_dict`` of full tensors.
 
     Each module's sharded parameters are replaced by copies of this rank's rows, which live until
     the modules below it are done (torch/nn/modules/module.py, ``load``; `fxshard.runtime.state`).
     """
     script = Script("load_state_dict", tree.held)
     for item in model_items(tree):
-        given = LiveRange(
-            0,
-            f"given {item.name}",
-            "",
-            item.name.rpartition(".")[0],
-            Category.INPUTS,
-            item.whole,
-            tree.elsewhere,
-        )
         if item.name in tree.params and item.name != tree.params[item.name].fqn:
             continue  # tied: one tensor
-        script.hold(given)
+        name, owner = f"given {item.name}", owner_of(item.name)
+        script.hold(LiveRange(0, name, "", owner, Category.INPUTS, item.full, tree.elsewhere))
     script.drop(*_load_module(tree, script, tree.model, ""))
     return script.done()
 
@@ -53,23 +45,16 @@ def _load_module(tree: Tree, script: Script, module: nn.Module, path: str) -> li
         param = tree.params.get(join(path, name))
         if param is None or module._parameters[name] is None:
             continue
-        shard = tree.shards[param.fqn]
-        rows = LiveRange(
-            0,
-            f"rows of {param.fqn}",
-            "aten.clone",
-            path,
-            Category.TEMP,
-            tree.program.layouts[param.fqn].local_bytes,
-            shard.host,
+        shard, rows = tree.shards[param.fqn], f"rows of {param.fqn}"
+        size = tree.program.layouts[param.fqn].local_bytes
+        make = functools.partial(
+            script.make, name=rows, category=Category.TEMP, size=size, module=path
         )
-        moved = dataclasses.replace(rows, op="aten._to_copy")
-        moves = [moved] if tree.elsewhere and not shard.host else []
-        for each in moves:
-            script.run(f"move {rows.name}", each, op=each.op, module=path)
-        script.run(rows.name, rows, op=rows.op, module=path)
-        script.drop(*moves)
-        alive.append(rows)
+        moved = []
+        if tree.elsewhere and not shard.host:
+            moved.append(make(f"move {rows}", op="aten._to_copy"))
+        alive.append(make(rows, op="aten.clone", host=shard.host))
+        script.drop(*moved)
     below: list[LiveRange] = []
     for name, child in module._modules.items():
         if child is not None:
@@ -107,17 +92,14 @@ def load_checkpoint(
     by_file: dict[int, list[Item]] = {}
     for item, rank in zip(items, files, strict=True):
         by_file.setdefault(rank, []).append(item)
-    before: LiveRange | None = None
+    before: list[LiveRange] = []
     for item in (item for each in by_file.values() for item in each if item.storage):
-        size = item.local if item.sharded else item.whole
-        read = LiveRange(0, f"{item.name} of the file", "", "", Category.TEMP, size, tree.elsewhere)
-        script.run(f"read {item.name}", read)
-        if before is not None:
-            script.drop(before)
-        before = read
+        size, name = item.local if item.sharded else item.full, f"{item.name} of the file"
+        read = script.make(f"read {item.name}", name, Category.TEMP, size, host=tree.elsewhere)
+        script.drop(*before)
+        before = [read]
     script.run("all read")
-    if before is not None:
-        script.drop(before)
-    saved = {step.names[number][0] for number in step.held} if step is not None else set()
+    script.drop(*before)
+    saved = {step.state[number].name for number in step.held} if step is not None else set()
     script.drop(*(each for each in made if each.name not in saved))
     return script.done(*unknown)

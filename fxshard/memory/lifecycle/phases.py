@@ -37,7 +37,7 @@ def lifecycle(
 
     - ``init``: `fxshard.compile` of `model` as it is: with data on the device, on meta, or both.
       With ``sync_module_states`` also ``init (receives)``, of the ranks that get rank 0's data.
-    - ``load_state_dict``: of a whole state dict that lies on the CPU.
+    - ``load_state_dict``: of a full state dict that lies on the CPU.
     - ``load_checkpoint``: with a new optimizer, if there is one; of a checkpoint that as many ranks
       have saved.
     - ``save_checkpoint``: with the optimizer, if there is one.

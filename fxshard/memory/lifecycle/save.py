@@ -1,9 +1,11 @@
-"""Saving: checkpoints by torch.distributed.checkpoint, and whole state dicts."""
+"""Saving: checkpoints by torch.distributed.checkpoint, and full state dicts."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -11,7 +13,7 @@ from fxshard.capture.modules import join
 from fxshard.ir.program import nbytes
 from fxshard.ir.units import buffer_dtypes
 from fxshard.memory.category import Category
-from fxshard.memory.ledger import OPTIMIZER, LiveRange
+from fxshard.memory.ledger import OPTIMIZER, LiveRange, owner_of
 from fxshard.memory.lifecycle.init import stand_in
 from fxshard.memory.lifecycle.script import LifecyclePhase, Script
 from fxshard.memory.lifecycle.tree import MESSAGES, Item, Tree
@@ -22,17 +24,8 @@ def state_held(tree: Tree, step: OptimizerStep | None) -> list[LiveRange]:
     """The optimizer's state between two steps."""
     if step is None:
         return []
-    return [
-        LiveRange(
-            0, *_named(step, number), Category.OPT_STATE, step.state[number], tree.program.offloaded
-        )
-        for number in step.held
-    ]
-
-
-def _named(step: OptimizerStep, number: int) -> tuple[str, str, str]:
-    name, owner = step.names[number]
-    return name, "", owner
+    host = tree.program.offloaded
+    return [step.range_of("", n, step.state[n].bytes, host=host) for n in step.held]
 
 
 def save_checkpoint(tree: Tree, step: OptimizerStep | None) -> LifecyclePhase:
@@ -57,17 +50,14 @@ def save_checkpoint(tree: Tree, step: OptimizerStep | None) -> LifecyclePhase:
         moves = tree.elsewhere and not item.host
         if rank or not item.storage or (item.storage == item.local and not moves):
             continue
-        copy = LiveRange(
-            0,
-            f"copy of {item.name}",
-            "aten._to_copy" if moves else "aten.clone",
-            item.name.rpartition(".")[0],
-            Category.TEMP,
-            item.local,
-            tree.elsewhere,
+        copies.append(
+            script.make(
+                *(f"write {item.name}", f"copy of {item.name}", Category.TEMP, item.local),
+                op="aten._to_copy" if moves else "aten.clone",
+                module=owner_of(item.name),
+                host=tree.elsewhere,
+            )
         )
-        script.run(f"write {item.name}", copy, op=copy.op, module=copy.module)
-        copies.append(copy)
     script.run("all written")
     script.drop(*copies)
     return script.done(*unknown)
@@ -84,38 +74,24 @@ def full_state_dict(tree: Tree, step: OptimizerStep | None, *, alone: bool) -> L
     items = model_items(tree)
     for item in items:
         detached(tree, script, item)
-    gathered: dict[str, LiveRange] = {}
     for item in items:
-        owner = item.name.rpartition(".")[0]
-        whole: list[LiveRange] = []
+        name, owner = item.name, owner_of(item.name)
+        held: list[LiveRange] = []
         if item.sharded:
-            param = tree.params[item.name]
+            param = tree.params[name]
             if tree.elsewhere and item.host:
-                moved = LiveRange(
-                    0, f"rows of {item.name}", "aten._to_copy", owner, Category.TEMP, item.local
-                )
-                whole.append(moved)
-                script.run(f"move {item.name}", moved, op=moved.op, module=owner)
+                rows = f"rows of {name}", Category.TEMP, item.local
+                held.append(script.make(f"move {name}", *rows, op="aten._to_copy", module=owner))
             if tree.program.world_size > 1:
                 size = tree.program.layouts[param.fqn].padded_bytes
-                full = LiveRange(0, item.name, "all_gather", owner, Category.UNSHARDED_PARAM, size)
-                script.run(f"gather {item.name}", full, op=full.op, module=owner)
-                script.drop(*whole)
-                whole = [full]
+                full = name, Category.UNSHARDED_PARAM, size
+                made = script.make(f"gather {name}", *full, op="all_gather", module=owner)
+                script.drop(*held)
+                held = [made]
         if alone and tree.elsewhere and not (item.host and not item.sharded):
-            copy = LiveRange(
-                0,
-                f"{item.name} on the CPU",
-                "aten._to_copy",
-                owner,
-                Category.UNSHARDED_PARAM,
-                item.whole,
-                True,
-            )
-            script.run(f"offload {item.name}", copy, op=copy.op, module=owner)
-            script.drop(*whole)
-        for each in whole:
-            gathered[item.name] = each
+            copy = f"{name} on the CPU", Category.UNSHARDED_PARAM, item.full
+            script.make(f"offload {name}", *copy, op="aten._to_copy", module=owner, host=True)
+            script.drop(*held)
     return script.done()
 
 
@@ -138,8 +114,8 @@ def model_items(tree: Tree) -> list[Item]:
                 param = tree.params[fqn]
                 host = tree.program.offloaded and tree.elsewhere
                 local = tree.program.layouts[param.fqn].local_bytes
-                whole = nbytes(param.shape, param.dtype)
-                items.append(Item(fqn, whole, local, tree.flats[param.fqn], True, host))
+                full = nbytes(param.shape, param.dtype)
+                items.append(Item(fqn, full, local, tree.flats[param.fqn], True, host))
             else:
                 items.append(_plain(tree, fqn, tensor))
         for name, buffer in module._buffers.items():
@@ -168,20 +144,18 @@ def optimizer_items(tree: Tree, step: OptimizerStep) -> tuple[list[Item], list[t
     unknown: list[tuple[str, str]] = []
     host = tree.program.offloaded and tree.elsewhere
     for number in step.held:
-        name, _ = step.names[number]
-        key, _, fqn = name.partition(" of ")
-        size, shape = step.state[number], step.shapes[number]
+        size, key, fqn, shape = state = step.state[number]
         param = tree.program.params.get(fqn)
         if param is not None and shape and shape == tree.program.layouts[fqn].local_shape():
-            whole = size // max(1, math.prod(shape)) * math.prod(param.shape)
-            items.append(Item(f"{fqn}.{key}", whole, size, size, True, host))
+            full = size // max(1, math.prod(shape)) * math.prod(param.shape)
+            items.append(Item(f"{fqn}.{key}", full, size, size, True, host))
         else:
             items.append(Item(f"{fqn}.{key}", size, size, size, False, host or not shape))
             if shape and param is not None:
                 why = (
                     "its shape is not its parameter's: how it is sharded is the optimizer's choice"
                 )
-                unknown.append((f"state {name}", why))
+                unknown.append((f"state {state.name}", why))
     return items, unknown
 
 
@@ -197,7 +171,7 @@ def written_by(tree: Tree, items: Sequence[Item]) -> list[int]:
     for item in items:
         step = shards if item.sharded else 1
         rank = min(range(0, len(planned), step), key=planned.__getitem__)
-        planned[rank] += item.whole or 1
+        planned[rank] += item.full or 1
         found.append(rank)
     return found
 
@@ -212,23 +186,12 @@ def new_state(script: Script, tree: Tree, new: OptimizerStep) -> list[LiveRange]
     grads: list[LiveRange] = []
     for fqn, param in sorted(everything, key=lambda item: item[1].position):
         if param.requires_grad:
-            size = tree.program.layouts[param.fqn].local_bytes
-            owner = fqn.rpartition(".")[0]
-            grad = LiveRange(
-                0, f"gradient of {fqn}", "aten.zeros_like", owner, Category.SHARDED_GRAD, size, host
-            )
-            script.run(f"zeros for {fqn}", grad, op=grad.op, module=owner)
-            grads.append(grad)
+            size = tree.program.layouts[fqn].local_bytes
+            zeros = f"gradient of {fqn}", Category.SHARDED_GRAD, size
+            where: Any = {"op": "aten.zeros_like", "module": owner_of(fqn), "host": host}
+            grads.append(script.make(f"zeros for {fqn}", *zeros, **where))
     ranges: dict[int, LiveRange] = {}
-    for event in new.first:
-        made = []
-        for number, size in event.allocated:
-            name, owner = new.names.get(number, (f"temporary of {event.op}", OPTIMIZER))
-            category = Category.OPT_STATE if number in new.state else Category.TEMP
-            ranges[number] = LiveRange(0, name, event.op, owner, category, size, host)
-            made.append(ranges[number])
-        script.run(event.op, *made, op=event.op, module=OPTIMIZER)
-        script.drop(*(ranges.pop(number) for number in event.freed if number in ranges))
+    script.replay(new.first, functools.partial(new.range_of, host=host), ranges, OPTIMIZER)
     script.run("zero_grad", module=OPTIMIZER)
     script.drop(*grads)
     script.drop(*(each for number, each in ranges.items() if number not in new.held))

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
-
-from fxshard.memory.category import CATEGORIES
-from fxshard.memory.ledger import BEFORE, Ledger, LiveRange, Moment
-
-HALF = len(CATEGORIES)
+from fxshard.memory.category import CATEGORIES, Category
+from fxshard.memory.ledger import BEFORE, HALF, Ledger, LiveRange, Moment
+from fxshard.memory.recording import Event
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,20 +42,20 @@ class LifecyclePhase:
         return int(self.ledger.totals[-1])
 
     @property
+    def peak_tick(self) -> int:
+        """Where the device's peak is, or the host's if the device holds nothing."""
+        totals = self.ledger.totals if self.peak_bytes else self.ledger.host_totals
+        return int(totals.argmax())
+
+    @property
     def host_peak_bytes(self) -> int:
         """The most alive at once on the CPU while the program computes elsewhere."""
-        return int(self._host.max())
+        return int(self.ledger.host_totals.max())
 
     @property
     def host_end_bytes(self) -> int:
         """Alive there when it is over."""
-        return int(self._host[-1])
-
-    @property
-    def peak_tick(self) -> int:
-        """Where the device's peak is, or the host's if the device holds nothing."""
-        totals = self.ledger.totals if self.peak_bytes else self._host
-        return int(totals.argmax())
+        return int(self.ledger.host_totals[-1])
 
     @property
     def peak_node(self) -> str:
@@ -88,10 +84,6 @@ class LifecyclePhase:
             "unknown": [{"what": what, "bytes": None, "why": why} for what, why in self.unknown],
         }
 
-    @functools.cached_property
-    def _host(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        return self.ledger.bytes[:, HALF:].sum(1)
-
 
 class Script:
     """Writes the ledger of a phase: one point per operator that allocates."""
@@ -117,15 +109,47 @@ class Script:
             each.storage, each.born = len(self.ledger.ranges), tick
             self.ledger.ranges.append(each)
 
+    def make(
+        self,
+        node: str,
+        name: str,
+        category: Category,
+        size: int,
+        *,
+        op: str = "",
+        module: str = "",
+        host: bool = False,
+    ) -> LiveRange:
+        """A point: an operator has made one storage."""
+        made = LiveRange(0, name, op, module, category, size, host)
+        self.run(node, made, op=op, module=module)
+        return made
+
     def drop(self, *ranges: LiveRange) -> None:
-        """They are gone behind the last operator."""
+        """They are gone after the last operator."""
         for each in ranges:
             each.died = 2 * len(self.ledger.moments) - 1
 
-    def transient(self, node: str, made: LiveRange) -> None:
-        """What an operator makes is dropped at once."""
-        self.run(node, made)
-        self.drop(made)
+    def replay(
+        self,
+        events: Iterable[Event],
+        made_by: Callable[[str, int, int], LiveRange],
+        ranges: dict[int, LiveRange],
+        module: str,
+    ) -> None:
+        """What recorded operators allocate and free.
+
+        Args:
+            events: in order.
+            made_by: from operator, number and bytes of a storage to its range.
+            ranges: what is alive, by number; it is kept up to date.
+            module: in which they run.
+        """
+        for event in events:
+            made = {number: made_by(event.op, number, size) for number, size in event.allocated}
+            ranges |= made
+            self.run(event.op, *made.values(), op=event.op, module=module)
+            self.drop(*(ranges.pop(number) for number in event.freed if number in ranges))
 
     def done(self, *unknown: tuple[str, str]) -> LifecyclePhase:
         """The phase."""

@@ -25,7 +25,7 @@ class Item:
 
     Attributes:
         name: its key.
-        whole: bytes of the whole tensor; 1 of what is no tensor.
+        full: bytes of the full tensor; 1 of what is no tensor.
         local: bytes that this rank has of it; 0 of what is no tensor.
         storage: bytes of the storage that it is a view of.
         sharded: other ranks have other rows.
@@ -33,7 +33,7 @@ class Item:
     """
 
     name: str
-    whole: int
+    full: int
     local: int
     storage: int
     sharded: bool
@@ -112,7 +112,7 @@ def dense(tensor: Tensor) -> int:
 MESSAGES = (
     (
         "plans of torch.distributed.checkpoint",
-        "pickled, in buffers of torch.distributed, before the data and behind it: their size is "
+        "pickled, in buffers of torch.distributed, before the data and after it: their size is "
         "that of names and shapes",
     ),
     (

@@ -8,9 +8,9 @@ from typing import Any
 
 from tabulate import tabulate
 
+from fxshard.bytesize import SIZES
 from fxshard.errors import ConfigError
 from fxshard.memory.category import CATEGORIES, State
-from fxshard.memory.report import UNITS
 from fxshard.memory.views import serialize
 from fxshard.memory.views.tables import grid, pattern, shortened
 
@@ -30,7 +30,7 @@ class DiffRow:
         category: its name, or "total".
         before, after: None where that report has no such phase, module or state.
         call: which of the module's calls in a forward, from 0.
-        micro_batch: which of the step's, from 0; -1 behind the last.
+        micro_batch: which of the step's, from 0; -1 after the last.
     """
 
     kind: str
@@ -90,8 +90,8 @@ class Diff:
         Raises:
             ConfigError: no such units.
         """
-        if units not in UNITS:
-            raise ConfigError(f"units={units!r}; legal: {', '.join(UNITS)}.")
+        if units not in SIZES:
+            raise ConfigError(f"units={units!r}; legal: {', '.join(SIZES)}.")
         steady = [row for row in self.rows if row.step == "steady"]
         shown = [r for r in steady if r.before != r.after or not only_different]
         modules = [
@@ -299,7 +299,7 @@ def _title(key: Key, members: Sequence[Key]) -> str:
 
 
 def _with_parts(lines: list[list[Any]], units: str, width: int) -> str:
-    """A line per module and peak; behind it the categories that differ, as far as there is room."""
+    """A line per module and peak, then the categories that differ, as far as there is room."""
     headers = ["module", "peak", "before", "after", f"more\n({units})", "of which"]
     align = ("left", "left", "right", "right", "right", "left")
     taken = max(map(len, grid([line[1:5] for line in lines], headers[1:5], align[1:5]))) + 4
@@ -325,6 +325,6 @@ def _figures(row: DiffRow, units: str) -> list[str]:
     def text(size: int | None, sign: str = "") -> str:
         if size is None:
             return "-"
-        return f"{size:{sign},}" if units == "B" else f"{size / UNITS[units]:{sign},.2f}"
+        return f"{size:{sign},}" if units == "B" else f"{size / SIZES[units]:{sign},.2f}"
 
     return [text(row.before), text(row.after), text(row.difference, "+")]

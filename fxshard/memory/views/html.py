@@ -20,15 +20,14 @@ from typing import Any
 
 import numpy as np
 
+from fxshard.bytesize import size_text
 from fxshard.capture.provenance import line_text
 from fxshard.errors import ConfigError
-from fxshard.memory.category import CATEGORIES, COLUMN, Category, Matrix, State
-from fxshard.memory.explain import size_text
-from fxshard.memory.ledger import Ledger, LiveRange
-from fxshard.memory.owners import owned_rows
-from fxshard.memory.report import UNITS, MemoryReport
+from fxshard.memory.category import CATEGORIES, SENT, Category, Matrix, State
+from fxshard.memory.ledger import HALF, Ledger, LiveRange
+from fxshard.memory.report import MemoryReport
 from fxshard.memory.views.plots import Curve, Dot, scale_of
-from fxshard.memory.views.tables import peak_place, phase_name
+from fxshard.memory.views.tables import phase_figures, phase_name
 
 DRAWN = 6000  # ticks that a page draws
 NEAR = 300  # on either side of the peak, all are drawn
@@ -61,7 +60,6 @@ STACK = (
     Category.REDUCE_SCATTER,
     Category.TEMP,
 )
-SENT = (Category.ALL_GATHER, Category.UNSHARDED_PARAM, Category.REDUCE_SCATTER)
 
 
 class Strings:
@@ -92,15 +90,8 @@ class Bar:
     name: str
 
 
-def page(
-    report: MemoryReport,
-    *,
-    first_step: bool = False,
-    front: Sequence[Dot] = (),
-    curves: Sequence[Curve] = (),
-    budget: int | None = None,
-) -> str:
-    """The page as text. Args: `front`, `curves`, `budget`: see `MemoryReport.to_html`.
+def page(report: MemoryReport, extra: dict[str, Any], *, first_step: bool = False) -> str:
+    """The page as text. Args: `extra`: from `tuning`.
 
     Raises:
         ConfigError: plotly is not installed.
@@ -109,11 +100,11 @@ def page(
         raise ConfigError("the HTML page needs plotly: pip install 'fxshard[html]'.")
     from plotly.offline import get_plotlyjs
 
-    data = contents(report, first_step=first_step) | tuning(front, curves, budget)
+    data = contents(report, first_step=first_step) | extra
     height = 12 + 17 * max(data["lane_count"], 2)
     optimizer = f", {report.optimizer}" if report.optimizer else ""
     filled = {
-        "TITLE": html.escape(f"Memory of one rank of {report.program.world_size}{optimizer}"),
+        "TITLE": html.escape(f"Memory of one rank of {report.world_size}{optimizer}"),
         "HEIGHT": str(height),
         # A script ends at the first "</script", whatever it stands in, and not there after "<!--".
         "DATA": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
@@ -148,14 +139,11 @@ def tuning(front: Sequence[Dot], curves: Sequence[Curve], budget: int | None) ->
 def contents(report: MemoryReport, *, first_step: bool = False) -> dict[str, Any]:
     """The figures of the page, JSON-ready; sizes in bytes, times in ticks."""
     ledger = report.ledger(first_step=first_step)
-    half = len(CATEGORIES)
     ticks = drawn(ledger)
     chosen = np.array(ticks)
-    peak = int(ledger.totals.argmax())
     texts = Strings()
-    offloaded = report.program.offloaded
-    used = [c for c in STACK if ledger.bytes[chosen, COLUMN[c]].any()]
-    unit = next((u for u in ("GiB", "MiB", "KiB") if ledger.totals[peak] >= UNITS[u]), "B")
+    used = [c for c in STACK if ledger.bytes[chosen, c.column].any()]
+    unit, scale = scale_of(int(ledger.totals.max()))
     moments = [ledger.moments[tick // 2] for tick in ticks]
     columns = [
         [texts(moment.node) for moment in moments],
@@ -164,11 +152,11 @@ def contents(report: MemoryReport, *, first_step: bool = False) -> dict[str, Any
         [texts(line_text(moment.line)) for moment in moments],
     ]
     bars, lanes, lane_count = _bars(ledger, texts)
-    rows = list(_rows(report, first_step, texts))
+    found = {where.state for where in report.ticks(first_step=first_step)}
+    states = [state for state in State if state in found]
+    rows = list(_rows(report, first_step, states, texts))
     present = {category for row in rows for category in row[6][::2]}
-    peaks = ("Peak Backward", "Peak Forward")
-    states = [state.value for state in State]
-    shown = [states[row[1]] for row in rows]
+    peaks = (State.PEAK_BACKWARD, State.PEAK_FORWARD)
     return {
         "subtitle": _subtitle(report, first_step),
         "cards": list(_cards(report)),
@@ -176,28 +164,35 @@ def contents(report: MemoryReport, *, first_step: bool = False) -> dict[str, Any
         "kinds": [{"name": c.value, "color": COLORS[c]} for c in CATEGORIES],
         "categories": [{"name": c.value, "color": COLORS[c]} for c in used],
         "unit": unit,
-        "scale": UNITS[unit],
+        "scale": scale,
         "ticks": ticks,
         "end": 2 * len(ledger.moments),
-        "peak": peak,
+        "peak": ledger.peak_tick,
         "points": columns,
-        "bytes": [ledger.bytes[chosen, COLUMN[c]].tolist() for c in used],
-        "host": ledger.bytes[chosen, half:].sum(1).tolist() if offloaded else [],
+        "bytes": [ledger.bytes[chosen, c.column].tolist() for c in used],
+        "host": ledger.host_totals[chosen].tolist() if report.offloaded else [],
         "phases": [
-            {"label": label, "begin": 2 * phase.start, "end": 2 * (phase.start + phase.points + 1)}
-            for phase, label in zip(ledger.phases, _phase_labels(report, first_step), strict=True)
+            {"label": label, "begin": phase.begin, "end": phase.end + 1}
+            for phase in ledger.phases
+            for label in [phase_name(phase.name, phase.micro_batch, report.micro_batches)]
         ],
         "bars": bars,
         "lanes": lanes,
         "lane_count": lane_count,
         "ranges": list(_ranges(ledger, chosen, texts)),
         "micro_batches": report.micro_batches,
-        "states": [state for state in states if state in shown],
-        "rows": [[row[0], _index(states, shown, row[1]), *row[2:]] for row in rows],
-        "row_categories": [i for i in range(half) if i in present],
-        "first_state": next((state for state in peaks if state in shown), ""),
-        "phase_heads": _phase_heads(offloaded),
-        "phase_rows": list(_phase_rows(report)),
+        "states": [state.value for state in states],
+        "rows": rows,
+        "row_categories": sorted(present),
+        "first_state": next((state.value for state in peaks if state in states), ""),
+        "phase_heads": [
+            *("step", "phase", "start", "peak", "end"),
+            *["CPU peak", "CPU end"] * report.offloaded,
+            "peak in",
+        ],
+        "phase_rows": [
+            [step, name, *sizes, place] for step, name, sizes, place in phase_figures(report)
+        ],
         "strings": list(texts.numbers),  # the last: all others have added theirs
     }
 
@@ -208,19 +203,17 @@ def drawn(ledger: Ledger) -> list[int]:
     if count <= DRAWN:
         return list(range(count))
     run = -(-count // (DRAWN - 2 * NEAR - 2 * len(ledger.phases)))
-    peak = int(ledger.totals.argmax())
+    peak = ledger.peak_tick
     found = {i + int(ledger.totals[i : i + run].argmax()) for i in range(0, count, run)}
     found |= set(range(max(0, peak - NEAR), min(count, peak + NEAR)))
     for phase in ledger.phases:
-        found |= {2 * phase.start, 2 * (phase.start + phase.points) + 1}
+        found |= {phase.begin, phase.end}
     return sorted(found)
 
 
 def _subtitle(report: MemoryReport, first_step: bool) -> str:
-    at = report.peak_at
-    place = f"{at.phase}, at {at.node}" + (f" of {at.module}" if at.module else "")
     step = "The first step" if first_step else "A step in the steady state"
-    return f"{step}. The peak of the steady state is in {place}."
+    return f"{step}. The peak of the steady state is in {report.peak_at}."
 
 
 def _cards(report: MemoryReport) -> Iterator[tuple[str, str, str, str]]:
@@ -228,7 +221,7 @@ def _cards(report: MemoryReport) -> Iterator[tuple[str, str, str, str]]:
     yield "peak", size_text(report.peak_bytes), f"{report.peak_bytes:,} bytes", "peak"
     first = report.first_step_peak_bytes
     yield "peak of the first step", size_text(first), f"{first:,} bytes", ""
-    if report.program.offloaded:
+    if report.offloaded:
         host = report.host_peak_bytes
         yield "peak on the CPU", size_text(host), f"{host:,} bytes", ""
     largest = sorted(report.peak_by_category.items(), key=lambda item: -item[1])
@@ -252,16 +245,6 @@ def _note(ledger: Ledger, ticks: Sequence[int], unit: str) -> str:
     return said
 
 
-def _phase_labels(report: MemoryReport, first_step: bool) -> list[str]:
-    phases = report.phases(first_step=first_step)
-    return [phase_name(phase, report.micro_batches) for phase in phases]
-
-
-def _index(states: Sequence[str], shown: Sequence[str], number: int) -> int:
-    """The number of a state among those that occur."""
-    return [state for state in states if state in shown].index(states[number])
-
-
 def _ranges(ledger: Ledger, ticks: Matrix, texts: Strings) -> Iterator[list[int]]:
     """What is alive on the device at a tick that is drawn."""
 
@@ -278,7 +261,7 @@ def _ranges(ledger: Ledger, ticks: Matrix, texts: Strings) -> Iterator[list[int]
             texts(each.name),
             texts(each.op),
             texts(each.module),
-            COLUMN[each.category],
+            each.category.column,
             each.bytes,
             each.born,
             -1 if each.died is None else each.died,
@@ -365,37 +348,12 @@ def _together_named(ranges: Sequence[LiveRange]) -> str:
 # -- tables -------------------------------------------------------------------------------------
 
 
-def _rows(report: MemoryReport, first_step: bool, texts: Strings) -> Iterator[list[Any]]:
+def _rows(
+    report: MemoryReport, first_step: bool, states: Sequence[State], texts: Strings
+) -> Iterator[list[Any]]:
     """Module, state, call, micro-batch, total, owned, ``[category, bytes, ...]``, on the CPU."""
-    half = len(CATEGORIES)
-    ledger = report.ledger(first_step=first_step)
-    ticks = report.ticks(first_step=first_step)
-    owned = owned_rows(ledger, ticks)
-    numbers = {state: i for i, state in enumerate(State)}
-    for where, tick in ticks.items():
-        row = ledger.bytes[tick]
-        sizes = [v for i in range(half) if row[i] for v in (i, int(row[i]))]
-        total, own = int(row[:half].sum()), int(owned[where][:half].sum())
-        place = [texts(where.module), numbers[where.state], where.call, where.micro_batch]
-        yield [*place, total, own, sizes, int(row[half:].sum())]
-
-
-def _phase_heads(offloaded: bool) -> list[str]:
-    heads = ["step", "phase", "start", "peak", "end"]
-    return [*heads, *["CPU start", "CPU end"] * offloaded, "peak in"]
-
-
-def _phase_rows(report: MemoryReport) -> Iterator[list[str | int]]:
-    for step, first in (("first", True), ("steady", False)):
-        for phase in report.phases(first_step=first):
-            figures = [sum(phase.start), phase.peak_bytes, phase.end_bytes]
-            if report.program.offloaded:
-                end = int(phase.host.after[-1].sum()) if len(phase.host.after) else 0
-                figures += [sum(phase.host.start), end]
-            name = phase_name(phase, report.micro_batches)
-            yield [step, name, *figures, peak_place(phase)]
-    for each in report.lifecycle:
-        figures = [each.start_bytes, each.peak_bytes, each.end_bytes]
-        if report.program.offloaded:
-            figures += [int(each.ledger.bytes[0, len(CATEGORIES) :].sum()), each.host_end_bytes]
-        yield ["outside", each.name, *figures, each.peak_node]
+    for where, row, owned in report.figures(first_step=first_step):
+        sizes = [v for i in range(HALF) if row[i] for v in (i, int(row[i]))]
+        place = [texts(where.module), states.index(where.state), where.call, where.micro_batch]
+        device, own, host = row[:HALF], owned[:HALF], row[HALF:]
+        yield [*place, int(device.sum()), int(own.sum()), sizes, int(host.sum())]

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from fxshard.memory.ledger import Ledger, LiveRange
+from fxshard.memory.ledger import Ledger, Storage
 from fxshard.memory.report import MemoryReport
 
 BASE = 1 << 40  # address of the first byte of device 0; of device n: n + 1 times that
@@ -49,7 +49,7 @@ def snapshot(report: MemoryReport, *, first_step: bool = False) -> dict[str, Any
     """
     ledger = report.ledger(first_step=first_step)
     found = list(_allocations(ledger))
-    count = 1 + report.program.offloaded
+    count = 1 + report.offloaded
     traces: list[list[dict[str, Any]]] = []
     segments = []
     for device in range(count):
@@ -62,31 +62,21 @@ def snapshot(report: MemoryReport, *, first_step: bool = False) -> dict[str, Any
 
 def _allocations(ledger: Ledger) -> Iterator[_Allocation]:
     """One per storage: a change of category is none of memory, nor are the parts of a storage."""
-    by_storage: dict[tuple[int, bool], list[LiveRange]] = defaultdict(list)
-    for each in ledger.ranges:
-        if each.bytes:
-            by_storage[each.storage, each.born < 0].append(each)
-    for ranges in by_storage.values():
-        parts = [each for each in ranges if each.born == ranges[0].born]
-        ends = [each.died for each in ranges]
-        died = None if None in ends else max(end for end in ends if end is not None)
-        if died is not None and died <= max(parts[0].born, 0):
-            continue  # alive at no tick
+    for each in filter(Storage.lives, ledger.storages()):
+        first = each.parts[0]
         yield _Allocation(
-            sum(each.bytes for each in parts),
-            int(parts[0].host),
-            parts[0].category.value,
-            _frames(ranges, parts),
-            parts[0].born,
-            died,
+            *(each.bytes, int(first.host), first.category.value),
+            frames=_frames(each),
+            born=each.born,
+            died=each.died,
         )
 
 
-def _frames(ranges: list[LiveRange], parts: list[LiveRange]) -> Frames:
+def _frames(storage: Storage) -> Frames:
     """What it is, then where it comes from, innermost first."""
-    first = parts[0]
-    what = " -> ".join(dict.fromkeys(each.category.value for each in ranges))
-    name = first.name + (f" and {len(parts) - 1} more" if len(parts) > 1 else "")
+    first, *others = storage.parts
+    what = " -> ".join(dict.fromkeys(each.category.value for each in storage.ranges))
+    name = first.name + (f" and {len(others)} more" if others else "")
     made = f"{name} ({first.op})" if first.op else name
     frames = [
         {"filename": what, "line": 0, "name": made},
@@ -146,22 +136,14 @@ def _segment(allocations: Iterable[_Allocation], device: int, base: int, used: i
     """One segment, as it is when the step is over."""
     blocks: list[dict[str, Any]] = []
     at = base
-    kept = [each for each in allocations if each.died is None]
-    for each in sorted(kept, key=lambda each: each.address):
+    kept = sorted((a for a in allocations if a.died is None), key=lambda each: each.address)
+    for each in kept:
         if at < each.address:
-            blocks.append(_gap(at, each.address))
-        blocks.append(
-            {
-                "address": each.address,
-                "size": each.size,
-                "requested_size": each.size,
-                "state": "active_allocated",
-                "frames": each.frames,
-            }
-        )
+            blocks.append(_block(at, each.address - at, 0, "inactive", []))
+        blocks.append(_block(each.address, each.size, each.size, "active_allocated", each.frames))
         at = each.address + each.size
     if at < base + used:
-        blocks.append(_gap(at, base + used))
+        blocks.append(_block(at, base + used - at, 0, "inactive", []))
     held = sum(each.size for each in kept)
     return {
         "device": device,
@@ -179,12 +161,6 @@ def _segment(allocations: Iterable[_Allocation], device: int, base: int, used: i
     }
 
 
-def _gap(begin: int, end: int) -> dict[str, Any]:
-    size = end - begin
-    return {
-        "address": begin,
-        "size": size,
-        "requested_size": 0,
-        "state": "inactive",
-        "frames": [],
-    }
+def _block(address: int, size: int, requested: int, state: str, frames: Frames) -> dict[str, Any]:
+    both = {"address": address, "size": size}
+    return both | {"requested_size": requested, "state": state, "frames": frames}

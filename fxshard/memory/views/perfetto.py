@@ -11,19 +11,14 @@ same bytes over times that someone else has estimated (`fxshard.cost.perfetto`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 
-from fxshard.cost.trace_events import BUFFERS, MEMORY, STREAMS, Event, processes, threads
-from fxshard.memory.category import CATEGORIES, Category
+from fxshard.cost import trace_events
+from fxshard.cost.trace_events import BUFFERS, MEMORY, STREAMS, Event
+from fxshard.memory.category import CATEGORIES, SENT
 from fxshard.memory.ledger import Ledger
 from fxshard.memory.report import MemoryReport
 from fxshard.memory.views.serialize import streams
-
-PHASES = 0  # thread of the phases; those of the streams follow
-TOTAL = "total"
-SENT_NAME = "gathers and reduces"
-SENT = (Category.ALL_GATHER, Category.UNSHARDED_PARAM, Category.REDUCE_SCATTER)
 
 
 def text(report: MemoryReport, *, first_step: bool = False) -> str:
@@ -31,100 +26,70 @@ def text(report: MemoryReport, *, first_step: bool = False) -> str:
     ledger = report.ledger(first_step=first_step)
     names = streams(ledger)
     events = [
-        *processes({MEMORY: "memory of one rank", STREAMS: "streams", BUFFERS: SENT_NAME}),
-        *threads(["phases", *(f"stream {name}" for name in names)]),
-        *_counters(ledger, report.program.offloaded, range(2 * len(ledger.moments) + 1)),
+        *trace_events.processes({STREAMS: "streams"}),
+        *trace_events.threads(["phases", *(f"stream {name}" for name in names)]),
         *_phases(ledger),
         *_operators(ledger, names),
-        *_buffers(ledger, range(2 * len(ledger.moments) + 1)),
+        *memory_events(ledger, range(2 * len(ledger.moments) + 1), offloaded=report.offloaded),
     ]
-    said = {"unit of time": "tick of the schedule, not a duration", "peak_bytes": report.peak_bytes}
-    if first_step:
-        said["peak_bytes"] = report.first_step_peak_bytes
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ns", "otherData": said})
+    unit = {"unit of time": "tick of the schedule, not a duration"}
+    return trace_events.text(events, "ns", **unit, peak_bytes=int(ledger.totals.max()))
 
 
-def memory_events(report: MemoryReport, times: Sequence[float]) -> list[Event]:
-    """Bytes by category and the lives of what is sent, in the steady step.
+def memory_events(ledger: Ledger, times: Sequence[float], *, offloaded: bool) -> list[Event]:
+    """Bytes by category and the lives of what is sent.
 
     Args:
-        report: what is drawn.
-        times: microseconds per tick of its ledger, and of the end behind them; never falling.
+        ledger: the step.
+        times: microseconds per tick of it, and of the end after them; never falling.
+        offloaded: what is on the CPU has a curve too.
     """
-    ledger = report.ledger()
     return [
-        *processes({MEMORY: "memory of one rank", BUFFERS: SENT_NAME}),
-        *_counters(ledger, report.program.offloaded, times),
+        *trace_events.processes({MEMORY: "memory of one rank", BUFFERS: "gathers and reduces"}),
+        *_counters(ledger, offloaded, times),
         *_buffers(ledger, times),
     ]
 
 
 def _counters(ledger: Ledger, offloaded: bool, times: Sequence[float]) -> Iterator[Event]:
     """A value whenever it changes."""
-    half = len(CATEGORIES)
-    curves = {TOTAL: ledger.totals}
+    curves = {"total": ledger.totals}
     curves |= {category.value: ledger.bytes[:, i] for i, category in enumerate(CATEGORIES)}
     if offloaded:
-        curves["CPU total"] = ledger.bytes[:, half:].sum(1)
+        curves["CPU total"] = ledger.host_totals
     for name, curve in curves.items():
         before = None
-        for tick, size in enumerate(curve.tolist()):
+        for time, size in zip(times, curve.tolist(), strict=False):  # the end has no bytes
             if size != before:
-                yield {
-                    "ph": "C",
-                    "pid": MEMORY,
-                    "name": name,
-                    "ts": times[tick],
-                    "args": {"bytes": size},
-                }
+                where = {"ph": "C", "pid": MEMORY, "name": name}
+                yield where | {"ts": time, "args": {"bytes": size}}
             before = size
 
 
 def _phases(ledger: Ledger) -> Iterator[Event]:
     for phase in ledger.phases:
-        yield {
-            "ph": "X",
-            "pid": STREAMS,
-            "tid": PHASES,
-            "name": phase.name,
-            "ts": 2 * phase.start,
-            "dur": 2 * (1 + phase.points),
-            "args": {"micro_batch": phase.micro_batch},
-        }
+        length = 2 * (1 + phase.points)
+        said = {"micro_batch": phase.micro_batch}
+        yield trace_events.bar(0, phase.name, phase.begin, length, **said)
 
 
 def _operators(ledger: Ledger, names: list[str]) -> Iterator[Event]:
     starts = {phase.start for phase in ledger.phases}
     for point, moment in enumerate(ledger.moments):
         if point not in starts:
-            yield {
-                "ph": "X",
-                "pid": STREAMS,
-                "tid": PHASES + 1 + names.index(moment.stream),
-                "name": moment.op or moment.node,
-                "ts": 2 * point,
-                "dur": 2,
-                "args": {"node": moment.node, "module": moment.module, "line": moment.line},
-            }
+            thread = 1 + names.index(moment.stream)  # the phases are the first
+            said = {"node": moment.node, "module": moment.module, "line": moment.line}
+            yield trace_events.bar(thread, moment.op or moment.node, 2 * point, 2, **said)
 
 
 def _buffers(ledger: Ledger, times: Sequence[float]) -> Iterator[Event]:
     """What is gathered and what is reduced, from its birth to its free."""
-    end = 2 * len(ledger.moments)
     for number, each in enumerate(ledger.ranges):
         if each.category not in SENT or each.host or each.born < 0:
             continue
-        shared = {
-            "pid": BUFFERS,
-            "tid": 0,
-            "cat": each.category.value,
-            "id": number,
-            "name": f"{each.category.value}: {each.name}",
-        }
-        said = {
-            "bytes": each.bytes,
-            "module": each.module,
-            "stream": each.stream,
-        }
+        kind = each.category.value
+        shared = {"pid": BUFFERS, "tid": 0, "cat": kind, "id": number}
+        shared["name"] = f"{kind}: {each.name}"
+        said = {"bytes": each.bytes, "module": each.module, "stream": each.stream}
         yield {**shared, "ph": "b", "ts": times[each.born], "args": said}
-        yield {**shared, "ph": "e", "ts": times[end if each.died is None else each.died]}
+        yield {**shared, "ph": "e", "ts": times[-1 if each.died is None else each.died]}

@@ -153,7 +153,7 @@ def _figure(columns: int) -> tuple[Any, list[Any]]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(1.5 + 5.0 * columns, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)  # not pyplot: no window, no state left behind
+    FigureCanvasAgg(figure)  # not pyplot: no window, no state is left
     every = [figure.add_subplot(1, columns, i + 1) for i in range(columns)]
     for axes in every:
         axes.grid(color="#e6e8ec", linewidth=0.8)

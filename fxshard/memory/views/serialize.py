@@ -7,26 +7,23 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fxshard.memory.category import CATEGORIES
-from fxshard.memory.ledger import Ledger, LiveRange
-from fxshard.memory.owners import owned_rows
+from fxshard.memory.ledger import HALF, Ledger, LiveRange
 from fxshard.memory.report import MemoryReport
-from fxshard.memory.states import Where
 
 SCHEMA = "fxshard.memory/2"
 
 
 def to_dict(report: MemoryReport) -> dict[str, Any]:
     """Everything that a report knows. All sizes are bytes; a category that is absent has none."""
-    program = report.program
     return {
         "schema": SCHEMA,
-        "world_size": program.world_size,
+        "world_size": report.world_size,
         "micro_batches": report.micro_batches,
         "optimizer": report.optimizer,
-        "offloaded": program.offloaded,
+        "offloaded": report.offloaded,
         "units": [
             {"name": unit.name, "kind": unit.kind, "parameters": [p.fqn for p in unit.params]}
-            for unit in program.units
+            for unit in report.units
         ],
         "streams": streams(report.ledger()),
         "peak_bytes": report.peak_bytes,
@@ -38,7 +35,7 @@ def to_dict(report: MemoryReport) -> dict[str, Any]:
         "device": report.device,
         "device_memory": _device_memory(report),
         "peak_at": dataclasses.asdict(report.peak_at),
-        "alive_at_peak": list(_alive(report)),
+        "alive_at_peak": [_thing(report.ledger(), each) for each in report.alive_at_peak()],
         "kernel_temporaries": [dataclasses.asdict(k) for k in report.kernel_temporaries],
         "lifecycle": [phase.to_dict() for phase in report.lifecycle],
         "steady_step": _step(report, first=False),
@@ -67,16 +64,7 @@ def streams(ledger: Ledger) -> list[str]:
 
 def by_category(sizes: Iterable[int]) -> dict[str, int]:
     """Category -> bytes, without zeros."""
-    return {name: int(v) for name, v in zip(_NAMES, sizes, strict=True) if v}
-
-
-_NAMES = tuple(category.value for category in CATEGORIES)
-
-
-def _alive(report: MemoryReport) -> Iterator[dict[str, Any]]:
-    ledger = report.ledger()
-    for each in report.alive_at_peak():
-        yield _thing(ledger, each)
+    return {c.value: int(v) for c, v in zip(CATEGORIES, sizes, strict=True) if v}
 
 
 def _thing(ledger: Ledger, each: LiveRange) -> dict[str, Any]:
@@ -95,7 +83,7 @@ def _thing(ledger: Ledger, each: LiveRange) -> dict[str, Any]:
 
 
 def moment(ledger: Ledger, tick: int | None) -> dict[str, Any] | None:
-    """Where a range begins or ends; None in front of the step and behind it."""
+    """Where a range begins or ends; None before the step and after it."""
     if tick is None or not 0 <= tick < 2 * len(ledger.moments):
         return None
     phase, point = ledger.at(tick)
@@ -116,26 +104,20 @@ def _step(report: MemoryReport, *, first: bool) -> dict[str, Any]:
 
 
 def _phases(report: MemoryReport, first: bool) -> Iterator[dict[str, Any]]:
-    half = len(CATEGORIES)
     ledger = report.ledger(first_step=first)
     for phase in ledger.phases:
-        begin, end = 2 * phase.start, 2 * (phase.start + phase.points) + 1
-        peak = begin + int(ledger.totals[begin : end + 1].argmax())
-        place = ledger.moments[peak // 2]
+        ticks = ledger.extremes(phase)
+        place = ledger.moments[ticks["peak"] // 2]
         found: dict[str, Any] = {
             "phase": phase.name,
             "micro_batch": phase.micro_batch,
             "points": phase.points,
-            "start_bytes": int(ledger.totals[begin]),
-            "peak_bytes": int(ledger.totals[peak]),
-            "end_bytes": int(ledger.totals[end]),
+            **{f"{state}_bytes": int(ledger.totals[tick]) for state, tick in ticks.items()},
             "peak_at": {"node": place.node, "module": place.module, "line": place.line},
-            "start": by_category(ledger.bytes[begin, :half]),
-            "peak": by_category(ledger.bytes[peak, :half]),
-            "end": by_category(ledger.bytes[end, :half]),
+            **{state: by_category(ledger.bytes[tick, :HALF]) for state, tick in ticks.items()},
         }
-        if report.program.offloaded:
-            host = ledger.bytes[begin : end + 1, half:]
+        if report.offloaded:
+            host = ledger.bytes[phase.begin : phase.end + 1, HALF:]
             top = int(host.sum(1).argmax())
             found["host_start"] = by_category(host[0])
             found["host_peak"] = by_category(host[top])
@@ -144,30 +126,18 @@ def _phases(report: MemoryReport, first: bool) -> Iterator[dict[str, Any]]:
 
 
 def _rows(report: MemoryReport, first: bool) -> Iterator[dict[str, Any]]:
-    half = len(CATEGORIES)
-    ledger = report.ledger(first_step=first)
-    ticks = report.ticks(first_step=first)
-    owned = owned_rows(ledger, ticks)
-    for where, tick in ticks.items():
-        row = ledger.bytes[tick]
+    for where, row, owned in report.figures(first_step=first):
         found = {
-            **name_of(where),
-            "bytes": int(row[:half].sum()),
-            "by_category": by_category(row[:half]),
-            "owned_bytes": int(owned[where][:half].sum()),
-            "owned": by_category(owned[where][:half]),
+            "module": where.module,
+            "state": where.state.value,
+            "call": where.call,
+            "micro_batch": where.micro_batch,
+            "bytes": int(row[:HALF].sum()),
+            "by_category": by_category(row[:HALF]),
+            "owned_bytes": int(owned[:HALF].sum()),
+            "owned": by_category(owned[:HALF]),
         }
-        if report.program.offloaded:
-            found["host"] = by_category(row[half:])
-            found["host_owned"] = by_category(owned[where][half:])
+        if report.offloaded:
+            found["host"] = by_category(row[HALF:])
+            found["host_owned"] = by_category(owned[HALF:])
         yield found
-
-
-def name_of(where: Where) -> dict[str, Any]:
-    """What a row is about."""
-    return {
-        "module": where.module,
-        "state": where.state.value,
-        "call": where.call,
-        "micro_batch": where.micro_batch,
-    }

@@ -13,23 +13,23 @@ import csv
 import dataclasses
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from tabulate import tabulate
 
+from fxshard.bytesize import SIZES, size_text
 from fxshard.errors import ConfigError
 from fxshard.memory.category import CATEGORIES, Category, Matrix, State
-from fxshard.memory.explain import size_text
-from fxshard.memory.ledger import LOSS, OPTIMIZER, PhaseBytes
+from fxshard.memory.ledger import HALF, LOSS, OPTIMIZER, PhaseBytes
 from fxshard.memory.owners import nearest, owned_rows, owners_at
-from fxshard.memory.report import UNITS, MemoryReport
-from fxshard.memory.states import Where
+from fxshard.memory.report import MemoryReport
+from fxshard.memory.states import Called, Where
 
-HALF = len(CATEGORIES)
+OUTSIDE = "outside"  # of the step
 INDENT = "  "  # of what stands under the name of a module
 LEAST_OF_NAME = 24  # letters of a module's name that its notes leave
-Called = tuple[str, int]  # module, and which of its calls
 
 # Headers of at most seven letters per line.
 TITLES = {
@@ -55,6 +55,9 @@ GROUPS: tuple[tuple[str, frozenset[Category]], ...] = (
     ("Act.\n+ Temp", frozenset({Category.ACTIVATION, Category.TEMP})),
     ("other", frozenset(Category)),
 )
+
+
+_Line = tuple[list[str], list[int], str]  # names of a phase, its bytes, where its peak is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,13 +93,11 @@ def text(
     width: int = 100,
 ) -> str:
     """The table; see `MemoryReport.table`."""
-    if units not in UNITS:
-        raise ConfigError(f"units={units!r}; legal: {', '.join(UNITS)}.")
-    at = report.peak_at
-    where = f"{at.phase}, at {at.node}" + (f" of {at.module}" if at.module else "")
+    if units not in SIZES:
+        raise ConfigError(f"units={units!r}; legal: {', '.join(SIZES)}.")
     head = [
-        f"Bytes of one rank of {report.program.world_size}, in {units}. "
-        f"Peak {size_text(report.peak_bytes)}, in {where}."
+        f"Bytes of one rank of {report.world_size}, in {units}. "
+        f"Peak {size_text(report.peak_bytes)}, in {report.peak_at}."
     ]
     if report.micro_batches > 1:
         head.append(
@@ -115,32 +116,39 @@ def text(
 
 def _phase_tables(report: MemoryReport, units: str, width: int) -> Iterator[str]:
     """The phases of both steps, and those outside of them."""
-    host = report.program.offloaded
-    figures: list[tuple[list[str], list[int], str]] = []
-    for step, first in (("first", True), ("steady", False)):
-        for phase in report.phases(first_step=first):
-            sizes = [sum(phase.start), phase.peak_bytes, phase.end_bytes]
-            name = phase_name(phase, report.micro_batches)
-            on_host = _on_host(phase) if host else []
-            figures.append(([step, name], sizes + on_host, peak_place(phase)))
-            step = ""
-    yield _phase_table(["step", "phase"], figures, units, width)
-    outside = [
-        (
-            [each.name],
-            [each.start_bytes, each.peak_bytes, each.end_bytes]
-            + ([each.host_peak_bytes, each.host_end_bytes] if host else []),
-            each.peak_node,
-        )
-        for each in report.lifecycle
-    ]
+    inside: list[_Line] = []
+    outside: list[_Line] = []
+    before = ""
+    for step, name, sizes, place in phase_figures(report):
+        if step == OUTSIDE:
+            outside.append(([name], sizes, place))
+        else:
+            inside.append((["" if step == before else step, name], sizes, place))
+        before = step
+    yield _phase_table(["step", "phase"], inside, units, width)
     if outside:
         yield _phase_table(["outside of the step"], outside, units, width)
 
 
-def _phase_table(
-    names: Sequence[str], lines: Sequence[tuple[list[str], list[int], str]], units: str, width: int
-) -> str:
+def phase_figures(report: MemoryReport) -> Iterator[tuple[str, str, list[int], str]]:
+    """Each phase: "first", "steady" or `OUTSIDE`, its name, its bytes, and where its peak is.
+
+    The bytes are those at its start, at its peak and at its end; with offload also those on the
+    CPU, at its peak there and at its end.
+    """
+    for step, first in (("first", True), ("steady", False)):
+        for phase in report.phases(first_step=first):
+            sizes = [sum(phase.start), phase.peak_bytes, phase.end_bytes]
+            host = [phase.host.peak_bytes, phase.host.end_bytes] * report.offloaded
+            name = phase_name(phase.phase, phase.micro_batch, report.micro_batches)
+            yield step, name, sizes + host, _peak_place(phase)
+    for each in report.lifecycle:
+        sizes = [each.start_bytes, each.peak_bytes, each.end_bytes]
+        host = [each.host_peak_bytes, each.host_end_bytes] * report.offloaded
+        yield OUTSIDE, each.name, sizes + host, each.peak_node
+
+
+def _phase_table(names: Sequence[str], lines: Sequence[_Line], units: str, width: int) -> str:
     """Lines ``(names, bytes, where the peak is)``; what has no room is left out from the right."""
     headers = [*names, "start", "peak", "end", "CPU\npeak", "CPU\nend"]
     headers = headers[: len(names) + len(lines[0][1])]
@@ -159,20 +167,12 @@ def _phase_table(
     return "\n".join(grid(rows, headers, align))
 
 
-def phase_name(phase: PhaseBytes, micro_batches: int) -> str:
+def phase_name(phase: str, micro_batch: int, count: int) -> str:
     """Name of a phase; of a step of several micro-batches ``backward (2 of 3)``."""
-    if micro_batches == 1 or phase.micro_batch < 0:
-        return phase.phase
-    return f"{phase.phase} ({phase.micro_batch + 1} of {micro_batches})"
+    return phase if count == 1 or micro_batch < 0 else f"{phase} ({micro_batch + 1} of {count})"
 
 
-def _on_host(phase: PhaseBytes) -> list[int]:
-    host = phase.host
-    peak = max(sum(host.start), int(host.during.sum(1).max(initial=0)))
-    return [peak, int(host.after[-1].sum()) if len(host.after) else sum(host.start)]
-
-
-def peak_place(phase: PhaseBytes) -> str:
+def _peak_place(phase: PhaseBytes) -> str:
     """The module in which a phase is at its peak."""
     if not len(phase.during) or phase.peak_bytes == sum(phase.start):
         return "(start)"
@@ -194,8 +194,7 @@ def _module_table(
     shown = {called for group in groups.values() for called in group.shown}
     owner = nearest({module for module, _ in shown}, (LOSS, OPTIMIZER))
     rows = _rows(report, ticks, owner, set(chosen))
-    peak = int(ledger.totals.argmax())
-    at_peak = owners_at(ledger, peak, owner)
+    at_peak = owners_at(ledger, ledger.peak_tick, owner)
     blocks = []
     for called in _tree_order(plain):
         group = groups[called]
@@ -220,11 +219,10 @@ def _module_table(
 
 
 def _rows(
-    report: MemoryReport, ticks: dict[Where, int], owner: object, chosen: set[str]
+    report: MemoryReport, ticks: dict[Where, int], owner: Callable[[str], str], chosen: set[str]
 ) -> dict[Called, dict[State, Matrix]]:
     """Per call of a module, per state, a row as in `_Block`."""
     ledger = report.ledger()
-    assert callable(owner)
     owned = owned_rows(ledger, {w: t for w, t in ticks.items() if w.module in chosen}, owner)
     found: dict[Called, dict[State, Matrix]] = {}
     for where, own in owned.items():
@@ -249,7 +247,7 @@ class _Group:
 
     @property
     def between_after(self) -> Called | None:
-        """The call behind which a line stands for those that have no rows."""
+        """The call after which a line stands for those that have no rows."""
         return self.shown[0] if len(self.members) > len(self.shown) and not self.equal else None
 
     def between(self, rows: dict[Called, dict[State, Matrix]], units: str) -> tuple[str, str]:
@@ -311,7 +309,7 @@ def _equal(one: dict[State, Matrix], other: dict[State, Matrix]) -> bool:
 
 
 def _notes(called: Called, group: _Group, owns: str) -> str:
-    """What is said behind the name of a call."""
+    """What is said after the name of a call."""
     notes = [f"call {called[1] + 1}"] if called[1] else []
     if group.equal:
         notes.append(f"one of {len(group.members)} with equal rows, to {group.members[-1][0]}")
@@ -405,7 +403,7 @@ def _table(
 
 
 def grid(rows: list[list[str]], headers: Sequence[str], align: Sequence[str]) -> list[str]:
-    """Lines of a table; the first of the rows is behind the line of dashes.
+    """Lines of a table; the first of the rows comes after the line of dashes.
 
     As rows, headers cost no padding, and those of several lines are level at the bottom.
     """
@@ -459,13 +457,8 @@ def _same(row: Matrix, constant: Matrix, units: str) -> str:
 
 
 def _wrapped(said: str, width: int) -> list[str]:
-    lines: list[str] = []
-    for word in said.split():
-        if lines and len(lines[-1]) + 1 + len(word) <= width:
-            lines[-1] += f" {word}"
-        else:
-            lines.append(shortened(word, width))
-    return lines
+    lines = textwrap.wrap(said, width, break_long_words=False, break_on_hyphens=False)
+    return [shortened(line, width) for line in lines]
 
 
 def shortened(name: str, room: int) -> str:
@@ -476,7 +469,7 @@ def shortened(name: str, room: int) -> str:
 def _figure(size: int, units: str, decimals: int) -> str:
     if not size:
         return "."
-    return f"{size:,}" if units == "B" else f"{size / UNITS[units]:,.{decimals}f}"
+    return f"{size:,}" if units == "B" else f"{size / SIZES[units]:,.{decimals}f}"
 
 
 # -- CSV ----------------------------------------------------------------------------------------
@@ -492,48 +485,29 @@ def csv_text(report: MemoryReport) -> str:
     """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    names = [category.value for category in CATEGORIES]
-    kinds = ["", "owned ", *(["CPU "] * report.program.offloaded)]
+    names = ["total", *(category.value for category in CATEGORIES)]
+    kinds = ["", "owned ", *(["CPU "] * report.offloaded)]
     head = ["step", "micro_batch", "phase", "module", "call", "state"]
-    writer.writerow(head + [f"{kind}{name}" for kind in kinds for name in ("total", *names)])
+    writer.writerow(head + [f"{kind}{name}" for kind in kinds for name in names])
+
+    def write(place: Sequence[object], row: Matrix, owned: Matrix | None = None) -> None:
+        own = [""] * len(names) if owned is None else _sum_and_parts(owned[:HALF])
+        host = _sum_and_parts(row[HALF:]) if report.offloaded else []
+        writer.writerow([*place, *_sum_and_parts(row[:HALF]), *own, *host])
+
     for step, first in (("first", True), ("steady", False)):
-        ledger = report.ledger(first_step=first)
+        ledger, ticks = report.ledger(first_step=first), report.ticks(first_step=first)
         for phase in ledger.phases:
-            begin, end = 2 * phase.start, 2 * (phase.start + phase.points) + 1
-            peak = begin + int(ledger.totals[begin : end + 1].argmax())
-            for state, tick in (("Start", begin), ("Peak", peak), ("End", end)):
-                row, nothing = ledger.bytes[tick], [""] * (1 + HALF)
-                figures = [*_sum_and_parts(row[:HALF]), *nothing]
-                if report.program.offloaded:
-                    figures += _sum_and_parts(row[HALF:])
-                writer.writerow([step, phase.micro_batch, phase.name, "", "", state, *figures])
-        ticks = report.ticks(first_step=first)
-        owned = owned_rows(ledger, ticks)
-        for where, tick in ticks.items():
-            row = ledger.bytes[tick]
-            figures = [*_sum_and_parts(row[:HALF]), *_sum_and_parts(owned[where][:HALF])]
-            if report.program.offloaded:
-                figures += _sum_and_parts(row[HALF:])
-            name = ledger.at(tick)[0].name
-            writer.writerow(
-                [
-                    step,
-                    where.micro_batch,
-                    name,
-                    where.module,
-                    where.call,
-                    where.state.value,
-                    *figures,
-                ]
-            )
+            for state, tick in ledger.extremes(phase).items():
+                place = [step, phase.micro_batch, phase.name, "", "", state.title()]
+                write(place, ledger.bytes[tick])
+        for where, row, owned in report.figures(first_step=first):
+            name = ledger.at(ticks[where])[0].name
+            place = [step, where.micro_batch, name, where.module, where.call, where.state.value]
+            write(place, row, owned)
     for each in report.lifecycle:
-        last = len(each.ledger.totals) - 1
-        for state, tick in (("Start", 0), ("Peak", each.peak_tick), ("End", last)):
-            row = each.ledger.bytes[tick]
-            figures = [*_sum_and_parts(row[:HALF]), *[""] * (1 + HALF)]
-            if report.program.offloaded:
-                figures += _sum_and_parts(row[HALF:])
-            writer.writerow(["outside", -1, each.name, "", "", state, *figures])
+        for state, tick in (("Start", 0), ("Peak", each.peak_tick), ("End", -1)):
+            write([OUTSIDE, -1, each.name, "", "", state], each.ledger.bytes[tick])
     return out.getvalue()
 
 
