@@ -217,7 +217,7 @@ def test_docstrings_name_every_parameter(name: str) -> None:
     assert told == taken, f"{name}: not documented: {taken - told}; not there: {told - taken}"
     returned = inspect.signature(function).return_annotation
     gives = returned not in (None, "None", "Iterator[None]")
-    if gives and (taken or "." not in name) and not name.startswith("MemoryReport."):
+    if gives and (taken or "." not in name):
         assert "\nReturns:\n" in doc
     for error in raised(function):
         assert re.search(rf"\b{error}\b", doc), f"{name} raises {error}"

@@ -156,6 +156,9 @@ class MemoryReport:
 
         Args:
             first_step: of the first step, not of the steady state.
+
+        Returns:
+            The live ranges, with their bytes and their first and last tick.
         """
         return self.first if first_step else self.steady
 
@@ -251,6 +254,9 @@ class MemoryReport:
             top: how many things the text shows one by one; `Explanation.alive` has all.
             what_ifs: try each such change by planning the step with it, which takes so much longer.
 
+        Returns:
+            What is alive, each with its bytes and source line; ``str()`` tells it.
+
         Raises:
             ConfigError: `top` is no number, or `what_ifs` no flag.
         """
@@ -279,6 +285,9 @@ class MemoryReport:
 
         Args:
             first_step: of the first step, not of the steady state.
+
+        Returns:
+            Per phase the bytes alive at each of its points.
         """
         return self.ledger(first_step=first_step).phase_bytes
 
@@ -287,6 +296,9 @@ class MemoryReport:
 
         Args:
             first_step: of the first step, not of the steady state.
+
+        Returns:
+            One tuple per point, in the order in which the step passes them; bytes.
         """
         for phase in self.phases(first_step=first_step):
             for (node, module), total in zip(phase.labels, phase.after.sum(1), strict=True):
@@ -302,6 +314,9 @@ class MemoryReport:
         Args:
             micro_batch: of which, from 0; negative: from the last.
 
+        Returns:
+            One entry per activation, with its bytes, its operator and who reads it.
+
         Raises:
             ConfigError: no such micro-batch.
         """
@@ -313,6 +328,9 @@ class MemoryReport:
 
         Args:
             micro_batch: of which, from 0; negative: from the last.
+
+        Returns:
+            Name of the operator -> count.
 
         Raises:
             ConfigError: no such micro-batch.
@@ -347,6 +365,9 @@ class MemoryReport:
 
         Args:
             micro_batch: which of the step's, from 0.
+
+        Returns:
+            Per call, by phase, the ticks between which it runs.
         """
         return self._spans[micro_batch]
 
@@ -359,6 +380,9 @@ class MemoryReport:
 
         Args:
             first_step: of the first step, not of the steady state.
+
+        Returns:
+            Row of the table -> tick.
         """
         return self._rows(first_step).ticks
 
@@ -393,6 +417,9 @@ class MemoryReport:
 
         Args:
             first_step: of the first step, not of the steady state.
+
+        Returns:
+            Row of the table -> bytes.
         """
         figures = self.figures(first_step=first_step)
         return {where: int(owned[:HALF].sum()) for where, _, owned in figures}
@@ -406,6 +433,9 @@ class MemoryReport:
             first_step: of the first step, not of the steady state.
             call: which of the module's calls in a forward, from 0.
             micro_batch: which of the step's, from 0; negative: from the last.
+
+        Returns:
+            (module, state) -> category -> bytes.
         """
         return self._cells(first_step, call, micro_batch, 0)
 
@@ -416,6 +446,9 @@ class MemoryReport:
 
         Args:
             first_step, call, micro_batch: as for `cells`.
+
+        Returns:
+            (module, state) -> category -> bytes of CPU memory.
         """
         return self._cells(first_step, call, micro_batch, HALF)
 
@@ -481,6 +514,9 @@ class MemoryReport:
         Args:
             tick: from 0.
             first_step: of the first step, not of the steady state.
+
+        Returns:
+            Owner -> category -> bytes.
         """
         found: dict[str, Snapshot] = defaultdict(_nothing)
         for each in self.ledger(first_step=first_step).alive(tick):
@@ -523,6 +559,9 @@ class MemoryReport:
                 ``torch.cuda.memory_allocated``.
             call, micro_batch: as for `snapshot`.
 
+        Returns:
+            The formula, in bytes.
+
         Raises:
             ConfigError: no such category, module or state; or the plan has no formulas.
         """
@@ -559,6 +598,9 @@ class MemoryReport:
         Args:
             **sizes: by name; the others are the plan's.
 
+        Returns:
+            A report, in bytes as any other.
+
         Raises:
             OutOfRangeError: the formulas do not hold there; says why, and what to do.
             ConfigError: there is no such size.
@@ -576,6 +618,9 @@ class MemoryReport:
         Args:
             **sizes: by name, the values to be drawn; without any, each open size up to four times
                 what it is and the number of ranks by powers of 2, as far as the formula holds.
+
+        Returns:
+            One per size: its values, and the peak at each in bytes.
 
         Raises:
             OutOfRangeError, ConfigError: as `formula` and `Formula.at`.
@@ -622,6 +667,9 @@ class MemoryReport:
             capability: of the GPU, as ``torch.cuda.get_device_capability``.
             settings: ``PYTORCH_CUDA_ALLOC_CONF``, see `AllocatorSettings.from_text`.
             capacity: bytes of the device without CUDA's context and NCCL's buffers.
+
+        Returns:
+            Bytes allocated and reserved, at each point.
 
         Raises:
             ConfigError: the plan is for the CPU, which has no such allocator.
@@ -727,6 +775,9 @@ class MemoryReport:
             micro_batch: whose modules, from 0; negative: from the last.
             width: no line is longer; categories are added up where there is no room for each.
 
+        Returns:
+            Text, in the given unit.
+
         Raises:
             ConfigError: no such depth, units or micro-batch, or no such width.
         """
@@ -785,6 +836,9 @@ class MemoryReport:
 
         Args:
             clock: of phases, the microsecond of each tick of their ledger, and of the end.
+
+        Returns:
+            Events in Perfetto's JSON format.
         """
         from fxshard.memory.views import perfetto
 
@@ -818,6 +872,9 @@ class MemoryReport:
 
         Args:
             other: of any plan.
+
+        Returns:
+            The differences, in bytes; ``table()`` shows them.
         """
         from fxshard.memory.views import diff
 
