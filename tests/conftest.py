@@ -75,7 +75,8 @@ BEHIND_THE_TRACE = {
     *("precision", "solve", "state", "strategies", "streams", "training", "tune"),
     *("unused_outputs", "verify_strategies", "visible", "wrapping"),
     *("accumulation_eager", "bucket_numbers", "groups", "optimizer_bytes", "precision_parts"),
-    *("precision_scaling", "state_copies", "strategies_bytes", "visible_page"),
+    *("precision_scaling", "state_copies", "strategies_bytes", "training_counts"),
+    *("training_gradients", "visible_page"),
 }
 
 

@@ -23,7 +23,8 @@ from fxshard.ir.units import configured_units
 from fxshard.verify import gradients
 from tests import graphs
 from tests.graphs import BF16
-from tests.verify.test_verify import ALWAYS, FAULTS, find, fresh, insert, launch, paired, pick
+from tests.verify.full_shard_faults import FAULTS
+from tests.verify.verify_cases import ALWAYS, find, fresh, insert, launch, paired, pick
 from tests.zoo import MODELS
 
 aten = torch.ops.aten
