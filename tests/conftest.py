@@ -97,6 +97,12 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def same_seed() -> None:
+    """Weights and batches are the same in every run."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
 def hasty() -> Iterator[Callable[[int], Ranks]]:
     """Pools of their own, which failures end: the session's stay up."""
     pools: list[Ranks] = []

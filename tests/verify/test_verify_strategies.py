@@ -1,6 +1,7 @@
 """`verify` finds what is wrong in programs of every strategy and policy, and what it finds harms.
 
-As tests/verify/test_verify.py, whose faults are those of `full_shard`.
+As tests/verify/test_verify.py, whose faults are those of `full_shard`. One file because its
+tests go through the one list that all its faults are entered in.
 """
 
 import dataclasses
