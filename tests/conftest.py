@@ -75,7 +75,8 @@ BEHIND_THE_TRACE = {
     *("precision", "solve", "state", "strategies", "streams", "training", "tune"),
     *("unused_outputs", "verify_strategies", "visible", "wrapping"),
     *("accumulation_eager", "bucket_numbers", "groups", "optimizer_bytes", "precision_parts"),
-    *("precision_scaling", "state_copies", "strategies_bytes", "visible_page"),
+    *("precision_scaling", "state_copies", "strategies_bytes", "training_counts"),
+    *("training_gradients", "visible_page"),
 }
 
 
@@ -93,6 +94,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def same_seed() -> None:
+    """Weights and batches are the same in every run."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 A fault takes a program and a random number generator that chooses the place, changes the program
 and says what it did; or returns None if there is no such place. Whether that does harm is not said
 here (tests/verify/test_faults.py finds out).
+
+One file because it is one list of kinds, which share the few functions at its top.
 """
 
 import dataclasses

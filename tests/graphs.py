@@ -2,6 +2,8 @@
 
 A torch upgrade changes what capture makes, and so no golden may come from a capture. Here every
 operator of forward and backward is in the text, and the module beside it is its eager reference.
+
+One file because a program, its reference and the world that runs both change together.
 """
 
 import copy

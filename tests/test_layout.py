@@ -1,4 +1,4 @@
-"""The rooms: no circles between files, few files beside them, and docs/layout.md names each."""
+"""No circles between files, few beside the rooms, docs/layout.md names each, long tests say why."""
 
 import ast
 import re
@@ -10,7 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ROOT / "fxshard"
+TESTS = ROOT / "tests"
 MOST_FILES = 8  # of fxshard/ itself
+MOST_LINES = 600  # of a file of tests/ that does not say why it has more
 
 # Data that is shown by views: it imports a view where it is asked to show itself, and the view the
 # data. Nothing else imports upward, for types either.
@@ -108,3 +110,10 @@ def test_files_that_the_layout_names_exist() -> None:
     text = (ROOT / "docs" / "layout.md").read_text()
     named = re.findall(r"`((?:fxshard|passes|tests|benchmarks|examples)/[\w./]+)`", text)
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_long_files_of_tests_say_why() -> None:
+    files = {path.relative_to(ROOT).as_posix(): path.read_text() for path in TESTS.rglob("*.py")}
+    long = {name: text for name, text in files.items() if len(text.splitlines()) > MOST_LINES}
+    docs = {name: ast.get_docstring(ast.parse(text)) or "" for name, text in long.items()}
+    assert [name for name, doc in sorted(docs.items()) if "One file because " not in doc] == []

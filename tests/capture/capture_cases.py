@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from fxshard.ir import tags
 from fxshard.ir.program import Program
 from tests.eager import Net
+from tests.zoo import MODELS
 
 
 def where(program: Program, phase: tags.Phase, target: Any) -> list[str]:
@@ -105,3 +106,8 @@ def assert_same_output(ours: Any, theirs: Any) -> None:
         assert_same_output(vars(ours), vars(theirs))
     else:
         assert ours == theirs
+
+
+def built(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name].build()

@@ -21,7 +21,8 @@ from fxshard.ir.program import Program
 from fxshard.ir.units import find_units
 from tests.zoo import architectures as zoo
 from tests.zoo import deep
-from tests.zoo.deep import DEEP_TRAPS, HALF, STAMPED, TRAPS, Block, Net, x
+from tests.zoo.deep import HALF, STAMPED, Block, Net, x
+from tests.zoo.traps import DEEP_TRAPS, TRAPS
 
 FLAT = "is captured block by block"
 

@@ -12,7 +12,7 @@ from torch.optim import AdamW
 
 import fxshard
 from tests import fsdp2
-from tests.end_to_end.test_training import Net, batch, loss_of
+from tests.end_to_end.training_cases import Net, batch, loss_of
 from tests.fsdp2 import Result
 from tests.oracles import Collective, count_collectives
 from tests.zoo import MODELS

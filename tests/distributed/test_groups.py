@@ -28,7 +28,7 @@ from tests.distributed.strategies_cases import (
     row_and_column,
     sizes,
 )
-from tests.end_to_end.test_training import assert_same, batch, grads_of, loss_of, state_of
+from tests.end_to_end.training_cases import assert_same, batch, grads_of, loss_of, state_of
 from tests.oracles import Collective, count_collectives
 from tests.zoo import MODELS
 

@@ -35,7 +35,7 @@ from tests.distributed.strategies_cases import (
     sizes,
     theirs,
 )
-from tests.end_to_end.test_training import assert_same, batch, grads_of, loss_of
+from tests.end_to_end.training_cases import assert_same, batch, grads_of, loss_of
 from tests.fsdp2 import Result
 from tests.zoo import MODELS
 

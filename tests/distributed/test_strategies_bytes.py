@@ -36,7 +36,7 @@ from tests.distributed.strategies_cases import (
     one_step,
     sizes,
 )
-from tests.end_to_end.test_training import Net, assert_same, batch, grads_of, loss_of, state_of
+from tests.end_to_end.training_cases import Net, assert_same, batch, grads_of, loss_of, state_of
 from tests.fsdp2 import full
 from tests.oracles import count_collectives
 from tests.zoo import MODELS

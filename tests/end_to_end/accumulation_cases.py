@@ -12,12 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import AdamW
 
 import fxshard
-from tests.end_to_end.test_training import (
-    batch,
-    grads_of,
-    loss_of,
-    state_of,
-)
+from tests.end_to_end.training_cases import batch, grads_of, loss_of, state_of
 
 Seen = Iterator[tuple[str, Any]]
 

@@ -20,7 +20,7 @@ from tests.end_to_end.accumulation_cases import (
     seeded,
     train,
 )
-from tests.end_to_end.test_training import (
+from tests.end_to_end.training_cases import (
     Net,
     assert_same,
     batch,

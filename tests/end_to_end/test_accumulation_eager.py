@@ -23,13 +23,7 @@ from tests.end_to_end.accumulation_cases import (
     seeded,
     train,
 )
-from tests.end_to_end.test_training import (
-    Net,
-    assert_same,
-    batch,
-    grads_of,
-    loss_of,
-)
+from tests.end_to_end.training_cases import Net, assert_same, batch, grads_of, loss_of
 from tests.fsdp2 import full
 from tests.oracles import Collectives, count_collectives
 from tests.zoo import MODELS

@@ -1,6 +1,7 @@
 """What lines of forward can be. Each function draws from a `Draft` and returns an expression.
 
 "@" stands for the variable that a statement assigns; a text that begins with "!" assigns none.
+One file because the order of all entries decides what a seed draws.
 """
 
 from __future__ import annotations

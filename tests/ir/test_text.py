@@ -22,9 +22,9 @@ from fxshard.ir import dump, ops, tags, text
 from fxshard.ir.program import Program
 from fxshard.ir.units import configured_units
 from tests import captures, graphs, texts
-from tests.passes.test_passes import marked
-from tests.verify.test_verify import fresh
+from tests.passes.passes_cases import marked
 from tests.verify.test_verify_strategies import HALF, SETTINGS, traced
+from tests.verify.verify_cases import fresh
 from tests.zoo import MODELS, deep
 
 BUILDS: dict[str, Callable[[], Program]] = {

@@ -1,4 +1,7 @@
-"""The caching allocator's rules, each counted by hand; sources are files of PyTorch."""
+"""The caching allocator's rules, each counted by hand; sources are files of PyTorch.
+
+One file because the rules act on each other, and the properties at the end hold all of them.
+"""
 
 import re
 from pathlib import Path

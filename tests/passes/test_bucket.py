@@ -22,7 +22,7 @@ from fxshard.memory.category import Category
 from fxshard.passes.bucket import LARGE, Bucket
 from fxshard.verify import certificate
 from tests import graphs
-from tests.end_to_end.test_training import Net, batch, loss_of
+from tests.end_to_end.training_cases import Net, batch, loss_of
 from tests.oracles import Collective, count_collectives, profiler_peak_bytes
 from tests.passes.bucket_cases import APART, MERGED, PACKED, SPLIT, Options
 

@@ -20,7 +20,7 @@ from fxshard.verify.gradients import hook_rows
 from tests import fsdp2, graphs
 from tests.distributed.test_strategies import grid
 from tests.end_to_end.test_accumulation import train as train_accumulating
-from tests.end_to_end.test_training import Net, assert_same
+from tests.end_to_end.training_cases import Net, assert_same
 from tests.fsdp2 import Result
 from tests.passes.bucket_cases import APART, MERGED, PACKED, SPLIT, Options
 from tests.zoo import MODELS

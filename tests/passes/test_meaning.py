@@ -22,7 +22,7 @@ from fxshard.ir.units import find_units
 from fxshard.passes.insert_step import InsertStep
 from tests import graphs, interpreter
 from tests.interpreter import Found, Values
-from tests.passes.test_passes import marked
+from tests.passes.passes_cases import marked
 from tests.passes.test_streams import SMALL, untouched
 from tests.verify.test_verify_strategies import SETTINGS
 from tests.zoo import MODELS

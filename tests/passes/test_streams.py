@@ -27,8 +27,8 @@ from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.verify import orders
 from tests import graphs, streams
 from tests.graphs import APART, BF16
-from tests.verify.test_verify import fresh
 from tests.verify.test_verify_strategies import SETTINGS, traced
+from tests.verify.verify_cases import fresh
 from tests.zoo import MODELS
 
 Build = Callable[[], Program]

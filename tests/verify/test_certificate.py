@@ -22,7 +22,7 @@ from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.peers import first_difference
 from fxshard.verify.certificate import agreement, certificate, collectives
 from tests import graphs
-from tests.verify.test_verify import fresh
+from tests.verify.verify_cases import fresh
 from tests.zoo import MODELS, models
 
 WORLDS: list[tuple[int, ...]] = [(2,), (3,), (4,), (7,), (8,), (2, 2), (2, 4)]

@@ -25,7 +25,7 @@ from tests import graphs, streams
 from tests.faults import FAULTS
 from tests.passes.test_streams import ALL, SMALL, of_zoo, untouched
 from tests.passes.test_streams import small as behind
-from tests.verify.test_verify import fresh
+from tests.verify.verify_cases import fresh
 
 Build = Callable[[], Program]
 

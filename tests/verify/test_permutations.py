@@ -19,7 +19,7 @@ from fxshard.config import Config
 from fxshard.errors import ConfigError, PassError, VerifyError
 from fxshard.ir.program import Fact, Program
 from tests import graphs, interpreter
-from tests.passes.test_passes import marked
+from tests.passes.passes_cases import marked
 from tests.passes.test_streams import SMALL, untouched
 from tests.verify.test_verify_strategies import SETTINGS
 from tests.zoo import MODELS

@@ -1,6 +1,7 @@
 """`verify` finds what is wrong in programs of every strategy and policy, and what it finds harms.
 
-As tests/verify/test_verify.py, whose faults are those of `full_shard`.
+As tests/verify/test_verify.py, whose faults are those of `full_shard`. One file because its
+tests go through the one list that all its faults are entered in.
 """
 
 import dataclasses
@@ -23,7 +24,8 @@ from fxshard.ir.units import configured_units
 from fxshard.verify import gradients
 from tests import graphs
 from tests.graphs import BF16
-from tests.verify.test_verify import ALWAYS, FAULTS, find, fresh, insert, launch, paired, pick
+from tests.verify.full_shard_faults import FAULTS
+from tests.verify.verify_cases import ALWAYS, find, fresh, insert, launch, paired, pick
 from tests.zoo import MODELS
 
 aten = torch.ops.aten

@@ -5,6 +5,8 @@ configuration: nothing is downloaded. What a row does not say is the class's own
 `use_cache` and the implementations of attention and of experts among them: it is what users call.
 Dropout is on wherever the class has it. A new architecture is one entry in `TRANSFORMERS` or one
 in `HANDMADE`; `python -m benchmarks.models_page` then writes docs/models.md again.
+
+One file because it is one table: the rows share the configurations and the batches above them.
 """
 
 from collections.abc import Callable

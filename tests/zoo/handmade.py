@@ -1,7 +1,7 @@
 """Hand-written models for the table of architectures: one way of writing PyTorch each.
 
 All take the one batch of their row in `tests/zoo/architectures.py`; what is odd about a model is in
-its docstring.
+its docstring. One file because it is one list, in which each model stands for itself.
 """
 
 from dataclasses import dataclass

@@ -63,7 +63,7 @@ class Difference:
         cpu, cuda: what a capture on the CPU and one for CUDA holds.
         bytes: what that changes.
         source: file of PyTorch.
-        test: in tests/capture/test_cuda_plan.py.
+        test: in one of tests/capture/test_cuda_*.py.
     """
 
     op: str
