@@ -28,7 +28,7 @@ Source = tuple[Literal["state", "input", "computed", "constant"], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
-    """Dynamo's graph of one call, and how it stands for the model.
+    """Dynamo's graph of one call, and how it takes the place of the model.
 
     Attributes:
         module: the graph.
