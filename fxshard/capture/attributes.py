@@ -1,9 +1,10 @@
 """Plain attributes of modules that forward reads: a program depends on their values.
 
 While a model is traced every read of an attribute is noted, by the class of the module: layers that
-are alike read alike, also where one was traced for all. One that the class has, or nobody, may be
-put on the module later. At each call the attributes so named are compared with what they were, with
-the collections and configurations that they hold: ``drop.p = 0`` asks for another program.
+are alike read alike, also where one was traced for all. One that the class has, or that is absent,
+may be put on the module later. At each call the attributes so named are compared with what they
+were, with the collections and configurations that they hold: ``drop.p = 0`` asks for another
+program.
 
 Of an object of the user's, such as a trainer, what forward read of objects of its class counts: it
 may count steps beside. Where that cannot be seen, all that it holds does.

@@ -101,7 +101,7 @@ def read(
     def backend(module: fx.GraphModule, _: Sequence[Any]) -> Any:
         def run(*given: Any) -> Any:
             assert mode.shape_env is not None
-            with mode, mode.shape_env.ignore_fresh_unbacked_symbols():  # nobody takes this run's
+            with mode, mode.shape_env.ignore_fresh_unbacked_symbols():  # not used
                 computed = module(*given)
             ran.append((module, given, computed))
             return computed

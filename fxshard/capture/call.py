@@ -330,7 +330,7 @@ def _same_data(model: nn.Module, buffers: dict[str, torch.Tensor]) -> Iterator[N
 
 
 def refuse_opaque(names: tuple[str, ...], values: list[Any], what: str) -> None:
-    """Raise CaptureError for an object that may hold tensors out of our sight."""
+    """Raise CaptureError for an object that may hold tensors and cannot be looked into."""
     for name, value in zip(names, values, strict=True):
         if not isinstance(value, (torch.Tensor, *torch_sizes.SYMBOLIC, *PLAIN)):
             raise CaptureError(

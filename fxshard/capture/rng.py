@@ -91,7 +91,7 @@ def only_torch_s(model: nn.Module, *, by_name: bool = True) -> Iterator[None]:
     """While `model` is traced, refuse numbers that a module draws outside of PyTorch.
 
     The program would hold what was drawn while tracing: the same mask in every step, without a
-    word. (transformers' SpecAugment draws its masks by numpy, LayerDrop by hand Python's numbers.)
+    word. (transformers' SpecAugment draws its masks by numpy, LayerDrop may draw by Python.)
 
     Args:
         by_name: name the module that drew, which takes a look around each call; else one look at
@@ -202,7 +202,7 @@ class Outside:
         self.python, self.numbers = random.getstate(), numpy.random.get_state()
 
     def drawn(self) -> str | None:
-        """Which of them somebody has drawn from since."""
+        """Which of them has been drawn from since."""
         if random.getstate() != self.python:
             return "random"
         same = map(numpy.array_equal, numpy.random.get_state(), self.numbers)

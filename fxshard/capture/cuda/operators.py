@@ -1,4 +1,4 @@
-"""What a capture for CUDA does otherwise than one on the CPU, on a machine without a GPU.
+"""Where a capture for CUDA differs from one for the CPU, on a machine without a GPU.
 
 Tensors stay fake CPU ones; the operators that PyTorch runs on CUDA are put in place of the CPU's
 while the model is traced, so nothing has to be corrected afterwards. docs/cuda.md lists what
@@ -389,7 +389,7 @@ def capture_signature(program: Program) -> collections.Counter[Signature]:
 
     Returns:
         How many operators there are of each name and of each list of result shapes and dtypes;
-        picks of results are not counted.
+        getitems are not counted.
     """
     return collections.Counter(
         (
