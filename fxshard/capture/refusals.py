@@ -19,16 +19,22 @@ from fxshard.capture.repeat.places import Formless
 from fxshard.errors import CaptureError
 
 
-class TracerError(CaptureError):
-    """The tracer refuses what the model does: another way may go further.
-
-    Attributes:
-        from_data: Python asked for the values of a tensor.
-    """
+class _TracerError(CaptureError):
+    """See `is_tracers` and `asks_for_values`."""
 
     def __init__(self, text: str, from_data: bool) -> None:
         super().__init__(text)
         self.from_data = from_data
+
+
+def is_tracers(error: CaptureError) -> bool:
+    """True if the tracer refuses what the model does: another way may go further."""
+    return isinstance(error, _TracerError)
+
+
+def asks_for_values(error: CaptureError) -> bool:
+    """True if Python asked for the values of a tensor."""
+    return isinstance(error, _TracerError) and error.from_data
 
 
 @contextlib.contextmanager
@@ -36,7 +42,7 @@ def explained(call: FlatCall) -> Iterator[None]:
     """Turn what torch raises into a CaptureError that names the line of the user's code.
 
     Raises:
-        CaptureError: in place of it; TracerError where another way to trace may go further.
+        CaptureError: in place of it.
     """
     cls = type(call.model).__name__
     try:
@@ -44,7 +50,7 @@ def explained(call: FlatCall) -> Iterator[None]:
     except CaptureError:
         raise
     except export.DATA_DEPENDENT_ERRORS as error:
-        raise TracerError(
+        raise _TracerError(
             f"{cls} cannot be traced: Python control flow or a shape depends "
             f"on the values of a tensor{line_of(error)}\n{remedy(error)}"
             f"{hf.remedy_of_values(call.model)}",
@@ -84,7 +90,7 @@ def explained(call: FlatCall) -> Iterator[None]:
             )
         text += f"\nThe call was {_called(call)}; args=(x,) stands for model(x)."
         if isinstance(error, (RuntimeError, TypeError)):  # others are the model's own
-            raise TracerError(text, from_data=False) from error
+            raise _TracerError(text, from_data=False) from error
         raise CaptureError(text) from error
 
 

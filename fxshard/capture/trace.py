@@ -134,7 +134,7 @@ def capture(
                     try:
                         return _captured(request, before, way)
                     except CaptureError as error:
-                        if not failures and not isinstance(error, refusals.TracerError):
+                        if not failures and not refusals.is_tracers(error):
                             raise
                         failures[way] = error
         raise refusals.no_way(failures)
@@ -146,14 +146,12 @@ def _is_worth(way: str, failures: dict[str, CaptureError], symbols: Symbols) -> 
     """Whether a way may go where those before did not."""
     if way == DIRECT:
         return True
-    first = failures[DIRECT]
-    if way == OPEN:  # with symbols the first way was this one
-        return isinstance(first, refusals.TracerError) and first.from_data and not symbols
-    return not symbols
+    # With symbols the first way was the open one.
+    return not symbols and (way != OPEN or refusals.asks_for_values(failures[DIRECT]))
 
 
 def _captured(request: Request, before: Snapshot, way: str) -> Program:
-    """`capture`, one way. Raises TracerError where another one may go further."""
+    """`capture`, one way."""
     mode = _mode(request)
     found = _of_blocks(request, before, mode) if way == DIRECT else None
     if found is None:
