@@ -283,7 +283,7 @@ def make_program(
         device: where parameters are when they are whole; None: where they are now.
         observe: called with the dump before and after each pass.
         captures: earlier captures of this model: one that serves the call is not made again, nor
-            one that serves it with other sizes (see `fxshard.capture.shapes.resettled`).
+            one that serves it with other sizes (see `fxshard.capture.shapes.at_sizes`).
         symbols: sizes that the program leaves open (see `fxshard.capture.trace.capture`).
         every_tangent: see `trace.capture`.
         stems: earlier programs of this model behind `STEM`, which see no ranks and no sharding: one
@@ -385,7 +385,7 @@ def _captured(
         before: captures of calls that differ in the open sizes alone.
     """
     for program in before:
-        made = shapes.resettled(program, sizes)
+        made = shapes.at_sizes(program, sizes)
         if made is not None:
             return made
     if not symbols:

@@ -314,15 +314,12 @@ def higher_order_operator(error: BaseException) -> str | None:
     return found and found[1]
 
 
-def of_name(desc: Any, name: Any) -> Any:
+def of_name(desc: Any, name: str) -> Any:
     """The descriptor `desc` of a parameter or buffer, of its gradient or of its change in forward,
-    for the one of another name.
-
-    Args:
-        name: called with the old name.
+    for the one that is called `name`.
     """
     if isinstance(desc, (_desc.ParamAOTInput, _desc.BufferAOTInput)):
-        return dataclasses.replace(desc, target=name(desc.target))
+        return dataclasses.replace(desc, target=name)
     if isinstance(desc, _desc.GradAOTOutput):
         return dataclasses.replace(desc, grad_of=of_name(desc.grad_of, name))
     if isinstance(desc, _desc.InputMutationAOTOutput):

@@ -1,4 +1,4 @@
-"""Tensors of a call that share memory: no program may write one of them behind the others' back.
+"""Tensors of a call that share memory: no program may write one of them unknown to the others.
 
 A trace takes each buffer and each input for memory of its own. That is right as long as none is
 written that overlaps with another one which the program knows.
@@ -44,7 +44,7 @@ def overlapping(tensors: Sequence[Tensor]) -> Groups:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the one behind its last."""
+    """The first byte of a tensor in its storage, and the one after its last."""
     size = tensor.element_size()
     reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     start = int(tensor.storage_offset()) * size
@@ -91,11 +91,11 @@ def keep_old_value(program: Program, holder: fx.Node) -> fx.Node:
     return copy
 
 
-def copied(program: Program, value: fx.Node, behind: fx.Node) -> fx.Node:
-    """A copy of `value`, made in forward behind another node."""
-    with program.graph.inserting_after(behind):
+def copied(program: Program, value: fx.Node, after: fx.Node) -> fx.Node:
+    """A copy of `value`, made in forward after another node."""
+    with program.graph.inserting_after(after):
         copy = program.graph.call_function(torch.ops.aten.clone.default, (value,))
-    tag = tags.Meta("forward", "compute", module=tags.get(behind).module)
+    tag = tags.Meta("forward", "compute", module=tags.get(after).module)
     return tags.put(copy, tag, program.refake(copy))
 
 
@@ -141,11 +141,11 @@ def refuse_written(
             if writes and other is not None:
                 place = tags.place(cast(fx.Node, writes[0].args[1]))
                 raise CaptureError(
-                    f"forward writes {_said(program, role, name)} ({place}), "
+                    f"forward writes {_described(program, role, name)} ({place}), "
                     f"whose memory is also that of "
-                    f"{_said(program, *other)}: a traced program would go on with values that are "
-                    f"out of date. Let one of them have memory of its own (.clone()), or make it a "
-                    f"view of the other inside of forward."
+                    f"{_described(program, *other)}: a traced program would go on with values that "
+                    f"are out of date. Let one of them have memory of its own (.clone()), or make "
+                    f"it a view of the other inside of forward."
                 )
 
 
@@ -166,7 +166,7 @@ def refuse_unregistered(func: Any, args: tuple[Any, ...], kwargs: Any, line: str
         )
 
 
-def _said(program: Program, role: str, name: str | None) -> str:
+def _described(program: Program, role: str, name: str | None) -> str:
     if role == "input":
         return program.signature.input_names[int(name or 0)]
     return f"{'parameter' if role == 'whole' else 'buffer'} {name!r}"

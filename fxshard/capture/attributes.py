@@ -1,9 +1,10 @@
 """Plain attributes of modules that forward reads: a program depends on their values.
 
 While a model is traced every read of an attribute is noted, by the class of the module: layers that
-are alike read alike, also where one was traced for all. One that the class has, or nobody, may be
-put on the module later. At each call the attributes so named are compared with what they were, with
-the collections and configurations that they hold: ``drop.p = 0`` asks for another program.
+are alike read alike, also where one was traced for all. One that the class has, or that is absent,
+may be put on the module later. At each call the attributes so named are compared with what they
+were, with the collections and configurations that they hold: ``drop.p = 0`` asks for another
+program.
 
 Of an object of the user's, such as a trainer, what forward read of objects of its class counts: it
 may count steps beside. Where that cannot be seen, all that it holds does.
@@ -29,8 +30,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fxshard.capture import counters
-from fxshard.capture.counters import slots
+from fxshard.capture.held import is_users, slots
 from fxshard.capture.swapped import STATE, users_class
 
 Reads = dict[type, set[str]]  # by class of a module: names of attributes
@@ -103,7 +103,7 @@ def note_all(model: nn.Module) -> None:
         for module in model.modules():
             names = reads.setdefault(users_class(module), set())
             names |= vars(module).keys() - _OWN
-            for cls in filter(counters.is_users, users_class(module).__mro__):
+            for cls in filter(is_users, users_class(module).__mro__):
                 names |= {n for n, v in vars(cls).items() if not n.startswith("__") and _value(v)}
         for cls in reads.keys() - {users_class(module) for module in model.modules()}:
             reads[cls].add("__dict__")  # all of an object that other traces saw reads of
@@ -138,7 +138,7 @@ def _objects(value: Any) -> Iterator[Any]:
 
 def _tells(cls: type) -> bool:
     """True for a class of the user's that finds attributes as `object` does."""
-    mine = not issubclass(cls, (type, types.ModuleType, enum.Enum)) and counters.is_users(cls)
+    mine = not issubclass(cls, (type, types.ModuleType, enum.Enum)) and is_users(cls)
     return mine and bool(cls.__flags__ & _HEAP) and not hasattr(cls, "__getattr__")
 
 
@@ -282,7 +282,7 @@ def _inside(value: Any, reads: Reads) -> Callable[[], tuple[Any, ...]] | None:
             return None
     if known and _tells(type(value)):
         return lambda: _read(value, names)
-    if counters.is_users(type(value)):  # as transformers' PretrainedConfig
+    if is_users(type(value)):  # as transformers' PretrainedConfig
         if slots(value):
             return lambda: (*_items(getattr(value, "__dict__", {})), *slots(value).values())
         if hasattr(value, "__dict__"):
@@ -296,8 +296,8 @@ def _contents(values: np.ndarray[Any, Any]) -> bytes:
     """The bytes of an array; of a large one a digest."""
     if values.nbytes <= _LARGE:
         return values.tobytes()
-    whole = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-    return hashlib.sha256(whole.data).digest()
+    flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    return hashlib.sha256(flat.data).digest()
 
 
 def _read(value: Any, names: tuple[str, ...]) -> tuple[Any, ...]:

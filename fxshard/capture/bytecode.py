@@ -28,7 +28,7 @@ Source = tuple[Literal["state", "input", "computed", "constant"], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
-    """Dynamo's graph of one call, and how it stands for the model.
+    """Dynamo's graph of one call, and how it takes the place of the model.
 
     Attributes:
         module: the graph.
@@ -101,7 +101,7 @@ def read(
     def backend(module: fx.GraphModule, _: Sequence[Any]) -> Any:
         def run(*given: Any) -> Any:
             assert mode.shape_env is not None
-            with mode, mode.shape_env.ignore_fresh_unbacked_symbols():  # nobody takes this run's
+            with mode, mode.shape_env.ignore_fresh_unbacked_symbols():  # not used
                 computed = module(*given)
             ran.append((module, given, computed))
             return computed

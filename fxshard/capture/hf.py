@@ -36,7 +36,7 @@ def methods_on_whole(kind: type) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def while_tracing(model: nn.Module) -> Iterator[None]:
-    """Everything that transformers is told while a model is traced."""
+    """Everything that is changed in transformers while a model is traced."""
     with _eager_attention_branch(), _without_cache(model), _without_checks():
         yield
 
@@ -102,8 +102,8 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
 def _without_checks() -> Iterator[None]:
     """While tracing, leave out transformers' checks of values, by its own switch.
 
-    Such as whether there are as many image tokens as image features. No operator stands for a
-    check in a program (`passes/canonicalize.py` drops asserts), and a traced one cannot look.
+    Such as whether there are as many image tokens as image features. No operator of a
+    program is a check (`passes/canonicalize.py` drops asserts), and a traced one cannot look.
     (transformers/utils/import_utils.py, ``torch_compilable_check``)
     """
     before = os.environ.get(CHECKS_OFF)
@@ -154,7 +154,7 @@ def refuse_packed(graph: fx.Graph) -> None:
     """Remove the marks of `while_tracing`; refuse positions that come from the batch.
 
     Positions that the model counts up by itself are not packed. Those computed from an input may
-    be, and only their values tell.
+    be, and only their values show it.
 
     Raises:
         CaptureError: the values of an input decide whether sequences are packed.

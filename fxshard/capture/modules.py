@@ -1,4 +1,4 @@
-"""A module's own tensors, by name."""
+"""The tensors that modules hold as parameters and buffers."""
 
 from __future__ import annotations
 
@@ -9,26 +9,34 @@ from typing import Any
 from torch import Tensor, nn
 
 
+def slots(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Each place in which a module of `model` holds one: the dict, the key, the tensor."""
+    for module in model.modules():
+        for tensors in _dicts(module):
+            yield from [(tensors, key, t) for key, t in tensors.items() if t is not None]
+
+
 @contextlib.contextmanager
 def put_back(module: nn.Module) -> Iterator[None]:
     """Give `module` and all below it their tensors again: an initialisation may reach down."""
-    before: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (slots, dict(slots))
-        for below in module.modules()
-        for slots in (below._parameters, below._buffers)
-    ]
+    before = [(tensors, dict(tensors)) for each in module.modules() for tensors in _dicts(each)]
     try:
         yield
     finally:
-        for slots, tensors in before:
-            slots.clear()
-            slots.update(tensors)
+        for tensors, kept in before:
+            tensors.clear()
+            tensors.update(kept)
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    both: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
-    return {name: tensor for name, tensor in both.items() if tensor is not None}
+    """Name -> tensor, of those that `module` itself holds."""
+    return {k: t for tensors in _dicts(module) for k, t in tensors.items() if t is not None}
+
+
+def _dicts(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    return module._parameters, module._buffers
 
 
 def join(path: str, name: str) -> str:
+    """The FQN of what the module at `path` calls `name`."""
     return f"{path}.{name}" if path else name

@@ -74,7 +74,7 @@ def fake_like(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """A fake tensor with a storage of its own. Meta tensors become CPU ones; DTensors are whole."""
+    """A fake tensor with a storage of its own. Meta tensors become CPU ones; DTensors are full."""
     dtype = dtype or tensor.dtype
     own = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
     device = device or own
@@ -174,7 +174,7 @@ def _forward_first(program: Program, targets: list[Any]) -> None:
     The trace ends with views of what forward has written in place, made of its last value.
     """
     made = [n for n in program.graph.nodes if n.op == "call_function"]
-    first = next((i for i, n in enumerate(made) if _begins_backward(n)), None)
+    first = next((i for i, n in enumerate(made) if provenance.is_backward(n)), None)
     if first is None:
         return
     todo = [
@@ -210,10 +210,9 @@ def _tag_compute(program: Program) -> None:
         if node.op != "call_function":
             continue
         held = node.meta
-        if _begins_backward(node):
+        if provenance.is_backward(node):
             phase = "backward"
-        key = "nn_module_stack" if phase == "forward" else "fwd_nn_module_stack"
-        stack = held.get(key) or held.get("nn_module_stack")
+        stack = provenance.stack_of(node, phase)
         place = by_stack.get(id(stack))
         if place is None:
             at = provenance.call_in(stack), provenance.line_in(stack)
@@ -234,10 +233,6 @@ def _tag_compute(program: Program) -> None:
     tags.put(
         program.output, tags.Meta("backward" if program.signature.training else "forward", "output")
     )
-
-
-def _begins_backward(node: fx.Node) -> bool:
-    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
 def _set_results(
@@ -266,7 +261,7 @@ def _set_results(
             kept.append(value)
         elif kind == "grad" and value is not None:
             what, name = source
-            if what == "buffer":  # it was set behind compile
+            if what == "buffer":  # it was set after compile
                 raise CaptureError(learned_buffer(_fqn(name)))
             _refuse_sparse(name, value)
             if what == "param":
@@ -340,7 +335,7 @@ def _allocate_zeros(program: Program) -> None:
 
 
 def _write_back(program: Program, mutated: list[tuple[fx.Node, fx.Node]]) -> None:
-    """Copy new values into buffers and inputs, behind everything that reads the old ones.
+    """Copy new values into buffers and inputs, after everything that reads the old ones.
 
     Where backward or the caller reads the old one, be it through a view, forward begins with a copy
     of it.
@@ -396,7 +391,7 @@ def _check_gradients(program: Program) -> None:
     if not program.signature.training:
         return
     have = {r.name for r in program.results if r.kind == "grad"}
-    reach = _outputs_behind(program)
+    reach = _dependent_outputs(program)
     for node in program.graph.find_nodes(op="placeholder"):
         tag = tags.get(node)
         if (
@@ -435,12 +430,12 @@ def reached(program: Program) -> dict[str, frozenset[int]]:
         if result.kind == "grad"
     }
     if not all(gradients.values()):
-        behind = _outputs_behind(program)
+        dependent = _dependent_outputs(program)
         for node in program.graph.find_nodes(op="placeholder"):
             tag = tags.get(node)
             name = f"input[{tag.fqn}]" if tag.role == "input" else tag.fqn or ""
             if name in gradients and not gradients[name]:
-                gradients[name] = _union(behind, node.users)
+                gradients[name] = _union(dependent, node.users)
     return {name: reach for name, reach in gradients.items() if 0 < len(reach) < len(tangents)}
 
 
@@ -448,7 +443,7 @@ def _union(sets: dict[fx.Node, frozenset[int]], nodes: Iterable[fx.Node]) -> fro
     return frozenset().union(*(sets.get(node, ()) for node in nodes))
 
 
-def _outputs_behind(program: Program) -> dict[fx.Node, frozenset[int]]:
+def _dependent_outputs(program: Program) -> dict[fx.Node, frozenset[int]]:
     """Of each forward node: which outputs with a tangent (flat indices) depend on it, if any.
 
     The walk stops at operators that cut gradients on purpose, and at those that the user runs

@@ -17,8 +17,8 @@ from fxshard.ir.units import Unit, buffer_dtypes
 aten = torch.ops.aten
 
 
-def traced_dtypes(model: nn.Module, units: tuple[Unit, ...]) -> dict[str, torch.dtype]:
-    """Dtype of each parameter (by all its names) and buffer that is not traced as it is stored."""
+def traced_dtypes(model: nn.Module, units: tuple[Unit, ...]) -> dict[int, torch.dtype | None]:
+    """Identity of each parameter and buffer -> its dtype if it is not traced as it is stored."""
     found = {
         alias: param.compute_dtype
         for unit in units
@@ -26,7 +26,10 @@ def traced_dtypes(model: nn.Module, units: tuple[Unit, ...]) -> dict[str, torch.
         for alias in param.aliases
         if param.compute_dtype is not param.dtype
     }
-    return found | buffer_dtypes(units, dict(model.named_buffers(remove_duplicate=False)))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    found |= buffer_dtypes(units, buffers)
+    named = (*model.named_parameters(remove_duplicate=False), *buffers.items())
+    return {id(tensor): found.get(name) for name, tensor in reversed(named)}  # by its first name
 
 
 @contextlib.contextmanager

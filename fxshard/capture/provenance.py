@@ -18,7 +18,7 @@ from types import CodeType
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fxshard._torch import graphs
@@ -27,11 +27,12 @@ from fxshard.capture import aliasing, rng
 from fxshard.ir.calls import Call
 
 STACK = "nn_module_stack"
+STACKS = {"forward": STACK, "backward": f"fwd_{STACK}"}
 LINE = "fxshard_line"  # keys in that stack, beside the FQNs
 CALL = "fxshard_call"
 NO_GRAD = "fxshard_no_grad"
 NOTES = (LINE, CALL, NO_GRAD)
-SAID = "fxshard_said_line"  # beside that stack: the line, where frames do not tell it
+GIVEN_LINE = "fxshard_given_line"  # beside that stack: the line, where frames do not tell it
 
 DEVICE_OF = torch.ops.prim.device.default
 
@@ -89,12 +90,12 @@ class LinesNoted(TorchDispatchMode):
     """Notes the line of user code of every operator inside, and if gradients are off there.
 
     Args:
-        told: called with each operator, its arguments and what is noted.
+        listener: called with each operator, its arguments and what is noted.
     """
 
-    def __init__(self, told: Callable[..., None] | None = None) -> None:
+    def __init__(self, listener: Callable[..., None] | None = None) -> None:
         super().__init__()
-        self._told = told
+        self._listener = listener
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -102,7 +103,7 @@ class LinesNoted(TorchDispatchMode):
         if func is DEVICE_OF:  # what C++ asks of every fake tensor that it meets: no node
             return func(*args)
         stack = graphs.current_meta().get(STACK, {})
-        line = str(graphs.current_meta().get(SAID) or user_line())
+        line = str(graphs.current_meta().get(GIVEN_LINE) or user_line())
         rng.refuse_generators(func, args, kwargs, line)
         aliasing.refuse_unregistered(func, args, kwargs, line)
         noted = {
@@ -110,9 +111,20 @@ class LinesNoted(TorchDispatchMode):
             NO_GRAD: (not torch.is_grad_enabled(), bool),
         }
         graphs.with_current_meta(STACK, {**stack, **noted})
-        if self._told is not None:
-            self._told(func, args, kwargs, noted)
+        if self._listener is not None:
+            self._listener(func, args, kwargs, noted)
         return func(*args, **(kwargs or {}))
+
+
+def is_backward(node: fx.Node) -> bool:
+    """True if a node of a trace is marked as one of backward."""
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
+def stack_of(node: fx.Node, phase: str) -> dict[str, Any] | None:
+    """The stack of a node of "forward" or "backward": the latter have that of forward noted."""
+    found: dict[str, Any] | None = node.meta.get(STACKS[phase]) or node.meta.get(STACK)
+    return found
 
 
 def module_in(stack: dict[str, Any] | None) -> str | None:

@@ -1,11 +1,159 @@
-"""What to say of an error of torch: the line of the user's code, and what may be done about it."""
+"""Errors of torch raised as ours: the line of the user's code, and what may be done about it."""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import logging
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from fxshard.capture import provenance
+from torch import Tensor, nn
+
+from fxshard._torch import export, fake_tensors
+from fxshard.capture import hf, provenance
+from fxshard.capture.call import FlatCall
+from fxshard.capture.repeat.places import Formless
+from fxshard.errors import CaptureError
+
+
+class _TracerError(CaptureError):
+    """See `is_tracers` and `asks_for_values`."""
+
+    def __init__(self, text: str, from_data: bool) -> None:
+        super().__init__(text)
+        self.from_data = from_data
+
+
+def is_tracers(error: CaptureError) -> bool:
+    """True if the tracer refuses what the model does: another way may go further."""
+    return isinstance(error, _TracerError)
+
+
+def asks_for_values(error: CaptureError) -> bool:
+    """True if Python asked for the values of a tensor."""
+    return isinstance(error, _TracerError) and error.from_data
+
+
+@contextlib.contextmanager
+def explained(call: FlatCall) -> Iterator[None]:
+    """Turn what torch raises into a CaptureError that names the line of the user's code.
+
+    Raises:
+        CaptureError: in place of it.
+    """
+    cls = type(call.model).__name__
+    try:
+        yield
+    except CaptureError:
+        raise
+    except export.DATA_DEPENDENT_ERRORS as error:
+        raise _TracerError(
+            f"{cls} cannot be traced: Python control flow or a shape depends "
+            f"on the values of a tensor{line_of(error)}\n{remedy(error)}"
+            f"{hf.remedy_of_values(call.model)}",
+            from_data=True,
+        ) from error
+    except Exception as error:
+        if isinstance(error, Formless) or str(error).startswith(export.KEPT_BY_FORWARD):
+            raise CaptureError(
+                f"{cls} cannot be traced: forward reads a tensor that an "
+                f"earlier run of forward has made and kept{_kept(call.model)}"
+                f"{line_of(error)}\nWhile tracing forward runs more than once, on tensors "
+                f"without data. Make that tensor in __init__ (register_buffer), or "
+                f"empty the cache and call the model once before it is planned or compiled."
+            ) from error
+        operator = export.higher_order_operator(error)
+        if operator is not None:
+            raise CaptureError(
+                f"{cls} cannot be traced: it calls the higher-order operator "
+                f"{operator}{line_of(error)}\nA program has no branches and no loops. Use "
+                f"torch.where, masking, or a loop of Python that is as long in every call."
+            ) from error
+        misfit = _misfit(call)
+        if isinstance(error, TypeError) and misfit:
+            raise CaptureError(
+                f"{cls} cannot be called as {_called(call)}: {misfit}.\n"
+                f"Give the call to trace: args=(x,) for model(x), kwargs={{'name': y}} for "
+                f"model(name=y)."
+            ) from error
+        first = str(error).splitlines()[0] if str(error) else ""
+        text = f"{cls} cannot be traced ({type(error).__name__}: {first}){line_of(error)}"
+        if ".numpy()" in str(error):
+            text += "\nCompute it with torch, or outside of the model and pass it in."
+        if "modified by an inplace operation" in str(error):
+            text += (
+                "\nThe backward of every output is traced, of those too that no loss reads: write "
+                "y = y + x for y += x, or return the output detached."
+            )
+        text += f"\nThe call was {_called(call)}; args=(x,) stands for model(x)."
+        if isinstance(error, (RuntimeError, TypeError)):  # others are the model's own
+            raise _TracerError(text, from_data=False) from error
+        raise CaptureError(text) from error
+
+
+def _misfit(call: FlatCall) -> str:
+    """What of the call the signature of forward does not take; "" if it takes all of it."""
+    request = call.request
+    try:
+        inspect.signature(call.model.forward).bind(*request.args, **request.kwargs)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def _called(call: FlatCall) -> str:
+    """``model(float32[3, 4], labels=int64[3])``."""
+    request = call.request
+    every = [_argument(arg) for arg in request.args]
+    every += [f"{name}={_argument(arg)}" for name, arg in request.kwargs.items()]
+    return f"model({', '.join(every)})"
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+
+def _kept(model: nn.Module) -> str:
+    """``, as self.<name> of <class>``; or where else it may be."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if fake_tensors.is_fake(value):
+                return f", as self.{name} of {type(module).__name__}"
+    return ", in a global, a closure or a collection"
+
+
+def no_way(failures: dict[str, CaptureError]) -> CaptureError:
+    """What to say when no way was left: the first reason in full, a line for each other."""
+    first, *others = failures.items()
+    text = str(first[1])
+    for way, error in others:
+        reason = error.__cause__ or error
+        lines = str(reason).strip().splitlines() or [""]
+        text += f"\nTried {way} too: {type(reason).__name__}: {lines[0]}"
+    refused = CaptureError(text)
+    refused.__cause__ = first[1].__cause__
+    return refused
+
+
+@contextlib.contextmanager
+def torch_silent() -> Iterator[None]:
+    """Keep what torch raises while it traces out of its log: it is raised as ours."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def drop(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR
+
+    logger.addFilter(drop)
+    try:
+        yield
+    finally:
+        logger.removeFilter(drop)
+
 
 # Files, functions and operators of torch that look at values -> what to do in place of it.
 _STOCK = {

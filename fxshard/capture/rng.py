@@ -87,15 +87,15 @@ def kept(device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def only_torch_s(model: nn.Module, *, told: bool = True) -> Iterator[None]:
+def only_torch_s(model: nn.Module, *, by_name: bool = True) -> Iterator[None]:
     """While `model` is traced, refuse numbers that a module draws outside of PyTorch.
 
     The program would hold what was drawn while tracing: the same mask in every step, without a
-    word. (transformers' SpecAugment draws its masks by numpy, LayerDrop by hand Python's numbers.)
+    word. (transformers' SpecAugment draws its masks by numpy, LayerDrop may draw by Python.)
 
     Args:
-        told: name the module that drew, which takes a look around each call of one; else one look
-            at the end, which is enough where the same is to be traced again.
+        by_name: name the module that drew, which takes a look around each call; else one look at
+            the end, which is enough where the same is to be traced again.
 
     Raises:
         CaptureError: a module drew from the global generator of `random` or `numpy.random`.
@@ -105,7 +105,7 @@ def only_torch_s(model: nn.Module, *, told: bool = True) -> Iterator[None]:
     outside = Outside()
 
     def look() -> None:
-        looks = len(running) == 1 or (running and told)
+        looks = len(running) == 1 or (running and by_name)
         drawn = outside.drawn() if looks else None
         if drawn:
             who = names[id(running[-1])] or "the model"
@@ -133,7 +133,7 @@ def only_torch_s(model: nn.Module, *, told: bool = True) -> Iterator[None]:
 
 
 class _Unseeded:
-    """Stands for a generator of torch, which a program draws from and never seeds."""
+    """In place of a generator of torch, which a program draws from and never seeds."""
 
     def __init__(self, generator: torch.Generator, line: Callable[[], str]) -> None:
         self._generator, self._line = generator, line
@@ -202,7 +202,7 @@ class Outside:
         self.python, self.numbers = random.getstate(), numpy.random.get_state()
 
     def drawn(self) -> str | None:
-        """Which of them somebody has drawn from since."""
+        """Which of them has been drawn from since."""
         if random.getstate() != self.python:
             return "random"
         same = map(numpy.array_equal, numpy.random.get_state(), self.numbers)

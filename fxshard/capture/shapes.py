@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sympy
 import torch
@@ -23,6 +23,7 @@ from fxshard._torch import fake_tensors, trees
 from fxshard._torch import sizes as torch_sizes
 from fxshard._torch.fake_tensors import FakeTensorMode
 from fxshard.errors import CaptureError, ConfigError
+from fxshard.ir import tags
 from fxshard.ir.domain import (
     LAYOUT,
     OPEN,
@@ -36,9 +37,6 @@ from fxshard.ir.domain import (
 )
 from fxshard.ir.program import Program, input_name
 from fxshard.ir.units import no_plain_tensor
-
-if TYPE_CHECKING:
-    pass
 
 aten = torch.ops.aten
 
@@ -212,7 +210,7 @@ class Trace:
         return Domain(self.sizes, self.places, self._symbols, conditions)
 
 
-def settle(graph: fx.Graph, trace: Trace, mode: FakeTensorMode) -> Domain:
+def concretize(graph: fx.Graph, trace: Trace, mode: FakeTensorMode) -> Domain:
     """Put sizes in front and make every fake value one of the example call, in place.
 
     Args:
@@ -225,7 +223,7 @@ def settle(graph: fx.Graph, trace: Trace, mode: FakeTensorMode) -> Domain:
     for node in graph.nodes:
         if "val" in node.meta:
             val = node.meta["val"]
-            layout = tuple(map(example.layout, _tensors(val)))
+            layout = tuple(map(example.layout, tags.tensors(val)))
             if any(size.free_symbols for each in layout for side in each for size in side):
                 node.meta[LAYOUT] = layout
             node.meta[OPEN] = example.open(val)
@@ -293,12 +291,6 @@ def depends_on_data(node: fx.Node) -> bool:
 _FROM_DATA = re.compile(r"\bu\d+\b")  # torch's names of symbols without an example
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [t for item in value for t in _tensors(item)] if isinstance(value, (list, tuple)) else []
-
-
 def _sides(relation: type[sympy.Basic], conditions: list[sympy.Basic]) -> set[sympy.Basic]:
     """What conditions compare with 0 by `relation`."""
     with_zero = [c for c in conditions if isinstance(c, relation) and 0 in c.args]
@@ -320,11 +312,10 @@ class _Example:
     """Values of the example call for values with symbols."""
 
     def __init__(self, trace: Trace, mode: FakeTensorMode) -> None:
-        self.env, self.mode = trace.env, mode
+        self.env, self._fakes = trace.env, _Fakes(mode)
         self._given = trace.example
         self._made_up: dict[sympy.Symbol, sympy.Number] = {}
-        self._storages: dict[int, tuple[Any, Tensor]] = {}  # the first keeps the number taken
-        self._tensors: dict[int, tuple[Any, Tensor]] = {}
+        self._tensors: dict[int, tuple[Any, Tensor]] = {}  # the first keeps its identity taken
         self._expressions: dict[sympy.Basic, sympy.Basic] = {}
         asked = [condition for condition, _ in trace.domain().conditions]
         self._divisible = _sides(sympy.Eq, asked)
@@ -424,24 +415,42 @@ class _Example:
         return self._tensors[id(value)][1]
 
     def _tensor(self, value: Tensor) -> Tensor:
-        storage = value.untyped_storage()
         size, stride = map(self.number, value.shape), map(self.number, value.stride())
         where = tuple(size), tuple(stride), self.number(value.storage_offset())
+        return self._fakes.like(value, where, self.number(value.untyped_storage().nbytes()))
+
+
+class _Fakes:
+    """Fake tensors of other sizes; those of one storage stay in one."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._storages: dict[int, tuple[Any, Tensor]] = {}  # the first keeps its identity taken
+
+    def like(self, value: Tensor, where: tuple[Any, Any, Any], nbytes: int | None) -> Tensor:
+        """A tensor in place of `value`.
+
+        Args:
+            value: a fake tensor.
+            where: size, stride and offset of the new one.
+            nbytes: of the new one's storage; None: it is that of `value`.
+        """
+        storage = value.untyped_storage()
         if id(storage) not in self._storages:
-            nbytes = self.number(storage.nbytes())
-            flat = fake_tensors.fake_empty(
-                self.mode, (nbytes // value.element_size(),), value.dtype, value.device
-            )
+            flat = value
+            if nbytes is not None:
+                count = nbytes // value.element_size()
+                flat = fake_tensors.fake_empty(self._mode, (count,), value.dtype, value.device)
             self._storages[id(storage)] = storage, flat
         _, flat = self._storages[id(storage)]
         made = fake_tensors.fake_view(
-            self.mode, flat, lambda x: x.view(value.dtype).as_strided(*where)
+            self._mode, flat, lambda x: x.view(value.dtype).as_strided(*where)
         )
         return made.requires_grad_() if value.requires_grad and value.is_leaf else made
 
 
-def resettled(program: Program, sizes: Sizes) -> Program | None:
-    """A captured program with the fake values of a call of other sizes; nothing is traced.
+def at_sizes(program: Program, sizes: Sizes) -> Program | None:
+    """A captured program with the fake values of a call of other sizes; nothing is traced again.
 
     Equal to the capture of such a call. No pass may have touched `program`, which stays as it is;
     fake values that are the same for all sizes are shared.
@@ -471,9 +480,7 @@ def resettled(program: Program, sizes: Sizes) -> Program | None:
         before = node.meta["val"]
         node.meta["val"] = other.of(before, node.meta.get(OPEN))
         if OPEN not in node.meta and node.op == "call_function" and node.meta["val"] is before:
-            node.meta["val"] = made.refake(
-                node
-            )  # `fxshard.capture.normalize` made it, behind the trace
+            node.meta["val"] = made.refake(node)  # `normalize` made it, after the trace
     return made
 
 
@@ -481,10 +488,9 @@ class _OtherSizes:
     """Values of a call of other sizes for those of the example call."""
 
     def __init__(self, values: Mapping[sympy.Symbol, int], mode: FakeTensorMode) -> None:
-        self.mode = mode
+        self._fakes = _Fakes(mode)
         self._values = {symbol: sympy.Integer(size) for symbol, size in values.items()}
         self._numbers: dict[sympy.Basic, Any] = {}
-        self._storages: dict[int, Tensor] = {}
         self._tensors: dict[int, Tensor] = {}
 
     def of(self, value: Any, opened: Any) -> Any:
@@ -492,7 +498,7 @@ class _OtherSizes:
 
         Args:
             value: of the example call.
-            opened: what `_Example.open` has said of it; None of what was made behind the trace.
+            opened: what `_Example.open` gave for it; None for what was made after the trace.
         """
         if isinstance(value, (list, tuple)):
             each = opened or [None] * len(value)
@@ -514,19 +520,9 @@ class _OtherSizes:
         size, stride = (
             tuple(int(self._number(n)) for n in at) for at in (place.size, place.stride)
         )
+        nbytes = int(self._number(place.nbytes)) if place.nbytes.free_symbols else None
         where = size, stride, int(self._number(place.offset))
-        storage = value.untyped_storage()
-        if id(storage) not in self._storages:
-            flat = value
-            if place.nbytes.free_symbols:
-                count = int(self._number(place.nbytes)) // value.element_size()
-                flat = fake_tensors.fake_empty(self.mode, (count,), value.dtype, value.device)
-            self._storages[id(storage)] = flat
-        flat = self._storages[id(storage)]
-        made = fake_tensors.fake_view(
-            self.mode, flat, lambda x: x.view(value.dtype).as_strided(*where)
-        )
-        return made.requires_grad_() if value.requires_grad and value.is_leaf else made
+        return self._fakes.like(value, where, nbytes)
 
 
 def alike(leaves: Sequence[Any], symbols: Symbols) -> tuple[Any, ...]:
@@ -552,12 +548,12 @@ def alike(leaves: Sequence[Any], symbols: Symbols) -> tuple[Any, ...]:
 
 
 def _sizes_first(graph: fx.Graph, example: _Example) -> None:
-    """One node per size: in front where it follows from the inputs, else behind what it is of.
+    """One node per size: in front where it follows from the inputs, else after what it is of.
 
     The trace asks a tensor for its size wherever an operator needs it; a late question would keep
     the tensor alive, until backward if it is asked there.
     """
-    *_, front = graph.find_nodes(op="placeholder")  # sizes go behind it
+    *_, front = graph.find_nodes(op="placeholder")  # sizes go after it
     ready: set[fx.Node] = set()
     for node in list(graph.nodes):
         if node.target in ASSERTS:

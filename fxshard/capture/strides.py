@@ -2,7 +2,7 @@
 
 Strides: autograd writes views of results into the graph, and a view that the fake tensor allows may
 not exist of the real one. Which results there are, and their sizes: the trace notes expressions of
-open sizes for them. What does not change the graph, `fxshard.capture.fakes` sets right behind the
+open sizes for them. What does not change the graph, `fxshard.capture.fakes` sets right after the
 trace. A test holds every rule against the kernel itself.
 """
 
@@ -94,11 +94,7 @@ def upsampled_backward(args: tuple[Any, ...]) -> Tensor:
 
 def _in_format_of(image: Tensor, shape: Sequence[Any]) -> Tensor:
     """Source: the meta functions in ATen/native/UpSample*.cpp, ``suggest_memory_format``."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(image.dim())
-    is_last = (
-        last is not None and not image.is_contiguous() and image.is_contiguous(memory_format=last)
-    )
-    kept = last if is_last and last is not None else torch.contiguous_format
+    kept = _dense_format(image) or torch.contiguous_format
     return torch.empty(shape, dtype=image.dtype, device=image.device, memory_format=kept)
 
 

@@ -17,13 +17,13 @@ from torch import nn
 from fxshard._torch import modules
 
 STATE = "_fxshard"  # the one attribute of ours on a model: its `fxshard.runtime.runtime.Runtime`
-METHODS = "_fxshard_methods"  # there: names of methods that run on whole parameters
+METHODS = "_fxshard_methods"  # there: names of methods that run on unsharded parameters
 USERS_CLASS = "_fxshard_users_class"  # on the generated class: the one that it was made of
 
 
 @dataclasses.dataclass
 class Inside:
-    """What of the model itself the program stands for, and so must not run around it too.
+    """What of the model itself is in the program, and so must not run around it too.
 
     Attributes:
         forward: a ``forward`` that the user put on the object, in front of that of its class.

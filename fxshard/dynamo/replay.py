@@ -220,7 +220,7 @@ class Interpreter(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        restore = graphs.with_current_meta(provenance.SAID, dynamo.stack_line(n))
+        restore = graphs.with_current_meta(provenance.GIVEN_LINE, dynamo.stack_line(n))
         try:
             if n.target is reading.parameter or n.target is reading.packet:
                 return args[0]  # the whole parameter, which is there in the place of its handle

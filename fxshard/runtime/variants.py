@@ -14,8 +14,8 @@ from fxshard._torch import trees
 from fxshard._torch.trees import TreeSpec
 from fxshard.capture import shapes
 from fxshard.capture.aliasing import overlapping
+from fxshard.capture.call import PLAIN
 from fxshard.capture.shapes import of_call, require_plain
-from fxshard.capture.trace import PLAIN
 from fxshard.codegen.emit import Executor
 from fxshard.ir import ops, tags
 from fxshard.ir.domain import FIXED, Place, Sizes, size_at

@@ -350,10 +350,10 @@ def test_attention_order_is_that_of_sdpa_kernel() -> None:
 
 def test_descriptors_of_another_name(joint: Any) -> None:
     _, sources, targets = joint
-    named = [export.of_name(desc, lambda name: f"other.{name}") for desc in sources]
+    named = [export.of_name(d, f"other.{export.input_source(d)[1]}") for d in sources]
     params = [s for kind, s in map(export.input_source, named) if kind == "param"]
     assert params == ["other.linear.weight", "other.linear.bias"]
-    renamed = [export.of_name(desc, lambda name: "new") for desc in targets if desc is not None]
+    renamed = [export.of_name(desc, "new") for desc in targets if desc is not None]
     found = [export.output_source(desc) for desc in renamed]
     assert ("grad", ("param", "new")) in found
     assert ("mutation", ("buffer", "new")) in found

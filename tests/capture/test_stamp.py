@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 import fxshard
-from fxshard.capture import fakes, repeat, trace
+from fxshard.capture import fakes, trace
+from fxshard.capture.repeat import write
 from fxshard.capture.repeat.ghosts import Ghost
 from fxshard.errors import CaptureError
 from fxshard.ir import dump, tags
@@ -90,14 +91,14 @@ def both(
 ) -> Seen:
     """Capture a model as it is and with FXSHARD_FLAT_CAPTURE=1, and compare all that is `said`."""
     written: list[Any] = []
-    original = repeat.written
+    original = write.written
 
     def counted(*args: Any) -> Any:
         found = original(*args)
         written.append(found)
         return found
 
-    monkeypatch.setattr(repeat, "written", counted)
+    monkeypatch.setattr(write, "written", counted)
     found: list[Any] = []
     lines: list[list[str]] = []
     for flat in ("0", "1"):
@@ -111,7 +112,7 @@ def both(
         assert state(model) == before
         assert torch.equal(torch.get_rng_state(), numbers)
         lines.append([r.getMessage() for r in caplog.records if FLAT in r.getMessage()])
-    monkeypatch.setattr(repeat, "written", original)
+    monkeypatch.setattr(write, "written", original)
     assert "\n".join(found[0][0]).splitlines() == "\n".join(found[1][0]).splitlines()
     assert found[0][1] == found[1][1]
     assert not lines[1]
@@ -244,8 +245,8 @@ def test_shallow_models_are_not_looked_at(monkeypatch: Any, caplog: Any) -> None
 def test_compile_stamps_too(monkeypatch: Any) -> None:
     """Gradients of a stamped program are those of eager."""
     written: list[Any] = []
-    original = repeat.written
-    monkeypatch.setattr(repeat, "written", lambda *a: written.append(a) or original(*a))
+    original = write.written
+    monkeypatch.setattr(write, "written", lambda *a: written.append(a) or original(*a))
     torch.manual_seed(0)
     model = Net()
     loss = model(x())

@@ -1,8 +1,8 @@
-"""What a capture for CUDA does otherwise than one on the CPU, on a machine without a GPU.
+"""Where a capture for CUDA differs from one for the CPU, on a machine without a GPU.
 
 Tensors stay fake CPU ones; the operators that PyTorch runs on CUDA are put in place of the CPU's
-while the model is traced, so nothing has to be corrected afterwards. `DIFFERENCES` is the whole
-list (docs/cuda.md is written from it); what lies inside kernels is in memory/cuda/kernels.py.
+while the model is traced, so nothing has to be corrected afterwards. docs/cuda.md lists what
+differs; what lies inside kernels is in memory/cuda/kernels.py.
 """
 
 from __future__ import annotations
@@ -52,206 +52,6 @@ class Target:
 
 # H100 and H200, with the cuDNN that the wheels of torch 2.11 bring (9.19.0).
 TARGET = Target((9, 0), 91900, 132)
-
-
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """One row of the table.
-
-    Attributes:
-        op: what the model calls.
-        cpu, cuda: what a capture on the CPU and one for CUDA holds.
-        bytes: what that changes.
-        source: file of PyTorch.
-        test: in one of tests/capture/test_cuda_*.py.
-    """
-
-    op: str
-    cpu: str
-    cuda: str
-    bytes: str
-    source: str
-    test: str
-
-
-DIFFERENCES: tuple[Difference, ...] = (
-    Difference(
-        op="scaled_dot_product_attention, fp16 or bf16",
-        cpu="flash_for_cpu: q, k, v, output, log-sum-exp f32 [B,H,S]",
-        cuda="cuDNN: the same, log-sum-exp [B,H,S,1], seed and offset",
-        bytes="+16",
-        source="sdp_utils.cpp, `select_sdp_backend`; `_meta_registrations.py`",
-        test="test_attention_saves_what_cudnn_needs",
-    ),
-    Difference(
-        op="the same, where cuDNN does not take it, or flash is pinned",
-        cpu="flash_for_cpu",
-        cuda="flash: log-sum-exp [B,H,S], generator state u64 [2] and u64",
-        bytes="+24",
-        source="sdp_utils.cpp, `can_use_flash_attention`",
-        test="test_attention_takes_the_kernel_that_cuda_takes",
-    ),
-    Difference(
-        op="the same in fp32",
-        cpu="flash_for_cpu",
-        cuda="mem-efficient: log-sum-exp [B,H,S up to 32]",
-        bytes="4 B H (S up to 32 - S) + 16",
-        source="sdp_utils.cpp, `can_use_mem_efficient_attention`; `_meta_registrations.py`",
-        test="test_attention_in_fp32_saves_a_padded_log_sum_exp",
-    ),
-    Difference(
-        op="the same in fp32, fewer heads of keys than of queries",
-        cpu="flash_for_cpu",
-        cuda="math with S x S scores, in torch without grouped mem-efficient attention",
-        bytes="4 B H S^2 per copy",
-        source="sdp_utils.cpp; `_meta_registrations.py`",
-        test="test_grouped_heads_in_fp32_are_computed_with_scores_where_torch_has_no_kernel",
-    ),
-    Difference(
-        op="the same with dropout",
-        cpu="math, S x S scores kept",
-        cuda="in the kernel: flash, or cuDNN for multiples of 1/16",
-        bytes="- 4 B H S^2 per copy",
-        source="attention.cpp; sdp_utils.cpp, `check_cudnn_dropout`",
-        test="test_attention_dropout_keeps_no_scores",
-    ),
-    Difference(
-        op="the same with a mask",
-        cpu="flash_for_cpu, mask as it is",
-        cuda="cuDNN, or mem-efficient with rows padded to 8; never flash",
-        bytes="one mask, in the dtype of q",
-        source="attention.cpp, `convert_boolean_attn_mask`, `preprocess_mask`",
-        test="test_a_mask_becomes_numbers_and_rows_of_eight_for_the_efficient_kernel",
-    ),
-    Difference(
-        op="the same, head dim no multiple of 8",
-        cpu="as it is",
-        cuda="flash with q, k, v, output padded to 8",
-        bytes="pad ratio of the four",
-        source="attention.cpp, `pad_last_dim`",
-        test="test_a_head_dim_that_is_no_multiple_of_8_is_padded_for_flash",
-    ),
-    Difference(
-        op="rms_norm, fp16 or bf16",
-        cpu="two f32 copies of x",
-        cuda="`_fused_rms_norm`: x, rstd f32 [rows]",
-        bytes="- 6 an element",
-        source="native_functions.yaml, derivatives.yaml; layer_norm.cpp",
-        test="test_rms_norm_in_bf16_saves_its_input_and_one_number_a_row",
-    ),
-    Difference(
-        op="layer_norm, fp16 or bf16",
-        cpu="mean, rstd in the dtype of the weight",
-        cuda="in f32",
-        bytes="+4 a row",
-        source="torch/_refs/__init__.py, `native_layer_norm`",
-        test="test_layer_norm_in_bf16_has_statistics_in_fp32",
-    ),
-    Difference(
-        op="batch_norm",
-        cpu="statistics in the dtype of the weight; none in eval",
-        cuda="in f32, in eval too; the trace turns cuDNN's into the native one: no reserve",
-        bytes="+4 or +8 a channel",
-        source="torch/_decomp/decompositions.py, `native_batch_norm_helper`, `cudnn_batch_norm`",
-        test="test_batch_norm_has_statistics_in_fp32_and_keeps_them_in_eval",
-    ),
-    Difference(
-        op="dropout",
-        cpu="bool mask; backward of half dtypes in three operators",
-        cuda="bool mask; backward in one",
-        bytes="0 saved",
-        source="torch/_decomp/decompositions.py, `dropout`; Dropout.cpp",
-        test="test_dropout_saves_one_byte_an_element",
-    ),
-    Difference(
-        op="embedding_bag",
-        cpu="sizes of the fast path",
-        cuda="offset2bag of all indices",
-        bytes="8 an index",
-        source="`_meta_registrations.py`, `meta_embedding_bag`",
-        test="test_embedding_bag_has_the_sizes_of_cuda",
-    ),
-    Difference(
-        op="LSTM, GRU, RNN",
-        cpu="oneDNN, or steps",
-        cuda="`_cudnn_rnn`: refused by name",
-        bytes="not known without cuDNN",
-        source="`_meta_registrations.py`, which has no backward of it",
-        test="test_recurrent_layers_are_refused_by_name",
-    ),
-    Difference(
-        op="torch.autocast",
-        cpu="the CPU's lists",
-        cuda="CUDA's: softmax, norms, powers, sums, losses in f32",
-        bytes="2 an element of those",
-        source="ATen/autocast_mode.h",
-        test="test_autocast_casts_as_on_cuda",
-    ),
-    Difference(
-        op="random operator in a checkpoint",
-        cpu="state of the generator: 5,056",
-        cuda="16, in the CPU's memory",
-        bytes="- 5,040 a state",
-        source="CPUGeneratorImpl.cpp; CUDAGeneratorImpl.cpp",
-        test="test_norms_and_dropout_made_again_in_backward_are_those_of_cuda",
-    ),
-    Difference(
-        op="linear, convolution, pooling, group_norm, cross_entropy, interpolate, topk, cumsum",
-        cpu="-",
-        cuda="the same",
-        bytes="0",
-        source="derivatives.yaml",
-        test="test_other_operators_are_the_same",
-    ),
-    Difference(
-        op="backward of flash attention",
-        cpu="score blocks",
-        cuda="dq f32 [B,S up to 128,H,D up to 32 or 64], row sums, dk and dv per query head",
-        bytes="temporary",
-        source="flash_api.cpp, `mha_bwd`",
-        test="test_flash_backward_by_hand",
-    ),
-    Difference(
-        op="backward of mem-efficient attention",
-        cpu="score blocks",
-        cuda="row sums, f32 tiles of 64 x 64 or 128 x 64 a head",
-        bytes="temporary",
-        source="attention_backward.cu; kernel_backward.h, `workspace_size`",
-        test="test_efficient_backward_by_hand",
-    ),
-    Difference(
-        op="cuDNN attention and convolution",
-        cpu="oneDNN's scratchpad",
-        cuda="a workspace of a size that cuDNN knows",
-        bytes="temporary, not known",
-        source="MHA.cpp; Conv_v8.cpp",
-        test="test_attention_and_convolution_of_cudnn_are_unknown",
-    ),
-    Difference(
-        op="backward of embedding, n > 3,072",
-        cpu="-",
-        cuda="three index arrays [n], three of segments, f32 [n/10 + min(n,V), D]",
-        bytes="temporary",
-        source="EmbeddingBackwardKernel.cu",
-        test="test_embedding_backward_by_hand",
-    ),
-    Difference(
-        op="backward of x[index]",
-        cpu="-",
-        cuda="four int64 arrays [n]",
-        bytes="temporary, 32 an index",
-        source="Indexing.cu, `index_put_with_sort_kernel`",
-        test="test_backward_of_indexing_by_hand",
-    ),
-    Difference(
-        op="AdamW and other optimizers, default",
-        cpu="a loop over parameters",
-        cuda="foreach: one copy of exp_avg_sq at once",
-        bytes="temporary, 4 a local parameter",
-        source="torch/optim/optimizer.py, `_default_to_fused_or_foreach`; adam.py",
-        test="test_adamw_copies_a_whole_state_once",
-    ),
-)
 
 
 @contextlib.contextmanager
@@ -589,7 +389,7 @@ def capture_signature(program: Program) -> collections.Counter[Signature]:
 
     Returns:
         How many operators there are of each name and of each list of result shapes and dtypes;
-        picks of results are not counted.
+        getitems are not counted.
     """
     return collections.Counter(
         (

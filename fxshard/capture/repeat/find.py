@@ -18,7 +18,7 @@ LONGEST = 8  # period that is looked for
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 WORTH = 2  # blocks that must be left out
 LEFT = 1  # periods that stay in front of those left out, and
-RIGHT = (2, 4)  # behind them: more where sums of gradients reach over blocks
+RIGHT = (2, 4)  # after them: more where sums of gradients reach over blocks
 
 
 def lists(model: nn.Module) -> tuple[list[Run], str | None]:
@@ -54,10 +54,10 @@ def repeats(model: nn.Module, run: Run, full: Rehearsal, right: int) -> Run | st
     """`run` with the blocks that can be left out, or why none can.
 
     Args:
-        right: periods that stay behind those that are left out.
+        right: periods that stay after those that are left out.
     """
     try:
-        sequences = full.sequences((run,), lambda _, block: block)
+        sequences = full.sequences((run,))
     except Unproven as reason:
         return str(reason)
     blocks: dict[str, list[list[Item]]] = {}
@@ -110,7 +110,7 @@ def _longest(same: list[bool]) -> tuple[int, int]:
 
 
 def _fingerprints(model: nn.Module, run: Run, full: Rehearsal) -> list[list[object]]:
-    """Per block, what its operators do not tell: all its parameters, and hooks of its backward."""
+    """Per block, what its operators do not show: all its parameters, and hooks of its backward."""
     found: list[list[object]] = [[] for _ in range(run.length)]
     for name, (_, form) in full.leaves.items():
         place = run.split(name)

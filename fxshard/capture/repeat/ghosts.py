@@ -82,25 +82,23 @@ class Table:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
-        self._made: dict[Any, tuple[Any, ...]] = {}
+        self._made: dict[Any, Any] = {}
 
-    def run(self, func: Any, args: Any, kwargs: Any, said: Any, tensors: list[Tensor]) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any, constants: Any, tensors: list[Tensor]) -> Any:
         """The result of an operator on ghosts.
 
         Args:
             func, args, kwargs: the call.
-            said: its constants, hashable.
+            constants: of the call, hashable.
             tensors: its tensors, in order.
         """
         if not all(isinstance(tensor, Ghost) for tensor in tensors):
             return self._worked_out(func, args, kwargs, tensors)[1]  # reads values, perhaps
         forms: list[Any] = [tensor.form for tensor in tensors]  # type: ignore[attr-defined]
-        key = (func, said, tuple(forms))
-        known = self._made.get(key)
-        if known is not None:
-            return _result(known[0], tensors)
-        known, result = self._worked_out(func, args, kwargs, tensors)
-        self._made[key] = (known,)
+        key = (func, constants, tuple(forms))
+        if key in self._made:
+            return _result(self._made[key], tensors)
+        self._made[key], result = self._worked_out(func, args, kwargs, tensors)
         return result
 
     def _worked_out(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:

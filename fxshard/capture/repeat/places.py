@@ -2,7 +2,7 @@
 
 A sequence (operators of a rehearsal, calls, nodes of a phase) is cut into the stretch of each
 block. Two neighbouring stretches, the *templates*, must be each other's image; those of the missing
-blocks are written as further images, and whatever lies behind them is what it was.
+blocks are written as further images, and whatever lies after them is what it was.
 """
 
 from __future__ import annotations
@@ -94,6 +94,15 @@ class Run:
             return block
         return block - self.removed if block >= self.kept + self.removed else None
 
+    def template(self, block: int) -> int:
+        """The block in front of those that are left out that one of them is an image of."""
+        return self.kept - self.period + (block - self.kept) % self.period
+
+    @property
+    def full(self) -> Run:
+        """The same with no block left out."""
+        return dataclasses.replace(self, removed=0)
+
     def split(self, name: str) -> tuple[int, str] | None:
         """Block, and the rest with the number of its list, of an FQN inside of a block."""
         for number, path in enumerate(self.paths):
@@ -129,6 +138,20 @@ def name_at(place: Place, runs: Runs) -> str:
     if place.run == OUTSIDE:
         return str(place.position)
     return runs[place.run].joined(place.block, place.position)
+
+
+def among_left(place: Place, runs: Runs) -> Place:
+    """A place in the model of fewer blocks, of one in the full model.
+
+    Raises:
+        Unproven: its block is left out.
+    """
+    if place.run == OUTSIDE:
+        return place
+    block = runs[place.run].short(place.block)
+    if block is None:
+        raise Unproven(f"a block that was left out is used: {name_at(place, runs)}")
+    return place._replace(block=block)
 
 
 Label = tuple[int, int] | None  # run and block that something belongs to
@@ -255,7 +278,7 @@ class Stamp:
         run = self.runs[number]
         blocks = range(run.kept, run.kept + run.removed)
         for block in reversed(blocks) if descending else blocks:
-            template = run.kept - run.period + (block - run.kept) % run.period
+            template = run.template(block)
             for item in self._blocks.get((kind, number, template), []):
                 yield item, block - template
 
@@ -301,16 +324,16 @@ class Stamp:
 
     def _same_side(self, item: Item, ref: Place) -> bool:
         """True if no missing block is between an item and what it refers to."""
-        behind = ref.block >= self.runs[ref.run].kept
+        after = ref.block >= self.runs[ref.run].kept
         kind, number, block, _ = item.place
         if number == ref.run:
-            return (block >= self.runs[number].kept) == behind
+            return (block >= self.runs[number].kept) == after
         if kind == "result":
             return True
         start = self._starts.get((kind, ref.run))
         if start is None:
-            return behind == (kind == "backward")
-        return ((self._index[item.place] > start) != (kind == "backward")) == behind
+            return after == (kind == "backward")
+        return ((self._index[item.place] > start) != (kind == "backward")) == after
 
 
 def relations(
@@ -325,7 +348,7 @@ def relations(
     found: list[tuple[bool, ...]] = []
     for a, b in zip(first, second, strict=True):
         if a.key != b.key or len(a.refs) != len(b.refs):
-            return f"{said(a.key)} and {said(b.key)}, or their constants"
+            return f"{described(a.key)} and {described(b.key)}, or their constants"
         moves: list[bool] = []
         for u, v in zip(a.refs, b.refs, strict=True):
             if u == v:
@@ -333,12 +356,12 @@ def relations(
             elif u.run == run and v == (u.kind, run, u.block + distance, u.position):
                 moves.append(True)
             else:
-                return f"{said(a.key)} reads what is elsewhere"
+                return f"{described(a.key)} reads what is elsewhere"
         found.append(tuple(moves))
     return found
 
 
-def said(key: Any) -> str:
+def described(key: Any) -> str:
     """What an item is, for people: its operator, else the beginning of all of it."""
     for part in key if isinstance(key, tuple) else ():
         if isinstance(part, export.OpOverload):

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,10 +28,12 @@ from fxshard.capture.repeat.places import (
     Place,
     Runs,
     Unproven,
+    among_left,
     cut,
     name_at,
     place_of,
 )
+from fxshard.ir import tags
 from fxshard.ir.calls import Call
 
 Token = str | tuple[int, int]  # FQN of a leaf, or the line and which of its results
@@ -72,17 +73,10 @@ class Rehearsal:
     facts: Any
     leaves: dict[str, tuple[int, Any]]
 
-    def sequences(
-        self, runs: Runs, real: Callable[[int, int], int | None]
-    ) -> dict[str, list[Item]]:
-        """Its calls and lines as items.
-
-        Args:
-            runs: the blocks to cut at.
-            real: run and number among all blocks -> number among those that ran.
-        """
-        labels = call_labels(self.calls, runs, real)
-        calls = call_items(self.calls, labels, runs, real)
+    def sequences(self, runs: Runs) -> dict[str, list[Item]]:
+        """Its calls and lines as items, cut at the blocks of `runs`."""
+        labels = call_labels(self.calls, runs)
+        calls = call_items(self.calls, labels, runs)
         where = [
             Place("line", *at)
             for at in cut([None if line.call is None else labels[line.call] for line in self.lines])
@@ -94,7 +88,7 @@ class Rehearsal:
             refs: list[Place] = []
             for token in line.tokens:
                 if isinstance(token, str):
-                    refs.append(_at(place_of(token, runs), real))
+                    refs.append(among_left(place_of(token, runs), runs))
                 else:
                     at = where[token[0]]
                     refs.append(Place("line", at.run, at.block, (at.position, token[1])))
@@ -110,38 +104,25 @@ class Rehearsal:
         return {"call": calls, "line": items}
 
 
-def _at(place: Place, real: Callable[[int, int], int | None]) -> Place:
-    if place.run < 0:
-        return place
-    block = real(place.run, place.block)
-    if block is None:
-        raise Unproven("a block that was left out is read")
-    return place._replace(block=block)
-
-
-def call_labels(
-    calls: list[Call], runs: Runs, real: Callable[[int, int], int | None]
-) -> list[Label]:
+def call_labels(calls: Sequence[Call], runs: Runs) -> list[Label]:
     """The block that each call is in: that of the call that it ran inside of, or of its module.
 
     They are two where blocks share a module.
     """
     labels: list[Label] = []
     for call in calls:
-        place = _at(place_of(call.module, runs), real)
-        own = None if place.run < 0 else (place.run, place.block)
+        place = among_left(place_of(call.module, runs), runs)
+        own = None if place.run == OUTSIDE else (place.run, place.block)
         outer = None if call.parent is None else labels[call.parent]
         labels.append(outer or own)
     return labels
 
 
-def call_items(
-    calls: list[Call], labels: list[Label], runs: Runs, real: Callable[[int, int], int | None]
-) -> list[Item]:
+def call_items(calls: Sequence[Call], labels: list[Label], runs: Runs) -> list[Item]:
     """Calls as items: the module, and the call that it ran inside of."""
     items: list[Item] = []
     for call, at in zip(calls, cut(labels), strict=True):
-        module = _at(place_of(call.module, runs, "module"), real)
+        module = among_left(place_of(call.module, runs, "module"), runs)
         parent = () if call.parent is None else (items[call.parent].place,)
         items.append(Item(Place("call", *at), "call", (module, *parent)))
     return items
@@ -171,7 +152,7 @@ class Recorder(TorchDispatchMode):
         for name, (number, _) in leaves.items():
             self._tokens.setdefault(number, name)
         self._alive: list[Any] = []  # an identity is one only while its tensor lives
-        self.refused: Exception | None = None  # why, told when forward is over: it may catch errors
+        self.refused: Exception | None = None  # why, raised after forward: it may catch errors
 
     def given(self, tensors: tuple[Tensor, ...]) -> None:
         """Name the tensors of the call."""
@@ -179,7 +160,7 @@ class Recorder(TorchDispatchMode):
             self._tokens[id(tensor)] = f"input[{i}]"
 
     def refuse(self, why: Exception) -> None:
-        """Nothing can be proven: forward goes on, so that it leaves nothing half done behind."""
+        """Nothing can be proven: forward goes on, and leaves nothing half done."""
         self.refused = self.refused or why
 
     def __torch_dispatch__(
@@ -197,18 +178,18 @@ class Recorder(TorchDispatchMode):
         stack = graphs.current_meta().get(provenance.STACK, {})
         tokens: list[Token] = []
         tensors: list[Tensor] = []
-        said: list[Any] = []
-        if func in _LITERALS and type(args[0]) is Tensor:
+        constants: list[Any] = []
+        if is_literal(func, args):
             tensors.append(args[0])
-            said.append((args[0].dtype, fake_tensors.values_as_text(args[0])))
+            constants.append((args[0].dtype, fake_tensors.values_as_text(args[0])))
         else:
-            read((args, kwargs), tensors, said)
+            split((args, kwargs), tensors, constants)
             tokens += map(self._token, tensors)
         flags = [tensor.requires_grad for tensor in tensors]
         if autograd.saved_tensors_hooks_on_top() is not None:
             self.refuse(Unproven("hooks for saved tensors run inside of the model"))
         key = (
-            *(func, tuple(said), tuple(flags), provenance.line_in(stack)),
+            *(func, tuple(constants), tuple(flags), provenance.line_in(stack)),
             *(provenance.without_gradient(stack), *_settings()),
         )
         region = checkpointing.checkpoint_number(graphs.current_meta())
@@ -217,7 +198,7 @@ class Recorder(TorchDispatchMode):
             out = func(*args, **(kwargs or {}))
         else:
             out = self._table.run(func, args, kwargs or {}, (key[1], *_settings()), tensors)
-        for i, tensor in enumerate(_tensors(out)):
+        for i, tensor in enumerate(tags.tensors(out)):
             if id(tensor) not in self._tokens:
                 self._tokens[id(tensor)] = (len(self.lines) - 1, i)
                 self._alive.append(tensor)
@@ -241,77 +222,30 @@ class Recorder(TorchDispatchMode):
             raise self.refused
         if _has_custom_functions(outputs):
             # What it saves, the class that it is of, which gradients are made for it: all of that
-            # decides about its backward, and torch tells little of it.
+            # decides about its backward, and torch says little of it.
             raise Unproven("custom autograd functions have a backward of their own")
 
 
-def read(value: Any, tensors: list[Tensor], said: list[Any]) -> None:
+def is_literal(func: Any, args: tuple[Any, ...]) -> bool:
+    """True if an operator takes a tensor that is a constant of the code."""
+    return func in _LITERALS and type(args[0]) is Tensor
+
+
+def split(value: Any, tensors: list[Tensor], constants: list[Any]) -> None:
     """Split arguments into tensors and constants, in order."""
     if isinstance(value, Tensor):
         tensors.append(value)
-        said.append(Tensor)
+        constants.append(Tensor)
     elif isinstance(value, (list, tuple)):
-        said.append(len(value))
+        constants.append(len(value))
         for item in value:
-            read(item, tensors, said)
+            split(item, tensors, constants)
     elif isinstance(value, dict):
-        said.extend(value)
+        constants.extend(value)
         for item in value.values():
-            read(item, tensors, said)
+            split(item, tensors, constants)
     else:
-        said.append(said_of(value))
-
-
-class Alike:
-    """The runs of forward in one trace, which must do the same."""
-
-    def __init__(self) -> None:
-        self._runs: list[list[Any]] = []
-
-    def one(self, leaves: Mapping[int, str]) -> Callable[..., None]:
-        """To be told the operators of the next run.
-
-        Args:
-            leaves: identity -> name of each parameter, buffer and input in this run.
-        """
-        run: list[Any] = []
-        self._runs.append(run)
-
-        def told(func: Any, args: Any, kwargs: Any, noted: Any) -> None:
-            if func is torch.ops.aten.detach.default:  # torch's own bookkeeping, as the trace goes
-                return
-            said: list[Any] = []
-            tensors: list[Tensor] = []
-            read((args, kwargs), tensors, said)
-            said += [leaves.get(id(tensor)) for tensor in tensors]
-            if func in _LITERALS and type(args[0]) is Tensor:
-                said.append(fake_tensors.values_as_text(args[0]))
-            run.append((func, tuple(map(_unnumbered, said)), noted))
-
-        return told
-
-    def differs(self) -> str | None:
-        """The line of user code of the first operator that one run has and another has not.
-
-        "" if that is unknown; None if they do the same.
-        """
-        first = self._runs[0]
-        for other in self._runs[1:]:
-            for pair in itertools.zip_longest(first, other):
-                if pair[0] != pair[1]:
-                    _, _, noted = pair[0] or pair[1]
-                    return str(noted[provenance.LINE][0])
-        return None
-
-    def check(self) -> None:
-        """Raises Unproven: they do not."""
-        if self.differs() is not None:
-            raise Unproven("forward does otherwise when it is run again")
-
-
-def _unnumbered(said: Any) -> Any:
-    """A symbol without its number: each run of forward makes those of data anew."""
-    return "symbol" if isinstance(said, str) and said.startswith("symbol ") else said
+        constants.append(as_text(value))
 
 
 def _settings() -> tuple[Any, ...]:
@@ -323,34 +257,27 @@ def _settings() -> tuple[Any, ...]:
     )
 
 
-def said_of(value: Any) -> str:
+def as_text(value: Any) -> str:
     """A constant as text that tells 1, 1.0 and True apart; an object by its identity."""
     if value is None or isinstance(value, (bool, int, float, complex, str, *_PLAIN)):
         return f"{type(value).__name__} {value!r}"
     if isinstance(value, (list, tuple)):
-        return f"{type(value).__name__} {[said_of(v) for v in value]}"
+        return f"{type(value).__name__} {[as_text(v) for v in value]}"
     if isinstance(value, dict):
-        return f"{type(value).__name__} { {k: said_of(v) for k, v in value.items()} }"
+        return f"{type(value).__name__} { {k: as_text(v) for k, v in value.items()} }"
     if isinstance(value, sizes.SYMBOLIC):
         return f"symbol {sizes.expression(value)}"
     return f"{type(value).__name__} at {id(value)}"
 
 
+DETACH = torch.ops.aten.detach.default
 _LITERALS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 _PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-
-
 def _has_custom_functions(outputs: list[Any]) -> bool:
     """True if the backward of an autograd node behind `outputs` is that of no operator."""
-    todo = [t.grad_fn for t in _tensors(outputs) if t.grad_fn is not None]
+    todo = [t.grad_fn for t in tags.tensors(outputs) if t.grad_fn is not None]
     seen: set[Any] = set(todo)
     while todo:
         node = todo.pop()
@@ -388,7 +315,7 @@ _BY_HOOKS: tuple[Any, ...] = (
 def leaves_of(model: nn.Module, runs: Runs) -> dict[str, tuple[int, Any]]:
     """Name -> identity and metadata of every parameter and buffer, under each of its names.
 
-    Names are those of the whole model, where `runs` are left out.
+    Names are those of the full model, where `runs` are left out.
     """
     found: dict[str, tuple[int, Any]] = {}
     params = dict(model.named_parameters(remove_duplicate=False))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,25 +13,26 @@ from torch import Tensor, fx
 from fxshard._torch import checkpointing, export, fake_tensors, graphs
 from fxshard._torch.fake_tensors import FakeTensorMode
 from fxshard.capture import provenance
+from fxshard.capture.provenance import STACKS, stack_of
 from fxshard.capture.repeat.places import (
     OUTSIDE,
     Item,
     Label,
     Place,
-    Run,
     Runs,
     Stamp,
     Unproven,
     Wider,
+    among_left,
     cut,
     name_at,
     place_of,
 )
-from fxshard.capture.repeat.rehearse import call_items, call_labels, said_of
+from fxshard.capture.repeat.prove import Repeats
+from fxshard.capture.repeat.rehearse import as_text, call_items, call_labels
 from fxshard.ir import tags
 from fxshard.ir.calls import Call
 
-STACKS = {"forward": "nn_module_stack", "backward": "fwd_nn_module_stack"}
 _NUMBERED = re.compile(r"(.*?)_(\d+)$")
 
 
@@ -53,27 +53,26 @@ class Noted:
     firsts: dict[str, int]
 
 
-def note(graph: fx.Graph, made: Sequence[fx.Node], calls: Sequence[Call], runs: Runs) -> Noted:
+def note(
+    graph: fx.Graph, made: dict[fx.Graph, list[fx.Node]], calls: Sequence[Call], runs: Runs
+) -> Noted:
     """Note where the nodes of `graph`, just traced, belong.
 
     Args:
         graph: of the model with fewer blocks.
-        made: its nodes, and those that were dead (see `graphs.nodes_made`).
+        made: its nodes, those too that were dead, if `graphs.nodes_made` has found them.
         calls: its calls; FQNs are those among all blocks.
         runs: what was left out.
 
     Raises:
         Unproven: the blocks cannot be told apart in it.
     """
-    if not graphs.has_names_of(graph, made):
+    nodes = made.get(graph) or list(graph.nodes)
+    if not graphs.has_names_of(graph, nodes):
         raise Unproven("the trace has dropped operators, and their names with them")
-
-    def short(run: int, block: int) -> int | None:
-        return runs[run].short(block)
-
-    labels = call_labels(list(calls), runs, short)
-    items = call_items(list(calls), labels, runs, short)
-    order = [n for n in made if n.op not in ("placeholder", "output")]
+    labels = call_labels(calls, runs)
+    items = call_items(calls, labels, runs)
+    order = [n for n in nodes if n.op not in ("placeholder", "output")]
     count: dict[str, int] = {}
     firsts: dict[str, int] = {}
     phase = "forward"
@@ -85,14 +84,14 @@ def note(graph: fx.Graph, made: Sequence[fx.Node], calls: Sequence[Call], runs: 
             count[base] = number - 1
         if _next_name(count, base) != node.name:
             raise Unproven(f"the trace names a node {node.name}, which another number was due for")
-        if node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward"):
+        if provenance.is_backward(node):
             phase = "backward"
         phases[phase].append(node)
     places: dict[fx.Node, Place] = {}
     for kind, nodes in phases.items():
         found: list[Label] = []
         for node in nodes:
-            call = None if graphs.sums_gradients(node) else provenance.call_in(_stack(node, kind))
+            call = None if graphs.sums_gradients(node) else provenance.call_in(stack_of(node, kind))
             found.append(None if call is None else labels[call])
         at = cut(found, descending=kind == "backward")
         places |= {n: Place(kind, *where) for n, where in zip(nodes, at, strict=True)}
@@ -109,11 +108,6 @@ def _next_name(count: dict[str, int], base: str) -> str:
     number = count[base] + 1
     count[base] = number
     return f"{base}_{number}" if number else base
-
-
-def _stack(node: fx.Node, phase: str) -> dict[str, Any] | None:
-    found: dict[str, Any] | None = node.meta.get(STACKS[phase]) or node.meta.get("nn_module_stack")
-    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +133,7 @@ class _Recipe:
 
     Attributes:
         template: the node.
-        reads: how many nodes its arguments name, in front of its other references.
+        reads: its arguments name nodes, the first of its references.
         metadata: of its images, without those of its `stack`.
         storages: each storage of its value, and which one of the node that owns it; that is itself
             if it says so.
@@ -150,7 +144,7 @@ class _Recipe:
     """
 
     template: fx.Node
-    reads: int
+    reads: bool
     metadata: dict[str, Any]
     storages: list[tuple[torch.UntypedStorage, int, bool]]
     stack: dict[str, Any] | None
@@ -159,34 +153,38 @@ class _Recipe:
     checkpoint: bool
 
 
-class Writer:
-    """Writes the full graph.
+def written(
+    traced: Traced, noted: Noted, repeats: Repeats, mode: FakeTensorMode, training: bool
+) -> Traced:
+    """The graph of the full model from that of the shortened one.
 
     Args:
-        traced: of the model with fewer blocks; every value is a fake one without symbols.
+        traced: values are fake ones of `mode` without symbols.
         noted: where its nodes were traced.
-        runs: what was left out.
-        names: FQN of each parameter and of each buffer of the whole model, in order.
-        calls: of the whole model, as `Program.calls`.
-        full_calls: the same as items.
+        repeats: what was left out.
         mode: owner of the fake values.
         training: the graph has a backward.
+
+    Raises:
+        Unproven: its blocks are not images of each other, in backward say.
     """
+    return _Writer(traced, noted, repeats, mode, training).write()
+
+
+class _Writer:
+    """Writes the full graph: see `written`."""
 
     def __init__(
         self,
         traced: Traced,
         noted: Noted,
-        runs: Runs,
-        names: tuple[list[str], list[str]],
-        calls: Sequence[Call],
-        full_calls: Sequence[Item],
+        repeats: Repeats,
         mode: FakeTensorMode,
         training: bool,
     ) -> None:
-        self.traced, self.noted, self.runs, self.names = traced, noted, runs, names
-        self.calls, self.mode, self.training = calls, mode, training
-        self._call_numbers = {item.place: i for i, item in enumerate(full_calls)}
+        self.traced, self.noted, self.mode, self.training = traced, noted, mode, training
+        self.runs, self.names = repeats.runs, repeats.names
+        self._call_numbers = {item.place: i for i, item in enumerate(repeats.calls)}
         self._owners: dict[int, tuple[Place, int]] = {}
         self._nodes: dict[Place, fx.Node] = {}
         self._places: dict[fx.Node, Place] = {}
@@ -198,7 +196,7 @@ class Writer:
         self._stacks: dict[Any, dict[str, Any]] = {}  # one for all that were run in one line
         self.graph = fx.Graph()
         try:
-            self.stamp = Stamp(runs, self._sequences())
+            self.stamp = Stamp(self.runs, self._sequences())
         except Unproven as reason:  # forward is proven: what reaches over blocks is backward
             raise Wider(str(reason)) from None
 
@@ -211,10 +209,8 @@ class Writer:
         for node, desc in zip(
             self.traced.graph.find_nodes(op="placeholder"), self.traced.sources, strict=True
         ):
-            what, name = export.input_source(desc)
-            inside = what in ("param", "buffer")
-            place = place_of(_user(name), self.runs) if inside else _outside("leaf", (what, name))
-            found["leaf"].append(self._item(node, place, what))
+            source = export.input_source(desc)
+            found["leaf"].append(self._item(node, self._leaf(source), source[0]))
         for node in self.traced.graph.nodes:
             if node.op in ("placeholder", "output"):
                 continue
@@ -222,7 +218,7 @@ class Writer:
             if "partitioner_tag" not in node.meta and place.kind == "forward" and _is_size(node):
                 place = _outside("size", len(found["size"]))
                 if found["forward"]:
-                    raise Unproven("a size is computed behind the operators that need it")
+                    raise Unproven("a size is computed after the operators that need it")
             found[place.kind].append(self._item(node, place, node.target))
         found["result"] = self._results(output)
         return found
@@ -242,19 +238,19 @@ class Writer:
             if id(storage) not in self._owners:
                 self._owners[id(storage)] = (place, own)
                 own += 1
-        key: list[Any] = [node.op, what, said_of(args), _value_key(node.meta.get("val"), storages)]
+        key: list[Any] = [node.op, what, as_text(args), _value_key(node.meta.get("val"), storages)]
         for number in storages:
             owner, ordinal = self._owners[number]
             refs.append(owner)
             key.append(ordinal)
-        key += [_own(node), sorted(set(node.meta) & _FLAGS)]
+        key += [_own(node), tuple(sorted(set(node.meta) & _FLAGS))]
         if place.kind in STACKS:
-            stack = _stack(node, place.kind)
+            stack = stack_of(node, place.kind)
             module, call = provenance.module_in(stack), provenance.call_in(stack)
             key += [provenance.line_in(stack), provenance.without_gradient(stack), module is None]
             key += [node.meta.get("partitioner_tag"), checkpointing.is_saved_by_policy(node)]
             if module is not None:
-                refs.append(self._short(place_of(module, self.runs, "module")))
+                refs.append(among_left(place_of(module, self.runs, "module"), self.runs))
             if call is not None:
                 refs.append(self.noted.calls[call].place)
             region = checkpointing.checkpoint_of(node)
@@ -264,16 +260,8 @@ class Writer:
                     self._regions[region] = Place("region", place.run, place.block, len(taken))
                 refs.append(self._regions[region])
         self._nodes[place], self._places[node] = node, place
-        item = self._items[place] = Item(place, tuple(map(_hashable, key)), tuple(refs))
+        item = self._items[place] = Item(place, tuple(key), tuple(refs))
         return item
-
-    def _short(self, place: Place) -> Place:
-        if place.run == OUTSIDE:
-            return place
-        block = self.runs[place.run].short(place.block)
-        if block is None:
-            raise Unproven(f"a block that was left out ran: {name_at(place, self.runs)}")
-        return place._replace(block=block)
 
     def _results(self, output: fx.Node) -> list[Item]:
         """Outputs of the graph as items: changes of leaves, results, a gradient per leaf."""
@@ -297,8 +285,8 @@ class Writer:
             else:
                 raise Unproven(f"the trace has an output of the kind {kind!r}")
             refs = (self._places[value],) if isinstance(value, fx.Node) else ()
-            said = "" if isinstance(value, fx.Node) else said_of(value)
-            item = self._items[place] = Item(place, (kind, said), refs)
+            constant = "" if isinstance(value, fx.Node) else as_text(value)
+            item = self._items[place] = Item(place, (kind, constant), refs)
             items.append(item)
         order = [
             leaves.index(i.place._replace(kind="leaf", position=i.place.position[1]))
@@ -314,8 +302,9 @@ class Writer:
 
     def _leaf(self, source: Any) -> Place:
         what, name = source
-        inside = what in ("param", "buffer")
-        return place_of(_user(name), self.runs) if inside else _outside("leaf", source)
+        if what in ("param", "buffer"):
+            return place_of(name.removeprefix("model."), self.runs)
+        return _outside("leaf", source)
 
     # -- what is written ---------------------------------------------------------------------------
 
@@ -356,7 +345,7 @@ class Writer:
             source, shift = self._source(place)
             if source not in descs:
                 raise Unproven(f"the trace does not have {name}")
-            desc = export.of_name(descs[source], functools.partial(_prefixed, name))
+            desc = export.of_name(descs[source], f"model.{name}")
             found.append((self._items[source], shift, desc))
         kept = [item.place for item, shift, _ in found if not shift]
         if kept != of_model or [self._places[n] for n in placeholders][: len(kept)] != kept:
@@ -379,7 +368,7 @@ class Writer:
         short = run.short(place.block)
         if short is not None:
             return place._replace(block=short), 0
-        template = _template(run, place.block)
+        template = run.template(place.block)
         return place._replace(block=template), place.block - template
 
     def _names(self) -> dict[Place, str]:
@@ -436,7 +425,7 @@ class Writer:
         read: list[fx.Node] = []
         fx.node.map_arg((template.args, template.kwargs), read.append)
         kind = item.place.kind
-        stack = _stack(template, kind) if kind in STACKS else None
+        stack = stack_of(template, kind) if kind in STACKS else None
         left = {*_LEFT, *(STACKS.values() if stack else ())}
         storages = []
         for storage in tags.storages(template):
@@ -444,7 +433,7 @@ class Writer:
             storages.append((storage, ordinal, owner == item.place))
         return _Recipe(
             template=template,
-            reads=len(read),
+            reads=bool(read),
             metadata={k: v for k, v in template.meta.items() if k not in left},
             storages=storages,
             stack=stack,
@@ -500,10 +489,10 @@ class Writer:
         if stack:
             module = None if recipe.module is None else next(refs)
             call = next(refs) if recipe.call else None
-            said = (stack.get(provenance.LINE), stack.get(provenance.NO_GRAD), module, call)
-            here = self._stacks.get(said)
+            what = (stack.get(provenance.LINE), stack.get(provenance.NO_GRAD), module, call)
+            here = self._stacks.get(what)
             if here is None:
-                here = self._stacks[said] = self._stack_at(recipe, module, call)
+                here = self._stacks[what] = self._stack_at(recipe, module, call)
             node.meta[STACKS[kind]] = here
         if recipe.checkpoint:
             region = next(refs)
@@ -526,26 +515,20 @@ class Writer:
 
     def _full_results(self, full: list[tuple[Item, int, Any]]) -> tuple[list[Any], list[Any]]:
         """Values and descriptors of the full graph's output."""
-        results = {item.place: item for item in self.stamp.sequences["result"]}
-        targets = {
-            item.place: desc
-            for item, desc in zip(self.stamp.sequences["result"], self.traced.targets, strict=True)
-        }
         (output,) = self.traced.graph.find_nodes(op="output")
         before: Any = output.args[0]
-        values_of = {
-            item.place: value
-            for item, value in zip(self.stamp.sequences["result"], before, strict=True)
-        }
+        items = self.stamp.sequences["result"]
+        each = zip(items, before, self.traced.targets, strict=True)
+        results = {item.place: (item, value, desc) for item, value, desc in each}
         values: list[Any] = []
         found: list[Any] = []
 
-        def put(place: Place, shift: int, rename: Callable[[str], str] | None) -> None:
-            item = results[place]
+        def put(place: Place, shift: int, name: Any) -> None:
+            item, value, desc = results[place]
             refs = self.stamp.refs(item, shift)
-            values.append(self._at(refs[0]).node if refs else values_of[place])
-            desc = targets[place]
-            found.append(desc if rename is None or desc is None else export.of_name(desc, rename))
+            values.append(self._at(refs[0]).node if refs else value)
+            renamed = name is not None and desc is not None
+            found.append(export.of_name(desc, name) if renamed else desc)
 
         def leaves(what: str) -> None:
             for item, shift, desc in full:
@@ -553,7 +536,7 @@ class Writer:
                 if place in results:
                     kind, name = export.input_source(desc)
                     named = kind in ("param", "buffer")
-                    put(place, shift, functools.partial(_other, name) if named else None)
+                    put(place, shift, name if named else None)
 
         leaves("mutation")
         for place in results:
@@ -564,7 +547,7 @@ class Writer:
 
 
 def _dead() -> None:
-    """Stands for the operator of a node that is dead."""
+    """In place of the operator of a node that is dead."""
 
 
 _LEFT = ("fxshard_storages",)
@@ -575,18 +558,6 @@ def _own(node: fx.Node) -> tuple[tuple[str, str], ...]:
     """What fxshard has noted of the value (`shapes.LAYOUT`, say): copies carry it along."""
     noted = (k for k in node.meta if k.startswith("fxshard_") and k not in _LEFT)
     return tuple((key, str(node.meta[key])) for key in sorted(noted))
-
-
-def _user(name: Any) -> str:
-    return str(name).removeprefix("model.")
-
-
-def _prefixed(name: str, old: str) -> str:
-    return f"model.{name}" if old.startswith("model.") else name
-
-
-def _other(name: str, _: str) -> str:
-    return name
 
 
 def _outside(kind: str, position: Any) -> Place:
@@ -605,10 +576,6 @@ def _is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (bool, int, float))
 
 
-def _template(run: Run, block: int) -> int:
-    return run.kept - run.period + (block - run.kept) % run.period
-
-
 def _value_key(value: Any, storages: list[int]) -> Any:
     """All of a fake value but the identity of its storages."""
     if isinstance(value, Tensor):
@@ -619,8 +586,4 @@ def _value_key(value: Any, storages: list[int]) -> Any:
         )
     if isinstance(value, (list, tuple)):
         return tuple(_value_key(v, storages) for v in value)
-    return said_of(value)
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    return as_text(value)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from fxshard.capture import counters
+from fxshard.capture.held import Snapshot
 
 SOURCE = """
 from torch import nn
@@ -41,7 +41,7 @@ def model(body: str) -> tuple[Any, dict[str, Any]]:
 
 
 def holds(net: nn.Module, value: Any) -> bool:
-    return any(each is value for each in counters.held(net))
+    return any(holder is value for holder, _ in Snapshot(net).code)
 
 
 @pytest.mark.parametrize(
@@ -62,11 +62,12 @@ def test_what_functions_name_of_their_file(body: str, found: set[str]) -> None:
 
 def test_numbers_are_put_back_where_code_counts() -> None:
     net, here = model("helper(x)")
-    with counters.put_back(net):
-        net(2)
-        assert (here["total"], here["counts"]["calls"]) == (1, 1)
+    before = Snapshot(net)
+    net(2)
+    assert (here["total"], here["counts"]["calls"]) == (1, 1)
+    before.restore()
     assert (here["total"], here["counts"]["calls"]) == (0, 0)
 
 
 def test_tensors_are_not_held() -> None:
-    assert not any(isinstance(each, Tensor) for each in counters.held(nn.Linear(2, 2)))
+    assert not any(isinstance(holder, Tensor) for holder, _ in Snapshot(nn.Linear(2, 2)).code)
