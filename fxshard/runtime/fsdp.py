@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from fxshard.errors import ConfigError, StepError
 from fxshard.runtime import state
@@ -192,7 +193,8 @@ class FsdpMethods(nn.Module):
             rank0_only: other ranks than 0 get ``{}``.
         """
         self._fxshard.together("full_state_dict")
-        return state.full_state_dict(self, cpu_offload, rank0_only)
+        found = dict(get_model_state_dict(self))
+        return state.whole_state(found, self._fxshard.all_rows, cpu_offload, rank0_only)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """What ``.to()``, ``.half()`` and their kin call: converts shards, buffers and the rest."""
@@ -294,7 +296,8 @@ class FsdpMethods(nn.Module):
             rank0_only: other ranks than 0 get ``{}``.
         """
         self._fxshard.together("full_optim_state_dict")
-        return state.full_optim_state_dict(self, optimizer, cpu_offload, rank0_only)
+        found = state.optim_state_dict(self, optimizer)
+        return state.whole_state(found, self._fxshard.all_rows, cpu_offload, rank0_only)
 
     def optim_state_dict_to_load(
         self,

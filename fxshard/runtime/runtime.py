@@ -34,10 +34,8 @@ from fxshard.memory.optimizer import make_optimizer
 from fxshard.plans.plan import Plan
 from fxshard.plans.workload import Workload, without_data
 from fxshard.runtime import state
-from fxshard.runtime.reading import Root
 from fxshard.runtime.step import Call, Step, differentiated
 from fxshard.runtime.store import ParameterStore
-from fxshard.runtime.unused import Reach
 from fxshard.runtime.variants import Kind, Variant, reason_for, symbols_for
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.in_process import InProcessWorld
@@ -55,9 +53,7 @@ class Runtime(ParameterStore):
 
     Attributes:
         variants: the programs made so far; clear it when what they were made for has changed.
-        reach: which gradients a loss has reached.
-        sync: False inside of `no_sync`.
-        comm_hook: the user's function reduces gradients.
+        captured: plans of what Dynamo has captured of it, in order (see `fxshard.dynamo.graphs`).
         attributes: what modules say that programs depend on.
         torn: why calls are refused: what a phase has begun that an exception ended, and each part
             (role and FQN) as it was then.
@@ -78,26 +74,16 @@ class Runtime(ParameterStore):
         self.inside = Inside(None, {})
         self.make_executor = make_executor
         self.variants: dict[Kind, Variant] = {}
-        self.reach = Reach()
+        self.captured: list[Plan] = []
         self.torn: dict[str, tuple[str, dict[_Part, _Noted]]] = {}
         self.just_stepped: list[str] = []
-        self.sync = True
-        self.comm_hook = False
         self._optimizer: OnShards | None = None
-        self._root = None
         self.attributes = Attributes()
         self.progress: bool | None = None
         self._warned: set[int] = set()
         self._agreed: dict[str, list[str]] = {}  # what all ranks have alike, by its digest
         if config.optimizer_in_backward:
             self.optimizer()  # refuses what cannot step shards before anything is traced
-
-    @property
-    def root(self) -> Root:
-        """What reads whole parameters outside of programs."""
-        found: Root = self._root or Root(self)
-        self._root = found
-        return found
 
     def optimizer(self) -> OnShards:
         """The one of the option ``optimizer``, made when it is first asked for."""
@@ -339,7 +325,7 @@ class Runtime(ParameterStore):
 
     def fresh(self) -> dict[str, Any]:
         """No program, and no optimizer: a copy makes its own."""
-        fresh: dict[str, Any] = {"variants": {}, "_agreed": {}, "_optimizer": None, "_root": None}
+        fresh: dict[str, Any] = {"variants": {}, "captured": [], "_agreed": {}, "_optimizer": None}
         fresh["attributes"] = Attributes()
         torn = self.torn.items()  # `note_halves` notes what the copy has
         fresh["torn"] = {what: (why, dict.fromkeys(parts)) for what, (why, parts) in torn}

@@ -19,6 +19,7 @@ from fxshard.errors import StepError
 from fxshard.ir import tags, transfers
 from fxshard.ir.program import Program
 from fxshard.runtime.sharding import Slot, as_gradient
+from fxshard.runtime.store import require_all_wanted
 from fxshard.runtime.unused import Reach
 from fxshard.runtime.variants import Variant
 from fxshard.runtime.world.c10d import C10dWorld
@@ -176,23 +177,13 @@ class Step(torch.autograd.Function):
 
 
 def _require_parameters(ctx: Any) -> None:
-    """Raise StepError if autograd drops gradients of parameters that this backward does not leave.
-
-    ``torch.autograd.grad`` and ``backward(inputs=...)`` want those of some tensors alone; what a
-    program accumulates or steps, it does all the same.
-    """
+    """Raise StepError if this backward drops gradients that it steps or accumulates."""
     call: Call = ctx.call
     runtime, stepped = call.runtime, call.variant.program.optimizer_in_backward
-    if not (stepped or not runtime.sync or runtime.accumulated):
-        return
-    nodes = [node for node, _ in ctx.next_functions[: call.params] if node is not None]
-    if not all(map(autograd.will_accumulate, nodes)):
+    if stepped or not runtime.sync or runtime.accumulated:
+        nodes = [node for node, _ in ctx.next_functions[: call.params] if node is not None]
         what = "optimizer_in_backward steps" if stepped else "no_sync accumulates"
-        raise StepError(
-            f"torch.autograd.grad, or backward(inputs=...), leaves the gradients of parameters "
-            f"alone, but {what} them in every backward of the model. Call loss.backward(), or do "
-            f"this outside of no_sync and without optimizer_in_backward."
-        )
+        require_all_wanted(nodes, what)
 
 
 def _keep_identities(outputs: list[Any], repeats: Sequence[tuple[int, int]]) -> None:

@@ -26,6 +26,10 @@ class Reach:
         """Copied and pickled without what is accumulated, as the module is."""
         return Reach, ()
 
+    def accumulated(self, fqn: str) -> None:
+        """A loss has reached a gradient that eager code has left to be reduced later."""
+        self._accumulated.add(fqn)
+
     def begin(
         self,
         program: Program,
