@@ -167,9 +167,7 @@ class Graph:
             self.configs[owner] = self._configured(owner)
         bound = bind(owner, args)
         _settle(owner, bound)
-        world = owner.world
-        if isinstance(world, C10dWorld):
-            world.require_joined()
+        owner.world.require_joined()
         if self.first is None:
             self.first = bound
             names = owner.model.named_modules()

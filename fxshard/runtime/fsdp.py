@@ -117,7 +117,7 @@ class FsdpMethods(nn.Module):
             )
         slots = self._fxshard.slots.items()
         there = [f"a gradient of {fqn}" for fqn, slot in slots if slot.tensor.grad is not None]
-        self._fxshard.together("clip_grad_norm_", there)
+        self._fxshard.world.together("clip_grad_norm_", there)
         return state.clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type))
 
     @contextlib.contextmanager
@@ -192,7 +192,7 @@ class FsdpMethods(nn.Module):
             cpu_offload: all tensors are on the CPU.
             rank0_only: other ranks than 0 get ``{}``.
         """
-        self._fxshard.together("full_state_dict")
+        self._fxshard.world.together("full_state_dict")
         found = dict(get_model_state_dict(self))
         return state.whole_state(found, self._fxshard.all_rows, cpu_offload, rank0_only)
 
@@ -222,7 +222,7 @@ class FsdpMethods(nn.Module):
                 f"{world.size} rank(s) per shard group, or without a process group, has no "
                 f"reduce-scatter. Leave the call out."
             )
-        self._fxshard.together("set_separate_reduce_scatter_group")
+        self._fxshard.world.together("set_separate_reduce_scatter_group")
         if enable and world.reductions is None:
             world.separate_reductions()
         elif not enable:
@@ -295,7 +295,7 @@ class FsdpMethods(nn.Module):
             cpu_offload: all tensors are on the CPU.
             rank0_only: other ranks than 0 get ``{}``.
         """
-        self._fxshard.together("full_optim_state_dict")
+        self._fxshard.world.together("full_optim_state_dict")
         found = state.optim_state_dict(self, optimizer)
         return state.whole_state(found, self._fxshard.all_rows, cpu_offload, rank0_only)
 

@@ -190,7 +190,7 @@ def as_plain(runtime: Runtime) -> Iterator[None]:
                 slots = list(runtime.slots.values())
                 for slot in slots:
                     runtime.require_readable(slot)
-                runtime.together("a method that runs on whole parameters, with gradients")
+                runtime.world.together("a method that runs on whole parameters, with gradients")
                 wholes = [runtime.read(slot, slot.param.dtype) for slot in slots]
                 stack.enter_context(runtime.holding(slots, wholes))
             else:
@@ -317,7 +317,7 @@ def _written_whole(
     name = func.__name__
     runtimes = {id(r): r for t in into if (r := _runtime_of(t)[0]) is not None}
     for runtime in runtimes.values():
-        runtime.together(f"{name}, which writes into a parameter")
+        runtime.world.together(f"{name}, which writes into a parameter")
     wholes: dict[int, Tensor] = {}
     for tensor in into:
         with torch.no_grad():

@@ -103,19 +103,6 @@ class ParameterStore:
         """The ignored parameters."""
         return [self.whole(fqn) for fqn in self.wholes]
 
-    def together(self, what: str, having: Sequence[str] = ()) -> None:
-        """All ranks do `what`, or none: collectives of other sizes would end a process in gloo.
-
-        Args:
-            what: for people.
-            having: what it is done with, and all ranks must have alike.
-
-        Raises:
-            RankMismatchError: some ranks call the model, or do something else.
-        """
-        if isinstance(self.world, C10dWorld):
-            self.world.together(what, having)
-
     def param(self, fqn: str) -> nn.Parameter:
         """The parameter that the user sees."""
         return self.slots[fqn].tensor if fqn in self.slots else self.whole(fqn)
@@ -323,7 +310,8 @@ class ParameterStore:
     def whole_now(self, recurse: bool = True, **options: Any) -> Iterator[None]:
         """See `FxshardModule.summon_full_params`."""
         self.require_sharded("summon_full_params")
-        self.together("summon_full_params (or unshard, apply, a submodule or method by itself)")
+        what = "summon_full_params (or unshard, apply, a submodule or method by itself)"
+        self.world.together(what)
         slots = [slot for slot in self.slots.values() if recurse or slot.param.unit == 0]
         with state.whole_parameters(slots, self.all_rows, **options):
             self.summoned = True

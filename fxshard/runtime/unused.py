@@ -65,7 +65,7 @@ class Reach:
         self._anywhere = frozenset
         if doubtful:
             flags = "".join("1" if fqn in used else "0" for fqn in doubtful)
-            told = world.any_rank(flags) if isinstance(world, C10dWorld) else lambda: flags
+            told = world.any_rank(flags)
             self._anywhere = functools.cache(lambda: _without(doubtful, told()))
         return here - program.params.keys()
 
