@@ -35,8 +35,6 @@ from fxshard.ir.domain import Symbols
 from fxshard.ir.program import Program
 from fxshard.ir.units import Unit
 from fxshard.memory.graphs import GraphReports
-from fxshard.plans.plan import Plan
-from fxshard.plans.workload import Workload, without_data
 from fxshard.runtime import reading
 from fxshard.runtime.runtime import Runtime
 from fxshard.runtime.step import Call, Step, differentiated
@@ -343,16 +341,12 @@ class Graph:
                     "it: it stays in memory whole until backward. Read it where it is used.",
                     name,
                 )
-        ranks = owner.world.replicas * owner.world.size
-        size = (owner.world.replicas, owner.world.size) if config.hybrid else ranks
-        call = without_data((tuple(rest), {}))
-        plan = Plan([program], Workload(model, call, size, config))
-        owner.captured.append(plan)
-        executor = owner.make_executor(program, owner.world)
+        variant = owner.made(kind, program, model, (tuple(rest), {}), config)
+        owner.captured.append(variant.plan)
         took = f"{time.perf_counter() - start:.1f} s, {len(program.graph.nodes)} nodes"
         domain = f"; {program.domain.text}" if program.domain is not None else ""
         notice(f"program {len(others) + 1} of a graph ({reason}): {took}{domain}")
-        return _Variant(Variant(kind, plan, executor), tuple(sorted(copied)))
+        return _Variant(variant, tuple(sorted(copied)))
 
     def _program(
         self,

@@ -119,6 +119,10 @@ class Forwards:
         self._hooks: list[saved_tensors_hooks] = []
         self._around: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
+    def __reduce__(self) -> Any:
+        """In a copy of the model none runs."""
+        return Forwards, ()
+
     @torch.compiler.disable
     def enter(self) -> None:
         """An eager forward begins."""

@@ -186,15 +186,7 @@ def as_plain(runtime: Runtime) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if isinstance(runtime.world, C10dWorld) and not runtime.summoned:
             runtime.reshard()
-            if torch.is_grad_enabled():
-                slots = list(runtime.slots.values())
-                for slot in slots:
-                    runtime.require_readable(slot)
-                runtime.world.together("a method that runs on whole parameters, with gradients")
-                wholes = [runtime.read(slot, slot.param.dtype) for slot in slots]
-                stack.enter_context(runtime.holding(slots, wholes))
-            else:
-                stack.enter_context(runtime.whole_now(writeback=False))
+            stack.enter_context(runtime.readable())
         stack.enter_context(as_users_own(runtime.model, hooks=True))
         yield
 

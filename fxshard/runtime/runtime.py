@@ -225,17 +225,22 @@ class Runtime(Phases):
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program) -> None:
         """Run this kind of call by `program`, which all ranks agree on."""
         self._warn_of_hooks()
-        hybrid, world = self.config.hybrid, self.world
-        ranks = (world.replicas, world.size) if hybrid else world.replicas * world.size
-        plan = Plan(
-            [program], Workload(self.model, without_data((args, kwargs)), ranks, self.config)
-        )
-        executor = self.make_executor(program, self.world)
-        executor.bind_step(self.step_parameters)
         kind = self.kind(args, kwargs)
-        self.variants[kind] = Variant(kind, plan, executor)
+        self.variants[kind] = found = self.made(
+            kind, program, self.model, (args, kwargs), self.config
+        )
+        found.executor.bind_step(self.step_parameters)
         lines = agreement(program)
         self._agreed[digest(lines)] = lines
+
+    def made(
+        self, kind: Kind, program: Program, model: nn.Module, call: Any, config: Config
+    ) -> Variant:
+        """What runs `program`, of a call ``(args, kwargs)`` of `model` with these options."""
+        world = self.world
+        ranks = (world.replicas, world.size) if config.hybrid else world.replicas * world.size
+        plan = Plan([program], Workload(model, without_data(call), ranks, config))
+        return Variant(kind, plan, self.make_executor(program, world))
 
     @property
     def plan(self) -> Plan:

@@ -313,17 +313,29 @@ class ParameterStore:
         what = "summon_full_params (or unshard, apply, a submodule or method by itself)"
         self.world.together(what)
         slots = [slot for slot in self.slots.values() if recurse or slot.param.unit == 0]
-        with state.whole_parameters(slots, self.all_rows, **options):
-            self.summoned = True
-            try:
-                yield
-            finally:
-                self.summoned = False
+        with self._summoning(state.whole_parameters(slots, self.all_rows, **options)):
+            yield
 
     @contextlib.contextmanager
-    def holding(self, slots: Sequence[Slot], wholes: Sequence[Tensor]) -> Iterator[None]:
-        """For the time of the block the model holds these tensors, to be read only."""
-        with state.holding(slots, wholes):
+    def readable(self) -> Iterator[None]:
+        """For the time of the block the model holds whole parameters as `read` gives them.
+
+        Raises:
+            StepError: see `require_readable`.
+            RankMismatchError: some ranks do something else.
+        """
+        slots = list(self.slots.values())
+        for slot in slots:
+            self.require_readable(slot)
+        what = "a method that runs on whole parameters"
+        self.world.together(f"{what}, with gradients" if torch.is_grad_enabled() else what)
+        wholes = [self.read(slot, slot.param.dtype) for slot in slots]
+        with self._summoning(state.holding(slots, wholes)):
+            yield
+
+    @contextlib.contextmanager
+    def _summoning(self, whole: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+        with whole:
             self.summoned = True
             try:
                 yield
@@ -383,7 +395,7 @@ class ParameterStore:
 
     def fresh(self) -> dict[str, Any]:
         """Attributes that a copy starts with: torch copies no ``.grad`` either."""
-        return {"accumulated": {}, "_seen": {}, "forwards": eager.Forwards(), "_reduction": None}
+        return {"accumulated": {}, "_seen": {}, "_reduction": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """In the same world; nothing is communicated or traced. `memo` knows the model's copy."""

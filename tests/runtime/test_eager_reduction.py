@@ -188,6 +188,31 @@ def test_a_reduction_of_each_read_that_is_none_of_their_sum_is_refused(ranks: An
         assert alike
 
 
+def second_derivatives(rank: int, world_size: int) -> tuple[str, list[Tensor], list[Tensor]]:
+    """Of gradients of the input, and of gradients of parameters."""
+    x = shard_of(rank, world_size)
+    ours, plain = fxshard.shard(build()), build()
+
+    def penalty(model: nn.Module, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return grad.square().sum()
+
+    penalty(ours, x).backward()
+    (penalty(plain, BATCH) / world_size).backward()
+    found = [[full(p.grad) for p in m.parameters() if p.grad is not None] for m in (ours, plain)]
+    loss = ours(x).sum()
+    parameters = list(ours.parameters())
+    said = told(lambda: torch.autograd.grad(loss, parameters, create_graph=True))
+    return said, *found
+
+
+def test_second_derivatives_are_right_or_refused(ranks: Any) -> None:
+    for said, ours, plain in ranks(2).run(second_derivatives):
+        torch.testing.assert_close(ours, plain)
+        assert said.startswith("StepError") and "create_graph=True" in said
+
+
 # -- accumulation ----------------------------------------------------------------------------------
 
 
