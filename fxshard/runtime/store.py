@@ -210,8 +210,9 @@ class ParameterStore:
             StepError: see `require_readable`.
         """
         self.require_readable(slot)
-        plain = not torch.is_grad_enabled() or self._division(dtype)[1] == "avg"
-        if isinstance(self.world, InProcessWorld) and plain:
+        if isinstance(self.world, InProcessWorld) and (
+            not _is_trained(slot) or self._division(dtype)[1] == "avg"
+        ):
             return slot.tensor.to(dtype)  # whole, and so is its gradient
         whole: Tensor = _Gather.apply(slot.tensor, self, slot, dtype)
         return whole
@@ -223,7 +224,7 @@ class ParameterStore:
             StepError: its gradient would not become what a program makes of it; or see
                 `Slot.settle`.
         """
-        if torch.is_grad_enabled() and slot.tensor.requires_grad:
+        if _is_trained(slot):
             op = self.reduction.op
             for said, clashes in {
                 "optimizer_in_backward": self.config.optimizer_in_backward,
@@ -276,7 +277,8 @@ class ParameterStore:
         if fqn in self.accumulated:
             self.accumulated[fqn][0].add_(grad)
         else:
-            self.accumulated[fqn] = [torch.empty_like(grad, dtype=dtype).copy_(grad)]
+            made = torch.empty(grad.shape, dtype=dtype, device=grad.device)
+            self.accumulated[fqn] = [made.copy_(grad)]
         self.reach.accumulated(fqn)
 
     def _division(self, dtype: torch.dtype) -> eager.Division:
@@ -466,6 +468,11 @@ class _Gather(torch.autograd.Function):
             return store.reduced(slot, grad), None, None, None
         store.accumulate(slot, grad)
         return None, None, None, None
+
+
+def _is_trained(slot: Slot) -> bool:
+    """True if autograd follows what is computed of it now."""
+    return torch.is_grad_enabled() and slot.tensor.requires_grad
 
 
 def _read_with_gradients(slot: Slot, said: str, *, eager: bool) -> StepError:
