@@ -165,7 +165,10 @@ class Forwards:
         if whole is not None:
             size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
             version = autograd.version(whole.slot.tensor)
-            return functools.partial(whole.again, version, size, stride, offset)
+            # Not `whole` itself, which is to die with the memory.
+            return functools.partial(
+                _again, whole.slot, whole.gather, version, size, stride, offset
+            )
         if self._around is not None:  # the user's own: autograd asks one pair only
             pack, unpack = self._around
             return functools.partial(unpack, pack(tensor))
@@ -184,18 +187,21 @@ class Whole:
     slot: Slot
     gather: Callable[[], Tensor]
 
-    def again(self, version: int, size: Any, stride: Any, offset: int) -> Tensor:
-        """A view of it, gathered again.
 
-        Raises:
-            StepError: it was changed since it had this version.
-        """
-        if autograd.version(self.slot.tensor) != version:
-            raise StepError(
-                f"parameter {self.slot.param.fqn!r} was changed in place between a forward and its "
-                f"backward, which reads it. Call backward first (before optimizer.step())."
-            )
-        return self.gather().as_strided(size, stride, offset)
+def _again(
+    slot: Slot, gather: Callable[[], Tensor], version: int, size: Any, stride: Any, offset: int
+) -> Tensor:
+    """A view of a whole parameter, gathered again.
+
+    Raises:
+        StepError: the parameter was changed since it had this version.
+    """
+    if autograd.version(slot.tensor) != version:
+        raise StepError(
+            f"parameter {slot.param.fqn!r} was changed in place between a forward and its "
+            f"backward, which reads it. Call backward first (before optimizer.step())."
+        )
+    return gather().as_strided(size, stride, offset)
 
 
 @torch.compiler.disable
