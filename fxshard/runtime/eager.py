@@ -50,8 +50,10 @@ def all_rows(tensor: DTensor, world: C10dWorld) -> Tensor:
         world.require_joined()
         return tensor.full_tensor()
     local = local_part(tensor).detach().to(torch.device(world.mesh.device_type))
+    if world.size == 1:
+        return gathered(local, world)
     chunk = -(-tensor.shape[0] // world.size)
-    if world.size > 1 and local.shape[0] < chunk:
+    if local.shape[0] < chunk:
         local = torch.cat([local, local.new_zeros((chunk - local.shape[0], *local.shape[1:]))])
     return gathered(local, world)[: tensor.shape[0]]
 
