@@ -572,7 +572,7 @@ def _plain_module(model: Any) -> nn.Module:
             "the model is sharded already: fxshard.compile returned it. Give the plain model, as "
             "it was built; what a compiled one runs is in its .plan and .memory."
         )
-    if reading.root_of(model) is not None:
+    if reading.runtime_of(model) is not None:
         raise ConfigError(
             "the model is sharded already, by fxshard.shard. Give the plain model; the memory of "
             "what torch.compile has captured of it is fxshard.reports(model)."

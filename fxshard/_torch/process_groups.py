@@ -47,11 +47,8 @@ def group_timeout(group: Any) -> Any:
     return group._get_backend(group._device_types[0]).options._timeout
 
 
-# torch 2.13 renamed them, and warns of the old names at every call.
+# torch 2.13 renamed it, and warns of the old name at every call.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def new_group(ranks: list[int], parent: dist.ProcessGroup) -> dist.ProcessGroup:

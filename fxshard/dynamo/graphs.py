@@ -17,7 +17,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,10 +35,7 @@ from fxshard.ir.domain import Symbols
 from fxshard.ir.program import Program
 from fxshard.ir.units import Unit
 from fxshard.memory.graphs import GraphReports
-from fxshard.plans.plan import Plan
-from fxshard.plans.workload import Workload, without_data
 from fxshard.runtime import reading
-from fxshard.runtime.reading import Root
 from fxshard.runtime.runtime import Runtime
 from fxshard.runtime.step import Call, Step, differentiated
 from fxshard.runtime.variants import Kind, Variant, reason_for, symbols_for
@@ -91,7 +88,7 @@ def check_options(config: Config) -> None:
 
 def attach(owner: Runtime, classes: dict[nn.Module, type]) -> None:
     """Prepare the user's model, which was just sharded, for eager use and for Dynamo."""
-    reading.attach(owner.root, classes)
+    reading.attach(owner, classes)
     dynamo.register_backend("fxshard", backend)
 
 
@@ -107,18 +104,18 @@ def reports(model: nn.Module) -> GraphReports:
     Raises:
         ConfigError: `model` is not such a model, or nothing of it is captured yet.
     """
-    root = reading.root_of(getattr(model, "_orig_mod", model))
-    if root is None:
+    runtime = reading.runtime_of(getattr(model, "_orig_mod", model))
+    if runtime is None:
         raise ConfigError(
             f"fxshard.reports: the {type(model).__name__} was not sharded by fxshard.shard. Of a "
             f"model that fxshard.compile returned, the report is .memory."
         )
-    if not root.plans:
+    if not runtime.captured:
         raise ConfigError(
             'fxshard.reports: nothing is captured yet. Call torch.compile(model, backend="fxshard")'
             " once."
         )
-    return GraphReports(tuple(plan.memory for plan in root.plans))
+    return GraphReports(tuple(plan.memory for plan in runtime.captured))
 
 
 def backend(
@@ -144,11 +141,6 @@ def backend(
     return run
 
 
-def _runtime(root: Root) -> Runtime:
-    """What runs the model of `root`: those that `attach` is given are of no other kind."""
-    return cast("Runtime", root.owner)
-
-
 class Graph:
     """One graph of Dynamo, and the programs that run it."""
 
@@ -157,28 +149,26 @@ class Graph:
     ) -> None:
         self.graph_module, self.options, self.mode = graph_module, options, mode
         # By model: Dynamo runs one graph for two models that look alike to it.
-        self.configs: weakref.WeakKeyDictionary[Root, Config] = weakref.WeakKeyDictionary()
-        self.variants: weakref.WeakKeyDictionary[Root, dict[Kind, _Variant]]
+        self.configs: weakref.WeakKeyDictionary[Runtime, Config] = weakref.WeakKeyDictionary()
+        self.variants: weakref.WeakKeyDictionary[Runtime, dict[Kind, _Variant]]
         self.variants = weakref.WeakKeyDictionary()
         self.modules: dict[str, str] | None = None  # id, as text, of a module at Dynamo's trace
         self.first: Bound | None = None
         self.numbers = _numbers(graph_module.graph)
 
     def __call__(self, *args: Any) -> Any:
-        root = self._root(args)
+        owner = self._owner(args)
         self._require_reduced(args)
-        if root is None:  # nothing of a sharded model in it: it computes as it is
+        if owner is None:  # nothing of a sharded model in it: it computes as it is
             return self.graph_module(*args)
-        if root not in self.configs:
-            self.configs[root] = self._configured(_runtime(root))
-        bound = bind(_runtime(root), args)
-        _settle(_runtime(root), bound)
-        world = _runtime(root).world
-        if isinstance(world, C10dWorld):
-            world.require_joined()
+        if owner not in self.configs:
+            self.configs[owner] = self._configured(owner)
+        bound = bind(owner, args)
+        _settle(owner, bound)
+        owner.world.require_joined()
         if self.first is None:
             self.first = bound
-            names = _runtime(root).model.named_modules()
+            names = owner.model.named_modules()
             self.modules = {str(id(module)): name for name, module in names}
         taken = {i for i, _, _ in bound.names}
         rest = [
@@ -186,38 +176,38 @@ class Graph:
             for i, arg in enumerate(args)
             if i not in taken
         ]
-        kind = self._kind(_runtime(root), bound, rest)
-        variants = self.variants.setdefault(root, {})
+        kind = self._kind(owner, bound, rest)
+        variants = self.variants.setdefault(owner, {})
         found = variants.get(kind)
         if found is None:
             found = next((v for v in variants.values() if v.variant.serves(kind)), None)
         if found is None:
             try:
-                found = variants[kind] = self._captured(root, bound, rest, kind)
+                found = variants[kind] = self._captured(owner, bound, rest, kind)
             except CaptureError as error:
-                _runtime(root).refuse_alike(error)
+                owner.refuse_alike(error)
                 raise
-        _runtime(root).runs(found.variant)
-        if found.writes_shared(_runtime(root), bound, rest):
-            return self._as_it_is(root, args, bound)
-        return found.run(_runtime(root), rest)
+        owner.runs(found.variant)
+        if found.writes_shared(owner, bound, rest):
+            return self._as_it_is(owner, args, bound)
+        return found.run(owner, rest)
 
-    def _as_it_is(self, root: Root, args: Sequence[Any], bound: Bound) -> Any:
+    def _as_it_is(self, owner: Runtime, args: Sequence[Any], bound: Bound) -> Any:
         """Run the graph operator by operator, on whole parameters."""
         inputs = list(args)
         for position, kind, fqn in bound.names:
             if kind == "param":
-                inputs[position] = root.whole(fqn)
-        root.enter()
+                inputs[position] = owner.computed(owner.slots[fqn])
+        owner.forwards.enter()
         try:
             return Interpreter(None, self.graph_module, (), inputs).result()
         finally:
-            root.leave()
+            owner.forwards.leave()
 
-    def _root(self, args: Sequence[Any]) -> Root | None:
-        found = {id(r): r for r in (_handle_of(arg)[0] for arg in args) if r is not None}
+    def _owner(self, args: Sequence[Any]) -> Runtime | None:
+        found = {id(o): o for o in (_handle_of(arg)[0] for arg in args) if o is not None}
         if len(found) > 1:
-            models = [type(_runtime(root).model).__name__ for root in found.values()]
+            models = [type(owner.model).__name__ for owner in found.values()]
             raise CaptureError(
                 f"one graph of torch.compile reads parameters of {len(found)} models that "
                 f"fxshard.shard sharded: {', '.join(models)}. Compile each model by itself: "
@@ -233,7 +223,7 @@ class Graph:
         """
         if not torch.is_grad_enabled() or _ranks() == 1:
             return
-        ignored = {id(p) for root in reading.ROOTS for p in _runtime(root).whole_parameters()}
+        ignored = {id(p) for owner in reading.SHARDED for p in owner.whole_parameters()}
         places = self.graph_module.graph.find_nodes(op="placeholder")
         for node, arg in zip(places, args, strict=True):
             plain = isinstance(arg, nn.Parameter) and not isinstance(arg, DTensor)
@@ -293,17 +283,17 @@ class Graph:
         }
         return Kind.of(tuple(rest), {}, mode, ints_are_sizes=True)
 
-    def _captured(self, root: Root, bound: Bound, rest: Sequence[Any], kind: Kind) -> _Variant:
+    def _captured(self, owner: Runtime, bound: Bound, rest: Sequence[Any], kind: Kind) -> _Variant:
         """A program for this kind of call, which all ranks agree on.
 
         Raises:
             CaptureError: it cannot be captured, or sizes are not bounded.
         """
-        owner, config = _runtime(root), self.configs[root]
+        config = self.configs[owner]
         of_this_layer = ("the parameters of the graph", bound)
         served = [
             found.variant
-            for other, found in self.variants[root].items()
+            for other, found in self.variants[owner].items()
             if of_this_layer in other.mode
         ]
         others = [variant.kind for variant in served]
@@ -344,23 +334,19 @@ class Graph:
                 fqn,
             )
         for value in rest:
-            name = root.name_of(value) if isinstance(value, Tensor) else None
+            name = owner.forwards.name_of(value) if isinstance(value, Tensor) else None
             if name is not None:
                 log.warning(
                     "fxshard: parameter %r was read in front of a graph break and is used behind "
                     "it: it stays in memory whole until backward. Read it where it is used.",
                     name,
                 )
-        ranks = owner.world.replicas * owner.world.size
-        size = (owner.world.replicas, owner.world.size) if config.hybrid else ranks
-        call = without_data((tuple(rest), {}))
-        plan = Plan([program], Workload(model, call, size, config))
-        root.plans.append(plan)
-        executor = owner.make_executor(program, owner.world)
+        variant = owner.made(kind, program, model, (tuple(rest), {}), config)
+        owner.captured.append(variant.plan)
         took = f"{time.perf_counter() - start:.1f} s, {len(program.graph.nodes)} nodes"
         domain = f"; {program.domain.text}" if program.domain is not None else ""
         notice(f"program {len(others) + 1} of a graph ({reason}): {took}{domain}")
-        return _Variant(Variant(kind, plan, executor), tuple(sorted(copied)))
+        return _Variant(variant, tuple(sorted(copied)))
 
     def _program(
         self,
@@ -499,9 +485,9 @@ def _ranks() -> int:
 # -- inputs ----------------------------------------------------------------------------------------
 
 
-def _handle_of(arg: Any) -> tuple[Root | None, str]:
+def _handle_of(arg: Any) -> tuple[Runtime | None, str]:
     """The sharded model and the parameter that an input of a graph is the handle of, or itself."""
-    found: tuple[Root | None, str] = (None, "")
+    found: tuple[Runtime | None, str] = (None, "")
     if isinstance(arg, Tensor):
         found = getattr(arg, "_fxshard", found)
     return found
@@ -518,8 +504,8 @@ def bind(owner: Runtime, args: Sequence[Any]) -> Bound:
         known[id(slot.tensor)] = ("param", fqn)  # read past the property, as parameters() does
     found = []
     for i, arg in enumerate(args):
-        root, fqn = _handle_of(arg)
-        if root is not None:
+        of, fqn = _handle_of(arg)
+        if of is not None:
             found.append((i, "param", fqn))
         elif isinstance(arg, Tensor) and id(arg) in known:
             found.append((i, *known[id(arg)]))

@@ -297,7 +297,7 @@ def _state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
 
 def _together(model: nn.Module, what: str) -> None:
     if isinstance(model, FxshardModule):
-        model._fxshard.together(what)
+        model._fxshard.world.together(what)
 
 
 def _require_own(model: nn.Module, optimizer: Optimizer | None) -> None:

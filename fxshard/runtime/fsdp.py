@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from fxshard.errors import ConfigError, StepError
 from fxshard.runtime import state
@@ -120,7 +121,7 @@ class FsdpMethods(nn.Module):
             )
         slots = self._fxshard.slots.items()
         there = [f"a gradient of {fqn}" for fqn, slot in slots if slot.tensor.grad is not None]
-        self._fxshard.together("clip_grad_norm_", there)
+        self._fxshard.world.together("clip_grad_norm_", there)
         return state.clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type))
 
     @contextlib.contextmanager
@@ -201,8 +202,9 @@ class FsdpMethods(nn.Module):
         Returns:
             FQN -> unsharded tensor, of the shapes and dtypes of the user's model.
         """
-        self._fxshard.together("full_state_dict")
-        return state.full_state_dict(self, cpu_offload, rank0_only)
+        self._fxshard.world.together("full_state_dict")
+        found = dict(get_model_state_dict(self))
+        return state.whole_state(found, self._fxshard.all_rows, cpu_offload, rank0_only)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """What ``.to()``, ``.half()`` and their kin call: converts shards, buffers and the rest."""
@@ -230,7 +232,7 @@ class FsdpMethods(nn.Module):
                 f"{world.size} rank(s) per shard group, or without a process group, has no "
                 f"reduce-scatter. Leave the call out."
             )
-        self._fxshard.together("set_separate_reduce_scatter_group")
+        self._fxshard.world.together("set_separate_reduce_scatter_group")
         if enable and world.reductions is None:
             world.separate_reductions()
         elif not enable:
@@ -309,8 +311,9 @@ class FsdpMethods(nn.Module):
         Returns:
             As `optim_state_dict`.
         """
-        self._fxshard.together("full_optim_state_dict")
-        return state.full_optim_state_dict(self, optimizer, cpu_offload, rank0_only)
+        self._fxshard.world.together("full_optim_state_dict")
+        found = state.optim_state_dict(self, optimizer)
+        return state.whole_state(found, self._fxshard.all_rows, cpu_offload, rank0_only)
 
     def optim_state_dict_to_load(
         self,

@@ -34,10 +34,9 @@ from fxshard._torch import dtensors as torch_dtensors
 from fxshard._torch.dtensors import sharded_like
 from fxshard.capture.swapped import as_users_own
 from fxshard.errors import FxshardError, StepError
-from fxshard.runtime import dtensors, reading
+from fxshard.runtime import dtensors
 from fxshard.runtime.replaced import PLACE
 from fxshard.runtime.runtime import Runtime
-from fxshard.runtime.sharding import Slot
 from fxshard.runtime.world.c10d import C10dWorld
 
 _ACCESS = ("__get__", "__set__", "__delete__")  # of an attribute of a tensor
@@ -171,37 +170,6 @@ def let_gather(runtime: Runtime) -> None:
                 setattr(tensor, PLACE, (weakref.ref(runtime), fqn))
 
 
-def whole_for_autograd(runtime: Runtime, slot: Slot) -> Tensor:
-    """A parameter, whole, whose gradient is reduced to the shard; collective.
-
-    Raises:
-        StepError: see `_require_readable`.
-    """
-    _require_readable(runtime, slot)
-    whole: Tensor = reading.Gather.apply(slot.tensor, runtime.root, slot, slot.param.dtype)
-    return whole
-
-
-def _require_readable(runtime: Runtime, slot: Slot) -> None:
-    """Before a parameter is gathered.
-
-    Raises:
-        StepError: something else than the options decides what becomes of its gradient; or see
-            `Slot.settle`.
-    """
-    for said, clashes in {
-        "optimizer_in_backward": runtime.config.optimizer_in_backward,
-        "register_comm_hook": runtime.comm_hook,
-    }.items():
-        if clashes and torch.is_grad_enabled() and slot.tensor.requires_grad:
-            raise StepError(
-                f"parameter {slot.param.fqn!r} is read with gradients outside of the model's "
-                f"forward, and with {said} its gradient would not go the same way as those of the "
-                f"program. Read it under torch.no_grad(), or make the reading code part of forward."
-            )
-    slot.settle()
-
-
 @contextlib.contextmanager
 def as_plain(runtime: Runtime) -> Iterator[None]:
     """For the time of the block the model is as its user wrote it, with whole parameters.
@@ -213,20 +181,12 @@ def as_plain(runtime: Runtime) -> Iterator[None]:
 
     Raises:
         RankMismatchError: some ranks do something else.
-        StepError: see `_require_readable`.
+        StepError: see `ParameterStore.require_readable`.
     """
     with contextlib.ExitStack() as stack:
         if isinstance(runtime.world, C10dWorld) and not runtime.summoned:
             runtime.reshard()
-            if torch.is_grad_enabled():
-                slots = list(runtime.slots.values())
-                for slot in slots:
-                    _require_readable(runtime, slot)
-                runtime.together("a method that runs on whole parameters, with gradients")
-                wholes = [whole_for_autograd(runtime, slot) for slot in slots]
-                stack.enter_context(runtime.holding(slots, wholes))
-            else:
-                stack.enter_context(runtime.whole_now(writeback=False))
+            stack.enter_context(runtime.readable())
         stack.enter_context(as_users_own(runtime.model, hooks=True))
         yield
 
@@ -240,11 +200,10 @@ def _runtime_of(tensor: DTensor) -> tuple[Runtime | None, str]:
 def _whole(tensor: Any) -> Tensor:
     runtime, fqn = _runtime_of(tensor)
     slot = runtime.slots.get(fqn) if runtime is not None else None
-    if runtime is None or slot is None or slot.tensor is not tensor:
-        if runtime is not None and isinstance(runtime.world, C10dWorld):
-            runtime.world.require_joined()
-        return tensor.full_tensor()
-    return whole_for_autograd(runtime, slot)
+    if runtime is not None and slot is not None and slot.tensor is tensor:
+        return runtime.read(slot, slot.param.dtype)
+    followed = torch.is_grad_enabled() and tensor.requires_grad  # DTensor's own has a gradient
+    return tensor.full_tensor() if runtime is None or followed else runtime.all_rows(tensor)
 
 
 # -- attributes ------------------------------------------------------------------------------------
@@ -350,7 +309,7 @@ def _written_whole(
     name = func.__name__
     runtimes = {id(r): r for t in into if (r := _runtime_of(t)[0]) is not None}
     for runtime in runtimes.values():
-        runtime.together(f"{name}, which writes into a parameter")
+        runtime.world.together(f"{name}, which writes into a parameter")
     wholes: dict[int, Tensor] = {}
     for tensor in into:
         with torch.no_grad():

@@ -22,31 +22,24 @@ in forward as it is (eager)            the whole parameter, gathered now. Its gr
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
-from fxshard._torch import autograd, dynamo, process_groups, trees
+from fxshard._torch import dynamo, trees
 from fxshard.capture import hf
-from fxshard.config import Config
 from fxshard.errors import ConfigError, StepError, UnitError
 from fxshard.ir.units import Unit, ignored_of
-from fxshard.passes.insert_reduce import InsertReduce
-from fxshard.pipeline import passes_of
-from fxshard.plans.plan import Plan
-from fxshard.runtime.sharding import Slot, as_gradient
+from fxshard.runtime.runtime import Runtime
+from fxshard.runtime.sharding import Slot
 from fxshard.runtime.store import ParameterStore
-from fxshard.runtime.world.backends import as_bytes, as_real
-from fxshard.runtime.world.c10d import OPS, C10dWorld
 
-ROOT, HANDLES = "_fxshard_root", "_fxshard_handles"  # attributes besides the user's own
+RUNTIME, HANDLES = "_fxshard_runtime", "_fxshard_handles"  # attributes besides the user's own
+SHARDED: weakref.WeakSet[Runtime] = weakref.WeakSet()  # of all models that are sharded so now
 
 _LIBRARY = torch.library.Library("fxshard", "FRAGMENT")
 _LIBRARY.define("parameter(Tensor handle) -> Tensor")
@@ -68,210 +61,6 @@ def _no_kernel(handle: Tensor) -> Tensor:
 torch.library.register_autograd("fxshard::parameter", lambda ctx, grad: grad, lib=_LIBRARY)
 packet = torch.ops.fxshard.parameter  # Dynamo's graphs hold either
 parameter = packet.default
-
-
-@dataclasses.dataclass(eq=False)
-class Root:
-    """What the modules of one sharded model share.
-
-    Attributes:
-        owner: holds its shards, and runs its programs.
-        inside: how many forwards of the model run now as they are, not traced by Dynamo.
-        plans: what Dynamo has captured of it, in order (see `fxshard.dynamo.graphs`).
-        gathered: what is alive of eager reads, by the address of its storage.
-    """
-
-    owner: ParameterStore
-    inside: int = 0
-    plans: list[Plan] = dataclasses.field(default_factory=list)
-    gathered: weakref.WeakValueDictionary[int, _Whole] = dataclasses.field(
-        default_factory=weakref.WeakValueDictionary
-    )
-    _hooks: list[saved_tensors_hooks] = dataclasses.field(default_factory=list)
-    _around: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
-    _reduction: tuple[Config, InsertReduce] | None = None
-
-    def __post_init__(self) -> None:
-        ROOTS.add(self)
-
-    def whole(self, fqn: str) -> Tensor:
-        """The parameter, whole, in the dtype that its unit computes in; collective."""
-        slot = self.owner.slots[fqn]
-        if isinstance(self.owner.world, C10dWorld):
-            slot.settle()
-            return Gather.apply(slot.tensor, self, slot)
-        value, dtype = slot.tensor, self.computes_in(slot)  # whole already
-        return value if value.dtype is dtype else value.to(dtype)
-
-    def computes_in(self, slot: Slot) -> torch.dtype:
-        """The dtype of the parameter where it is whole."""
-        return self.owner.as_it_is(slot.param).compute_dtype
-
-    @property
-    def reduction(self) -> InsertReduce:
-        """How gradients are reduced, as the pipeline of the model's options says it now."""
-        config = self.owner.config  # another one behind set_gradient_divide_factor
-        if self._reduction is not None and self._reduction[0] is config:
-            return self._reduction[1]
-        for step in passes_of(config):
-            if isinstance(step, InsertReduce):
-                self._reduction = config, step
-                return step
-        raise StepError(
-            "the pipeline of option passes has no insert-reduce, so that the gradient of a "
-            "parameter which eager code reads cannot be reduced alike. Leave passes out of "
-            'fxshard.shard, and give it to torch.compile(model, backend="fxshard", options=...).'
-        )
-
-    def name_of(self, tensor: Tensor) -> str | None:
-        """FQN of the parameter that an eager read gathered and `tensor` is, or is a view of."""
-        mark = self.gathered.get(_address(tensor))
-        return None if mark is None else mark.slot.param.fqn
-
-    @property
-    def reads_whole(self) -> bool:
-        """True where eager code computes with parameters: in forward, and again in backward, where
-        torch.utils.checkpoint repeats parts of it.
-        """
-        return self.inside > 0 or autograd.in_backward()
-
-    @torch.compiler.disable
-    def enter(self) -> None:
-        """An eager forward of the model begins."""
-        self.inside += 1
-        around = autograd.saved_tensors_hooks_on_top() if self.inside == 1 else None
-        self._around = around or self._around
-        hooks = saved_tensors_hooks(self._pack, self._unpack)
-        hooks.__enter__()
-        self._hooks.append(hooks)
-
-    @torch.compiler.disable
-    def leave(self) -> None:
-        """It is over."""
-        self.inside -= 1
-        self._hooks.pop().__exit__()
-        if not self.inside:
-            self._around = None
-
-    @torch.compiler.disable
-    def _pack(self, tensor: Tensor) -> Any:
-        mark = self.gathered.get(_address(tensor))
-        if mark is None and self._around is not None:  # the user's own: autograd asks one pair only
-            pack, unpack = self._around
-            return functools.partial(unpack, pack(tensor))
-        if mark is None:
-            return tensor
-        version = autograd.version(mark.slot.tensor)
-        size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-        return _Saved(mark.slot, tensor.dtype, size, stride, offset, version)
-
-    @torch.compiler.disable
-    def _unpack(self, saved: Any) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        if isinstance(saved, functools.partial):
-            return saved()
-        slot = saved.slot
-        if autograd.version(slot.tensor) != saved.version:
-            raise StepError(
-                f"parameter {slot.param.fqn!r} was changed in place between a forward and its "
-                f"backward, which reads it. Call backward first (before optimizer.step())."
-            )
-        whole = gathered(self, slot)
-        return whole.as_strided(saved.size, saved.stride, saved.offset)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Root:
-        memo[id(self)] = made = object.__new__(Root)
-        Root.__init__(made, copy.deepcopy(self.owner, memo))
-        made.owner._root = made
-        return made
-
-
-ROOTS: weakref.WeakSet[Root] = weakref.WeakSet()  # of all models that are sharded now
-
-
-class _Whole:
-    """Lives as long as the storage of a whole parameter that an eager read has gathered."""
-
-    def __init__(self, slot: Slot) -> None:
-        self.slot = slot
-
-
-@dataclasses.dataclass(frozen=True)
-class _Saved:
-    """What autograd keeps in the place of a whole parameter, or of a view of it."""
-
-    slot: Slot
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    version: int
-
-
-class Gather(torch.autograd.Function):
-    """Sharded parameter -> whole parameter; its gradient is reduced to the shard."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, root: Root, slot: Slot, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        ctx.root, ctx.slot = root, slot
-        return gathered(root, slot, dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return reduced(ctx.root, ctx.slot, grad), None, None, None
-
-
-@torch.compiler.disable
-def gathered(root: Root, slot: Slot, dtype: torch.dtype | None = None) -> Tensor:
-    """All rows of a parameter, in a storage of its own; in the dtype that its unit computes in."""
-    world, dtype = root.owner.world, dtype or root.computes_in(slot)
-    assert isinstance(world, C10dWorld)
-    world.require_joined()  # without groups it would look like a world of one rank
-    shard = slot.shards[0].to(torch.device(world.mesh.device_type), dtype)
-    buffer = shard.new_empty(slot.layout.padded_shape)
-    if "shard" in world.groups:
-        process_groups.all_gather_single(
-            as_bytes(buffer), as_bytes(shard.contiguous()), group=world.groups["shard"]
-        )
-    else:
-        buffer.copy_(shard)
-    mark = _Whole(slot)
-    root.gathered[_address(buffer)] = mark
-    # The storage object that Python sees lives as long as the memory does.
-    buffer.untyped_storage()._fxshard_mark = mark  # type: ignore[attr-defined]
-    return buffer[: slot.param.shape[0]]
-
-
-@torch.compiler.disable
-def reduced(root: Root, slot: Slot, grad: Tensor) -> Tensor:
-    """This rank's rows of the gradients of all ranks, reduced as the options say."""
-    owner, world = root.owner, root.owner.world
-    assert isinstance(world, C10dWorld)
-    world.require_joined()
-    unit_precision = owner.units[slot.param.unit].precision
-    grad = grad.to(unit_precision.reduce_dtype or grad.dtype)
-    padded = grad.new_zeros(slot.layout.padded_shape)
-    padded[: grad.shape[0]].copy_(grad)
-    before, name, behind = root.reduction.division(padded.dtype, world.size * world.replicas)
-    shard, op = padded if before is None else padded.div_(before), OPS[name]
-    if "shard" in world.groups:
-        shard = padded.new_empty(slot.layout.shard_shape)
-        into, sent = as_real(shard), as_real(padded)
-        process_groups.reduce_scatter_single(into, sent, op=op, group=world.groups["shard"])
-    if "replicate" in world.groups:
-        dist.all_reduce(as_real(shard), op=op, group=world.groups["replicate"])
-    if behind is not None:
-        shard.div_(behind)
-    if not unit_precision.keep_low_precision_grads:
-        shard = shard.to(slot.param.dtype)
-    return as_gradient(slot, [shard.to(slot.local.device)], world)
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 # -- classes ---------------------------------------------------------------------------------------
@@ -321,29 +110,29 @@ def classes(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, type]:
     return found
 
 
-def attach(root: Root, classes: dict[nn.Module, type]) -> None:
+def attach(runtime: Runtime, classes: dict[nn.Module, type]) -> None:
     """Let the modules of a model that was just sharded read their parameters as said above.
 
     And mark them for Dynamo as managed by FSDP with original parameters in use.
 
     Args:
-        root: of the model.
+        runtime: of the model.
         classes: see `classes`.
     """
     for module, made in classes.items():
         module.__class__ = made
-        module.__dict__[ROOT] = root
-    give_handles(root)
+        module.__dict__[RUNTIME] = runtime
+    SHARDED.add(runtime)
+    give_handles(runtime)
     hf.keep_eager_branch_in_dynamo()
-    for module in managed(root.owner):
+    for module in managed(runtime):
         dynamo.mark_for_dynamo(module)
 
 
-def root_of(model: Any) -> Root | None:
-    """What `attach` has made for `model`; None for any other object."""
-    found = getattr(model, "__dict__", {})
-    root = found.get(ROOT)
-    return root if isinstance(root, Root) and root.owner.model is model else None
+def runtime_of(model: Any) -> Runtime | None:
+    """Of a model that `attach` was given; None for any other object."""
+    found = getattr(model, "__dict__", {}).get(RUNTIME)
+    return found if isinstance(found, Runtime) and found.model is model else None
 
 
 def managed(owner: ParameterStore) -> list[nn.Module]:
@@ -378,15 +167,15 @@ def _casts(unit: Unit) -> tuple[torch.dtype | None, torch.dtype | None]:
     return said.param_dtype if inputs else None, said.output_dtype
 
 
-def give_handles(root: Root) -> None:
+def give_handles(runtime: Runtime) -> None:
     """Make the handle of each parameter, and put it on the modules that hold the parameter."""
-    owner = root.owner
-    for module in owner.model.modules():
-        if ROOT in module.__dict__:
+    for module in runtime.model.modules():
+        if RUNTIME in module.__dict__:
             module.__dict__[HANDLES] = {}
-    for slot in owner.slots.values():
-        handle = _handle(slot, root.computes_in(slot), torch.device(owner.compute_device()))
-        handle._fxshard = root, slot.param.fqn  # type: ignore[attr-defined]
+    for slot in runtime.slots.values():
+        dtype = runtime.as_it_is(slot.param).compute_dtype
+        handle = _handle(slot, dtype, torch.device(runtime.compute_device()))
+        handle._fxshard = runtime, slot.param.fqn  # type: ignore[attr-defined]
         for module, name in slot.owners:
             module.__dict__[HANDLES][name] = handle
 
@@ -460,10 +249,11 @@ def _read(module: nn.Module, name: str) -> Any:
     found, handle = module._parameters[name], module.__dict__[HANDLES].get(name)
     if found is None or handle is None:
         return found
-    root, fqn = handle._fxshard
-    if not root.reads_whole or root.owner.slots[fqn].tensor is not found:
+    runtime, fqn = handle._fxshard
+    slot = runtime.slots[fqn]
+    if not runtime.forwards.compute_whole or slot.tensor is not found:
         return found  # or the user's own, put there since
-    return root.whole(fqn)
+    return runtime.computed(slot)
 
 
 def _read_flat_weights(self: Any) -> list[Any]:
@@ -482,12 +272,12 @@ def _root_forward(inner: Callable[..., Any]) -> Callable[..., Any]:
         try:
             hf.FORWARDS.inside += 1
             if not torch.compiler.is_dynamo_compiling():
-                self._fxshard_root.enter()
+                self._fxshard_runtime.forwards.enter()
             return inner(self, *args, **kwargs)
         finally:
             hf.FORWARDS.inside -= 1
             if not torch.compiler.is_dynamo_compiling():
-                self._fxshard_root.leave()
+                self._fxshard_runtime.forwards.leave()
 
     return forward
 
@@ -513,30 +303,30 @@ def _to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
     """``.to()``, ``.half()`` and their kin, on shards (see `ParameterStore.convert`)."""
-    root = self._fxshard_root
     base = self._fxshard_base
-    root.owner.convert(fn, lambda: base._apply(self, fn, recurse))
-    give_handles(root)
+    self._fxshard_runtime.convert(fn, lambda: base._apply(self, fn, recurse))
+    give_handles(self._fxshard_runtime)
     return self
 
 
 def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
     """As `copy.deepcopy` of a plain module; that of the root copies what all modules share."""
-    root = self._fxshard_root
-    is_root = root.owner.model is self
-    if not is_root and id(root) not in memo:
+    runtime = self._fxshard_runtime
+    is_root = runtime.model is self
+    if not is_root and id(runtime) not in memo:
         raise StepError(
             f"copy.deepcopy of a {type(self).__name__} inside of a model that fxshard.shard "
             f"sharded: its shards lie amid those of the model. Copy the whole model."
         )
     made: Any = object.__new__(type(self))
     memo[id(self)] = made
-    shared = copy.deepcopy(root, memo)  # first: it knows how parameters are copied
+    shared = copy.deepcopy(runtime, memo)  # first: it knows how parameters are copied
     state = nn.Module.__getstate__(self)  # without what model.compile() made of this one
-    rest = {key: value for key, value in state.items() if key not in (ROOT, HANDLES)}
+    rest = {key: value for key, value in state.items() if key not in (RUNTIME, HANDLES)}
     made.__dict__.update(copy.deepcopy(rest, memo))
-    made.__dict__.update({ROOT: shared, HANDLES: {}})
+    made.__dict__.update({RUNTIME: shared, HANDLES: {}})
     if is_root:
+        SHARDED.add(shared)
         give_handles(shared)
     return made
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import re
 import time
-import traceback
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import starmap
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from fxshard import pipeline
 from fxshard._torch import autograd, modules, trees
@@ -26,7 +22,7 @@ from fxshard.codegen.optimizer import OnShards, on_shards
 from fxshard.config import Config, notice
 from fxshard.errors import FxshardError, StepError
 from fxshard.host.progress import task
-from fxshard.ir import tags, transfers
+from fxshard.ir import transfers
 from fxshard.ir.domain import Symbols
 from fxshard.ir.program import Program
 from fxshard.ir.units import Unit
@@ -34,12 +30,9 @@ from fxshard.memory.optimizer import make_optimizer
 from fxshard.plans.plan import Plan
 from fxshard.plans.workload import Workload, without_data
 from fxshard.runtime import state
-from fxshard.runtime.reading import Root
 from fxshard.runtime.sharding import Slot
-from fxshard.runtime.step import Call, Step, differentiated
-from fxshard.runtime.store import ParameterStore
+from fxshard.runtime.step import Call, Phases, Step, differentiated
 from fxshard.runtime.unit_calls import UnitCall
-from fxshard.runtime.unused import Reach
 from fxshard.runtime.variants import Kind, Variant, reason_for, symbols_for
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.in_process import InProcessWorld
@@ -48,22 +41,15 @@ from fxshard.verify.certificate import agreement, digest
 log = logging.getLogger("fxshard")
 
 MakeExecutor = Callable[[Program, Any], Executor]
-_Part = tuple[str, str]  # role and FQN
-_Noted = tuple[weakref.ref[Tensor], int] | None  # a tensor, and how often it had been written
 
 
-class Runtime(ParameterStore):
+class Runtime(Phases):
     """Everything of ours that a sharded model has, behind one attribute of it.
 
     Attributes:
         variants: the programs made so far; clear it when what they were made for has changed.
-        reach: which gradients a loss has reached.
-        sync: False inside of `no_sync`.
-        comm_hook: the user's function reduces gradients.
+        captured: plans of what Dynamo has captured of it, in order (see `fxshard.dynamo.graphs`).
         attributes: what modules say that programs depend on.
-        torn: why calls are refused: what a phase has begun that an exception ended, and each part
-            (role and FQN) as it was then.
-        just_stepped: parameters that the last backward has stepped.
         inside: what of the model itself its programs stand for (see `fxshard.capture.swapped`).
         progress: whether captures are shown (see `fxshard.host.progress.task`).
         unit_calls: of `fully_shard`, by FQN of the module; empty if it did not make this.
@@ -82,13 +68,8 @@ class Runtime(ParameterStore):
         self.inside = Inside(None, {})
         self.make_executor = make_executor
         self.variants: dict[Kind, Variant] = {}
-        self.reach = Reach()
-        self.torn: dict[str, tuple[str, dict[_Part, _Noted]]] = {}
-        self.just_stepped: list[str] = []
-        self.sync = True
-        self.comm_hook = False
+        self.captured: list[Plan] = []
         self._optimizer: OnShards | None = None
-        self._root = None
         self.attributes = Attributes()
         self.progress: bool | None = None
         self.unit_calls: Mapping[str, UnitCall] = {}
@@ -96,13 +77,6 @@ class Runtime(ParameterStore):
         self._agreed: dict[str, list[str]] = {}  # what all ranks have alike, by its digest
         if config.optimizer_in_backward:
             self.optimizer()  # refuses what cannot step shards before anything is traced
-
-    @property
-    def root(self) -> Root:
-        """What reads whole parameters outside of programs."""
-        found: Root = self._root or Root(self)
-        self._root = found
-        return found
 
     def optimizer(self) -> OnShards:
         """The one of the option ``optimizer``, made when it is first asked for."""
@@ -150,7 +124,7 @@ class Runtime(ParameterStore):
         if signature.training:
             params = [self.param(fqn) for fqn in differentiated(variant.program)]
             call = Call(self, variant, len(params))
-            if isinstance(self.world, C10dWorld) and "backward" in variant.executor.communicates:
+            if "backward" in variant.executor.communicates:
                 self.world.await_backward(call)
             outputs = list(Step.apply(call, *params, *batch))
         else:
@@ -168,8 +142,7 @@ class Runtime(ParameterStore):
         refused: the others would wait.
         """
         self.require_sharded("forward")
-        if isinstance(self.world, C10dWorld):
-            self.world.require_joined()
+        self.world.require_joined()
         try:
             with autograd.plain_torch_functions():
                 if self.settle():
@@ -198,13 +171,8 @@ class Runtime(ParameterStore):
         Raises:
             RankMismatchError: another rank ran another program, though all know both.
         """
-        if isinstance(self.world, C10dWorld) and variant.communicates:
+        if variant.communicates:
             self.world.run_call(variant.digest, self._agreed)
-
-    def begin_backward(self, call: Call) -> None:
-        """The backward of `call` is next."""
-        if isinstance(self.world, C10dWorld):
-            self.world.begin_backward(call)
 
     def refuse_alike(self, error: FxshardError) -> None:
         """See that all ranks refuse this call as this one does: others would wait for it.
@@ -212,12 +180,11 @@ class Runtime(ParameterStore):
         Raises:
             RankMismatchError: on all ranks, if some do not.
         """
-        if isinstance(self.world, C10dWorld):
-            said = str(error).partition("\n")[0]
-            said = re.sub(r"\d+", "N", said)  # ranks may refuse for sizes of their own
-            lines = [f"refused: {type(error).__name__}: {said}"]
-            what = "the model or the batch structure"
-            self.world.agree(lines, what, list(self._agreed.values()))
+        said = str(error).partition("\n")[0]
+        said = re.sub(r"\d+", "N", said)  # ranks may refuse for sizes of their own
+        lines = [f"refused: {type(error).__name__}: {said}"]
+        what = "the model or the batch structure"
+        self.world.agree(lines, what, list(self._agreed.values()))
 
     def agree(self, program: Program) -> None:
         """Let all ranks agree on `program`, if there was none like it.
@@ -226,7 +193,7 @@ class Runtime(ParameterStore):
             RankMismatchError: all ranks raise.
         """
         lines = agreement(program)
-        if isinstance(self.world, C10dWorld) and digest(lines) not in self._agreed:
+        if digest(lines) not in self._agreed:
             what = "the model or the batch structure"
             self.world.agree(lines, what, list(self._agreed.values()))
         self._agreed[digest(lines)] = lines
@@ -259,17 +226,22 @@ class Runtime(ParameterStore):
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program) -> None:
         """Run this kind of call by `program`, which all ranks agree on."""
         self._warn_of_hooks()
-        hybrid, world = self.config.hybrid, self.world
-        ranks = (world.replicas, world.size) if hybrid else world.replicas * world.size
-        plan = Plan(
-            [program], Workload(self.model, without_data((args, kwargs)), ranks, self.config)
-        )
-        executor = self.make_executor(program, self.world)
-        executor.bind_step(self.step_parameters)
         kind = self.kind(args, kwargs)
-        self.variants[kind] = Variant(kind, plan, executor)
+        self.variants[kind] = found = self.made(
+            kind, program, self.model, (args, kwargs), self.config
+        )
+        found.executor.bind_step(self.step_parameters)
         lines = agreement(program)
         self._agreed[digest(lines)] = lines
+
+    def made(
+        self, kind: Kind, program: Program, model: nn.Module, call: Any, config: Config
+    ) -> Variant:
+        """What runs `program`, of a call ``(args, kwargs)`` of `model` with these options."""
+        world = self.world
+        ranks = (world.replicas, world.size) if config.hybrid else world.replicas * world.size
+        plan = Plan([program], Workload(model, without_data(call), ranks, config))
+        return Variant(kind, plan, self.make_executor(program, world))
 
     @property
     def plan(self) -> Plan:
@@ -340,121 +312,9 @@ class Runtime(ParameterStore):
 
     def fresh(self) -> dict[str, Any]:
         """No program, and no optimizer: a copy makes its own."""
-        fresh: dict[str, Any] = {"variants": {}, "_agreed": {}, "_optimizer": None, "_root": None}
+        fresh: dict[str, Any] = {"variants": {}, "captured": [], "_agreed": {}, "_optimizer": None}
         fresh["attributes"] = Attributes()
-        torn = self.torn.items()  # `note_halves` notes what the copy has
-        fresh["torn"] = {what: (why, dict.fromkeys(parts)) for what, (why, parts) in torn}
         return super().fresh() | fresh
-
-    def restored(self) -> None:
-        super().restored()
-        self.note_halves()
-
-    def note_halves(self) -> None:
-        """A copy is complete: it is refused as its original is, until its halves are written."""
-        for what, (why, parts) in self.torn.items():
-            self.refuse_until_written(what, why, list(parts))
-
-    @contextlib.contextmanager
-    def as_traced(self, variant: Variant | None = None) -> Iterator[None]:
-        """The context that a program runs in: its casts are in it, autocast must add none.
-
-        An exception refers to the frames that it came through, and they to unsharded parameters,
-        activations and gradients: these die here, and not with the exception. Forward writes its
-        buffers last, one behind the other: calls are refused if an exception came in between.
-
-        Args:
-            variant: what runs, if it is forward.
-        """
-        names = [n for role, n in variant.written if role == "buffer"] if variant else []
-        buffers = [self._buffer(name or "") for name in names]
-        before = [autograd.version(buffer) for buffer in buffers]
-        with torch.autocast(self.device, enabled=False):
-            try:
-                yield
-            except BaseException as error:
-                traceback.clear_frames(error.__traceback__)
-                changed = [autograd.version(b) != v for b, v in zip(buffers, before, strict=True)]
-                if any(changed) and not all(changed):
-                    self.refuse_until_written(
-                        "buffers",
-                        f"forward ended with an exception ({type(error).__name__}): it had "
-                        f"written buffer {names[changed.index(True)]!r} and not "
-                        f"{names[changed.index(False)]!r}. Load the last checkpoint.",
-                        [("buffer", name or "") for name in names],
-                    )
-                raise
-
-    def refuse_until_written(self, what: str, why: str, parts: Sequence[_Part]) -> None:
-        """Refuse calls from now on, until all of `parts` have been written, as loading does."""
-        self.torn[what] = why, {part: self._noted(part) for part in parts}
-
-    def _noted(self, part: _Part) -> _Noted:
-        role, fqn = part
-        tensor = self._buffer(fqn) if role == "buffer" else self.slots[fqn].tensor
-        return weakref.ref(tensor), autograd.version(tensor)
-
-    def _require_whole(self) -> None:
-        for what, (why, parts) in list(self.torn.items()):
-            if not parts or any(starmap(self._is_unwritten, parts.items())):
-                raise StepError(why)
-            del self.torn[what]
-
-    def _is_unwritten(self, part: _Part, noted: _Noted) -> bool:
-        now = self._noted(part)
-        if noted is None or now is None:
-            return True
-        return noted[0]() is now[0]() and noted[1] == now[1]
-
-    def arguments(self, variant: Variant, batch: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Per rank that this process runs, the values of forward's placeholders.
-
-        Raises:
-            StepError: a phase failed, and has left gradients, parameters or buffers in parts.
-        """
-        self._require_whole()
-        rows = [
-            [
-                self.value(node, variant.program, batch, rank)
-                for node in variant.executor.forward_inputs
-            ]
-            for rank in range(self.local_ranks)
-        ]
-        for i, node in enumerate(variant.executor.forward_inputs):
-            if (tags.get(node).role, tags.get(node).fqn) in variant.written:
-                for row in rows[1:]:  # each rank writes one of its own; the first one's is kept
-                    row[i] = row[i].clone()
-        return rows
-
-    @property
-    def local_ranks(self) -> int:
-        """How many ranks this process runs: one, or the whole in-process world."""
-        return self.world.ranks if isinstance(self.world, InProcessWorld) else 1
-
-    def value(self, node: fx.Node, program: Program, batch: Sequence[Tensor], rank: int) -> Tensor:
-        tag = tags.get(node)
-        name = tag.fqn or ""
-        if tag.role == "shard":
-            shards = self.slots[name].shards
-            return shards[rank % len(shards)]  # replicas inside one process share theirs
-        if tag.role == "whole":
-            return self.whole(name)
-        if tag.role == "accumulated":
-            if name not in self.accumulated:  # dropped since forward, by zero_grad
-                val = node.meta["val"]
-                return torch.zeros(val.shape, dtype=val.dtype, device=self.device)
-            return self.accumulated[name][rank]
-        if tag.role == "input":
-            return batch[program.signature.tensor_inputs.index(int(name))]
-        if name in program.constants:
-            return program.constants[name]
-        return self._buffer(name)
-
-    def _buffer(self, name: str) -> Tensor:
-        module, key = self.buffer_slots[name]
-        buffer = module._buffers[key]
-        assert buffer is not None
-        return buffer
 
     def _require_stepped_here(self, program: Program) -> None:
         """Raise StepError for a gradient that no step takes, or a hook that waits for one."""

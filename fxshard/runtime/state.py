@@ -18,8 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
@@ -129,6 +127,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 @contextlib.contextmanager
 def whole_parameters(
     slots: Sequence[Slot],
+    all_rows: Callable[[Tensor], Tensor],
     *,
     writeback: bool = True,
     rank0_only: bool = False,
@@ -139,7 +138,7 @@ def whole_parameters(
 
     Collective. What ``FullyShardedDataParallel.summon_full_params`` does
     (torch/distributed/fsdp/_unshard_param_utils.py), but that ``writeback=False`` discards changes
-    on one rank too, and gradients may be offloaded.
+    on one rank too, and gradients may be offloaded. `all_rows` is that of `ParameterStore`.
 
     Raises:
         ConfigError: `writeback` with `rank0_only`: the other ranks have nothing to take rows from.
@@ -154,7 +153,9 @@ def whole_parameters(
     keep = not rank0_only or all(map(_is_first, sharded))
     made = []
     for tensor in sharded:
-        whole = _whole(tensor, offload_to_cpu, with_grads)
+        whole = nn.Parameter(_own(all_rows, tensor, offload_to_cpu), tensor.requires_grad)
+        if with_grads and tensor.grad is not None:
+            whole.grad = _own(all_rows, tensor.grad, offload_to_cpu)
         made.append(whole if keep else tensor)
     for slot, whole in zip(slots, made, strict=True):
         _place(slot, whole)
@@ -171,18 +172,9 @@ def whole_parameters(
                 _write_back(slot, now[0], with_grads)
 
 
-def _whole(tensor: nn.Parameter, offload_to_cpu: bool, with_grads: bool) -> nn.Parameter:
-    """A parameter of its own storage with the values of `tensor`, and of its gradient if asked."""
-    whole = nn.Parameter(_whole_value(tensor, offload_to_cpu), tensor.requires_grad)
-    if with_grads and tensor.grad is not None:
-        whole.grad = _whole_value(tensor.grad, offload_to_cpu)
-    return whole
-
-
-def _whole_value(tensor: Tensor, offload_to_cpu: bool) -> Tensor:
-    value = tensor.detach()
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
+def _own(all_rows: Callable[[Tensor], Tensor], tensor: Tensor, offload_to_cpu: bool) -> Tensor:
+    """All rows of `tensor`, in a storage of their own."""
+    value = all_rows(tensor).detach()
     if value.untyped_storage().data_ptr() == local_part(tensor).untyped_storage().data_ptr():
         value = value.clone()  # one rank, or replicated: nothing had to be gathered
     return value.cpu() if offload_to_cpu else value
@@ -269,20 +261,24 @@ def _make_savable(module: nn.Module, state_dict: dict[str, Any], prefix: str, _:
             dtensors.set_local_tensor(made, local)
 
 
-def full_state_dict(model: nn.Module, cpu_offload: bool, rank0_only: bool) -> dict[str, Any]:
-    """Whole parameters and buffers by name; collective. ``{}`` on other ranks if `rank0_only`.
+def whole_state(
+    state: dict[str, Any],
+    all_rows: Callable[[Tensor], Tensor],
+    cpu_offload: bool,
+    rank0_only: bool,
+) -> dict[str, Any]:
+    """The state of a model or of its optimizer with whole tensors, gathered one after the other.
 
-    (torch/distributed/checkpoint/state_dict.py, ``get_model_state_dict``: with `cpu_offload` it
-    keeps rank 0's only, and without it every rank's.)
+    Collective. ``{}`` on other ranks than 0 if `rank0_only`, which keep nothing in the meantime.
     """
-    alone = cpu_offload and rank0_only
-    options = StateDictOptions(full_state_dict=True, cpu_offload=alone)
-    state = get_model_state_dict(model, options=options)
-    if rank0_only and dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
-        return {}
-    if cpu_offload:
-        return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
-    return state
+    here = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
+    leaves, spec = trees.tree_flatten(state)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            whole = all_rows(leaf)
+            leaves[i] = None if not here else whole.cpu() if cpu_offload else whole
+            del whole  # before the next one is made
+    return trees.tree_unflatten(leaves, spec) if here else {}
 
 
 # -- other dtypes and devices; copies --------------------------------------------------------------
@@ -452,22 +448,6 @@ def optim_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The state of `optimizer` by parameter name, as it is sharded."""
     with optimizers.not_stepped(optimizer):
         return dict(get_optimizer_state_dict(model, optimizer))
-
-
-def full_optim_state_dict(
-    model: nn.Module, optimizer: Optimizer, cpu_offload: bool, rank0_only: bool
-) -> dict[str, Any]:
-    """The same with whole tensors; collective. ``{}`` on other ranks if `rank0_only`."""
-    alone = cpu_offload and rank0_only  # see full_state_dict
-    options = StateDictOptions(full_state_dict=True, cpu_offload=alone)
-    with optimizers.not_stepped(optimizer):
-        state = get_optimizer_state_dict(model, optimizer, options=options)
-    if rank0_only and dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
-        return {}
-    leaves, spec = trees.tree_flatten(dict(state))
-    if cpu_offload:
-        leaves = [leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return trees.tree_unflatten(leaves, spec)
 
 
 def optim_state_dict_to_load(

@@ -1,13 +1,14 @@
-"""The one node that a call of a compiled model is in the user's autograd graph."""
+"""How programs run: what phases are given, and the one node of a call in autograd's graph."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import traceback
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import starmap
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -15,56 +16,161 @@ from torch import Tensor, fx, nn
 from fxshard._torch import autograd
 from fxshard.capture import shapes
 from fxshard.capture.swapped import users_class
+from fxshard.config import Config
 from fxshard.errors import StepError
 from fxshard.ir import tags, transfers
 from fxshard.ir.program import Program
+from fxshard.ir.units import Unit
 from fxshard.runtime.sharding import Slot, as_gradient
-from fxshard.runtime.unused import Reach
+from fxshard.runtime.store import ParameterStore, require_all_wanted
 from fxshard.runtime.variants import Variant
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.in_process import InProcessWorld
 
+_Part = tuple[str, str]  # role and FQN
+_Noted = tuple[weakref.ref[Tensor], int] | None  # a tensor, and how often it had been written
 
-class Runs(Protocol):
-    """What a call needs of the `fxshard.runtime.runtime.Runtime` that runs it."""
 
-    accumulated: dict[str, list[Tensor]]
-    just_stepped: list[str]
-    model: nn.Module
-    reach: Reach
-    slots: dict[str, Slot]
-    sync: bool
-    torn: dict[str, Any]
-    wholes: Any
-    world: C10dWorld | InProcessWorld
+class Phases(ParameterStore):
+    """A store on which programs run: what their phases are given, and what exceptions leave.
+
+    Attributes:
+        torn: why calls are refused: what a phase has begun that an exception ended, and each part
+            (role and FQN) as it was then.
+        just_stepped: parameters that the last backward has stepped.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: tuple[Unit, ...],
+        world: C10dWorld | InProcessWorld,
+        config: Config,
+        kept: Iterable[Slot] = (),
+    ) -> None:
+        super().__init__(model, units, world, config, kept)
+        self.torn: dict[str, tuple[str, dict[_Part, _Noted]]] = {}
+        self.just_stepped: list[str] = []
 
     def arguments(self, variant: Variant, batch: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Per rank that this process runs, the values of forward's placeholders."""
+        """Per rank that this process runs, the values of forward's placeholders.
 
-    def as_traced(self, variant: Variant | None = None) -> AbstractContextManager[None]:
-        """The context that a program runs in."""
-
-    def begin_backward(self, call: Call) -> None:
-        """The backward of `call` is next."""
-
-    def refuse_until_written(self, what: str, why: str, parts: Any) -> None:
-        """Refuse calls from now on, until all of `parts` have been written."""
-
-    def require_accumulated(self, program: Program) -> None:
-        """Refuse a program that does not take what has been accumulated."""
-
-    def require_sharded(self, what: str) -> None:
-        """Refuse `what` while parameters are not sharded."""
+        Raises:
+            StepError: a phase failed, and has left gradients, parameters or buffers in parts.
+        """
+        self._require_whole()
+        ranks = self.world.ranks if isinstance(self.world, InProcessWorld) else 1
+        rows = [
+            [
+                self.value(node, variant.program, batch, rank)
+                for node in variant.executor.forward_inputs
+            ]
+            for rank in range(ranks)
+        ]
+        for i, node in enumerate(variant.executor.forward_inputs):
+            if (tags.get(node).role, tags.get(node).fqn) in variant.written:
+                for row in rows[1:]:  # each rank writes one of its own; the first one's is kept
+                    row[i] = row[i].clone()
+        return rows
 
     def value(self, node: fx.Node, program: Program, batch: Sequence[Tensor], rank: int) -> Tensor:
-        """The value of a placeholder."""
+        """Of a placeholder of `program`, on one of the ranks of this process."""
+        tag = tags.get(node)
+        name = tag.fqn or ""
+        if tag.role == "shard":
+            shards = self.slots[name].shards
+            return shards[rank % len(shards)]  # replicas inside one process share theirs
+        if tag.role == "whole":
+            return self.whole(name)
+        if tag.role == "accumulated":
+            if name not in self.accumulated:  # dropped since forward, by zero_grad
+                val = node.meta["val"]
+                return torch.zeros(val.shape, dtype=val.dtype, device=self.device)
+            return self.accumulated[name][rank]
+        if tag.role == "input":
+            return batch[program.signature.tensor_inputs.index(int(name))]
+        if name in program.constants:
+            return program.constants[name]
+        return self._buffer(name)
+
+    def _buffer(self, name: str) -> Tensor:
+        module, key = self.buffer_slots[name]
+        buffer = module._buffers[key]
+        assert buffer is not None
+        return buffer
+
+    @contextlib.contextmanager
+    def as_traced(self, variant: Variant | None = None) -> Iterator[None]:
+        """The context that a program runs in: its casts are in it, autocast must add none.
+
+        An exception refers to the frames that it came through, and they to unsharded parameters,
+        activations and gradients: these die here, and not with the exception. Forward writes its
+        buffers last, one behind the other: calls are refused if an exception came in between.
+
+        Args:
+            variant: what runs, if it is forward.
+        """
+        names = [n for role, n in variant.written if role == "buffer"] if variant else []
+        buffers = [self._buffer(name or "") for name in names]
+        before = [autograd.version(buffer) for buffer in buffers]
+        with torch.autocast(self.device, enabled=False):
+            try:
+                yield
+            except BaseException as error:
+                traceback.clear_frames(error.__traceback__)
+                changed = [autograd.version(b) != v for b, v in zip(buffers, before, strict=True)]
+                if any(changed) and not all(changed):
+                    self.refuse_until_written(
+                        "buffers",
+                        f"forward ended with an exception ({type(error).__name__}): it had "
+                        f"written buffer {names[changed.index(True)]!r} and not "
+                        f"{names[changed.index(False)]!r}. Load the last checkpoint.",
+                        [("buffer", name or "") for name in names],
+                    )
+                raise
+
+    def refuse_until_written(self, what: str, why: str, parts: Sequence[_Part]) -> None:
+        """Refuse calls from now on, until all of `parts` have been written, as loading does."""
+        self.torn[what] = why, {part: self._noted(part) for part in parts}
+
+    def _noted(self, part: _Part) -> _Noted:
+        role, fqn = part
+        tensor = self._buffer(fqn) if role == "buffer" else self.slots[fqn].tensor
+        return weakref.ref(tensor), autograd.version(tensor)
+
+    def _require_whole(self) -> None:
+        for what, (why, parts) in list(self.torn.items()):
+            if not parts or any(starmap(self._is_unwritten, parts.items())):
+                raise StepError(why)
+            del self.torn[what]
+
+    def _is_unwritten(self, part: _Part, noted: _Noted) -> bool:
+        now = self._noted(part)
+        if noted is None or now is None:
+            return True
+        return noted[0]() is now[0]() and noted[1] == now[1]
+
+    def fresh(self) -> dict[str, Any]:
+        """What is torn of the original is so of a copy: `note_halves` notes what the copy has."""
+        torn = self.torn.items()
+        halves = {what: (why, dict.fromkeys(parts)) for what, (why, parts) in torn}
+        return super().fresh() | {"torn": halves}
+
+    def restored(self) -> None:
+        super().restored()
+        self.note_halves()
+
+    def note_halves(self) -> None:
+        """A copy is complete: it is refused as its original is, until its halves are written."""
+        for what, (why, parts) in self.torn.items():
+            self.refuse_until_written(what, why, list(parts))
 
 
 @dataclasses.dataclass
 class Call:
     """One call on its way through autograd."""
 
-    runtime: Runs
+    runtime: Phases
     variant: Variant
     params: int
 
@@ -169,30 +275,20 @@ class Step(torch.autograd.Function):
         tangents.clear()
         reach, world = call.runtime.reach, call.runtime.world
         unused = reach.begin(program, arrived, world, call.runtime.accumulated)
-        call.runtime.begin_backward(call)
+        world.begin_backward(call)
         with call.runtime.as_traced(), _whole_or_refused(call):
             results = call.variant.executor.backward(args)
         return (None, *_gradients(call, results, len(batch), unused | reach.unused()))
 
 
 def _require_parameters(ctx: Any) -> None:
-    """Raise StepError if autograd drops gradients of parameters that this backward does not leave.
-
-    ``torch.autograd.grad`` and ``backward(inputs=...)`` want those of some tensors alone; what a
-    program accumulates or steps, it does all the same.
-    """
+    """Raise StepError if this backward drops gradients that it steps or accumulates."""
     call: Call = ctx.call
     runtime, stepped = call.runtime, call.variant.program.optimizer_in_backward
-    if not (stepped or not runtime.sync or runtime.accumulated):
-        return
-    nodes = [node for node, _ in ctx.next_functions[: call.params] if node is not None]
-    if not all(map(autograd.will_accumulate, nodes)):
+    if stepped or not runtime.sync or runtime.accumulated:
+        nodes = [node for node, _ in ctx.next_functions[: call.params] if node is not None]
         what = "optimizer_in_backward steps" if stepped else "no_sync accumulates"
-        raise StepError(
-            f"torch.autograd.grad, or backward(inputs=...), leaves the gradients of parameters "
-            f"alone, but {what} them in every backward of the model. Call loss.backward(), or do "
-            f"this outside of no_sync and without optimizer_in_backward."
-        )
+        require_all_wanted(nodes, what)
 
 
 def _keep_identities(outputs: list[Any], repeats: Sequence[tuple[int, int]]) -> None:

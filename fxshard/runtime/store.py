@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fxshard._torch import autograd
 from fxshard.capture.modules import join
@@ -23,8 +25,11 @@ from fxshard.config import Config, Precision
 from fxshard.errors import StepError
 from fxshard.ir.program import Program
 from fxshard.ir.units import Param, Unit, buffer_dtypes
-from fxshard.runtime import replaced, state
-from fxshard.runtime.sharding import Slot, shard_parameters
+from fxshard.passes.insert_reduce import InsertReduce
+from fxshard.pipeline import passes_of
+from fxshard.runtime import eager, replaced, state
+from fxshard.runtime.sharding import Slot, as_gradient, shard_parameters
+from fxshard.runtime.unused import Reach
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.in_process import InProcessWorld
 from fxshard.runtime.world.mesh import world_over
@@ -43,11 +48,13 @@ class ParameterStore:
         wholes: every ignored parameter by FQN.
         buffer_slots: by FQN, the module that holds a buffer and its name there.
         accumulated: per parameter, the gradient that `no_sync` has left, per rank of this process.
+        reach: which gradients a loss has reached.
+        sync: False inside of `no_sync`.
+        comm_hook: the user's function reduces gradients.
+        forwards: those that run eagerly now.
         device: type of the device that programs run on; shards may be offloaded from it.
         summoned: parameters are whole now, and nothing may run on shards.
     """
-
-    _root: Any = None  # what reads whole parameters outside of programs, if something has
 
     def __init__(
         self,
@@ -66,6 +73,10 @@ class ParameterStore:
         state.take_whole_values(module for module in dict.fromkeys(owners) if module not in before)
         self.wholes = {p.fqn: p for unit in units for p in unit.ignored}
         self.accumulated: dict[str, list[Tensor]] = {}
+        self.reach = Reach()
+        self.sync, self.comm_hook = True, False
+        self.forwards = eager.Forwards()
+        self._reduction: tuple[Config, InsertReduce] | None = None
         self._cast_buffers()
         self.summoned = False
         self._unshards: contextlib.ExitStack | None = None
@@ -95,19 +106,6 @@ class ParameterStore:
     def whole_parameters(self) -> list[nn.Parameter]:
         """The ignored parameters."""
         return [self.whole(fqn) for fqn in self.wholes]
-
-    def together(self, what: str, having: Sequence[str] = ()) -> None:
-        """All ranks do `what`, or none: collectives of other sizes would end a process in gloo.
-
-        Args:
-            what: for people.
-            having: what it is done with, and all ranks must have alike.
-
-        Raises:
-            RankMismatchError: some ranks call the model, or do something else.
-        """
-        if isinstance(self.world, C10dWorld):
-            self.world.together(what, having)
 
     def param(self, fqn: str) -> nn.Parameter:
         """The parameter that the user sees."""
@@ -203,25 +201,147 @@ class ParameterStore:
             return self.world.mesh.device_type
         return next((p.device.type for p in self.model.parameters()), "cpu")
 
-    # -- whole parameters --------------------------------------------------------------------------
+    # -- whole parameters in eager code ------------------------------------------------------------
+
+    def computed(self, slot: Slot) -> Tensor:
+        """A parameter as an eager forward computes with it: see `read`, in its unit's dtype."""
+        return self.read(slot, self.as_it_is(slot.param).compute_dtype)
+
+    def read(self, slot: Slot, dtype: torch.dtype) -> Tensor:
+        """A parameter, whole; its gradient becomes one of the shard. Collective.
+
+        Raises:
+            StepError: see `require_readable`.
+        """
+        self.require_readable(slot)
+        if isinstance(self.world, InProcessWorld) and (
+            not _is_trained(slot) or self._division(dtype)[1] == "avg"
+        ):
+            return slot.tensor.to(dtype)  # whole, and so is its gradient
+        whole: Tensor = _Gather.apply(slot.tensor, self, slot, dtype)
+        return whole
+
+    def require_readable(self, slot: Slot) -> None:
+        """Before eager code gathers a parameter.
+
+        Raises:
+            StepError: its gradient would not become what a program makes of it; or see
+                `Slot.settle`.
+        """
+        if _is_trained(slot):
+            op = self.reduction.op
+            for said, clashes in {
+                "optimizer_in_backward": self.config.optimizer_in_backward,
+                "register_comm_hook": self.comm_hook,
+                f"the reduction {op!r}": op in ("max", "min"),  # of each read, not of their sum
+            }.items():
+                if clashes:
+                    raise _read_with_gradients(slot, said, eager=self.forwards.inside > 0)
+        slot.settle()
+
+    @torch.compiler.disable
+    def gathered(self, slot: Slot, dtype: torch.dtype) -> Tensor:
+        """All rows of a parameter, in a storage of their own; collective."""
+        if isinstance(self.world, InProcessWorld):
+            return slot.tensor.detach().to(dtype)
+        shard = slot.shards[0].to(torch.device(self.device), dtype)
+        rows = eager.gathered(shard, self.world)
+        rows = rows.clone() if rows.data_ptr() == slot.shards[0].data_ptr() else rows
+        again = functools.partial(self.gathered, slot, dtype)
+        self.forwards.note(eager.Whole(slot, again), rows)
+        return rows[: slot.param.shape[0]]
+
+    @torch.compiler.disable
+    def reduced(self, slot: Slot, grad: Tensor) -> Tensor:
+        """The gradient of the shard, of that of the whole parameter on each rank; collective.
+
+        What `no_sync` has left is reduced with it.
+        """
+        precision, dtype = self.units[slot.param.unit].precision, grad.dtype
+        if precision.reduce_dtype is not None and dtype.is_floating_point:
+            dtype = precision.reduce_dtype
+        rows = self.world.size * slot.shards[0].shape[0]
+        sent = torch.zeros((rows, *grad.shape[1:]), dtype=dtype, device=grad.device)
+        sent[: grad.shape[0]].copy_(grad)
+        for total in self.accumulated.get(slot.param.fqn, ()):
+            sent[: grad.shape[0]].add_(total)
+        shard = eager.reduced(sent, self.world, self._division(dtype))
+        self.accumulated.pop(slot.param.fqn, None)
+        if not precision.keep_low_precision_grads:
+            shard = shard.to(slot.param.dtype)
+        return as_gradient(slot, [shard.to(slot.local.device)], self.world)
+
+    @torch.compiler.disable
+    def accumulate(self, slot: Slot, grad: Tensor) -> None:
+        """Keep the gradient of a whole parameter for the reduction that `no_sync` puts off."""
+        fqn, dtype = slot.param.fqn, grad.dtype
+        if dtype.is_floating_point:
+            precision = self.units[slot.param.unit].precision
+            dtype = precision.reduce_dtype or self.as_it_is(slot.param).compute_dtype
+        if fqn in self.accumulated:
+            self.accumulated[fqn][0].add_(grad)
+        else:
+            made = torch.empty(grad.shape, dtype=dtype, device=grad.device)
+            self.accumulated[fqn] = [made.copy_(grad)]
+        self.reach.accumulated(fqn)
+
+    def _division(self, dtype: torch.dtype) -> eager.Division:
+        return self.reduction.division(dtype, self.world.size * self.world.replicas)
+
+    @property
+    def reduction(self) -> InsertReduce:
+        """How gradients are reduced, as the pipeline of the model's options says it now."""
+        config = self.config  # another one behind set_gradient_divide_factor
+        if self._reduction is None or self._reduction[0] is not config:
+            found = next((p for p in passes_of(config) if isinstance(p, InsertReduce)), None)
+            if found is None:
+                raise StepError(
+                    "the pipeline of option passes has no insert-reduce, so that the gradient of a "
+                    "parameter which eager code reads cannot be reduced alike. Leave passes out of "
+                    'fxshard.shard, and give it to torch.compile(model, backend="fxshard", '
+                    "options=...)."
+                )
+            self._reduction = config, found
+        return self._reduction[1]
+
+    # -- whole parameters for a while --------------------------------------------------------------
+
+    def all_rows(self, tensor: Tensor) -> Tensor:
+        """A parameter, gradient or optimizer state, whole: itself if it is; collective."""
+        if not isinstance(tensor, DTensor) or isinstance(self.world, InProcessWorld):
+            return tensor
+        return eager.all_rows(tensor, self.world)
 
     @contextlib.contextmanager
     def whole_now(self, recurse: bool = True, **options: Any) -> Iterator[None]:
         """See `FxshardModule.summon_full_params`."""
         self.require_sharded("summon_full_params")
-        self.together("summon_full_params (or unshard, apply, a submodule or method by itself)")
+        what = "summon_full_params (or unshard, apply, a submodule or method by itself)"
+        self.world.together(what)
         slots = [slot for slot in self.slots.values() if recurse or slot.param.unit == 0]
-        with state.whole_parameters(slots, **options):
-            self.summoned = True
-            try:
-                yield
-            finally:
-                self.summoned = False
+        with self._summoning(state.whole_parameters(slots, self.all_rows, **options)):
+            yield
 
     @contextlib.contextmanager
-    def holding(self, slots: Sequence[Slot], wholes: Sequence[Tensor]) -> Iterator[None]:
-        """For the time of the block the model holds these tensors, to be read only."""
-        with state.holding(slots, wholes):
+    def readable(self) -> Iterator[None]:
+        """For the time of the block the model holds whole parameters as `read` gives them.
+
+        Raises:
+            StepError: see `require_readable`.
+            RankMismatchError: some ranks do something else.
+        """
+        slots = list(self.slots.values())
+        for slot in slots:
+            self.require_readable(slot)
+        what = "a method that runs on whole parameters"
+        self.world.together(f"{what}, with gradients" if torch.is_grad_enabled() else what)
+        wholes = [self.read(slot, slot.param.dtype) for slot in slots]
+        with self._summoning(state.holding(slots, wholes)):
+            yield
+
+    @contextlib.contextmanager
+    def _summoning(self, whole: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+        with whole:
             self.summoned = True
             try:
                 yield
@@ -281,7 +401,7 @@ class ParameterStore:
 
     def fresh(self) -> dict[str, Any]:
         """Attributes that a copy starts with: torch copies no ``.grad`` either."""
-        return {"accumulated": {}, "_seen": {}}
+        return {"accumulated": {}, "_seen": {}, "_reduction": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """In the same world; nothing is communicated or traced. `memo` knows the model's copy."""
@@ -325,6 +445,61 @@ class ParameterStore:
     def restored(self) -> None:
         """The model is unpickled too: put its parameters onto flat storage again."""
         state.lay_out(list(self.slots.values()))
+
+
+class _Gather(torch.autograd.Function):
+    """Sharded parameter -> whole parameter; its gradient is reduced to the shard, or kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, store: ParameterStore, slot: Slot, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.store, ctx.slot, ctx.sync = store, slot, store.sync
+        return store.gathered(slot, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        store, slot = ctx.store, ctx.slot
+        if torch.is_grad_enabled() and grad.requires_grad:
+            raise StepError(
+                f"the gradient of parameter {slot.param.fqn!r} is asked for with create_graph=True "
+                f"by eager code: it is reduced over the ranks, and has no graph of its own. "
+                f"Compute what is made of it inside of forward, and use fxshard.compile."
+            )
+        if not ctx.sync or slot.param.fqn in store.accumulated:
+            require_all_wanted([ctx.next_functions[0][0]], "no_sync accumulates")
+        if ctx.sync:
+            return store.reduced(slot, grad), None, None, None
+        store.accumulate(slot, grad)
+        return None, None, None, None
+
+
+def _is_trained(slot: Slot) -> bool:
+    """True if autograd follows what is computed of it now."""
+    return torch.is_grad_enabled() and slot.tensor.requires_grad
+
+
+def _read_with_gradients(slot: Slot, said: str, *, eager: bool) -> StepError:
+    where = "by eager code" if eager else "outside of the model's forward"
+    return StepError(
+        f"parameter {slot.param.fqn!r} is read with gradients {where}, and with {said} its "
+        f"gradient would not go the same way as those of the program. Read it under "
+        f"torch.no_grad(), or make the reading code part of forward."
+    )
+
+
+def require_all_wanted(leaves: Sequence[Any], what: str) -> None:
+    """Raise StepError if this backward drops gradients of parameters, autograd's `leaves`.
+
+    ``torch.autograd.grad`` and ``backward(inputs=...)`` want those of some tensors alone; what is
+    accumulated or stepped is so all the same.
+    """
+    if not all(map(autograd.will_accumulate, leaves)):
+        raise StepError(
+            f"torch.autograd.grad, or backward(inputs=...), leaves the gradients of parameters "
+            f"alone, but {what} them in every backward of the model. Call loss.backward(), or do "
+            f"this outside of no_sync and without optimizer_in_backward."
+        )
 
 
 def _names(module: nn.Module) -> tuple[Any, ...]:

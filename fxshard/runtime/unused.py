@@ -26,6 +26,10 @@ class Reach:
         """Copied and pickled without what is accumulated, as the module is."""
         return Reach, ()
 
+    def accumulated(self, fqn: str) -> None:
+        """A loss has reached a gradient that eager code has left to be reduced later."""
+        self._accumulated.add(fqn)
+
     def begin(
         self,
         program: Program,
@@ -61,7 +65,7 @@ class Reach:
         self._anywhere = frozenset
         if doubtful:
             flags = "".join("1" if fqn in used else "0" for fqn in doubtful)
-            told = world.any_rank(flags) if isinstance(world, C10dWorld) else lambda: flags
+            told = world.any_rank(flags)
             self._anywhere = functools.cache(lambda: _without(doubtful, told()))
         return here - program.params.keys()
 

@@ -127,6 +127,6 @@ def batch_of(rank: int, step: int, width: int = 4) -> Tensor:
 
 
 def programs(model: nn.Module) -> list[Any]:
-    root = reading.root_of(model)
-    assert root is not None
-    return [plan.program for plan in root.plans]
+    runtime = reading.runtime_of(model)
+    assert runtime is not None
+    return [plan.program for plan in runtime.captured]

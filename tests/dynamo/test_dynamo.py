@@ -205,10 +205,10 @@ def state_works(rank: int, world_size: int) -> None:
     nn.init.zeros_(eager.norm.weight)
     with pytest.raises(StepError, match=r"'norm\.weight' was changed in place between"):
         loss.backward()
-    root = reading.root_of(eager)
+    runtime = reading.runtime_of(eager)
     del loss
     gc.collect()  # the error held frames
-    assert root is not None and not root.gathered
+    assert runtime is not None and not runtime.forwards.alive
 
 
 def test_state_is_that_of_the_plain_model_on_2_ranks(ranks: Any) -> None:

@@ -36,6 +36,15 @@ class InProcessWorld:
         """A phase runs inside; what it had is gone with it, however it ends."""
         return contextlib.nullcontext()
 
+    def agree(self, *said: Any) -> None:
+        """What ranks over a process group do to stay alike (`C10dWorld`): these are, always."""
+
+    require_joined = together = run_call = await_backward = begin_backward = agree
+
+    def any_rank(self, flags: str) -> Callable[[], str]:
+        """See `C10dWorld.any_rank`."""
+        return lambda: flags
+
     def run(
         self,
         graph: fx.Graph,

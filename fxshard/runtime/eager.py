@@ -1,0 +1,216 @@
+"""Whole parameters in eager code: how rows come together, and what autograd saves of them.
+
+The collectives are the world's, which programs run too. `fxshard.runtime.store` says of which
+parameter, and how its gradient is reduced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+from fxshard._torch import autograd
+from fxshard._torch.dtensors import local_part
+from fxshard.errors import StepError
+from fxshard.runtime.sharding import Slot
+from fxshard.runtime.world.c10d import C10dWorld
+from fxshard.runtime.world.in_process import InProcessWorld
+
+_PAIR = -1  # ties a wait to its launch: each is over before the next one begins
+
+Division = tuple[float | None, str, float | None]  # see `InsertReduce.division`
+
+
+# -- rows between ranks ----------------------------------------------------------------------------
+
+
+def gathered(shard: Tensor, world: C10dWorld) -> Tensor:
+    """The shards of all ranks, ``[size * chunk, ...]``; `shard` itself if each rank has all."""
+    world.require_joined()
+    if world.size == 1:
+        return shard
+    with _launched(world, "unshard"):
+        (rows,) = world.all_gather([shard.contiguous()], _PAIR)
+        world.wait([rows], _PAIR)
+    return rows
+
+
+def all_rows(tensor: DTensor, world: C10dWorld) -> Tensor:
+    """A tensor that lies as a parameter does, or in another way: all of it, on every rank."""
+    if tensor.device_mesh != world.mesh or list(tensor.placements) != world.placements:
+        world.require_joined()
+        return tensor.full_tensor()
+    local = local_part(tensor).detach().to(torch.device(world.mesh.device_type))
+    if world.size == 1:
+        return gathered(local, world)
+    chunk = -(-tensor.shape[0] // world.size)
+    if local.shape[0] < chunk:
+        local = torch.cat([local, local.new_zeros((chunk - local.shape[0], *local.shape[1:]))])
+    return gathered(local, world)[: tensor.shape[0]]
+
+
+def reduced(grad: Tensor, world: C10dWorld | InProcessWorld, division: Division) -> Tensor:
+    """A gradient ``[size * chunk, ...]`` of each rank -> this rank's rows ``[chunk, ...]``.
+
+    In one process all ranks have the same gradient, and all rows are here.
+
+    Args:
+        grad: the caller's no more: it is written into.
+        world: of the ranks.
+        division: the divisor before the reduction, its operation, and the divisor after it.
+    """
+    before, op, after = division
+    if before is not None:
+        grad.div_(before)
+    if isinstance(world, InProcessWorld):
+        grad.mul_(world.ranks if op == "sum" else 1)
+    else:
+        grad = _over_ranks(grad, world, op)
+    return grad if after is None else grad.div_(after)
+
+
+def _over_ranks(grad: Tensor, world: C10dWorld, op: str) -> Tensor:
+    world.require_joined()
+    if world.size > 1:
+        with _launched(world, "reduce"):
+            (grad,) = world.reduce_scatter([grad], _PAIR, op=op)
+            world.wait([grad], _PAIR)
+    if world.replicas > 1:
+        with _launched(world, "all-reduce"):
+            (grad,) = world.all_reduce([grad], _PAIR, op=op)
+            world.wait([grad], _PAIR)
+    return grad
+
+
+@contextlib.contextmanager
+def _launched(world: C10dWorld, stream: str) -> Iterator[None]:
+    """A launch on `stream` comes after what was computed so far, and before what is next."""
+    with world.phase("a read of a parameter in eager code", communicates=True):
+        world.record_event("compute", "eager code")
+        world.wait_event(stream, "eager code")
+        yield
+        world.record_event(stream, "eager read")
+        world.wait_event("compute", "eager read")
+
+
+# -- what autograd saves ---------------------------------------------------------------------------
+
+
+class Forwards:
+    """The eager forwards of one model that run now.
+
+    In them autograd saves of a whole parameter, or of a view of it, how to gather it again.
+
+    Attributes:
+        inside: how many there are, each inside of the one before.
+        alive: what is gathered now, by the address of its storage.
+    """
+
+    def __init__(self) -> None:
+        self.inside = 0
+        self.alive: weakref.WeakValueDictionary[int, Whole] = weakref.WeakValueDictionary()
+        self._hooks: list[saved_tensors_hooks] = []
+        self._around: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+
+    def __reduce__(self) -> Any:
+        """In a copy of the model none runs."""
+        return Forwards, ()
+
+    @torch.compiler.disable
+    def enter(self) -> None:
+        """An eager forward begins."""
+        self.inside += 1
+        around = autograd.saved_tensors_hooks_on_top() if self.inside == 1 else None
+        self._around = around or self._around
+        hooks = saved_tensors_hooks(self._pack, _unpack)
+        hooks.__enter__()
+        self._hooks.append(hooks)
+
+    @torch.compiler.disable
+    def leave(self) -> None:
+        """It is over."""
+        self.inside -= 1
+        self._hooks.pop().__exit__()
+        if not self.inside:
+            self._around = None
+
+    @property
+    def compute_whole(self) -> bool:
+        """True where eager code computes with parameters: in forward, and again in backward, where
+        torch.utils.checkpoint repeats parts of it.
+        """
+        return self.inside > 0 or autograd.in_backward()
+
+    def note(self, whole: Whole, tensor: Tensor) -> None:
+        """`tensor` is what was gathered of a parameter."""
+        self.alive[_address(tensor)] = whole
+        # The storage object that Python sees lives as long as the memory does.
+        tensor.untyped_storage()._fxshard_whole = whole  # type: ignore[attr-defined]
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """FQN of the parameter that `tensor` was gathered of, or is a view of."""
+        whole = self.alive.get(_address(tensor))
+        return None if whole is None else whole.slot.param.fqn
+
+    @torch.compiler.disable
+    def _pack(self, tensor: Tensor) -> Any:
+        whole = self.alive.get(_address(tensor))
+        if whole is not None:
+            size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+            version = autograd.version(whole.slot.tensor)
+            # Not `whole` itself, which is to die with the memory.
+            return functools.partial(
+                _again, whole.slot, whole.gather, version, size, stride, offset
+            )
+        if self._around is not None:  # the user's own: autograd asks one pair only
+            pack, unpack = self._around
+            return functools.partial(unpack, pack(tensor))
+        return tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Whole:
+    """What is known of a parameter that was gathered, as long as its memory lives.
+
+    Attributes:
+        slot: the parameter.
+        gather: gathers it again.
+    """
+
+    slot: Slot
+    gather: Callable[[], Tensor]
+
+
+def _again(
+    slot: Slot, gather: Callable[[], Tensor], version: int, size: Any, stride: Any, offset: int
+) -> Tensor:
+    """A view of a whole parameter, gathered again.
+
+    Raises:
+        StepError: the parameter was changed since it had this version.
+    """
+    if autograd.version(slot.tensor) != version:
+        raise StepError(
+            f"parameter {slot.param.fqn!r} was changed in place between a forward and its "
+            f"backward, which reads it. Call backward first (before optimizer.step())."
+        )
+    return gather().as_strided(size, stride, offset)
+
+
+@torch.compiler.disable
+def _unpack(saved: Any) -> Tensor:
+    found: Tensor = saved if isinstance(saved, Tensor) else saved()
+    return found
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
