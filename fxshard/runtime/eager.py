@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from fxshard._torch import autograd
 from fxshard._torch.dtensors import local_part
 from fxshard.errors import StepError
+from fxshard.ir import layout
 from fxshard.runtime.sharding import Slot
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.in_process import InProcessWorld
@@ -52,10 +53,11 @@ def all_rows(tensor: DTensor, world: C10dWorld) -> Tensor:
     local = local_part(tensor).detach().to(torch.device(world.mesh.device_type))
     if world.size == 1:
         return gathered(local, world)
-    chunk = -(-tensor.shape[0] // world.size)
-    if local.shape[0] < chunk:
-        local = torch.cat([local, local.new_zeros((chunk - local.shape[0], *local.shape[1:]))])
-    return gathered(local, world)[: tensor.shape[0]]
+    rows = tensor.shape[0]
+    missing = (rows + layout.padding(rows, world.size)) // world.size - local.shape[0]
+    if missing:
+        local = torch.cat([local, local.new_zeros((missing, *local.shape[1:]))])
+    return gathered(local, world)[:rows]
 
 
 def reduced(grad: Tensor, world: C10dWorld | InProcessWorld, division: Division) -> Tensor:
