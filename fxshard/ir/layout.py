@@ -222,16 +222,15 @@ def spans(shapes: Iterable[Shape]) -> list[tuple[int, int]]:
 
 
 def pieces(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-    """Views of a flat tensor in which tensors of these shapes lie one behind the other."""
-    both = zip(spans(shapes), shapes, strict=True)
-    return [flat[start:end].view(tuple(shape)) for (start, end), shape in both]
+    """Views of a flat tensor in which tensors of these shapes, and no more, lie one after another."""
+    parts = flat.split([math.prod(shape) for shape in shapes])
+    return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def pieces_by_rank(flat: Tensor, ranks: int, shapes: Sequence[Shape]) -> list[Tensor]:
-    """The same of a flat tensor in which such `pieces` of several ranks lie one behind the other.
+    """The same of a flat tensor in which such `pieces` of several ranks lie one after another.
 
     Returns:
         Per shape a view ``[ranks, elements]``.
     """
-    matrix = flat.view(ranks, -1)
-    return [matrix[:, start:end] for start, end in spans(shapes)]
+    return list(flat.view(ranks, -1).split([math.prod(shape) for shape in shapes], 1))
