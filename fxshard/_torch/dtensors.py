@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Shard
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
@@ -72,10 +71,12 @@ def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
     """`whole` placed as `like` is: this rank's rows of it; nothing is communicated."""
     if not isinstance(like, DTensor):
         return whole
-    mesh, placements = like.device_mesh, like.placements
-    sizes, starts = compute_local_shape_and_global_offset(whole.shape, mesh, placements)
-    for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-        whole = whole.narrow(dim, start, size)
+    mesh = like.device_mesh
+    for mesh_dim, place in enumerate(like.placements):
+        if isinstance(place, Shard):
+            ranks = mesh.size(mesh_dim)
+            parts, _ = place._split_tensor(whole, ranks, with_padding=False, contiguous=False)
+            whole = parts[mesh.get_local_rank(mesh_dim)]  # a view
     return _dtensor(whole.to(local_part(like).device), like)
 
 

@@ -209,6 +209,11 @@ def part_of(tensor: Tensor, rank: int, ranks: int) -> Tensor:
     return tensor[rank * rows : (rank + 1) * rows]
 
 
+def numel_over(numel: sympy.Expr, ranks: sympy.Expr, grows: int) -> sympy.Expr:
+    """Elements of results that have ``ranks ** grows`` times the rows of a tensor of `numel`."""
+    return numel * ranks**grows
+
+
 # -- tensors that are packed into one --------------------------------------------------------------
 
 
@@ -222,7 +227,7 @@ def spans(shapes: Iterable[Shape]) -> list[tuple[int, int]]:
 
 
 def pieces(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-    """Views of a flat tensor in which tensors of these shapes, and no more, lie one after another."""
+    """Views of a flat tensor that holds tensors of these shapes, one after another."""
     parts = flat.split([math.prod(shape) for shape in shapes])
     return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
 

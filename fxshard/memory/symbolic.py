@@ -23,7 +23,7 @@ from fxshard._torch import sizes as torch_sizes
 from fxshard.capture import fakes, shapes
 from fxshard.ir import domain, ops, tags, transfers
 from fxshard.ir.domain import OPEN
-from fxshard.ir.layout import padding
+from fxshard.ir.layout import numel_over, padding
 from fxshard.ir.program import Program
 from fxshard.ir.units import Unit
 
@@ -193,7 +193,7 @@ class _Reading:
         size = sympy.Integer(int(node.args[1]))  # type: ignore[arg-type]
         if ops.group(node) == "shard" and self.program.world_size > 1:
             size = WORLD
-        return tuple(numel * size**grows for numel in given)
+        return tuple(numel_over(numel, size, grows) for numel in given)
 
     def of_kernel(
         self, node: fx.Node, nbytes: tuple[sympy.Expr, ...], found: Expressions

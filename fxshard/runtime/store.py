@@ -260,8 +260,7 @@ class ParameterStore:
         precision, dtype = self.units[slot.param.unit].precision, grad.dtype
         if precision.reduce_dtype is not None and dtype.is_floating_point:
             dtype = precision.reduce_dtype
-        rows = self.world.size * slot.shards[0].shape[0]
-        sent = torch.zeros((rows, *grad.shape[1:]), dtype=dtype, device=grad.device)
+        sent = torch.zeros(slot.layout.padded_shape, dtype=dtype, device=grad.device)
         sent[: grad.shape[0]].copy_(grad)
         for total in self.accumulated.get(slot.param.fqn, ()):
             sent[: grad.shape[0]].add_(total)
