@@ -46,7 +46,7 @@ def test_a_pickled_report_has_every_figure_and_view_and_no_program(
     assert loaded.plan is None and made.plan is not None
     assert loaded.to_dict() == made.to_dict()
     assert loaded.table() == made.table() and loaded.to_csv() == made.to_csv()
-    assert str(loaded.explain_peak()) == str(made.explain_peak(levers=False))
+    assert str(loaded.explain_peak()) == str(made.explain_peak(what_ifs=False))
     assert loaded.unsharded() == made.unsharded() and loaded.rows() == made.rows()
     for report, name in ((made, "made"), (loaded, "loaded")):
         report.to_perfetto(tmp_path / name)
