@@ -245,8 +245,8 @@ def gone(rank: int, world_size: int, made_by: str) -> list[str]:
     model: Any = getattr(fxshard, made_by)(build())
     model(BATCH).sum().backward()
     early = model[0](torch.ones(1, 8)).sum() if made_by == "compile" else model(BATCH).sum()
-    root = model._fxshard.root if made_by == "compile" else model._fxshard_root
-    root.owner.world._leave("was told to")
+    runtime = model._fxshard if made_by == "compile" else model._fxshard_runtime
+    runtime.world._leave("was told to")
     said = [told(early.backward)]
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
