@@ -212,9 +212,19 @@ def test_plan_in_full(tmp_path: Path) -> None:
 # -- a pass ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=slow), 2])
+@slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_custom_pass(tmp_path: Path, ranks: int) -> None:
-    said = run(tmp_path, "custom_pass.py", ranks=ranks)
+    check_custom_pass(run(tmp_path, "custom_pass.py", ranks=ranks), ranks)
+
+
+def test_custom_pass_here(capsys: pytest.CaptureFixture[str]) -> None:
+    """In this process, which has imported what takes most of its time."""
+    imported("custom_pass").main()
+    check_custom_pass(capsys.readouterr().out, ranks=1)
+
+
+def check_custom_pass(said: str, ranks: int) -> None:
     without, with_ = figures(r"with(?:out)? +the pass: (\S+) B", said)
     assert without - with_ == 4 * 256 * 256 * 4  # layers x batch x width x bytes of fp32
     assert len(re.findall(r"^\+ +%gelu(_\d)?_again :", said, re.MULTILINE)) == 4

@@ -35,10 +35,22 @@ def run(python: str, *arguments: str) -> Any:
     )
 
 
-def test_cpu_mode_runs_to_the_end_and_is_exact_to_the_byte(tmp_path: Path) -> None:
-    # --worlds: memory.py alone, though with all its cases.
-    done = run(sys.executable, "--cpu", "--out", str(tmp_path), "--worlds", "8", "64")
-    assert done.returncode == 0, done.stdout + done.stderr
+def run_here(command: list[str], **_: Any) -> Any:
+    """In the place of `subprocess.run`: a case in this process, which has imported all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", command[2:])
+        case.main()
+    return SimpleNamespace(returncode=0, stdout="")
+
+
+def test_cpu_mode_runs_to_the_end_and_is_exact_to_the_byte(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    one_thread: None,
+) -> None:
+    monkeypatch.setattr(subprocess, "run", run_here)
+    assert memory.main(["--cpu", "--jobs", "1", "--out", str(tmp_path)]) == 0
     (written,) = tmp_path.glob("*-cpu.json")
     found = json.loads(written.read_text())
     rows = {(row["model"], row["world_size"]): row for row in found["cases"]}
@@ -69,7 +81,7 @@ def test_cpu_mode_runs_to_the_end_and_is_exact_to_the_byte(tmp_path: Path) -> No
             assert 0 < each["requested"] <= each["allocated"] <= each["reserved"]
         assert f"| {model}" in written.with_suffix(".md").read_text()
     assert [memory.missed(row) for row in rows.values()] == [False, False, True]
-    assert "to the byte: 2; captures equal: 3" in done.stdout
+    assert "to the byte: 2; captures equal: 3" in capsys.readouterr().out
 
 
 def test_a_python_without_torch_is_told_what_it_lacks(tmp_path: Path) -> None:

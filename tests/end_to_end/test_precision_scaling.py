@@ -1,6 +1,7 @@
 """Casts and bytes, how gradients become one, scalers and autocast, memory."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -361,14 +362,16 @@ def autocast_beside(rank: int, world_size: int) -> None:
         results = [run_steps(model, recipe.case, 3) for model in wrapped]
         fsdp2.assert_bitwise(results[1], results[0])
 
-    inside = dataclasses.replace(MODELS["transformer"], build=Inside)
+    outside, inside = (
+        dataclasses.replace(MODELS["transformer"], build=functools.partial(cls, depth=2))
+        for cls in (models.Transformer, Inside)
+    )
     policies = {name: POLICIES[name] for name in ("nothing", "bf16", "bf16 reduced")}
     items: dict[str, Any] = {
-        f"around, {name}": (Recipe(MODELS["transformer"], policy), True)
-        for name, policy in policies.items()
+        f"around, {name}": (Recipe(outside, policy), True) for name, policy in policies.items()
     }
     items["around, fp16"] = (Recipe(MODELS["mlp13"], POLICIES["fp16"]), True)
-    items["around, parts"] = (Recipe(MODELS["transformer"], LOW, {nn.LayerNorm: IN_FP32}), True)
+    items["around, parts"] = (Recipe(outside, LOW, {nn.LayerNorm: IN_FP32}), True)
     items["inside, nothing"] = (Recipe(inside, POLICIES["nothing"]), False)
     items["inside, bf16"] = (Recipe(inside, LOW), False)
     for_each(items, check)

@@ -26,6 +26,7 @@ from fxshard.planner import bounds
 from fxshard.planner.result import Tuning
 from fxshard.plans.plan import make_plan
 from fxshard.plans.workload import Workload
+from tests import captures
 
 adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -69,9 +70,9 @@ def tuned(budget: int | str, **more: Any) -> Tuning:
 def every() -> dict[Any, tuple[int, float]]:
     """Peak and seconds per sample of every configuration, each planned on its own."""
     found = {}
-    for values in itertools.product(*SPACE.values()):
+    for values, batch in itertools.product(itertools.product(*SPACE.values()), BATCHES):
         options = dict(zip(SPACE, values, strict=True))
-        for batch in BATCHES:
+        with captures.sharing(True):
             call = (torch.zeros(batch, 64),)
             plan = fxshard.plan(
                 Blocks(), call, world_size=4, optimizer=adamw, dynamic=OPEN, **options
