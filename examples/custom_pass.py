@@ -51,7 +51,7 @@ class RecomputeGelu:
                 again = program.graph.create_node(
                     "call_function", node.target, node.args, node.kwargs, name=f"{node.name}_again"
                 )
-            tag = dataclasses.replace(tags.get(node), phase="backward", again=True)
+            tag = dataclasses.replace(tags.get(node), phase="backward", recomputed=True)
             tags.put(again, tag, program.refake(again))
             for reader in readers:
                 reader.replace_input_with(node, again)

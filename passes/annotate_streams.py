@@ -162,7 +162,7 @@ def order_launches(steps: list[Step], waits: dict[fx.Node, fx.Node]) -> None:
                 elif position in entered:
                     waited.append(ENTRY[entered[position]])
                 else:
-                    waited.append(event_behind(nodes[position], step.node))
+                    waited.append(event_after(nodes[position], step.node))
             for clock in found.values():
                 join(mine, clock)
             mine[step.stream] = step.position
@@ -205,7 +205,7 @@ def event_of(launch: fx.Node) -> str:
     return str(tags.get(launch).records)
 
 
-def event_behind(node: fx.Node, launch: fx.Node) -> str:
+def event_after(node: fx.Node, launch: fx.Node) -> str:
     """The event that `node` of the compute stream records; named after the first that waits."""
     if tags.get(node).records is None:
         spec = ops.of(launch)

@@ -215,7 +215,7 @@ def copy_returned_parameters(program: Program) -> None:
     sources = {
         storage
         for node in program.graph.find_nodes(op="placeholder")
-        if tags.get(node).role in ("param", "whole")
+        if tags.get(node).role in ("param", "ignored")
         for storage in tags.storage_ids(node)
     }
     values = program.values
@@ -236,10 +236,10 @@ def _is_cast(node: fx.Node) -> bool:
 
 def _writes(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    return (schema is None and not _is_pick(node)) or bool(schema is not None and schema.is_mutable)
+    return not _is_getitem(node) if schema is None else bool(schema.is_mutable)
 
 
-def _is_pick(node: fx.Node) -> bool:
+def _is_getitem(node: fx.Node) -> bool:
     return node.target is operator.getitem
 
 

@@ -164,7 +164,7 @@ def copy_in_front_of(
 
     for node in chain:
         tag = tags.changed(
-            tags.get(node), phase="backward", checkpoint=number, again=True, save=False
+            tags.get(node), phase="backward", checkpoint=number, recomputed=True, save=False
         )
         device = generator_of(node)
         if device is not None:

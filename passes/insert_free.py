@@ -44,8 +44,8 @@ class InsertFree:
                 last_reader.update(dict.fromkeys(tags.read_ids(node), node))
                 last_reader.update(dict.fromkeys(tags.storage_ids(node), node))
 
-        def phase_of_last_reader(pick: fx.Node) -> tags.Phase:
-            readers = [last_reader[storage] for storage in tags.storage_ids(pick)]
+        def phase_of_last_reader(item: fx.Node) -> tags.Phase:
+            readers = [last_reader[storage] for storage in tags.storage_ids(item)]
             return tags.get(max(readers, key=order.__getitem__)).phase
 
         waits = {

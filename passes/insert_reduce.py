@@ -71,7 +71,7 @@ class InsertReduce:
             for result, value in zip(program.results, program.values, strict=True)
             if result.kind == "grad"
         }
-        for fqn in program.wholes.keys() & grads.keys():
+        for fqn in program.ignored.keys() & grads.keys():
             grads[fqn] = as_own(program, grads[fqn])
         added = accumulate(program, grads)
         if program.sync:
@@ -182,11 +182,11 @@ class InsertReduce:
                 name = f"all_reduce_{tag.pair}"
                 nodes = transfers.insert_operator(program, ops.all_reduce, args, fqns, tag, name)
                 transfers.insert_wait(program, nodes, tag)
-            nodes = [divided(program, node, behind, "settle", tag) for node in nodes]
+            nodes = [divided(program, node, behind, "post_reduction", tag) for node in nodes]
             if not unit.precision.keep_low_precision_grads:
                 dtypes = [param.dtype for param in [*alone, *(pack[0] for pack in packs)]]
                 both = zip(nodes, dtypes, strict=True)
-                nodes = [cast(program, node, dtype, "settle", tag) for node, dtype in both]
+                nodes = [cast(program, node, dtype, "post_reduction", tag) for node, dtype in both]
             if program.offloaded:
                 tag = tags.changed(tag, pair=pair + self._launches(program).index("store"))
                 name = f"store_{tag.pair}"
@@ -260,9 +260,9 @@ def parts_of(
     """
     shapes = [program.layouts[param.fqn].shard_shape for param in params]
     for param, shape, (start, end) in zip(params, shapes, spans(shapes), strict=True):
-        settle = tags.changed(tag, role="settle", fqn=param.fqn)
-        piece = operation(program, aten.slice.Tensor, (flat, 0, start, end), settle)
-        yield operation(program, aten.view.default, (piece, list(shape)), settle)
+        own = tags.changed(tag, role="post_reduction", fqn=param.fqn)
+        piece = operation(program, aten.slice.Tensor, (flat, 0, start, end), own)
+        yield operation(program, aten.view.default, (piece, list(shape)), own)
 
 
 def operation(program: Program, target: Any, args: tuple[Any, ...], tag: tags.Meta) -> fx.Node:
@@ -284,12 +284,12 @@ def through_hook(
     rows = [operation(program, aten.view.default, (node, [world, -1]), pad) for node, pad in pads]
     flat = flat_copy(program, rows, tag)
     name = f"hook_{tag.pair}"
-    picks = transfers.insert_operator(program, ops.comm_hook, ([flat], world), [""], tag, name)
-    transfers.insert_wait(program, picks, tag)
+    items = transfers.insert_operator(program, ops.comm_hook, ([flat], world), [""], tag, name)
+    transfers.insert_wait(program, items, tag)
     found: list[fx.Node] = []
-    for param, part in zip(params, parts_of(program, params, picks[0], tag), strict=True):
+    for param, part in zip(params, parts_of(program, params, items[0], tag), strict=True):
         keeps = program.units[param.unit].precision.keep_low_precision_grads
-        found.append(part if keeps else cast(program, part, param.dtype, "settle", tag))
+        found.append(part if keeps else cast(program, part, param.dtype, "post_reduction", tag))
     return found
 
 

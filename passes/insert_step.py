@@ -57,7 +57,7 @@ class InsertStep:
         groups: dict[tuple[int, int | None], list[tuple[str, fx.Node]]] = {}
         homes: dict[int, tuple[int, int | None]] = {}
         for result, grad in stepped:
-            reduced = tags.get(grad).role in ("reduce", "settle")
+            reduced = tags.get(grad).role in ("reduce", "post_reduction")
             key = params[result.name].unit, tags.get(grad).pair if reduced else None
             for storage in tags.storage_ids(grad):  # units whose gradients were sent in one copy
                 key = homes.setdefault(storage, key)

@@ -103,16 +103,16 @@ def advance_launches(program: Program, phase: tags.Phase, depth: int) -> None:
     for k, bucket in enumerate(buckets):
         if depth == 0 or k == 0:
             for first, second in itertools.pairwise(bucket):
-                move_behind(chains[first][-1], chains[second])
+                move_after(chains[first][-1], chains[second])
             continue
         before = buckets[max(0, k - depth)][-1]
-        readers = [user for pick in transfers.packed_results(before) for user in pick.users]
-        unpacked = [pick for user in readers if user.target is ops.unpack for pick in user.users]
+        readers = [user for item in transfers.packed_results(before) for user in item.users]
+        unpacked = [item for user in readers if user.target is ops.unpack for item in user.users]
         anchor = unpacked[-1] if unpacked else waits[tags.get(before).pair]
         for earlier in itertools.chain(*buckets[:k][-depth:]):  # in order of first use
-            if _stands_behind(chains[earlier][0], anchor):
+            if _stands_after(chains[earlier][0], anchor):
                 anchor = chains[earlier][-1]
-        move_behind(anchor, [node for launch in bucket for node in chains[launch]])
+        move_after(anchor, [node for launch in bucket for node in chains[launch]])
 
 
 def pass_reductions(program: Program, phase: tags.Phase) -> None:
@@ -133,11 +133,11 @@ def pass_reductions(program: Program, phase: tags.Phase) -> None:
             first = reductions[at]  # a CPU stands still at the wait in front of its copies
             while tags.get(first.prev).role == "pad" and first.prev.op == "call_function":
                 first = first.prev
-            move_behind(first.prev, [node for launch in bucket for node in chains[launch]])
+            move_after(first.prev, [node for launch in bucket for node in chains[launch]])
 
 
 def chains_of(nodes: list[fx.Node], launches: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Each launch with its picks, and the loads, casts and packs of its pair in front of it."""
+    """Each launch with its getitems, and the loads, casts and packs of its pair before it."""
     by_pair: dict[int | None, list[fx.Node]] = {tags.get(n).pair: [] for n in launches}
     waited: set[int | None] = set()
     for node in nodes:
@@ -151,13 +151,13 @@ def chains_of(nodes: list[fx.Node], launches: list[fx.Node]) -> dict[fx.Node, li
     return {launch: by_pair[tags.get(launch).pair] for launch in launches}
 
 
-def move_behind(anchor: fx.Node, nodes: list[fx.Node]) -> None:
+def move_after(anchor: fx.Node, nodes: list[fx.Node]) -> None:
     """Move `nodes`, in their order, to where `anchor` is done."""
     for node in reversed(nodes):
         anchor.append(node)
 
 
-def _stands_behind(first: fx.Node, wait: fx.Node) -> bool:
+def _stands_after(first: fx.Node, wait: fx.Node) -> bool:
     node = wait.next
     while node.op == "call_function" and tags.get(node).role in ("unshard", "unpack"):
         if node is first:
@@ -197,7 +197,7 @@ def hold_back(program: Program, limit: int) -> None:
             raise_in_use(program, [*using, bucket], wait, limit)
         if mine > order[chain[0]]:
             anchor = behind if mine == start and behind is not None else nodes[mine]
-            move_behind(anchor, chain)
+            move_after(anchor, chain)
         start, behind = mine, chain[-1]
         last = max(order[node] for node in (*(ends[launch] for launch in bucket), *its_waits))
         held.append((last, bucket))
@@ -265,7 +265,7 @@ def stages(program: Program) -> list[list[list[fx.Node]]]:
     number: dict[int, int] = {}  # pair -> place in `found`
     for node in program.phase("backward"):
         tag = tags.get(node)
-        if tag.pair is None or tag.role not in ("pad", "reduce", "wait", "settle"):
+        if tag.pair is None or tag.role not in ("pad", "reduce", "wait", "post_reduction"):
             continue
         if tag.pair not in number:
             if tag.role == "wait":

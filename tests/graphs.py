@@ -192,7 +192,7 @@ def configured(
     """
     for node in program.graph.find_nodes(op="placeholder"):
         if tags.get(node).role == "param" and tags.get(node).fqn in ignored:
-            tags.update(node, role="whole")
+            tags.update(node, role="ignored")
     units: list[Unit] = []
     for unit in program.units:
         params = unit.params
@@ -487,7 +487,7 @@ def random_values(program: Program) -> Values:
     for node in program.graph.find_nodes(op="placeholder"):
         tag, val = tags.get(node), node.meta["val"]
         fits = torch.randn(val.shape) if val.is_floating_point() else torch.ones(val.shape)
-        role = "param" if tag.role == "whole" else tag.role
+        role = "param" if tag.role == "ignored" else tag.role
         found[role, tag.fqn or ""] = fits.to(val.dtype)
     return found | accumulated_values(program)
 
@@ -575,7 +575,7 @@ def run(program: Program, values: Values, *, apart: bool = False) -> Found:
     return found
 
 
-_GIVEN = ("param", "shard", "whole", "buffer", "input", "tangent", "accumulated")
+_GIVEN = ("param", "shard", "ignored", "buffer", "input", "tangent", "accumulated")
 _WRITTEN = ("buffer", "accumulated")  # by the program, in place
 
 
@@ -620,7 +620,7 @@ def _argument(
         if key in written:
             written[key] = written[key].to(dtype)
         return written[key] if key in written else program.constants[name]
-    if tag.role == "whole":
+    if tag.role == "ignored":
         return values["param", name].to(dtype, copy=True)
     if tag.role != "shard":
         return _of_rank((tag.role, name), values, doublings).to(dtype, copy=True)

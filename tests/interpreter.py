@@ -28,7 +28,7 @@ from fxshard.ir.program import Param, Program
 
 Values = dict[tuple[str, str], Tensor]  # (role, FQN or position) -> what goes in, of one rank
 Found = dict[tuple[str, str], list[Tensor]]  # (kind, name) -> what comes out, per rank
-GIVEN = ("param", "shard", "whole", "buffer", "input", "tangent", "accumulated")
+GIVEN = ("param", "shard", "ignored", "buffer", "input", "tangent", "accumulated")
 REDUCTIONS = (ops.reduce_scatter, ops.all_reduce, ops.comm_hook)
 
 
@@ -57,9 +57,9 @@ def values_of(program: Program, ranks: int, batch: Batch | None = None) -> list[
     """
     alike, found = torch.Generator().manual_seed(0), []
     held = {
-        (("param" if tag.role == "whole" else tag.role), tag.fqn or ""): some(node, alike)
+        (("param" if tag.role == "ignored" else tag.role), tag.fqn or ""): some(node, alike)
         for node in program.graph.find_nodes(op="placeholder")
-        if (tag := tags.get(node)).role in ("param", "whole", "buffer")
+        if (tag := tags.get(node)).role in ("param", "ignored", "buffer")
         and not (tag.role == "buffer" and tag.fqn in program.constants)
     }
     for rank in range(ranks):
@@ -247,7 +247,7 @@ class Machine:
             mine[tag.role, name] = mine[tag.role, name].to(dtype)
             return mine[tag.role, name]
         if tag.role != "shard":
-            key = ("param", name) if tag.role == "whole" else (tag.role, name)
+            key = ("param", name) if tag.role == "ignored" else (tag.role, name)
             return mine[key].to(dtype, copy=True)
         held = ("shard", name)
         if held not in mine:  # one and the same in both phases, for it is stepped

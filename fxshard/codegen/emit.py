@@ -223,9 +223,9 @@ def _phase(program: Program, name: str, graph: fx.Graph, points: bool) -> str:
         if row.op not in ("call_function", "call_module") or row.target is operator.getitem:
             continue
         unit = _comment(program.units[tags.get(row).unit or 0].name)
-        picks = [user for user in row.users if user.target is operator.getitem]
-        targets = f"{_tuple([pick.name for pick in picks])} = " if picks else ""
-        drops = [n for reader in (row, *picks) for n in dead[reader] if n is not row]
+        items = [user for user in row.users if user.target is operator.getitem]
+        targets = f"{_tuple([item.name for item in items])} = " if items else ""
+        drops = [n for reader in (row, *items) for n in dead[reader] if n is not row]
         tag = tags.get(row)
         lines += [f"    world.wait_event({tag.stream!r}, {event!r})" for event in tag.waits]
         if row.op == "call_module":

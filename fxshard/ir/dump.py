@@ -212,7 +212,7 @@ def rows(
     live: Mapping[Where, int] | None = None,
     exposed: Mapping[Where, float] | None = None,
 ) -> list[Row]:
-    """The outer schedule: every row but the picks of results.
+    """The outer schedule: every row but the getitem nodes of results.
 
     Args:
         program: with a schedule.

@@ -13,7 +13,8 @@ sent copy             what an all-gather sends if not the shard itself: the shar
                       Gather*, as what is gathered of packed ones until it is unpacked).
 resharded parameter   rows of an unsharded parameter that a rank of a smaller group keeps from
                       forward to backward (category *Sharded Param*).
-whole parameter       an ignored parameter: as it is on the model, never communicated.
+ignored parameter     a parameter that `Config.ignored` names: as it is on the model, never
+                      sharded, never communicated.
 unsharded gradient    the whole gradient of a parameter, from the backward operator that makes it
                       to the free behind its reduction.
 accumulated gradient  the sum of unsharded gradients of steps under ``no_sync``, in the dtype of
@@ -241,7 +242,7 @@ class Program:
         return self.buckets or tuple(bucket for bucket in units if bucket.fqns)
 
     @property
-    def wholes(self) -> dict[str, Param]:
+    def ignored(self) -> dict[str, Param]:
         """Every ignored parameter by FQN."""
         return {param.fqn: param for unit in self.units for param in unit.ignored}
 

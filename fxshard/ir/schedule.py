@@ -96,9 +96,9 @@ class Point:
 
 
 def points(schedule: Schedule, graph: fx.Graph) -> list[Point]:
-    """The points of a phase in execution order: behind each operator and behind each row.
+    """The points of a phase in execution order: after each operator and after each row.
 
-    Picks of results are part of the row that made them.
+    The getitems of a row are part of it.
     """
     found: list[Point] = []
     for row in graph.nodes:

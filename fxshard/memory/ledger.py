@@ -135,7 +135,7 @@ class Moment(NamedTuple):
         kind: "row" of the schedule, "operator" of a region, "size" that an operator of a region
             computes, or "" for what is in no program.
         checkpointed: it runs inside of an activation checkpoint.
-        again: it recomputes, in backward.
+        recomputed: it is recomputation of a checkpoint, in backward.
     """
 
     node: str
@@ -146,7 +146,7 @@ class Moment(NamedTuple):
     call: int | None = None
     kind: Literal["row", "operator", "size", ""] = ""
     checkpointed: bool = False
-    again: bool = False
+    recomputed: bool = False
 
 
 class Phase(NamedTuple):

@@ -81,7 +81,7 @@ def held_ranges(
         hold(fqn, owner_of(fqn), Category.SHARDED_PARAM, size, program.offloaded, formula)
         number = found[-1].storage
         found[-1].storage = flats.setdefault(layout.storage, number)
-    for fqn, param in program.wholes.items():
+    for fqn, param in program.ignored.items():
         hold(fqn, owner_of(fqn), Category.SHARDED_PARAM, nbytes(param.shape, param.dtype))
     dtypes = buffer_dtypes(program.units, dict(model.named_buffers()))
     seen: set[int] = set()
@@ -450,20 +450,20 @@ class Walk:
         for row in graph.nodes:
             if row.op not in ("call_function", "call_module") or row.target is operator.getitem:
                 continue
-            picks = [user for user in row.users if user.target is operator.getitem]
-            drops = [n for reader in (row, *picks) for n in dead[reader] if n is not row]
+            items = [user for user in row.users if user.target is operator.getitem]
+            drops = [n for reader in (row, *items) for n in dead[reader] if n is not row]
             if row.op == "call_module":
                 tokens = [env.get(n, []) for n in row.all_input_nodes]
                 owned = {n for n in drops if n in env}
                 size = sizes[row] - 1
-                made = self._region(row, picks, tokens, owned, origins[at : at + size])
+                made = self._region(row, items, tokens, owned, origins[at : at + size])
                 at += size
                 for node in owned:
                     del env[node]
-                env.update(zip(picks, made, strict=True))
+                env.update(zip(items, made, strict=True))
                 drops = [n for n in drops if n not in owned]
             else:
-                self._row(row, picks, env)
+                self._row(row, items, env)
             at += 1
             self.now += 1
             for node in drops:
@@ -471,7 +471,7 @@ class Walk:
             self.now += 1
         self.now -= 1  # after the last point
 
-    def _row(self, row: fx.Node, picks: list[fx.Node], env: dict[fx.Node, list[int]]) -> None:
+    def _row(self, row: fx.Node, items: list[fx.Node], env: dict[fx.Node, list[int]]) -> None:
         spec = ops.of(row)
         if row.target is ops.wait:
             for source in tags.operands(row):
@@ -484,13 +484,13 @@ class Walk:
             for source in tags.operands(row):
                 self._end(env[source])
         elif transfers.is_in_place(row):
-            for pick, source in zip(picks, tags.operands(row), strict=True):
-                env[pick] = env[source]
-                self._hold(env[pick])
-                self._relabel(env[pick], Category[spec.category])
+            for item, source in zip(items, tags.operands(row), strict=True):
+                env[item] = env[source]
+                self._hold(env[item])
+                self._relabel(env[item], Category[spec.category])
         elif row.target in ops.OPERATORS:
-            for pick in picks:
-                env[pick] = self._allocate(pick, Category[spec.category], spec.on_host)
+            for item in items:
+                env[item] = self._allocate(item, Category[spec.category], spec.on_host)
         else:  # a view of a buffer that cuts its padding
             env[row] = [t for n in row.all_input_nodes for t in env[n]]
             self._hold(env[row])
@@ -521,7 +521,7 @@ class Walk:
     def _region(
         self,
         row: fx.Node,
-        picks: list[fx.Node],
+        items: list[fx.Node],
         inputs: list[list[int]],
         owned: set[fx.Node],
         origins: list[fx.Node],
@@ -532,7 +532,7 @@ class Walk:
         """
         region = self.schedule.regions[str(row.target)]
         if region.compiled is not None:
-            return self._compiled(row, region, region.compiled, picks, inputs, owned)
+            return self._compiled(row, region, region.compiled, items, inputs, owned)
         default = Category.ACTIVATION if tags.get(row).phase == "forward" else Category.TEMP
         env: dict[fx.Node, list[int]] = {}
         tokens_of: dict[int, int] = {}  # storage of the stored body -> token of this call
@@ -548,7 +548,7 @@ class Walk:
             if argument not in owned:
                 self._hold(tokens)
         outputs = tags.operands(region.graph.find_nodes(op="output")[0])
-        labels = self._region_categories(region.body, outputs, picks)
+        labels = self._region_categories(region.body, outputs, items)
         dead = self._dead(region)
         for node, origin in zip(region.body, origins, strict=True):
             tokens = []
@@ -577,7 +577,7 @@ class Walk:
         row: fx.Node,
         region: Region,
         compiled: Compiled,
-        picks: list[fx.Node],
+        items: list[fx.Node],
         inputs: list[list[int]],
         owned: set[fx.Node],
     ) -> list[list[int]]:
@@ -596,7 +596,7 @@ class Walk:
             for storage in tags.storage_ids(place):
                 tokens_of.setdefault(numbers.setdefault(storage, len(numbers)), []).extend(tokens)
         outputs = tags.operands(region.graph.find_nodes(op="output")[0])
-        labels = self._region_categories(region.body, outputs, picks)
+        labels = self._region_categories(region.body, outputs, items)
         of_number: dict[int, Category] = {}
         origins: dict[int, fx.Node] = {}
         runs = dict(zip(region.body, row.meta["run"], strict=True))
@@ -625,12 +625,12 @@ class Walk:
         return [list(tokens) for tokens in found]
 
     def _region_categories(
-        self, body: list[fx.Node], outputs: list[fx.Node], picks: list[fx.Node]
+        self, body: list[fx.Node], outputs: list[fx.Node], items: list[fx.Node]
     ) -> dict[int, Category]:
         """Categories of storages of a body that are gradients, seen from this call of it."""
         found: dict[int, Category] = {}
-        for node, pick in zip(outputs, picks, strict=True):
-            for inner, outer in zip(tags.storages(node), tags.storages(pick), strict=True):
+        for node, item in zip(outputs, items, strict=True):
+            for inner, outer in zip(tags.storages(node), tags.storages(item), strict=True):
                 if id(outer) in self._categories:
                     found[id(inner)] = self._categories[id(outer)]
         makers: dict[int, fx.Node] = {}
@@ -736,11 +736,11 @@ def moment_of(place: Point) -> Moment:
         kind = "size" if isinstance(place.node.meta.get("val"), int) else "operator"
     inside = tag.checkpoint is not None
     where = place.origin.name, op, tag.module, tag.stream, tag.line, tag.call
-    return Moment(*where, kind, inside, tag.again)
+    return Moment(*where, kind, inside, tag.recomputed)
 
 
 def operation_of(node: fx.Node) -> str:
-    """``aten.mm`` of a node that calls ``aten.mm.default``; of a pick, what it picks from."""
+    """``aten.mm`` of a node that calls ``aten.mm.default``; of a getitem, that of its source."""
     while node.op == "call_function" and node.target is operator.getitem:
         node = tags.source(node)
     return str(node.target).removesuffix(".default")

@@ -157,7 +157,7 @@ def _spans(
     for phase, places in phases.items():
         first: dict[Called, int] = {}
         last: dict[Called, int] = {}
-        again: dict[Called, tuple[int, int]] = {}
+        recomputed: dict[Called, tuple[int, int]] = {}
         waits: dict[str, list[int]] = defaultdict(list)
         frees: dict[str, list[int]] = defaultdict(list)
         for i, moment in enumerate(places):
@@ -176,8 +176,8 @@ def _spans(
                 written = moment.op == "aten.copy_"
                 if phase == "forward" and not moment.checkpointed and not written:
                     outside.add(called)
-                if moment.again:
-                    again[called] = (again[called][0] if called in again else i, i)
+                if moment.recomputed:
+                    recomputed[called] = (recomputed[called][0] if called in recomputed else i, i)
                 else:
                     first.setdefault(called, i)
                     last[called] = i
@@ -190,7 +190,7 @@ def _spans(
             after_post = free[-1] if free else last[called]
             if module == "":
                 before_pre, after_post = -1, len(places) - 1
-            made = None if called in outside else again.get(called)
+            made = None if called in outside else recomputed.get(called)
             before_again, after_again = (made[0] - 1, made[1]) if made else (None, None)
             found[called][phase] = Span(
                 before_pre, after_pre, last[called], after_post, before_again, after_again

@@ -17,7 +17,7 @@ these orders are what makes a reuse safe. A copy to the CPU writes no memory of 
 memory is the host allocator's, which waits for the copies
 (aten/src/ATen/core/CachingHostAllocator.h).
 
-A view, a pick and a free touch no data.
+A view, a getitem and a free touch no data.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ def outlined(program: Program) -> None:
             elif row.op == "call_module":
                 region = schedule.regions[str(row.target)]
                 env[row] = _runs(program, row, region, want, env, digests)
-            elif row.op == "call_function" and _picks_region(row):
-                env[row] = env[tags.source(row)][walk.picked(row)]
+            elif row.op == "call_function" and _is_item_of_region(row):
+                env[row] = env[tags.source(row)][walk.item_index(row)]
                 _is_result(program, row, env[row])
             elif row.op == "call_function":
                 env[row] = _stands_for(program, row, row, next(want, None), env)
@@ -176,5 +176,5 @@ def _steps(tensor: Tensor) -> list[Any]:
     return [0 if isinstance(size, int) and size == 1 else stride for stride, size in both]
 
 
-def _picks_region(row: fx.Node) -> bool:
+def _is_item_of_region(row: fx.Node) -> bool:
     return row.target is operator.getitem and tags.source(row).op == "call_module"

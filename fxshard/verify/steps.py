@@ -38,10 +38,10 @@ def stepped_once(program: Program) -> None:
             if (tags.get(shard).role, tags.get(shard).fqn) != ("shard", fqn):
                 fail(program, fact, node, f"%{node.name} steps %{shard.name}, not {fqn!r}.")
     for node in steps:
-        _nothing_behind(program, node, order, waits)
+        _nothing_after(program, node, order, waits)
 
 
-def _nothing_behind(
+def _nothing_after(
     program: Program, step: fx.Node, order: dict[fx.Node, int], waits: dict[int | None, fx.Node]
 ) -> None:
     """Nobody reads what `step` takes behind it, or is still at it; only frees may follow."""

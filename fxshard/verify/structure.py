@@ -59,7 +59,7 @@ def tagged(program: Program) -> None:
             _is_given(program, node)
         if node.op != "call_function":
             continue
-        if tag.role in (*SHARDED, "whole", *tags.GIVEN):
+        if tag.role in (*SHARDED, "ignored", *tags.GIVEN):
             what = f"%{node.name} is computed, and tagged as what comes in ({tag.role})."
             fail(program, Fact.TAGGED, node, what)
         if tag.phase == "backward":
@@ -82,8 +82,8 @@ def _is_given(program: Program, node: fx.Node) -> None:
     if given is not None or tag.role in tags.GIVEN:
         right = program.given is None or given == (tag.role, tag.fqn)
     else:
-        stays = tag.fqn in program.wholes
-        right = tag.role in (*SHARDED, "whole") and stays == (tag.role == "whole")
+        stays = tag.fqn in program.ignored
+        right = tag.role in (*SHARDED, "ignored") and stays == (tag.role == "ignored")
     if not right:
         what = f"%{node.name} comes in as {tag.role} {tag.fqn!r}, which it is not."
         fail(program, Fact.TAGGED, node, what)
@@ -109,12 +109,12 @@ def unshard_paired(program: Program) -> None:
     order = walk.order(program)
     waits = walk.by_pair(program, ops.wait)
     for node in program.graph.nodes:
-        for pick in node.users if ops.of(node).asynchronous else ():
-            if tags.get(pick).pair != tags.get(node).pair:
-                what = f"%{pick.name} is of another collective than %{node.name}, which makes it."
-                fail(program, fact, pick, what)
+        for item in node.users if ops.of(node).asynchronous else ():
+            if tags.get(item).pair != tags.get(node).pair:
+                what = f"%{item.name} is of another collective than %{node.name}, which makes it."
+                fail(program, fact, item, what)
         if ops.of(node).prepares and not transfers.is_launch(node):
-            for reader in (user for pick in node.users for user in pick.users):
+            for reader in (user for item in node.users for user in item.users):
                 if not (ops.of(reader).asynchronous or reader.target is ops.free):
                     what = f"%{reader.name} reads what %{node.name} makes, which nobody waits for."
                     fail(program, fact, reader, what)
@@ -126,9 +126,12 @@ def unshard_paired(program: Program) -> None:
         mine = waits.get(tag.pair, [])
         if len(mine) != 1:
             fail(program, fact, launch, f"%{launch.name} has {len(mine)} waits, expected 1.")
-        if sorted(map(walk.picked, launch.users)) != list(range(len(tags.operands(launch)))):
+        if sorted(map(walk.item_index, launch.users)) != list(range(len(tags.operands(launch)))):
             fail(
-                program, fact, launch, f"%{launch.name} has not one pick per tensor that it takes."
+                program,
+                fact,
+                launch,
+                f"%{launch.name} has not one getitem per tensor that it takes.",
             )
         wait = mine[0]
         if order[wait] < order[launch]:
@@ -136,7 +139,7 @@ def unshard_paired(program: Program) -> None:
         if set(tags.operands(wait)) != set(launch.users):
             fail(program, fact, wait, f"%{wait.name} does not wait for all of %{launch.name}.")
         for reader in walk.alias_readers(program, launch):
-            if order[reader] < order[wait] and not walk.is_pick_of(reader, launch):
+            if order[reader] < order[wait] and not walk.is_item_of(reader, launch):
                 fail(
                     program,
                     fact,
@@ -162,7 +165,7 @@ def _nobody_interferes(program: Program, launch: fx.Node, wait: fx.Node) -> None
     sent = set().union(*map(tags.storage_ids, tags.operands(launch)))
     node = launch.next
     while node is not wait:
-        if ops.of(node).over != "nothing" and not walk.is_pick_of(node, launch):
+        if ops.of(node).over != "nothing" and not walk.is_item_of(node, launch):
             touched = walk.written(node)
             if transfers.is_in_place(launch):
                 touched = set().union(*map(tags.storage_ids, node.all_input_nodes))

@@ -351,7 +351,7 @@ def before_the_wait(program: Program) -> None:
     (pair,) = {tags.get(tags.source(grad)).pair for grad in tags.operands(step)}
     (wait,) = (n for n in program.graph.nodes if n.target is ops.wait and tags.get(n).pair == pair)
     parts = [n for n in program.graph.nodes if tags.get(n).pair == pair]
-    for node in [*(n for n in parts if tags.get(n).role == "settle"), step]:
+    for node in [*(n for n in parts if tags.get(n).role == "post_reduction"), step]:
         wait.prepend(node)
 
 

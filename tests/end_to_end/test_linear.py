@@ -174,7 +174,7 @@ def test_what_is_made_again_lies_as_torchs_fake_kernels_say(name: str) -> None:
     plan = fxshard.plan(
         model, args, kwargs, world_size=4, checkpoint="full", units=MODELS[name].units
     )
-    again = [n for n in plan.program.graph.nodes if "val" in n.meta and tags.get(n).again]
+    again = [n for n in plan.program.graph.nodes if "val" in n.meta and tags.get(n).recomputed]
     assert len(again) > 10
     for node in again:
         made = plan.program.refake(node)

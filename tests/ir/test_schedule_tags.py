@@ -29,7 +29,7 @@ CHANGES: dict[str, Any] = {
     "waits": ("c77",),
     "checkpoint": 7,
     "save": True,
-    "again": True,
+    "recomputed": True,
     "call": 7,
     "line": "other.py:1 in other",
 }

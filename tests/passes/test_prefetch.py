@@ -207,7 +207,7 @@ def test_a_free_moved_back_is_a_fault() -> None:
 
 
 def waits_of(program: Program, launch: fx.Node) -> fx.Node:
-    (wait,) = {user for pick in launch.users for user in pick.users if user.target is ops.wait}
+    (wait,) = {user for item in launch.users for user in item.users if user.target is ops.wait}
     return wait
 
 

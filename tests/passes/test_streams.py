@@ -269,7 +269,7 @@ def test_a_world_with_streams_does_what_the_tags_say(name: str) -> None:
 
 
 def some(nodes: list[fx.Node], saved: Iterator[torch.Tensor] | None = None) -> list[torch.Tensor]:
-    given = ("shard", "whole", "buffer", "input", "tangent", "accumulated")
+    given = ("shard", "ignored", "buffer", "input", "tangent", "accumulated")
     return [
         torch.ones(n.meta["val"].shape, dtype=n.meta["val"].dtype)
         if tags.get(n).role in given

@@ -42,7 +42,7 @@ def launch(program: Program, unit: int, phase: str, target: Any = ops.all_gather
     return node
 
 
-def pick(node: fx.Node, index: int) -> fx.Node:
+def item(node: fx.Node, index: int) -> fx.Node:
     return next(user for user in node.users if user.args[1] == index)
 
 
