@@ -1,4 +1,4 @@
-"""insert-unshard: gather each unit's parameters in front of where it computes."""
+"""insert-unshard: gather each unit's parameters before it computes."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def replace(
 def reshard(
     program: Program, unit: Unit, params: list[Param], items: list[fx.Node], tag: tags.Meta
 ) -> dict[str, Source]:
-    """Behind the last reader in forward, keep this rank's rows in a smaller group."""
+    """After the last reader in forward, keep this rank's rows in a smaller group."""
     size, group = int(unit.reshard), f"reshard{unit.reshard}"
     storages = set().union(*map(tags.storage_ids, items))
     reading: set[fx.Node] = set()

@@ -1,4 +1,4 @@
-"""Faults, by kind: each changes one node, or one tag, of a program that is behind the pipeline.
+"""Faults, by kind: each changes one node, or one tag, of a program that is after the pipeline.
 
 A fault takes a program and a random number generator that chooses the place, changes the program
 and says what it did; or returns None if there is no such place. Whether that does harm is not said
@@ -243,7 +243,7 @@ def free_of_another_tensor_too(program: Program, rng: random.Random) -> str | No
         before.append(other)
     others = [n for n in before if tags.storage_ids(n) and len(tags.storage_ids(n)) == 1]
     mine = set().union(*map(tags.storage_ids, tags.operands(node)))
-    others = [n for n in others if not tags.storage_ids(n) & mine and used_behind(n, node)]
+    others = [n for n in others if not tags.storage_ids(n) & mine and used_after(n, node)]
     other = one(rng, others)
     if other is None:
         return None
@@ -251,7 +251,7 @@ def free_of_another_tensor_too(program: Program, rng: random.Random) -> str | No
     return f"%{node} frees %{other} too"
 
 
-def used_behind(node: fx.Node, place: fx.Node) -> bool:
+def used_after(node: fx.Node, place: fx.Node) -> bool:
     following = place.next
     while following.op != "root":
         if node in following.all_input_nodes:
@@ -264,7 +264,7 @@ def used_behind(node: fx.Node, place: fx.Node) -> bool:
 
 
 @fault
-def move_wait_behind_a_reader(program: Program, rng: random.Random) -> str | None:
+def move_wait_after_a_reader(program: Program, rng: random.Random) -> str | None:
     node = one(rng, nodes(program, ops.wait))
     if node is None:
         return None
@@ -278,7 +278,7 @@ def move_wait_behind_a_reader(program: Program, rng: random.Random) -> str | Non
     if reader is None:
         return None
     reader.append(node)
-    return f"%{node} behind %{reader}"
+    return f"%{node} after %{reader}"
 
 
 @fault
@@ -288,7 +288,7 @@ def move_wait_before_its_launch(program: Program, rng: random.Random) -> str | N
     if wait is None:
         return None
     launch.prepend(wait)
-    return f"%{wait} in front of %{launch}"
+    return f"%{wait} before %{launch}"
 
 
 @fault
@@ -299,7 +299,7 @@ def move_unpack_before_the_wait(program: Program, rng: random.Random) -> str | N
         return None
     for each in (node, *items(node)):
         wait.prepend(each)
-    return f"%{node} in front of %{wait}"
+    return f"%{node} before %{wait}"
 
 
 @fault
@@ -319,7 +319,7 @@ def move_free_before_a_reader(program: Program, rng: random.Random) -> str | Non
     if reader is None:
         return None
     reader.prepend(node)
-    return f"%{node} in front of %{reader}"
+    return f"%{node} before %{reader}"
 
 
 @fault
@@ -329,7 +329,7 @@ def move_free_before_the_wait(program: Program, rng: random.Random) -> str | Non
     if wait is None:
         return None
     wait.prepend(node)
-    return f"%{node} in front of %{wait}"
+    return f"%{node} before %{wait}"
 
 
 @fault
@@ -352,13 +352,13 @@ def move_free_to_the_other_phase(program: Program, rng: random.Random) -> str | 
 
 
 @fault
-def move_launch_behind_its_wait(program: Program, rng: random.Random) -> str | None:
+def move_launch_after_its_wait(program: Program, rng: random.Random) -> str | None:
     launch = one(rng, waited(program))
     wait = launch and wait_of(program, launch)
     if wait is None:
         return None
     wait.append(launch)
-    return f"%{launch} behind %{wait}"
+    return f"%{launch} after %{wait}"
 
 
 @fault
@@ -382,18 +382,18 @@ def move_reduction_before_the_gradient(program: Program, rng: random.Random) -> 
     if node is None:
         return None
     tags.operands(node)[0].prepend(node)
-    return f"%{node} in front of what it sends"
+    return f"%{node} before what it sends"
 
 
 @fault
-def move_compute_in_front_of_the_wait(program: Program, rng: random.Random) -> str | None:
+def move_compute_before_the_wait(program: Program, rng: random.Random) -> str | None:
     node = one(rng, nodes(program, ops.wait))
     after = node and [n for s in tags.operands(node) for n in s.users if n in compute(program)]
     reader = after and one(rng, after)
     if not reader:
         return None
     node.prepend(reader)
-    return f"%{reader} in front of %{node}"
+    return f"%{reader} before %{node}"
 
 
 # -- swap -----------------------------------------------------------------------------------------
@@ -933,7 +933,7 @@ def mover(earlier: bool) -> Fault:
         if to is None:
             return None
         (to.prepend if earlier else to.append)(node)
-        return f"%{node} {'in front of' if earlier else 'behind'} %{to}"
+        return f"%{node} {'before' if earlier else 'after'} %{to}"
 
     return move
 

@@ -7,7 +7,7 @@ that is read before it is there is an error: a number that comes out is a number
 
 What a program means
 ====================
-In front of insert-unshard it is one rank's joint graph on whole parameters: per rank, its outputs,
+Before insert-unshard it is one rank's joint graph on whole parameters: per rank, its outputs,
 gradients, and buffers afterwards. `Found` holds these. From insert-reduce on a gradient is the
 reduced one, which `reduced` makes out of those of the ranks: cast, added to what was accumulated,
 summed in the order of the ranks, first over those that share a parameter, then over the replicas,
@@ -122,7 +122,7 @@ def wrong(value: Tensor) -> bool:
 
 
 def reduced(program: Program, found: Found, values: Sequence[Values]) -> Found:
-    """What a program gives behind insert-reduce, of what it gives in front of it."""
+    """What a program gives after insert-reduce, of what it gives before it."""
     result: Found = {}
     for (kind, name), mine in found.items():
         param = program.params.get(name)
@@ -298,7 +298,7 @@ class Machine:
         return self.recorded.issuperset(step.waits)
 
     def tagged(self, nodes: Sequence[fx.Node]) -> Iterator[Step]:
-        """By the events of the tags; those inside of a region are recorded behind it."""
+        """By the events of the tags; those inside of a region are recorded after it."""
         for node in nodes:
             tag = tags.get(node)
             inside = [tags.get(n).records for n in node.meta.get("run", (node,))]

@@ -1,7 +1,7 @@
 """Schedule -> readable Python source -> two functions that run it.
 
 The emitted code follows the schedule literally: arguments come in a list that is cleared, every
-value is dropped by ``x = None`` behind its last reader, collectives are calls on the World.
+value is dropped by ``x = None`` after its last reader, collectives are calls on the World.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Probe(Protocol):
 
 
 class TracedExecutor(Executor):
-    """An Executor whose code calls ``at()`` behind every operator and row. Nothing else differs."""
+    """An Executor whose code calls ``at()`` after every operator and row. Nothing else differs."""
 
     def __init__(self, program: Program, world: World | AllRanks, probe: Probe) -> None:
         super().__init__(program, world)
@@ -193,7 +193,7 @@ def emit(program: Program, *, points: bool = False) -> str:
 
     Args:
         program: with a schedule.
-        points: call ``at()`` behind every operator and row.
+        points: call ``at()`` after every operator and row.
     """
     assert program.schedule is not None
     schedule = program.schedule
@@ -247,7 +247,7 @@ def _phase(program: Program, name: str, graph: fx.Graph, points: bool) -> str:
 
 
 def _comment(name: str) -> str:
-    """A name of the user's behind a statement: of whatever it is made, it is no code."""
+    """A name of the user's as a comment: whatever characters it has, it is not run as code."""
     return f"  # {name if name.isprintable() else ascii(name)}"
 
 

@@ -1,8 +1,8 @@
 """torch's own optimizers on this rank's rows: the same class, step and state, without DTensor.
 
 An operator on a DTensor costs tens of microseconds in Python before anything is computed, and a
-step of AdamW has a dozen per parameter. Here the class's own ``step`` runs on the tensors behind
-the DTensors: the views of a unit's flat storage, without their padding. It is the same code on the
+step of AdamW has a dozen per parameter. Here the class's own ``step`` runs on the DTensors' local
+tensors: the views of a unit's flat storage, without their padding. It is the same code on the
 same values, so the result is that of the DTensors bit by bit. (One step over the flat storage as
 a whole would not be: kernels round the ends of a tensor otherwise, in bf16 and in fused steps.)
 """

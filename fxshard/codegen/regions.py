@@ -73,9 +73,9 @@ def worth_compiling(graph: fx.Graph) -> bool:
 class Store:
     """Generated code on disk, one file per digest; a lock per file makes one process generate it.
 
-    The lock is the operating system's: it falls with the process that holds it, so that nobody
-    waits for one that died. What is read is executed: folder and files must be this user's alone,
-    and a file begins with the digest of its name and of the rest.
+    The lock is the operating system's: it is released when the process that holds it dies, so that
+    no other waits for a dead one. What is read is executed: folder and files must be this user's
+    alone, and a file begins with the digest of its name and of the rest.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -410,7 +410,7 @@ def _rewritten(
 
 
 def _points(module: ast.Module) -> ast.Module:
-    """``at()`` between steps: behind what drops storages, in front of what makes or reads more."""
+    """``at()`` between steps: after what drops storages, before what makes or reads more."""
 
     def rewrite(statements: list[ast.stmt]) -> list[ast.stmt]:
         found: list[ast.stmt] = []

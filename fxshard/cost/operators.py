@@ -43,7 +43,7 @@ FORMULAS[aten._scaled_dot_product_flash_attention_for_cpu_backward] = FORMULAS[
 ]
 
 ATTENTION = {packet for packet in FORMULAS if "_scaled_dot_product_" in str(packet)}
-# These take (grad_out, query, key, value, ...) and compute the scores again.
+# These take (grad_out, query, key, value, ...) and recompute the scores.
 ATTENTION_BACKWARD = {packet for packet in ATTENTION if str(packet).endswith("_backward")}
 
 # Operators that read parts of their first operand, as many bytes as they write.
@@ -99,7 +99,7 @@ def _grouped_flops(a: torch.Size, b: torch.Size) -> int:
 def model_flops(node: fx.Node) -> int:
     """`flops`, without the scores that attention's backward computes a second time.
 
-    What counts for the utilisation of a model, of all nodes that are not tagged `again`. Source:
+    What counts for the utilisation of a model, of all nodes not tagged `recomputed`. Source:
     Chowdhery et al., PaLM (2022), appendix B: no rematerialisation.
     """
     counted = flops(node)

@@ -125,4 +125,4 @@ class OpenTensor:
 
 # Metadata keys of a node that has symbols:
 LAYOUT = "fxshard_layout"  # the Layout of each of its tensors
-OPEN = "fxshard_open"  # where each of them lies; missing on what was made behind the trace
+OPEN = "fxshard_open"  # where each of them lies; missing on what was made after the trace

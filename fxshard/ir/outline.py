@@ -113,7 +113,7 @@ def _call_region(
 
 
 def _next_name(region: str, outer: fx.Graph) -> str:
-    """The name of a call of ``region_<k>``: that, or the number behind that of the last call.
+    """The name of a call of ``region_<k>``: that, or the number after that of the last call.
 
     Left to choose, FX of torch 2.11 takes other numbers than later ones (torch/fx/graph.py,
     ``create_name``), and the text of a plan would depend on it.

@@ -46,7 +46,7 @@ def is_in_place(candidate: fx.Node) -> bool:
 def sent_copies(launch: fx.Node) -> list[fx.Node]:
     """What was made only to be sent: after the wait for `launch` nothing reads it.
 
-    For an unshard: packs, casts, loads and reshards in front of it. For a reduction or a copy to
+    For an unshard: packs, casts, loads and reshards before it. For a reduction or a copy to
     the CPU: its operands, unless its results are the operands. For any other: nothing.
     """
     if not is_unshard(launch):

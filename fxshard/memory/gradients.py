@@ -21,7 +21,7 @@ def gradient_categories(
     """Storages of the joint graph that are gradients, or copies of them to be sent.
 
     Args:
-        without: names of gradients that nobody keeps (see `unreached`).
+        without: names of gradients that nothing keeps (see `unreached`).
     """
     found: dict[int, Category] = {}
     params, ignored = program.params, program.ignored

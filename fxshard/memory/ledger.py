@@ -44,7 +44,7 @@ class LiveRange:
         line: line of user code, ``path:line in function``; "" if there is none.
         born, died: ticks; died is None for what outlives the step.
         formula: `bytes` as an expression of open sizes and of the number of ranks; None if it is
-            the same number for all, or nobody has asked.
+            the same number for all, or it was not asked for.
     """
 
     storage: int
@@ -126,7 +126,7 @@ class Moment(NamedTuple):
     """A point: what ran last.
 
     Attributes:
-        node: name of the operator in the program; "start" in front of a phase.
+        node: name of the operator in the program; "start" before a phase.
         op: the operator, for example "aten.mm".
         module: FQN of its module.
         stream: where it runs.
@@ -155,7 +155,7 @@ class Phase(NamedTuple):
     Attributes:
         name: "forward", "loss", "loss backward", "backward", "optimizer" or "zero_grad".
         micro_batch: which of the step's, from 0; -1 after the last.
-        start: number of the point in front of it.
+        start: number of the point before it.
         points: how many points follow that one.
     """
 

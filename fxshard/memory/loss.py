@@ -31,9 +31,9 @@ class LossStep:
         held: storages of tensors that the loss holds itself, such as labels.
         tangents: output (flat index, as text) -> storage of its gradient, where that arrives in the
             strides that the model's backward reads; of others it makes copies.
-        taken: those of them that nobody but the engine holds: they die after their last reader.
+        taken: those of them that only the autograd engine holds: they die after their last reader.
         formulas: the bytes of each storage as an expression of the open sizes, where it depends on
-            them; empty if nobody has asked (see `with_formulas`).
+            them; empty if not asked for (see `with_formulas`).
         conditions: what the loss takes for granted of the open sizes, and where.
         arrived: outputs (flat indices) that the loss reaches.
     """

@@ -69,7 +69,7 @@ class OptimizerStep:
         initial: those that the optimizer makes when it is made (Adagrad), before the first step.
         has_state: the optimizer's ``state`` is not empty after the first step.
         formulas: the bytes of each storage as an expression of the number of ranks, where it
-            depends on it; empty if nobody has asked (see `with_formulas`).
+            depends on it; empty if not asked for (see `with_formulas`).
         without: FQNs of parameters without a gradient, as no loss reaches them.
     """
 

@@ -129,13 +129,13 @@ def _said(how: tuple[float, tuple[str, ...]]) -> str:
     return f"reduced by {', '.join(operations) or 'nothing'} and divided by {divisor:g}"
 
 
-Rows = dict[fx.Node, dict[str | None, fx.Node]]  # packed tensor -> FQN -> what it has of it
+Rows = dict[fx.Node, dict[str | None, fx.Node]]  # packed tensor -> FQN -> its rows in it
 
 
 def _divided(
     program: Program, value: fx.Node, fqn: str, known: Rows
 ) -> tuple[float, tuple[str, ...]]:
-    """What the sum over ranks is divided by, and the operations that are no sum."""
+    """What the sum over ranks is divided by, and the operations of the reductions."""
     divisor, operations, node = 1.0, [], value
     sizes = {"shard": program.world_size, "replicate": program.replicas}
     while node.op == "call_function":
@@ -164,7 +164,7 @@ def _divided(
 
 
 def _names_of(row: fx.Node) -> list[str | None]:
-    """FQNs along what a row of a packed tensor is made of."""
+    """FQNs of a row of a packed tensor, and of what it was padded or cast from."""
     found = [tags.get(row).fqn]
     while row.op == "call_function" and tags.get(row).role in ("pad", "post_reduction"):
         if len(row.all_input_nodes) != 1:
@@ -181,7 +181,7 @@ def _left_by_backward(program: Program) -> list[tuple[fx.Node, Result]]:
 
 
 def _one_reduction(program: Program, item: fx.Node, fqn: str, seen: dict[fx.Node, str]) -> None:
-    """`item` is the gradient of `fqn` after a reduction, as its name, its ranks and `seen` say."""
+    """`item` is the reduced gradient of `fqn`, by its tag and its operand's, and no other's."""
     fact, launch = Fact.REDUCED_ONCE, tags.source(item)
     if item in seen:
         fail(program, fact, item, f"the gradient of {fqn!r} is that of {seen[item]!r}.")
@@ -213,7 +213,7 @@ def _fits_its_shard(program: Program, value: fx.Node, fqn: str) -> None:
 
 
 def _accumulated_once(program: Program) -> None:
-    """What steps before have left is read once: added to, or sent; and sent if there is a sync."""
+    """An accumulated gradient is read once: added to, or reduced; reduced if the step syncs."""
     fact = Fact.REDUCED_ONCE
     both = _left_by_backward(program)
     rows: Rows = {}
@@ -264,7 +264,7 @@ def _reductions_of(value: fx.Node) -> list[fx.Node]:
 
 
 def hook_rows(hook: fx.Node) -> list[fx.Node]:
-    """The gradients in the flat tensor that `hook` takes, rank by rank, as they lie there."""
+    """The gradients in the flat tensor that `hook` takes, each ``[ranks, n]``, in order."""
     return walk.packed_rows(tags.operands(hook)[0])
 
 
@@ -306,14 +306,14 @@ def equal_chunks(program: Program) -> None:
         ins = [t for s in tags.operands(launch) for t in tags.tensors(s.meta["val"])]
         outs = list(tags.tensors(launch.meta["val"]))
         small, large = (ins, outs) if ops.of(launch).grows > 0 else (outs, ins)
-        for part, whole in zip(small, large, strict=True):
-            even = whole.shape == gathered(part.shape, size) and whole.dtype is part.dtype
-            if not even or not whole.is_contiguous():
+        for part, full in zip(small, large, strict=True):
+            even = full.shape == gathered(part.shape, size) and full.dtype is part.dtype
+            if not even or not full.is_contiguous():
                 fail(
                     program,
                     Fact.EQUAL_CHUNKS,
                     launch,
-                    f"%{launch.name} moves {dump.types(part)} and {dump.types(whole)}: not "
+                    f"%{launch.name} moves {dump.types(part)} and {dump.types(full)}: not "
                     f"{size} equal contiguous chunks.",
                 )
 

@@ -23,13 +23,13 @@ def params_unsharded(program: Program) -> None:
     for node in program.graph.find_nodes(op="placeholder"):
         tag = tags.get(node)
         if tag.role == "param":
-            fail(program, Fact.PARAMS_UNSHARDED, node, f"parameter {tag.fqn!r} comes in whole.")
+            fail(program, Fact.PARAMS_UNSHARDED, node, f"parameter {tag.fqn!r} comes in full.")
         if tag.role != "shard":
             continue
         param = program.params[tag.fqn or ""]
         _is_the_shard(program, node, seen)
         if not program.offloaded and program.world_size == 1 and param.compute_dtype is param.dtype:
-            continue  # it is whole
+            continue  # it is unsharded already
         for user in node.users:
             if user.target not in (*readers, ops.step):
                 fail(

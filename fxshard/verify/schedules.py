@@ -25,8 +25,8 @@ Env = dict[fx.Node, Any]  # value of the schedule -> node of the graph, or some
 def outlined(program: Program) -> None:
     """The schedule, flattened, is the graph: the same operators, values, tags and fake values.
 
-    The executor, the certificate's ranks, the bytes and the times read rows and regions, all other
-    checks read the graph: they speak of one program only if the two are equal.
+    The executor, the certificate, memory and cost read rows and regions; all other checks read the
+    graph. They are about one program only if the two are equal.
     """
     schedule = program.schedule
     if schedule is None:

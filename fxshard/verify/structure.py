@@ -14,10 +14,10 @@ SHARDED = ("param", "shard", "accumulated")  # roles of placeholders
 
 
 def well_formed(program: Program) -> None:
-    """Values are made, read, then written over; those that are returned have a name each.
+    """Values are made, read, then written over; each that is returned has a name.
 
-    What is written over (a buffer at the end of forward, an operand by reinplace) is read through
-    the node that wrote it from then on: whoever reads an older alias expects what was there before.
+    A storage that is written over (a buffer at the end of forward, an operand by reinplace) is read
+    through the node that wrote it from then on: a read of an older alias expects the old value.
     """
     fact = Fact.WELL_FORMED
     made: set[fx.Node] = set()
@@ -76,7 +76,7 @@ def tagged(program: Program) -> None:
 
 
 def _is_given(program: Program, node: fx.Node) -> None:
-    """A placeholder is what capture made of it, or a parameter's: by its tag values are bound."""
+    """A placeholder has the tag that capture gave it, or is a parameter: tags bind the values."""
     tag = tags.get(node)
     given = (program.given or {}).get(node.name)
     if given is not None or tag.role in tags.GIVEN:
@@ -104,7 +104,7 @@ def units_assigned(program: Program) -> None:
 
 
 def unshard_paired(program: Program) -> None:
-    """Every launch has one wait behind it, and nothing but that wait comes before it."""
+    """Every launch has one wait after it, and nothing but that wait comes before it."""
     fact = Fact.UNSHARD_PAIRED
     order = walk.order(program)
     waits = walk.by_pair(program, ops.wait)
@@ -116,7 +116,7 @@ def unshard_paired(program: Program) -> None:
         if ops.of(node).prepares and not transfers.is_launch(node):
             for reader in (user for item in node.users for user in item.users):
                 if not (ops.of(reader).asynchronous or reader.target is ops.free):
-                    what = f"%{reader.name} reads what %{node.name} makes, which nobody waits for."
+                    what = f"%{reader.name} reads what %{node.name} makes, which nothing waits for."
                     fail(program, fact, reader, what)
                 if tags.get(reader).pair != tags.get(node).pair:
                     what = f"%{node.name} is of another collective than %{reader.name}, its reader."
@@ -161,7 +161,7 @@ def one_dtype(program: Program) -> None:
 
 
 def _nobody_interferes(program: Program, launch: fx.Node, wait: fx.Node) -> None:
-    """Between the two nobody writes what `launch` sends, nor reads what it writes in place."""
+    """Between the two nothing writes what `launch` sends, nor reads what it writes in place."""
     sent = set().union(*map(tags.storage_ids, tags.operands(launch)))
     node = launch.next
     while node is not wait:

@@ -1,4 +1,4 @@
-"""Where checks look: launches, their waits and frees, and who reads what they write."""
+"""What checks look up in a graph: launches, their waits and frees, readers of what they write."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def moved(launch: fx.Node) -> list[str]:
 
 
 def packed_names(launch: fx.Node) -> list[str]:
-    """Those of `moved` that share a buffer; of a comm_hook none: there all do."""
+    """Those of `moved` that share a buffer; none for a comm_hook, where all do."""
     if launch.target is ops.comm_hook:
         return []
     if transfers.is_unshard(launch):
@@ -79,7 +79,7 @@ def packed_names(launch: fx.Node) -> list[str]:
 
 
 def packed_rows(sent: fx.Node) -> list[fx.Node]:
-    """The gradients in a flat copy that is sent, each ``[ranks, n]``, as they lie there."""
+    """The gradients in a flat copy that is sent, each ``[ranks, n]``, in order."""
     node = sent
     while node.op == "call_function" and node.target is not aten.cat.default:
         if tags.get(node).role == "reduce":  # a result of the reduction before

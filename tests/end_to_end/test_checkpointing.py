@@ -381,7 +381,7 @@ def test_a_random_operator_is_made_again_between_two_states() -> None:
         "native_dropout",
         "native_dropout_now",
         "set_rng_state",
-        "native_dropout_again",
+        "native_dropout_recomputed",
         "set_rng_state_1",
     ]
 

@@ -50,7 +50,7 @@ EMBED, LAYER = ("embed.weight",), ("layers.0.weight", "layers.0.bias", "layers.0
         ({"max_bytes": 143}, [EMBED, (LAYER[2], LAYER[0]), (LAYER[1],)]),
         ({"max_bytes": 80}, [EMBED, (LAYER[2],), (LAYER[0], LAYER[1])]),
         ({"max_bytes": 1}, [EMBED, (LAYER[2],), (LAYER[0],), (LAYER[1],)]),
-        ({"min_bytes": 10**6}, [EMBED, LAYER]),  # the head reads the embedding behind the layer
+        ({"min_bytes": 10**6}, [EMBED, LAYER]),  # the head reads the embedding after the layer
         ({"max_bytes": 80, "min_bytes": 80}, [EMBED, (LAYER[2],), (LAYER[0], LAYER[1])]),
     ],
 )

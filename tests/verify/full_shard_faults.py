@@ -114,13 +114,13 @@ def two_waits(program: Program) -> fx.Node:
 
 
 @breaks(Fact.UNSHARD_PAIRED)
-def wait_behind_the_use(program: Program) -> fx.Node:
+def wait_after_the_use(program: Program) -> fx.Node:
     find(program, "tanh_0").append(of(program, ops.wait, 1, "forward"))
     return find(program, "t_0")
 
 
 @breaks(Fact.UNSHARD_PAIRED)
-def wait_behind_the_use_of_a_view(program: Program) -> fx.Node:
+def wait_after_the_use_of_a_view(program: Program) -> fx.Node:
     """`h_0` reads the shift itself; without it the first reader is a view of the weight."""
     wait, view = of(program, ops.wait, 1, "forward"), find(program, "t_0")
     wait.append(find(program, "h_0"))
@@ -143,8 +143,8 @@ def wait_before_its_launch(program: Program) -> fx.Node:
 
 
 @breaks(Fact.WELL_FORMED)
-def read_behind_the_write_of_what_it_reads(program: Program) -> fx.Node:
-    """%y is returned, not what has written over it: so a buffer would be, behind its write."""
+def read_after_the_write_of_what_it_reads(program: Program) -> fx.Node:
+    """%y is returned, not what has written over it: so a buffer would be, after its write."""
     node = find(program, "y")
     insert(program, node, aten.copy_.default, node, node)
     return program.output
@@ -343,7 +343,7 @@ def waited_for_too_far_ahead(program: Program) -> fx.Node:
 
 @breaks(Fact.BOUNDED_INFLIGHT)
 def freed_too_late(program: Program) -> fx.Node:
-    """Nobody reads the root's parameters in backward when layers.0 is launched."""
+    """Nothing reads the root's parameters in backward when layers.0 is launched."""
     root, later = of(program, ops.free, 0, "backward"), launch(program, 1, "backward")
     item(later, 0).append(root)
     return later

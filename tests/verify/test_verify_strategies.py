@@ -60,7 +60,7 @@ def breaks(fact: Fact, build: Build, *, harms: bool = True) -> Callable[[Fault],
 
 
 def good(build: Build) -> Program:
-    """The program that `build` makes, behind the whole pipeline, its parameters apart."""
+    """The program that `build` makes, after the whole pipeline, its parameters apart."""
     program = build()
     pipeline.run(program, pipeline.default_passes(Config(**graphs.APART)))
     assert program.facts == ALWAYS
@@ -81,7 +81,7 @@ def value_of(program: Program, name: str) -> fx.Node:
 
 
 def again(program: Program, behind: fx.Node, node: fx.Node, taken: list[fx.Node]) -> fx.Node:
-    """A copy of the launch `node` on `taken`, and its wait, behind `behind`; returns its item."""
+    """A copy of the launch `node` on `taken`, and its wait, after `after`; returns its item."""
     tag = dataclasses.replace(
         tags.get(node), phase="backward", pair=99, records="z99", waits=(), fqn=None
     )
@@ -213,7 +213,7 @@ def operand_read_while_it_is_all_reduced(program: Program) -> fx.Node:
 
 
 @breaks(Fact.UNSHARD_PAIRED, summed)
-def predivided_behind_the_launch(program: Program) -> fx.Node:
+def predivided_after_the_launch(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.reduce_scatter)
     (division,) = tags.operands(node)
     gradient = tags.source(division)
@@ -451,7 +451,7 @@ def resharded_before_the_wait(program: Program) -> fx.Node:
 
 
 @breaks(Fact.NO_USE_AFTER_FREE, regrouped)
-def resharded_behind_the_free(program: Program) -> fx.Node:
+def resharded_after_the_free(program: Program) -> fx.Node:
     node = find(program, "reshard_1")
     node.prepend(find(program, "free_1"))
     return node
@@ -526,7 +526,7 @@ def accumulated_gradient_forgotten(program: Program) -> fx.Node:
 
 @breaks(Fact.REDUCED_ONCE, accumulated)
 def accumulated_gradient_without_this_step(program: Program) -> fx.Node:
-    """What is there already is reduced, then added to, behind the free of it."""
+    """What is there already is reduced, then added to, after the free of it."""
     node = launch(program, 0, "backward", ops.reduce_scatter)
     (total,) = tags.operands(node)
     held = tags.source(total)

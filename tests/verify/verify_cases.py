@@ -47,7 +47,7 @@ def item(node: fx.Node, index: int) -> fx.Node:
 
 
 def insert(program: Program, behind: fx.Node, target: Any, *args: Any, **tag: Any) -> fx.Node:
-    """A new node with the tag of the one it stands behind, but for `tag`."""
+    """A new node with the tag of the one it stands after, but for `tag`."""
     with program.graph.inserting_after(behind):
         node = program.graph.call_function(target, args)
     same = dataclasses.replace(tags.get(behind), records=None, waits=(), stream="compute")
