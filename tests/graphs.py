@@ -187,7 +187,7 @@ def configured(
     Args:
         program: computes in ``precision.param_dtype`` if there is one; what it stores is fp32 then.
         precision, reshard: of all its units.
-        ignored: FQNs of parameters that stay whole.
+        ignored: FQNs of parameters that are not sharded.
         attributes: of the program: ``replicas``, ``offloaded``, ``sync``, ...
     """
     for node in program.graph.find_nodes(op="placeholder"):
@@ -589,7 +589,7 @@ def _mean(ranks: Sequence[Tensor]) -> Tensor:
 
 
 def _put_together(program: Program, shards: list[Tensor], fqn: str) -> list[Tensor]:
-    """The whole gradient, as each replica has it."""
+    """The full gradient, as each replica has it."""
     size, rows = program.world_size, program.params[fqn].shape[0]
     starts = range(0, len(shards), size)
     return [torch.cat(shards[start : start + size])[:rows] for start in starts]
@@ -624,10 +624,10 @@ def _argument(
         return values["param", name].to(dtype, copy=True)
     if tag.role != "shard":
         return _of_rank((tag.role, name), values, doublings).to(dtype, copy=True)
-    whole = values["param", name].to(dtype)
+    full = values["param", name].to(dtype)
     layout = program.layouts[name]
-    shard, rows = whole.new_zeros(layout.shard_shape), layout.rows(rank % program.world_size)
-    shard[: len(rows)] = whole[rows.start : rows.stop]
+    shard, rows = full.new_zeros(layout.shard_shape), layout.rows(rank % program.world_size)
+    shard[: len(rows)] = full[rows.start : rows.stop]
     return shard
 
 

@@ -7,7 +7,7 @@ that is read before it is there is an error: a number that comes out is a number
 
 What a program means
 ====================
-Before insert-unshard it is one rank's joint graph on whole parameters: per rank, its outputs,
+Before insert-unshard it is one rank's joint graph on full parameters: per rank, its outputs,
 gradients, and buffers afterwards. `Found` holds these. From insert-reduce on a gradient is the
 reduced one, which `reduced` makes out of those of the ranks: cast, added to what was accumulated,
 summed in the order of the ranks, first over those that share a parameter, then over the replicas,
@@ -269,7 +269,7 @@ class Machine:
         return found
 
     def unsharded(self, param: Param, shards: Sequence[Tensor]) -> list[Tensor]:
-        """The whole gradient, as the replica of each rank has it."""
+        """The full gradient, as the replica of each rank has it."""
         starts = [rank - rank % self.world for rank in range(self.ranks)]
         return [torch.cat(list(shards[s : s + self.world]))[: param.shape[0]] for s in starts]
 

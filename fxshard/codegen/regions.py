@@ -100,7 +100,7 @@ class Store:
         return inductor.Generated(held["source"], constants, tuple(held["aligned"]))
 
     def write(self, digest: str, code: inductor.Generated) -> None:
-        """Whole or not at all."""
+        """Write the file completely, or not at all."""
         raw = io.BytesIO()
         torch.save(code.constants, raw)
         constants = base64.b64encode(raw.getvalue()).decode()
@@ -340,8 +340,8 @@ def _fake_inputs(graph: fx.Graph, recorder: _Recorder) -> list[Tensor]:
             size = storage.nbytes()
             bases[id(storage)] = torch.empty(size, dtype=torch.uint8, device=val.device)
         base = bases[id(storage)]
-        whole = base[: base.numel() // val.element_size() * val.element_size()].view(val.dtype)
-        made.append(whole.as_strided(val.shape, val.stride(), val.storage_offset()))
+        flat = base[: base.numel() // val.element_size() * val.element_size()].view(val.dtype)
+        made.append(flat.as_strided(val.shape, val.stride(), val.storage_offset()))
         recorder.see(made[-1], made=False)
     return made
 

@@ -281,12 +281,12 @@ class _Problem:
                 tuple((name[id(value)], own) for value, own in self._reads(node)),
                 tuple(name[id(copy)] for copy in self._copies(node)),
                 self._state(node),
-                at.get(self._forerunner(node)),
+                at.get(self._predecessor(node)),
             )
             for node in operators
         )
 
-    def _forerunner(self, node: fx.Node) -> Any:
+    def _predecessor(self, node: fx.Node) -> Any:
         before = self.previous.get(node)
         same = before is not None and tags.get(before).checkpoint == tags.get(node).checkpoint
         return before if same else None
@@ -311,33 +311,35 @@ class _Problem:
                 bound = most if self._is_own(value, first) else 1
                 self.of_value[id(value)] = self._column(0.0, value.bytes, bound)
         for node in self.operators[first]:
-            again = self.of_operator[node]
+            recomputed = self.of_operator[node]
             for value, own in self._reads(node):
-                self._needs(again, value, own and not value.tagged, most, first)
+                self._needs(recomputed, value, own and not value.tagged, most, first)
             for copy in self._copies(node):
-                self._needs(again, copy, False, most, first)
+                self._needs(recomputed, copy, False, most, first)
             for value in self._made(node):
                 if value.tagged:
                     continue
                 saved = self.of_value[id(value)]
                 if value.wanted:
-                    self.rows.append(({saved: 1, again: 1}, most, np.inf))
+                    self.rows.append(({saved: 1, recomputed: 1}, most, np.inf))
                 if self._is_own(value, first):
-                    self.rows.append(({saved: 1, again: 1}, -np.inf, most))
+                    self.rows.append(({saved: 1, recomputed: 1}, -np.inf, most))
             if self._state(node):
                 state = self._column(0.0, self._state(node), most)
-                before = self._forerunner(node)
-                row = {again: 1, state: -1}
+                before = self._predecessor(node)
+                row = {recomputed: 1, state: -1}
                 if before in self.of_operator:
                     row[self.of_operator[before]] = -1
                 self.rows.append((row, -np.inf, 0))
 
-    def _needs(self, again: int, value: Value, remade: bool, most: int, number: int) -> None:
+    def _needs(
+        self, recomputed: int, value: Value, recomputable: bool, most: int, number: int
+    ) -> None:
         """An operator can be recomputed as often as what it reads is there."""
         saved = self.of_value[id(value)]
         scale = 1 if self._is_own(value, number) else most
-        row = {again: 1, saved: -scale}
-        if remade:
+        row = {recomputed: 1, saved: -scale}
+        if recomputable:
             row[self.of_operator[value.maker]] = -1
         self.rows.append((row, -np.inf, 0))
 
@@ -411,11 +413,13 @@ class _Problem:
                     if value.home is None:
                         continue
                     count = int(found[self.of_value[id(like)]])
-                    again = 0
+                    recomputed = 0
                     if like.maker in self.candidates and like.home == numbers[0]:
-                        again = int(found[self.of_operator[like.maker]])
+                        recomputed = int(found[self.of_operator[like.maker]])
                     own = self._is_own(like, numbers[0])
-                    if count and (not own or (0 if like.tagged else again) < j <= again + count):
+                    if count and (
+                        not own or (0 if like.tagged else recomputed) < j <= recomputed + count
+                    ):
                         yield value.node
 
     def largest_forced(self, count: int = 4) -> str:

@@ -54,7 +54,7 @@ def held_ranges(
     *,
     formulas: bool = False,
 ) -> list[LiveRange]:
-    """What the caller holds through the whole step: shards, buffers, batch.
+    """What the caller holds throughout the step: shards, buffers, batch.
 
     Shards count as they are stored: padded, trainable or not. Ignored parameters count as *Sharded
     Param* too: what the rank holds between steps. With `formulas`, the ranges have theirs.
@@ -644,8 +644,8 @@ class Walk:
             sources = [storage for n in node.all_input_nodes for storage in tags.storage_ids(n)]
             for storage in sources:
                 maker = makers.get(storage)
-                again = maker is not None and is_reduce_copy(maker.target, dict(maker.kwargs))
-                category = Category.REDUCE_SCATTER if again else Category.UNSHARDED_GRAD
+                copied = maker is not None and is_reduce_copy(maker.target, dict(maker.kwargs))
+                category = Category.REDUCE_SCATTER if copied else Category.UNSHARDED_GRAD
                 found.setdefault(storage, category)
         return found
 

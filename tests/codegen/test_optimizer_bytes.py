@@ -369,7 +369,7 @@ class Own(SGD):
         (make(Adam, differentiable=True), "differentiable=True"),
     ],
 )
-def test_what_needs_whole_parameters_is_refused(optimizer: Make, message: str) -> None:
+def test_what_needs_full_parameters_is_refused(optimizer: Make, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         compiled_alone(optimizer=optimizer)
     with pytest.raises(ConfigError, match=message):

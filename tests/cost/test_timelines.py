@@ -314,12 +314,12 @@ def test_micro_batches_follow_each_other() -> None:
     assert {r.micro_batch for r in quiet.rows if r.operation == "reduce"} == {1}
 
 
-def test_what_is_computed_again_is_no_use() -> None:
+def test_what_is_recomputed_is_no_use() -> None:
     """Backward is two products a weight, or three: the model's FLOPs are the same, the time not."""
     hardware = toy(link=FREE)
     plain, again = blocks().estimate(hardware), blocks(checkpoint="full").estimate(hardware)
     product = 2 * 2 * 8 * 8
-    # the first layer has no gradient of its input; the last of a block is not made again
+    # the first layer has no gradient of its input; the last of a block is not recomputed
     assert plain.model_flops == again.model_flops == product * (4 + 8 - 1)
     assert plain.step_seconds == pytest.approx(plain.model_flops / 64)
     assert again.step_seconds > plain.step_seconds

@@ -97,7 +97,7 @@ class Again(nn.Module):
         return self.block(x).square().sum()
 
 
-def test_what_a_checkpoint_makes_again_has_its_states() -> None:
+def test_what_a_checkpoint_recomputes_has_its_states() -> None:
     x = torch.ones(5, 4)
     plain = fxshard.plan(Again(), (x,), world_size=1).memory
     assert plain.snapshot("block", "Pre-Forward AC") is None
@@ -135,7 +135,7 @@ def test_each_micro_batch_is_a_phase() -> None:
         report.snapshot("", "Peak Forward", micro_batch=3)
 
 
-def test_no_sync_holds_whole_gradients_between_micro_batches() -> None:
+def test_no_sync_holds_unsharded_gradients_between_micro_batches() -> None:
     report = report_of("mlp13", micro_batches=2, no_sync=True)
     model = MODELS["mlp13"].build()
     second = report.snapshot("", "Before Pre-Forward", micro_batch=1)

@@ -197,7 +197,7 @@ FAULTS: list[tuple[Fact, Fault]] = []
 
 
 def packed() -> Program:
-    """`graphs.layered`, whose layers are packed whole, after the whole pipeline."""
+    """`graphs.layered`, whose layers are packed entirely, after the whole pipeline."""
     program = graphs.layered(2)
     pipeline.run(program, pipeline.default_passes(Config(pack_bytes=65)))
     return program

@@ -52,7 +52,7 @@ def node_without_value(program: Program) -> fx.Node:
 
 @breaks(Fact.TAGGED)
 def view_that_aliases_nothing(program: Program) -> fx.Node:
-    """A pass gave it another input and did not make its fake value again."""
+    """A pass gave it another input and did not recompute its fake value."""
     view = find(program, "t_0")
     view.meta["val"] = program.fake((4, 4), torch.float32, torch.device("cpu"))
     return view
@@ -165,7 +165,7 @@ def taken_twice(program: Program) -> fx.Node:
 
 
 @breaks(Fact.PARAMS_UNSHARDED)
-def whole_parameter_comes_in(program: Program) -> fx.Node:
+def full_parameter_comes_in(program: Program) -> fx.Node:
     shard = find(program, "shard_layers_0_weight")
     tags.update(shard, role="param")
     return shard
@@ -240,14 +240,14 @@ def gradient_not_reduced(program: Program) -> fx.Node:
 
 @breaks(Fact.REDUCED_ONCE)
 def gradient_reduced_twice(program: Program) -> fx.Node:
-    behind = launch(program, 1, "backward", ops.reduce_scatter)
-    values = behind.meta["val"]
+    scatter = launch(program, 1, "backward", ops.reduce_scatter)
+    values = scatter.meta["val"]
     node = insert(
-        program, behind, ops.reduce_scatter, *behind.args, pair=99, records="r99", stream="reduce"
+        program, scatter, ops.reduce_scatter, *scatter.args, pair=99, records="r99", stream="reduce"
     )
     items: list[fx.Node] = []
     for i, val in enumerate(values):
-        tag = {"fqn": tags.get(item(behind, i)).fqn, "pair": 99}
+        tag = {"fqn": tags.get(item(scatter, i)).fqn, "pair": 99}
         items.append(
             insert(program, items[-1] if items else node, operator.getitem, node, i, **tag)
         )
@@ -457,9 +457,9 @@ def event_recorded_too_early(program: Program) -> fx.Node:
 
 @breaks(Fact.STREAMS_ORDERED)
 def event_recorded_twice(program: Program) -> fx.Node:
-    again = find(program, "dlinear_0")
-    tags.update(again, records=tags.get(launch(program, 1, "backward")).records)
-    return again
+    twin = find(program, "dlinear_0")
+    tags.update(twin, records=tags.get(launch(program, 1, "backward")).records)
+    return twin
 
 
 @breaks(Fact.STREAMS_ORDERED)

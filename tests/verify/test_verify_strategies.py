@@ -80,12 +80,12 @@ def value_of(program: Program, name: str) -> fx.Node:
     return program.values[[result.name for result in program.results].index(name)]
 
 
-def again(program: Program, behind: fx.Node, node: fx.Node, taken: list[fx.Node]) -> fx.Node:
+def repeated(program: Program, after: fx.Node, node: fx.Node, taken: list[fx.Node]) -> fx.Node:
     """A copy of the launch `node` on `taken`, and its wait, after `after`; returns its item."""
     tag = dataclasses.replace(
         tags.get(node), phase="backward", pair=99, records="z99", waits=(), fqn=None
     )
-    with program.graph.inserting_before(behind.next):
+    with program.graph.inserting_before(after.next):
         got, *_ = transfers.insert_operator(
             program, node.target, (taken, *node.args[1:]), [str(tags.get(taken[0]).fqn)], tag, "z"
         )
@@ -127,7 +127,7 @@ def all_reduce_missing(program: Program) -> fx.Node:
 
 
 @breaks(Fact.REDUCED_ONCE, no_shard)
-def all_reduce_of_whole_gradients_missing(program: Program) -> fx.Node:
+def all_reduce_of_full_gradients_missing(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.all_reduce)
     returned(program, "layers.0.weight", tags.operands(node)[0])
     for each in (paired(program, ops.wait, node), item(node, 0), node):
@@ -145,7 +145,7 @@ def returned_from_before_the_all_reduce(program: Program) -> fx.Node:
 def all_reduced_twice(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.all_reduce)
     first, wait = item(node, 0), paired(program, ops.wait, node)
-    got = again(program, wait, node, [first])
+    got = repeated(program, wait, node, [first])
     (division,) = (n for n in first.users if n.target is aten.div_.Scalar)
     division.replace_input_with(first, got)
     return value_of(program, "layers.0.weight")
@@ -429,7 +429,7 @@ def kept_parameter_freed_in_forward(program: Program) -> fx.Node:
 @breaks(Fact.BOUNDED_INFLIGHT, kept, harms=False)  # but for memory
 def kept_parameter_gathered_again_for_nobody(program: Program) -> fx.Node:
     node = find(program, "unshard_1")
-    got = again(program, find(program, "dhead"), node, tags.operands(node))
+    got = repeated(program, find(program, "dhead"), node, tags.operands(node))
     wait = next(n for n in got.users if n.target is ops.wait)
     insert(program, wait, ops.free, [got], role="free")
     return tags.source(got)
@@ -620,7 +620,7 @@ def flat_tensor_freed_while_the_hook_runs(program: Program) -> fx.Node:
 def gradient_of_an_ignored_parameter_reduced(program: Program) -> fx.Node:
     """It is the caller's, rank by rank."""
     node = launch(program, 1, "backward", ops.all_reduce)
-    got = again(program, program.phase("backward")[-1], node, [find(program, "dhead")])
+    got = repeated(program, program.phase("backward")[-1], node, [find(program, "dhead")])
     return returned(program, "head", got)
 
 
