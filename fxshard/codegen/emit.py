@@ -116,7 +116,7 @@ class Probe(Protocol):
         """A phase begins."""
 
     def at(self) -> None:
-        """One operator or row is done, and what it read last is dropped."""
+        """One operator or row is done, and values that it was the last to read are dropped."""
 
     def stepping(self, grads: list[list[Tensor]], step: Callable[[], Optimizer]) -> Optimizer:
         """Call `step`, which steps an optimizer with `grads` and returns it."""
@@ -166,7 +166,7 @@ def load(source: str, program: Program, at: Callable[[], None] | None = None) ->
 def compiled_functions(
     program: Program, at: Callable[[], None] | None = None
 ) -> dict[str, Callable[[list[Any]], Any]]:
-    """What runs in place of the emitted functions of compiled regions, by name."""
+    """The functions of compiled regions, which replace the emitted ones, by name."""
     assert program.schedule is not None
     found = program.schedule.regions
     compiled = {r.name: r.compiled for r in found.values() if r.compiled is not None}

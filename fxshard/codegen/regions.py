@@ -87,7 +87,7 @@ class Store:
         return hashlib.sha256(f"{FORMAT} {self.key} {region_digest}".encode()).hexdigest()
 
     def read(self, digest: str) -> inductor.Generated | None:
-        """What is on disk; None if there is nothing, or not what `write` has written."""
+        """The code on disk; None if there is none, or the file is not as `write` left it."""
         try:
             seal, _, text = files.read_private(self.folder / f"{digest}.json").partition(b"\n")
         except OSError:
@@ -122,7 +122,7 @@ class Store:
 
 
 def _seal(digest: str, text: bytes) -> bytes:
-    """What a file begins with, so that neither its text nor its name can have changed."""
+    """The digest that a file begins with: it shows whether text or name have changed."""
     return hashlib.sha256(digest.encode() + text).hexdigest().encode()
 
 
@@ -242,7 +242,7 @@ class _Recorder:
 
 
 class _Kernel:
-    """In the place of a kernel: it can be called and launched, and does nothing."""
+    """Stands in for a kernel: it can be called and launched, and does nothing."""
 
     def __init__(self, name: str, recorder: _Recorder) -> None:
         self._name, self._recorder = name, recorder
@@ -254,7 +254,7 @@ class _Kernel:
 
 
 class _Watched:
-    """In the place of ``torch.ops``, ``aten``, ``extern_kernels``: what is called is watched.
+    """Stands in for ``torch.ops``, ``aten``, ``extern_kernels``: calls are recorded.
 
     An operator that writes into ``out=`` is not run.
     """
@@ -273,7 +273,7 @@ class _Watched:
 
 
 class _Torch:
-    """In the place of the ``torch`` that generated code sees."""
+    """Stands in for ``torch`` in generated code."""
 
     def __init__(self, recorder: _Recorder) -> None:
         self.ops = _Watched(torch.ops, recorder)

@@ -31,7 +31,7 @@ class Domain:
         example: the sizes of the call that was traced; those without a name must be the same.
         places: per name of a symbolic size, where the call has it.
         symbols: per name, its symbol.
-        conditions: what the trace took for granted, and where torch asked for it.
+        conditions: what the trace assumed of the sizes, and where torch asked for it.
     """
 
     example: Sizes

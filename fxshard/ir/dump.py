@@ -182,7 +182,7 @@ class Row:
         bytes: bytes of the buffers that are gathered, reduced or freed, per unit.
         freed: bytes that are freed right after it, if a row of its own is joined to it.
         live: bytes alive after it, per unit; empty if not asked for.
-        exposed: seconds that its stream stands still before it, per unit; likewise.
+        exposed: seconds that its stream is idle before it, per unit; likewise.
     """
 
     phase: str
@@ -240,10 +240,10 @@ def rows(
 
 
 def joined(rows: Sequence[Row]) -> list[Row]:
-    """Fewer rows that say the same, where rows of one unit and stream follow each other.
+    """Fewer rows with the same content: some neighbours of one unit and stream become one row.
 
-    What is only sent joins the unshard that sends it, a wait the compute or unpack row after it, a
-    free the row before it, and compute rows each other.
+    A cast, load or pack joins the unshard that sends its result, a wait the compute or unpack row
+    after it, a free the row before it, and compute rows each other.
     """
     found: list[Row] = []
     for row in rows:

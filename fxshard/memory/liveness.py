@@ -234,7 +234,7 @@ class Walk:
         self._optimizers: dict[int, int] = {}  # storage in the recording of a step -> storage
 
     def forked(self) -> Walk:
-        """A walk that goes on from here on its own."""
+        """A copy that continues independently from here."""
         other = copy.copy(self)
         other.ledger = Ledger()
         other.ledger.moments = list(self.ledger.moments)
@@ -247,7 +247,7 @@ class Walk:
         return other
 
     def hold_state(self, step: OptimizerStep, numbers: Sequence[int], host: bool) -> None:
-        """Those storages of the optimizer's state are there from before."""
+        """Storages of the optimizer's state that exist before the step."""
         self.now = BEFORE
         for number in numbers:
             made = step.range_of("", number, step.state[number].bytes, host=host)
@@ -305,7 +305,7 @@ class Walk:
             taken = {number: made.pop(number) for number in loss.taken if number in made}
             caller += made.values()
         self.now = self.ledger.begin("backward", micro_batch)
-        if loss is not None:  # what it does not read is dropped before
+        if loss is not None:  # the engine drops what backward does not read
             dropped = taken.keys() - _read(graph, loss)
             self._release([taken.pop(number) for number in dropped])
         env: dict[fx.Node, list[int]] = {}
@@ -316,7 +316,7 @@ class Walk:
                 env[node] = self._allocate(node, self._label(node))
                 self._hold(env[node])
                 caller += env[node]
-            elif tags.get(node).fqn in loss.tangents:  # it is there already
+            elif tags.get(node).fqn in loss.tangents:  # the loss's own backward made it
                 number = loss.tangents[tags.get(node).fqn or ""]
                 env[node] = [taken[number]] if number in taken else []
                 self._hold(env[node])
@@ -329,7 +329,7 @@ class Walk:
         self._phase(graph, env)
         self.now = 2 * self.ledger.add([Moment("backward returned")])
         values = cast("tuple[fx.Node, ...]", graph.find_nodes(op="output")[0].args[0])
-        # Gradients that are the caller's own, who holds them still, are copied.
+        # Tangents that are returned as gradients are copied: the caller still holds them.
         own = [n for n in dict.fromkeys(values) if tags.get(n).role == "tangent"]
         given = [env[node] for node in own if loss is None]
         env |= {n: self._allocate(n, self._label(n)) for n in own if loss is None}
@@ -344,9 +344,9 @@ class Walk:
         env: dict[fx.Node, list[int]],
         without: frozenset[str],
     ) -> None:
-        """What backward returned is held by the caller, or added in place to what is.
+        """The caller holds what backward returned, or adds it in place to the gradient it holds.
 
-        But for gradients `without` a loss: None is returned for those (`fxshard.runtime.unused`).
+        Except gradients in `without`: None is returned for those (`fxshard.runtime.unused`).
         """
         results = [result for result in self.program.results if result.kind != "output"]
         for node, result in zip(values, results, strict=True):
@@ -373,7 +373,7 @@ class Walk:
         tokens: dict[int, int],
         made_by: Callable[[str, int, int], LiveRange],
     ) -> None:
-        """What recorded operators allocate and free.
+        """Replay what recorded operators allocate and free.
 
         Args:
             events: in order.
@@ -390,7 +390,7 @@ class Walk:
             self._end([tokens.pop(number) for number in event.freed if number in tokens])
 
     def zero_grad(self) -> None:
-        """Everything goes that the caller does not hold from step to step."""
+        """Release all that the caller does not hold from step to step."""
         self.ledger.begin("zero_grad", -1)
         self.now = 2 * self.ledger.add([Moment("zero_grad")])
         state = set(self._optimizers.values())
@@ -427,7 +427,7 @@ class Walk:
         return made
 
     def _accumulated(self, fqn: str) -> int:
-        """A gradient that steps under ``no_sync`` before this one have left."""
+        """An accumulated gradient, from earlier steps under ``no_sync``."""
         size = accumulated_bytes(self.program, fqn)
         return self._new(LiveRange(0, fqn, "", owner_of(fqn), Category.UNSHARDED_GRAD, size))
 
@@ -496,7 +496,7 @@ class Walk:
             self._hold(env[row])
 
     def _step_row(self, row: fx.Node) -> None:
-        """A step: one point, at which the most that is alive within it counts."""
+        """A step of the optimizer: one point, with the most bytes alive within it."""
         if self._step is None:  # the report leaves the optimizer out
             return
         alive: dict[int, tuple[str, int]] = {}  # operator and bytes of each storage
@@ -581,7 +581,7 @@ class Walk:
         inputs: list[list[int]],
         owned: set[fx.Node],
     ) -> list[list[int]]:
-        """As `_region`, by the steps of the code that runs in place of the operators.
+        """As `_region`, by the steps of the compiled code.
 
         No operator of it makes a copy that can be told from a gradient: what is sent is one.
         """
@@ -707,7 +707,7 @@ class Walk:
                 ended.died = self.now
 
     def _rewrite(self, token: int, node: fx.Node) -> None:
-        """`node` writes its result over what the storage held: from now on it is that result."""
+        """`node` writes its result over a storage: from now on the storage is that result's."""
         after, tag = self._changed(token), tags.get(node)
         after.name, after.op, after.line = node.name, operation_of(node), tag.line
         after.module = tag.module

@@ -235,7 +235,7 @@ def input_bytes(program: Program, leaf: int, value: torch.Tensor) -> sympy.Expr 
 
 
 def conditions(domain: domain.Domain) -> list[tuple[sympy.Basic, str]]:
-    """What a trace took for granted, in the names of the sizes, and where."""
+    """The conditions that a trace assumed, in the names of the sizes, and where."""
     names = {found: symbol(name) for name, found in domain.symbols.items()}
     return [(torch_sizes.in_sympy(c.xreplace(names)), where) for c, where in domain.conditions]
 

@@ -28,7 +28,7 @@ def reduced_once(program: Program) -> None:
     need += [ops.store] if program.offloaded else []
     need = [ops.comm_hook] if program.comm_hook else need
     seen: dict[fx.Node, str] = {}
-    packs: dict[fx.Node, dict[str | None, tuple[int, int]]] = {}  # item -> what it holds
+    packs: dict[fx.Node, dict[str | None, tuple[int, int]]] = {}  # item -> parts, by FQN
     left = _left_by_backward(program)
     for value, result in left:
         if result.kind == "accumulated" and program.sync:
@@ -87,7 +87,7 @@ def _said_of(reductions: Sequence[Any]) -> str:
 
 
 def _added(program: Program) -> set[str]:
-    """Parameters whose gradient is added to the accumulated one, which the caller has already."""
+    """Parameters whose gradient is added to an accumulated one that the caller holds."""
     return {
         tags.get(node).fqn or ""
         for node in program.graph.find_nodes(op="placeholder")
@@ -175,7 +175,7 @@ def _names_of(row: fx.Node) -> list[str | None]:
 
 
 def _left_by_backward(program: Program) -> list[tuple[fx.Node, Result]]:
-    """What is returned, and the gradients that are stepped instead."""
+    """The results, and the gradients that are stepped instead of returned."""
     stepped = [(node, Result("grad", fqn)) for fqn, node in transfers.stepped(program).items()]
     return [*zip(program.values, program.results, strict=True), *stepped]
 

@@ -100,7 +100,7 @@ def steps(program: Program) -> Iterator[Step]:
                 yield walker.end(before)
             yield walker.entry(node)
         yield walker.run(node)
-        walker.bury(node)
+        walker.drop_storages(node)
         before = node
     if before is not None:
         yield walker.end(before)
@@ -112,16 +112,16 @@ class _Walker:
         self.reads: dict[fx.Node, frozenset[int]] = {}
         self.positions: dict[tags.Stream, int] = {}
         self.accesses: dict[int, _Access] = {}
-        self.dead: dict[tags.Stream, Need] = {}  # what touched memory that has been freed
+        self.freed: dict[tags.Stream, Need] = {}  # what touched memory that has been freed
         self.touched: dict[tags.Stream, Need] = {}  # last access of each stream
-        self.comes: dict[tags.Phase, list[int]] = {"forward": [], "backward": []}
+        self.given: dict[tags.Phase, list[int]] = {"forward": [], "backward": []}
         kept = {storage for value in program.values for storage in self.ids[value]}
         for node in program.graph.find_nodes(op="placeholder"):
             role = tags.get(node).role
             if role in tags.HELD:
                 kept.update(self.ids[node])
             late = role in ("tangent", "accumulated")
-            self.comes["backward" if late else "forward"].extend(self.ids[node])
+            self.given["backward" if late else "forward"].extend(self.ids[node])
         last: dict[int, fx.Node] = {}
         for node in program.graph.nodes:
             if node.op == "call_function":
@@ -138,12 +138,12 @@ class _Walker:
         return self.positions[stream]
 
     def entry(self, node: fx.Node) -> Step:
-        """The caller has written what comes in, and has used memory that is free now."""
+        """The caller has written the inputs, and has used memory that is free now."""
         position = self.advance("compute")
         phase = tags.get(node).phase
-        for storage in self.comes[phase]:
+        for storage in self.given[phase]:
             self.accesses[storage] = _Access("compute", position, None)
-        self.dead["compute"] = Need(position, None, GONE)
+        self.freed["compute"] = Need(position, None, REUSED)
         return Step("entry", node, "compute", position, {})
 
     def end(self, node: fx.Node) -> Step:
@@ -159,7 +159,7 @@ class _Walker:
         reads, writes, fresh = self.touches(node)
         allocates = reads or writes if stream == "compute" else fresh
         if allocates and not ops.of(node).on_host:
-            for other, need in self.dead.items():
+            for other, need in self.freed.items():
                 if other != stream:
                     needs[other] = need
         for storage in reads:
@@ -180,7 +180,7 @@ class _Walker:
         if reads or writes:
             self.touched[stream] = Need(position, node, "ends the phase without")
             if stream == "compute":
-                self.dead[stream] = Need(position, node, GONE)
+                self.freed[stream] = Need(position, node, REUSED)
         return Step("run", node, stream, position, needs)
 
     def touches(self, node: fx.Node) -> tuple[Storages, Storages, Storages]:
@@ -195,7 +195,7 @@ class _Walker:
         fresh = own - inputs
         return inputs, written | fresh, fresh
 
-    def bury(self, node: fx.Node) -> None:
+    def drop_storages(self, node: fx.Node) -> None:
         """Drop the storages that `node` frees, or is the last to refer to."""
         gone = self.dying.pop(node, [])
         if node.target is ops.free:
@@ -204,12 +204,12 @@ class _Walker:
             access = self.accesses.pop(storage, None)
             if access is None:
                 continue
-            _add(self.dead, None, *access.write, GONE)
+            _add(self.freed, None, *access.write, REUSED)
             for stream, (at, reader) in access.reads.items():
-                _add(self.dead, None, stream, at, reader, GONE)
+                _add(self.freed, None, stream, at, reader, REUSED)
 
 
-GONE = "may get memory that was used by"
+REUSED = "may get memory that was used by"
 
 
 def _add(

@@ -1,4 +1,4 @@
-"""Parameters: what is gathered of which shard, who reads it, and that nothing of it is saved."""
+"""Parameters: each is gathered from its shard, read unsharded, and never saved for backward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def params_unsharded(program: Program) -> None:
     for node in program.graph.find_nodes(op="placeholder"):
         tag = tags.get(node)
         if tag.role == "param":
-            fail(program, Fact.PARAMS_UNSHARDED, node, f"parameter {tag.fqn!r} comes in full.")
+            what = f"the full parameter {tag.fqn!r} is an input."
+            fail(program, Fact.PARAMS_UNSHARDED, node, what)
         if tag.role != "shard":
             continue
         param = program.params[tag.fqn or ""]

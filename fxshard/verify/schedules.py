@@ -1,4 +1,4 @@
-"""The schedule: what runs is the graph, operator by operator, as it is tagged there."""
+"""The schedule: it runs the operators of the graph, in order, with their tags."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fxshard.verify import walk
 from fxshard.verify.failure import fail
 
 FACT = Fact.OUTLINED
-Env = dict[fx.Node, Any]  # value of the schedule -> node of the graph, or some
+Env = dict[fx.Node, Any]  # value of the schedule -> node of the graph, or several
 
 
 def outlined(program: Program) -> None:
@@ -86,7 +86,7 @@ def _runs(
     env: Env,
     digests: dict[str, str],
 ) -> list[fx.Node]:
-    """What the call of a region gives: nodes of the graph."""
+    """The nodes of the graph that stand for the results of a call of a region."""
     tag = tags.get(row)
     inputs = region.graph.find_nodes(op="placeholder")
     inner: Env = {a: env[b] for a, b in zip(inputs, row.all_input_nodes, strict=True)}
@@ -161,7 +161,7 @@ def _lies_alike(program: Program, row: fx.Node, mine: fx.Node, node: fx.Node) ->
 
 
 def _open_alike(program: Program, row: fx.Node, mine: fx.Node, node: fx.Node) -> None:
-    """What the region of `row` knows of open sizes is what the graph knows of `node`."""
+    """The region of `row` has the same open sizes for its value as the graph has for `node`."""
     if mine.meta.get(LAYOUT) != node.meta.get(LAYOUT):
         fail(program, FACT, node, f"row %{row.name} of the schedule has other open sizes for it.")
 
