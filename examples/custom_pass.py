@@ -48,13 +48,17 @@ class RecomputeGelu:
             if not readers:
                 continue
             with program.graph.inserting_before(readers[0]):
-                again = program.graph.create_node(
-                    "call_function", node.target, node.args, node.kwargs, name=f"{node.name}_again"
+                copy = program.graph.create_node(
+                    "call_function",
+                    node.target,
+                    node.args,
+                    node.kwargs,
+                    name=f"{node.name}_recomputed",
                 )
-            tag = dataclasses.replace(tags.get(node), phase="backward", again=True)
-            tags.put(again, tag, program.refake(again))
+            tag = dataclasses.replace(tags.get(node), phase="backward", recomputed=True)
+            tags.put(copy, tag, program.refake(copy))
             for reader in readers:
-                reader.replace_input_with(node, again)
+                reader.replace_input_with(node, copy)
 
 
 def behind_canonicalize(passes: list[Any]) -> list[Any]:

@@ -196,7 +196,7 @@ def run(
             raise ConfigError(
                 f"pass '{step.name}' requires that "
                 f"{' and '.join(fact.value for fact in Fact if fact in missing)}; "
-                f"no earlier pass in the pipeline ensures it. Put it behind one that does. "
+                f"no earlier pass in the pipeline ensures it. Put it after one that does. "
                 f"{advice(names)}".rstrip()
             )
         before = dump.text(program) if texts else ""
@@ -280,14 +280,14 @@ def make_program(
         sync: False under ``no_sync``.
         accumulated: FQNs of parameters that have an accumulated gradient.
         comm_hook: the user's function reduces gradients.
-        device: where parameters are when they are whole; None: where they are now.
+        device: where unsharded parameters are; None: where they are now.
         observe: called with the dump before and after each pass.
-        captures: earlier captures of this model: one that serves the call is not made again, nor
+        captures: earlier captures of this model: one that serves the call is reused, as is
             one that serves it with other sizes (see `fxshard.capture.shapes.at_sizes`).
         symbols: sizes that the program leaves open (see `fxshard.capture.trace.capture`).
         every_tangent: see `trace.capture`.
-        stems: earlier programs of this model behind `STEM`, which see no ranks and no sharding: one
-            that serves is not made again.
+        stems: earlier programs of this model after `STEM`, which depend on no ranks and no
+            sharding: one that serves is reused.
     """
     check_reshard(units, world)
     if config.full_precision_in_eval and not model.training:
@@ -354,11 +354,11 @@ def make_program(
 def rewritten(
     start: Callable[[], Program], passes: Pipeline, observe: Observer | None = None
 ) -> Program:
-    """A program behind some passes.
+    """A program after some passes.
 
     Args:
-        start: makes the program in front of them. If it is refused in the end, it is made again,
-            and verified after each pass: so the error names the one at fault.
+        start: makes the program before them. If the result is refused, the passes run a second
+            time and each is verified, so that the error names the pass at fault.
 
     Raises:
         ConfigError, PassError, VerifyError: as for `run`.

@@ -14,23 +14,23 @@ from fxshard.ir.program import Fact, Program
 from fxshard.verify import orders
 from fxshard.verify.orders import ENTRY, Need, Step
 
-Clock = dict[str, int]  # per stream: how many of its operators are over
+Clock = dict[str, int]  # per stream: how many of its operators are complete
 
 
 @dataclasses.dataclass(frozen=True)
 class AnnotateStreams:
     """Launches run on streams of their own; events order them where an order is needed.
 
-    `fxshard.verify.orders` says which orders those are, and why: who reads what another writes, and
-    memory that the caching allocator gives out again. A launch waits for the last operator of each
-    other stream that it needs, if no other chain of events leads there; so an event is recorded as
-    early as may be. The compute stream waits for a launch at its wait node, unless a later wait is
-    early enough and says it too. Nothing else waits, and nothing is recorded that nobody waits for:
-    take away one event, and some order is missing.
+    `fxshard.verify.orders` says which orders those are, and why: reads and writes of one storage,
+    and memory that the caching allocator reuses. A launch waits for the last operator of each other
+    stream that it depends on, unless another chain of events already orders the two. The compute
+    stream waits for a launch at its wait node, unless a later wait is early enough and covers it.
+    No other node waits, and no event is recorded that none waits for: without any one event, some
+    order would be missing.
 
-    Events of the compute stream are recorded behind the compute region of the operator in question
-    (no event can be recorded inside of one), or where the phase begins: ``c_forward`` and
-    ``c_backward`` stand for all that the caller ran before. On CPU this orders nothing at run time;
+    An event of the compute stream is recorded after the region of the operator in question (none
+    can be recorded inside of a region), or where the phase begins: ``c_forward`` and ``c_backward``
+    stand for all that the caller ran before. On CPU events have no effect at run time;
     on CUDA `fxshard.runtime.world.c10d.C10dWorld` obeys it.
 
     Before::
@@ -64,7 +64,7 @@ class Wait:
 
     Attributes:
         at: number of its step.
-        knows: what is over when its launch is, of the streams that are not the compute stream.
+        knows: per stream but the compute stream, what is complete when its launch is.
         needed_at: number of the first step that needs it.
     """
 
@@ -78,8 +78,8 @@ class Wait:
 def order_compute(steps: list[Step]) -> dict[fx.Node, fx.Node]:
     """The wait nodes that the compute stream needs, with their launches.
 
-    A wait is taken when something behind it needs it. If a later wait, in front of that, is taken
-    afterwards and covers it, it is dropped again.
+    A wait is taken when a later step needs it. It is dropped if a wait between the two is taken
+    afterwards and covers it.
     """
     known: Clock = {}
     knows: dict[tuple[str, int], Clock] = {}  # of launches, by stream and position
@@ -107,7 +107,7 @@ def order_compute(steps: list[Step]) -> dict[fx.Node, fx.Node]:
                 continue
             wait = next((w for w in pending if w.knows.get(stream, 0) >= need.position), None)
             if wait is None:
-                continue  # verify says so
+                continue  # `fxshard.verify` reports it
             wait.needed_at = at
             join(known, wait.knows)
             late = len(taken)
@@ -124,10 +124,10 @@ def order_launches(steps: list[Step], waits: dict[fx.Node, fx.Node]) -> None:
     entered: dict[int, tags.Phase] = {}  # position on the compute stream -> phase that begins
     nodes: dict[int, fx.Node] = {}  # position on the compute stream -> operator
     clocks: dict[str, Clock] = {"compute": {}}
-    after: dict[fx.Node, Clock] = {}  # per launch, the clock of its stream behind it
+    after: dict[fx.Node, Clock] = {}  # per launch, the clock of its stream after it
     launches: dict[tuple[str, int], fx.Node] = {}
     changes: list[tuple[int, Clock]] = []  # of the clock of the compute stream
-    entry, before_entry = 0, Clock()  # of the phase; what was over then
+    entry, before_entry = 0, Clock()  # where the phase begins; what was complete then
     for step in steps:
         if step.kind == "entry":
             entry, before_entry = step.position, dict(clocks["compute"])
@@ -162,7 +162,7 @@ def order_launches(steps: list[Step], waits: dict[fx.Node, fx.Node]) -> None:
                 elif position in entered:
                     waited.append(ENTRY[entered[position]])
                 else:
-                    waited.append(event_behind(nodes[position], step.node))
+                    waited.append(event_after(nodes[position], step.node))
             for clock in found.values():
                 join(mine, clock)
             mine[step.stream] = step.position
@@ -190,7 +190,7 @@ def ends_of_runs(steps: list[Step]) -> dict[int, int]:
 def place(
     stream: str, need: Need, ends: dict[int, int], entry: int, before_entry: Clock
 ) -> tuple[str, int]:
-    """Behind what to wait: what ran in an earlier phase is over where this one begins."""
+    """Stream and position to wait for: earlier phases are complete where this one begins."""
     if stream == "compute":
         return stream, max(ends.get(need.position, need.position), entry)
     if before_entry.get(stream, 0) >= need.position:
@@ -205,11 +205,11 @@ def event_of(launch: fx.Node) -> str:
     return str(tags.get(launch).records)
 
 
-def event_behind(node: fx.Node, launch: fx.Node) -> str:
+def event_after(node: fx.Node, launch: fx.Node) -> str:
     """The event that `node` of the compute stream records; named after the first that waits."""
     if tags.get(node).records is None:
         spec = ops.of(launch)
-        name = f"c{tags.get(launch).pair}"  # of which a collective is the one launch
+        name = f"c{tags.get(launch).pair}"  # a pair has one collective, and maybe loads and casts
         tags.update(node, records=name if spec.collective else name + spec.event)
     return str(tags.get(node).records)
 

@@ -76,7 +76,7 @@ class AssignCheckpoints:
             save = tag.save
             if not own and call is not None and tag.phase == "forward":
                 save = is_saved(node, program.checkpoints[program.calls[call].module])
-            save = save and node.target is not operator.getitem  # that of its operator counts
+            save = save and node.target is not operator.getitem  # its operator is saved
             tags.update(node, checkpoint=number, save=save)
         budget = next((p for p in program.checkpoints.values() if isinstance(p, int)), None)
         if budget is not None and program.signature.training:

@@ -25,13 +25,13 @@ class Bucket:
     all (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py), because a message costs its
     latency before it costs its bytes.
 
-    A split unit is gathered part by part, each at its own first use and freed behind its own last.
+    A split unit is gathered part by part, each at its own first use and freed after its own last.
     By default that is done where the parts are large and other units compute between their uses:
     the embedding and the head of a language model are both the root's, and never alive together;
-    the head's gradient is reduced while the layers run backward, not behind them. Merged units cost
+    the head's gradient is reduced while the layers run backward, not after them. Merged units cost
     fewer launches and hold the bytes of all of them.
 
-    Bytes are those that the all-gather writes: whole, padded, in the dtype of compute.
+    Bytes are those of the unsharded parameters in the dtype of compute.
 
     Attributes:
         max_bytes: a bucket with more is split, in the order of first use; one parameter never is.
@@ -164,13 +164,13 @@ def used_apart(
 
 
 def settings_of(program: Program, group: Sequence[str]) -> list[object]:
-    """What all units of a bucket must have alike, the first of its units."""
+    """What all units of a bucket must have in common, of its first unit."""
     unit = program.units[program.params[group[0]].unit]
     return [unit.precision, unit.reshard]
 
 
 def follows(before: Sequence[str], group: Sequence[str], uses: dict[str, tuple[int, int]]) -> bool:
-    """True if forward reads `group`, and by then nothing of `before` any more."""
+    """True if forward reads `group`, and `before` only earlier than that."""
     last = [uses[fqn][1] for fqn in before if fqn in uses]
     first = [uses[fqn][0] for fqn in group if fqn in uses]
     return bool(last) and bool(first) and max(last) < min(first)

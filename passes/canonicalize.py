@@ -28,8 +28,8 @@ class Canonicalize:
     (`fxshard.capture.fakes`). Four steps: (1) ``detach``, ``alias``, views to the same shape,
     double transposes and asserts go. (2) Equal operators that depend on no parameter (masks, rotary
     tables) are merged. (3) Those of them that several units read move to the front, so that
-    identical layers stay identical. (4) A view or cast of a parameter that backward reads is made
-    again in backward: nothing of a parameter is saved.
+    identical layers stay identical. (4) A view or cast of a parameter that backward reads is
+    recomputed in backward: nothing of a parameter is saved.
 
     Before::
 
@@ -64,7 +64,7 @@ class Canonicalize:
 
 def strip_no_ops(program: Program) -> None:
     """Remove nodes whose value is their input's."""
-    # What is returned is replaced once, at the end: each time costs as much as there are results.
+    # Results are replaced once, at the end: each replacement takes time linear in their number.
     returned, program.values = program.values, []
     kept = set(returned)
     instead: dict[fx.Node, fx.Node] = {}
@@ -96,13 +96,14 @@ def strip_no_ops(program: Program) -> None:
     program.values = [instead.get(value, value) for value in returned]
 
 
-# What is the tensor itself if it has its sizes. Eager makes no slice of a whole tensor, a trace of
-# open sizes does (torch/csrc/autograd/python_variable_indexing.cpp, ``applySlicing``).
+# Views that are no-ops if they have the layout of their source. Eager makes no slice of a full
+# tensor, a trace of open sizes does (torch/csrc/autograd/python_variable_indexing.cpp,
+# ``applySlicing``).
 SAME_IF_ALIKE = (
     *(aten._unsafe_view.default, aten.view.default),
     *(aten.slice.Tensor, aten.slice_backward.default),
 )
-SCATTERS = (aten.slice_scatter.default,)  # what is the second argument if that covers the first
+SCATTERS = (aten.slice_scatter.default,)  # no-ops if the second argument covers the first
 
 
 def _is_same_shape_view(node: fx.Node) -> bool:
@@ -116,7 +117,7 @@ def _is_alike(node: fx.Node, other: Any) -> bool:
 def merge_parameter_free(program: Program) -> list[fx.Node]:
     """Merge equal parameter-free forward operators; returns all such operators, in order.
 
-    Of one activation checkpoint, or of none: a checkpoint makes its own again in backward.
+    Both are of one activation checkpoint, or of none: each checkpoint recomputes its own.
 
     Only operators without randomness, mutation or parameter ancestors are touched: they are small
     (masks, position tables), and merging anything else would lengthen lives that eager keeps
@@ -187,7 +188,7 @@ def rederive_in_backward(program: Program, param: fx.Node, order: dict[fx.Node, 
 
 
 def _copy_chain(program: Program, node: fx.Node, before: fx.Node) -> fx.Node:
-    """Repeat the views and casts that lead from a parameter to `node`, in front of `before`."""
+    """Copy the views and casts from a parameter to `node` to where `before` stands."""
     if node.op == "placeholder":
         return node
     source = _copy_chain(program, node.all_input_nodes[0], before)
@@ -215,7 +216,7 @@ def copy_returned_parameters(program: Program) -> None:
     sources = {
         storage
         for node in program.graph.find_nodes(op="placeholder")
-        if tags.get(node).role in ("param", "whole")
+        if tags.get(node).role in ("param", "ignored")
         for storage in tags.storage_ids(node)
     }
     values = program.values
@@ -236,10 +237,10 @@ def _is_cast(node: fx.Node) -> bool:
 
 def _writes(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    return (schema is None and not _is_pick(node)) or bool(schema is not None and schema.is_mutable)
+    return not _is_getitem(node) if schema is None else bool(schema.is_mutable)
 
 
-def _is_pick(node: fx.Node) -> bool:
+def _is_getitem(node: fx.Node) -> bool:
     return node.target is operator.getitem
 
 

@@ -1,17 +1,18 @@
-"""checkpoint: backward makes the values of activation checkpoints again, instead of reading them.
+"""checkpoint: backward recomputes the values of activation checkpoints, instead of reading them.
 
 Note: RNG
 =========
-A random operator that is made again must draw what it drew. In forward the generator's state is
-taken in front of it; in backward the generator is set to that state, and afterwards to where it
-was, so that all that backward and the caller draw later stays the same. Random operators that
-follow each other in forward follow each other in backward: they share one state, as all of one
-checkpoint do in eager. All this under ``preserve_rng_state=False`` too, where eager draws afresh.
+A recomputed random operator must draw the same numbers. Forward takes the generator's state before
+it. Backward sets the generator to that state, and afterwards back to where it was, so that what
+backward and the caller draw later stays the same. Random operators that follow each other in
+forward follow each other in backward, and share one state, as all of one checkpoint do in eager.
+All this holds under ``preserve_rng_state=False`` too, where eager draws new numbers.
 
 Note: buffers
 =============
-Forward writes buffers at its end, so what is made again reads a copy from before. They are written
-once; eager writes them again when it recomputes (a batch norm's statistics move twice).
+Forward writes buffers at its end, so recomputed operators read a copy of the old value. Buffers are
+written once; eager writes them a second time when it recomputes (a batch norm's statistics move
+twice).
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """Of a checkpoint only what it reads from outside is saved, and what its policy saves.
+    """Of a checkpoint only its inputs are saved, and what its policy saves.
 
-    Values that a checkpoint makes and only its own backward reads are made again in front of that.
-    Values that others read in backward too (inputs of the next checkpoint) are saved, as in eager.
+    Values that only the checkpoint's own backward reads are recomputed before it. Values that
+    others read in backward too (inputs of the next checkpoint) are saved, as in eager.
 
     Before::
 
@@ -50,9 +51,9 @@ class Checkpoint:
         %h = aten.addmm(%b, %x, %w)            | checkpoint=0
         %y = aten.tanh(%h)                     | checkpoint=0
         %z = aten.sum(%y)
-        %h_again = aten.addmm(%b, %x, %w)      | checkpoint=0     # backward
-        %y_again = aten.tanh(%h_again)         | checkpoint=0
-        %dh = aten.tanh_backward(%dy, %y_again)  | checkpoint=0
+        %h_recomputed = aten.addmm(%b, %x, %w)        | checkpoint=0     # backward
+        %y_recomputed = aten.tanh(%h_recomputed)      | checkpoint=0
+        %dh = aten.tanh_backward(%dy, %y_recomputed)  | checkpoint=0
     """
 
     name: ClassVar[str] = "checkpoint"
@@ -63,7 +64,7 @@ class Checkpoint:
         regions = by_checkpoint(program.phase("forward"))
         backward = by_checkpoint(program.phase("backward"))
         previous = random_before(program)
-        # From the last to the first: what one makes again reads values of those in front of it.
+        # From the last to the first: recomputation reads values of earlier checkpoints.
         for number in sorted(regions, reverse=True):
             recompute(program, number, regions[number], backward.get(number, []), previous)
 
@@ -101,13 +102,13 @@ def recompute(
     if not readers:
         return
     chain = needed([n for wanted in readers.values() for n in wanted], inside - kept)
-    copies = copy_in_front_of(program, chain, next(iter(readers)), number, previous)
+    copies = copy_before(program, chain, next(iter(readers)), number, previous)
     for reader, wanted in readers.items():
         for node in wanted:
             reader.replace_input_with(node, copies[node])
     for node, copy in copies.items():  # backward reads some of them through views
         program.refresh_views(copy, tags.storage_ids(node) - tags.storage_ids(copy))
-    for node in reversed(region):  # what only backward needed, forward does not make any more
+    for node in reversed(region):  # forward no longer makes what only backward needed
         if not node.users and not tags.is_random(node) and not tags.writes(node):
             program.graph.erase_node(node)
 
@@ -130,7 +131,7 @@ def backward_users(node: fx.Node) -> list[fx.Node]:
 
 
 def needed(wanted: list[fx.Node], lost: set[fx.Node]) -> list[fx.Node]:
-    """What must be made again for `wanted`, of the values that are not saved, in forward order."""
+    """The nodes to recompute for `wanted`, which is not saved, in forward order."""
     found: set[fx.Node] = set()
     todo = list(wanted)
     while todo:
@@ -146,25 +147,25 @@ def needed(wanted: list[fx.Node], lost: set[fx.Node]) -> list[fx.Node]:
     return sorted(found)  # nodes know their place in the graph
 
 
-def copy_in_front_of(
+def copy_before(
     program: Program,
     chain: list[fx.Node],
     before: fx.Node,
     number: int,
     previous: dict[fx.Node, fx.Node | None],
 ) -> dict[fx.Node, fx.Node]:
-    """Repeat the nodes of `chain` in front of `before`; returns the copy of each."""
+    """Copy the nodes of `chain` to where `before` stands; returns the copy of each."""
     graph = program.graph
     copies: dict[fx.Node, fx.Node] = {}
     ends: dict[torch.device, tuple[fx.Node, tags.Meta]] = {}  # where each generator was
-    last: dict[torch.device, fx.Node] = {}  # random operator that was made again last
+    last: dict[torch.device, fx.Node] = {}  # random operator that was recomputed last
 
     def source(node: fx.Node) -> fx.Node:
         return copies[node] if node in copies else unwritten(program, node)
 
     for node in chain:
         tag = tags.changed(
-            tags.get(node), phase="backward", checkpoint=number, again=True, save=False
+            tags.get(node), phase="backward", checkpoint=number, recomputed=True, save=False
         )
         device = generator_of(node)
         if device is not None:
@@ -182,7 +183,7 @@ def copy_in_front_of(
         kwargs = fx.node.map_arg(node.kwargs, source)
         with graph.inserting_before(before):
             copy = graph.create_node(
-                "call_function", node.target, args, kwargs, name=f"{node.name}_again"
+                "call_function", node.target, args, kwargs, name=f"{node.name}_recomputed"
             )
         val = program.repeated(copy, node)
         if val is None:
@@ -209,7 +210,7 @@ def set_state(program: Program, state: fx.Node, device: torch.device, tag: tags.
 
 
 def unwritten(program: Program, node: fx.Node) -> fx.Node:
-    """What a copy of a reader of `node` reads: `node`, or where forward writes it what was there.
+    """What a copy of a reader of `node` reads: `node`, or its old value if forward writes it.
 
     `node` may be a buffer, or a view of one that the checkpoint was given.
     """
@@ -219,7 +220,7 @@ def unwritten(program: Program, node: fx.Node) -> fx.Node:
     if node is not holder:
         aliasing.keep_old_value(program, holder)
         return node
-    for user in node.users:  # writes stand at the end of forward: any copy will do
+    for user in node.users:  # writes are at the end of forward: any copy has the old value
         if user.target is aten.clone.default and tags.get(user).checkpoint is None:
             return user
     first = next(n for n in program.graph.nodes if n.op == "call_function")

@@ -1,4 +1,4 @@
-"""insert-free: give unsharded parameters and reduced gradients back behind their last reader."""
+"""insert-free: free unsharded parameters and reduced gradients after their last reader."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fxshard.ir.program import Fact, Program
 
 @dataclasses.dataclass(frozen=True)
 class InsertFree:
-    """Free gather buffers behind their last reader, and what was only sent behind the wait.
+    """Free gather buffers after their last reader, and what was only sent after the wait.
 
     Readers are counted through every alias. A buffer is freed by giving its storage back, since
     the process group may hold on to the tensor. If a unit stays unsharded for backward, what only
-    forward reads is given back in forward. What a reduction leaves is freed too, if a cast or
-    a copy of it is the gradient.
+    forward reads is freed in forward. The result of a reduction is freed too, if a cast or a copy
+    of it is the gradient.
 
     Before::
 
@@ -44,8 +44,8 @@ class InsertFree:
                 last_reader.update(dict.fromkeys(tags.read_ids(node), node))
                 last_reader.update(dict.fromkeys(tags.storage_ids(node), node))
 
-        def phase_of_last_reader(pick: fx.Node) -> tags.Phase:
-            readers = [last_reader[storage] for storage in tags.storage_ids(pick)]
+        def phase_of_last_reader(item: fx.Node) -> tags.Phase:
+            readers = [last_reader[storage] for storage in tags.storage_ids(item)]
             return tags.get(max(readers, key=order.__getitem__)).phase
 
         waits = {
@@ -58,7 +58,7 @@ class InsertFree:
             gathers = transfers.is_unshard(launch)
             groups = [(sent, f"free_sent_{pair}" if gathers else f"free_{pair}")]
             groups += [(transfers.packed_results(launch), f"free_packed_{pair}")]
-            if gathers:  # of a unit that stays, backward need not read everything
+            if gathers:  # backward may read only a part of a unit that stays unsharded
                 early = [p for p in results if phase_of_last_reader(p) != "backward"]
                 late = [p for p in results if p not in early]
                 groups += [(early, f"free_{pair}" if not late else f"free_early_{pair}")]
@@ -74,11 +74,11 @@ class InsertFree:
 
 
 def insert_free(
-    program: Program, freed: list[fx.Node], name: str, behind: fx.Node, tag: tags.Meta
+    program: Program, freed: list[fx.Node], name: str, at: fx.Node, tag: tags.Meta
 ) -> None:
-    """Insert a free of what the launch with `tag` read or wrote."""
-    with program.graph.inserting_after(behind):
+    """Insert, after `at`, a free of what the launch with `tag` read or wrote."""
+    with program.graph.inserting_after(at):
         free = transfers.node(program.graph, ops.free, (freed,), name)
-    phase = tags.get(behind).phase
+    phase = tags.get(at).phase
     made = tags.changed(tag, phase=phase, role="free", stream="compute", waits=(), records=None)
     tags.put(free, made)

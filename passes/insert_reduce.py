@@ -20,16 +20,16 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class InsertReduce:
-    """One reduction per bucket (and dtype), behind the last of its gradients.
+    """One reduction per bucket (and dtype), after the last of its gradients.
 
-    A gradient is sent as it lies if it is contiguous, divides evenly, has the dtype of the
-    reduction, and nobody else sees its storage; otherwise a copy (padded with zero rows, cast) is
-    sent. Packed gradients are sent in one flat copy, rank by rank; parts of what is left of it are
-    their sharded gradients. Replicas all-reduce what the reduce-scatter leaves. Then the sharded
-    gradient gets the dtype of its parameter, and goes to the CPU if parameters are there.
+    A gradient is sent as it is if it is contiguous, divides evenly, has the dtype of the
+    reduction, and nothing else refers to its storage; otherwise a copy (padded with zero rows,
+    cast) is sent. Packed gradients are sent in one flat copy, rank by rank; their sharded gradients
+    are parts of its result. Replicas all-reduce the results of the reduce-scatter. Then the sharded
+    gradient is cast to the dtype of its parameter, and copied to the CPU if parameters are there.
 
-    Under ``no_sync`` nothing is reduced: gradients are returned, or added to those of the steps
-    before, which the first step with a reduction takes in.
+    Under ``no_sync`` nothing is reduced: gradients are returned, or added to those of earlier
+    steps. The first step that reduces adds these sums to its gradients.
 
     Attributes:
         op: "avg", "sum", "max" or "min".
@@ -71,7 +71,7 @@ class InsertReduce:
             for result, value in zip(program.results, program.values, strict=True)
             if result.kind == "grad"
         }
-        for fqn in program.wholes.keys() & grads.keys():
+        for fqn in program.ignored.keys() & grads.keys():
             grads[fqn] = as_own(program, grads[fqn])
         added = accumulate(program, grads)
         if program.sync:
@@ -125,7 +125,7 @@ class InsertReduce:
             pair += len(self._launches(program)) or 1
 
     def _launches(self, program: Program) -> list[str]:
-        """What a gradient goes through, in order."""
+        """The launches that a gradient goes through, in order."""
         if program.comm_hook:
             return ["hook"]
         launches = {"reduce": program.world_size > 1, "all_reduce": program.replicas > 1}
@@ -142,11 +142,11 @@ class InsertReduce:
         last: fx.Node,
         pair: int,
     ) -> list[fx.Node]:
-        """Insert launches and waits behind `last`; returns the sharded gradients.
+        """Insert launches and waits after `last`; returns the sharded gradients.
 
         Args:
-            own: of each gradient that is sent alone: nobody else sees its storage, so that it can
-                be sent as it lies, and freed.
+            own: of each gradient that is sent alone: nothing else refers to its storage, so that it
+                can be sent as it is, and freed.
             packs: parameters whose gradients are sent in one copy.
         """
         unit = program.units[params[0].unit]
@@ -155,7 +155,7 @@ class InsertReduce:
         fqns = [*(param.fqn for param in alone), *("" for _ in packs)]
         ranks = program.world_size * program.replicas
         dtype = reduce_dtype(program, params[0], grads[params[0].fqn])
-        before, op, behind = self.division(dtype, ranks)
+        before, op, after = self.division(dtype, ranks)
         if program.comm_hook:
             before = None  # the hook averages
         with program.graph.inserting_before(following(program, last)):
@@ -182,11 +182,11 @@ class InsertReduce:
                 name = f"all_reduce_{tag.pair}"
                 nodes = transfers.insert_operator(program, ops.all_reduce, args, fqns, tag, name)
                 transfers.insert_wait(program, nodes, tag)
-            nodes = [divided(program, node, behind, "settle", tag) for node in nodes]
+            nodes = [divided(program, node, after, "post_reduction", tag) for node in nodes]
             if not unit.precision.keep_low_precision_grads:
                 dtypes = [param.dtype for param in [*alone, *(pack[0] for pack in packs)]]
                 both = zip(nodes, dtypes, strict=True)
-                nodes = [cast(program, node, dtype, "settle", tag) for node, dtype in both]
+                nodes = [cast(program, node, dtype, "post_reduction", tag) for node, dtype in both]
             if program.offloaded:
                 tag = tags.changed(tag, pair=pair + self._launches(program).index("store"))
                 name = f"store_{tag.pair}"
@@ -199,7 +199,7 @@ class InsertReduce:
         return [found[param.fqn] for param in params]
 
     def division(self, dtype: torch.dtype, ranks: int) -> tuple[float | None, str, float | None]:
-        """Divisor before the reduction, its operation, and divisor behind it.
+        """Divisor before the reduction, its operation, and divisor after it.
 
         As torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py,
         ``_get_gradient_divide_factors``, with sums where that multiplies inside NCCL.
@@ -233,7 +233,7 @@ def packed_together(
 
 
 def as_rows(program: Program, param: Param, grad: fx.Node, tag: tags.Meta) -> fx.Node:
-    """A view of `grad`, padded, of shape ``[world_size, n]``: what each rank gets of it."""
+    """A view of `grad`, padded, of shape ``[world_size, n]``: row r is what rank r gets."""
     tag = tags.changed(tag, role="pad", fqn=param.fqn)
     pad = program.layouts[param.fqn].padding
     node = grad
@@ -247,22 +247,22 @@ def as_rows(program: Program, param: Param, grad: fx.Node, tag: tags.Meta) -> fx
 def flat_copy(program: Program, rows: list[fx.Node], tag: tags.Meta) -> fx.Node:
     """Append a flat copy of all of `rows`, rank by rank."""
     tag = tags.changed(tag, role="pad", fqn="")
-    whole = operation(program, aten.cat.default, (rows, 1), tag)
-    return operation(program, aten.view.default, (whole, [-1]), tag)
+    joined = operation(program, aten.cat.default, (rows, 1), tag)
+    return operation(program, aten.view.default, (joined, [-1]), tag)
 
 
 def parts_of(
     program: Program, params: list[Param], flat: fx.Node, tag: tags.Meta
 ) -> Iterator[fx.Node]:
-    """Append views of `flat`, which holds the sharded gradients of `params` one behind the other.
+    """Views of `flat`, which holds the sharded gradients of `params` one after the other.
 
-    Each is appended when it is asked for.
+    A generator: each view is appended to the graph when it is asked for.
     """
     shapes = [program.layouts[param.fqn].shard_shape for param in params]
     for param, shape, (start, end) in zip(params, shapes, spans(shapes), strict=True):
-        settle = tags.changed(tag, role="settle", fqn=param.fqn)
-        piece = operation(program, aten.slice.Tensor, (flat, 0, start, end), settle)
-        yield operation(program, aten.view.default, (piece, list(shape)), settle)
+        own = tags.changed(tag, role="post_reduction", fqn=param.fqn)
+        piece = operation(program, aten.slice.Tensor, (flat, 0, start, end), own)
+        yield operation(program, aten.view.default, (piece, list(shape)), own)
 
 
 def operation(program: Program, target: Any, args: tuple[Any, ...], tag: tags.Meta) -> fx.Node:
@@ -284,12 +284,12 @@ def through_hook(
     rows = [operation(program, aten.view.default, (node, [world, -1]), pad) for node, pad in pads]
     flat = flat_copy(program, rows, tag)
     name = f"hook_{tag.pair}"
-    picks = transfers.insert_operator(program, ops.comm_hook, ([flat], world), [""], tag, name)
-    transfers.insert_wait(program, picks, tag)
+    items = transfers.insert_operator(program, ops.comm_hook, ([flat], world), [""], tag, name)
+    transfers.insert_wait(program, items, tag)
     found: list[fx.Node] = []
-    for param, part in zip(params, parts_of(program, params, picks[0], tag), strict=True):
+    for param, part in zip(params, parts_of(program, params, items[0], tag), strict=True):
         keeps = program.units[param.unit].precision.keep_low_precision_grads
-        found.append(part if keeps else cast(program, part, param.dtype, "settle", tag))
+        found.append(part if keeps else cast(program, part, param.dtype, "post_reduction", tag))
     return found
 
 
@@ -324,7 +324,7 @@ def accumulate(program: Program, grads: dict[str, fx.Node]) -> dict[str, fx.Node
 
 
 def following(program: Program, node: fx.Node) -> fx.Node:
-    """The place behind `node`; the start of backward for a gradient that forward has or came in."""
+    """The node after `node`; the first of backward, if `node` is an input or runs in forward."""
     if node.op == "placeholder" or tags.get(node).phase == "forward":
         return next(iter(program.phase("backward")), program.output)
     return node.next
@@ -339,7 +339,7 @@ def to_reduce_dtype(program: Program, fqn: str, grad: fx.Node) -> fx.Node:
 
 
 def as_own(program: Program, grad: fx.Node) -> fx.Node:
-    """`grad`, or a copy of it if others see its storage: what is returned is the caller's."""
+    """`grad`, or a copy if others refer to its storage: what is returned belongs to the caller."""
     order = {node: i for i, node in enumerate(program.graph.nodes)}
     if grad.meta["val"].is_contiguous() and owns_storage(
         grad, program.output, order, returned_storages(program)
@@ -429,7 +429,7 @@ def returned_storages(program: Program) -> collections.Counter[int]:
 def owns_storage(
     grad: fx.Node, last: fx.Node, order: dict[fx.Node, int], returned: collections.Counter[int]
 ) -> bool:
-    """True if `grad` fills its storage, is returned once, and nothing behind `last` sees it."""
+    """True if `grad` fills its storage, is returned once, and is not read after `last`."""
     val = grad.meta["val"]
     if val.untyped_storage().nbytes() != val.numel() * val.element_size():
         return False

@@ -13,12 +13,12 @@ from fxshard.ir.program import Fact, Program, Result
 
 @dataclasses.dataclass(frozen=True)
 class InsertStep:
-    """Step behind the wait of each reduction, instead of returning the gradients.
+    """Step after the wait of each reduction, instead of returning the gradients.
 
-    A step stands behind everything that reads its gradients, and behind every read of its shards:
-    the wait of the last all-gather that sends them, or, where one rank holds whole parameters, the
-    last operator that computes with them. Then nobody needs the gradients any more: insert-free
-    frees them. Under ``no_sync`` nothing is stepped. Ignored parameters keep their gradient.
+    A step comes after every read of its gradients and of its shards: after the wait of the last
+    all-gather that sends them or, where one rank holds full parameters, after the last operator
+    that computes with them. Nothing reads the gradients after it: insert-free frees them. Under
+    ``no_sync`` nothing is stepped. Gradients of ignored parameters are returned.
 
     Before::
 
@@ -57,7 +57,7 @@ class InsertStep:
         groups: dict[tuple[int, int | None], list[tuple[str, fx.Node]]] = {}
         homes: dict[int, tuple[int, int | None]] = {}
         for result, grad in stepped:
-            reduced = tags.get(grad).role in ("reduce", "settle")
+            reduced = tags.get(grad).role in ("reduce", "post_reduction")
             key = params[result.name].unit, tags.get(grad).pair if reduced else None
             for storage in tags.storage_ids(grad):  # units whose gradients were sent in one copy
                 key = homes.setdefault(storage, key)
@@ -69,8 +69,8 @@ class InsertStep:
             grads = [grad for _, grad in members]
             mine = [shards[fqn] for fqn in fqns]
             storages = set().union(*(tags.storage_ids(node) for node in (*grads, *mine)))
-            behind = [last[storage] for storage in storages if storage in last]
-            at = max((*grads, *behind), key=order.__getitem__)
+            readers = [last[storage] for storage in storages if storage in last]
+            at = max((*grads, *readers), key=order.__getitem__)
             if at.op == "placeholder":
                 at = program.phase("backward")[0]
             places.append((at, fqns, grads, mine))
@@ -85,7 +85,7 @@ class InsertStep:
 
 
 def last_readers(program: Program, order: dict[fx.Node, int]) -> dict[int, fx.Node]:
-    """Per storage the node behind which nobody reads it: for what a launch reads, its wait."""
+    """Per storage the node after which it is not read: for what a launch reads, its wait."""
     waits = {tags.get(node).pair: node for node in program.graph.nodes if node.target is ops.wait}
     found: dict[int, fx.Node] = {}
     for node in program.graph.nodes:

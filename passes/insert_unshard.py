@@ -1,4 +1,4 @@
-"""insert-unshard: gather each unit's parameters in front of where it computes."""
+"""insert-unshard: gather each unit's parameters before it computes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 class InsertUnshard:
     """One all-gather per bucket, dtype and phase, of the parameters that the phase reads.
 
-    The placeholders of whole parameters become placeholders of this rank's padded shards. What is
+    The placeholders of full parameters become placeholders of this rank's padded shards. What is
     sent is the shard, loaded from the CPU if it is offloaded, and cast to the unit's dtype, once
     per bucket. A launch moves one dtype: backends promise no more. Each parameter is gathered into
     a buffer of its own; packed ones into one, out of which they are copied. A launch and its wait
@@ -52,38 +52,38 @@ class InsertUnshard:
     )
 
     def apply(self, program: Program) -> None:
-        wholes = {
+        inputs = {
             tags.get(node).fqn or "": node
             for node in program.graph.find_nodes(op="placeholder")
             if tags.get(node).role == "param"
         }
         shards: dict[str, fx.Node] = {}
         for param in program.params.values():
-            if param.fqn not in wholes:
-                raise ValueError(f"parameter {param.fqn!r} does not come in whole: it is sharded")
-            shards[param.fqn] = add_shard(program, param, wholes[param.fqn])
+            if param.fqn not in inputs:
+                raise ValueError(f"parameter {param.fqn!r} is sharded already")
+            shards[param.fqn] = add_shard(program, param, inputs[param.fqn])
             if lies_ready(program, param):
-                replace(program, wholes.pop(param.fqn), shards[param.fqn], ("forward", "backward"))
+                replace(program, inputs.pop(param.fqn), shards[param.fqn], ("forward", "backward"))
         sources = {fqn: Source(node, program.world_size) for fqn, node in shards.items()}
         order = {node: i for i, node in enumerate(program.graph.nodes)}
         entries = first_nodes(program)
         pairs = (tags.get(node).pair for node in program.graph.nodes)
         pair = 1 + max((number for number in pairs if number is not None), default=-1)
         for phase in PHASES:
-            for at, params, packed in first_reads(program, phase, wholes, order, entries):
+            for at, params, packed in first_reads(program, phase, inputs, order, entries):
                 unit = program.units[params[0].unit]
                 tag = tags.Meta(phase, "unshard", module=unit.fqn, unit=unit.index, pair=pair)
                 served: tuple[tags.Phase, ...] = PHASES if unit.reshard is False else (phase,)
                 parts = [sources[param.fqn] for param in params]
                 with program.graph.inserting_before(at):
-                    picks = unshard(program, params, parts, packed, tag)
-                    full = cut_padding(program, params, picks, tag)
-                again = [i for i, p in enumerate(params) if readers(wholes[p.fqn], "backward")]
+                    items = unshard(program, params, parts, packed, tag)
+                    full = cut_padding(program, params, items, tag)
+                reread = [i for i, p in enumerate(params) if readers(inputs[p.fqn], "backward")]
                 for param, node in zip(params, full, strict=True):
-                    replace(program, wholes[param.fqn], node, served)
-                if phase == "forward" and regroups(program, unit) and again:
-                    kept = [params[i] for i in again]
-                    sources |= reshard(program, unit, kept, [picks[i] for i in again], tag)
+                    replace(program, inputs[param.fqn], node, served)
+                if phase == "forward" and regroups(program, unit) and reread:
+                    kept = [params[i] for i in reread]
+                    sources |= reshard(program, unit, kept, [items[i] for i in reread], tag)
                 pair += 1
         for node in program.graph.find_nodes(op="placeholder"):
             if tags.get(node).role == "param":
@@ -119,13 +119,13 @@ def regroups(program: Program, unit: Unit) -> bool:
     return not isinstance(unit.reshard, bool) and unit.reshard < program.world_size
 
 
-def add_shard(program: Program, param: Param, whole: fx.Node) -> fx.Node:
+def add_shard(program: Program, param: Param, placeholder: fx.Node) -> fx.Node:
     """Placeholder of this rank's padded shard of `param`."""
     shape = program.layouts[param.fqn].shard_shape
-    with program.graph.inserting_before(whole):
+    with program.graph.inserting_before(placeholder):
         node = program.graph.placeholder("shard_" + param.fqn.replace(".", "_"))
     tag = tags.Meta("forward", "shard", unit=param.unit, fqn=param.fqn)
-    device = torch.device("cpu") if program.offloaded else whole.meta["val"].device
+    device = torch.device("cpu") if program.offloaded else placeholder.meta["val"].device
     return tags.put(node, tag, program.fake(shape, param.dtype, device))
 
 
@@ -142,7 +142,7 @@ def first_nodes(program: Program) -> dict[tuple[tags.Phase, int | None], fx.Node
 def first_reads(
     program: Program,
     phase: tags.Phase,
-    wholes: dict[str, fx.Node],
+    inputs: dict[str, fx.Node],
     order: dict[fx.Node, int],
     entries: dict[tuple[tags.Phase, int | None], fx.Node],
 ) -> list[tuple[fx.Node, list[Param], frozenset[str]]]:
@@ -152,8 +152,8 @@ def first_reads(
     which other operators come first are cut alike.
     """
     firsts: dict[str, int] = {}
-    for fqn, whole in wholes.items():
-        if fqn in program.params and (users := readers(whole, phase)):
+    for fqn, placeholder in inputs.items():
+        if fqn in program.params and (users := readers(placeholder, phase)):
             firsts[fqn] = min(order[user] for user in users)
     begins: dict[int, int] = {}  # unit -> where it reads a parameter first
     for fqn, first in firsts.items():
@@ -183,9 +183,9 @@ def launched_together(program: Program, params: list[Param]) -> list[list[Param]
     return list(found.values())
 
 
-def readers(whole: fx.Node, phase: tags.Phase) -> list[fx.Node]:
-    """Operators of `phase` that read the whole parameter directly."""
-    return [user for user in whole.users if tags.get(user).phase == phase]
+def readers(placeholder: fx.Node, phase: tags.Phase) -> list[fx.Node]:
+    """Operators of `phase` that read the full parameter directly."""
+    return [user for user in placeholder.users if tags.get(user).phase == phase]
 
 
 def unshard(
@@ -195,7 +195,7 @@ def unshard(
     packed: frozenset[str],
     tag: tags.Meta,
 ) -> list[fx.Node]:
-    """Append what makes whole parameters, padded, of `sources`, and the wait for it."""
+    """Append what makes unsharded parameters, padded, of `sources`, and the wait for it."""
     nodes = [source.node for source in sources]
     fqns = [param.fqn for param in params]
     size, group = sources[0].size, sources[0].group
@@ -240,43 +240,43 @@ def unpack(
     fqns = [param.fqn for param in params]
     args = ([flat], size, chunks)
     made = transfers.insert_operator(program, ops.unpack, args, fqns, copies, f"unpack_{tag.pair}")
-    for pick in made:
-        tags.update(pick, role="unshard")
+    for item in made:
+        tags.update(item, role="unshard")
     return made
 
 
 def cut_padding(
-    program: Program, params: list[Param], picks: list[fx.Node], tag: tags.Meta
+    program: Program, params: list[Param], items: list[fx.Node], tag: tags.Meta
 ) -> list[fx.Node]:
-    """Append a view of each pick without its padding rows, where it has some."""
+    """Append a view of each gathered parameter without its padding rows, where it has some."""
     full: list[fx.Node] = []
-    for param, pick in zip(params, picks, strict=True):
-        node = pick
+    for param, item in zip(params, items, strict=True):
+        node = item
         if program.layouts[param.fqn].padding:
-            node = program.graph.call_function(aten.slice.Tensor, (pick, 0, 0, param.shape[0]))
+            node = program.graph.call_function(aten.slice.Tensor, (item, 0, 0, param.shape[0]))
             tags.put(node, tags.changed(tag, fqn=param.fqn), program.refake(node))
         full.append(node)
     return full
 
 
 def replace(
-    program: Program, whole: fx.Node, full: fx.Node, phases: tuple[tags.Phase, ...]
+    program: Program, placeholder: fx.Node, full: fx.Node, phases: tuple[tags.Phase, ...]
 ) -> None:
-    """Let the readers of `whole` in `phases` read `full`."""
+    """Let the readers of `placeholder` in `phases` read `full`."""
     for phase in phases:
-        for user in readers(whole, phase):
-            user.replace_input_with(whole, full)
-    program.refresh_views(full, tags.storage_ids(whole))
+        for user in readers(placeholder, phase):
+            user.replace_input_with(placeholder, full)
+    program.refresh_views(full, tags.storage_ids(placeholder))
 
 
 def reshard(
-    program: Program, unit: Unit, params: list[Param], picks: list[fx.Node], tag: tags.Meta
+    program: Program, unit: Unit, params: list[Param], items: list[fx.Node], tag: tags.Meta
 ) -> dict[str, Source]:
-    """Behind the last reader in forward, keep this rank's rows in a smaller group."""
+    """After the last reader in forward, keep this rank's rows in a smaller group."""
     size, group = int(unit.reshard), f"reshard{unit.reshard}"
-    storages = set().union(*map(tags.storage_ids, picks))
+    storages = set().union(*map(tags.storage_ids, items))
     reading: set[fx.Node] = set()
-    todo = list(picks)
+    todo = list(items)
     while todo:
         for user in todo.pop().users:
             if user not in reading and user.op == "call_function":
@@ -286,7 +286,7 @@ def reshard(
     fqns = [param.fqn for param in params]
     role = tags.changed(tag, role="reshard")
     with program.graph.inserting_before(last.next):
-        args = (picks, size, group)
+        args = (items, size, group)
         parts = transfers.insert_operator(
             program, ops.reshard, args, fqns, role, f"reshard_{tag.pair}"
         )

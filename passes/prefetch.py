@@ -20,18 +20,18 @@ Ahead = int | Literal["pre", "post"]
 class Prefetch:
     """Launch a bucket's all-gather while an earlier one computes; wait for a reduction late.
 
-    The launch of the k-th unshard of a phase moves behind the wait of the (k-d)-th, so that it is
+    The launch of the k-th unshard of a phase moves after the wait of the (k-d)-th, so that it is
     in flight while that computes, together with the casts and loads that it sends. The wait of
-    a reduction moves in front of the next reduction, or to the end of backward, and what follows it
+    a reduction moves before the next reduction, or to the end of backward, and what follows it
     (an all-reduce, a copy to the CPU) with it: at most one of each is in flight.
 
     "pre" and "post" are FSDP1's modes (torch/distributed/fsdp/_runtime_utils.py,
     ``_pre_backward_hook`` and ``_post_backward_reshard``): "pre" is a depth of 1; with "post" the
-    launch stands behind the compute of the bucket before, in front of its reduction: it overlaps
-    that, and two buckets are never unsharded for it. Forward reduces nothing: "post" is 0 there.
+    launch comes between the previous bucket's compute and its reduction: it overlaps the
+    reduction, and never keeps two buckets unsharded. Forward reduces nothing: "post" is 0 there.
 
-    With `max_inflight`, a launch stays behind the last readers of as many earlier buckets as it
-    takes for no more than that to be unsharded at any point, whatever the depth.
+    With `max_inflight`, launches wait for the last readers of earlier buckets, so that at most so
+    many buckets are unsharded at any point, whatever the depth.
 
     Attributes:
         forward: buckets ahead in forward (0: launch and wait stay together), "pre" or "post".
@@ -91,7 +91,7 @@ def by_bucket(program: Program, launches: list[fx.Node]) -> list[list[fx.Node]]:
 
 
 def advance_launches(program: Program, phase: tags.Phase, depth: int) -> None:
-    """Move each launch, and what it sends, behind the wait `depth` buckets before it.
+    """Move each launch, and what it sends, after the wait `depth` buckets before it.
 
     The launches of one bucket stand together, also where they are not moved.
     """
@@ -103,22 +103,22 @@ def advance_launches(program: Program, phase: tags.Phase, depth: int) -> None:
     for k, bucket in enumerate(buckets):
         if depth == 0 or k == 0:
             for first, second in itertools.pairwise(bucket):
-                move_behind(chains[first][-1], chains[second])
+                move_after(chains[first][-1], chains[second])
             continue
         before = buckets[max(0, k - depth)][-1]
-        readers = [user for pick in transfers.packed_results(before) for user in pick.users]
-        unpacked = [pick for user in readers if user.target is ops.unpack for pick in user.users]
+        readers = [user for item in transfers.packed_results(before) for user in item.users]
+        unpacked = [item for user in readers if user.target is ops.unpack for item in user.users]
         anchor = unpacked[-1] if unpacked else waits[tags.get(before).pair]
         for earlier in itertools.chain(*buckets[:k][-depth:]):  # in order of first use
-            if _stands_behind(chains[earlier][0], anchor):
+            if _stands_after(chains[earlier][0], anchor):
                 anchor = chains[earlier][-1]
-        move_behind(anchor, [node for launch in bucket for node in chains[launch]])
+        move_after(anchor, [node for launch in bucket for node in chains[launch]])
 
 
 def pass_reductions(program: Program, phase: tags.Phase) -> None:
-    """Move each launch, and what it sends, in front of the reduction of the bucket before it.
+    """Move each launch, and what it sends, before the reduction of the previous bucket.
 
-    That is the first reduction, with its copies, behind the last reader of what that gathered.
+    That is the first reduction, with its copies, after the last reader of that bucket.
     """
     everything = [node for node in program.graph.nodes if node.op == "call_function"]
     nodes = program.phase(phase)
@@ -130,14 +130,14 @@ def pass_reductions(program: Program, phase: tags.Phase) -> None:
     for before, bucket in itertools.pairwise(by_bucket(program, launches)):
         at = bisect.bisect(places, max(order[ends[launch]] for launch in before))
         if at < len(places) and places[at] < order[chains[bucket[0]][0]]:
-            first = reductions[at]  # a CPU stands still at the wait in front of its copies
+            first = reductions[at]  # before its copies too: the host may block at their wait
             while tags.get(first.prev).role == "pad" and first.prev.op == "call_function":
                 first = first.prev
-            move_behind(first.prev, [node for launch in bucket for node in chains[launch]])
+            move_after(first.prev, [node for launch in bucket for node in chains[launch]])
 
 
 def chains_of(nodes: list[fx.Node], launches: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Each launch with its picks, and the loads, casts and packs of its pair in front of it."""
+    """Each launch with its getitems, and the loads, casts and packs of its pair before it."""
     by_pair: dict[int | None, list[fx.Node]] = {tags.get(n).pair: [] for n in launches}
     waited: set[int | None] = set()
     for node in nodes:
@@ -151,13 +151,13 @@ def chains_of(nodes: list[fx.Node], launches: list[fx.Node]) -> dict[fx.Node, li
     return {launch: by_pair[tags.get(launch).pair] for launch in launches}
 
 
-def move_behind(anchor: fx.Node, nodes: list[fx.Node]) -> None:
+def move_after(anchor: fx.Node, nodes: list[fx.Node]) -> None:
     """Move `nodes`, in their order, to where `anchor` is done."""
     for node in reversed(nodes):
         anchor.append(node)
 
 
-def _stands_behind(first: fx.Node, wait: fx.Node) -> bool:
+def _stands_after(first: fx.Node, wait: fx.Node) -> bool:
     node = wait.next
     while node.op == "call_function" and tags.get(node).role in ("unshard", "unpack"):
         if node is first:
@@ -169,8 +169,8 @@ def _stands_behind(first: fx.Node, wait: fx.Node) -> bool:
 def hold_back(program: Program, limit: int) -> None:
     """Move launches back until at most `limit` buckets are unsharded at any point.
 
-    A bucket is unsharded from its launch to its last reader. Where it is waited for does not move:
-    so no order of the launches holds less than what is in use there.
+    A bucket is unsharded from its launch to its last reader. Waits do not move, so no order of the
+    launches gets below the number of buckets that compute at the same time.
 
     Raises:
         ConfigError: more than `limit` are in use at once.
@@ -183,7 +183,7 @@ def hold_back(program: Program, limit: int) -> None:
     chains = chains_of(nodes, launches)
     ends = last_readers(nodes, launches)
     held: list[tuple[int, list[fx.Node]]] = []  # last reader's place, launches: of those before
-    start, behind = -1, None  # where the one before is launched now, and its chain's last node
+    start, end = -1, None  # where the previous bucket is launched now, and its chain's last node
     for bucket in by_bucket(program, launches):
         chain = [node for launch in bucket for node in chains[launch]]
         its_waits = [waits[tags.get(launch).pair] for launch in bucket]
@@ -196,9 +196,9 @@ def hold_back(program: Program, limit: int) -> None:
             using = [other for place, other in held if place > order[wait]]
             raise_in_use(program, [*using, bucket], wait, limit)
         if mine > order[chain[0]]:
-            anchor = behind if mine == start and behind is not None else nodes[mine]
-            move_behind(anchor, chain)
-        start, behind = mine, chain[-1]
+            anchor = end if mine == start and end is not None else nodes[mine]
+            move_after(anchor, chain)
+        start, end = mine, chain[-1]
         last = max(order[node] for node in (*(ends[launch] for launch in bucket), *its_waits))
         held.append((last, bucket))
 
@@ -231,33 +231,33 @@ def raise_in_use(program: Program, buckets: list[list[fx.Node]], wait: fx.Node, 
 
 
 def defer_reduce_waits(program: Program) -> None:
-    """Move what follows each launch of a reduction behind the next unit's launch of that kind.
+    """Move what follows each launch of a reduction after the next unit's launch of that kind.
 
-    A reduction has stages: copies and launch; wait, and the launch of an all-reduce; and so on. A
-    stage runs right in front of the stage before it of the next unit, so that the buffers of two
-    units never add up; the last unit's run at the end.
+    A reduction has stages: copies and launch; wait, and the launch of an all-reduce; and so on.
+    Stage n runs right before stage n - 1 of the next unit, so that the buffers of two units never
+    add up. The stages of the last unit run at the end.
     """
-    behind: list[list[list[fx.Node]]] = []  # stages still to be placed, of the units so far
+    left: list[list[list[fx.Node]]] = []  # stages still to be placed, of the units so far
     for first, *rest in stages(program):
         at = first[0]
         waiting = [rest]
-        for stage, *later in [stages_left for stages_left in behind if stages_left]:
+        for stage, *later in filter(None, left):
             for node in stage:
                 at.prepend(node)
             at = stage[0]
             waiting.append(later)
-        behind = waiting
-    while any(behind):
+        left = waiting
+    while any(left):
         end = program.phase("backward")[-1]
-        for stage, *_ in reversed([left for left in behind if left]):
+        for stage, *_ in reversed([each for each in left if each]):
             for node in stage:
                 end.append(node)
                 end = node
-        behind = [left[1:] for left in behind]
+        left = [each[1:] for each in left]
 
 
 def stages(program: Program) -> list[list[list[fx.Node]]]:
-    """Per reduction of a unit: its nodes, cut in front of each wait.
+    """Per reduction of a unit: its nodes, cut before each wait.
 
     An all-reduce or a copy to the CPU has a pair of its own; it belongs to what it reads.
     """
@@ -265,7 +265,7 @@ def stages(program: Program) -> list[list[list[fx.Node]]]:
     number: dict[int, int] = {}  # pair -> place in `found`
     for node in program.phase("backward"):
         tag = tags.get(node)
-        if tag.pair is None or tag.role not in ("pad", "reduce", "wait", "settle"):
+        if tag.pair is None or tag.role not in ("pad", "reduce", "wait", "post_reduction"):
             continue
         if tag.pair not in number:
             if tag.role == "wait":

@@ -56,7 +56,7 @@ ROW_WISE = (aten._softmax_backward_data.default, aten._log_softmax_backward_data
 
 @dataclasses.dataclass(frozen=True)
 class Reinplace:
-    """An elementwise operator writes over the input that nobody reads after it.
+    """An elementwise operator writes over the input that nothing reads after it.
 
     The step then holds one tensor less at such an operator (of four of the logits' size at the
     backward of a loss, one goes), and the allocator is asked less often; results are the same

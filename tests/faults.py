@@ -1,4 +1,4 @@
-"""Faults, by kind: each changes one node, or one tag, of a program that is behind the pipeline.
+"""Faults, by kind: each changes one node, or one tag, of a program that is after the pipeline.
 
 A fault takes a program and a random number generator that chooses the place, changes the program
 and says what it did; or returns None if there is no such place. Whether that does harm is not said
@@ -45,7 +45,7 @@ def one(rng: random.Random, found: Sequence[Any]) -> Any:
     return rng.choice(list(found)) if found else None
 
 
-def picks(launch: fx.Node) -> list[fx.Node]:
+def items(launch: fx.Node) -> list[fx.Node]:
     return [n for n in launch.users if n.target is operator.getitem]
 
 
@@ -108,12 +108,12 @@ FAULTS["drop_free"] = dropper(ops.free)
 def skipper(*targets: Any) -> Fault:
     def skip(program: Program, rng: random.Random) -> str | None:
         """The results of an operator are its operands: nothing is copied, moved or reduced."""
-        node = one(rng, [n for n in nodes(program, *targets) if picks(n)])
+        node = one(rng, [n for n in nodes(program, *targets) if items(n)])
         if node is None:
             return None
-        for pick in picks(node):
-            pick.replace_all_uses_with(tags.operands(node)[pick.args[1]])
-            program.graph.erase_node(pick)
+        for item in items(node):
+            item.replace_all_uses_with(tags.operands(node)[item.args[1]])
+            program.graph.erase_node(item)
         program.graph.erase_node(node)
         return f"operands of %{node} in the place of its results"
 
@@ -141,7 +141,7 @@ def cutter(role: str) -> Fault:
 
 
 FAULTS["drop_padding_or_cast_of_gradient"] = cutter("pad")
-FAULTS["drop_division_or_cast_of_result"] = cutter("settle")
+FAULTS["drop_division_or_cast_of_result"] = cutter("post_reduction")
 FAULTS["drop_cut_of_padding"] = cutter("unshard")
 
 
@@ -211,15 +211,15 @@ FAULTS["double_free"] = doubler(ops.free)
 
 def repeater(*targets: Any) -> Fault:
     def repeat(program: Program, rng: random.Random) -> str | None:
-        """The same launch again, with picks of its own that the wait takes too."""
+        """The same launch a second time, with getitems of its own that the wait takes too."""
         node = one(rng, nodes(program, *targets))
         if node is None:
             return None
-        twin = copied(node, (picks(node) or [node])[-1])
+        twin = copied(node, (items(node) or [node])[-1])
         at = twin
-        for pick in picks(node):
-            at = copied(pick, at)
-            at.args = (twin, pick.args[1])
+        for item in items(node):
+            at = copied(item, at)
+            at.args = (twin, item.args[1])
         return f"%{node} twice"
 
     return repeat
@@ -243,7 +243,7 @@ def free_of_another_tensor_too(program: Program, rng: random.Random) -> str | No
         before.append(other)
     others = [n for n in before if tags.storage_ids(n) and len(tags.storage_ids(n)) == 1]
     mine = set().union(*map(tags.storage_ids, tags.operands(node)))
-    others = [n for n in others if not tags.storage_ids(n) & mine and used_behind(n, node)]
+    others = [n for n in others if not tags.storage_ids(n) & mine and used_after(n, node)]
     other = one(rng, others)
     if other is None:
         return None
@@ -251,7 +251,7 @@ def free_of_another_tensor_too(program: Program, rng: random.Random) -> str | No
     return f"%{node} frees %{other} too"
 
 
-def used_behind(node: fx.Node, place: fx.Node) -> bool:
+def used_after(node: fx.Node, place: fx.Node) -> bool:
     following = place.next
     while following.op != "root":
         if node in following.all_input_nodes:
@@ -264,7 +264,7 @@ def used_behind(node: fx.Node, place: fx.Node) -> bool:
 
 
 @fault
-def move_wait_behind_a_reader(program: Program, rng: random.Random) -> str | None:
+def move_wait_after_a_reader(program: Program, rng: random.Random) -> str | None:
     node = one(rng, nodes(program, ops.wait))
     if node is None:
         return None
@@ -278,7 +278,7 @@ def move_wait_behind_a_reader(program: Program, rng: random.Random) -> str | Non
     if reader is None:
         return None
     reader.append(node)
-    return f"%{node} behind %{reader}"
+    return f"%{node} after %{reader}"
 
 
 @fault
@@ -288,7 +288,7 @@ def move_wait_before_its_launch(program: Program, rng: random.Random) -> str | N
     if wait is None:
         return None
     launch.prepend(wait)
-    return f"%{wait} in front of %{launch}"
+    return f"%{wait} before %{launch}"
 
 
 @fault
@@ -297,9 +297,9 @@ def move_unpack_before_the_wait(program: Program, rng: random.Random) -> str | N
     wait = node and wait_of(program, node)
     if wait is None:
         return None
-    for each in (node, *picks(node)):
+    for each in (node, *items(node)):
         wait.prepend(each)
-    return f"%{node} in front of %{wait}"
+    return f"%{node} before %{wait}"
 
 
 @fault
@@ -319,7 +319,7 @@ def move_free_before_a_reader(program: Program, rng: random.Random) -> str | Non
     if reader is None:
         return None
     reader.prepend(node)
-    return f"%{node} in front of %{reader}"
+    return f"%{node} before %{reader}"
 
 
 @fault
@@ -329,7 +329,7 @@ def move_free_before_the_wait(program: Program, rng: random.Random) -> str | Non
     if wait is None:
         return None
     wait.prepend(node)
-    return f"%{node} in front of %{wait}"
+    return f"%{node} before %{wait}"
 
 
 @fault
@@ -352,13 +352,13 @@ def move_free_to_the_other_phase(program: Program, rng: random.Random) -> str | 
 
 
 @fault
-def move_launch_behind_its_wait(program: Program, rng: random.Random) -> str | None:
+def move_launch_after_its_wait(program: Program, rng: random.Random) -> str | None:
     launch = one(rng, waited(program))
     wait = launch and wait_of(program, launch)
     if wait is None:
         return None
     wait.append(launch)
-    return f"%{launch} behind %{wait}"
+    return f"%{launch} after %{wait}"
 
 
 @fault
@@ -371,7 +371,7 @@ def move_gathers_to_the_front(program: Program, rng: random.Random) -> str | Non
         return None
     first = program.phase(phase)[0]  # type: ignore[arg-type]
     for launch in found:
-        for node in (launch, *picks(launch)):
+        for node in (launch, *items(launch)):
             first.prepend(node)
     return f"all gathers at the start of {phase}"
 
@@ -382,18 +382,18 @@ def move_reduction_before_the_gradient(program: Program, rng: random.Random) -> 
     if node is None:
         return None
     tags.operands(node)[0].prepend(node)
-    return f"%{node} in front of what it sends"
+    return f"%{node} before what it sends"
 
 
 @fault
-def move_compute_in_front_of_the_wait(program: Program, rng: random.Random) -> str | None:
+def move_compute_before_the_wait(program: Program, rng: random.Random) -> str | None:
     node = one(rng, nodes(program, ops.wait))
     after = node and [n for s in tags.operands(node) for n in s.users if n in compute(program)]
     reader = after and one(rng, after)
     if not reader:
         return None
     node.prepend(reader)
-    return f"%{reader} in front of %{node}"
+    return f"%{reader} before %{node}"
 
 
 # -- swap -----------------------------------------------------------------------------------------
@@ -500,8 +500,8 @@ def swap_returned_gradients(program: Program, rng: random.Random) -> str | None:
 
 
 @fault
-def swap_picks(program: Program, rng: random.Random) -> str | None:
-    found = [(a, b) for n in writers(program) for a in picks(n) for b in picks(n)]
+def swap_items(program: Program, rng: random.Random) -> str | None:
+    found = [(a, b) for n in writers(program) for a in items(n) for b in items(n)]
     found = [(a, b) for a, b in found if a is not b and alike([a, b])]
     if not found:
         return None
@@ -512,7 +512,7 @@ def swap_picks(program: Program, rng: random.Random) -> str | None:
 
 def cuts(program: Program) -> list[fx.Node]:
     """What takes one parameter's part of a packed gradient, or cuts padding off."""
-    found = nodes(program, aten.slice.Tensor, role="settle")
+    found = nodes(program, aten.slice.Tensor, role="post_reduction")
     return [n for n in found if isinstance(n.args[2], int) and isinstance(n.args[3], int)]
 
 
@@ -582,27 +582,28 @@ def move_chunks_of_an_unpack(program: Program, rng: random.Random) -> str | None
 
 @fault
 def retype_buffer(program: Program, rng: random.Random) -> str | None:
-    pick = one(rng, [p for n in writers(program) for p in picks(n)])
-    if pick is None:
+    item = one(rng, [p for n in writers(program) for p in items(n)])
+    if item is None:
         return None
     with program.fake_mode:
-        pick.meta["val"] = pick.meta["val"].to(torch.float64)
-    return f"%{pick} is f64"
+        item.meta["val"] = item.meta["val"].to(torch.float64)
+    return f"%{item} is f64"
 
 
 @fault
 def resize_buffer(program: Program, rng: random.Random) -> str | None:
-    pick = one(rng, [p for n in writers(program) for p in picks(n)])
-    if pick is None:
+    item = one(rng, [p for n in writers(program) for p in items(n)])
+    if item is None:
         return None
-    val = pick.meta["val"]
-    pick.meta["val"] = program.fake((val.shape[0] + 1, *val.shape[1:]), val.dtype, val.device)
-    return f"%{pick} has a row more"
+    val = item.meta["val"]
+    item.meta["val"] = program.fake((val.shape[0] + 1, *val.shape[1:]), val.dtype, val.device)
+    return f"%{item} has a row more"
 
 
 @fault
 def divide_by_another_number(program: Program, rng: random.Random) -> str | None:
-    found = [n for n in nodes(program, aten.div_.Scalar) if tags.get(n).role in ("pad", "settle")]
+    roles = ("pad", "post_reduction")
+    found = [n for n in nodes(program, aten.div_.Scalar) if tags.get(n).role in roles]
     node = one(rng, found)
     if node is None:
         return None
@@ -612,8 +613,8 @@ def divide_by_another_number(program: Program, rng: random.Random) -> str | None
 
 def renamer(*targets: Any) -> Fault:
     def rename(program: Program, rng: random.Random) -> str | None:
-        """A pick gets the FQN of another parameter."""
-        found = [p for n in nodes(program, *targets) for p in picks(n) if tags.get(p).fqn]
+        """A getitem gets the FQN of another parameter."""
+        found = [p for n in nodes(program, *targets) for p in items(n) if tags.get(p).fqn]
         node = one(rng, found)
         names = sorted(set(program.params) - {tags.get(node).fqn}) if node else []
         return retag(node, fqn=rng.choice(names)) if node and names else None
@@ -773,7 +774,7 @@ def read_in_flight(program: Program, rng: random.Random) -> str | None:
     launch = one(rng, [n for n in found if wait_of(program, n) is not None])
     if launch is None:
         return None
-    reader = insert(program, picks(launch)[-1], aten.abs.default, picks(launch)[-1])
+    reader = insert(program, items(launch)[-1], aten.abs.default, items(launch)[-1])
     returned(program, reader)
     return f"%{reader} reads what %{launch} writes"
 
@@ -794,7 +795,7 @@ def write_in_flight(program: Program, rng: random.Random) -> str | None:
     launch = one(rng, nodes(program, *REDUCTIONS))
     if launch is None:
         return None
-    behind = picks(launch)[-1]
+    behind = items(launch)[-1]
     writer = insert(program, behind, aten.mul_.Scalar, tags.operands(launch)[0], 2)
     return f"%{writer} writes what %{launch} sends"
 
@@ -811,7 +812,7 @@ def save_unsharded_parameter(program: Program, rng: random.Random) -> str | None
         or program.units[tags.get(launch).unit or 0].reshard is False
     ):
         return None
-    reader.update_arg(1, picks(launch)[0])
+    reader.update_arg(1, items(launch)[0])
     return f"%{reader} reads what %{launch} gathered"
 
 
@@ -821,11 +822,11 @@ def return_unreduced_gradient(program: Program, rng: random.Random) -> str | Non
     launch = one(rng, found)
     if launch is None:
         return None
-    pick = one(rng, picks(launch))
+    item = one(rng, items(launch))
     values = program.values
-    if pick not in values:
+    if item not in values:
         return None
-    program.values = [tags.operands(launch)[pick.args[1]] if v is pick else v for v in values]
+    program.values = [tags.operands(launch)[item.args[1]] if v is item else v for v in values]
     return f"what %{launch} was sent is returned"
 
 
@@ -932,7 +933,7 @@ def mover(earlier: bool) -> Fault:
         if to is None:
             return None
         (to.prepend if earlier else to.append)(node)
-        return f"%{node} {'in front of' if earlier else 'behind'} %{to}"
+        return f"%{node} {'before' if earlier else 'after'} %{to}"
 
     return move
 

@@ -187,12 +187,12 @@ def configured(
     Args:
         program: computes in ``precision.param_dtype`` if there is one; what it stores is fp32 then.
         precision, reshard: of all its units.
-        ignored: FQNs of parameters that stay whole.
+        ignored: FQNs of parameters that are not sharded.
         attributes: of the program: ``replicas``, ``offloaded``, ``sync``, ...
     """
     for node in program.graph.find_nodes(op="placeholder"):
         if tags.get(node).role == "param" and tags.get(node).fqn in ignored:
-            tags.update(node, role="whole")
+            tags.update(node, role="ignored")
     units: list[Unit] = []
     for unit in program.units:
         params = unit.params
@@ -487,7 +487,7 @@ def random_values(program: Program) -> Values:
     for node in program.graph.find_nodes(op="placeholder"):
         tag, val = tags.get(node), node.meta["val"]
         fits = torch.randn(val.shape) if val.is_floating_point() else torch.ones(val.shape)
-        role = "param" if tag.role == "whole" else tag.role
+        role = "param" if tag.role == "ignored" else tag.role
         found[role, tag.fqn or ""] = fits.to(val.dtype)
     return found | accumulated_values(program)
 
@@ -575,7 +575,7 @@ def run(program: Program, values: Values, *, apart: bool = False) -> Found:
     return found
 
 
-_GIVEN = ("param", "shard", "whole", "buffer", "input", "tangent", "accumulated")
+_GIVEN = ("param", "shard", "ignored", "buffer", "input", "tangent", "accumulated")
 _WRITTEN = ("buffer", "accumulated")  # by the program, in place
 
 
@@ -589,7 +589,7 @@ def _mean(ranks: Sequence[Tensor]) -> Tensor:
 
 
 def _put_together(program: Program, shards: list[Tensor], fqn: str) -> list[Tensor]:
-    """The whole gradient, as each replica has it."""
+    """The full gradient, as each replica has it."""
     size, rows = program.world_size, program.params[fqn].shape[0]
     starts = range(0, len(shards), size)
     return [torch.cat(shards[start : start + size])[:rows] for start in starts]
@@ -620,14 +620,14 @@ def _argument(
         if key in written:
             written[key] = written[key].to(dtype)
         return written[key] if key in written else program.constants[name]
-    if tag.role == "whole":
+    if tag.role == "ignored":
         return values["param", name].to(dtype, copy=True)
     if tag.role != "shard":
         return _of_rank((tag.role, name), values, doublings).to(dtype, copy=True)
-    whole = values["param", name].to(dtype)
+    full = values["param", name].to(dtype)
     layout = program.layouts[name]
-    shard, rows = whole.new_zeros(layout.shard_shape), layout.rows(rank % program.world_size)
-    shard[: len(rows)] = whole[rows.start : rows.stop]
+    shard, rows = full.new_zeros(layout.shard_shape), layout.rows(rank % program.world_size)
+    shard[: len(rows)] = full[rows.start : rows.stop]
     return shard
 
 

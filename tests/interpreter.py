@@ -7,7 +7,7 @@ that is read before it is there is an error: a number that comes out is a number
 
 What a program means
 ====================
-In front of insert-unshard it is one rank's joint graph on whole parameters: per rank, its outputs,
+Before insert-unshard it is one rank's joint graph on full parameters: per rank, its outputs,
 gradients, and buffers afterwards. `Found` holds these. From insert-reduce on a gradient is the
 reduced one, which `reduced` makes out of those of the ranks: cast, added to what was accumulated,
 summed in the order of the ranks, first over those that share a parameter, then over the replicas,
@@ -28,7 +28,7 @@ from fxshard.ir.program import Param, Program
 
 Values = dict[tuple[str, str], Tensor]  # (role, FQN or position) -> what goes in, of one rank
 Found = dict[tuple[str, str], list[Tensor]]  # (kind, name) -> what comes out, per rank
-GIVEN = ("param", "shard", "whole", "buffer", "input", "tangent", "accumulated")
+GIVEN = ("param", "shard", "ignored", "buffer", "input", "tangent", "accumulated")
 REDUCTIONS = (ops.reduce_scatter, ops.all_reduce, ops.comm_hook)
 
 
@@ -57,9 +57,9 @@ def values_of(program: Program, ranks: int, batch: Batch | None = None) -> list[
     """
     alike, found = torch.Generator().manual_seed(0), []
     held = {
-        (("param" if tag.role == "whole" else tag.role), tag.fqn or ""): some(node, alike)
+        (("param" if tag.role == "ignored" else tag.role), tag.fqn or ""): some(node, alike)
         for node in program.graph.find_nodes(op="placeholder")
-        if (tag := tags.get(node)).role in ("param", "whole", "buffer")
+        if (tag := tags.get(node)).role in ("param", "ignored", "buffer")
         and not (tag.role == "buffer" and tag.fqn in program.constants)
     }
     for rank in range(ranks):
@@ -122,7 +122,7 @@ def wrong(value: Tensor) -> bool:
 
 
 def reduced(program: Program, found: Found, values: Sequence[Values]) -> Found:
-    """What a program gives behind insert-reduce, of what it gives in front of it."""
+    """What a program gives after insert-reduce, of what it gives before it."""
     result: Found = {}
     for (kind, name), mine in found.items():
         param = program.params.get(name)
@@ -247,7 +247,7 @@ class Machine:
             mine[tag.role, name] = mine[tag.role, name].to(dtype)
             return mine[tag.role, name]
         if tag.role != "shard":
-            key = ("param", name) if tag.role == "whole" else (tag.role, name)
+            key = ("param", name) if tag.role == "ignored" else (tag.role, name)
             return mine[key].to(dtype, copy=True)
         held = ("shard", name)
         if held not in mine:  # one and the same in both phases, for it is stepped
@@ -269,7 +269,7 @@ class Machine:
         return found
 
     def unsharded(self, param: Param, shards: Sequence[Tensor]) -> list[Tensor]:
-        """The whole gradient, as the replica of each rank has it."""
+        """The full gradient, as the replica of each rank has it."""
         starts = [rank - rank % self.world for rank in range(self.ranks)]
         return [torch.cat(list(shards[s : s + self.world]))[: param.shape[0]] for s in starts]
 
@@ -298,7 +298,7 @@ class Machine:
         return self.recorded.issuperset(step.waits)
 
     def tagged(self, nodes: Sequence[fx.Node]) -> Iterator[Step]:
-        """By the events of the tags; those inside of a region are recorded behind it."""
+        """By the events of the tags; those inside of a region are recorded after it."""
         for node in nodes:
             tag = tags.get(node)
             inside = [tags.get(n).records for n in node.meta.get("run", (node,))]

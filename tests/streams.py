@@ -62,7 +62,7 @@ class Host:
         for node in graph.find_nodes(op="placeholder"):
             late = tags.get(node).role in ("tangent", "accumulated")
             arriving["backward" if late else "forward"] |= tags.storage_ids(node)
-            if tags.get(node).role in ("shard", "whole", "buffer", "input"):
+            if tags.get(node).role in ("shard", "ignored", "buffer", "input"):
                 held |= tags.storage_ids(node)
         last: dict[int, fx.Node] = {}
         for node in nodes:

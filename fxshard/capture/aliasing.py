@@ -117,7 +117,7 @@ def refuse_written(
     """
     held = [(("buffer", name), buffer) for name, buffer in model.named_buffers()]
     held += [(("buffer", name), constant) for name, constant in program.constants.items()]
-    held += [(("whole", name), model.get_parameter(name)) for name in program.wholes]
+    held += [(("ignored", name), model.get_parameter(name)) for name in program.ignored]
     held += [(("input", name), tensor) for name, tensor in inputs.items()]
     groups = overlapping([tensor for _, tensor in held])
     if not groups:
@@ -169,4 +169,4 @@ def refuse_unregistered(func: Any, args: tuple[Any, ...], kwargs: Any, line: str
 def _described(program: Program, role: str, name: str | None) -> str:
     if role == "input":
         return program.signature.input_names[int(name or 0)]
-    return f"{'parameter' if role == 'whole' else 'buffer'} {name!r}"
+    return f"{'parameter' if role == 'ignored' else 'buffer'} {name!r}"

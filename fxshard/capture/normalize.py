@@ -94,7 +94,7 @@ def _fqn(target: str) -> str:
 
 def _first_names(program: Program) -> dict[str, str]:
     """Every name of every parameter -> its first one."""
-    params = (*program.params.values(), *program.wholes.values())
+    params = (*program.params.values(), *program.ignored.values())
     return {alias: p.fqn for p in params for alias in p.aliases}
 
 
@@ -110,7 +110,7 @@ def _tag_placeholders(program: Program, sources: list[Any]) -> None:
         kind, source = export.input_source(desc)
         if kind == "param":
             fqn = first[_fqn(source)]
-            role: tags.Role = "param" if fqn in program.params else "whole"
+            role: tags.Role = "param" if fqn in program.params else "ignored"
             tags.put(node, tags.Meta("forward", role, fqn=fqn))
         elif kind == "buffer":
             tags.put(node, tags.Meta("forward", "buffer", fqn=_fqn(source)))
@@ -395,9 +395,9 @@ def _check_gradients(program: Program) -> None:
     for node in program.graph.find_nodes(op="placeholder"):
         tag = tags.get(node)
         if (
-            tag.role not in ("param", "whole")
+            tag.role not in ("param", "ignored")
             or tag.fqn in have
-            or not (program.params | program.wholes)[tag.fqn or ""].requires_grad
+            or not (program.params | program.ignored)[tag.fqn or ""].requires_grad
         ):
             continue
         if any(reach.get(user) for user in node.users):

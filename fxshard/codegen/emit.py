@@ -1,7 +1,7 @@
 """Schedule -> readable Python source -> two functions that run it.
 
 The emitted code follows the schedule literally: arguments come in a list that is cleared, every
-value is dropped by ``x = None`` behind its last reader, collectives are calls on the World.
+value is dropped by ``x = None`` after its last reader, collectives are calls on the World.
 """
 
 from __future__ import annotations
@@ -116,14 +116,14 @@ class Probe(Protocol):
         """A phase begins."""
 
     def at(self) -> None:
-        """One operator or row is done, and what it read last is dropped."""
+        """One operator or row is done, and values that it was the last to read are dropped."""
 
     def stepping(self, grads: list[list[Tensor]], step: Callable[[], Optimizer]) -> Optimizer:
         """Call `step`, which steps an optimizer with `grads` and returns it."""
 
 
 class TracedExecutor(Executor):
-    """An Executor whose code calls ``at()`` behind every operator and row. Nothing else differs."""
+    """An Executor whose code calls ``at()`` after every operator and row. Nothing else differs."""
 
     def __init__(self, program: Program, world: World | AllRanks, probe: Probe) -> None:
         super().__init__(program, world)
@@ -166,7 +166,7 @@ def load(source: str, program: Program, at: Callable[[], None] | None = None) ->
 def compiled_functions(
     program: Program, at: Callable[[], None] | None = None
 ) -> dict[str, Callable[[list[Any]], Any]]:
-    """What runs in place of the emitted functions of compiled regions, by name."""
+    """The functions of compiled regions, which replace the emitted ones, by name."""
     assert program.schedule is not None
     found = program.schedule.regions
     compiled = {r.name: r.compiled for r in found.values() if r.compiled is not None}
@@ -193,7 +193,7 @@ def emit(program: Program, *, points: bool = False) -> str:
 
     Args:
         program: with a schedule.
-        points: call ``at()`` behind every operator and row.
+        points: call ``at()`` after every operator and row.
     """
     assert program.schedule is not None
     schedule = program.schedule
@@ -223,9 +223,9 @@ def _phase(program: Program, name: str, graph: fx.Graph, points: bool) -> str:
         if row.op not in ("call_function", "call_module") or row.target is operator.getitem:
             continue
         unit = _comment(program.units[tags.get(row).unit or 0].name)
-        picks = [user for user in row.users if user.target is operator.getitem]
-        targets = f"{_tuple([pick.name for pick in picks])} = " if picks else ""
-        drops = [n for reader in (row, *picks) for n in dead[reader] if n is not row]
+        items = [user for user in row.users if user.target is operator.getitem]
+        targets = f"{_tuple([item.name for item in items])} = " if items else ""
+        drops = [n for reader in (row, *items) for n in dead[reader] if n is not row]
         tag = tags.get(row)
         lines += [f"    world.wait_event({tag.stream!r}, {event!r})" for event in tag.waits]
         if row.op == "call_module":
@@ -247,7 +247,7 @@ def _phase(program: Program, name: str, graph: fx.Graph, points: bool) -> str:
 
 
 def _comment(name: str) -> str:
-    """A name of the user's behind a statement: of whatever it is made, it is no code."""
+    """A name of the user's as a comment: whatever characters it has, it is not run as code."""
     return f"  # {name if name.isprintable() else ascii(name)}"
 
 

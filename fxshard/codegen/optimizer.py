@@ -1,8 +1,8 @@
 """torch's own optimizers on this rank's rows: the same class, step and state, without DTensor.
 
 An operator on a DTensor costs tens of microseconds in Python before anything is computed, and a
-step of AdamW has a dozen per parameter. Here the class's own ``step`` runs on the tensors behind
-the DTensors: the views of a unit's flat storage, without their padding. It is the same code on the
+step of AdamW has a dozen per parameter. Here the class's own ``step`` runs on the DTensors' local
+tensors: the views of a unit's flat storage, without their padding. It is the same code on the
 same values, so the result is that of the DTensors bit by bit. (One step over the flat storage as
 a whole would not be: kernels round the ends of a tensor otherwise, in bf16 and in fused steps.)
 """
@@ -123,12 +123,12 @@ class OnShards(Optimizer):
             self._hand_up(param, row)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; of a whole tensor each rank takes its own rows, without communication."""
+        """As torch's; of a full tensor each rank takes its own rows, without communication."""
         super().load_state_dict(state_dict)
         for param, entries in self.state.items():
             for key, value in entries.items():
-                whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
-                if isinstance(param, DTensor) and whole and value.shape == param.shape:
+                full = isinstance(value, Tensor) and not isinstance(value, DTensor)
+                if isinstance(param, DTensor) and full and value.shape == param.shape:
                     local = local_part(sharded_like(value, param)).clone()
                     entries[key] = dtensors.dtensor_like(local, param)
 
@@ -220,7 +220,7 @@ def on_shards(optimizer: Optimizer, *, in_backward: bool = False) -> OnShards:
         The same object; its class is a subclass of the one that it had.
 
     Raises:
-        ConfigError: its class needs whole parameters, or is not known; or it is differentiable.
+        ConfigError: its class needs full parameters, or is not known; or it is differentiable.
     """
     kind = type(optimizer)
     if isinstance(optimizer, OnShards):

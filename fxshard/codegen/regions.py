@@ -73,9 +73,9 @@ def worth_compiling(graph: fx.Graph) -> bool:
 class Store:
     """Generated code on disk, one file per digest; a lock per file makes one process generate it.
 
-    The lock is the operating system's: it falls with the process that holds it, so that nobody
-    waits for one that died. What is read is executed: folder and files must be this user's alone,
-    and a file begins with the digest of its name and of the rest.
+    The lock is the operating system's: it is released when the process that holds it dies, so that
+    no other waits for a dead one. What is read is executed: folder and files must be this user's
+    alone, and a file begins with the digest of its name and of the rest.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -87,7 +87,7 @@ class Store:
         return hashlib.sha256(f"{FORMAT} {self.key} {region_digest}".encode()).hexdigest()
 
     def read(self, digest: str) -> inductor.Generated | None:
-        """What is on disk; None if there is nothing, or not what `write` has written."""
+        """The code on disk; None if there is none, or the file is not as `write` left it."""
         try:
             seal, _, text = files.read_private(self.folder / f"{digest}.json").partition(b"\n")
         except OSError:
@@ -100,7 +100,7 @@ class Store:
         return inductor.Generated(held["source"], constants, tuple(held["aligned"]))
 
     def write(self, digest: str, code: inductor.Generated) -> None:
-        """Whole or not at all."""
+        """Write the file completely, or not at all."""
         raw = io.BytesIO()
         torch.save(code.constants, raw)
         constants = base64.b64encode(raw.getvalue()).decode()
@@ -122,7 +122,7 @@ class Store:
 
 
 def _seal(digest: str, text: bytes) -> bytes:
-    """What a file begins with, so that neither its text nor its name can have changed."""
+    """The digest that a file begins with: it shows whether text or name have changed."""
     return hashlib.sha256(digest.encode() + text).hexdigest().encode()
 
 
@@ -242,7 +242,7 @@ class _Recorder:
 
 
 class _Kernel:
-    """In the place of a kernel: it can be called and launched, and does nothing."""
+    """Stands in for a kernel: it can be called and launched, and does nothing."""
 
     def __init__(self, name: str, recorder: _Recorder) -> None:
         self._name, self._recorder = name, recorder
@@ -254,7 +254,7 @@ class _Kernel:
 
 
 class _Watched:
-    """In the place of ``torch.ops``, ``aten``, ``extern_kernels``: what is called is watched.
+    """Stands in for ``torch.ops``, ``aten``, ``extern_kernels``: calls are recorded.
 
     An operator that writes into ``out=`` is not run.
     """
@@ -273,7 +273,7 @@ class _Watched:
 
 
 class _Torch:
-    """In the place of the ``torch`` that generated code sees."""
+    """Stands in for ``torch`` in generated code."""
 
     def __init__(self, recorder: _Recorder) -> None:
         self.ops = _Watched(torch.ops, recorder)
@@ -340,8 +340,8 @@ def _fake_inputs(graph: fx.Graph, recorder: _Recorder) -> list[Tensor]:
             size = storage.nbytes()
             bases[id(storage)] = torch.empty(size, dtype=torch.uint8, device=val.device)
         base = bases[id(storage)]
-        whole = base[: base.numel() // val.element_size() * val.element_size()].view(val.dtype)
-        made.append(whole.as_strided(val.shape, val.stride(), val.storage_offset()))
+        flat = base[: base.numel() // val.element_size() * val.element_size()].view(val.dtype)
+        made.append(flat.as_strided(val.shape, val.stride(), val.storage_offset()))
         recorder.see(made[-1], made=False)
     return made
 
@@ -410,7 +410,7 @@ def _rewritten(
 
 
 def _points(module: ast.Module) -> ast.Module:
-    """``at()`` between steps: behind what drops storages, in front of what makes or reads more."""
+    """``at()`` between steps: after what drops storages, before what makes or reads more."""
 
     def rewrite(statements: list[ast.stmt]) -> list[ast.stmt]:
         found: list[ast.stmt] = []

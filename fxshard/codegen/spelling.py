@@ -35,8 +35,8 @@ FUNCTIONS = frozenset(
     }
 )
 
-# Python's bindings make a tensor of a number before the operator begins, out of sight of those who
-# watch it: such a call goes to the operator itself.
+# Python's bindings turn a number into a tensor before the operator begins, where no dispatch mode
+# sees it: such a call goes to the operator itself.
 WITH_NUMBERS = frozenset(
     {
         *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor),

@@ -23,7 +23,7 @@ class World(Protocol):
     """
 
     def phase(self, name: str, communicates: bool) -> AbstractContextManager[None]:
-        """A phase runs inside; however it ends, nothing of it runs on behind.
+        """A phase runs inside; however it ends, none of its work is still running afterwards.
 
         `communicates`: it has collectives, so that ranks compare where an exception ended it.
         """
@@ -54,7 +54,7 @@ class World(Protocol):
         """Launch: fresh copies on the CPU."""
 
     def pack(self, shards: list[Tensor], dtype: torch.dtype, pair: int) -> list[Tensor]:
-        """What is sent next: one fresh flat tensor in `dtype`, the shards one behind the other."""
+        """What is sent next: one fresh flat tensor in `dtype`, the concatenated shards."""
 
     def unpack(self, packed: list[Tensor], chunks: list[list[int]]) -> list[Tensor]:
         """Of a gathered packed buffer: a fresh tensor per parameter, all ranks' chunks of it."""
@@ -63,16 +63,16 @@ class World(Protocol):
         """Fresh copies of this rank's rows, of as many parts as `group` has ranks."""
 
     def wait(self, tensors: list[Tensor], pair: int) -> None:
-        """The launch `pair`, which wrote `tensors`, is over for what comes behind.
+        """What comes next runs after the launch `pair`, which wrote `tensors`.
 
-        Where there are streams, `wait_event` has seen to it.
+        Where there are streams, `wait_event` has ordered the two.
         """
 
     def wait_event(self, stream: str, event: str) -> None:
-        """`stream` runs nothing more before what was in front of `event` is over."""
+        """What `stream` is given from now on runs after what came before `event`."""
 
     def record_event(self, stream: str, event: str) -> None:
-        """`event` stands behind all that `stream` was given so far."""
+        """`event` comes after all that `stream` was given so far."""
 
     def free(self, tensors: list[Tensor]) -> None:
         """Give the storages of `tensors` back now."""

@@ -6,19 +6,19 @@ a step is the planner's question, which plans the step with each number that it 
 
 Note: the program
 =================
-A storage that a checkpoint makes in forward is saved (s), or its operator runs again in backward
-(a). What backward reads must be there, and so must all that an operator reads that runs again::
+A storage that a checkpoint makes in forward is saved (s), or its operator is recomputed in backward
+(a). What backward reads must be there, and so must the inputs of each recomputed operator::
 
     s + a >= 1                for each storage of the checkpoint that its own backward reads
     a(operator) <= s + a      for each storage of the same checkpoint that the operator reads
     a(operator) <= s          for each other storage that forward makes, which others cannot remake
     sum of bytes * s <= budget
 
-and the seconds of what runs again, the sum of seconds * a, are least; of all such answers the one
-with the fewest bytes. Views cost nothing, parameters and the batch are there anyway, and a random
-operator that runs again saves the state of its generator, unless the one before it runs again
-too (see `fxshard.passes.checkpoint`). As in Checkmate (Jain et al., MLSys 2020), but every operator
-runs again once at most, where its checkpoint's backward begins.
+The seconds of recomputation, the sum of seconds * a, are minimal; of all such solutions the one
+with the fewest bytes is taken. Views cost nothing, parameters and the batch are there anyway. A
+recomputed random operator saves the state of its generator, unless the random operator before it is
+recomputed too (see `fxshard.passes.checkpoint`). As in Checkmate (Jain et al., MLSys 2020), but
+each operator is recomputed at most once, where its checkpoint's backward begins.
 
 Note: identical layers
 ======================
@@ -26,7 +26,7 @@ Checkpoints of equal form share their variables, which then count how many of th
 Nothing is lost: all constraints but the budget compare two of the variables ``a`` and ``s + a``,
 so any such answer in whole numbers up to n is the sum of n answers in 0 and 1, the j-th of which
 has 1 where the number is at least j, and cost and bytes are sums. A state of a generator, needed by
-an operator whose forerunner does not run again, is ``max(0, a - a')`` on both sides. The problem is
+an operator whose predecessor is not recomputed, is ``max(0, a - a')`` on both sides. The problem is
 as large as the number of different layers, at any depth.
 """
 
@@ -68,7 +68,7 @@ class Value:
         forced: it is saved whatever is chosen.
         tagged: a policy of the model's own says that it is saved.
         wanted: backward of its own checkpoint reads it.
-        readers: checkpoints that read it to make something again, and did not make it.
+        readers: other checkpoints that read it to recompute something.
     """
 
     node: fx.Node
@@ -118,7 +118,7 @@ class _Problem:
     def __init__(self, program: Program, seconds: Seconds) -> None:
         self.program, self.seconds = program, seconds
         self.values: dict[int, Value] = {}  # by storage
-        self.homes: dict[fx.Node, int | None] = {}  # the checkpoint that can make a node again
+        self.homes: dict[fx.Node, int | None] = {}  # the checkpoint that can recompute a node
         self.returned = {
             storage
             for node, result in zip(program.values, program.results, strict=True)
@@ -171,7 +171,7 @@ class _Problem:
             value.forced |= value.wanted and value.tagged
 
     def _candidates(self) -> dict[int, list[fx.Node]]:
-        """Per checkpoint, the operators that may run again, in the order of forward."""
+        """Per checkpoint, the operators that may be recomputed, in the order of forward."""
         todo = [value for value in self.values.values() if value.wanted and not value.forced]
         found: set[fx.Node] = set()
         while todo:
@@ -207,11 +207,11 @@ class _Problem:
         return [(value, own) for value, own in self._all_reads(node) if not value.forced]
 
     def _copies(self, node: fx.Node) -> list[Value]:
-        """Copies of buffers that `node` reads where it runs again."""
+        """Copies of buffers that `node` reads when it is recomputed."""
         return [self.copied[source] for source in node.all_input_nodes if source in self.copied]
 
     def _written_buffers(self) -> dict[fx.Node, Value]:
-        """Buffers that forward writes: what runs again reads a copy from before, which is saved."""
+        """Buffers that forward writes: recomputation reads a saved copy of the old value."""
         copies: dict[int, Value] = {}  # by storage
         for node in self.program.graph.find_nodes(op="placeholder"):
             if any(map(tags.writes, node.users)):
@@ -281,18 +281,18 @@ class _Problem:
                 tuple((name[id(value)], own) for value, own in self._reads(node)),
                 tuple(name[id(copy)] for copy in self._copies(node)),
                 self._state(node),
-                at.get(self._forerunner(node)),
+                at.get(self._predecessor(node)),
             )
             for node in operators
         )
 
-    def _forerunner(self, node: fx.Node) -> Any:
+    def _predecessor(self, node: fx.Node) -> Any:
         before = self.previous.get(node)
         same = before is not None and tags.get(before).checkpoint == tags.get(node).checkpoint
         return before if same else None
 
     def _state(self, node: fx.Node) -> int:
-        """Bytes of the state that a random operator needs to run again; 0 for others."""
+        """Bytes of the generator state that recomputing a random operator needs; 0 for others."""
         device = generator_of(node)
         if device is None:
             return 0
@@ -311,33 +311,35 @@ class _Problem:
                 bound = most if self._is_own(value, first) else 1
                 self.of_value[id(value)] = self._column(0.0, value.bytes, bound)
         for node in self.operators[first]:
-            again = self.of_operator[node]
+            recomputed = self.of_operator[node]
             for value, own in self._reads(node):
-                self._needs(again, value, own and not value.tagged, most, first)
+                self._needs(recomputed, value, own and not value.tagged, most, first)
             for copy in self._copies(node):
-                self._needs(again, copy, False, most, first)
+                self._needs(recomputed, copy, False, most, first)
             for value in self._made(node):
                 if value.tagged:
                     continue
                 saved = self.of_value[id(value)]
                 if value.wanted:
-                    self.rows.append(({saved: 1, again: 1}, most, np.inf))
+                    self.rows.append(({saved: 1, recomputed: 1}, most, np.inf))
                 if self._is_own(value, first):
-                    self.rows.append(({saved: 1, again: 1}, -np.inf, most))
+                    self.rows.append(({saved: 1, recomputed: 1}, -np.inf, most))
             if self._state(node):
                 state = self._column(0.0, self._state(node), most)
-                before = self._forerunner(node)
-                row = {again: 1, state: -1}
+                before = self._predecessor(node)
+                row = {recomputed: 1, state: -1}
                 if before in self.of_operator:
                     row[self.of_operator[before]] = -1
                 self.rows.append((row, -np.inf, 0))
 
-    def _needs(self, again: int, value: Value, remade: bool, most: int, number: int) -> None:
-        """An operator can run again as often as what it reads is there."""
+    def _needs(
+        self, recomputed: int, value: Value, recomputable: bool, most: int, number: int
+    ) -> None:
+        """An operator can be recomputed as often as what it reads is there."""
         saved = self.of_value[id(value)]
         scale = 1 if self._is_own(value, number) else most
-        row = {again: 1, saved: -scale}
-        if remade:
+        row = {recomputed: 1, saved: -scale}
+        if recomputable:
             row[self.of_operator[value.maker]] = -1
         self.rows.append((row, -np.inf, 0))
 
@@ -411,11 +413,13 @@ class _Problem:
                     if value.home is None:
                         continue
                     count = int(found[self.of_value[id(like)]])
-                    again = 0
+                    recomputed = 0
                     if like.maker in self.candidates and like.home == numbers[0]:
-                        again = int(found[self.of_operator[like.maker]])
+                        recomputed = int(found[self.of_operator[like.maker]])
                     own = self._is_own(like, numbers[0])
-                    if count and (not own or (0 if like.tagged else again) < j <= again + count):
+                    if count and (
+                        not own or (0 if like.tagged else recomputed) < j <= recomputed + count
+                    ):
                         yield value.node
 
     def largest_forced(self, count: int = 4) -> str:

@@ -43,7 +43,7 @@ FORMULAS[aten._scaled_dot_product_flash_attention_for_cpu_backward] = FORMULAS[
 ]
 
 ATTENTION = {packet for packet in FORMULAS if "_scaled_dot_product_" in str(packet)}
-# These take (grad_out, query, key, value, ...) and compute the scores again.
+# These take (grad_out, query, key, value, ...) and recompute the scores.
 ATTENTION_BACKWARD = {packet for packet in ATTENTION if str(packet).endswith("_backward")}
 
 # Operators that read parts of their first operand, as many bytes as they write.
@@ -99,7 +99,7 @@ def _grouped_flops(a: torch.Size, b: torch.Size) -> int:
 def model_flops(node: fx.Node) -> int:
     """`flops`, without the scores that attention's backward computes a second time.
 
-    What counts for the utilisation of a model, of all nodes that are not tagged `again`. Source:
+    What counts for the utilisation of a model, of all nodes not tagged `recomputed`. Source:
     Chowdhery et al., PaLM (2022), appendix B: no rematerialisation.
     """
     counted = flops(node)
@@ -173,14 +173,14 @@ class Collective:
     """What is sent, and through whom.
 
     Attributes:
-        whole: bytes of what all ranks have together: the gathered result of an all-gather, the
-            operand of a reduction. Padding is in it.
+        total: bytes on all ranks together: the gathered result of an all-gather, the
+            operand of a reduction; with padding.
         ranks: of the group.
         stride: distance between two ranks of the group: 1 for neighbours.
         passes: rounds of the ring: 1 for all-gather and reduce-scatter, 2 for all-reduce.
     """
 
-    whole: int
+    total: int
     ranks: int
     stride: int = 1
     passes: int = 1
@@ -198,7 +198,7 @@ def collective(node: fx.Node, world_size: int) -> Collective:
     """
     spec, ranks = ops.of(node), int(cast(int, node.args[1]))
     return Collective(
-        whole=_sent(node) * ranks ** max(0, spec.grows),
+        total=_sent(node) * ranks ** max(0, spec.grows),
         ranks=ranks,
         stride=world_size if ops.group(node) == "replicate" else 1,
         passes=spec.passes,
@@ -208,10 +208,10 @@ def collective(node: fx.Node, world_size: int) -> Collective:
 def collective_seconds(node: fx.Node, hardware: Hardware, world_size: int) -> float:
     """Seconds of a collective: of a ring, or of a tree if NCCL has one for it and it is faster."""
     sent = collective(node, world_size)
-    ring = ring_seconds(sent.whole, sent.ranks, hardware, stride=sent.stride, passes=sent.passes)
+    ring = ring_seconds(sent.total, sent.ranks, hardware, stride=sent.stride, passes=sent.passes)
     if sent.passes == 1 or hardware.tree is None:
         return ring
-    return min(ring, tree_seconds(sent.whole, sent.ranks, hardware, stride=sent.stride))
+    return min(ring, tree_seconds(sent.total, sent.ranks, hardware, stride=sent.stride))
 
 
 def together(ranks: int, stride: int, hardware: Hardware) -> int:
@@ -220,7 +220,7 @@ def together(ranks: int, stride: int, hardware: Hardware) -> int:
 
 
 def ring_seconds(
-    whole: float, ranks: int, hardware: Hardware, *, stride: int = 1, passes: int = 1
+    total: float, ranks: int, hardware: Hardware, *, stride: int = 1, passes: int = 1
 ) -> float:
     """Seconds of a ring collective; `Collective` says what the arguments are."""
     if ranks <= 1:
@@ -233,18 +233,18 @@ def ring_seconds(
     outer = passes * (nodes - 1)
     inner = passes * (ranks - 1) - outer
     latency = inner * hardware.link.alpha + outer * across
-    moved = passes * (ranks - 1) / ranks * whole
+    moved = passes * (ranks - 1) / ranks * total
     return hardware.collective_overhead + latency + moved / _slowest(near, nodes, hardware)
 
 
-def tree_seconds(whole: float, ranks: int, hardware: Hardware, *, stride: int = 1) -> float:
+def tree_seconds(total: float, ranks: int, hardware: Hardware, *, stride: int = 1) -> float:
     """Seconds of an all-reduce by NCCL's tree: up and down, a chain within each node.
 
     Source: NCCL, src/graph/tuning.cc: latency ``2 * ((ranks / nodes - 1) * link + log2(nodes) *
     network)``, the logarithm rounded down, and every byte passes a rank twice.
 
     Args:
-        whole, ranks, stride: see `Collective`.
+        total, ranks, stride: see `Collective`.
         hardware: with a `tree`.
     """
     assert hardware.tree is not None, f"{hardware.name!r} has no tree"
@@ -255,7 +255,7 @@ def tree_seconds(whole: float, ranks: int, hardware: Hardware, *, stride: int = 
     chain, levels = near - 1, nodes.bit_length() - 1
     latency = 2 * (chain * hardware.tree.link_alpha + levels * hardware.tree.network_alpha)
     rate = _slowest(near, nodes, hardware) * hardware.tree.share
-    return hardware.collective_overhead + latency + 2 * whole / rate
+    return hardware.collective_overhead + latency + 2 * total / rate
 
 
 def _slowest(near: int, nodes: int, hardware: Hardware) -> float:
@@ -269,11 +269,11 @@ def _slowest(near: int, nodes: int, hardware: Hardware) -> float:
 def wire_bytes(sent: Collective, hardware: Hardware) -> tuple[float, float]:
     """Bytes that one rank sends in a collective: within its node, and to other nodes.
 
-    ``passes * (ranks - 1) / ranks`` of the whole. Of what the members in one node send to their
+    ``passes * (ranks - 1) / ranks`` of the total. Of what the members in one node send to their
     neighbours in a ring, one part in as many as they are leaves the node; the rings of a collective
     begin at different members, so each sends alike. A tree sends as much in the mean over ranks.
     """
-    moved = sent.passes * (sent.ranks - 1) / sent.ranks * sent.whole
+    moved = sent.passes * (sent.ranks - 1) / sent.ranks * sent.total
     near = together(sent.ranks, sent.stride, hardware)
     crossing = moved / near if sent.ranks > near else 0.0
     return moved - crossing, crossing

@@ -46,7 +46,7 @@ def _rows(estimate: Estimate, streams: list[str]) -> Iterator[Event]:
     for row in estimate.rows:
         thread, name = streams.index(row.stream), f"{row.operation} {row.unit}"
         if row.exposed:
-            waits = {"waits in front of": row.name}
+            waits = {"waits before": row.name}
             yield _bar(thread, "exposed", row.start - row.exposed, row.exposed, **waits)
         if row.seconds:
             said = {"row": row.name, "phase": row.phase, "micro_batch": row.micro_batch}

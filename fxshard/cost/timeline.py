@@ -369,7 +369,7 @@ class _Walk:
                 self._events[tag.records] = now
             ends.append(now)
         for at, flops, seconds in cost.flops:
-            if not tags.get(run[at]).again:
+            if not tags.get(run[at]).recomputed:
                 self.model_flops += flops
                 self.ideal_seconds += seconds
         self.clock["compute"] = now

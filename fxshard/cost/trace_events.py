@@ -61,5 +61,5 @@ def bar(thread: int, name: str, begin: float, length: float, **said: Any) -> Eve
 
 
 def text(events: Iterable[Event], unit: str, **said: Any) -> str:
-    """The file. Args: `unit`: of times, as it is shown: "ns" or "ms"; `said`: of the whole."""
+    """The file. Args: `unit`: of times, as it is shown: "ns" or "ms"; `said`: about the file."""
     return json.dumps({"traceEvents": list(events), "displayTimeUnit": unit, "otherData": said})

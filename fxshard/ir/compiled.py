@@ -48,7 +48,7 @@ class Compiled:
 
 
 def stays_apart(node: fx.Node) -> bool:
-    """True for operators that are left to eager, with what is picked from their results.
+    """True for operators that are left to eager, and for the getitems of their results.
 
     Inductor may reorder random operators, and eager's order is what a seed means; writes into what
     the caller holds happen where they are written; copies of gradients that are to be sent are
@@ -57,7 +57,7 @@ def stays_apart(node: fx.Node) -> bool:
     while node.target is operator.getitem:
         node = tags.source(node)
     target = node.target
-    if tags.get(node).role in ("pad", "settle"):
+    if tags.get(node).role in ("pad", "post_reduction"):
         return True
     if not isinstance(target, OpOverload):
         return False

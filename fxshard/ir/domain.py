@@ -31,7 +31,7 @@ class Domain:
         example: the sizes of the call that was traced; those without a name must be the same.
         places: per name of a symbolic size, where the call has it.
         symbols: per name, its symbol.
-        conditions: what the trace took for granted, and where torch asked for it.
+        conditions: what the trace assumed of the sizes, and where torch asked for it.
     """
 
     example: Sizes
@@ -125,4 +125,4 @@ class OpenTensor:
 
 # Metadata keys of a node that has symbols:
 LAYOUT = "fxshard_layout"  # the Layout of each of its tensors
-OPEN = "fxshard_open"  # where each of them lies; missing on what was made behind the trace
+OPEN = "fxshard_open"  # where each of them lies; missing on what was made after the trace

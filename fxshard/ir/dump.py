@@ -73,7 +73,7 @@ def _buckets(program: Program) -> list[str]:
 
 
 def line(node: fx.Node, program: Program | None = None) -> str:
-    """One node: value, type, operator with arguments, and its tag behind a bar."""
+    """One node: value, type, operator with arguments, and its tag after a bar."""
     if node.op == "output":
         if program is None:
             return f"return {_argument(node.args[0])}"
@@ -180,9 +180,9 @@ class Row:
         stream: where it runs.
         waits: what the stream waits for first.
         bytes: bytes of the buffers that are gathered, reduced or freed, per unit.
-        freed: bytes that are freed right behind it, if a row of its own is joined to it.
-        live: bytes alive behind it, per unit; empty if not asked for.
-        exposed: seconds that its stream stands still in front of it, per unit; likewise.
+        freed: bytes that are freed right after it, if a row of its own is joined to it.
+        live: bytes alive after it, per unit; empty if not asked for.
+        exposed: seconds that its stream is idle before it, per unit; likewise.
     """
 
     phase: str
@@ -212,11 +212,11 @@ def rows(
     live: Mapping[Where, int] | None = None,
     exposed: Mapping[Where, float] | None = None,
 ) -> list[Row]:
-    """The outer schedule: every row but the picks of results.
+    """The outer schedule: every row but the getitem nodes of results.
 
     Args:
         program: with a schedule.
-        live: bytes alive behind each row (`fxshard.memory.views.live.live_after`).
+        live: bytes alive after each row (`fxshard.memory.views.live.live_after`).
         exposed: seconds (`fxshard.cost.timeline.Estimate.exposed`).
     """
     assert program.schedule is not None, "outline-regions has not run"
@@ -240,10 +240,10 @@ def rows(
 
 
 def joined(rows: Sequence[Row]) -> list[Row]:
-    """Fewer rows that say the same, where rows of one unit and stream follow each other.
+    """Fewer rows with the same content: some neighbours of one unit and stream become one row.
 
-    What is only sent joins the unshard that sends it, a wait the compute or unpack row behind it, a
-    free the row in front of it, and compute rows each other.
+    A cast, load or pack joins the unshard that sends its result, a wait the compute or unpack row
+    after it, a free the row before it, and compute rows each other.
     """
     found: list[Row] = []
     for row in rows:
@@ -350,7 +350,7 @@ def schedule(
         folded: identical layers as one block, "x N", and rows joined as `joined` does;
             else each row as it is.
         phase: "forward" or "backward"; None for both.
-        live: adds what is alive behind each row; of a block, behind its first and its last unit.
+        live: adds what is alive after each row; of a block, after its first and its last unit.
         exposed: adds for how long the compute stream stands still; of a block, all units together.
     """
     everything = [row for row in rows(program, live, exposed) if phase in (None, row.phase)]

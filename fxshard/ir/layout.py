@@ -2,7 +2,7 @@
 
 A parameter is cut by rows, by the rule of `torch.chunk`, which is DTensor's ``Shard(0)``: each rank
 has ``ceil(rows / ranks)`` of them, the last ranks with fewer or none. Its shard is padded to that
-number, so that every rank sends as many bytes. The shards of a unit lie one behind the other in a
+number, so that every rank sends as many bytes. The shards of a unit lie one after the other in a
 flat storage per dtype.
 """
 
@@ -127,7 +127,7 @@ class ParamLayout:
 
     @property
     def end(self) -> int:
-        """Place behind its shard in the flat storage, in elements."""
+        """Place after its shard in the flat storage, in elements."""
         return self.offset + self.shard_numel
 
     @property
@@ -140,7 +140,7 @@ class ParamLayout:
 
         Args:
             flat: elements of the storage (see `flat_numels`), for each rank as many.
-            ranks: number of ranks; the shards that they have of a parameter lie one behind the
+            ranks: number of ranks; the shards that they have of a parameter lie one after the
                 other, so that an unsharded parameter is a view too.
         """
         piece = flat[ranks * self.offset : ranks * self.end]
@@ -155,12 +155,12 @@ def layouts(units: Iterable[Unit], ranks: int, replicas: int = 1) -> dict[str, P
         ranks: number of ranks that parameters are sharded over.
         replicas: number of such groups of ranks, which hold the same shards.
     """
-    mesh, whole = (replicas, ranks), (Replicate(), Replicate())
+    mesh, replicated = (replicas, ranks), (Replicate(), Replicate())
     cut = {
         p.fqn: ParamLayout(p.shape, p.dtype, p.unit, mesh) for unit in units for p in unit.params
     }
     ignored = {
-        p.fqn: ParamLayout(p.shape, p.dtype, p.unit, mesh, whole)
+        p.fqn: ParamLayout(p.shape, p.dtype, p.unit, mesh, replicated)
         for unit in units
         for p in unit.ignored
     }
@@ -168,7 +168,7 @@ def layouts(units: Iterable[Unit], ranks: int, replicas: int = 1) -> dict[str, P
 
 
 def in_flat_storage(params: Iterable[ParamLayout]) -> list[ParamLayout]:
-    """The same, one behind the other: each in the flat storage of its unit and dtype."""
+    """The same, one after the other: each in the flat storage of its unit and dtype."""
     ends: dict[tuple[int, torch.dtype], int] = {}
     found = []
     for param in params:
@@ -218,7 +218,7 @@ def numel_over(numel: sympy.Expr, ranks: sympy.Expr, grows: int) -> sympy.Expr:
 
 
 def spans(shapes: Iterable[Shape]) -> list[tuple[int, int]]:
-    """Begin and end, in elements, of tensors of these shapes that lie one behind the other."""
+    """Begin and end, in elements, of tensors of these shapes that lie one after the other."""
     found, end = [], 0
     for shape in shapes:
         start, end = end, end + math.prod(shape)

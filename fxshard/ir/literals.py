@@ -1,6 +1,6 @@
 """Values in one line of text: numbers, names of torch, nodes, expressions of sizes, containers.
 
-A grammar of its own, so that reading a text runs nothing that the text names: words in front of
+A grammar of its own, so that reading a text runs nothing that the text names: words before
 parentheses come from a table, and classes from modules that this process has imported already.
 
     value   = "None" | "True" | "False" | INT | FLOAT | "inf" | "nan" | STRING
@@ -387,7 +387,7 @@ class Reader:
         return found, named
 
     def fields(self) -> dict[str, Any]:
-        """``name=value`` one behind the other, up to the end of the line or a bar."""
+        """``name=value`` one after the other, up to the end of the line or a bar."""
         named: dict[str, Any] = {}
         while self.rest and self.peek(1) == "=":
             self._named(named, 0)
@@ -409,7 +409,7 @@ class Reader:
         kind, text = self._tokens[self._at]
         self._at += 1
         if kind == "node":
-            return _known(text, self._names.nodes, "node in front of this line")
+            return _known(text, self._names.nodes, "node before this line")
         if kind == "number":
             return int(text) if text.lstrip("-").isdigit() else float(text)
         if kind == "tensor":

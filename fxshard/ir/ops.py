@@ -115,7 +115,7 @@ def _letters() -> list[str]:
 
 
 def of(node: fx.Node) -> OpSpec:
-    """The entry of the operator that `node` calls; that of compute for all that is none of ours."""
+    """The entry of the operator that `node` calls; that of compute if it is not one of ours."""
     return OPERATORS.get(node.target, _COMPUTE)
 
 
@@ -129,13 +129,13 @@ def makes(target: Any, args: tuple[Any, ...], empty: Empty) -> Any:
 
 
 def given(node: fx.Node) -> dict[str, Any]:
-    """The arguments that `node` gives an operator of ours behind the operands, by name."""
+    """The arguments that `node` gives an operator of ours after the operands, by name."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     return {**node.kwargs, **dict(zip(names[1:], node.args[1:], strict=False))}
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """The argument of an operator under its name, or its default; None if it has no such one."""
+    """The argument of an operator by its name, or its default; None if it has no such argument."""
     if not isinstance(node.target, OpOverload):
         return None
     for position, said in enumerate(node.target._schema.arguments):
@@ -235,7 +235,7 @@ reduce_scatter = define(
         gloo="operands",
     )
 )
-# Gradients are reduced over the group in place; the results are they.
+# Gradients are reduced over the group in place; the results are the operands.
 all_reduce = define(
     OpSpec(
         "all_reduce(Tensor[] grads, int size, str group='replicate', str op='avg') -> Tensor[]",
@@ -304,8 +304,8 @@ store = define(
         over="host",
     )
 )
-# What an all-gather sends: one fresh flat tensor ``[n]``, in a dtype, the shards of small
-# parameters one behind the other.
+# What an all-gather sends: one fresh flat tensor ``[n]`` in a dtype, the concatenated shards of
+# small parameters.
 pack = define(
     OpSpec(
         "pack(Tensor[] shards, ScalarType dtype) -> Tensor[]",
@@ -317,8 +317,8 @@ pack = define(
         category="ALL_GATHER",
     )
 )
-# Of a gathered packed buffer ``[size * n]``: one fresh ``[size * chunk, ...]`` per parameter,
-# behind the wait. They are the unsharded parameters then.
+# From a gathered packed buffer ``[size * n]``, after its wait: one fresh ``[size * chunk, ...]``
+# per parameter. These are the unsharded parameters.
 unpack = define(
     OpSpec(
         "unpack(Tensor[] packed, int size, int[][] chunks) -> Tensor[]",
@@ -339,8 +339,8 @@ reshard = define(
 )
 # The compute stream waits for the launch that these tensors belong to.
 wait = define(OpSpec("wait(Tensor[] tensors) -> ()", role="wait", over="nothing"))
-# Give the storage of these tensors back now, whoever still refers to them.
+# Free the storage of these tensors now, even if something still refers to them.
 free = define(OpSpec("free(Tensor[] tensors) -> ()", role="free", over="nothing"))
-# The optimizer steps shards in place, with the sharded gradients of `params`. No world has it: it
-# is the caller's (`fxshard.codegen.emit.Executor.bind_step`).
+# The optimizer steps shards in place, with the sharded gradients of `params`. Worlds do not have
+# it: the caller binds it (`fxshard.codegen.emit.Executor.bind_step`).
 step = define(OpSpec("step(Tensor[] grads, Tensor(a!)[] shards, str[] params) -> ()", role="step"))

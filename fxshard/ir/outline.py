@@ -14,7 +14,7 @@ from fxshard.ir.domain import LAYOUT
 from fxshard.ir.program import Program
 from fxshard.ir.schedule import Region, Schedule, relative
 
-COMPUTE: tuple[tags.Role, ...] = ("compute", "pad", "settle")
+COMPUTE: tuple[tags.Role, ...] = ("compute", "pad", "post_reduction")
 
 
 def saved_values(program: Program) -> list[fx.Node]:
@@ -107,13 +107,13 @@ def _call_region(
     tags.put(call, tag, tuple(n.meta["val"] for n in outputs))
     call.meta["run"] = tuple(run)  # where the operators of the region come from, in this call
     for i, node in enumerate(outputs):
-        pick = outer.create_node("call_function", operator.getitem, (call, i), name=node.name)
-        env[node] = tags.put(pick, tags.changed(tag, module=tags.get(node).module))
-        pick.meta["val"] = node.meta["val"]
+        item = outer.create_node("call_function", operator.getitem, (call, i), name=node.name)
+        env[node] = tags.put(item, tags.changed(tag, module=tags.get(node).module))
+        item.meta["val"] = node.meta["val"]
 
 
 def _next_name(region: str, outer: fx.Graph) -> str:
-    """The name of a call of ``region_<k>``: that, or the number behind that of the last call.
+    """The name of a call of ``region_<k>``: that, or the number after that of the last call.
 
     Left to choose, FX of torch 2.11 takes other numbers than later ones (torch/fx/graph.py,
     ``create_name``), and the text of a plan would depend on it.

@@ -5,22 +5,23 @@ Note: kinds of tensor
 sharded parameter     this rank's rows of a parameter, padded to ``ceil(rows / world_size)`` so
                       that every rank sends the same number of bytes. A view of the unit's flat
                       storage. Lives as long as the model; on the CPU if it is offloaded.
-unsharded parameter   the whole parameter, for as long as its unit computes. It is the buffer that
-                      the all-gather wrote (from launch to wait: category *All Gather*; from wait
-                      to free: category *Unsharded Param*), or a copy of its part of one.
+unsharded parameter   the full parameter, while its unit computes. It is the buffer that the
+                      all-gather wrote (from launch to wait: category *All Gather*; from wait to
+                      free: category *Unsharded Param*), or a copy of its part of a packed one.
 sent copy             what an all-gather sends if not the shard itself: the shard cast to the
                       unit's dtype, loaded from the CPU, or packed with others (category *All
-                      Gather*, as what is gathered of packed ones until it is unpacked).
+                      Gather*, like the gathered buffer of packed ones until it is unpacked).
 resharded parameter   rows of an unsharded parameter that a rank of a smaller group keeps from
                       forward to backward (category *Sharded Param*).
-whole parameter       an ignored parameter: as it is on the model, never communicated.
-unsharded gradient    the whole gradient of a parameter, from the backward operator that makes it
-                      to the free behind its reduction.
+ignored parameter     a parameter that `Config.ignored` names: as it is on the model, never
+                      sharded, never communicated.
+unsharded gradient    the full gradient of a parameter, from the backward operator that makes it
+                      to the free after its reduction.
 accumulated gradient  the sum of unsharded gradients of steps under ``no_sync``, in the dtype of
                       the reduction (category *Unsharded Grad*).
 reduce buffer         a padded, packed or cast copy of an unsharded gradient, made only where the
-                      gradient cannot be sent as it lies (category *Reduce Scatter*).
-sharded gradient      this rank's averaged rows: what the reduction leaves; becomes ``.grad``.
+                      gradient cannot be sent as it is (category *Reduce Scatter*).
+sharded gradient      this rank's averaged rows, the result of the reduction; becomes ``.grad``.
 saved activation      a forward value that backward reads. An unsharded parameter or a view of one
                       only if its unit is not resharded after forward.
 tangent               the gradient that arrives at an output of the model.
@@ -56,9 +57,9 @@ from fxshard.ir.units import Param, Unit
 
 
 class Fact(enum.Enum):
-    """What must be true of a finished Program; `fxshard.verify` says from when on, and checks it.
+    """What must be true of a finished Program; `fxshard.verify` checks it, and knows from when on.
 
-    Passes name those that they require and ensure: it helps to put them in order.
+    Passes name those that they require and ensure, so that a wrong order of passes is found.
     """
 
     WELL_FORMED = "every value is made once, before it is read, and read before it is written over"
@@ -66,13 +67,13 @@ class Fact(enum.Enum):
     UNITS_ASSIGNED = "every node belongs to a unit"
     RECOMPUTED = "backward recomputes what checkpoints do not save"
     UNSHARD_PAIRED = "every unshard has one wait, after it, before any use"
-    PARAMS_UNSHARDED = "no whole parameter is an input; each use reads an unsharded parameter"
+    PARAMS_UNSHARDED = "no full parameter is an input; each use reads an unsharded parameter"
     NO_PARAM_SAVED = "nothing of a parameter is saved for backward, unless its unit stays unsharded"
     REDUCED_ONCE = "each unsharded gradient is reduced exactly once"
     ONE_DTYPE = "every collective moves tensors of one dtype"
     EQUAL_CHUNKS = "every collective moves the same number of bytes on every rank"
     BUCKETED = "every parameter is in one bucket, and each collective moves those of one"
-    STEPPED_ONCE = "each reduced gradient is stepped once, behind every read of it and its shard"
+    STEPPED_ONCE = "each reduced gradient is stepped once, after every read of it and its shard"
     FREED = "every unsharded parameter and reduced gradient has one free"
     NO_USE_AFTER_FREE = "nothing reads a storage after its free, through any alias"
     BOUNDED_INFLIGHT = (
@@ -241,7 +242,7 @@ class Program:
         return self.buckets or tuple(bucket for bucket in units if bucket.fqns)
 
     @property
-    def wholes(self) -> dict[str, Param]:
+    def ignored(self) -> dict[str, Param]:
         """Every ignored parameter by FQN."""
         return {param.fqn: param for unit in self.units for param in unit.ignored}
 
@@ -273,7 +274,7 @@ class Program:
         return fake_tensors.fake_empty(self.fake_mode, shape, dtype, device)
 
     def refake(self, node: fx.Node) -> Any:
-        """The fake value of `node`, made again from the fake values of its inputs."""
+        """The fake value of `node`, recomputed from the fake values of its inputs."""
 
         def val(value: fx.Node) -> Any:
             return value.meta["val"]
@@ -285,9 +286,9 @@ class Program:
         target: Any = node.target
         if _is_plain_view(node):
             base, *rest = node.args
-            whole = val(cast("fx.Node", base))
+            source = val(cast("fx.Node", base))
             return fake_tensors.fake_view(
-                self.fake_mode, whole, lambda x: target(x, *rest, **node.kwargs)
+                self.fake_mode, source, lambda x: target(x, *rest, **node.kwargs)
             )
         args = fx.node.map_arg(node.args, val)
         kwargs = fx.node.map_arg(node.kwargs, val)
@@ -297,10 +298,11 @@ class Program:
             return target(*args, **kwargs)
 
     def repeated(self, copy: fx.Node, node: fx.Node) -> Any:
-        """The fake value of `copy`, which does what `node` does on values that lie alike.
+        """The fake value of `copy`, which does what `node` does on values of the same layout.
 
-        Made of the value of `node`, storage for storage, without its operator's fake kernel: that
-        takes ten times as long. None where what `copy` reads lies otherwise, or a size is open.
+        Made from the value of `node`, storage for storage, without the operator's fake kernel,
+        which takes ten times as long. None if the inputs of `copy` have another layout, or a size
+        is open.
         """
         made: dict[int, torch.UntypedStorage] = {}  # storage of `node` or its inputs -> of `copy`
         for before, after in zip(node.all_input_nodes, copy.all_input_nodes, strict=True):
@@ -324,7 +326,7 @@ class Program:
         )
 
     def refresh_views(self, node: fx.Node, stale: frozenset[int]) -> None:
-        """Make fake values again along the views of `node`, so that they alias its storage.
+        """Recompute the fake values of the views of `node`, so that they alias its storage.
 
         Views are those readers whose value still lies in one of the `stale` storages.
         """

@@ -96,9 +96,9 @@ class Point:
 
 
 def points(schedule: Schedule, graph: fx.Graph) -> list[Point]:
-    """The points of a phase in execution order: behind each operator and behind each row.
+    """The points of a phase in execution order: after each operator and after each row.
 
-    Picks of results are part of the row that made them.
+    The getitems of a row are part of it.
     """
     found: list[Point] = []
     for row in graph.nodes:
@@ -111,14 +111,14 @@ def points(schedule: Schedule, graph: fx.Graph) -> list[Point]:
 
 
 def _inner_points(region: Region, row: fx.Node) -> list[Point]:
-    """Behind each operator, or each step of the code in place of them but the last, its return."""
+    """After each operator, or each step of the code in place of them but the last, its return."""
     if region.compiled is not None:
         return [Point(row, row, row) for _ in region.compiled.steps[:-1]]
     return [Point(row, *pair) for pair in zip(region.body, row.meta["run"], strict=True)]
 
 
 def last_reads(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Per node, the values that nobody reads after it (itself, if nobody reads it at all)."""
+    """Per node, the values that nothing reads after it (itself, if nothing reads it at all)."""
     dead: dict[fx.Node, list[fx.Node]] = collections.defaultdict(list)
     seen: set[fx.Node] = set()
     for node in reversed(graph.nodes):

@@ -18,20 +18,20 @@ from fxshard._torch.export import OpOverload
 Phase = Literal["forward", "backward"]
 Role = Literal[
     "shard",  # placeholder: this rank's padded shard of a parameter
-    "param",  # placeholder: a parameter of a unit, whole (before insert-unshard)
-    "whole",  # placeholder: an ignored parameter, which stays whole
+    "param",  # placeholder: a full parameter of a unit (before insert-unshard)
+    "ignored",  # placeholder: an ignored parameter, which is never sharded
     "buffer",  # placeholder: a buffer of the model, or a constant tensor it holds
     "input",  # placeholder: a tensor of the batch
     "tangent",  # placeholder: gradient arriving at an output
     "accumulated",  # placeholder: accumulated gradient of a parameter
     "compute",
-    "unshard",  # all-gather, load, cast, pack of what it sends, picks of them, cut of the padding
-    "unpack",  # what copies small parameters out of the buffer that they were gathered in
-    "reshard",  # what a smaller group keeps of an unsharded parameter, and the picks of it
-    "reduce",  # launch of a reduction or of a copy to the CPU behind it, the picks of its results
-    "transfer",  # launch that moves anything else, the picks of its results
+    "unshard",  # all-gather; load, cast, pack of what it sends; their getitems; cut of the padding
+    "unpack",  # copy of small parameters out of the buffer that they were gathered in
+    "reshard",  # what a smaller group keeps of an unsharded parameter, and its getitems
+    "reduce",  # launch of a reduction, or of a copy to the CPU after it; its getitems
+    "transfer",  # launch that moves anything else; its getitems
     "pad",  # what brings a gradient into the form in which it is sent
-    "settle",  # what is done to a sharded gradient behind its reduction: division, cast
+    "post_reduction",  # operator on a sharded gradient after its reduction: division, cast
     "wait",
     "free",
     "step",  # the optimizer's, of a unit
@@ -40,7 +40,7 @@ Role = Literal[
 Stream = Literal["compute", "unshard", "reduce", "all-reduce", "load", "store"]
 
 # Roles of placeholders that are the caller's: they live as long as the model or the batch.
-HELD: tuple[Role, ...] = ("shard", "whole", "buffer", "input")
+HELD: tuple[Role, ...] = ("shard", "ignored", "buffer", "input")
 # Roles of placeholders that no pass changes.
 GIVEN: tuple[Role, ...] = ("buffer", "input", "tangent")
 
@@ -55,7 +55,7 @@ class Meta:
         module: FQN of the module that it belongs to ("" is the root).
         unit: index of the unit that it belongs to, or None before assign-units.
         fqn: for placeholders, what they hold: parameter or buffer FQN, input or output name; for
-            picks and cuts of an unshard or reduce, and for what a reduce sends, the parameter.
+            getitems and cuts of an unshard or reduce, and for what a reduce sends, the parameter.
         stream: where it runs.
         pair: shared by the launch, wait and free of one collective.
         records: event recorded on `stream` when the node is done.
@@ -63,7 +63,7 @@ class Meta:
         checkpoint: number of the model's own activation checkpoint that the node runs in (of the
             outermost, if they are nested); a backward node has that of its forward.
         save: the policy of that checkpoint keeps the value for backward.
-        again: the node makes a value of a checkpoint again, in backward.
+        recomputed: the node recomputes, in backward, a value of a checkpoint.
         call: index into `Program.calls`: the call of the module that it runs in.
         line: the line of user code that it comes from, ``path:line in function``; "" if unknown.
     """
@@ -79,7 +79,7 @@ class Meta:
     waits: tuple[str, ...] = ()
     checkpoint: int | None = None
     save: bool = False
-    again: bool = False
+    recomputed: bool = False
     call: int | None = None
     line: str = ""
 
@@ -115,15 +115,15 @@ def changed(tag: Meta, **changes: Any) -> Meta:
 def place(node: fx.Node) -> str:
     """Where a value comes from: ``at`` a line of user code, or ``by`` an operator and ``in`` whom.
 
-    What the trace adds behind an operator (a view of its result) has no line: its operand's counts.
+    What the trace adds after an operator (a view of its result) has no line: its operand's counts.
     """
-    behind, seen = [node], {node}
-    for each in behind:
+    sources, seen = [node], {node}
+    for each in sources:
         tag = get(each) if "fxshard" in each.meta else None
         if tag is not None and tag.line:
             return f"at {tag.line}"
         if each.op == "call_function":
-            behind += [n for n in each.all_input_nodes if n not in seen]
+            sources += [n for n in each.all_input_nodes if n not in seen]
             seen.update(each.all_input_nodes)
     module = get(node).module if "fxshard" in node.meta else None
     return f"by {node.target} in {repr(module) if module else 'the root module'}"
@@ -165,7 +165,7 @@ _STORAGES = "fxshard_storages"  # (value, identities of its storages)
 
 
 def read_ids(node: fx.Node) -> frozenset[int]:
-    """Identity of each storage that `node` reads; a pick reads what it picks, not all of a list."""
+    """Identity of each storage that `node` reads; a getitem reads its item, not a whole list."""
     if node.target is operator.getitem:
         return storage_ids(node)
     inputs = node.all_input_nodes
@@ -176,7 +176,7 @@ _NONE: frozenset[int] = frozenset()
 
 
 def aliases_input(node: fx.Node) -> bool:
-    """True if `node` is a view of (or a pick from) one of its inputs: it allocates nothing."""
+    """True if `node` is a view or an item of one of its inputs: it allocates nothing."""
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:

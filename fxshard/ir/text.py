@@ -1,15 +1,15 @@
 """A program as text that is read back: `write` and `parse`, with ``parse(write(p))`` equal to `p`.
 
-`fxshard.ir.dump.text` is for people, and leaves out what they need not see. This text is whole: all
-that passes, checks, static analysis and the executor read. It holds no data: of tensors that the
-model holds outside of parameters and buffers it has the metadata. Reading it runs nothing that it
-names (`fxshard.ir.literals`). docs/ir.md shows one.
+`fxshard.ir.dump.text` is for people, and leaves out what they need not see. This text is complete:
+it has all that passes, checks, static analysis and the executor read. It holds no data: of tensors
+that the model holds outside of parameters and buffers it has the metadata. Reading it runs nothing
+that it names (`fxshard.ir.literals`). docs/ir.md shows one.
 
 Line by line::
 
     program v1 FIELDS                        fields of Program that are not at their default
     signature FIELDS
-    unit INDEX FQN FIELDS                    and behind it:
+    unit INDEX FQN FIELDS                    followed by:
       param FQN FIELDS, ignored FQN FIELDS
     bucket FQN ... [packed=FQNS]
     call MODULE NUMBER PARENT
@@ -27,7 +27,7 @@ Line by line::
 
 A TAG is phase, role, module and the fields of `fxshard.ir.tags.Meta` that are not at their default.
 Storages are numbered: tensors of one number alias. The schedule is not in the text: a program that
-has one says ``outlined=True``, and it is made again of the graph.
+has one says ``outlined=True``, and it is rebuilt from the graph.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _FLAGS = (
     *("forward_prefetch", "backward_prefetch", "max_inflight", "optimizer_in_backward", "compiled"),
     *("checkpoints", "closed", "reached"),
 )
-# Functions of Python and of torch that compute sizes, by the words that stand for them.
+# Functions of Python and of torch that compute sizes, by their names in the text.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f"operator.{n}": found for n, found in vars(operator).items() if callable(found)},
     **{f"math.{n}": found for n, found in vars(math).items() if callable(found)},
@@ -280,12 +280,12 @@ def _check_schedule(program: Program) -> None:
         if region.compiled is not None:
             raise TextError(
                 f"the program cannot be written as text: {region.name} holds code that Inductor "
-                f"has generated. Write the program in front of compile-regions."
+                f"has generated. Write the program before compile-regions."
             )
     if _rows(schedule) != _rows(outline.build(program)):
         raise TextError(
             "the program cannot be written as text: its schedule is not the one of its graph. "
-            "Write the program in front of outline-regions."
+            "Write the program before outline-regions."
         )
 
 
@@ -352,7 +352,7 @@ class _Parser:
                 self._guard(functools.partial(self._header_line, line))
         if any(rest.strip() for rest in self._lines[self._at :]):
             self._at += 1
-            raise TextError("there is more behind the end.", self._at)
+            raise TextError("there is more after the end.", self._at)
         return self._guarded(self._finish)
 
     def _next(self) -> str:
@@ -452,7 +452,7 @@ class _Parser:
 
     def _param_line(self, where: str, line: _Line) -> None:
         if not self._units:
-            raise Unreadable("a parameter in front of the first unit")
+            raise Unreadable("a parameter before the first unit")
         unit = self._units[-1]
         fqn = line.value()
         given = {"fqn": fqn, "aliases": (fqn,), "unit": unit.index, **line.fields()}
@@ -473,7 +473,7 @@ class _Parser:
         module, number, parent = line.value(), line.value(), line.value()
         call = _made(Call, {"module": module, "number": number, "parent": parent})
         if parent is not None and not 0 <= parent < len(self._calls):
-            raise Unreadable(f"there is no call {parent} in front of this one")
+            raise Unreadable(f"there is no call {parent} before this one")
         self._calls.append(call)
 
     def _symbol_line(self, line: _Line) -> None:
@@ -518,7 +518,7 @@ class _Parser:
 
     def _node_line(self, line: _Line) -> None:
         if self._output is not None:
-            raise Unreadable("a node behind the output")
+            raise Unreadable("a node after the output")
         name = line.next("node")[1:]
         line.expect("=")
         word = line.next("name")

@@ -15,7 +15,7 @@ def is_launch(candidate: fx.Node) -> bool:
     """True if a wait belongs to `candidate`: casts and loads are launches if nothing sends them."""
     spec = ops.of(candidate)
     if spec.prepares:
-        return any(user.target is ops.wait for pick in candidate.users for user in pick.users)
+        return any(user.target is ops.wait for item in candidate.users for user in item.users)
     return spec.asynchronous
 
 
@@ -44,9 +44,9 @@ def is_in_place(candidate: fx.Node) -> bool:
 
 
 def sent_copies(launch: fx.Node) -> list[fx.Node]:
-    """What was made only to be sent: behind the wait for `launch` nobody needs it.
+    """What was made only to be sent: after the wait for `launch` nothing reads it.
 
-    For an unshard: packs, casts, loads and reshards in front of it. For a reduction or a copy to
+    For an unshard: packs, casts, loads and reshards before it. For a reduction or a copy to
     the CPU: its operands, unless its results are the operands. For any other: nothing.
     """
     if not is_unshard(launch):
@@ -58,7 +58,7 @@ def sent_copies(launch: fx.Node) -> list[fx.Node]:
         if operand.op != "call_function":
             continue
         found.append(operand)
-        maker = tags.source(operand)  # the pick's operator
+        maker = tags.source(operand)
         if maker.target is ops.pack:
             todo += tags.operands(maker)[::-1]
         elif ops.of(maker).role == "unshard":
@@ -67,16 +67,16 @@ def sent_copies(launch: fx.Node) -> list[fx.Node]:
 
 
 def packed_results(launch: fx.Node) -> list[fx.Node]:
-    """Results of an unshard that `unpack` takes apart: behind it nobody needs them."""
-    return [pick for pick in launch.users if any(user.target is ops.unpack for user in pick.users)]
+    """Results of an unshard that `unpack` takes apart: after it nothing reads them."""
+    return [item for item in launch.users if any(user.target is ops.unpack for user in item.users)]
 
 
 def unsharded(launch: fx.Node) -> list[fx.Node]:
     """The unsharded parameters, padded, that an unshard leaves: its results, or the unpacked."""
     found: list[fx.Node] = []
-    for pick in launch.users:
-        parts = [user for user in pick.users if user.target is ops.unpack]
-        found += [part for unpack in parts for part in unpack.users] or [pick]
+    for item in launch.users:
+        parts = [user for user in item.users if user.target is ops.unpack]
+        found += [part for unpack in parts for part in unpack.users] or [item]
     return found
 
 
@@ -107,39 +107,39 @@ def dying_results(launch: fx.Node, kept: set[int]) -> list[fx.Node]:
     """
     if is_unshard(launch):
         return unsharded(launch)
-    picks = list(launch.users)
+    items = list(launch.users)
     taken = kept
     if is_in_place(launch):
         for operand in tags.operands(launch):
             maker = tags.source(operand) if operand.op == "call_function" else operand
             if is_launch(maker):  # its result, which is freed as such
                 taken = taken | tags.storage_ids(operand)
-    return [pick for pick in picks if not tags.storage_ids(pick) & taken]
+    return [item for item in items if not tags.storage_ids(item) & taken]
 
 
 def insert_operator(
     program: Program, target: Any, args: tuple[Any, ...], fqns: list[str], tag: tags.Meta, name: str
 ) -> list[fx.Node]:
-    """Append an operator that gives a list, and a pick of each of its results; returns the picks.
+    """Append an operator that gives a list, and a getitem per result; returns the getitems.
 
     Args:
         program: whose graph has its insertion point set.
         target: the operator.
         args: its arguments; the first is a list with one tensor per parameter.
-        fqns: of the parameters; each pick is tagged with its own.
+        fqns: of the parameters; each getitem is tagged with its own.
         tag: of the operator.
         name: of the operator.
     """
     made = node(program.graph, target, args, name)
     values = program.refake(made)
     tags.put(made, tag, values)
-    picks = [program.graph.call_function(operator.getitem, (made, i)) for i in range(len(fqns))]
-    for pick, fqn, value in zip(picks, fqns, values, strict=True):
-        tags.put(pick, tags.changed(tag, fqn=fqn), value)
-    return picks
+    items = [program.graph.call_function(operator.getitem, (made, i)) for i in range(len(fqns))]
+    for item, fqn, value in zip(items, fqns, values, strict=True):
+        tags.put(item, tags.changed(tag, fqn=fqn), value)
+    return items
 
 
-def insert_wait(program: Program, picks: list[fx.Node], tag: tags.Meta) -> fx.Node:
-    """Append the wait for the launch that made `picks`, which has the tag `tag`."""
-    made = node(program.graph, ops.wait, (picks,), f"wait_{tag.pair}")
+def insert_wait(program: Program, items: list[fx.Node], tag: tags.Meta) -> fx.Node:
+    """Append the wait for the launch that made `items`, which has the tag `tag`."""
+    made = node(program.graph, ops.wait, (items,), f"wait_{tag.pair}")
     return tags.put(made, tags.changed(tag, role="wait", fqn=None))

@@ -58,7 +58,7 @@ class Unit:
         fqn: FQN of the module ("" for the root unit).
         kind: class name of the module; equal kinds fold to one row in dumps.
         params: its parameters, in ``named_parameters`` order.
-        ignored: parameters of its modules that stay whole and are never communicated.
+        ignored: parameters of its modules that are never sharded or communicated.
         ignored_modules: FQNs of its modules whose buffers stay as they are too.
         precision: dtypes of compute and reduction.
         reshard: what its parameters are between forward and backward: True sharded, False
@@ -110,14 +110,14 @@ def find_units(
         names.setdefault(id(param), []).append(name)
         by_id[id(param)] = param
     members: dict[str, list[Param]] = {fqn: [] for fqn in fqns}
-    whole: dict[str, list[Param]] = {fqn: [] for fqn in fqns}
+    left_out: dict[str, list[Param]] = {fqn: [] for fqn in fqns}
     index = {fqn: i for i, fqn in enumerate(fqns)}
     for position, (key, aliases) in enumerate(names.items()):
         param = by_id[key]
         if key not in out_params:
             check_shardable(aliases[0], param)
         owner = owner_of(aliases, index)
-        (whole if key in out_params else members)[owner].append(
+        (left_out if key in out_params else members)[owner].append(
             Param(
                 fqn=aliases[0],
                 aliases=tuple(aliases),
@@ -129,15 +129,15 @@ def find_units(
             )
         )
     modules = dict(model.named_modules())
-    left_out = [name for name, _ in _named(out_modules, model)]
+    out_names = [name for name, _ in _named(out_modules, model)]
     return tuple(
         Unit(
             index[fqn],
             fqn,
             type(modules[fqn]).__name__,
             tuple(members[fqn]),
-            tuple(whole[fqn]),
-            tuple(name for name in left_out if owner_of([name], index) == fqn),
+            tuple(left_out[fqn]),
+            tuple(name for name in out_names if owner_of([name], index) == fqn),
         )
         for fqn in fqns
     )
@@ -347,7 +347,7 @@ def _check_kinds(model: nn.Module) -> None:
         if what:
             raise UnitError(
                 f"{kind} {fqn!r} is {what}: programs run on plain dense tensors, and would drop "
-                f"what it is besides. Make it plain before fxshard.compile (quantize behind "
+                f"what it is besides. Make it plain before fxshard.compile (quantize after "
                 f"training, say), or use torch.distributed.fsdp.fully_shard."
             )
 

@@ -21,10 +21,10 @@ def gradient_categories(
     """Storages of the joint graph that are gradients, or copies of them to be sent.
 
     Args:
-        without: names of gradients that nobody keeps (see `unreached`).
+        without: names of gradients that nothing keeps (see `unreached`).
     """
     found: dict[int, Category] = {}
-    params, wholes = program.params, program.wholes
+    params, ignored = program.params, program.ignored
     first = ops.reduce_scatter if program.world_size > 1 else ops.all_reduce
     todo: list[fx.Node] = []
     for launch in program.graph.nodes:
@@ -49,7 +49,7 @@ def gradient_categories(
     for value, result in zip(program.values, program.results, strict=True):
         if result.kind == "accumulated":
             category = Category.UNSHARDED_GRAD
-        elif result.kind == "grad" and result.name in (params.keys() | wholes.keys()) - without:
+        elif result.kind == "grad" and result.name in (params.keys() | ignored.keys()) - without:
             category = Category.SHARDED_GRAD
         else:
             continue

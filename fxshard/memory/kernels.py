@@ -285,12 +285,12 @@ def matmul(node: fx.Node, threads: int) -> Size:
 
 
 def dropout(node: fx.Node, threads: int) -> Size:
-    """``input * mask`` in front of the scaling (native/Dropout.cpp, ``native_dropout_cpu``)."""
+    """``input * mask`` before the scaling (native/Dropout.cpp, ``native_dropout_cpu``)."""
     return nbytes_of(val_of(node.args[0])), "masked input before scaling"
 
 
 def dropout_backward(node: fx.Node, threads: int) -> Size:
-    """``grad * mask`` in front of the scaling, and the scale as a tensor (native/Dropout.cpp)."""
+    """``grad * mask`` before the scaling, and the scale as a tensor (native/Dropout.cpp)."""
     val = val_of(node.args[0])
     return nbytes_of(val) + WRAPPED_NUMBER + val.element_size(), "masked gradient before scaling"
 

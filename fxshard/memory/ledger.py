@@ -44,7 +44,7 @@ class LiveRange:
         line: line of user code, ``path:line in function``; "" if there is none.
         born, died: ticks; died is None for what outlives the step.
         formula: `bytes` as an expression of open sizes and of the number of ranks; None if it is
-            the same number for all, or nobody has asked.
+            the same number for all, or it was not asked for.
     """
 
     storage: int
@@ -126,7 +126,7 @@ class Moment(NamedTuple):
     """A point: what ran last.
 
     Attributes:
-        node: name of the operator in the program; "start" in front of a phase.
+        node: name of the operator in the program; "start" before a phase.
         op: the operator, for example "aten.mm".
         module: FQN of its module.
         stream: where it runs.
@@ -135,7 +135,7 @@ class Moment(NamedTuple):
         kind: "row" of the schedule, "operator" of a region, "size" that an operator of a region
             computes, or "" for what is in no program.
         checkpointed: it runs inside of an activation checkpoint.
-        again: it recomputes, in backward.
+        recomputed: it is recomputation of a checkpoint, in backward.
     """
 
     node: str
@@ -146,7 +146,7 @@ class Moment(NamedTuple):
     call: int | None = None
     kind: Literal["row", "operator", "size", ""] = ""
     checkpointed: bool = False
-    again: bool = False
+    recomputed: bool = False
 
 
 class Phase(NamedTuple):
@@ -155,7 +155,7 @@ class Phase(NamedTuple):
     Attributes:
         name: "forward", "loss", "loss backward", "backward", "optimizer" or "zero_grad".
         micro_batch: which of the step's, from 0; -1 after the last.
-        start: number of the point in front of it.
+        start: number of the point before it.
         points: how many points follow that one.
     """
 

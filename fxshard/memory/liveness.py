@@ -54,7 +54,7 @@ def held_ranges(
     *,
     formulas: bool = False,
 ) -> list[LiveRange]:
-    """What the caller holds through the whole step: shards, buffers, batch.
+    """What the caller holds throughout the step: shards, buffers, batch.
 
     Shards count as they are stored: padded, trainable or not. Ignored parameters count as *Sharded
     Param* too: what the rank holds between steps. With `formulas`, the ranges have theirs.
@@ -81,7 +81,7 @@ def held_ranges(
         hold(fqn, owner_of(fqn), Category.SHARDED_PARAM, size, program.offloaded, formula)
         number = found[-1].storage
         found[-1].storage = flats.setdefault(layout.storage, number)
-    for fqn, param in program.wholes.items():
+    for fqn, param in program.ignored.items():
         hold(fqn, owner_of(fqn), Category.SHARDED_PARAM, nbytes(param.shape, param.dtype))
     dtypes = buffer_dtypes(program.units, dict(model.named_buffers()))
     seen: set[int] = set()
@@ -234,7 +234,7 @@ class Walk:
         self._optimizers: dict[int, int] = {}  # storage in the recording of a step -> storage
 
     def forked(self) -> Walk:
-        """A walk that goes on from here on its own."""
+        """A copy that continues independently from here."""
         other = copy.copy(self)
         other.ledger = Ledger()
         other.ledger.moments = list(self.ledger.moments)
@@ -247,7 +247,7 @@ class Walk:
         return other
 
     def hold_state(self, step: OptimizerStep, numbers: Sequence[int], host: bool) -> None:
-        """Those storages of the optimizer's state are there from before."""
+        """Storages of the optimizer's state that exist before the step."""
         self.now = BEFORE
         for number in numbers:
             made = step.range_of("", number, step.state[number].bytes, host=host)
@@ -305,7 +305,7 @@ class Walk:
             taken = {number: made.pop(number) for number in loss.taken if number in made}
             caller += made.values()
         self.now = self.ledger.begin("backward", micro_batch)
-        if loss is not None:  # what it does not read is dropped before
+        if loss is not None:  # the engine drops what backward does not read
             dropped = taken.keys() - _read(graph, loss)
             self._release([taken.pop(number) for number in dropped])
         env: dict[fx.Node, list[int]] = {}
@@ -316,7 +316,7 @@ class Walk:
                 env[node] = self._allocate(node, self._label(node))
                 self._hold(env[node])
                 caller += env[node]
-            elif tags.get(node).fqn in loss.tangents:  # it is there already
+            elif tags.get(node).fqn in loss.tangents:  # the loss's own backward made it
                 number = loss.tangents[tags.get(node).fqn or ""]
                 env[node] = [taken[number]] if number in taken else []
                 self._hold(env[node])
@@ -329,7 +329,7 @@ class Walk:
         self._phase(graph, env)
         self.now = 2 * self.ledger.add([Moment("backward returned")])
         values = cast("tuple[fx.Node, ...]", graph.find_nodes(op="output")[0].args[0])
-        # Gradients that are the caller's own, who holds them still, are copied.
+        # Tangents that are returned as gradients are copied: the caller still holds them.
         own = [n for n in dict.fromkeys(values) if tags.get(n).role == "tangent"]
         given = [env[node] for node in own if loss is None]
         env |= {n: self._allocate(n, self._label(n)) for n in own if loss is None}
@@ -344,9 +344,9 @@ class Walk:
         env: dict[fx.Node, list[int]],
         without: frozenset[str],
     ) -> None:
-        """What backward returned is held by the caller, or added in place to what is.
+        """The caller holds what backward returned, or adds it in place to the gradient it holds.
 
-        But for gradients `without` a loss: None is returned for those (`fxshard.runtime.unused`).
+        Except gradients in `without`: None is returned for those (`fxshard.runtime.unused`).
         """
         results = [result for result in self.program.results if result.kind != "output"]
         for node, result in zip(values, results, strict=True):
@@ -373,7 +373,7 @@ class Walk:
         tokens: dict[int, int],
         made_by: Callable[[str, int, int], LiveRange],
     ) -> None:
-        """What recorded operators allocate and free.
+        """Replay what recorded operators allocate and free.
 
         Args:
             events: in order.
@@ -390,7 +390,7 @@ class Walk:
             self._end([tokens.pop(number) for number in event.freed if number in tokens])
 
     def zero_grad(self) -> None:
-        """Everything goes that the caller does not hold from step to step."""
+        """Release all that the caller does not hold from step to step."""
         self.ledger.begin("zero_grad", -1)
         self.now = 2 * self.ledger.add([Moment("zero_grad")])
         state = set(self._optimizers.values())
@@ -427,7 +427,7 @@ class Walk:
         return made
 
     def _accumulated(self, fqn: str) -> int:
-        """A gradient that steps under ``no_sync`` before this one have left."""
+        """An accumulated gradient, from earlier steps under ``no_sync``."""
         size = accumulated_bytes(self.program, fqn)
         return self._new(LiveRange(0, fqn, "", owner_of(fqn), Category.UNSHARDED_GRAD, size))
 
@@ -450,20 +450,20 @@ class Walk:
         for row in graph.nodes:
             if row.op not in ("call_function", "call_module") or row.target is operator.getitem:
                 continue
-            picks = [user for user in row.users if user.target is operator.getitem]
-            drops = [n for reader in (row, *picks) for n in dead[reader] if n is not row]
+            items = [user for user in row.users if user.target is operator.getitem]
+            drops = [n for reader in (row, *items) for n in dead[reader] if n is not row]
             if row.op == "call_module":
                 tokens = [env.get(n, []) for n in row.all_input_nodes]
                 owned = {n for n in drops if n in env}
                 size = sizes[row] - 1
-                made = self._region(row, picks, tokens, owned, origins[at : at + size])
+                made = self._region(row, items, tokens, owned, origins[at : at + size])
                 at += size
                 for node in owned:
                     del env[node]
-                env.update(zip(picks, made, strict=True))
+                env.update(zip(items, made, strict=True))
                 drops = [n for n in drops if n not in owned]
             else:
-                self._row(row, picks, env)
+                self._row(row, items, env)
             at += 1
             self.now += 1
             for node in drops:
@@ -471,7 +471,7 @@ class Walk:
             self.now += 1
         self.now -= 1  # after the last point
 
-    def _row(self, row: fx.Node, picks: list[fx.Node], env: dict[fx.Node, list[int]]) -> None:
+    def _row(self, row: fx.Node, items: list[fx.Node], env: dict[fx.Node, list[int]]) -> None:
         spec = ops.of(row)
         if row.target is ops.wait:
             for source in tags.operands(row):
@@ -484,19 +484,19 @@ class Walk:
             for source in tags.operands(row):
                 self._end(env[source])
         elif transfers.is_in_place(row):
-            for pick, source in zip(picks, tags.operands(row), strict=True):
-                env[pick] = env[source]
-                self._hold(env[pick])
-                self._relabel(env[pick], Category[spec.category])
+            for item, source in zip(items, tags.operands(row), strict=True):
+                env[item] = env[source]
+                self._hold(env[item])
+                self._relabel(env[item], Category[spec.category])
         elif row.target in ops.OPERATORS:
-            for pick in picks:
-                env[pick] = self._allocate(pick, Category[spec.category], spec.on_host)
+            for item in items:
+                env[item] = self._allocate(item, Category[spec.category], spec.on_host)
         else:  # a view of a buffer that cuts its padding
             env[row] = [t for n in row.all_input_nodes for t in env[n]]
             self._hold(env[row])
 
     def _step_row(self, row: fx.Node) -> None:
-        """A step: one point, at which the most that is alive within it counts."""
+        """A step of the optimizer: one point, with the most bytes alive within it."""
         if self._step is None:  # the report leaves the optimizer out
             return
         alive: dict[int, tuple[str, int]] = {}  # operator and bytes of each storage
@@ -521,7 +521,7 @@ class Walk:
     def _region(
         self,
         row: fx.Node,
-        picks: list[fx.Node],
+        items: list[fx.Node],
         inputs: list[list[int]],
         owned: set[fx.Node],
         origins: list[fx.Node],
@@ -532,7 +532,7 @@ class Walk:
         """
         region = self.schedule.regions[str(row.target)]
         if region.compiled is not None:
-            return self._compiled(row, region, region.compiled, picks, inputs, owned)
+            return self._compiled(row, region, region.compiled, items, inputs, owned)
         default = Category.ACTIVATION if tags.get(row).phase == "forward" else Category.TEMP
         env: dict[fx.Node, list[int]] = {}
         tokens_of: dict[int, int] = {}  # storage of the stored body -> token of this call
@@ -548,7 +548,7 @@ class Walk:
             if argument not in owned:
                 self._hold(tokens)
         outputs = tags.operands(region.graph.find_nodes(op="output")[0])
-        labels = self._region_categories(region.body, outputs, picks)
+        labels = self._region_categories(region.body, outputs, items)
         dead = self._dead(region)
         for node, origin in zip(region.body, origins, strict=True):
             tokens = []
@@ -577,11 +577,11 @@ class Walk:
         row: fx.Node,
         region: Region,
         compiled: Compiled,
-        picks: list[fx.Node],
+        items: list[fx.Node],
         inputs: list[list[int]],
         owned: set[fx.Node],
     ) -> list[list[int]]:
-        """As `_region`, by the steps of the code that runs in place of the operators.
+        """As `_region`, by the steps of the compiled code.
 
         No operator of it makes a copy that can be told from a gradient: what is sent is one.
         """
@@ -596,7 +596,7 @@ class Walk:
             for storage in tags.storage_ids(place):
                 tokens_of.setdefault(numbers.setdefault(storage, len(numbers)), []).extend(tokens)
         outputs = tags.operands(region.graph.find_nodes(op="output")[0])
-        labels = self._region_categories(region.body, outputs, picks)
+        labels = self._region_categories(region.body, outputs, items)
         of_number: dict[int, Category] = {}
         origins: dict[int, fx.Node] = {}
         runs = dict(zip(region.body, row.meta["run"], strict=True))
@@ -625,12 +625,12 @@ class Walk:
         return [list(tokens) for tokens in found]
 
     def _region_categories(
-        self, body: list[fx.Node], outputs: list[fx.Node], picks: list[fx.Node]
+        self, body: list[fx.Node], outputs: list[fx.Node], items: list[fx.Node]
     ) -> dict[int, Category]:
         """Categories of storages of a body that are gradients, seen from this call of it."""
         found: dict[int, Category] = {}
-        for node, pick in zip(outputs, picks, strict=True):
-            for inner, outer in zip(tags.storages(node), tags.storages(pick), strict=True):
+        for node, item in zip(outputs, items, strict=True):
+            for inner, outer in zip(tags.storages(node), tags.storages(item), strict=True):
                 if id(outer) in self._categories:
                     found[id(inner)] = self._categories[id(outer)]
         makers: dict[int, fx.Node] = {}
@@ -644,8 +644,8 @@ class Walk:
             sources = [storage for n in node.all_input_nodes for storage in tags.storage_ids(n)]
             for storage in sources:
                 maker = makers.get(storage)
-                again = maker is not None and is_reduce_copy(maker.target, dict(maker.kwargs))
-                category = Category.REDUCE_SCATTER if again else Category.UNSHARDED_GRAD
+                copied = maker is not None and is_reduce_copy(maker.target, dict(maker.kwargs))
+                category = Category.REDUCE_SCATTER if copied else Category.UNSHARDED_GRAD
                 found.setdefault(storage, category)
         return found
 
@@ -707,7 +707,7 @@ class Walk:
                 ended.died = self.now
 
     def _rewrite(self, token: int, node: fx.Node) -> None:
-        """`node` writes its result over what the storage held: from now on it is that result."""
+        """`node` writes its result over a storage: from now on the storage is that result's."""
         after, tag = self._changed(token), tags.get(node)
         after.name, after.op, after.line = node.name, operation_of(node), tag.line
         after.module = tag.module
@@ -736,11 +736,11 @@ def moment_of(place: Point) -> Moment:
         kind = "size" if isinstance(place.node.meta.get("val"), int) else "operator"
     inside = tag.checkpoint is not None
     where = place.origin.name, op, tag.module, tag.stream, tag.line, tag.call
-    return Moment(*where, kind, inside, tag.again)
+    return Moment(*where, kind, inside, tag.recomputed)
 
 
 def operation_of(node: fx.Node) -> str:
-    """``aten.mm`` of a node that calls ``aten.mm.default``; of a pick, what it picks from."""
+    """``aten.mm`` of a node that calls ``aten.mm.default``; of a getitem, that of its source."""
     while node.op == "call_function" and node.target is operator.getitem:
         node = tags.source(node)
     return str(node.target).removesuffix(".default")

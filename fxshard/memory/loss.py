@@ -31,9 +31,9 @@ class LossStep:
         held: storages of tensors that the loss holds itself, such as labels.
         tangents: output (flat index, as text) -> storage of its gradient, where that arrives in the
             strides that the model's backward reads; of others it makes copies.
-        taken: those of them that nobody but the engine holds: they die after their last reader.
+        taken: those of them that only the autograd engine holds: they die after their last reader.
         formulas: the bytes of each storage as an expression of the open sizes, where it depends on
-            them; empty if nobody has asked (see `with_formulas`).
+            them; empty if not asked for (see `with_formulas`).
         conditions: what the loss takes for granted of the open sizes, and where.
         arrived: outputs (flat indices) that the loss reaches.
     """
@@ -72,7 +72,7 @@ class _Model(torch.autograd.Function):
 def with_formulas(
     program: Program, loss: Callable[[Any], torch.Tensor], step: LossStep
 ) -> LossStep:
-    """`step`, with what its storages hold for other sizes: the loss runs again, on open sizes.
+    """`step`, with what its storages hold for other sizes: the loss is traced on open sizes too.
 
     Raises:
         ConfigError: the loss does something else there.
@@ -81,9 +81,9 @@ def with_formulas(
     if domain is None:
         return step
     sizes = shapes.Trace(domain.places, domain.example)
-    again = trace_loss(program, loss, sizes)
-    assert again is not None
-    both = (step.forward + step.backward, again.forward + again.backward)
+    other = trace_loss(program, loss, sizes)
+    assert other is not None
+    both = (step.forward + step.backward, other.forward + other.backward)
     if len({tuple((e.op, len(e.allocated), tuple(e.freed)) for e in each) for each in both}) > 1:
         raise ConfigError(
             f"loss={loss!r} runs other operators where the sizes of the batch are open, so that "

@@ -69,7 +69,7 @@ class OptimizerStep:
         initial: those that the optimizer makes when it is made (Adagrad), before the first step.
         has_state: the optimizer's ``state`` is not empty after the first step.
         formulas: the bytes of each storage as an expression of the number of ranks, where it
-            depends on it; empty if nobody has asked (see `with_formulas`).
+            depends on it; empty if not asked for (see `with_formulas`).
         without: FQNs of parameters without a gradient, as no loss reaches them.
     """
 
@@ -136,7 +136,7 @@ def trace_step(
     def record(device: str, mode: AbstractContextManager[Any]) -> tuple[OptimizerStep, str]:
         graded = {
             fqn
-            for fqn, param in (program.params | program.wholes).items()
+            for fqn, param in (program.params | program.ignored).items()
             if fqn in trained or (unused and param.requires_grad)
         }
         make = functools.partial(make_optimizer, optimizer)
@@ -234,7 +234,7 @@ def _trained(program: Program) -> set[str]:
 def unused(program: Program) -> bool:
     """True if a parameter requires a gradient and none arrives at it."""
     trained = _trained(program)
-    every = (*program.params.items(), *program.wholes.items())
+    every = (*program.params.items(), *program.ignored.items())
     return any(param.requires_grad and fqn not in trained for fqn, param in every)
 
 
@@ -373,7 +373,7 @@ def record_steps(
     steps: list[Parts] = []
     states: list[dict[int, State]] = []
     with mode:
-        everything = [*program.params.items(), *program.wholes.items()]
+        everything = [*program.params.items(), *program.ignored.items()]
         for fqn, param in sorted(everything, key=lambda item: item[1].position):
             shape = program.layouts[fqn].local_shape()
             data = torch.empty(shape, dtype=param.dtype, device=device)

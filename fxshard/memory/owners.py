@@ -1,4 +1,4 @@
-"""Who owns what: the bytes of a ledger per owner, at any tick."""
+"""The bytes of a ledger per owner (a module, the loss, the optimizer), at any tick."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def recomputed(program: Program) -> dict[str, int]:
     """
     found: dict[str, int] = defaultdict(int)
     for node in program.phase("backward"):
-        if tags.get(node).again and (tags.writes(node) or not tags.aliases_input(node)):
+        if tags.get(node).recomputed and (tags.writes(node) or not tags.aliases_input(node)):
             name = dump.operation(node)
             if tags.writes(node):
                 name = name.replace("_.", ".").removesuffix("_")

@@ -62,8 +62,8 @@ class Kernels:
         if key is None:
             return func(*args, **kwargs)
         if (func, key) in self._known:
-            again = self._known[func, key]
-            return func(*args, **kwargs) if again is None else again(args)
+            replay = self._known[func, key]
+            return func(*args, **kwargs) if replay is None else replay(args)
         parts = _elementwise(func, args, kwargs)
         if parts is not None:
             return self._each(func, args, kwargs, parts)

@@ -44,16 +44,16 @@ class Span:
     unshard, and its post-forward ends with its free (in backward: the free of its gradients).
 
     Attributes:
-        before_again, after_again: of what an activation checkpoint recomputes in backward; None if
-            nothing of this call is.
+        before_recomputed, after_recomputed: of what an activation checkpoint recomputes in
+            backward; None if nothing of this call is recomputed.
     """
 
     before_pre: int
     after_pre: int
     before_post: int
     after_post: int
-    before_again: int | None = None
-    after_again: int | None = None
+    before_recomputed: int | None = None
+    after_recomputed: int | None = None
 
     def moments(self, phase: str) -> Iterator[tuple[State, int]]:
         """Each state but the peaks, and the point that it lies at."""
@@ -71,8 +71,8 @@ MOMENTS = {
         (State.AFTER_POST_FORWARD, "after_post"),
     ),
     "backward": (
-        (State.PRE_FORWARD_AC, "before_again"),
-        (State.POST_FORWARD_AC, "after_again"),
+        (State.PRE_FORWARD_AC, "before_recomputed"),
+        (State.POST_FORWARD_AC, "after_recomputed"),
         (State.BEFORE_PRE_BACKWARD, "before_pre"),
         (State.AFTER_PRE_BACKWARD, "after_pre"),
         (State.BEFORE_POST_BACKWARD, "before_post"),
@@ -152,12 +152,12 @@ def _spans(
     """
     found: dict[Called, dict[str, Span]] = defaultdict(dict)
     ever = {call.module for call in calls}
-    outside: set[Called] = set()  # calls that no checkpoint recomputes whole
+    outside: set[Called] = set()  # calls of which no checkpoint recomputes everything
     chains: dict[tuple[int | None, str], list[Called]] = {}
     for phase, places in phases.items():
         first: dict[Called, int] = {}
         last: dict[Called, int] = {}
-        again: dict[Called, tuple[int, int]] = {}
+        recomputed: dict[Called, tuple[int, int]] = {}
         waits: dict[str, list[int]] = defaultdict(list)
         frees: dict[str, list[int]] = defaultdict(list)
         for i, moment in enumerate(places):
@@ -176,8 +176,8 @@ def _spans(
                 written = moment.op == "aten.copy_"
                 if phase == "forward" and not moment.checkpointed and not written:
                     outside.add(called)
-                if moment.again:
-                    again[called] = (again[called][0] if called in again else i, i)
+                if moment.recomputed:
+                    recomputed[called] = (recomputed[called][0] if called in recomputed else i, i)
                 else:
                     first.setdefault(called, i)
                     last[called] = i
@@ -190,10 +190,10 @@ def _spans(
             after_post = free[-1] if free else last[called]
             if module == "":
                 before_pre, after_post = -1, len(places) - 1
-            made = None if called in outside else again.get(called)
-            before_again, after_again = (made[0] - 1, made[1]) if made else (None, None)
+            made = None if called in outside else recomputed.get(called)
+            recomputation = (made[0] - 1, made[1]) if made else (None, None)
             found[called][phase] = Span(
-                before_pre, after_pre, last[called], after_post, before_again, after_again
+                before_pre, after_pre, last[called], after_post, *recomputation
             )
     return dict(found)
 

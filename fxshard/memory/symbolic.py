@@ -170,7 +170,7 @@ class _Reading:
         first = self.numels.get(node.all_input_nodes[0]) if node.all_input_nodes else None
         if first is None:
             return None
-        if node.target is aten.slice.Tensor and tag.role == "settle" and layout is not None:
+        if node.target is aten.slice.Tensor and tag.role == "post_reduction" and layout is not None:
             return (layout.shard_numel_over(WORLD),)
         if tag.role == "compute" and first[0].free_symbols <= {WORLD}:
             return None  # the model's own operator: the trace has seen that its size is fixed
@@ -235,7 +235,7 @@ def input_bytes(program: Program, leaf: int, value: torch.Tensor) -> sympy.Expr 
 
 
 def conditions(domain: domain.Domain) -> list[tuple[sympy.Basic, str]]:
-    """What a trace took for granted, in the names of the sizes, and where."""
+    """The conditions that a trace assumed, in the names of the sizes, and where."""
     names = {found: symbol(name) for name, found in domain.symbols.items()}
     return [(torch_sizes.in_sympy(c.xreplace(names)), where) for c, where in domain.conditions]
 

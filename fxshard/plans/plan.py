@@ -171,7 +171,7 @@ class Plan:
         It sees this rank's rows of the parameters, and which of them have gradients.
         """
         program, for_cuda = self.program, self.config.device == "cuda"
-        params = *program.params.values(), *program.wholes.values()
+        params = *program.params.values(), *program.ignored.values()
         rows = tuple((p.fqn, p.shape, p.dtype, p.requires_grad, p.position) for p in params)
         trained = frozenset(r.name for r in program.results if r.kind == "grad")
         without = unreached(program, self._loss)
@@ -181,7 +181,7 @@ class Plan:
             id(optimizer),
             program.world_size,
             rows,
-            len(program.wholes),
+            len(program.ignored),
             trained,
             stepped,
             without,

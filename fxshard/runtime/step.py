@@ -80,8 +80,8 @@ class Phases(ParameterStore):
         if tag.role == "shard":
             shards = self.slots[name].shards
             return shards[rank % len(shards)]  # replicas inside one process share theirs
-        if tag.role == "whole":
-            return self.whole(name)
+        if tag.role == "ignored":
+            return self.ignored_param(name)
         if tag.role == "accumulated":
             if name not in self.accumulated:  # dropped since forward, by zero_grad
                 val = node.meta["val"]
@@ -431,7 +431,7 @@ def _gradients(
         shards = [grads.pop(fqn) for grads in per_rank if fqn in grads]
         if not shards or fqn in unused:
             out.append(None)  # accumulated, not reduced; or stepped already
-        elif fqn in call.runtime.wholes:
+        elif fqn in call.runtime.ignored:
             out.append(shards[0])
         else:
             slot, world = call.runtime.slots[fqn], call.runtime.world
@@ -444,7 +444,7 @@ def _gradients(
 
 def differentiated(program: Program) -> list[str]:
     """FQNs of the parameters that the program makes gradients of, reduced or accumulated."""
-    known = program.params.keys() | program.wholes.keys()
+    known = program.params.keys() | program.ignored.keys()
     names = [r.name for r in program.results if r.kind != "output" and r.name in known]
     names += transfers.stepped(program)
     return list(dict.fromkeys([*names, *sorted(program.accumulated)]))

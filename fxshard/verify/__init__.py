@@ -1,6 +1,6 @@
 """One check per Fact. A check raises VerifyError with the node at fault, or returns.
 
-The rooms: `applies` (from when on a Fact must hold), `structure` (edges, tags, units, launches),
+The files: `applies` (when a Fact must hold), `structure` (edges, tags, units, launches),
 `buckets`, `checkpoints`, `parameters`, `gradients`, `steps`, `storages`, `streams` and `schedules`.
 `walk` has what several of them look for in a graph.
 """
@@ -27,9 +27,9 @@ __all__ = ["APPLIES", "CHECKS", "fail", "verify"]
 
 
 def verify(program: Program) -> None:
-    """Check every Fact that must hold: by what the program has, and what passes said of it.
+    """Check every Fact that must hold: by what the program has, and by what passes ensure.
 
-    What a finished program must fulfil is never up to its passes: see `fxshard.verify.applies`.
+    Passes cannot change what a finished program must fulfil: see `fxshard.verify.applies`.
 
     Raises:
         VerifyError: the first Fact that does not hold, with ten lines of dump around the node.
@@ -41,9 +41,7 @@ def verify(program: Program) -> None:
         except VerifyError:
             raise
         except Exception as error:  # of a program so wrong that a check cannot read it
-            what = (
-                f"it cannot be checked, for the program is none ({type(error).__name__}: {error})."
-            )
+            what = f"the program is too broken to be checked ({type(error).__name__}: {error})."
             raise VerifyError(fact.name.lower(), what) from error
 
 

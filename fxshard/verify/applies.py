@@ -1,7 +1,7 @@
-"""From when on each Fact must hold: said by what a program has, not by the passes that made it.
+"""When each Fact must hold: this depends on what a program has, not on the passes that made it.
 
-A program with a schedule is finished: it runs as it is, and all Facts must hold. Before that, each
-Fact holds from the operators, tags or placeholders on that it speaks of.
+A program with a schedule is finished: it runs as it is, and all Facts must hold. Before that, a
+Fact must hold once the program has operators, tags or placeholders of the kind that it is about.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def finished(program: Program) -> bool:
 
 
 def has(kind: Callable[[OpSpec], bool]) -> Applies:
-    """From the first operator of a kind on."""
+    """Once the program has an operator of a kind."""
 
     def applies(program: Program) -> bool:
         find = program.graph.find_nodes

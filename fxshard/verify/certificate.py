@@ -46,9 +46,9 @@ def _line(launch: fx.Node) -> str:
     op = ops.argument(launch, "op")
     said += f" op={op}" if op else ""
     sent = [tensor for node in tags.operands(launch) for tensor in tags.tensors(node.meta["val"])]
-    picks = {walk.picked(pick): pick for pick in launch.users if walk.is_pick_of(pick, launch)}
+    items = {walk.item_index(item): item for item in launch.users if walk.is_item_of(item, launch)}
     what = ", ".join(
-        f"{tags.get(picks[i]).fqn or '+'.join(_inside(node))} {dump.types(tensor)}"
+        f"{tags.get(items[i]).fqn or '+'.join(_inside(node))} {dump.types(tensor)}"
         for i, (node, tensor) in enumerate(zip(tags.operands(launch), sent, strict=True))
     )
     size = sum(tensor.numel() * tensor.element_size() for tensor in sent)

@@ -1,4 +1,4 @@
-"""How a check says which node breaks a Fact."""
+"""How a check reports the node that breaks a Fact."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def reduced_once(program: Program) -> None:
     need += [ops.store] if program.offloaded else []
     need = [ops.comm_hook] if program.comm_hook else need
     seen: dict[fx.Node, str] = {}
-    packs: dict[fx.Node, dict[str | None, tuple[int, int]]] = {}  # pick -> what it holds
+    packs: dict[fx.Node, dict[str | None, tuple[int, int]]] = {}  # item -> parts, by FQN
     left = _left_by_backward(program)
     for value, result in left:
         if result.kind == "accumulated" and program.sync:
@@ -40,22 +40,22 @@ def reduced_once(program: Program) -> None:
             continue
         if not program.sync:
             fail(program, fact, value, f"the gradient of {result.name!r} is not accumulated.")
-        picks = _reductions_of(value)
-        for pick in picks:
-            _by_its_group(program, tags.source(pick))
-            if tags.get(pick).fqn != "":
-                _one_reduction(program, pick, result.name, seen)
+        items = _reductions_of(value)
+        for item in items:
+            _by_its_group(program, tags.source(item))
+            if tags.get(item).fqn != "":
+                _one_reduction(program, item, result.name, seen)
                 continue
-            seen[pick] = result.name
-            if pick not in packs:
-                packs[pick] = _packed(tags.operands(tags.source(pick))[walk.picked(pick)])
-            packed = packs[pick]
-            if _piece(value, pick) != packed.get(result.name):
-                what = f"the gradient of {result.name!r} is not in what %{pick.name} reduced."
+            seen[item] = result.name
+            if item not in packs:
+                packs[item] = _packed(tags.operands(tags.source(item))[walk.item_index(item)])
+            packed = packs[item]
+            if _piece(value, item) != packed.get(result.name):
+                what = f"the gradient of {result.name!r} is not in what %{item.name} reduced."
                 if result.name in packed:
-                    what = f"%{value.name} is not the part of %{pick.name} of {result.name!r}."
-                fail(program, fact, pick, what)
-        done = [tags.source(pick).target for pick in reversed(picks)]
+                    what = f"%{value.name} is not the part of %{item.name} of {result.name!r}."
+                fail(program, fact, item, what)
+        done = [tags.source(item).target for item in reversed(items)]
         if done != need:
             ran = _said_of(done) or "nothing"
             fail(
@@ -71,11 +71,11 @@ def reduced_once(program: Program) -> None:
     _all_returned(program, seen)
     _divided_alike(program)
     for launch in filter(transfers.is_reduction, program.graph.nodes):
-        for pick in launch.users:
-            if pick.target is operator.getitem and pick not in seen:
-                fqns = walk.packed_fqns(tags.operands(launch)[walk.picked(pick)])
-                fqn = tags.get(pick).fqn or ", ".join(fqns)
-                fail(program, fact, pick, f"the reduced gradient of {fqn!r} is not returned.")
+        for item in launch.users:
+            if item.target is operator.getitem and item not in seen:
+                fqns = walk.packed_fqns(tags.operands(launch)[walk.item_index(item)])
+                fqn = tags.get(item).fqn or ", ".join(fqns)
+                fail(program, fact, item, f"the reduced gradient of {fqn!r} is not returned.")
     _accumulated_once(program)
     given = {result.name for _, result in left} | _added(program)
     for fqn in sorted((program.gradients or frozenset()) - given):
@@ -87,7 +87,7 @@ def _said_of(reductions: Sequence[Any]) -> str:
 
 
 def _added(program: Program) -> set[str]:
-    """Parameters whose gradient is added to the accumulated one, which the caller has already."""
+    """Parameters whose gradient is added to an accumulated one that the caller holds."""
     return {
         tags.get(node).fqn or ""
         for node in program.graph.find_nodes(op="placeholder")
@@ -99,12 +99,12 @@ def _added(program: Program) -> set[str]:
 def _all_returned(program: Program, seen: dict[fx.Node, str]) -> None:
     """Each gradient in a packed tensor that is reduced is returned."""
     names = {result.name for _, result in _left_by_backward(program)}
-    for pick in seen:
-        if tags.get(pick).fqn == "":
-            for fqn in _packed(tags.operands(tags.source(pick))[walk.picked(pick)]):
+    for item in seen:
+        if tags.get(item).fqn == "":
+            for fqn in _packed(tags.operands(tags.source(item))[walk.item_index(item)]):
                 if fqn not in names:
-                    what = f"the gradient of {fqn!r}, which %{pick.name} holds, is not returned."
-                    fail(program, Fact.REDUCED_ONCE, pick, what)
+                    what = f"the gradient of {fqn!r}, which %{item.name} holds, is not returned."
+                    fail(program, Fact.REDUCED_ONCE, item, what)
 
 
 def _divided_alike(program: Program) -> None:
@@ -129,13 +129,13 @@ def _said(how: tuple[float, tuple[str, ...]]) -> str:
     return f"reduced by {', '.join(operations) or 'nothing'} and divided by {divisor:g}"
 
 
-Rows = dict[fx.Node, dict[str | None, fx.Node]]  # packed tensor -> FQN -> what it has of it
+Rows = dict[fx.Node, dict[str | None, fx.Node]]  # packed tensor -> FQN -> its rows in it
 
 
 def _divided(
     program: Program, value: fx.Node, fqn: str, known: Rows
 ) -> tuple[float, tuple[str, ...]]:
-    """What the sum over ranks is divided by, and the operations that are no sum."""
+    """What the sum over ranks is divided by, and the operations of the reductions."""
     divisor, operations, node = 1.0, [], value
     sizes = {"shard": program.world_size, "replicate": program.replicas}
     while node.op == "call_function":
@@ -145,8 +145,8 @@ def _divided(
             if operation is not None:
                 divisor *= sizes[str(ops.group(made))] if operation == "avg" else 1.0
                 operations += ["sum" if operation == "avg" else operation]
-            node = tags.operands(made)[walk.picked(node)]
-        elif tags.get(node).role in ("settle", "pad"):
+            node = tags.operands(made)[walk.item_index(node)]
+        elif tags.get(node).role in ("post_reduction", "pad"):
             if node.target in (aten.div_.Scalar, aten.div.Scalar):
                 divisor *= float(cast("float", node.args[1]))
             if not isinstance(node.args[0], (list, tuple)):
@@ -164,9 +164,9 @@ def _divided(
 
 
 def _names_of(row: fx.Node) -> list[str | None]:
-    """FQNs along what a row of a packed tensor is made of."""
+    """FQNs of a row of a packed tensor, and of what it was padded or cast from."""
     found = [tags.get(row).fqn]
-    while row.op == "call_function" and tags.get(row).role in ("pad", "settle"):
+    while row.op == "call_function" and tags.get(row).role in ("pad", "post_reduction"):
         if len(row.all_input_nodes) != 1:
             break
         (row,) = row.all_input_nodes
@@ -175,21 +175,21 @@ def _names_of(row: fx.Node) -> list[str | None]:
 
 
 def _left_by_backward(program: Program) -> list[tuple[fx.Node, Result]]:
-    """What is returned, and the gradients that are stepped instead."""
+    """The results, and the gradients that are stepped instead of returned."""
     stepped = [(node, Result("grad", fqn)) for fqn, node in transfers.stepped(program).items()]
     return [*zip(program.values, program.results, strict=True), *stepped]
 
 
-def _one_reduction(program: Program, pick: fx.Node, fqn: str, seen: dict[fx.Node, str]) -> None:
-    """`pick` is the gradient of `fqn` behind a reduction, as its name, its ranks and `seen` say."""
-    fact, launch = Fact.REDUCED_ONCE, tags.source(pick)
-    if pick in seen:
-        fail(program, fact, pick, f"the gradient of {fqn!r} is that of {seen[pick]!r}.")
-    seen[pick] = fqn
-    for node in (pick, tags.operands(launch)[walk.picked(pick)]):
+def _one_reduction(program: Program, item: fx.Node, fqn: str, seen: dict[fx.Node, str]) -> None:
+    """`item` is the reduced gradient of `fqn`, by its tag and its operand's, and no other's."""
+    fact, launch = Fact.REDUCED_ONCE, tags.source(item)
+    if item in seen:
+        fail(program, fact, item, f"the gradient of {fqn!r} is that of {seen[item]!r}.")
+    seen[item] = fqn
+    for node in (item, tags.operands(launch)[walk.item_index(item)]):
         if tags.get(node).fqn != fqn:
             what = f"%{node.name}, which is that of {tags.get(node).fqn!r}"
-            fail(program, fact, pick, f"the gradient of {fqn!r} is made of {what}.")
+            fail(program, fact, item, f"the gradient of {fqn!r} is made of {what}.")
 
 
 def _by_its_group(program: Program, launch: fx.Node) -> None:
@@ -213,7 +213,7 @@ def _fits_its_shard(program: Program, value: fx.Node, fqn: str) -> None:
 
 
 def _accumulated_once(program: Program) -> None:
-    """What steps before have left is read once: added to, or sent; and sent if there is a sync."""
+    """An accumulated gradient is read once: added to, or reduced; reduced if the step syncs."""
     fact = Fact.REDUCED_ONCE
     both = _left_by_backward(program)
     rows: Rows = {}
@@ -235,19 +235,19 @@ def _accumulated_once(program: Program) -> None:
 def _origin(value: fx.Node, fqn: str, known: Rows) -> fx.Node:
     """The gradient that `value` was made of by reductions, paddings, divisions and casts."""
     node = value
-    for pick in _reductions_of(value):
-        node = tags.operands(tags.source(pick))[walk.picked(pick)]
+    for item in _reductions_of(value):
+        node = tags.operands(tags.source(item))[walk.item_index(item)]
         if node not in known:
             rows = reversed(walk.packed_rows(node))  # the first of a name counts
             known[node] = {tags.get(row).fqn: row for row in rows}
         node = known[node].get(fqn, node)
-    while node.op == "call_function" and tags.get(node).role in ("pad", "settle"):
+    while node.op == "call_function" and tags.get(node).role in ("pad", "post_reduction"):
         node = tags.source(node)
     return node
 
 
 def _reductions_of(value: fx.Node) -> list[fx.Node]:
-    """Picks of reductions that `value` went through, the last first."""
+    """Getitems of the reductions that `value` went through, the last first."""
     found: list[fx.Node] = []
     node = value
     while node.op == "call_function":
@@ -255,8 +255,8 @@ def _reductions_of(value: fx.Node) -> list[fx.Node]:
             found.append(node)
             if tags.source(node).target is ops.comm_hook:
                 break
-            node = tags.operands(tags.source(node))[walk.picked(node)]
-        elif tags.get(node).role == "settle":
+            node = tags.operands(tags.source(node))[walk.item_index(node)]
+        elif tags.get(node).role == "post_reduction":
             node = tags.source(node)
         else:
             break
@@ -264,7 +264,7 @@ def _reductions_of(value: fx.Node) -> list[fx.Node]:
 
 
 def hook_rows(hook: fx.Node) -> list[fx.Node]:
-    """The gradients in the flat tensor that `hook` takes, rank by rank, as they lie there."""
+    """The gradients in the flat tensor that `hook` takes, each ``[ranks, n]``, in order."""
     return walk.packed_rows(tags.operands(hook)[0])
 
 
@@ -279,11 +279,11 @@ def _packed(sent: fx.Node) -> dict[str | None, tuple[int, int]]:
     return found
 
 
-def _piece(value: fx.Node, pick: fx.Node) -> tuple[Any, ...]:
-    """Begin and end of `value` in the flat tensor `pick`: those of the slice behind it."""
-    while value is not pick and value.target is not aten.slice.Tensor:
+def _piece(value: fx.Node, item: fx.Node) -> tuple[Any, ...]:
+    """Begin and end of `value` in the flat tensor `item`: those of the slice that made it."""
+    while value is not item and value.target is not aten.slice.Tensor:
         value = tags.source(value)
-    return value.args[2:4] if value is not pick else ()
+    return value.args[2:4] if value is not item else ()
 
 
 def equal_chunks(program: Program) -> None:
@@ -299,21 +299,21 @@ def equal_chunks(program: Program) -> None:
                 fail(program, Fact.EQUAL_CHUNKS, node, what)
         if node.target in ops.OPERATORS and node.meta.get("val") is not None:
             _makes_what_it_says(program, node)
-        if node.op == "call_function" and tags.get(node).role in ("pad", "settle"):
+        if node.op == "call_function" and tags.get(node).role in ("pad", "post_reduction"):
             _is_what_it_says(program, node)
     for launch in filter(lambda node: ops.of(node).grows, program.graph.nodes):
         size = cast("int", launch.args[1])
         ins = [t for s in tags.operands(launch) for t in tags.tensors(s.meta["val"])]
         outs = list(tags.tensors(launch.meta["val"]))
         small, large = (ins, outs) if ops.of(launch).grows > 0 else (outs, ins)
-        for part, whole in zip(small, large, strict=True):
-            even = whole.shape == gathered(part.shape, size) and whole.dtype is part.dtype
-            if not even or not whole.is_contiguous():
+        for part, full in zip(small, large, strict=True):
+            even = full.shape == gathered(part.shape, size) and full.dtype is part.dtype
+            if not even or not full.is_contiguous():
                 fail(
                     program,
                     Fact.EQUAL_CHUNKS,
                     launch,
-                    f"%{launch.name} moves {dump.types(part)} and {dump.types(whole)}: not "
+                    f"%{launch.name} moves {dump.types(part)} and {dump.types(full)}: not "
                     f"{size} equal contiguous chunks.",
                 )
 
@@ -352,14 +352,14 @@ def _without_minus_one(shape: Sequence[int], numel: int) -> list[int]:
 
 
 def _makes_what_it_says(program: Program, node: fx.Node) -> None:
-    """The fake values of an operator of ours and of the picks of it are what it makes."""
+    """The fake values of an operator of ours and of its getitems are what it makes."""
     made = list(tags.tensors(program.refake(node)))
     if dump.types(node.meta["val"]) != dump.types(made):
         what = f"%{node.name} is {dump.types(node.meta['val'])}, but makes {dump.types(made)}."
         fail(program, Fact.EQUAL_CHUNKS, node, what)
-    for pick in node.users:
-        if walk.is_pick_of(pick, node):
-            value, picked = pick.meta["val"], made[walk.picked(pick)]
-            if (value.shape, value.dtype) != (picked.shape, picked.dtype):
-                what = f"%{pick.name} is {dump.types(value)}, but %{node.name} makes "
-                fail(program, Fact.EQUAL_CHUNKS, pick, what + f"{dump.types(picked)} there.")
+    for item in node.users:
+        if walk.is_item_of(item, node):
+            value, expected = item.meta["val"], made[walk.item_index(item)]
+            if (value.shape, value.dtype) != (expected.shape, expected.dtype):
+                what = f"%{item.name} is {dump.types(value)}, but %{node.name} makes "
+                fail(program, Fact.EQUAL_CHUNKS, item, what + f"{dump.types(expected)} there.")

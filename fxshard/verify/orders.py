@@ -1,23 +1,23 @@
-"""Which orders a program needs between its streams, whatever its events say.
+"""Which orders a program needs between its streams, whatever events it has.
 
 Two operators on different streams need an order in these cases, and in no other:
 
 - one writes what the other reads or writes;
 - one gets memory that the other has used: a launch that writes a fresh buffer, and every kernel of
-  the compute stream (it may make a result, or use memory while it runs and give it back), come
-  behind all that ever touched a storage that is gone by then, and behind such kernels;
-- a phase begins or ends: what the caller did before (an optimizer wrote shards, a loss used memory)
-  is over for the first launches, and what the other streams did is over for the caller.
+  the compute stream (it may allocate a result, or temporary memory), come after all that ever
+  touched a storage that is freed by then, and after such kernels;
+- a phase begins or ends: the first launches come after what the caller did before (an optimizer
+  wrote shards, a loss used memory), and the caller continues after what the other streams did.
 
 The second is CUDA's caching allocator's (c10/cuda/CUDACachingAllocator.cpp): a block belongs to the
-stream that was current when it was asked for, and when it is freed goes back at once to the free
-blocks of that stream, whoever still uses it, unless ``record_stream`` told of the other streams.
-Every buffer is asked for on the compute stream (`fxshard.runtime.world.c10d`), and nothing is told:
-these orders are what makes a reuse safe. A copy to the CPU writes no memory of the device; pinned
-memory is the host allocator's, which waits for the copies
+stream that was current when it was allocated. When it is freed it goes back at once to the free
+blocks of that stream, even if other streams still use it, unless ``record_stream`` was called for
+them. Every buffer is allocated on the compute stream (`fxshard.runtime.world.c10d`), and
+``record_stream`` is not used: these orders make reuse safe. A copy to the CPU writes no memory of
+the device; pinned memory is the host allocator's, which waits for the copies
 (aten/src/ATen/core/CachingHostAllocator.h).
 
-A view, a pick and a free touch no data.
+A view, a getitem and a free touch no data.
 """
 
 from __future__ import annotations
@@ -86,10 +86,9 @@ class _Access:
 
 
 def steps(program: Program) -> Iterator[Step]:
-    """What happens in `program`, and behind what; streams are those of the tags.
+    """What happens in `program`, and what must be over before; streams are those of the tags.
 
-    Linear in operators times storages of each: per storage only the accesses are kept that no later
-    one comes behind.
+    Linear in operators times storages of each: per storage only the last accesses are kept.
     """
     walker = _Walker(program)
     before: fx.Node | None = None
@@ -101,7 +100,7 @@ def steps(program: Program) -> Iterator[Step]:
                 yield walker.end(before)
             yield walker.entry(node)
         yield walker.run(node)
-        walker.bury(node)
+        walker.drop_storages(node)
         before = node
     if before is not None:
         yield walker.end(before)
@@ -113,16 +112,16 @@ class _Walker:
         self.reads: dict[fx.Node, frozenset[int]] = {}
         self.positions: dict[tags.Stream, int] = {}
         self.accesses: dict[int, _Access] = {}
-        self.dead: dict[tags.Stream, Need] = {}  # what touched memory that is free again
+        self.freed: dict[tags.Stream, Need] = {}  # what touched memory that has been freed
         self.touched: dict[tags.Stream, Need] = {}  # last access of each stream
-        self.comes: dict[tags.Phase, list[int]] = {"forward": [], "backward": []}
+        self.given: dict[tags.Phase, list[int]] = {"forward": [], "backward": []}
         kept = {storage for value in program.values for storage in self.ids[value]}
         for node in program.graph.find_nodes(op="placeholder"):
             role = tags.get(node).role
             if role in tags.HELD:
                 kept.update(self.ids[node])
             late = role in ("tangent", "accumulated")
-            self.comes["backward" if late else "forward"].extend(self.ids[node])
+            self.given["backward" if late else "forward"].extend(self.ids[node])
         last: dict[int, fx.Node] = {}
         for node in program.graph.nodes:
             if node.op == "call_function":
@@ -139,12 +138,12 @@ class _Walker:
         return self.positions[stream]
 
     def entry(self, node: fx.Node) -> Step:
-        """The caller has written what comes in, and has used memory that is free now."""
+        """The caller has written the inputs, and has used memory that is free now."""
         position = self.advance("compute")
         phase = tags.get(node).phase
-        for storage in self.comes[phase]:
+        for storage in self.given[phase]:
             self.accesses[storage] = _Access("compute", position, None)
-        self.dead["compute"] = Need(position, None, GONE)
+        self.freed["compute"] = Need(position, None, REUSED)
         return Step("entry", node, "compute", position, {})
 
     def end(self, node: fx.Node) -> Step:
@@ -160,7 +159,7 @@ class _Walker:
         reads, writes, fresh = self.touches(node)
         allocates = reads or writes if stream == "compute" else fresh
         if allocates and not ops.of(node).on_host:
-            for other, need in self.dead.items():
+            for other, need in self.freed.items():
                 if other != stream:
                     needs[other] = need
         for storage in reads:
@@ -181,7 +180,7 @@ class _Walker:
         if reads or writes:
             self.touched[stream] = Need(position, node, "ends the phase without")
             if stream == "compute":
-                self.dead[stream] = Need(position, node, GONE)
+                self.freed[stream] = Need(position, node, REUSED)
         return Step("run", node, stream, position, needs)
 
     def touches(self, node: fx.Node) -> tuple[Storages, Storages, Storages]:
@@ -196,8 +195,8 @@ class _Walker:
         fresh = own - inputs
         return inputs, written | fresh, fresh
 
-    def bury(self, node: fx.Node) -> None:
-        """Behind `node`, what it is the last to refer to is gone, or what it frees."""
+    def drop_storages(self, node: fx.Node) -> None:
+        """Drop the storages that `node` frees, or is the last to refer to."""
         gone = self.dying.pop(node, [])
         if node.target is ops.free:
             gone = [storage for source in tags.operands(node) for storage in self.ids[source]]
@@ -205,12 +204,12 @@ class _Walker:
             access = self.accesses.pop(storage, None)
             if access is None:
                 continue
-            _add(self.dead, None, *access.write, GONE)
+            _add(self.freed, None, *access.write, REUSED)
             for stream, (at, reader) in access.reads.items():
-                _add(self.dead, None, stream, at, reader, GONE)
+                _add(self.freed, None, stream, at, reader, REUSED)
 
 
-GONE = "may get memory that was used by"
+REUSED = "may get memory that was used by"
 
 
 def _add(

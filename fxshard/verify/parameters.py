@@ -1,4 +1,4 @@
-"""Parameters: what is gathered of which shard, who reads it, and that nothing of it is saved."""
+"""Parameters: each is gathered from its shard, read unsharded, and never saved for backward."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ def params_unsharded(program: Program) -> None:
     for node in program.graph.find_nodes(op="placeholder"):
         tag = tags.get(node)
         if tag.role == "param":
-            fail(program, Fact.PARAMS_UNSHARDED, node, f"parameter {tag.fqn!r} comes in whole.")
+            what = f"the full parameter {tag.fqn!r} is an input."
+            fail(program, Fact.PARAMS_UNSHARDED, node, what)
         if tag.role != "shard":
             continue
         param = program.params[tag.fqn or ""]
         _is_the_shard(program, node, seen)
         if not program.offloaded and program.world_size == 1 and param.compute_dtype is param.dtype:
-            continue  # it is whole
+            continue  # it is unsharded already
         for user in node.users:
             if user.target not in (*readers, ops.step):
                 fail(
@@ -42,20 +43,20 @@ def params_unsharded(program: Program) -> None:
     _sent_as_named(program)
     for launch in walk.unshards(program):
         _unpacked_as_packed(program, launch)
-        for pick in transfers.unsharded(launch):
-            fqn = tags.get(pick).fqn
+        for item in transfers.unsharded(launch):
+            fqn = tags.get(item).fqn
             want = program.params[fqn or ""]
-            shape, dtype = tuple(pick.meta["val"].shape), pick.meta["val"].dtype
+            shape, dtype = tuple(item.meta["val"].shape), item.meta["val"].dtype
             padded = program.layouts[want.fqn].padded_shape
             if shape != padded or dtype is not want.compute_dtype:
                 fail(
                     program,
                     Fact.PARAMS_UNSHARDED,
-                    pick,
-                    f"%{pick.name} is {list(shape)} of {dtype}, expected "
+                    item,
+                    f"%{item.name} is {list(shape)} of {dtype}, expected "
                     f"{list(padded)} of {want.compute_dtype}.",
                 )
-            for user in pick.users:
+            for user in item.users:
                 if shape != want.shape and tags.get(user).role not in ROLES_WITH_PADDING:
                     fail(
                         program,
@@ -91,13 +92,13 @@ def _sent_as_named(program: Program) -> None:
                 fail(program, fact, node, f"%{node.name} takes %{shard.name}, which is no shard.")
         if node.target is ops.pack:
             continue
-        for pick in node.users:
-            if not walk.is_pick_of(pick, node):
+        for item in node.users:
+            if not walk.is_item_of(item, node):
                 continue
-            taken, fqn = tags.operands(node)[walk.picked(pick)], tags.get(pick).fqn
+            taken, fqn = tags.operands(node)[walk.item_index(item)], tags.get(item).fqn
             if tags.get(taken).fqn != fqn:
-                what = f"%{pick.name} stands for {fqn!r}, but picks {tags.get(taken).fqn!r}."
-                fail(program, fact, pick, what)
+                what = f"%{item.name} stands for {fqn!r}, but takes {tags.get(taken).fqn!r}."
+                fail(program, fact, item, what)
             if not spec.collective:
                 continue
             makers = [
@@ -112,19 +113,19 @@ def _sent_as_named(program: Program) -> None:
 def _unpacked_as_packed(program: Program, launch: fx.Node) -> None:
     """What several shards were packed into is taken apart once, in the same pieces and order."""
     fact = Fact.PARAMS_UNSHARDED
-    for pick in (user for user in launch.users if walk.is_pick_of(user, launch)):
-        sent = tags.operands(launch)[walk.picked(pick)]
+    for item in (user for user in launch.users if walk.is_item_of(user, launch)):
+        sent = tags.operands(launch)[walk.item_index(item)]
         maker = walk.maker(sent)
-        unpacks = [user for user in pick.users if user.target is ops.unpack]
+        unpacks = [user for user in item.users if user.target is ops.unpack]
         if len(unpacks) != int(maker.target is ops.pack):
-            what = f"%{pick.name} is unpacked {len(unpacks)} times; what was sent says otherwise."
-            fail(program, fact, pick, what)
+            what = f"%{item.name} is unpacked {len(unpacks)} times; what was sent says otherwise."
+            fail(program, fact, item, what)
         if not unpacks:
             continue
-        for user in pick.users:
+        for user in item.users:
             if user.target not in (ops.wait, ops.unpack, ops.free):
-                fail(program, fact, user, f"%{user.name} reads %{pick.name}, which is packed.")
-        parts = {walk.picked(part): tags.get(part).fqn for part in unpacks[0].users}
+                fail(program, fact, user, f"%{user.name} reads %{item.name}, which is packed.")
+        parts = {walk.item_index(part): tags.get(part).fqn for part in unpacks[0].users}
         shards = [(tags.get(n).fqn, list(n.meta["val"].shape)) for n in tags.operands(maker)]
         _, size, chunks = cast("tuple[Any, int, list[list[int]]]", unpacks[0].args)
         pieces = [(parts.get(i), list(chunk)) for i, chunk in enumerate(chunks)]

@@ -1,4 +1,4 @@
-"""The schedule: what runs is the graph, operator by operator, as it is tagged there."""
+"""The schedule: it runs the operators of the graph, in order, with their tags."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from fxshard.verify import walk
 from fxshard.verify.failure import fail
 
 FACT = Fact.OUTLINED
-Env = dict[fx.Node, Any]  # value of the schedule -> node of the graph, or some
+Env = dict[fx.Node, Any]  # value of the schedule -> node of the graph, or several
 
 
 def outlined(program: Program) -> None:
     """The schedule, flattened, is the graph: the same operators, values, tags and fake values.
 
-    The executor, the certificate's ranks, the bytes and the times read rows and regions, all other
-    checks read the graph: they speak of one program only if the two are equal.
+    The executor, the certificate, memory and cost read rows and regions; all other checks read the
+    graph. They are about one program only if the two are equal.
     """
     schedule = program.schedule
     if schedule is None:
@@ -43,8 +43,8 @@ def outlined(program: Program) -> None:
             elif row.op == "call_module":
                 region = schedule.regions[str(row.target)]
                 env[row] = _runs(program, row, region, want, env, digests)
-            elif row.op == "call_function" and _picks_region(row):
-                env[row] = env[tags.source(row)][walk.picked(row)]
+            elif row.op == "call_function" and _is_item_of_region(row):
+                env[row] = env[tags.source(row)][walk.item_index(row)]
                 _is_result(program, row, env[row])
             elif row.op == "call_function":
                 env[row] = _stands_for(program, row, row, next(want, None), env)
@@ -86,7 +86,7 @@ def _runs(
     env: Env,
     digests: dict[str, str],
 ) -> list[fx.Node]:
-    """What the call of a region gives: nodes of the graph."""
+    """The nodes of the graph that stand for the results of a call of a region."""
     tag = tags.get(row)
     inputs = region.graph.find_nodes(op="placeholder")
     inner: Env = {a: env[b] for a, b in zip(inputs, row.all_input_nodes, strict=True)}
@@ -161,7 +161,7 @@ def _lies_alike(program: Program, row: fx.Node, mine: fx.Node, node: fx.Node) ->
 
 
 def _open_alike(program: Program, row: fx.Node, mine: fx.Node, node: fx.Node) -> None:
-    """What the region of `row` knows of open sizes is what the graph knows of `node`."""
+    """The region of `row` has the same open sizes for its value as the graph has for `node`."""
     if mine.meta.get(LAYOUT) != node.meta.get(LAYOUT):
         fail(program, FACT, node, f"row %{row.name} of the schedule has other open sizes for it.")
 
@@ -176,5 +176,5 @@ def _steps(tensor: Tensor) -> list[Any]:
     return [0 if isinstance(size, int) and size == 1 else stride for stride, size in both]
 
 
-def _picks_region(row: fx.Node) -> bool:
+def _is_item_of_region(row: fx.Node) -> bool:
     return row.target is operator.getitem and tags.source(row).op == "call_module"

@@ -11,7 +11,7 @@ from fxshard.verify.failure import fail
 
 
 def stepped_once(program: Program) -> None:
-    """Each gradient goes into one step, with its shard, behind every read of the two."""
+    """Each gradient goes into one step, with its shard, after every read of the two."""
     fact = Fact.STEPPED_ONCE
     for node in program.graph.find_nodes(op="call_function", target=ops.step):
         if not program.optimizer_in_backward:
@@ -38,13 +38,13 @@ def stepped_once(program: Program) -> None:
             if (tags.get(shard).role, tags.get(shard).fqn) != ("shard", fqn):
                 fail(program, fact, node, f"%{node.name} steps %{shard.name}, not {fqn!r}.")
     for node in steps:
-        _nothing_behind(program, node, order, waits)
+        _nothing_after(program, node, order, waits)
 
 
-def _nothing_behind(
+def _nothing_after(
     program: Program, step: fx.Node, order: dict[fx.Node, int], waits: dict[int | None, fx.Node]
 ) -> None:
-    """Nobody reads what `step` takes behind it, or is still at it; only frees may follow."""
+    """After `step` only frees use what it takes, and no launch that reads it is in flight."""
     mine = set().union(*map(tags.storage_ids, step.all_input_nodes))
     for node in program.graph.nodes:
         if node is step or node.op != "call_function" or node.target is ops.free:

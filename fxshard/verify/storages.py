@@ -11,7 +11,7 @@ from fxshard.verify.failure import fail
 
 
 def freed(program: Program) -> None:
-    """Everything that a launch wrote or was only sent is freed, once, behind the launch."""
+    """What a launch wrote, and what was only made to be sent, is freed once, after the launch."""
     fact = Fact.FREED
     frees = walk.by_pair(program, ops.free)
     order = walk.order(program)
@@ -63,10 +63,10 @@ def no_use_after_free(program: Program) -> None:
 
 
 def bounded_inflight(program: Program) -> None:
-    """At most prefetch + 1 units wait for their first use, and no unit is kept behind its last.
+    """At most prefetch + 1 units wait for their first use, and no unit is kept after its last.
 
-    Units between the two may be more (units inside units, layers that are called again): those no
-    schedule can free.
+    More units may be between first and last use (units inside units, layers that are called more
+    than once): no schedule can free those.
     """
     fact = Fact.BOUNDED_INFLIGHT
     prefetch = {"forward": program.forward_prefetch, "backward": program.backward_prefetch}
@@ -129,7 +129,7 @@ def _freed_in_time(program: Program) -> None:
             if mine or (uses & storages and node.target is not ops.free):
                 break
             if node.target not in (ops.wait, ops.free) and not tags.aliases_input(node):
-                what = f"%{free.name} stands behind %{node.name}, though nothing in front of that "
+                what = f"%{free.name} stands after %{node.name}, though nothing before that "
                 fail(program, Fact.BOUNDED_INFLIGHT, free, what + "needs what it frees any more.")
             node = node.prev
 
@@ -173,7 +173,7 @@ def _launches_and_frees(program: Program) -> list[fx.Node]:
 
 
 def _first_uses(program: Program) -> dict[fx.Node, fx.Node]:
-    """Per all-gather, the first operator behind its wait that reads it or runs in its unit."""
+    """Per all-gather, the first operator after its wait that reads it or runs in its unit."""
     launches = {tags.get(launch).pair: launch for launch in walk.unshards(program)}
     found = dict.fromkeys(launches.values(), program.output)
     written = {launch: walk.written_by(launch) for launch in found}

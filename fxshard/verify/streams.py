@@ -7,7 +7,7 @@ from fxshard.ir.program import Fact, Program
 from fxshard.verify import orders
 from fxshard.verify.failure import fail
 
-Clock = dict[str, int]  # per stream: how many of its operators are over
+Clock = dict[str, int]  # per stream: how many of its operators are complete
 
 
 def streams_ordered(program: Program) -> None:

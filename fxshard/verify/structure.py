@@ -14,10 +14,10 @@ SHARDED = ("param", "shard", "accumulated")  # roles of placeholders
 
 
 def well_formed(program: Program) -> None:
-    """Values are made, read, then written over; those that are returned have a name each.
+    """Values are made, read, then written over; each that is returned has a name.
 
-    What is written over (a buffer at the end of forward, an operand by reinplace) is read through
-    the node that wrote it from then on: whoever reads an older alias expects what was there before.
+    A storage that is written over (a buffer at the end of forward, an operand by reinplace) is read
+    through the node that wrote it from then on: a read of an older alias expects the old value.
     """
     fact = Fact.WELL_FORMED
     made: set[fx.Node] = set()
@@ -59,7 +59,7 @@ def tagged(program: Program) -> None:
             _is_given(program, node)
         if node.op != "call_function":
             continue
-        if tag.role in (*SHARDED, "whole", *tags.GIVEN):
+        if tag.role in (*SHARDED, "ignored", *tags.GIVEN):
             what = f"%{node.name} is computed, and tagged as what comes in ({tag.role})."
             fail(program, Fact.TAGGED, node, what)
         if tag.phase == "backward":
@@ -76,14 +76,14 @@ def tagged(program: Program) -> None:
 
 
 def _is_given(program: Program, node: fx.Node) -> None:
-    """A placeholder is what capture made of it, or a parameter's: by its tag values are bound."""
+    """A placeholder has the tag that capture gave it, or is a parameter: tags bind the values."""
     tag = tags.get(node)
     given = (program.given or {}).get(node.name)
     if given is not None or tag.role in tags.GIVEN:
         right = program.given is None or given == (tag.role, tag.fqn)
     else:
-        stays = tag.fqn in program.wholes
-        right = tag.role in (*SHARDED, "whole") and stays == (tag.role == "whole")
+        stays = tag.fqn in program.ignored
+        right = tag.role in (*SHARDED, "ignored") and stays == (tag.role == "ignored")
     if not right:
         what = f"%{node.name} comes in as {tag.role} {tag.fqn!r}, which it is not."
         fail(program, Fact.TAGGED, node, what)
@@ -104,19 +104,19 @@ def units_assigned(program: Program) -> None:
 
 
 def unshard_paired(program: Program) -> None:
-    """Every launch has one wait behind it, and nothing but that wait comes before it."""
+    """Every launch has one wait after it, and nothing but that wait comes before it."""
     fact = Fact.UNSHARD_PAIRED
     order = walk.order(program)
     waits = walk.by_pair(program, ops.wait)
     for node in program.graph.nodes:
-        for pick in node.users if ops.of(node).asynchronous else ():
-            if tags.get(pick).pair != tags.get(node).pair:
-                what = f"%{pick.name} is of another collective than %{node.name}, which makes it."
-                fail(program, fact, pick, what)
+        for item in node.users if ops.of(node).asynchronous else ():
+            if tags.get(item).pair != tags.get(node).pair:
+                what = f"%{item.name} is of another collective than %{node.name}, which makes it."
+                fail(program, fact, item, what)
         if ops.of(node).prepares and not transfers.is_launch(node):
-            for reader in (user for pick in node.users for user in pick.users):
+            for reader in (user for item in node.users for user in item.users):
                 if not (ops.of(reader).asynchronous or reader.target is ops.free):
-                    what = f"%{reader.name} reads what %{node.name} makes, which nobody waits for."
+                    what = f"%{reader.name} reads what %{node.name} makes, which nothing waits for."
                     fail(program, fact, reader, what)
                 if tags.get(reader).pair != tags.get(node).pair:
                     what = f"%{node.name} is of another collective than %{reader.name}, its reader."
@@ -126,9 +126,12 @@ def unshard_paired(program: Program) -> None:
         mine = waits.get(tag.pair, [])
         if len(mine) != 1:
             fail(program, fact, launch, f"%{launch.name} has {len(mine)} waits, expected 1.")
-        if sorted(map(walk.picked, launch.users)) != list(range(len(tags.operands(launch)))):
+        if sorted(map(walk.item_index, launch.users)) != list(range(len(tags.operands(launch)))):
             fail(
-                program, fact, launch, f"%{launch.name} has not one pick per tensor that it takes."
+                program,
+                fact,
+                launch,
+                f"%{launch.name} has not one getitem per tensor that it takes.",
             )
         wait = mine[0]
         if order[wait] < order[launch]:
@@ -136,7 +139,7 @@ def unshard_paired(program: Program) -> None:
         if set(tags.operands(wait)) != set(launch.users):
             fail(program, fact, wait, f"%{wait.name} does not wait for all of %{launch.name}.")
         for reader in walk.alias_readers(program, launch):
-            if order[reader] < order[wait] and not walk.is_pick_of(reader, launch):
+            if order[reader] < order[wait] and not walk.is_item_of(reader, launch):
                 fail(
                     program,
                     fact,
@@ -158,11 +161,11 @@ def one_dtype(program: Program) -> None:
 
 
 def _nobody_interferes(program: Program, launch: fx.Node, wait: fx.Node) -> None:
-    """Between the two nobody writes what `launch` sends, nor reads what it writes in place."""
+    """Between the two nothing writes what `launch` sends, nor reads what it writes in place."""
     sent = set().union(*map(tags.storage_ids, tags.operands(launch)))
     node = launch.next
     while node is not wait:
-        if ops.of(node).over != "nothing" and not walk.is_pick_of(node, launch):
+        if ops.of(node).over != "nothing" and not walk.is_item_of(node, launch):
             touched = walk.written(node)
             if transfers.is_in_place(launch):
                 touched = set().union(*map(tags.storage_ids, node.all_input_nodes))

@@ -1,4 +1,4 @@
-"""Where checks look: launches, their waits and frees, and who reads what they write."""
+"""What checks look up in a graph: launches, their waits and frees, readers of what they write."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def aliases(program: Program, launch: fx.Node) -> list[fx.Node]:
 
 def written_by(launch: fx.Node) -> set[int]:
     """Storages that `launch` writes, and those of what is unpacked from them."""
-    unpacks = [u for pick in launch.users for u in pick.users if u.target is ops.unpack]
+    unpacks = [u for item in launch.users for u in item.users if u.target is ops.unpack]
     return set().union(*map(tags.storage_ids, (launch, *unpacks)))
 
 
 def moved(launch: fx.Node) -> list[str]:
     """FQNs of the parameters that a launch moves, or whose gradients."""
     if transfers.is_unshard(launch):
-        return [tags.get(pick).fqn or "" for pick in transfers.unsharded(launch)]
+        return [tags.get(item).fqn or "" for item in transfers.unsharded(launch)]
     found: list[str] = []
     for operand in tags.operands(launch):
         fqn = tags.get(operand).fqn
@@ -66,26 +66,26 @@ def moved(launch: fx.Node) -> list[str]:
 
 
 def packed_names(launch: fx.Node) -> list[str]:
-    """Those of `moved` that share a buffer; of a comm_hook none: there all do."""
+    """Those of `moved` that share a buffer; none for a comm_hook, where all do."""
     if launch.target is ops.comm_hook:
         return []
     if transfers.is_unshard(launch):
         unpacks = [
             u for p in transfers.packed_results(launch) for u in p.users if u.target is ops.unpack
         ]
-        return [tags.get(pick).fqn or "" for unpack in unpacks for pick in unpack.users]
+        return [tags.get(item).fqn or "" for unpack in unpacks for item in unpack.users]
     operands = (operand for operand in tags.operands(launch) if not tags.get(operand).fqn)
     return [fqn for operand in operands for fqn in packed_fqns(operand)]
 
 
 def packed_rows(sent: fx.Node) -> list[fx.Node]:
-    """The gradients in a flat copy that is sent, each ``[ranks, n]``, as they lie there."""
+    """The gradients in a flat copy that is sent, each ``[ranks, n]``, in order."""
     node = sent
     while node.op == "call_function" and node.target is not aten.cat.default:
         if tags.get(node).role == "reduce":  # a result of the reduction before
-            pick = node
-            node = tags.operands(tags.source(pick))[picked(pick)]
-        elif tags.get(node).role in ("pad", "settle"):
+            item = node
+            node = tags.operands(tags.source(item))[item_index(item)]
+        elif tags.get(node).role in ("pad", "post_reduction"):
             node = tags.source(node)
         else:
             return []
@@ -107,16 +107,16 @@ def alias_readers(program: Program, launch: fx.Node) -> list[fx.Node]:
     ]
 
 
-def picked(pick: fx.Node) -> int:
-    return cast("int", pick.args[1])
+def item_index(item: fx.Node) -> int:
+    return cast("int", item.args[1])
 
 
-def is_pick_of(node: fx.Node, launch: fx.Node) -> bool:
+def is_item_of(node: fx.Node, launch: fx.Node) -> bool:
     return node.target is operator.getitem and node.args[0] is launch
 
 
 def maker(node: fx.Node) -> fx.Node:
-    """The operator that `node` is a pick of; itself for a placeholder."""
+    """The operator that `node` is an item of; itself for a placeholder."""
     return node if node.op == "placeholder" else tags.source(node)
 
 

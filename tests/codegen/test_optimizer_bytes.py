@@ -109,7 +109,7 @@ def most(report: Any, category: Category) -> int:
 
 
 def test_by_hand_the_gradients_of_one_unit_are_alive() -> None:
-    """Of all units, if the step is behind backward: so much more does a layer cost then."""
+    """Of all units, if the step is after backward: so much more does a layer cost then."""
     shard, activation = WIDTH * WIDTH * 4 // 2, 2 * WIDTH * 4
     behind = {depth: deep(depth) for depth in (8, 16)}
     inside = {depth: deep(depth, optimizer_in_backward=True) for depth in (8, 16)}
@@ -117,7 +117,7 @@ def test_by_hand_the_gradients_of_one_unit_are_alive() -> None:
         assert most(behind[depth], Category.SHARDED_GRAD) == depth * shard
         assert most(inside[depth], Category.SHARDED_GRAD) == shard
         assert inside[depth].peak_by_category[Category.SHARDED_GRAD] == shard
-    # Behind, the peak is at the end of backward: shards and gradients. Inside, at its beginning:
+    # After, the peak is at the end of backward: shards and gradients. Inside, at its beginning:
     # shards and what forward has saved.
     assert behind[16].peak_bytes - behind[8].peak_bytes == 8 * (shard + shard)
     assert inside[16].peak_bytes - inside[8].peak_bytes == 8 * (shard + activation)
@@ -317,7 +317,7 @@ def test_a_scaler_is_refused(fused: bool) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_scaler_works_behind_backward(fused: bool) -> None:
+def test_a_scaler_works_after_backward(fused: bool) -> None:
     options = {"optimizer": make(AdamW, lr=1e-2, fused=fused)}
     model, eager = compiled_alone(**options, optimizer_in_backward=False), Uneven()
     eager.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
@@ -369,7 +369,7 @@ class Own(SGD):
         (make(Adam, differentiable=True), "differentiable=True"),
     ],
 )
-def test_what_needs_whole_parameters_is_refused(optimizer: Make, message: str) -> None:
+def test_what_needs_full_parameters_is_refused(optimizer: Make, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         compiled_alone(optimizer=optimizer)
     with pytest.raises(ConfigError, match=message):

@@ -1,6 +1,6 @@
 """The optimizer in the program: stepped unit by unit inside of backward, and on local shards.
 
-The reference is FSDP2 with the same torch optimizer, stepping behind backward.
+The reference is FSDP2 with the same torch optimizer, stepping after backward.
 """
 
 import dataclasses
@@ -238,7 +238,7 @@ def test_without_a_process_group(strategy: str, in_backward: bool) -> None:
 
 
 def test_ignored_parameters_keep_their_gradient_for_the_loop() -> None:
-    """Nobody reduces them: the user may, between backward and step."""
+    """Nothing reduces them: the user may, between backward and step."""
     model = fxshard.compile(
         Uneven(), world_size=2, ignored=["head"], optimizer=OPTIMIZERS["adamw"],
         optimizer_in_backward=True,
@@ -265,7 +265,7 @@ LAYOUTS = pytest.mark.parametrize("layout", [{}, graphs.APART], ids=["packed", "
 
 
 @LAYOUTS
-def test_each_unit_is_stepped_behind_its_reduction_and_its_gradients_are_freed(
+def test_each_unit_is_stepped_after_its_reduction_and_its_gradients_are_freed(
     layout: dict[str, Any],
 ) -> None:
     rows = [(r.operation, r.units[0]) for r in dump.rows(planned(**layout).program)]
@@ -309,7 +309,7 @@ GOLDEN = """\
 +  return %y (0)"""  # noqa: E501
 
 
-def test_with_one_rank_a_parameter_is_stepped_behind_its_last_reader() -> None:
+def test_with_one_rank_a_parameter_is_stepped_after_its_last_reader() -> None:
     program = planned(world_size=1).program
     order = {node: i for i, node in enumerate(program.graph.nodes)}
     for step in steps(program):
@@ -351,7 +351,7 @@ def before_the_wait(program: Program) -> None:
     (pair,) = {tags.get(tags.source(grad)).pair for grad in tags.operands(step)}
     (wait,) = (n for n in program.graph.nodes if n.target is ops.wait and tags.get(n).pair == pair)
     parts = [n for n in program.graph.nodes if tags.get(n).pair == pair]
-    for node in [*(n for n in parts if tags.get(n).role == "settle"), step]:
+    for node in [*(n for n in parts if tags.get(n).role == "post_reduction"), step]:
         wait.prepend(node)
 
 

@@ -42,11 +42,11 @@ return %y (0)
 @pytest.mark.parametrize(
     ("depth", "gathers", "computes", "exposed"),
     [
-        # one behind the other
+        # one after the other
         (0, [(0, 1), (3, 4), (6, 9)], [(1, 3), (4, 6), (9, 15)], 1 + 1 + 3),
         # c is launched when b is there: it takes 3 s, and b computes 2 s
         (1, [(0, 1), (1, 2), (3, 6)], [(1, 3), (3, 5), (6, 12)], 1 + 0 + 1),
-        # c is launched when a is there, behind b
+        # c is launched when a is there, after b
         (2, [(0, 1), (1, 2), (2, 5)], [(1, 3), (3, 5), (5, 11)], 1),
     ],
 )
@@ -185,7 +185,7 @@ def test_half_of_it_is_hidden() -> None:
 
 
 def test_nothing_is_hidden() -> None:
-    """Each launch waits for the product in front of it, and the next product for the launch."""
+    """Each launch waits for the product before it, and the next product for the launch."""
     found, rows = timed(
         by_hand(
             ("unshard", "a", "c0", "u1"),
@@ -209,7 +209,7 @@ def test_what_nobody_waits_for_is_the_tail() -> None:
 
 
 def test_one_group_has_one_communicator() -> None:
-    """A gather behind a reduction waits for it, though their streams and events do not."""
+    """A gather after a reduction waits for it, though their streams and events do not."""
     _, rows = timed(
         by_hand(("reduce", "a", "c0", "r1"), ("unshard", "b", "c0", "u1"), ("wait", "b", "u1", "")),
         toy(),
@@ -275,7 +275,7 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-3)
 
 
-def test_the_optimizer_behind_backward() -> None:
+def test_the_optimizer_after_backward() -> None:
     """4 weights of 4 x 8 fp32 on a rank: 3 times 128 bytes, and twice two states and a step each.
 
     The weight is read and written, its gradient read, each state read and written.
@@ -314,12 +314,12 @@ def test_micro_batches_follow_each_other() -> None:
     assert {r.micro_batch for r in quiet.rows if r.operation == "reduce"} == {1}
 
 
-def test_what_is_computed_again_is_no_use() -> None:
+def test_what_is_recomputed_is_no_use() -> None:
     """Backward is two products a weight, or three: the model's FLOPs are the same, the time not."""
     hardware = toy(link=FREE)
     plain, again = blocks().estimate(hardware), blocks(checkpoint="full").estimate(hardware)
     product = 2 * 2 * 8 * 8
-    # the first layer has no gradient of its input; the last of a block is not made again
+    # the first layer has no gradient of its input; the last of a block is not recomputed
     assert plain.model_flops == again.model_flops == product * (4 + 8 - 1)
     assert plain.step_seconds == pytest.approx(plain.model_flops / 64)
     assert again.step_seconds > plain.step_seconds
@@ -437,7 +437,7 @@ def test_perfetto_read_back(tmp_path: Path) -> None:
 
 
 def test_bytes_stand_where_their_rows_do() -> None:
-    """Live bytes rise at a row's own time: those behind each row, at the clock behind it."""
+    """Live bytes rise at a row's own time: those after each row, at the clock after it."""
     from fxshard.cost.perfetto import times
     from fxshard.memory.views.live import live_after
 

@@ -252,11 +252,11 @@ def test_parameters_in_odd_places() -> None:
     assert_same_step(plain, model, model, x, atol=1e-5)
 
 
-def test_ignored_parameters_stay_whole() -> None:
+def test_ignored_parameters_are_not_sharded() -> None:
     plain, model = pair(Mlp, ignored=["norm"])
     assert_same_step(plain, model, compiled(model), torch.randn(3, WIDTH))
     (program,) = programs(model)
-    assert set(program.wholes) == {"norm.weight", "norm.bias"}
+    assert set(program.ignored) == {"norm.weight", "norm.bias"}
 
 
 class Recurrent(nn.Module):

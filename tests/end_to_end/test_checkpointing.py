@@ -229,7 +229,7 @@ def norms(net: Free, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [counts, norms])
-def test_buffers_are_written_once_and_made_again_from_their_old_values(
+def test_buffers_are_written_once_and_recomputed_from_their_old_values(
     function: Callable[..., Tensor],
 ) -> None:
     """Eager writes them in backward once more, and recomputes with what it wrote in forward."""
@@ -248,10 +248,10 @@ def test_buffers_are_written_once_and_made_again_from_their_old_values(
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_a_checkpoint_that_is_given_a_view_of_a_buffer_makes_again_from_its_old_value(
+def test_a_checkpoint_that_is_given_a_view_of_a_buffer_recomputes_from_its_old_value(
     direct: bool,
 ) -> None:
-    """Only what is made again reads the view: no operator of backward does. (Or one does, too.)"""
+    """Only recomputation reads the view: no operator of backward does. (Or one does, too.)"""
 
     def forward(net: Free, x: Tensor) -> Tensor:
         view = net.seen.view(1, 8)
@@ -354,7 +354,7 @@ def operators(plan: Plan, target: Any) -> list[Any]:
         ("tanh saved", 3),  # gelu reads what `up` gives
     ],
 )
-def test_backward_makes_matmuls_again(run: str, again: int) -> None:
+def test_backward_recomputes_matmuls(run: str, again: int) -> None:
     plan = planned(Stack(run))
     assert len(operators(plan, aten.mm.default)) == 3 * 4 + 2 + 1  # gradients: blocks, head, inlet
     assert len(operators(plan, aten.addmm.default)) == again
@@ -373,7 +373,7 @@ def test_of_a_transformers_layer_only_its_input_is_saved(reentrant: bool) -> Non
 # -- random numbers -------------------------------------------------------------------------------
 
 
-def test_a_random_operator_is_made_again_between_two_states() -> None:
+def test_a_random_operator_is_recomputed_between_two_states() -> None:
     program = planned(Stack("checkpoint", depth=1, dropout=0.5)).program
     around = [n for phase in ("forward", "backward") for n in program.phase(phase)]
     assert [n.name for n in around if tags.is_random(n)] == [
@@ -381,7 +381,7 @@ def test_a_random_operator_is_made_again_between_two_states() -> None:
         "native_dropout",
         "native_dropout_now",
         "set_rng_state",
-        "native_dropout_again",
+        "native_dropout_recomputed",
         "set_rng_state_1",
     ]
 

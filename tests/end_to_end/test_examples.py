@@ -227,7 +227,7 @@ def test_custom_pass_here(capsys: pytest.CaptureFixture[str]) -> None:
 def check_custom_pass(said: str, ranks: int) -> None:
     without, with_ = figures(r"with(?:out)? +the pass: (\S+) B", said)
     assert without - with_ == 4 * 256 * 256 * 4  # layers x batch x width x bytes of fp32
-    assert len(re.findall(r"^\+ +%gelu(_\d)?_again :", said, re.MULTILINE)) == 4
+    assert len(re.findall(r"^\+ +%gelu(_\d)?_recomputed :", said, re.MULTILINE)) == 4
     assert_ranks_agree(said, ranks)
     assert of_ranks(said)["0"] == "loss and 24 gradients are the same bits: True"
     if ranks == 1:

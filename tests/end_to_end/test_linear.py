@@ -166,7 +166,7 @@ def _laid_out(value: Any) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("name", ["transformer", "llama", "tied"])
-def test_what_is_made_again_lies_as_torchs_fake_kernels_say(name: str) -> None:
+def test_what_is_recomputed_lies_as_torchs_fake_kernels_say(name: str) -> None:
     """The values that the checkpoint pass gives its copies, beside running the operators."""
     if name not in MODELS:
         pytest.fail(f"no model {name}: {', '.join(MODELS)}")
@@ -174,7 +174,7 @@ def test_what_is_made_again_lies_as_torchs_fake_kernels_say(name: str) -> None:
     plan = fxshard.plan(
         model, args, kwargs, world_size=4, checkpoint="full", units=MODELS[name].units
     )
-    again = [n for n in plan.program.graph.nodes if "val" in n.meta and tags.get(n).again]
+    again = [n for n in plan.program.graph.nodes if "val" in n.meta and tags.get(n).recomputed]
     assert len(again) > 10
     for node in again:
         made = plan.program.refake(node)

@@ -72,11 +72,11 @@ def test_a_cast_stands_in_front_of_each_gather() -> None:
         assert len(casts) == len(gathers) >= 7
         for cast, gather in zip(casts, gathers, strict=True):
             assert ours.index(gather) == ours.index(cast) + 1
-            picks = gather.args[0]
-            assert [pick.args[0] for pick in picks] == [cast] * len(picks)
-            assert len(cast.args[0]) == len(picks)
+            items = gather.args[0]
+            assert [item.args[0] for item in items] == [cast] * len(items)
+            assert len(cast.args[0]) == len(items)
             assert {n.op for n in cast.args[0]} == {"placeholder"}
-            assert {pick.meta["val"].dtype for pick in (*picks, *gather.users)} == {BF16}
+            assert {item.meta["val"].dtype for item in (*items, *gather.users)} == {BF16}
 
 
 def test_packing_casts_what_it_packs() -> None:
@@ -85,7 +85,7 @@ def test_packing_casts_what_it_packs() -> None:
     options = {"world_size": 4, "units": case.units, "mixed_precision": LOW}
     program = fxshard.plan(case.build(), args, kwargs, **options).program
     gathers = list(program.graph.find_nodes(op="call_function", target=ops.all_gather))
-    makers = [pick.args[0] for gather in gathers for pick in gather.args[0]]
+    makers = [item.args[0] for gather in gathers for item in gather.args[0]]
     # One buffer each; backward reads one parameter of the root, and there is nothing to pack.
     assert len(makers) == len(gathers)
     assert [maker.target for maker in makers].count(ops.cast) == 1
@@ -93,7 +93,7 @@ def test_packing_casts_what_it_packs() -> None:
         assert maker.target in (ops.cast, ops.pack) and len(maker.users) == 1
         assert (len(maker.args[0]) > 1) == (maker.target is ops.pack)
         assert {(n.op, n.meta["val"].dtype) for n in maker.args[0]} == {("placeholder", FP32)}
-        assert {pick.meta["val"].dtype for pick in maker.users} == {BF16}
+        assert {item.meta["val"].dtype for item in maker.users} == {BF16}
 
 
 def test_parameters_in_the_right_dtype_are_not_cast() -> None:

@@ -209,7 +209,7 @@ MOVED = ["moved", "freed"]
 
 
 def test_rows_of_one_unit_join() -> None:
-    """Bytes and times add up, and what is alive is so behind the last."""
+    """Bytes and times add up, and what is alive is so after the last."""
 
     def of(operation: str, what: str = "", **changes: Any) -> Row:
         stands = {"live": (7,), "exposed": (1.0,)}
@@ -346,7 +346,7 @@ def test_schedule_counts_bytes_of_one_packed_unit() -> None:
         ("forward", "unpack", "3 tensors", layer),
         ("forward", "free", "unshard", layer),  # what was gathered
         ("forward", "free", "unshard", layer),  # and the copies out of it
-        ("backward", "unshard", "1 tensor", 4 * 16),  # the weight: nobody reads the others
+        ("backward", "unshard", "1 tensor", 4 * 16),  # the weight: nothing reads the others
         ("backward", "wait", "unshard", 4 * 16),
         ("backward", "free", "unshard", 4 * 16),
         ("backward", "reduce", "1 tensor", layer),

@@ -1,4 +1,4 @@
-"""Where rows are: every element in one place, as DTensor has it; and nobody else says."""
+"""Where rows are: every element in one place, as DTensor has it; no other file computes it."""
 
 import ast
 import math
@@ -144,7 +144,7 @@ def test_sharded_and_unsharded_again_it_is_the_parameter(units: list[Unit], rank
             gathered = torch.cat(shards)
             assert gathered.shape == each.padded_shape
             assert torch.equal(gathered[: each.shape[0]], wholes[fqn])
-            assert not gathered[each.shape[0] :].any()  # padding is nobody's
+            assert not gathered[each.shape[0] :].any()  # padding is no parameter's
             if held == ranks:  # the unsharded parameter is a view
                 flat = flats[0][each.storage][held * each.offset :]
                 assert torch.equal(flat[: math.prod(each.shape)].view(each.shape), wholes[fqn])
@@ -196,7 +196,7 @@ def test_pieces_are_what_was_packed(shapes: list[tuple[int, ...]], ranks: int) -
         assert torch.equal(piece, torch.stack([each[i].reshape(-1) for each in sent]))
 
 
-# -- nobody else -----------------------------------------------------------------------------------
+# -- no other file ---------------------------------------------------------------------------------
 
 RANKS_NAMED = {"world", "world_size", "ranks", "size", "shards"}
 CUTS = {"chunk", "tensor_split", "split"}  # methods of tensors

@@ -29,7 +29,7 @@ CHANGES: dict[str, Any] = {
     "waits": ("c77",),
     "checkpoint": 7,
     "save": True,
-    "again": True,
+    "recomputed": True,
     "call": 7,
     "line": "other.py:1 in other",
 }
@@ -84,7 +84,7 @@ def test_a_changed_tag_is_found(where: str) -> None:
                 and field not in SHARED | {"unit", "phase"}
                 and inner(program, node)
             ):
-                continue  # in a region nobody reads it; events are seen by streams_ordered
+                continue  # in a region nothing reads it; events are seen by streams_ordered
             if changed(node, field):
                 tried += 1
                 with pytest.raises(VerifyError):

@@ -343,7 +343,7 @@ def test_garbage_collection_goes_on_until_enough_is_free() -> None:
 # Expandable segments
 
 
-def test_expandable_segments_grow_where_others_are_left_behind() -> None:
+def test_expandable_segments_grow_where_others_are_left_over() -> None:
     """A batch that grows: 20, 22, 24 MiB in turn. Three segments, or two pages of 20 MiB."""
     growing = [life(20, 0, 1), life(22, 1, 2), life(24, 2, 3)]
     assert reserved(replay(growing)) == 66
@@ -376,7 +376,7 @@ def test_the_block_that_can_grow_is_taken_last() -> None:
 def test_only_free_pages_are_unmapped_and_the_lowest_gap_is_filled_first() -> None:
     """Pages of 20 MiB. 30 and 5 lie in the first two; the 30 die. A request of 35 on another stream
     does not fit into 60: page 0 is unmapped, page 1 has the 5. Then 25 on the first stream: the
-    other stream's two pages are unmapped, page 0 is mapped again and joins the 10 behind it."""
+    other stream's two pages are unmapped, page 0 is mapped again and joins the 10 after it."""
     lives = [life(30, 0, 2), life(5, 1), life(35, 3, 4, "gather"), life(25, 5)]
     result = replay(lives, PAGES, capacity=60 * MIB)
     assert [int(r) // MIB for r in result.reserved] == [40, 40, 40, 60, 60, 60]
@@ -430,7 +430,7 @@ def test_events_are_polled_by_requests_alone() -> None:
     assert reserved(result) == 32
 
 
-def test_a_late_event_holds_back_those_behind_it() -> None:
+def test_a_late_event_holds_back_those_after_it() -> None:
     late = Allocation(20 * MIB, 0, 1, used_on=(("gather", 9),))
     early = Allocation(20 * MIB, 0, 2, used_on=(("gather", 3),))
     assert reserved(replay([late, early, life(20, 4)])) == 60

@@ -113,7 +113,7 @@ def products(program: Program, phase: tags.Phase) -> int:
     return sum(node.target in KEPT for node in program.phase(phase))
 
 
-def test_what_is_made_again_is_counted() -> None:
+def test_what_is_recomputed_is_counted() -> None:
     """Each block has 2 products forward and 4 backward (input and weight each); head 1 and 2."""
     x = torch.randn(4, 8)
     plans = {
@@ -123,14 +123,14 @@ def test_what_is_made_again_is_counted() -> None:
     # The first block's input needs no gradient.
     plain = products(plans[None], "backward")
     assert plain == 4 * 3 + 2 - 1
-    # Its last product is not needed again: one of two is made again per block.
+    # Its last product is not needed in backward: one of two is recomputed per block.
     assert products(plans["full"], "backward") == plain + 3
     assert products(plans["selective"], "backward") == plain
     assert all(products(each, "forward") == 2 * 3 + 1 for each in plans.values())
 
 
 def test_collectives_are_those_without() -> None:
-    """A block's parameters are gathered once for what is made again and its backward together."""
+    """A block's parameters are gathered once for recomputation and backward together."""
     x = torch.randn(4, 8)
 
     def gathers(**options: Any) -> list[str]:

@@ -288,7 +288,7 @@ def test_for_cuda_without_a_gpu() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mlps", pytest.param("t5", marks=pytest.mark.slow)])
 def test_every_step_of_the_way(family: str) -> None:
-    """The bytes behind each operator, in order; open sizes are computed by nodes of their own."""
+    """The bytes after each operator, in order; open sizes are computed by nodes of their own."""
     ours = open_plan(family)
     sizes = {n.name for n in ours.program.graph.nodes if isinstance(n.meta.get("val"), int)}
     sizes |= {

@@ -97,7 +97,7 @@ class Again(nn.Module):
         return self.block(x).square().sum()
 
 
-def test_what_a_checkpoint_makes_again_has_its_states() -> None:
+def test_what_a_checkpoint_recomputes_has_its_states() -> None:
     x = torch.ones(5, 4)
     plain = fxshard.plan(Again(), (x,), world_size=1).memory
     assert plain.snapshot("block", "Pre-Forward AC") is None
@@ -105,7 +105,7 @@ def test_what_a_checkpoint_makes_again_has_its_states() -> None:
     before = report.snapshot("block", State.PRE_FORWARD_AC)
     after = report.snapshot("block", State.POST_FORWARD_AC)
     assert before is not None and after is not None
-    # The result of tanh, f32[5,8], is what backward misses; the product in front of it dies again.
+    # The result of tanh, f32[5,8], is what backward misses; the product before it dies again.
     assert sum(after.values()) - sum(before.values()) == 160
     saved = [r.snapshot("block", "After Post-Forward", owned=False) for r in (plain, report)]
     assert saved[0] and saved[1]
@@ -135,7 +135,7 @@ def test_each_micro_batch_is_a_phase() -> None:
         report.snapshot("", "Peak Forward", micro_batch=3)
 
 
-def test_no_sync_holds_whole_gradients_between_micro_batches() -> None:
+def test_no_sync_holds_unsharded_gradients_between_micro_batches() -> None:
     report = report_of("mlp13", micro_batches=2, no_sync=True)
     model = MODELS["mlp13"].build()
     second = report.snapshot("", "Before Pre-Forward", micro_batch=1)
@@ -213,17 +213,17 @@ def test_a_loss_may_give_a_gradient_that_was_there_before() -> None:
         plan = fxshard.plan(Logits(), (torch.ones(4, 6),), world_size=2, loss=loss)
         return plan.memory.peak_bytes
 
-    # What a plain sum gives back is made anew and is f32[4,10] too: behind it they are the same.
+    # What a plain sum gives back is made anew and is f32[4,10] too: after it they are the same.
     assert peak(Constant.apply) == peak(torch.sum)
 
 
-def test_the_gradient_of_an_output_dies_behind_its_last_reader() -> None:
+def test_the_gradient_of_an_output_dies_after_its_last_reader() -> None:
     plan = fxshard.plan(Logits(), (torch.ones(4, 6),), world_size=2, loss=LOSSES["cross_entropy"])
     ledger = plan.memory.ledger()
     (grad,) = (r for r in ledger.ranges if "_log_softmax_backward_data" in r.op)
     assert grad.bytes == 160 and grad.died is not None
     left = [moment.op for moment in ledger.moments[grad.died // 2 + 1 :]]
-    # The head's gradients are made of it; behind them are tanh's and the hidden layer's.
+    # The head's gradients are made of it; after them are tanh's and the hidden layer's.
     assert any(op.startswith("aten.tanh_backward") for op in left) is autograd.BOXED_GRADS
 
 

@@ -101,8 +101,8 @@ def test_static_equals_measured_on_the_whole_matrix(model: str, setting: str) ->
     assert_exact(model, SETTINGS[setting])
 
 
-def test_views_of_what_is_made_again_train_like_eager() -> None:
-    """Backward reads transposed hidden states that a checkpoint makes again."""
+def test_views_of_what_is_recomputed_train_like_eager() -> None:
+    """Backward reads transposed hidden states that a checkpoint recomputes."""
     case = MATRIX["moe"]
     args, kwargs = case.batch(0, 0)
     assert_trains_like_eager(lambda: checkpointed(case), *args, loss=case.loss, **kwargs)

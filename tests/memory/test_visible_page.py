@@ -194,7 +194,7 @@ def at_tick(page: Page, tick: int) -> dict[str, float]:
 def leave(page: Page) -> None:
     """Move the mouse away from the chart until its hover text is gone.
 
-    Plotly puts a hover off while it is busy: on a slow machine, until behind the mouse has left.
+    Plotly puts a hover off while it is busy: on a slow machine, until after the mouse has left.
     """
     for _ in range(60):
         page.mouse.move(0, 0)

@@ -50,7 +50,7 @@ EMBED, LAYER = ("embed.weight",), ("layers.0.weight", "layers.0.bias", "layers.0
         ({"max_bytes": 143}, [EMBED, (LAYER[2], LAYER[0]), (LAYER[1],)]),
         ({"max_bytes": 80}, [EMBED, (LAYER[2],), (LAYER[0], LAYER[1])]),
         ({"max_bytes": 1}, [EMBED, (LAYER[2],), (LAYER[0],), (LAYER[1],)]),
-        ({"min_bytes": 10**6}, [EMBED, LAYER]),  # the head reads the embedding behind the layer
+        ({"min_bytes": 10**6}, [EMBED, LAYER]),  # the head reads the embedding after the layer
         ({"max_bytes": 80, "min_bytes": 80}, [EMBED, (LAYER[2],), (LAYER[0], LAYER[1])]),
     ],
 )
@@ -269,7 +269,7 @@ def test_a_root_whose_ends_are_large_is_split_between_them() -> None:
 def test_a_head_that_is_split_off_is_reduced_while_layers_run_backward() -> None:
     program = planned_ends(ROWS).program
     reduced = [
-        [tags.get(pick).fqn for pick in node.users if pick.target is operator.getitem]
+        [tags.get(item).fqn for item in node.users if item.target is operator.getitem]
         for node in program.graph.nodes
         if node.target is ops.reduce_scatter
     ]

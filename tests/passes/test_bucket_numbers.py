@@ -197,7 +197,7 @@ FAULTS: list[tuple[Fact, Fault]] = []
 
 
 def packed() -> Program:
-    """`graphs.layered`, whose layers are packed whole, behind the whole pipeline."""
+    """`graphs.layered`, whose layers are packed entirely, after the whole pipeline."""
     program = graphs.layered(2)
     pipeline.run(program, pipeline.default_passes(Config(pack_bytes=65)))
     return program
@@ -230,7 +230,7 @@ def value_of(program: Program, fqn: str) -> fx.Node:
 
 
 @breaks(Fact.PARAMS_UNSHARDED)
-def two_parameters_swapped_behind_unpack(program: Program) -> fx.Node:
+def two_parameters_swapped_after_unpack(program: Program) -> fx.Node:
     """A weight and a shift have one shape."""
     unpack = word(program, ops.unpack)
     weight, _, shift = unpack.users
@@ -275,7 +275,7 @@ def buffer_packed_in_place_of_a_shard(program: Program) -> fx.Node:
 
 
 @breaks(Fact.UNSHARD_PAIRED)
-def unpacked_in_front_of_the_wait(program: Program) -> fx.Node:
+def unpacked_before_the_wait(program: Program) -> fx.Node:
     unpack = word(program, ops.unpack)
     (flat,) = tags.operands(unpack)
     flat.append(unpack)
@@ -292,7 +292,7 @@ def packed_buffer_never_freed(program: Program) -> fx.Node:
 
 
 @breaks(Fact.NO_USE_AFTER_FREE)
-def packed_buffer_freed_in_front_of_its_unpack(program: Program) -> fx.Node:
+def packed_buffer_freed_before_its_unpack(program: Program) -> fx.Node:
     unpack = word(program, ops.unpack)
     (flat,) = tags.operands(unpack)
     free = next(user for user in flat.users if user.target is ops.free)
@@ -343,7 +343,7 @@ def test_fault_is_found(fact: Fact, fault: Fault) -> None:
 
 
 def test_what_is_to_be_packed_is_not_sent_one_by_one() -> None:
-    """As it would be with `bucket` behind insert-unshard."""
+    """As it would be with `bucket` after insert-unshard."""
     program = graphs.layered(2)
     pipeline.run(program, pipeline.default_passes(Config(pack_bytes=0)))
     program.buckets = tuple(ParamBucket(b.fqns, frozenset(b.fqns)) for b in program.buckets)

@@ -360,7 +360,7 @@ CASES: dict[str, tuple[pipeline.Pass, Build]] = {
 }
 
 
-# What the bucket pass does in front of the pass of a case, if not the default.
+# What the bucket pass does before the pass of a case, if not the default.
 BUCKETS = {
     "insert_unshard.split": Bucket(max_bytes=80),
     "insert_unshard.merged": Bucket(min_bytes=65),

@@ -141,7 +141,7 @@ def test_a_pass_whose_facts_are_missing_is_refused(
         pipeline.run(program, passes)
     wanted = " and ".join(fact.value for fact in missing)
     assert f"pass '{refused}' requires that {wanted};" in str(caught.value)
-    assert "Put it behind one that does." in str(caught.value)
+    assert "Put it after one that does." in str(caught.value)
 
 
 def test_any_pass_of_the_default_list_may_be_asked_for_in_order() -> None:

@@ -101,7 +101,7 @@ def test_order_by_hand() -> None:
     none = "gh wh fh g2 w2 c2 f2 c2 r2 g1 w1 c1 f1 c1 d2 r1 g0 w0 c0 f0 c0 d1 r0 d0 rh dh"
     one = "gh wh g2 fh w2 g1 c2 f2 c2 r2 w1 g0 c1 f1 c1 d2 r1 w0 c0 f0 c0 d1 r0 d0 rh dh"
     two = "gh wh g2 g1 fh w2 g0 c2 f2 c2 r2 w1 c1 f1 c1 d2 r1 w0 c0 f0 c0 d1 r0 d0 rh dh"
-    # Behind all compute of the unit before, in front of its reduction, and of the wait for another.
+    # After all compute of the unit before, before its reduction, and of the wait for another.
     post = "gh wh fh g2 w2 c2 f2 c2 g1 r2 w1 c1 f1 c1 g0 d2 r1 w0 c0 f0 c0 d1 r0 d0 rh dh"
     assert backward(**both(0)) == none
     assert backward(**both(1)) == backward(**both("pre")) == one
@@ -207,7 +207,7 @@ def test_a_free_moved_back_is_a_fault() -> None:
 
 
 def waits_of(program: Program, launch: fx.Node) -> fx.Node:
-    (wait,) = {user for pick in launch.users for user in pick.users if user.target is ops.wait}
+    (wait,) = {user for item in launch.users for user in item.users if user.target is ops.wait}
     return wait
 
 

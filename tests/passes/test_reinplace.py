@@ -14,7 +14,7 @@ from fxshard.passes.reinplace import OVER_FIRST, OVER_GRADIENT
 
 aten = torch.ops.aten
 SHAPES = [(3, 5), (64, 129), (2, 7, 1030)]  # below and above the kernels' vectors and chunks
-MORE: dict[Any, tuple[Any, ...]] = {  # arguments behind the tensors
+MORE: dict[Any, tuple[Any, ...]] = {  # arguments after the tensors
     aten.mul.Scalar: (-0.5,),
     aten.div.Scalar: (3.0,),
     aten.pow.Tensor_Scalar: (3,),
@@ -57,7 +57,7 @@ def test_an_operator_gives_the_same_bits_over_its_input(target: Any) -> None:
 
 
 class Classifier(nn.Module):
-    """Wide logits behind a narrow layer: the peak is in the backward of the loss."""
+    """Wide logits after a narrow layer: the peak is in the backward of the loss."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -55,7 +55,7 @@ SMALL: dict[str, Build] = {
 
 
 def small(name: str, prefetch: int = 1) -> Program:
-    """One of `SMALL` behind the pipeline; packed, as by default, where its name says so."""
+    """One of `SMALL` after the pipeline; packed, as by default, where its name says so."""
     return annotated(SMALL[name](), prefetch, **({} if name.startswith("packed") else APART))
 
 
@@ -77,7 +77,7 @@ def untouched(name: str, setting: str) -> Program:
 
 
 def of_zoo(name: str, setting: str, prefetch: int) -> Program:
-    """`untouched`, behind the pipeline."""
+    """`untouched`, after the pipeline."""
     program = untouched(name, setting)
     options = SETTINGS[setting][0] | {"forward_prefetch": prefetch, "backward_prefetch": prefetch}
     config = Config(units=MODELS[name].units, **options)
@@ -166,12 +166,12 @@ def test_events_are_few() -> None:
     """By hand, for 2 layers and a root in two gathers per phase: what each launch waits for."""
     program = annotated(graphs.chain())
     said = {n.name: tags.get(n).waits for n in program.graph.nodes if tags.get(n).waits}
-    # A loss has used memory; or the first of backward's own operators, if it is launched behind it.
+    # A loss has used memory; or the first of backward's own operators, if it is launched after it.
     assert said.pop("unshard_3") in (("c_backward",), ("c5",))
     assert said == {
         "unshard_0": ("c_forward",),  # the optimizer wrote the shards
         "wait_0": ("u0",),
-        "wait_1": ("u1",),  # unshard_1 is behind unshard_0, and no kernel has run since
+        "wait_1": ("u1",),  # unshard_1 is after unshard_0, and no kernel has run since
         "unshard_2": ("c2",),  # may get memory that layer 0 used
         "wait_2": ("u2",),
         "reduce_5": ("c5",),
@@ -269,7 +269,7 @@ def test_a_world_with_streams_does_what_the_tags_say(name: str) -> None:
 
 
 def some(nodes: list[fx.Node], saved: Iterator[torch.Tensor] | None = None) -> list[torch.Tensor]:
-    given = ("shard", "whole", "buffer", "input", "tangent", "accumulated")
+    given = ("shard", "ignored", "buffer", "input", "tangent", "accumulated")
     return [
         torch.ones(n.meta["val"].shape, dtype=n.meta["val"].dtype)
         if tags.get(n).role in given

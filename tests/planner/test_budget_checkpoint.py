@@ -139,7 +139,7 @@ def saved_and_spent(program: Program) -> tuple[int, float]:
         returned = any(user.op == "output" for user in node.users)
         if returned or any(tags.get(u).phase == "backward" for u in node.users if u.op != "output"):
             storages |= {id(s): s.nbytes() for s in tags.storages(node) if id(s) not in given}
-    again = [node for node in program.phase("backward") if tags.get(node).again]
+    again = [node for node in program.phase("backward") if tags.get(node).recomputed]
     return sum(storages.values()), sum(map(weight, again))
 
 

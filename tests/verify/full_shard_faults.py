@@ -9,7 +9,7 @@ from torch import fx
 
 from fxshard.ir import ops, tags
 from fxshard.ir.program import Fact, Program
-from tests.verify.verify_cases import find, insert, launch, of, paired, pick
+from tests.verify.verify_cases import find, insert, item, launch, of, paired
 
 aten = torch.ops.aten
 Fault = Callable[[Program], fx.Node | None]  # breaks a good program; returns the node to blame
@@ -52,7 +52,7 @@ def node_without_value(program: Program) -> fx.Node:
 
 @breaks(Fact.TAGGED)
 def view_that_aliases_nothing(program: Program) -> fx.Node:
-    """A pass gave it another input and did not make its fake value again."""
+    """A pass gave it another input and did not recompute its fake value."""
     view = find(program, "t_0")
     view.meta["val"] = program.fake((4, 4), torch.float32, torch.device("cpu"))
     return view
@@ -114,13 +114,13 @@ def two_waits(program: Program) -> fx.Node:
 
 
 @breaks(Fact.UNSHARD_PAIRED)
-def wait_behind_the_use(program: Program) -> fx.Node:
+def wait_after_the_use(program: Program) -> fx.Node:
     find(program, "tanh_0").append(of(program, ops.wait, 1, "forward"))
     return find(program, "t_0")
 
 
 @breaks(Fact.UNSHARD_PAIRED)
-def wait_behind_the_use_of_a_view(program: Program) -> fx.Node:
+def wait_after_the_use_of_a_view(program: Program) -> fx.Node:
     """`h_0` reads the shift itself; without it the first reader is a view of the weight."""
     wait, view = of(program, ops.wait, 1, "forward"), find(program, "t_0")
     wait.append(find(program, "h_0"))
@@ -143,29 +143,29 @@ def wait_before_its_launch(program: Program) -> fx.Node:
 
 
 @breaks(Fact.WELL_FORMED)
-def read_behind_the_write_of_what_it_reads(program: Program) -> fx.Node:
-    """%y is returned, not what has written over it: so a buffer would be, behind its write."""
+def read_after_the_write_of_what_it_reads(program: Program) -> fx.Node:
+    """%y is returned, not what has written over it: so a buffer would be, after its write."""
     node = find(program, "y")
     insert(program, node, aten.copy_.default, node, node)
     return program.output
 
 
 @breaks(Fact.UNSHARD_PAIRED)
-def less_sent_than_picked(program: Program) -> fx.Node:
+def less_sent_than_taken(program: Program) -> fx.Node:
     node = launch(program, 1, "forward")
     node.args = (tags.operands(node)[:-1], 2)
     return node
 
 
 @breaks(Fact.UNSHARD_PAIRED)
-def picked_twice(program: Program) -> fx.Node:
+def taken_twice(program: Program) -> fx.Node:
     node = launch(program, 1, "forward")
-    pick(node, 1).update_arg(1, 0)
+    item(node, 1).update_arg(1, 0)
     return node
 
 
 @breaks(Fact.PARAMS_UNSHARDED)
-def whole_parameter_comes_in(program: Program) -> fx.Node:
+def full_parameter_comes_in(program: Program) -> fx.Node:
     shard = find(program, "shard_layers_0_weight")
     tags.update(shard, role="param")
     return shard
@@ -180,7 +180,7 @@ def compute_reads_a_shard(program: Program) -> fx.Node:
 
 @breaks(Fact.PARAMS_UNSHARDED)
 def wrong_shape(program: Program) -> fx.Node:
-    node = pick(launch(program, 1, "forward"), 1)
+    node = item(launch(program, 1, "forward"), 1)
     node.meta["val"] = node.meta["val"][:3]
     return node
 
@@ -191,20 +191,20 @@ def shards_swapped(program: Program) -> fx.Node:
     node = launch(program, 1, "forward")
     weight, bias, shift = tags.operands(node)
     node.args = ([shift, bias, weight], 2)
-    return pick(node, 0)
+    return item(node, 0)
 
 
 @breaks(Fact.PARAMS_UNSHARDED)
 def padding_not_cut(program: Program) -> fx.Node:
     reader = find(program, "x_0")
-    reader.update_arg(0, pick(launch(program, 0, "forward"), 0))
+    reader.update_arg(0, item(launch(program, 0, "forward"), 0))
     return reader
 
 
 @breaks(Fact.NO_PARAM_SAVED)
 def backward_reads_what_forward_gathered(program: Program) -> fx.Node:
     reader = find(program, "dx_0")
-    reader.update_arg(1, pick(launch(program, 1, "forward"), 0))
+    reader.update_arg(1, item(launch(program, 1, "forward"), 0))
     return reader
 
 
@@ -240,20 +240,20 @@ def gradient_not_reduced(program: Program) -> fx.Node:
 
 @breaks(Fact.REDUCED_ONCE)
 def gradient_reduced_twice(program: Program) -> fx.Node:
-    behind = launch(program, 1, "backward", ops.reduce_scatter)
-    values = behind.meta["val"]
+    scatter = launch(program, 1, "backward", ops.reduce_scatter)
+    values = scatter.meta["val"]
     node = insert(
-        program, behind, ops.reduce_scatter, *behind.args, pair=99, records="r99", stream="reduce"
+        program, scatter, ops.reduce_scatter, *scatter.args, pair=99, records="r99", stream="reduce"
     )
-    picks: list[fx.Node] = []
+    items: list[fx.Node] = []
     for i, val in enumerate(values):
-        tag = {"fqn": tags.get(pick(behind, i)).fqn, "pair": 99}
-        picks.append(
-            insert(program, picks[-1] if picks else node, operator.getitem, node, i, **tag)
+        tag = {"fqn": tags.get(item(scatter, i)).fqn, "pair": 99}
+        items.append(
+            insert(program, items[-1] if items else node, operator.getitem, node, i, **tag)
         )
-        picks[-1].meta["val"] = val
-    insert(program, picks[-1], ops.wait, picks, role="wait", pair=99).meta.pop("val")
-    return picks[0]
+        items[-1].meta["val"] = val
+    insert(program, items[-1], ops.wait, items, role="wait", pair=99).meta.pop("val")
+    return items[0]
 
 
 @breaks(Fact.REDUCED_ONCE)
@@ -261,7 +261,7 @@ def one_tensor_sent_for_two(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.reduce_scatter)
     weight, bias, _ = tags.operands(node)
     node.args = ([weight, bias, weight], 2)
-    return pick(node, 2)
+    return item(node, 2)
 
 
 @breaks(Fact.REDUCED_ONCE)
@@ -270,7 +270,7 @@ def gradients_swapped(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.reduce_scatter)
     weight, bias, shift = tags.operands(node)
     node.args = ([shift, bias, weight], 2)
-    return pick(node, 0)
+    return item(node, 0)
 
 
 @breaks(Fact.REDUCED_ONCE)
@@ -287,7 +287,7 @@ def padded_wrongly(program: Program) -> fx.Node:
     """8 rows are 2 equal chunks as 6 are, but not of a parameter of 5."""
     node = launch(program, 0, "backward", ops.reduce_scatter)
     (sent,) = tags.operands(node)
-    result = pick(node, 0)
+    result = item(node, 0)
     sent.meta["val"] = program.fake((8, 4), torch.float32, torch.device("cpu"))
     result.meta["val"] = program.fake((4, 4), torch.float32, torch.device("cpu"))
     node.meta["val"] = [result.meta["val"]]
@@ -325,7 +325,7 @@ def launched_too_far_ahead(program: Program) -> fx.Node:
     first = launch(program, 1, "forward")
     for node in reversed([later, *later.users]):
         if node.target is operator.getitem or node is later:
-            pick(first, 2).append(node)
+            item(first, 2).append(node)
     return later
 
 
@@ -334,7 +334,7 @@ def waited_for_too_far_ahead(program: Program) -> fx.Node:
     """Nothing is in flight for long, and yet two layers lie there before the first one runs."""
     wait = of(program, ops.wait, 1, "forward")
     later = launch(program, 2, "forward")
-    anchor = pick(launch(program, 1, "forward"), 2)
+    anchor = item(launch(program, 1, "forward"), 2)
     for node in reversed([wait, later, *later.users]):
         if node.target is not ops.free and tags.get(node).role != "compute":
             anchor.append(node)
@@ -343,9 +343,9 @@ def waited_for_too_far_ahead(program: Program) -> fx.Node:
 
 @breaks(Fact.BOUNDED_INFLIGHT)
 def freed_too_late(program: Program) -> fx.Node:
-    """Nobody reads the root's parameters in backward when layers.0 is launched."""
+    """Nothing reads the root's parameters in backward when layers.0 is launched."""
     root, later = of(program, ops.free, 0, "backward"), launch(program, 1, "backward")
-    pick(later, 0).append(root)
+    item(later, 0).append(root)
     return later
 
 
@@ -413,7 +413,7 @@ def sent_gradient_read_after_the_free(program: Program) -> fx.Node:
 def freed_while_it_is_sent(program: Program) -> fx.Node:
     node = launch(program, 2, "backward", ops.reduce_scatter)
     free = paired(program, ops.free, node)
-    pick(node, 2).append(free)
+    item(node, 2).append(free)
     return free
 
 
@@ -457,9 +457,9 @@ def event_recorded_too_early(program: Program) -> fx.Node:
 
 @breaks(Fact.STREAMS_ORDERED)
 def event_recorded_twice(program: Program) -> fx.Node:
-    again = find(program, "dlinear_0")
-    tags.update(again, records=tags.get(launch(program, 1, "backward")).records)
-    return again
+    twin = find(program, "dlinear_0")
+    tags.update(twin, records=tags.get(launch(program, 1, "backward")).records)
+    return twin
 
 
 @breaks(Fact.STREAMS_ORDERED)

@@ -122,7 +122,7 @@ def test_collectives_are_those_of_the_graph() -> None:
     lines = collectives(program)
     assert len(lines) == len(launches)
     for line, node in zip(lines, launches, strict=True):
-        fqns = [tags.get(pick).fqn or "" for pick in node.users]
+        fqns = [tags.get(item).fqn or "" for item in node.users]
         assert all(f"{fqn} " in line for fqn in fqns)
     named = " ".join(lines)
     assert all(fqn in named for fqn in program.params)
@@ -232,8 +232,8 @@ def launched_twice(node: fx.Node) -> None:
         twin.meta = dict(node.meta)
     for i, operand in enumerate(tags.operands(node)):
         with node.graph.inserting_after(twin):
-            pick = node.graph.call_function(operator.getitem, (twin, i))
-            pick.meta = dict(operand.meta)
+            item = node.graph.call_function(operator.getitem, (twin, i))
+            item.meta = dict(operand.meta)
 
 
 CHANGES: dict[str, Change] = {

@@ -24,14 +24,14 @@ from fxshard.ir.program import Fact, Program
 from tests import graphs, streams
 from tests.faults import FAULTS
 from tests.passes.test_streams import ALL, SMALL, of_zoo, untouched
-from tests.passes.test_streams import small as behind
+from tests.passes.test_streams import small as built
 from tests.verify.verify_cases import fresh
 
 Build = Callable[[], Program]
 
 
 def again(program: Program) -> Program:
-    """A copy of a program behind the pipeline, without its schedule."""
+    """A copy of a program after the pipeline, without its schedule."""
     facts = program.facts - {Fact.OUTLINED}
     return dataclasses.replace(fresh(program, program.world_size), facts=facts, schedule=None)
 
@@ -124,7 +124,7 @@ def tried(
 
 @functools.cache
 def small(name: str, prefetch: int) -> tuple[Program, graphs.Values]:
-    return behind(name, prefetch), graphs.random_values(SMALL[name]())
+    return built(name, prefetch), graphs.random_values(SMALL[name]())
 
 
 def swept(kind: str, seeds: int, prefetches: tuple[int, ...]) -> Count:
@@ -137,7 +137,7 @@ def swept(kind: str, seeds: int, prefetches: tuple[int, ...]) -> Count:
     return count
 
 
-# Kinds of which some places do no harm: what is left behind is equal in effect.
+# Kinds of fault that are harmless in some places: the program does the same.
 @pytest.mark.parametrize("kind", FAULTS)
 def test_faults_are_found(kind: str) -> None:
     count = swept(kind, 1, (1,))

@@ -21,15 +21,15 @@ from tests.verify.full_shard_faults import (
     gradients_in_another_order,
     gradients_swapped,
     shards_swapped,
-    wait_behind_the_use,
-    wait_behind_the_use_of_a_view,
+    wait_after_the_use,
+    wait_after_the_use_of_a_view,
 )
 from tests.verify.verify_cases import ALWAYS, capture, captured, fresh
 from tests.zoo import MODELS
 
 
 def good(depth: int = 2) -> Program:
-    """`graphs.layered` behind the whole pipeline, its parameters apart (packed: test_bucket.py)."""
+    """`graphs.layered` after the whole pipeline, its parameters apart (packed: test_bucket.py)."""
     program = graphs.layered(depth)
     pipeline.run(program, pipeline.default_passes(Config(**graphs.APART)))
     assert program.facts == ALWAYS
@@ -65,8 +65,8 @@ def test_fault_is_found(fact: Fact, fault: Fault) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        wait_behind_the_use,
-        wait_behind_the_use_of_a_view,
+        wait_after_the_use,
+        wait_after_the_use_of_a_view,
         shards_swapped,
         gradients_swapped,
         freed_before_the_last_reader,

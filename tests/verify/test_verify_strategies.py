@@ -25,7 +25,7 @@ from fxshard.verify import gradients
 from tests import graphs
 from tests.graphs import BF16
 from tests.verify.full_shard_faults import FAULTS
-from tests.verify.verify_cases import ALWAYS, find, fresh, insert, launch, paired, pick
+from tests.verify.verify_cases import ALWAYS, find, fresh, insert, item, launch, paired
 from tests.zoo import MODELS
 
 aten = torch.ops.aten
@@ -60,7 +60,7 @@ def breaks(fact: Fact, build: Build, *, harms: bool = True) -> Callable[[Fault],
 
 
 def good(build: Build) -> Program:
-    """The program that `build` makes, behind the whole pipeline, its parameters apart."""
+    """The program that `build` makes, after the whole pipeline, its parameters apart."""
     program = build()
     pipeline.run(program, pipeline.default_passes(Config(**graphs.APART)))
     assert program.facts == ALWAYS
@@ -80,12 +80,12 @@ def value_of(program: Program, name: str) -> fx.Node:
     return program.values[[result.name for result in program.results].index(name)]
 
 
-def again(program: Program, behind: fx.Node, node: fx.Node, taken: list[fx.Node]) -> fx.Node:
-    """A copy of the launch `node` on `taken`, and its wait, behind `behind`; returns its pick."""
+def repeated(program: Program, after: fx.Node, node: fx.Node, taken: list[fx.Node]) -> fx.Node:
+    """A copy of the launch `node` on `taken`, and its wait, after `after`; returns its item."""
     tag = dataclasses.replace(
         tags.get(node), phase="backward", pair=99, records="z99", waits=(), fqn=None
     )
-    with program.graph.inserting_before(behind.next):
+    with program.graph.inserting_before(after.next):
         got, *_ = transfers.insert_operator(
             program, node.target, (taken, *node.args[1:]), [str(tags.get(taken[0]).fqn)], tag, "z"
         )
@@ -94,7 +94,7 @@ def again(program: Program, behind: fx.Node, node: fx.Node, taken: list[fx.Node]
 
 
 def part(program: Program, name: str, index: int = 0) -> fx.Node:
-    return pick(find(program, name), index)
+    return item(find(program, name), index)
 
 
 bf16 = functools.partial(chain, precision=BF16)
@@ -121,16 +121,16 @@ def all_reduce_missing(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.all_reduce)
     (sent,) = tags.operands(node)
     returned(program, "layers.0.weight", sent)
-    for each in (paired(program, ops.wait, node), pick(node, 0), node):
+    for each in (paired(program, ops.wait, node), item(node, 0), node):
         program.graph.erase_node(each)
     return sent
 
 
 @breaks(Fact.REDUCED_ONCE, no_shard)
-def all_reduce_of_whole_gradients_missing(program: Program) -> fx.Node:
+def all_reduce_of_full_gradients_missing(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.all_reduce)
     returned(program, "layers.0.weight", tags.operands(node)[0])
-    for each in (paired(program, ops.wait, node), pick(node, 0), node):
+    for each in (paired(program, ops.wait, node), item(node, 0), node):
         program.graph.erase_node(each)
     return program.output
 
@@ -144,8 +144,8 @@ def returned_from_before_the_all_reduce(program: Program) -> fx.Node:
 @breaks(Fact.REDUCED_ONCE, summed)
 def all_reduced_twice(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.all_reduce)
-    first, wait = pick(node, 0), paired(program, ops.wait, node)
-    got = again(program, wait, node, [first])
+    first, wait = item(node, 0), paired(program, ops.wait, node)
+    got = repeated(program, wait, node, [first])
     (division,) = (n for n in first.users if n.target is aten.div_.Scalar)
     division.replace_input_with(first, got)
     return value_of(program, "layers.0.weight")
@@ -156,7 +156,7 @@ def all_reduce_of_another_gradient(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.all_reduce)
     weight, bias, shift = tags.operands(node)
     node.args = ([shift, bias, weight], *node.args[1:])
-    return pick(node, 0)
+    return item(node, 0)
 
 
 @breaks(Fact.REDUCED_ONCE, hybrid)
@@ -164,7 +164,7 @@ def all_reduce_of_another_unit(program: Program) -> fx.Node:
     """What layer 1 has is reduced again, as the gradient of layer 0."""
     node = launch(program, 1, "backward", ops.all_reduce)
     node.args = ([value_of(program, "layers.1.weight")], *node.args[1:])
-    return pick(node, 0)
+    return item(node, 0)
 
 
 @breaks(Fact.REDUCED_ONCE, hybrid)
@@ -193,14 +193,14 @@ def all_reduce_of_too_many_ranks(program: Program) -> fx.Node:
 def all_reduce_of_what_is_in_flight(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.all_reduce)
     scatter = launch(program, 1, "backward", ops.reduce_scatter)
-    pick(scatter, 0).append(node)
+    item(scatter, 0).append(node)
     return node
 
 
 @breaks(Fact.UNSHARD_PAIRED, low_precision)
 def cast_of_what_is_all_reduced(program: Program) -> fx.Node:
     value = value_of(program, "layers.0.weight")
-    pick(launch(program, 1, "backward", ops.all_reduce), 0).append(value)
+    item(launch(program, 1, "backward", ops.all_reduce), 0).append(value)
     return value
 
 
@@ -213,13 +213,13 @@ def operand_read_while_it_is_all_reduced(program: Program) -> fx.Node:
 
 
 @breaks(Fact.UNSHARD_PAIRED, summed)
-def predivided_behind_the_launch(program: Program) -> fx.Node:
+def predivided_after_the_launch(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.reduce_scatter)
     (division,) = tags.operands(node)
     gradient = tags.source(division)
     tags.update(gradient, fqn=tags.get(division).fqn)
     division.replace_all_uses_with(gradient)
-    pick(node, 0).append(division)
+    item(node, 0).append(division)
     return division
 
 
@@ -237,7 +237,7 @@ def all_reduce_that_waits_for_nothing(program: Program) -> fx.Node:
 def cast_of_the_shard_of_another_unit(program: Program) -> fx.Node:
     node = find(program, "cast_0")
     node.args = ([find(program, "shard_layers_1_weight")], *node.args[1:])
-    return pick(node, 0)
+    return item(node, 0)
 
 
 @breaks(Fact.PARAMS_UNSHARDED, bf16)
@@ -245,9 +245,9 @@ def shard_sent_without_cast(program: Program) -> fx.Node:
     node, cast = find(program, "unshard_0"), find(program, "cast_0")
     node.args = ([find(program, "shard_layers_0_weight")], 2)
     free = find(program, "free_sent_0")
-    for each in (free, pick(cast, 0), cast):
+    for each in (free, item(cast, 0), cast):
         program.graph.erase_node(each)
-    buffer = pick(node, 0)
+    buffer = item(node, 0)
     stale = tags.storage_ids(buffer)
     node.meta["val"] = program.refake(node)
     buffer.meta["val"] = node.meta["val"][0]
@@ -319,7 +319,7 @@ def reduced_gradient_freed_before_its_cast(program: Program) -> fx.Node:
 def reduced_gradient_freed_while_it_is_all_reduced(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.all_reduce)
     pair = tags.get(launch(program, 1, "backward", ops.reduce_scatter)).pair
-    pick(node, 0).append(find(program, f"free_result_{pair}"))
+    item(node, 0).append(find(program, f"free_result_{pair}"))
     return paired(program, ops.wait, node)
 
 
@@ -335,14 +335,14 @@ def gradient_not_cast_back(program: Program) -> fx.Node:
 def load_of_the_shard_of_another_unit(program: Program) -> fx.Node:
     node = find(program, "load_0")
     node.args = ([find(program, "shard_layers_1_weight")], *node.args[1:])
-    return pick(node, 0)
+    return item(node, 0)
 
 
 @breaks(Fact.PARAMS_UNSHARDED, offload, harms=False)  # where all is one memory
 def shard_sent_without_load(program: Program) -> fx.Node:
     node, load = find(program, "unshard_0"), find(program, "load_0")
     node.args = ([find(program, "shard_layers_0_weight")], 2)
-    for each in (find(program, "free_sent_0"), pick(load, 0), load):
+    for each in (find(program, "free_sent_0"), item(load, 0), load):
         program.graph.erase_node(each)
     return node
 
@@ -389,7 +389,7 @@ def store_that_does_not_wait(program: Program) -> fx.Node:
 @breaks(Fact.UNSHARD_PAIRED, offload)
 def store_of_what_is_in_flight(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.store)
-    pick(launch(program, 1, "backward", ops.reduce_scatter), 0).append(node)
+    item(launch(program, 1, "backward", ops.reduce_scatter), 0).append(node)
     return node
 
 
@@ -397,7 +397,7 @@ def store_of_what_is_in_flight(program: Program) -> fx.Node:
 def freed_while_it_is_stored(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.store)
     free = find(program, f"free_{tags.get(node).pair}")
-    pick(node, 0).append(free)
+    item(node, 0).append(free)
     return free
 
 
@@ -412,7 +412,7 @@ def stores_swapped(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.store)
     weight, bias, shift = tags.operands(node)
     node.args = ([shift, bias, weight],)
-    return pick(node, 0)
+    return item(node, 0)
 
 
 # -- between forward and backward -----------------------------------------------------------------
@@ -429,7 +429,7 @@ def kept_parameter_freed_in_forward(program: Program) -> fx.Node:
 @breaks(Fact.BOUNDED_INFLIGHT, kept, harms=False)  # but for memory
 def kept_parameter_gathered_again_for_nobody(program: Program) -> fx.Node:
     node = find(program, "unshard_1")
-    got = again(program, find(program, "dhead"), node, tags.operands(node))
+    got = repeated(program, find(program, "dhead"), node, tags.operands(node))
     wait = next(n for n in got.users if n.target is ops.wait)
     insert(program, wait, ops.free, [got], role="free")
     return tags.source(got)
@@ -451,7 +451,7 @@ def resharded_before_the_wait(program: Program) -> fx.Node:
 
 
 @breaks(Fact.NO_USE_AFTER_FREE, regrouped)
-def resharded_behind_the_free(program: Program) -> fx.Node:
+def resharded_after_the_free(program: Program) -> fx.Node:
     node = find(program, "reshard_1")
     node.prepend(find(program, "free_1"))
     return node
@@ -461,14 +461,14 @@ def resharded_behind_the_free(program: Program) -> fx.Node:
 def part_of_another_unit(program: Program) -> fx.Node:
     node, other = launch(program, 1, "backward"), launch(program, 2, "backward")
     node.args = (tags.operands(other), *node.args[1:])
-    return pick(node, 0)
+    return item(node, 0)
 
 
 @breaks(Fact.FREED, regrouped)
 def part_freed_too_early(program: Program) -> fx.Node:
     gather = launch(program, 2, "backward")
     free = find(program, f"free_sent_{tags.get(gather).pair}")
-    pick(find(program, "reshard_1"), 0).append(free)
+    item(find(program, "reshard_1"), 0).append(free)
     tags.update(free, phase="forward")
     return free
 
@@ -477,7 +477,7 @@ def part_freed_too_early(program: Program) -> fx.Node:
 def part_freed_while_it_is_sent(program: Program) -> fx.Node:
     gather = launch(program, 2, "backward")
     free = find(program, f"free_sent_{tags.get(gather).pair}")
-    pick(gather, 0).append(free)
+    item(gather, 0).append(free)
     return free
 
 
@@ -526,7 +526,7 @@ def accumulated_gradient_forgotten(program: Program) -> fx.Node:
 
 @breaks(Fact.REDUCED_ONCE, accumulated)
 def accumulated_gradient_without_this_step(program: Program) -> fx.Node:
-    """What is there already is reduced, then added to, behind the free of it."""
+    """What is there already is reduced, then added to, after the free of it."""
     node = launch(program, 0, "backward", ops.reduce_scatter)
     (total,) = tags.operands(node)
     held = tags.source(total)
@@ -568,7 +568,7 @@ def reduced_and_said_to_be_accumulated(program: Program) -> fx.Node:
     program.results[1:] = [
         dataclasses.replace(result, kind="accumulated") for result in program.results[1:]
     ]
-    return pick(launch(program, 0, "backward", ops.reduce_scatter), 0)
+    return item(launch(program, 0, "backward", ops.reduce_scatter), 0)
 
 
 @breaks(Fact.REDUCED_ONCE, hooked)
@@ -578,7 +578,7 @@ def hook_without_one_gradient(program: Program) -> fx.Node:
     weight, bias, _ = gradients.hook_rows(node)
     (cat,) = (n for n in weight.users if n.target is aten.cat.default)
     cat.args = ([weight, bias, weight], 1)
-    return pick(node, 0)
+    return item(node, 0)
 
 
 @breaks(Fact.REDUCED_ONCE, hooked)
@@ -587,7 +587,7 @@ def hook_in_another_order(program: Program) -> fx.Node:
     weight, bias, shift = gradients.hook_rows(node)
     (cat,) = (n for n in weight.users if n.target is aten.cat.default)
     cat.args = ([shift, bias, weight], 1)
-    return pick(node, 0)
+    return item(node, 0)
 
 
 @breaks(Fact.REDUCED_ONCE, hooked)
@@ -612,7 +612,7 @@ def returned_from_before_the_hook(program: Program) -> fx.Node:
 def flat_tensor_freed_while_the_hook_runs(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.comm_hook)
     free = find(program, f"free_{tags.get(node).pair}")
-    pick(node, 0).append(free)
+    item(node, 0).append(free)
     return free
 
 
@@ -620,7 +620,7 @@ def flat_tensor_freed_while_the_hook_runs(program: Program) -> fx.Node:
 def gradient_of_an_ignored_parameter_reduced(program: Program) -> fx.Node:
     """It is the caller's, rank by rank."""
     node = launch(program, 1, "backward", ops.all_reduce)
-    got = again(program, program.phase("backward")[-1], node, [find(program, "dhead")])
+    got = repeated(program, program.phase("backward")[-1], node, [find(program, "dhead")])
     return returned(program, "head", got)
 
 

@@ -42,16 +42,16 @@ def launch(program: Program, unit: int, phase: str, target: Any = ops.all_gather
     return node
 
 
-def pick(node: fx.Node, index: int) -> fx.Node:
+def item(node: fx.Node, index: int) -> fx.Node:
     return next(user for user in node.users if user.args[1] == index)
 
 
-def insert(program: Program, behind: fx.Node, target: Any, *args: Any, **tag: Any) -> fx.Node:
-    """A new node with the tag of the one it stands behind, but for `tag`."""
-    with program.graph.inserting_after(behind):
+def insert(program: Program, at: fx.Node, target: Any, *args: Any, **tag: Any) -> fx.Node:
+    """A new node with the tag of the one it stands after, but for `tag`."""
+    with program.graph.inserting_after(at):
         node = program.graph.call_function(target, args)
-    same = dataclasses.replace(tags.get(behind), records=None, waits=(), stream="compute")
-    return tags.put(node, dataclasses.replace(same, **tag), behind.meta.get("val"))
+    same = dataclasses.replace(tags.get(at), records=None, waits=(), stream="compute")
+    return tags.put(node, dataclasses.replace(same, **tag), at.meta.get("val"))
 
 
 @functools.cache

@@ -90,7 +90,7 @@ class Block:
 
 @dataclasses.dataclass(eq=False)
 class Arena:
-    """The blocks of one pool on one stream that nobody uses: free ones, and address space.
+    """The unused blocks of one pool on one stream: free ones, and address space.
 
     Attributes:
         page: bytes that are mapped at once.

@@ -98,7 +98,7 @@ def efficient_attention_backward(node: fx.Node) -> Size:
     widest = max(dim, value_dim)
     block, key_block = (64, 64) if widest <= 64 else (128, 128 if half and widest <= 128 else 64)
     tiles = -(-rows // block) * -(-dim // key_block)
-    elements = tiles * (block * key_block + 4)  # each behind a lock, a counter and padding
+    elements = tiles * (block * key_block + 4)  # each after a lock, a counter and padding
     if half and widest > 128:  # gradients of keys and values do not fit into registers
         splits = -(-keys // key_block)
         if batch * heads >= 256 and keys <= 2 * key_block:

@@ -182,7 +182,7 @@ def new_state(script: Script, tree: Tree, new: OptimizerStep) -> list[LiveRange]
     (torch/distributed/checkpoint/state_dict.py, ``_init_optim_state``)
     """
     host = tree.program.offloaded
-    everything = [*tree.program.params.items(), *tree.program.wholes.items()]
+    everything = [*tree.program.params.items(), *tree.program.ignored.items()]
     grads: list[LiveRange] = []
     for fqn, param in sorted(everything, key=lambda item: item[1].position):
         if param.requires_grad:

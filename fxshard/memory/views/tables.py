@@ -292,7 +292,7 @@ def _groups(rows: dict[Called, dict[State, Matrix]], fold: bool) -> dict[Called,
 
 
 def _tree_order(calls: Iterable[Called]) -> list[Called]:
-    """Calls in their order, but none in front of those around it."""
+    """Calls in their order, but none before those around it."""
     by_module: dict[str, list[Called]] = {"": []}
     for module, call in calls:
         by_module.setdefault(module, []).append((module, call))
@@ -418,7 +418,7 @@ def grid(rows: list[list[str]], headers: Sequence[str], align: Sequence[str]) ->
 
 
 def _with_titles(lines: list[str], blocks: Sequence[_Block], same: str, width: int) -> str:
-    """The lines of the table, with the title of each block in front of its own."""
+    """The lines of the table, with the title of each block before its own."""
     at = next(i for i, line in enumerate(lines) if line.startswith(f"{INDENT}--")) + 1
     found = lines[:at]
     for block in blocks:
