@@ -68,15 +68,15 @@ def local_part(tensor: Tensor) -> Tensor:
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
+def sharded_like(full: Tensor, like: Tensor) -> Tensor:
     """`whole` placed as `like` is: this rank's rows of it; nothing is communicated."""
     if not isinstance(like, DTensor):
-        return whole
+        return full
     mesh, placements = like.device_mesh, like.placements
-    sizes, starts = compute_local_shape_and_global_offset(whole.shape, mesh, placements)
+    sizes, starts = compute_local_shape_and_global_offset(full.shape, mesh, placements)
     for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-        whole = whole.narrow(dim, start, size)
-    return _dtensor(whole.to(local_part(like).device), like)
+        full = full.narrow(dim, start, size)
+    return _dtensor(full.to(local_part(like).device), like)
 
 
 def _dtensor(local: Tensor, like: DTensor) -> DTensor:

@@ -86,10 +86,10 @@ def gather_one_by_one() -> torch.library.Library:
     def gather(outputs: Any, inputs: Any, group: Any, async_op: bool = True) -> Any:
         members = dist.ProcessGroup.unbox(group)
         works: list[dist.Work] = []
-        for whole, part in zip(outputs, inputs, strict=True):
+        for output, part in zip(outputs, inputs, strict=True):
             for work in works:
                 work.wait()  # of two threads the second may end first, and who waits has one work
-            works = [members._allgather_base(whole, part)]
+            works = [members._allgather_base(output, part)]
         return works[0].boxed()
 
     library = torch.library.Library("c10d", "IMPL")

@@ -164,7 +164,7 @@ class Graph:
         if owner not in self.configs:
             self.configs[owner] = self._configured(owner)
         bound = bind(owner, args)
-        _settle(owner, bound)
+        _restore(owner, bound)
         owner.world.require_joined()
         if self.first is None:
             self.first = bound
@@ -223,7 +223,7 @@ class Graph:
         """
         if not torch.is_grad_enabled() or _ranks() == 1:
             return
-        ignored = {id(p) for owner in reading.SHARDED for p in owner.whole_parameters()}
+        ignored = {id(p) for owner in reading.SHARDED for p in owner.ignored_parameters()}
         places = self.graph_module.graph.find_nodes(op="placeholder")
         for node, arg in zip(places, args, strict=True):
             plain = isinstance(arg, nn.Parameter) and not isinstance(arg, DTensor)
@@ -499,7 +499,7 @@ def bind(owner: Runtime, args: Sequence[Any]) -> Bound:
     for name, (module, key) in owner.buffer_slots.items():
         known.setdefault(id(module._buffers[key]), ("buffer", name))
     for fqn in owner.wholes:
-        known[id(owner.whole(fqn))] = ("whole", fqn)
+        known[id(owner.ignored_parameter(fqn))] = ("whole", fqn)
     for fqn, slot in owner.slots.items():
         known[id(slot.tensor)] = ("param", fqn)  # read past the property, as parameters() does
     found = []
@@ -512,14 +512,14 @@ def bind(owner: Runtime, args: Sequence[Any]) -> Bound:
     return Bound(tuple(found))
 
 
-def _settle(owner: Runtime, bound: Bound) -> None:
+def _restore(owner: Runtime, bound: Bound) -> None:
     """Bring parameters back onto their shards, and what Dynamo sees of them up to date.
 
-    (`Slot.settle`; the flag of a handle is in Dynamo's guards at the next call.)
+    (`Slot.restore_storage`; the flag of a handle is in Dynamo's guards at the next call.)
     """
     for fqn in bound.fqns("param"):
         slot = owner.slots[fqn]
-        slot.settle()
+        slot.restore_storage()
         for module, name in slot.owners:
             handle = module.__dict__[reading.HANDLES][name]
             if handle.requires_grad is not slot.tensor.requires_grad:

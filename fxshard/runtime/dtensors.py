@@ -140,14 +140,15 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: lis
             )
     first = tensors[0]
     fills = name.endswith("_like") or (id(first) in written and not name.startswith("rrelu"))
-    wholes = {
-        id(t): _empty_whole(t) if t is first and fills else t.full_tensor().clone() for t in tensors
+    unsharded = {
+        id(t): _empty_unsharded(t) if t is first and fills else t.full_tensor().clone()
+        for t in tensors
     }
-    _note(kwargs.get("generator"), wholes[id(first)].device)
-    found = func(*trees.exchanged(args, wholes), **trees.exchanged(kwargs, wholes))
+    _note(kwargs.get("generator"), unsharded[id(first)].device)
+    found = func(*trees.exchanged(args, unsharded), **trees.exchanged(kwargs, unsharded))
     for tensor in written.values():
-        tensor.copy_(sharded_like(wholes[id(tensor)], tensor))
-    others = {id(wholes[id(t)]): t for t in tensors}
+        tensor.copy_(sharded_like(unsharded[id(tensor)], tensor))
+    others = {id(unsharded[id(t)]): t for t in tensors}
     leaves, spec = trees.tree_flatten(found)
     made = [others[id(leaf)] if id(leaf) in others else _placed(leaf, first) for leaf in leaves]
     return trees.tree_unflatten(made, spec)
@@ -180,7 +181,7 @@ def _placed(value: Any, like: DTensor) -> Any:
     return replicated(value, like)
 
 
-def _empty_whole(like: DTensor) -> Tensor:
+def _empty_unsharded(like: DTensor) -> Tensor:
     device = dtensors.local_tensor(like).device
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
 

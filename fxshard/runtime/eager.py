@@ -119,7 +119,7 @@ class Forwards:
 
     def __init__(self) -> None:
         self.inside = 0
-        self.alive: weakref.WeakValueDictionary[int, Whole] = weakref.WeakValueDictionary()
+        self.alive: weakref.WeakValueDictionary[int, Gathered] = weakref.WeakValueDictionary()
         self._hooks: list[saved_tensors_hooks] = []
         self._around: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
@@ -146,32 +146,32 @@ class Forwards:
             self._around = None
 
     @property
-    def compute_whole(self) -> bool:
+    def computing(self) -> bool:
         """True where eager code computes with parameters: in forward, and again in backward, where
         torch.utils.checkpoint repeats parts of it.
         """
         return self.inside > 0 or autograd.in_backward()
 
-    def note(self, whole: Whole, tensor: Tensor) -> None:
+    def note(self, source: Gathered, tensor: Tensor) -> None:
         """`tensor` is what was gathered of a parameter."""
-        self.alive[_address(tensor)] = whole
+        self.alive[_address(tensor)] = source
         # The storage object that Python sees lives as long as the memory does.
-        tensor.untyped_storage()._fxshard_whole = whole  # type: ignore[attr-defined]
+        tensor.untyped_storage()._fxshard_gathered = source  # type: ignore[attr-defined]
 
     def name_of(self, tensor: Tensor) -> str | None:
         """FQN of the parameter that `tensor` was gathered of, or is a view of."""
-        whole = self.alive.get(_address(tensor))
-        return None if whole is None else whole.slot.param.fqn
+        source = self.alive.get(_address(tensor))
+        return None if source is None else source.slot.param.fqn
 
     @torch.compiler.disable
     def _pack(self, tensor: Tensor) -> Any:
-        whole = self.alive.get(_address(tensor))
-        if whole is not None:
+        source = self.alive.get(_address(tensor))
+        if source is not None:
             size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-            version = autograd.version(whole.slot.tensor)
+            version = autograd.version(source.slot.tensor)
             # Not `whole` itself, which is to die with the memory.
             return functools.partial(
-                _again, whole.slot, whole.gather, version, size, stride, offset
+                _again, source.slot, source.gather, version, size, stride, offset
             )
         if self._around is not None:  # the user's own: autograd asks one pair only
             pack, unpack = self._around
@@ -180,7 +180,7 @@ class Forwards:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Whole:
+class Gathered:
     """What is known of a parameter that was gathered, as long as its memory lives.
 
     Attributes:

@@ -60,7 +60,7 @@ class FsdpMethods(nn.Module):
             set_to_none: False: gradients become zeros.
         """
         self._fxshard.accumulated.clear()
-        self._fxshard.torn.pop("accumulated", None)
+        self._fxshard.refusals.pop("accumulated", None)
         super().zero_grad(set_to_none)
 
     def register_comm_hook(self, state: Any, hook: Callable[..., None]) -> None:
@@ -151,7 +151,7 @@ class FsdpMethods(nn.Module):
             ConfigError: `writeback` with `rank0_only`.
             StepError: parameters are unsharded already; or at the end one has changed its shape.
         """
-        with self._fxshard.whole_now(
+        with self._fxshard.summon_full_params(
             recurse,
             writeback=writeback,
             rank0_only=rank0_only,
@@ -188,7 +188,7 @@ class FsdpMethods(nn.Module):
         Returns:
             This module.
         """
-        with self._fxshard.whole_now():
+        with self._fxshard.summon_full_params():
             super().apply(fn)
         return self
 
@@ -204,7 +204,7 @@ class FsdpMethods(nn.Module):
         """
         self._fxshard.world.together("full_state_dict")
         found = dict(get_model_state_dict(self))
-        return state.whole_state(found, self._fxshard.all_rows, cpu_offload, rank0_only)
+        return state.full_state(found, self._fxshard.all_rows, cpu_offload, rank0_only)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """What ``.to()``, ``.half()`` and their kin call: converts shards, buffers and the rest."""
@@ -313,7 +313,7 @@ class FsdpMethods(nn.Module):
         """
         self._fxshard.world.together("full_optim_state_dict")
         found = state.optim_state_dict(self, optimizer)
-        return state.whole_state(found, self._fxshard.all_rows, cpu_offload, rank0_only)
+        return state.full_state(found, self._fxshard.all_rows, cpu_offload, rank0_only)
 
     def optim_state_dict_to_load(
         self,

@@ -97,9 +97,9 @@ class GatheringTensor(DTensor):
                         if not (torch.is_grad_enabled() and _computes(found, tensors)):
                             return found if _is_kept(name) else _gathering(found, tensors)
                         undo()
-            wholes = {id(t): _whole(t) for t in tensors if isinstance(t, DTensor)}
-            found = func(*trees.exchanged(args, wholes), **trees.exchanged(kwargs, wholes))
-            return _marked(found, wholes, next(t for t in tensors if isinstance(t, DTensor)))
+            unsharded = {id(t): _unsharded(t) for t in tensors if isinstance(t, DTensor)}
+            found = func(*trees.exchanged(args, unsharded), **trees.exchanged(kwargs, unsharded))
+            return _marked(found, unsharded, next(t for t in tensors if isinstance(t, DTensor)))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as the DTensor that it is."""
@@ -197,7 +197,7 @@ def _runtime_of(tensor: DTensor) -> tuple[Runtime | None, str]:
     return (reference() if reference is not None else None), fqn
 
 
-def _whole(tensor: Any) -> Tensor:
+def _unsharded(tensor: Any) -> Tensor:
     runtime, fqn = _runtime_of(tensor)
     slot = runtime.slots.get(fqn) if runtime is not None else None
     if runtime is not None and slot is not None and slot.tensor is tensor:
@@ -278,7 +278,7 @@ def _written(func: Any, leaves: list[Any], spec: Any, into: DTensor) -> Any:
             if several:
                 raise
     args, kwargs = trees.tree_unflatten(leaves, spec)
-    return _written_whole(func, args, kwargs, [into])
+    return _written_in_full(func, args, kwargs, [into])
 
 
 def _written_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -294,10 +294,10 @@ def _written_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         }
         if len(kinds) == 1 and None not in kinds:
             return func(*args, **kwargs)
-    return _written_whole(func, args, kwargs, outs)
+    return _written_in_full(func, args, kwargs, outs)
 
 
-def _written_whole(
+def _written_in_full(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], into: list[DTensor]
 ) -> Any:
     """Write into whole tensors, and keep this rank's rows; collective.
@@ -310,18 +310,18 @@ def _written_whole(
     runtimes = {id(r): r for t in into if (r := _runtime_of(t)[0]) is not None}
     for runtime in runtimes.values():
         runtime.world.together(f"{name}, which writes into a parameter")
-    wholes: dict[int, Tensor] = {}
+    unsharded: dict[int, Tensor] = {}
     for tensor in into:
         with torch.no_grad():
-            made = _whole(tensor).clone()
-        wholes[id(tensor)] = made.requires_grad_(tensor.requires_grad)  # autograd asks for that
+            made = _unsharded(tensor).clone()
+        unsharded[id(tensor)] = made.requires_grad_(tensor.requires_grad)  # autograd asks for that
     for leaf in trees.tree_flatten((args, kwargs))[0]:
-        if isinstance(leaf, DTensor) and id(leaf) not in wholes:
-            wholes[id(leaf)] = _whole(leaf)
-    found = func(*trees.exchanged(args, wholes), **trees.exchanged(kwargs, wholes))
+        if isinstance(leaf, DTensor) and id(leaf) not in unsharded:
+            unsharded[id(leaf)] = _unsharded(leaf)
+    found = func(*trees.exchanged(args, unsharded), **trees.exchanged(kwargs, unsharded))
     for tensor in into:
-        whole = wholes[id(tensor)]
-        if whole.shape != tensor.shape or whole.grad_fn is not None:
+        full = unsharded[id(tensor)]
+        if full.shape != tensor.shape or full.grad_fn is not None:
             raise StepError(
                 f"{name} changes more of a sharded parameter than its values: its shape, or what "
                 f"autograd knows of it. Write values, under torch.no_grad(), or inside of "
@@ -329,11 +329,11 @@ def _written_whole(
             )
     with torch.no_grad():
         for tensor in into:
-            whole, needed = wholes[id(tensor)], tensor.requires_grad
-            tensor.copy_(sharded_like(whole.detach(), tensor))
-            if whole.requires_grad != needed:  # torch.eye(out=...) drops it
-                tensor.requires_grad_(whole.requires_grad)
-    return trees.exchanged(found, {id(wholes[id(tensor)]): tensor for tensor in into})
+            full, needed = unsharded[id(tensor)], tensor.requires_grad
+            tensor.copy_(sharded_like(full.detach(), tensor))
+            if full.requires_grad != needed:  # torch.eye(out=...) drops it
+                tensor.requires_grad_(full.requires_grad)
+    return trees.exchanged(found, {id(unsharded[id(tensor)]): tensor for tensor in into})
 
 
 def _is_in_place(name: str) -> bool:
@@ -409,9 +409,9 @@ def _lost(fqn: str, name: str) -> StepError:
     )
 
 
-def _marked(found: Any, wholes: dict[int, Tensor], of: DTensor) -> Any:
+def _marked(found: Any, unsharded: dict[int, Tensor], of: DTensor) -> Any:
     """What whole functions return of gathered tensors: views of them are marked as copies."""
-    known = {whole.untyped_storage()._cdata for whole in wholes.values()}
+    known = {full.untyped_storage()._cdata for full in unsharded.values()}
     if type(found).__module__ == "numpy" and hasattr(found, "flags"):
         runtime, fqn = _runtime_of(of)
         slot = runtime.slots.get(fqn) if runtime is not None else None
@@ -426,7 +426,7 @@ def _marked(found: Any, wholes: dict[int, Tensor], of: DTensor) -> Any:
             leaf.untyped_storage()._fxshard_copy = True  # type: ignore[attr-defined]
             leaves[i] = _gathering(dtensors.replicated(leaf, of), [of])
     found = trees.tree_unflatten(leaves, spec)
-    return _as_views(found, list(wholes.values()), getattr(of, PLACE, (None, "")))
+    return _as_views(found, list(unsharded.values()), getattr(of, PLACE, (None, "")))
 
 
 def _is_scalar(name: str, tensors: Sequence[Tensor]) -> bool:

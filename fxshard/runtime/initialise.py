@@ -29,7 +29,7 @@ def leave_empty(module: nn.Module) -> None:
     """A `param_init_fn` that fills nothing: what is on the meta device becomes NaN, unannounced."""
 
 
-def wholes(
+def full_tensors(
     model: nn.Module,
     device: torch.device,
     param_init_fn: InitFn | None,
@@ -121,13 +121,13 @@ def _held(
     if any(tensor.is_meta for tensor in own.values()):
         made = _filled(path, module, own, device, param_init_fn)
     for name, tensor in own.items():
-        whole = made.pop(name, tensor)
+        full = made.pop(name, tensor)
         if sync:
             # A copy only where it cannot be sent as it lies: a CPU buffer of a CUDA model, say.
-            sent = whole if whole.device.type == device.type else whole.to(device)
+            sent = full if full.device.type == device.type else full.to(device)
             _broadcast(sent.detach().contiguous(), sync)
             del sent
-        yield tensor, whole
+        yield tensor, full
 
 
 def _room(model: nn.Module, device: torch.device, without: set[int]) -> Tensor:
@@ -146,20 +146,20 @@ def _received(
     for tensor in own.values():
         if isinstance(tensor, nn.Parameter):
             nbytes = tensor.numel() * tensor.element_size()
-            whole = room[:nbytes].view(tensor.dtype).view(tensor.shape)
+            full = room[:nbytes].view(tensor.dtype).view(tensor.shape)
         else:
-            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=room.device)
-        _broadcast(whole, sync)
-        yield tensor, whole
+            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=room.device)
+        _broadcast(full, sync)
+        yield tensor, full
 
 
-def _broadcast(whole: Tensor, world: C10dWorld) -> None:
+def _broadcast(full: Tensor, world: C10dWorld) -> None:
     """Write the first rank's data into a contiguous tensor, dimension by dimension of the mesh.
 
     It goes as bytes: gloo and NCCL lack some of the dtypes.
     """
-    if whole.numel():
-        sent = whole.reshape(-1).view(torch.uint8)
+    if full.numel():
+        sent = full.reshape(-1).view(torch.uint8)
         for name in _dims(world):
             with world._explained(name):
                 dist.broadcast(sent, group=world.groups[name], group_src=0)
@@ -192,7 +192,7 @@ def _filled(
         name: _checked(join(path, name), said, tensor, found.get(name), device)
         for name, tensor in wanted.items()
     }
-    left = [name for name, whole in made.items() if _is_empty(whole, copies.values())]
+    left = [name for name, full in made.items() if _is_empty(full, copies.values())]
     if left and param_init_fn:
         real = {key: copy for key, copy in copies.items() if key not in map(id, wanted.values())}
         found = _called(module, param_init_fn, said, path, real)
@@ -259,35 +259,35 @@ def _with_nan(tensor: Tensor) -> Tensor:
     return tensor.fill_(math.nan) if floats and not tensor.is_meta else tensor
 
 
-def _is_empty(whole: Tensor, copies: Iterable[Tensor]) -> bool:
+def _is_empty(full: Tensor, copies: Iterable[Tensor]) -> bool:
     """True if nothing has written into it: it is NaN at an end; of integers, a copy as it was."""
-    if not whole.numel():
+    if not full.numel():
         return False
-    if whole.is_floating_point() or whole.is_complex():
-        flat = whole.detach().reshape(-1)
+    if full.is_floating_point() or full.is_complex():
+        flat = full.detach().reshape(-1)
         return any(value != value for value in (flat[0].item(), flat[-1].item()))
-    return autograd.version(whole) == 0 and any(whole is copy for copy in copies)
+    return autograd.version(full) == 0 and any(full is copy for copy in copies)
 
 
 def _checked(
-    fqn: str, said: str, tensor: Tensor, whole: Tensor | None, device: torch.device
+    fqn: str, said: str, tensor: Tensor, full: Tensor | None, device: torch.device
 ) -> Tensor:
     """`whole`, if it can stand for the meta tensor."""
     kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-    if whole is None:
+    if full is None:
         raise UnitError(f"{said} removed {kind} {fqn!r}. It must fill it, best in place.")
-    if whole.device.type != device.type:
+    if full.device.type != device.type:
         raise UnitError(
-            f"{said} left {kind} {fqn!r} on {whole.device}, but it is needed on "
+            f"{said} left {kind} {fqn!r} on {full.device}, but it is needed on "
             f"{device.type!r}. Fill it in place: it was empty and on {device.type!r} when "
             f"{said} was called."
         )
-    if (whole.shape, whole.dtype) != (tensor.shape, tensor.dtype):
+    if (full.shape, full.dtype) != (tensor.shape, tensor.dtype):
         raise UnitError(
-            f"{said} made {kind} {fqn!r} {list(whole.shape)} {whole.dtype}; in the meta model it "
+            f"{said} made {kind} {fqn!r} {list(full.shape)} {full.dtype}; in the meta model it "
             f"is {list(tensor.shape)} {tensor.dtype}. Fill it in place, or build the model so."
         )
-    return whole
+    return full
 
 
 def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:

@@ -92,7 +92,7 @@ class FxshardModule(FsdpMethods):
         rest = {key: value for key, value in self.__dict__.items() if key != STATE}
         made.__dict__.update(copy.deepcopy(rest, memo))
         made.__dict__[STATE] = runtime
-        runtime.note_halves()
+        runtime.note_parts()
         let_gather(runtime)
         return made
 
@@ -246,7 +246,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         module.__class__ = made
 
 
-def _on_whole(method: Any) -> Any:
+def _on_full_parameters(method: Any) -> Any:
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         with as_plain(self._fxshard):
@@ -281,7 +281,7 @@ def _fxshard_class(
         USERS_CLASS: base,
         METHODS: names,
         "forward": forward,
-        **{name: _on_whole(getattr(base, name)) for name in names},
+        **{name: _on_full_parameters(getattr(base, name)) for name in names},
     }
     metaclass: Any = type(base)
     made: type[nn.Module] = metaclass(name, (FxshardModule, base), namespace)

@@ -46,7 +46,7 @@ _LIBRARY.define("parameter(Tensor handle) -> Tensor")
 
 
 @torch.library.register_fake("fxshard::parameter", lib=_LIBRARY)
-def _whole_fake(handle: Tensor) -> Tensor:
+def _unsharded_fake(handle: Tensor) -> Tensor:
     return handle.new_empty(handle.shape)
 
 
@@ -251,7 +251,7 @@ def _read(module: nn.Module, name: str) -> Any:
         return found
     runtime, fqn = handle._fxshard
     slot = runtime.slots[fqn]
-    if not runtime.forwards.compute_whole or slot.tensor is not found:
+    if not runtime.forwards.computing or slot.tensor is not found:
         return found  # or the user's own, put there since
     return runtime.computed(slot)
 

@@ -17,7 +17,7 @@ from fxshard.errors import StepError, UnitError
 from fxshard.ir.layout import ParamLayout, flat_numels
 from fxshard.ir.layout import layouts as layouts_of
 from fxshard.ir.units import Param, Unit, check_shardable, note_replaced
-from fxshard.runtime.initialise import check_fillable, has_the_data, owners_of, wholes
+from fxshard.runtime.initialise import check_fillable, full_tensors, has_the_data, owners_of
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.in_process import InProcessWorld
 
@@ -57,7 +57,7 @@ class Slot:
         rows = shards[0] if len(shards) == 1 else torch.cat(shards)
         return rows if rows.shape == self.local.shape else rows[: self.local.shape[0]]
 
-    def settle(self) -> None:
+    def restore_storage(self) -> None:
         """Bring the parameter back onto its shards, if something gave it other storage.
 
         ``load_state_dict(assign=True)`` and ``module.to(...)`` do; in one process also
@@ -141,13 +141,13 @@ def shard_parameters(
     made = _flat_shards(layouts, originals, device, world, config.offload_policy)
     params = {id(originals[param.fqn]): param for unit in units for param in unit.params}
     buffers: list[tuple[Tensor, Tensor]] = []
-    for tensor, whole in wholes(model, device, config.param_init_fn, sync, ignored):
+    for tensor, full in full_tensors(model, device, config.param_init_fn, sync, ignored):
         if id(tensor) in params:
             fqn = params[id(tensor)].fqn
-            _take_rows(layouts[fqn], made[fqn], whole.detach(), world)
-        elif whole is not tensor:
-            buffers.append((tensor, whole.detach()))
-        del whole  # before the next one is made
+            _take_rows(layouts[fqn], made[fqn], full.detach(), world)
+        elif full is not tensor:
+            buffers.append((tensor, full.detach()))
+        del full  # before the next one is made
     owners = owners_of(model)
     slots: dict[str, Slot] = {}
     for key, param in params.items():
@@ -160,8 +160,8 @@ def shard_parameters(
             for param in unit.params:
                 dtype = unit.precision.reduce_dtype or param.compute_dtype
                 exposed[param.fqn].grad_dtype = dtype if param.dtype.is_floating_point else None
-    for buffer, whole in buffers:
-        _give_buffer(buffer, whole, owners[id(buffer)])
+    for buffer, full in buffers:
+        _give_buffer(buffer, full, owners[id(buffer)])
     for fqn, slot in slots.items():
         note_replaced(fqn, originals[fqn])
         for module, name in slot.owners:
@@ -271,22 +271,22 @@ def _flat_shards(
 
 
 def _take_rows(
-    layout: ParamLayout, shards: list[Tensor], whole: Tensor, world: C10dWorld | InProcessWorld
+    layout: ParamLayout, shards: list[Tensor], full: Tensor, world: C10dWorld | InProcessWorld
 ) -> None:
     """Copy the rows of `whole` into the shards that this process holds."""
     for k, shard in enumerate(shards):
         rank = k if isinstance(world, InProcessWorld) else world.rank
         rows = layout.rows(rank)
-        shard[: len(rows)].copy_(whole[rows.start : rows.stop])
+        shard[: len(rows)].copy_(full[rows.start : rows.stop])
 
 
-def _give_buffer(buffer: Tensor, whole: Tensor, owners: list[tuple[nn.Module, str]]) -> None:
+def _give_buffer(buffer: Tensor, full: Tensor, owners: list[tuple[nn.Module, str]]) -> None:
     """Put new data into a buffer: in place where it has data, for others may refer to it."""
     if not buffer.is_meta and buffer.is_contiguous():
-        buffer.detach().copy_(whole)
+        buffer.detach().copy_(full)
         return
     for module, name in owners:
-        module._buffers[name] = whole if buffer.is_meta else whole.to(buffer.device)
+        module._buffers[name] = full if buffer.is_meta else full.to(buffer.device)
 
 
 def _local(layout: ParamLayout, shards: list[Tensor], world: C10dWorld | InProcessWorld) -> Tensor:

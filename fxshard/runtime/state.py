@@ -125,7 +125,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 @contextlib.contextmanager
-def whole_parameters(
+def full_parameters(
     slots: Sequence[Slot],
     all_rows: Callable[[Tensor], Tensor],
     *,
@@ -153,12 +153,12 @@ def whole_parameters(
     keep = not rank0_only or all(map(_is_first, sharded))
     made = []
     for tensor in sharded:
-        whole = nn.Parameter(_own(all_rows, tensor, offload_to_cpu), tensor.requires_grad)
+        full = nn.Parameter(_own(all_rows, tensor, offload_to_cpu), tensor.requires_grad)
         if with_grads and tensor.grad is not None:
-            whole.grad = _own(all_rows, tensor.grad, offload_to_cpu)
-        made.append(whole if keep else tensor)
-    for slot, whole in zip(slots, made, strict=True):
-        _place(slot, whole)
+            full.grad = _own(all_rows, tensor.grad, offload_to_cpu)
+        made.append(full if keep else tensor)
+    for slot, full in zip(slots, made, strict=True):
+        _place(slot, full)
     try:
         yield
     finally:
@@ -193,14 +193,14 @@ def _place(slot: Slot, tensor: Any) -> None:
 
 def _require_alike(slot: Slot, now: Sequence[nn.Parameter | None]) -> None:
     """Raise StepError if the module tree holds another kind of parameter at the end of it."""
-    tensor, whole, fqn = slot.tensor, now[0], slot.param.fqn
-    if any(other is not whole for other in now):
+    tensor, full, fqn = slot.tensor, now[0], slot.param.fqn
+    if any(other is not full for other in now):
         raise StepError(
             f"parameter {fqn!r} was not tied to {slot.param.aliases[1:]} any more at the end of "
             f"summon_full_params: all changes were dropped. Tie them again inside the block."
         )
-    if whole is None or whole.shape != tensor.shape:
-        what = "gone" if whole is None else f"of shape {list(whole.shape)}"
+    if full is None or full.shape != tensor.shape:
+        what = "gone" if full is None else f"of shape {list(full.shape)}"
         raise StepError(
             f"parameter {fqn!r} was {what} at the end of summon_full_params, and of shape "
             f"{list(tensor.shape)} before: all changes were dropped. Change values only, or change "
@@ -209,27 +209,27 @@ def _require_alike(slot: Slot, now: Sequence[nn.Parameter | None]) -> None:
 
 
 @torch.no_grad()
-def _write_back(slot: Slot, whole: nn.Parameter | None, with_grads: bool) -> None:
+def _write_back(slot: Slot, full: nn.Parameter | None, with_grads: bool) -> None:
     """This rank's rows of what the module tree held at the end of the block."""
     tensor = slot.tensor
-    assert whole is not None
-    tensor.copy_(sharded_like(whole.detach(), tensor))
-    tensor.requires_grad_(whole.requires_grad)
+    assert full is not None
+    tensor.copy_(sharded_like(full.detach(), tensor))
+    tensor.requires_grad_(full.requires_grad)
     if not with_grads:
         return
-    if whole.grad is None:
+    if full.grad is None:
         tensor.grad = None
     elif tensor.grad is None:
-        made = sharded_like(whole.grad.to(tensor.dtype), tensor)
+        made = sharded_like(full.grad.to(tensor.dtype), tensor)
         tensor.grad = made if isinstance(made, DTensor) else made.to(tensor.device)
     else:
-        tensor.grad.copy_(sharded_like(whole.grad, tensor.grad))
+        tensor.grad.copy_(sharded_like(full.grad, tensor.grad))
 
 
 # -- state dicts -----------------------------------------------------------------------------------
 
 
-def take_whole_values(modules: Iterable[nn.Module]) -> None:
+def take_full_values(modules: Iterable[nn.Module]) -> None:
     """Let ``load_state_dict`` of each module take plain whole tensors for sharded parameters.
 
     And its ``state_dict`` give DTensors that `torch.save` takes (see `dtensors.stand_in`).
@@ -246,8 +246,8 @@ def _take_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
     """
     for name, param in module._parameters.items():
         value = state_dict.get(prefix + name)
-        whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
-        if isinstance(param, DTensor) and whole and value.shape == param.shape:
+        full = isinstance(value, Tensor) and not isinstance(value, DTensor)
+        if isinstance(param, DTensor) and full and value.shape == param.shape:
             # A copy: with assign=True it becomes the parameter, and see dtensors.stand_in.
             state_dict[prefix + name] = sharded_like(value.detach(), param).clone()
 
@@ -261,7 +261,7 @@ def _make_savable(module: nn.Module, state_dict: dict[str, Any], prefix: str, _:
             dtensors.set_local_tensor(made, local)
 
 
-def whole_state(
+def full_state(
     state: dict[str, Any],
     all_rows: Callable[[Tensor], Tensor],
     cpu_offload: bool,
@@ -275,9 +275,9 @@ def whole_state(
     leaves, spec = trees.tree_flatten(state)
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            whole = all_rows(leaf)
-            leaves[i] = None if not here else whole.cpu() if cpu_offload else whole
-            del whole  # before the next one is made
+            full = all_rows(leaf)
+            leaves[i] = None if not here else full.cpu() if cpu_offload else full
+            del full  # before the next one is made
     return trees.tree_unflatten(leaves, spec) if here else {}
 
 
@@ -377,10 +377,10 @@ def lay_out(slots: Sequence[Slot]) -> None:
             # A whole parameter (in-process) goes on into the shards behind the first.
             slot.local = slot.shards[0].as_strided(slot.local.shape, slot.local.stride())
             slot.local.copy_(local_part(slot.tensor).detach())
-            _stand_on(slot.tensor, slot.local)
+            _set_storage(slot.tensor, slot.local)
 
 
-def _stand_on(tensor: Tensor, local: Tensor) -> None:
+def _set_storage(tensor: Tensor, local: Tensor) -> None:
     if isinstance(tensor, DTensor):
         dtensors.set_local_tensor(tensor, local)
     else:
@@ -390,7 +390,7 @@ def _stand_on(tensor: Tensor, local: Tensor) -> None:
 def copied(slots: Mapping[str, Slot], memo: dict[int, Any]) -> dict[str, Slot]:
     """Deep copies of `slots`, with a parameter of its own for each; modules are found by `memo`."""
     for slot in slots.values():
-        slot.settle()
+        slot.restore_storage()
         copy.deepcopy(slot.shards, memo)  # views of one storage stay so: memo holds the storage
         local, tensor = copy.deepcopy(slot.local, memo), slot.tensor
         if isinstance(tensor, DTensor):
@@ -510,7 +510,7 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 def _rows_of_state(value: Any, param: nn.Parameter) -> Any:
     """This rank's rows of what an optimizer keeps of `param`, if it is whole and of its shape."""
-    whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
-    if isinstance(param, DTensor) and whole and value.shape == param.shape:
+    full = isinstance(value, Tensor) and not isinstance(value, DTensor)
+    if isinstance(param, DTensor) and full and value.shape == param.shape:
         return sharded_like(value.detach(), param).clone()
     return value

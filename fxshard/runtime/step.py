@@ -49,7 +49,7 @@ class Phases(ParameterStore):
         kept: Iterable[Slot] = (),
     ) -> None:
         super().__init__(model, units, world, config, kept)
-        self.torn: dict[str, tuple[str, dict[_Part, _Noted]]] = {}
+        self.refusals: dict[str, tuple[str, dict[_Part, _Noted]]] = {}
         self.just_stepped: list[str] = []
 
     def arguments(self, variant: Variant, batch: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -58,7 +58,7 @@ class Phases(ParameterStore):
         Raises:
             StepError: a phase failed, and has left gradients, parameters or buffers in parts.
         """
-        self._require_whole()
+        self._require_complete()
         ranks = self.world.ranks if isinstance(self.world, InProcessWorld) else 1
         rows = [
             [
@@ -81,7 +81,7 @@ class Phases(ParameterStore):
             shards = self.slots[name].shards
             return shards[rank % len(shards)]  # replicas inside one process share theirs
         if tag.role == "whole":
-            return self.whole(name)
+            return self.ignored_parameter(name)
         if tag.role == "accumulated":
             if name not in self.accumulated:  # dropped since forward, by zero_grad
                 val = node.meta["val"]
@@ -131,18 +131,18 @@ class Phases(ParameterStore):
 
     def refuse_until_written(self, what: str, why: str, parts: Sequence[_Part]) -> None:
         """Refuse calls from now on, until all of `parts` have been written, as loading does."""
-        self.torn[what] = why, {part: self._noted(part) for part in parts}
+        self.refusals[what] = why, {part: self._noted(part) for part in parts}
 
     def _noted(self, part: _Part) -> _Noted:
         role, fqn = part
         tensor = self._buffer(fqn) if role == "buffer" else self.slots[fqn].tensor
         return weakref.ref(tensor), autograd.version(tensor)
 
-    def _require_whole(self) -> None:
-        for what, (why, parts) in list(self.torn.items()):
+    def _require_complete(self) -> None:
+        for what, (why, parts) in list(self.refusals.items()):
             if not parts or any(starmap(self._is_unwritten, parts.items())):
                 raise StepError(why)
-            del self.torn[what]
+            del self.refusals[what]
 
     def _is_unwritten(self, part: _Part, noted: _Noted) -> bool:
         now = self._noted(part)
@@ -152,17 +152,17 @@ class Phases(ParameterStore):
 
     def fresh(self) -> dict[str, Any]:
         """What is torn of the original is so of a copy: `note_halves` notes what the copy has."""
-        torn = self.torn.items()
-        halves = {what: (why, dict.fromkeys(parts)) for what, (why, parts) in torn}
+        refusals = self.refusals.items()
+        halves = {what: (why, dict.fromkeys(parts)) for what, (why, parts) in refusals}
         return super().fresh() | {"torn": halves}
 
     def restored(self) -> None:
         super().restored()
-        self.note_halves()
+        self.note_parts()
 
-    def note_halves(self) -> None:
+    def note_parts(self) -> None:
         """A copy is complete: it is refused as its original is, until its halves are written."""
-        for what, (why, parts) in self.torn.items():
+        for what, (why, parts) in self.refusals.items():
             self.refuse_until_written(what, why, list(parts))
 
 
@@ -276,7 +276,7 @@ class Step(torch.autograd.Function):
         reach, world = call.runtime.reach, call.runtime.world
         unused = reach.begin(program, arrived, world, call.runtime.accumulated)
         world.begin_backward(call)
-        with call.runtime.as_traced(), _whole_or_refused(call):
+        with call.runtime.as_traced(), _undone_or_refused(call):
             results = call.variant.executor.backward(args)
         return (None, *_gradients(call, results, len(batch), unused | reach.unused()))
 
@@ -308,7 +308,7 @@ def _keep_identities(outputs: list[Any], repeats: Sequence[tuple[int, int]]) -> 
 
 
 @contextlib.contextmanager
-def _whole_or_refused(call: Call) -> Iterator[None]:
+def _undone_or_refused(call: Call) -> Iterator[None]:
     """If backward ends with an exception, its sums and steps are not begun, or calls are refused.
 
     Gradients are added to accumulated ones in place, and these are freed once they are reduced: a
@@ -337,7 +337,7 @@ def _whole_or_refused(call: Call) -> Iterator[None]:
         else:
             for fqn in found:
                 runtime.accumulated.pop(fqn, None)
-            runtime.torn["accumulated"] = (
+            runtime.refusals["accumulated"] = (
                 f"{said} that had added to the gradients accumulated under no_sync, and they are "
                 f"lost: call zero_grad() of the model, and begin with the first micro-batch.",
                 {},

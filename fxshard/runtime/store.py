@@ -70,7 +70,7 @@ class ParameterStore:
         before = {module for slot in kept for module, _ in slot.owners}
         self.slots = shard_parameters(model, units, world, config, kept)
         owners = [module for slot in self.slots.values() for module, _ in slot.owners]
-        state.take_whole_values(module for module in dict.fromkeys(owners) if module not in before)
+        state.take_full_values(module for module in dict.fromkeys(owners) if module not in before)
         self.wholes = {p.fqn: p for unit in units for p in unit.ignored}
         self.accumulated: dict[str, list[Tensor]] = {}
         self.reach = Reach()
@@ -81,7 +81,7 @@ class ParameterStore:
         self.summoned = False
         self._unshards: contextlib.ExitStack | None = None
         self.device = self.compute_device()
-        self.look_around()
+        self.note_structure()
         self._seen = {fqn: slot.tensor for fqn, slot in self.slots.items()}
 
     def _cast_buffers(self) -> None:
@@ -103,15 +103,15 @@ class ParameterStore:
         path, _, key = name.rpartition(".")
         return self.model.get_submodule(path), key
 
-    def whole_parameters(self) -> list[nn.Parameter]:
+    def ignored_parameters(self) -> list[nn.Parameter]:
         """The ignored parameters."""
-        return [self.whole(fqn) for fqn in self.wholes]
+        return [self.ignored_parameter(fqn) for fqn in self.wholes]
 
     def param(self, fqn: str) -> nn.Parameter:
         """The parameter that the user sees."""
-        return self.slots[fqn].tensor if fqn in self.slots else self.whole(fqn)
+        return self.slots[fqn].tensor if fqn in self.slots else self.ignored_parameter(fqn)
 
-    def whole(self, fqn: str) -> nn.Parameter:
+    def ignored_parameter(self, fqn: str) -> nn.Parameter:
         """An ignored parameter."""
         return self.model.get_parameter(fqn)
 
@@ -141,7 +141,7 @@ class ParameterStore:
 
     # -- the model as it is now --------------------------------------------------------------------
 
-    def look_around(self) -> None:
+    def note_structure(self) -> None:
         """Note which modules, parameters and buffers the model is made of."""
         self.tree = list(self.model.modules())
         self.buffer_slots = {
@@ -152,7 +152,7 @@ class ParameterStore:
         }
         self._structure = [_names(module) for module in self.tree]
 
-    def settle(self) -> bool:
+    def follow_changes(self) -> bool:
         """Follow what was done to the model since the last call; True if modules are others.
 
         Raises:
@@ -161,9 +161,9 @@ class ParameterStore:
         changed = any(map(_differ, self.tree, self._structure))
         if changed:
             self._require_same_parameters()
-            self.look_around()
+            self.note_structure()
         for fqn, slot in self.slots.items():
-            slot.settle()
+            slot.restore_storage()
             if (tensor := slot.tensor) is not (before := self._seen.setdefault(fqn, tensor)):
                 replaced.mark({fqn: before})
                 self._seen[fqn] = tensor
@@ -226,7 +226,7 @@ class ParameterStore:
 
         Raises:
             StepError: its gradient would not become what a program makes of it; or see
-                `Slot.settle`.
+                `Slot.restore_storage`.
         """
         if _is_trained(slot):
             op = self.reduction.op
@@ -237,7 +237,7 @@ class ParameterStore:
             }.items():
                 if clashes:
                     raise _read_with_gradients(slot, said, eager=self.forwards.inside > 0)
-        slot.settle()
+        slot.restore_storage()
 
     @torch.compiler.disable
     def gathered(self, slot: Slot, dtype: torch.dtype) -> Tensor:
@@ -248,7 +248,7 @@ class ParameterStore:
         rows = eager.gathered(shard, self.world)
         rows = rows.clone() if rows.data_ptr() == slot.shards[0].data_ptr() else rows
         again = functools.partial(self.gathered, slot, dtype)
-        self.forwards.note(eager.Whole(slot, again), rows)
+        self.forwards.note(eager.Gathered(slot, again), rows)
         return rows[: slot.param.shape[0]]
 
     @torch.compiler.disable
@@ -313,13 +313,13 @@ class ParameterStore:
         return eager.all_rows(tensor, self.world)
 
     @contextlib.contextmanager
-    def whole_now(self, recurse: bool = True, **options: Any) -> Iterator[None]:
+    def summon_full_params(self, recurse: bool = True, **options: Any) -> Iterator[None]:
         """See `FxshardModule.summon_full_params`."""
         self.require_sharded("summon_full_params")
         what = "summon_full_params (or unshard, apply, a submodule or method by itself)"
         self.world.together(what)
         slots = [slot for slot in self.slots.values() if recurse or slot.param.unit == 0]
-        with self._summoning(state.whole_parameters(slots, self.all_rows, **options)):
+        with self._summoning(state.full_parameters(slots, self.all_rows, **options)):
             yield
 
     @contextlib.contextmanager
@@ -352,7 +352,7 @@ class ParameterStore:
         """The same until `reshard`."""
         if self._unshards is None:
             unshards = contextlib.ExitStack()
-            unshards.enter_context(self.whole_now(**options))
+            unshards.enter_context(self.summon_full_params(**options))
             self._unshards = unshards
 
     def reshard(self) -> None:

@@ -278,8 +278,8 @@ class _Watched(Runtime):
 
     def step_parameters(self, fqns: list[str], grads: list[list[Tensor]]) -> OnShards:
         for fqn, *shards in zip(fqns, *grads, strict=True):
-            whole = torch.cat(shards[: self.world.size])[: self.slots[fqn].param.shape[0]]
-            self.stepped["gradient", fqn] = whole.clone()
+            rows = torch.cat(shards[: self.world.size])[: self.slots[fqn].param.shape[0]]
+            self.stepped["gradient", fqn] = rows.clone()
         return super().step_parameters(fqns, grads)
 
 

@@ -318,7 +318,7 @@ def _beside_eager(
         before = copied(eager.modules)
         theirs = eager.run(step)
         grads = [left[step].grads for left in lefts]
-        ours = eager.seen("gradient", functools.partial(_whole, grads))
+        ours = eager.seen("gradient", functools.partial(_joined, grads))
         ours |= _of_ranks([left[step].own for left in lefts])
         found = _compared(ours, theirs, program)
         if any(row.verdict == "wrong" and math.isfinite(row.max_abs) for row in found):
@@ -326,7 +326,7 @@ def _beside_eager(
             found = [judged(row, theirs, exact) for row in found]
         eager.step(grads)
         params = [left[step].params for left in lefts]
-        ours = eager.seen("parameter", functools.partial(_whole, params))
+        ours = eager.seen("parameter", functools.partial(_joined, params))
         found += _compared(ours, eager.parameters(), program)
         behind = f" (step {step + 1})" if steps > 1 else ""
         rows += [dataclasses.replace(row, name=f"{row.name}{behind}") for row in found]
@@ -365,7 +365,7 @@ def _places(params: Sequence[dict[str, Part]]) -> dict[str, list[tuple[str, int]
     return found
 
 
-def _whole(parts: Sequence[dict[str, Part]], rank: int, fqn: str) -> Tensor | None:
+def _joined(parts: Sequence[dict[str, Part]], rank: int, fqn: str) -> Tensor | None:
     """The tensor that `rank` holds a part of, put together; None if a part is missing."""
     held = [each.get(fqn) for each in parts]
     mine = held[rank]
@@ -427,7 +427,7 @@ class _Eager:
         """Let the optimizers step with the gradients that the ranks had."""
         for rank, params in enumerate(self.params):
             for fqn, param in params.items():
-                grad = _whole(grads, rank, fqn)
+                grad = _joined(grads, rank, fqn)
                 fits = grad is not None and grad.shape == param.shape
                 param.grad = grad.to(param.dtype) if fits and grad is not None else None
             if self.optimizers:
