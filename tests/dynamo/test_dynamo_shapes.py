@@ -343,7 +343,7 @@ def test_options_of_a_graph() -> None:
     [
         ({"nonsense": 1}, r"unknown option 'nonsense'\. Options are: backend, reshard_after"),
         ({"strategy": "no_shard"}, r"cannot be changed when it is compiled: option 'strategy'"),
-        ({"reduce_op": "max"}, r"the max of sums is not the sum of theirs"),
+        ({"reduce_op": "max"}, r"reductions by max cannot be added"),
         ({"reshard_after_forward": 2}, r"makes process groups: give it to fxshard\.shard"),
     ],
 )
