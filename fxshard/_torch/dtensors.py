@@ -27,24 +27,24 @@ def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
 
 
 def set_local_tensor(tensor: DTensor | nn.Parameter, local: torch.Tensor) -> None:
-    """Let a DTensor stand on other storage of the same shape and dtype."""
+    """Give a DTensor another local tensor of the same shape and dtype."""
     assert isinstance(tensor, DTensor)
     tensor._local_tensor = local
 
 
 def stand_in(local: torch.Tensor) -> torch.Tensor:
-    """Of the shape, dtype and device of `local`, at the start of its storage; no values.
+    """A tensor of the shape, dtype and device of `local`, with storage offset 0 and no values.
 
-    A DTensor takes its storage offset over from the tensor that it is made of, and if that is not
-    0, `torch.save` takes it for a tensor with data and fails. So parameters whose rows lie amid
-    other storage are made of this, and get their rows by `set_local_tensor`.
+    A DTensor has the storage offset of the tensor that it is made of. If that is not 0,
+    `torch.save` takes the DTensor for a tensor with data, and fails. So parameters whose rows are
+    inside of a larger storage are made of this, and get their rows by `set_local_tensor`.
     (torch/_tensor.py, ``_reduce_ex_internal``, asks for ``data_ptr() == 0``)
     """
     return local.new_empty(()).expand(local.shape)
 
 
 def dtensor_handlers() -> dict[Any, Any]:
-    """Per operator what runs instead of DTensor's own dispatch, with it and its arguments.
+    """Per operator, what runs instead of DTensor's own dispatch; called with it and its arguments.
 
     (torch/distributed/tensor/_dispatch.py, ``OpDispatcher``; read in each call)
     """
@@ -69,7 +69,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def sharded_like(full: Tensor, like: Tensor) -> Tensor:
-    """`whole` placed as `like` is: this rank's rows of it; nothing is communicated."""
+    """`full` with the placements of `like`: this rank's rows; nothing is communicated."""
     if not isinstance(like, DTensor):
         return full
     mesh, placements = like.device_mesh, like.placements
@@ -80,7 +80,7 @@ def sharded_like(full: Tensor, like: Tensor) -> Tensor:
 
 
 def _dtensor(local: Tensor, like: DTensor) -> DTensor:
-    """`local` in the place of `like`'s."""
+    """A DTensor of `local`, with the mesh, placements, shape and strides of `like`."""
     return DTensor.from_local(
         local,
         like.device_mesh,
