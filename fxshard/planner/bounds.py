@@ -198,7 +198,7 @@ class Resident:
 
     def __init__(self, plan: Plan) -> None:
         """Args: `plan`: of the model, with any sharding; its optimizer is recorded."""
-        program, step = plan.program, plan.step_behind()
+        program, step = plan.program, plan.step_after_backward()
         self._units = program.units
         self._trained = {result.name for result in program.results if result.kind == "grad"}
         state = step.between_steps().bytes if step else {}

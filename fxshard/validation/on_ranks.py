@@ -201,7 +201,7 @@ def packed(work: Workload, calls: list[Call], steps: int) -> bytes:
         named = next((name for name, part in parts.items() if not _pickles(part)), "the workload")
         raise ConfigError(
             f"{named} cannot be sent to the processes of the ranks ({error}). Define its classes "
-            f"and functions by name in a module (functools.partial in place of a lambda); or say "
+            f"and functions by name in a module (functools.partial in place of a lambda); or give "
             f"ranks='fake', which starts none."
         ) from error
 

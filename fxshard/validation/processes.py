@@ -114,7 +114,7 @@ def _collected(
             if isinstance(answer, _Unreadable):
                 raise ConfigError(
                     f"a rank cannot read what it is sent: {answer}. Define classes and functions "
-                    f"in a module that can be imported; or say ranks='fake', which starts none."
+                    f"in a module that can be imported; or give ranks='fake', which starts none."
                 )
             if isinstance(answer, _Failure):
                 dead = _dead(processes)  # a peer may notice a death first

@@ -346,7 +346,7 @@ def test_the_default_space_has_all_that_is_left_open() -> None:
     ("more", "said"),
     [
         ({"hardware": "a100"}, "hardware='a100': expected one of h100"),
-        ({"memory_budget": "1GiB"}, "say budget=... instead"),
+        ({"memory_budget": "1GiB"}, "give budget=... instead"),
         ({"space": {"checkpiont": [None]}}, "expected the name of an option"),
         ({"space": {"checkpoint": "full"}}, "a list of its values"),
         ({"space": {"checkpoint": []}}, "a list of its values"),
