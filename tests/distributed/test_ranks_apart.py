@@ -91,7 +91,7 @@ def test_a_rank_that_leaves_out_a_backward_alone(hasty: Any, name: str) -> None:
     """Its next gathers would meet what the others reduce."""
     first, second = hasty(2).run(skips_backward, OPTIONS[name])
     assert first[:2] == ["no error"] * 2 and second[0] == "no error"
-    asks = "a call of the model in front of the backward of the last one"
+    asks = "a call of the model before the backward of the last one"
     assert first[2].startswith("RankMismatchError: rank 0 would do something else"), first
     assert f"they have 'a call of the model, or a backward', it has '{asks}'" in first[2]
     assert second[1].startswith("RankMismatchError: a collective failed on rank 1"), second
