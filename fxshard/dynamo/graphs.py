@@ -223,7 +223,7 @@ class Graph:
         """
         if not torch.is_grad_enabled() or _ranks() == 1:
             return
-        ignored = {id(p) for owner in reading.SHARDED for p in owner.ignored_parameters()}
+        ignored = {id(p) for owner in reading.SHARDED for p in owner.ignored_params()}
         places = self.graph_module.graph.find_nodes(op="placeholder")
         for node, arg in zip(places, args, strict=True):
             plain = isinstance(arg, nn.Parameter) and not isinstance(arg, DTensor)
@@ -269,7 +269,7 @@ class Graph:
 
     def _kind(self, owner: Runtime, bound: Bound, rest: Sequence[Any]) -> Kind:
         """What the program of this call depends on."""
-        params = [owner.param(fqn) for fqn in bound.fqns("param", "whole")]
+        params = [owner.param(fqn) for fqn in bound.fqns("param", "ignored")]
         device = owner.compute_device()
         autocast = torch.is_autocast_enabled(device)
         mode = {
@@ -498,8 +498,8 @@ def bind(owner: Runtime, args: Sequence[Any]) -> Bound:
     known: dict[int, tuple[str, str]] = {}
     for name, (module, key) in owner.buffer_slots.items():
         known.setdefault(id(module._buffers[key]), ("buffer", name))
-    for fqn in owner.wholes:
-        known[id(owner.ignored_parameter(fqn))] = ("whole", fqn)
+    for fqn in owner.ignored:
+        known[id(owner.ignored_param(fqn))] = ("ignored", fqn)
     for fqn, slot in owner.slots.items():
         known[id(slot.tensor)] = ("param", fqn)  # not read by the property but by parameters()
     found = []
@@ -533,7 +533,7 @@ def _units_of(
 
     Their modules cast no inputs: Dynamo has seen the casts (`fxshard.runtime.reading`).
     """
-    read = set(bound.fqns("param", "whole"))
+    read = set(bound.fqns("param", "ignored"))
     reshard = {unit.fqn: unit.reshard for unit in owner.units}
     if options.keys() & {"reshard_after_forward"}:
         reshard = units.reshard_by_unit(owner.model, config, owner.units)

@@ -25,7 +25,7 @@ from fxshard.runtime import reading
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """What some inputs of a graph are, by their position: ``("param" | "whole" | "buffer", FQN)``.
+    """What some inputs of a graph are, by position: ``("param" | "ignored" | "buffer", FQN)``.
 
     All other inputs are the program's.
     """
@@ -55,7 +55,7 @@ def stand_ins(model: nn.Module, bound: Bound) -> dict[str, nn.Module]:
 
     Of these, they have only those in `bound`.
     """
-    wanted = set(bound.fqns("param", "whole", "buffer"))
+    wanted = set(bound.fqns("param", "ignored", "buffer"))
     made: dict[int, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if id(module) not in made:

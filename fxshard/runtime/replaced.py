@@ -70,7 +70,7 @@ def _require_covered(optimizer: Optimizer) -> None:
     held = [param for group in optimizer.param_groups for param in group["params"]]
     places = {param: getattr(param, PLACE) for param in held if hasattr(param, PLACE)}
     runtimes = [runtime for runtime in {ref() for ref, _ in places.values()} if runtime]
-    ignored = {id(param) for runtime in runtimes for param in runtime.ignored_parameters()}
+    ignored = {id(param) for runtime in runtimes for param in runtime.ignored_params()}
     plain = [p for p in held if p.requires_grad and not isinstance(p, DTensor)]
     outside = [p for p in plain if p not in places and id(p) not in ignored]
     if outside and any(runtime.unit_calls for runtime in runtimes):

@@ -288,7 +288,7 @@ class Runtime(Phases):
         grad = torch.is_grad_enabled()
         autocast = torch.is_autocast_enabled(self.device)
         with autograd.plain_torch_functions():
-            held = [*self.model.buffers(), *self.ignored_parameters()]
+            held = [*self.model.buffers(), *self.ignored_params()]
             return Kind.of(args, kwargs, self._mode(grad, autocast), held=held)
 
     def _mode(self, grad: bool, autocast: bool) -> dict[str, Any]:
@@ -296,7 +296,7 @@ class Runtime(Phases):
             "train or eval": tuple(module.training for module in self.tree),
             "requires_grad of a parameter": (
                 *(slot.tensor.requires_grad for slot in self.slots.values()),
-                *(self.ignored_parameter(fqn).requires_grad for fqn in self.wholes),
+                *(self.ignored_param(fqn).requires_grad for fqn in self.ignored),
             ),
             "a buffer": tuple(
                 (buffer.shape, buffer.dtype, buffer.device, buffer.requires_grad)

@@ -81,7 +81,7 @@ class Phases(ParameterStore):
             shards = self.slots[name].shards
             return shards[rank % len(shards)]  # replicas inside one process share shards
         if tag.role == "whole":
-            return self.ignored_parameter(name)
+            return self.ignored_param(name)
         if tag.role == "accumulated":
             if name not in self.accumulated:  # dropped since forward, by zero_grad
                 val = node.meta["val"]
@@ -432,7 +432,7 @@ def _gradients(
         shards = [grads.pop(fqn) for grads in per_rank if fqn in grads]
         if not shards or fqn in unused:
             out.append(None)  # accumulated, not reduced; or stepped already
-        elif fqn in call.runtime.wholes:
+        elif fqn in call.runtime.ignored:
             out.append(shards[0])
         else:
             slot, world = call.runtime.slots[fqn], call.runtime.world

@@ -45,7 +45,7 @@ class ParameterStore:
         model: the user's object.
         config, units, world: how it is sharded.
         slots: every sharded parameter by FQN.
-        wholes: every ignored parameter by FQN.
+        ignored: every ignored parameter by FQN.
         buffer_slots: by FQN, the module that holds a buffer and its name there.
         accumulated: per parameter and rank of this process, the gradient accumulated by `no_sync`.
         reach: which gradients a loss has reached.
@@ -71,7 +71,7 @@ class ParameterStore:
         self.slots = shard_parameters(model, units, world, config, kept)
         owners = [module for slot in self.slots.values() for module, _ in slot.owners]
         state.take_full_values(module for module in dict.fromkeys(owners) if module not in before)
-        self.wholes = {p.fqn: p for unit in units for p in unit.ignored}
+        self.ignored = {p.fqn: p for unit in units for p in unit.ignored}
         self.accumulated: dict[str, list[Tensor]] = {}
         self.reach = Reach()
         self.sync, self.comm_hook = True, False
@@ -103,15 +103,15 @@ class ParameterStore:
         path, _, key = name.rpartition(".")
         return self.model.get_submodule(path), key
 
-    def ignored_parameters(self) -> list[nn.Parameter]:
+    def ignored_params(self) -> list[nn.Parameter]:
         """The ignored parameters."""
-        return [self.ignored_parameter(fqn) for fqn in self.wholes]
+        return [self.ignored_param(fqn) for fqn in self.ignored]
 
     def param(self, fqn: str) -> nn.Parameter:
         """The parameter that the user sees."""
-        return self.slots[fqn].tensor if fqn in self.slots else self.ignored_parameter(fqn)
+        return self.slots[fqn].tensor if fqn in self.slots else self.ignored_param(fqn)
 
-    def ignored_parameter(self, fqn: str) -> nn.Parameter:
+    def ignored_param(self, fqn: str) -> nn.Parameter:
         """An ignored parameter."""
         return self.model.get_parameter(fqn)
 
@@ -177,7 +177,7 @@ class ParameterStore:
             if param is not None
         }
         expected = {alias for slot in self.slots.values() for alias in slot.param.aliases}
-        expected |= {alias for param in self.wholes.values() for alias in param.aliases}
+        expected |= {alias for param in self.ignored.values() for alias in param.aliases}
         held = {id(module) for module in self.model.modules()}
         new = known - expected
         for fqn, slot in self.slots.items():

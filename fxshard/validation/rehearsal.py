@@ -55,7 +55,7 @@ def tracked_steps(model: FxshardModule, work: Workload, tracker: Tracker, steps:
     program = runtime.variant(args, kwargs).program
     shards = (s for slot in runtime.slots.values() for s in slot.shards)
     tracker.know(shards, Category.SHARDED_PARAM, host=program.offloaded)
-    tracker.know(runtime.ignored_parameters(), Category.SHARDED_PARAM)
+    tracker.know(runtime.ignored_params(), Category.SHARDED_PARAM)
     tracker.know([*model.buffers(), *program.constants.values()], Category.BUFFER)
     inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     tracker.know(inputs, Category.INPUTS)  # and what the loss reads, once it does
