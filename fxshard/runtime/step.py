@@ -79,7 +79,7 @@ class Phases(ParameterStore):
         name = tag.fqn or ""
         if tag.role == "shard":
             shards = self.slots[name].shards
-            return shards[rank % len(shards)]  # replicas inside one process share shards
+            return shards[rank % len(shards)]  # replicas inside one process share theirs
         if tag.role == "whole":
             return self.ignored_param(name)
         if tag.role == "accumulated":
