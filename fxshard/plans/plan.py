@@ -326,7 +326,7 @@ class Plan:
             parts = [leaves[leaf] for leaf, _ in places if not is_own(leaves[leaf])]
             if parts:
                 held[sympy.Eq(symbolic.symbol(name), named[name])] = (
-                    "an input is a view of a larger tensor, which stays alive: pass a clone of it"
+                    "an input is a part of a larger tensor, which stays alive: pass a clone of it"
                 )
         for name, (least, most) in self.config.bounds.items():
             if name in named:
