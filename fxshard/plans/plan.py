@@ -292,8 +292,8 @@ class Plan:
             )
         if is_size(self.config.checkpoint):
             raise ConfigError(
-                f"formulas with checkpoint={self.config.checkpoint!r}: which activations are saved "
-                f"within a number of bytes differs from size to size. Plan with checkpoint='full', "
+                f"formulas with checkpoint={self.config.checkpoint!r}: what is kept within a "
+                f"number of bytes differs from size to size. Plan with checkpoint='full', "
                 f"'selective', None or a policy."
             )
         step, loss, work = self.optimizer_step, self._loss, self.workload
