@@ -69,9 +69,9 @@ def plan(
 
     Args:
         model: an `nn.Module` (real, meta or fake parameters), a `torch.fx.GraphModule` or a
-            `torch.export.ExportedProgram`. Left as it is.
+            `torch.export.ExportedProgram`. It is not changed.
         args, kwargs: an example call of the model, of one rank and micro-batch: tensors of the
-            shapes and dtypes that it will get; meta or fake tensors do.
+            shapes and dtypes that it will get; meta or fake tensors are enough.
         world_size: number of ranks; for a hybrid strategy a pair, replicas x shards.
         micro_batches: forward and backward passes per step, each on such a batch.
         no_sync: all but the last of them run under `FxshardModule.no_sync`.
@@ -251,7 +251,7 @@ def fully_shard(
             for blocks.
         shard_placement_fn: only one that returns None or ``Shard(0)``.
         mp_policy: dtypes of compute, of reductions and of outputs, of this unit.
-        offload_policy: `CPUOffloadPolicy`: shards, sharded gradients and optimizer states lie on
+        offload_policy: `CPUOffloadPolicy`: shards, sharded gradients and optimizer states are on
             the CPU; the same in all calls.
         ignored_params: parameters that stay unsharded and are never communicated.
         dp_mesh_dims: not supported.
@@ -306,7 +306,7 @@ def shard(
     Its parameters become sharded ones, DTensors of placement ``Shard(0)``; the model stays the
     user's object. In eager mode its forward gathers each parameter where it is read. Under
     torch.compile, each graph that Dynamo captures runs as a program of the kind that `compile`
-    makes; `reports` tells their memory.
+    makes; `reports` gives their memory.
 
     Args:
         model: as for `compile`, but a module: what is on the meta device is filled.
@@ -374,7 +374,7 @@ def validate(
     process. With processes, what goes over the wire is validated too.
 
     Args:
-        model: as for `compile`; left as it is.
+        model: as for `compile`; it is not changed.
         args, kwargs: the batch.
         world_size: number of ranks; for a hybrid strategy a pair, replicas x shards.
         steps: how many steps to run; the first is compared with the report's first step.
@@ -382,9 +382,9 @@ def validate(
         no_sync: all but the last of them run under `FxshardModule.no_sync`.
         loss: as for `plan`.
         numerics: also compare outputs, loss, gradients and buffers of a step with eager PyTorch:
-            `Validation.numerics` says of each whether it is bitwise equal, close or wrong (see
-            `fxshard.validation.numerics`). Takes two more copies of the model. Where a size depends
-            on the data, that is all there is: `Validation.unknown` says why.
+            `Validation.numerics` has a verdict for each: bitwise equal, close or wrong (see
+            `fxshard.validation.numerics`). Takes two more copies of the model. If a size depends on
+            the data, only numerics are compared: `Validation.unknown` is the reason.
         ranks: "processes" starts `world_size` processes on this machine, a gloo process group,
             which train twice: once under the tracker, once for what `Validation.numerics` compares
             with eager PyTorch in one process: each rank's outputs, loss and buffers, every
@@ -430,7 +430,7 @@ def validate(
     if ranks == "processes" and device.type != "cpu":
         raise ConfigError(
             f"ranks='processes' runs gloo ranks on the CPU, but the model is on {device.type!r}: "
-            f"move it there, or say ranks='fake'."
+            f"move it there, or give ranks='fake'."
         )
     workload = Workload(*(module, (args, kwargs), world_size, config, micro_batches, no_sync, loss))
     with task("validating", shown=progress):
@@ -471,12 +471,12 @@ def tune(
     progress: bool | None = None,
     **options: Unpack[Options],
 ) -> Tuning:
-    """The fastest configuration that fits, the Pareto front, and why each other one lost.
+    """The fastest configuration that fits, the Pareto front, and why others are not the best.
 
     Searched are strategy and resharding, checkpoints, prefetch, precision and batch, as far as
     `options` leave them open, and offload where nothing fits without it; times are those of
     `Plan.estimate`. The model is traced once for each dtype that the trace sees (and for a batch
-    of 1, which broadcasts); what is reported to fit was planned in full. docs/tune.md says how.
+    of 1, which broadcasts); what is reported to fit was planned in full. See docs/tune.md.
 
     ``fxshard.compile(model, world_size=best.world_size, **best.options)`` takes the result's
     ``best``, and any other `Trial`.
@@ -509,19 +509,19 @@ def tune(
         raise ConfigError(f"plans={plans!r}: expected None or an integer >= 1.")
     _check_progress(progress)
     if config.memory_budget is not None:
-        raise ConfigError("memory_budget=... in fxshard.tune: say budget=... instead.")
+        raise ConfigError("memory_budget=... in fxshard.tune: give budget=... instead.")
     limit = chosen.memory_bytes if budget is None else parse_budget(budget)
     workload = Workload(
         *(_plain_module(model), example(args, kwargs), world_size, config, micro_batches, no_sync),
         loss,
     )
-    with task("tuning", plans, shown=progress) as tell:
+    with task("tuning", plans, shown=progress) as show:
         return tuned(
             *(workload, chosen, limit),
             batches=batches,
             space=space,
             plans=plans,
-            progress=lambda count, what: tell(what, count),
+            progress=lambda count, what: show(what, count),
         )
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch._library.autograd as _library_autograd
 
-# Whether autograd hands a Function its gradients in a list to empty (torch/autograd/function.py);
-# where it does not, its caller holds them until backward is over.
+# True if autograd passes a Function its gradients in a list that it may clear
+# (torch/autograd/function.py); otherwise the caller holds them until backward is over.
 BOXED_GRADS = hasattr(torch.autograd.Function, "boxed_grads_call")
 
 
-# For a subclass whose operators are not to give the subclass by themselves.
+# ``__torch_function__`` of a subclass whose operators do not return the subclass.
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 
 
@@ -45,10 +45,10 @@ def boxed(given: tuple[Any, ...]) -> list[torch.Tensor | None]:
 
 
 def will_accumulate(node: Any) -> bool:
-    """Inside of a backward: whether it comes to `node`, which accumulates a leaf's gradient.
+    """Inside of a backward: True if it will run `node`, which accumulates a leaf's gradient.
 
-    Not if ``torch.autograd.grad`` or ``backward(inputs=...)`` wants others alone, or takes it away
-    itself. (torch/csrc/autograd/init.cpp, ``_will_engine_execute_node``)
+    False if ``torch.autograd.grad`` or ``backward(inputs=...)`` asks for other gradients only, or
+    returns this one. (torch/csrc/autograd/init.cpp, ``_will_engine_execute_node``)
     """
     try:
         return bool(torch._C._will_engine_execute_node(node))
@@ -73,7 +73,7 @@ def is_custom_function(node: Any) -> bool:
 
 
 def plain_torch_functions() -> contextlib.AbstractContextManager[None]:
-    """For the time of the block no tensor subclass has a say in what a torch function does.
+    """For the time of the block no subclass's ``__torch_function__`` is called.
 
     (torch/_C/__init__.pyi; what ``Tensor.__torch_function__`` itself uses, torch/_tensor.py)
     """

@@ -22,9 +22,9 @@ _CHECKPOINT = "fxshard_checkpoint"  # key in the "custom" metadata of nodes
 def checkpoints_inline() -> Iterator[None]:
     """Let torch.utils.checkpoint call the function it is given, inside a marked region.
 
-    The nodes of the region say so (`checkpoint_of`, `is_saved_by_policy`), and so do the backward
-    nodes of these. What is patched are the names that ``checkpoint`` looks up when it is called:
-    models hold the function itself (transformers keeps a partial of it).
+    The nodes of the region are marked (`checkpoint_of`, `is_saved_by_policy`), and so are their
+    backward nodes. The names that ``checkpoint`` looks up when it is called are patched, as models
+    hold the function itself (transformers keeps a partial of it).
     (torch/utils/checkpoint.py, ``checkpoint``)
     """
     numbers = itertools.count()
@@ -123,7 +123,7 @@ def in_checkpoint(metadata: dict[str, Any], number: int) -> None:
 def is_saved_by_policy(node: fx.Node) -> bool:
     """True if the policy of a selective checkpoint wants the value of `node` saved.
 
-    To offload is to save: where to is not torch's decision here.
+    A policy that offloads counts as one that saves.
     (``_CachingTorchDispatchMode`` in torch/utils/checkpoint.py writes it)
     """
     policy = _checkpoint.CheckpointPolicy

@@ -26,24 +26,24 @@ def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
 
 
 def set_local_tensor(tensor: DTensor | nn.Parameter, local: torch.Tensor) -> None:
-    """Let a DTensor stand on other storage of the same shape and dtype."""
+    """Give a DTensor another local tensor of the same shape and dtype."""
     assert isinstance(tensor, DTensor)
     tensor._local_tensor = local
 
 
 def stand_in(local: torch.Tensor) -> torch.Tensor:
-    """Of the shape, dtype and device of `local`, at the start of its storage; no values.
+    """A tensor of the shape, dtype and device of `local`, with storage offset 0 and no values.
 
-    A DTensor takes its storage offset over from the tensor that it is made of, and if that is not
-    0, `torch.save` takes it for a tensor with data and fails. So parameters whose rows lie amid
-    other storage are made of this, and get their rows by `set_local_tensor`.
+    A DTensor has the storage offset of the tensor that it is made of. If that is not 0,
+    `torch.save` takes the DTensor for a tensor with data, and fails. So parameters whose rows are
+    inside of a larger storage are made of this, and get their rows by `set_local_tensor`.
     (torch/_tensor.py, ``_reduce_ex_internal``, asks for ``data_ptr() == 0``)
     """
     return local.new_empty(()).expand(local.shape)
 
 
 def dtensor_handlers() -> dict[Any, Any]:
-    """Per operator what runs instead of DTensor's own dispatch, with it and its arguments.
+    """Per operator, what runs instead of DTensor's own dispatch; called with it and its arguments.
 
     (torch/distributed/tensor/_dispatch.py, ``OpDispatcher``; read in each call)
     """
@@ -67,21 +67,21 @@ def local_part(tensor: Tensor) -> Tensor:
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
-    """`whole` placed as `like` is: this rank's rows of it; nothing is communicated."""
+def sharded_like(full: Tensor, like: Tensor) -> Tensor:
+    """`full` with the placements of `like`: this rank's rows; nothing is communicated."""
     if not isinstance(like, DTensor):
-        return whole
+        return full
     mesh = like.device_mesh
     for mesh_dim, place in enumerate(like.placements):
         if isinstance(place, Shard):
             ranks = mesh.size(mesh_dim)
-            parts, _ = place._split_tensor(whole, ranks, with_padding=False, contiguous=False)
-            whole = parts[mesh.get_local_rank(mesh_dim)]  # a view
-    return _dtensor(whole.to(local_part(like).device), like)
+            parts, _ = place._split_tensor(full, ranks, with_padding=False, contiguous=False)
+            full = parts[mesh.get_local_rank(mesh_dim)]  # a view
+    return _dtensor(full.to(local_part(like).device), like)
 
 
 def _dtensor(local: Tensor, like: DTensor) -> DTensor:
-    """`local` in the place of `like`'s."""
+    """A DTensor of `local`, with the mesh, placements, shape and strides of `like`."""
     return DTensor.from_local(
         local,
         like.device_mesh,

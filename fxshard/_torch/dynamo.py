@@ -1,4 +1,4 @@
-"""Dynamo: its graphs, and what it is told of modules."""
+"""Dynamo: its graphs, its backends, and marks of modules for it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import fx, nn
 
 
 def dynamo(model: nn.Module, args: Any, kwargs: Any, backend: Callable[..., Any]) -> Any:
-    """``model(*args, **kwargs)`` by ``torch.compile`` as one graph, which `backend` gets.
+    """Run ``model(*args, **kwargs)`` under ``torch.compile``, as one graph for `backend`.
 
-    Sizes and numbers that depend on data may be in it. Nothing is kept: the code object that
-    Dynamo's cache hangs on is new each time. (torch/_dynamo/config.py)
+    The graph may have sizes and numbers that depend on data. Nothing is cached: the code object
+    that Dynamo's cache is attached to is new each time. (torch/_dynamo/config.py)
     """
 
     import torch._dynamo as _dynamo  # 2 s, so only for those who need it
@@ -49,8 +49,8 @@ def mark_for_dynamo(module: nn.Module) -> None:
 def register_backend(name: str, compiler: Callable[..., Any]) -> None:
     """Let ``torch.compile(backend=name)`` find `compiler`, unless something has that name already.
 
-    For a checkout that is not installed: of what is, Dynamo reads the entry points
-    (torch/_dynamo/backends/registry.py).
+    This is for a checkout that is not installed: of installed packages Dynamo reads the entry
+    points (torch/_dynamo/backends/registry.py).
     """
     from torch._dynamo.backends import registry
 

@@ -96,10 +96,10 @@ def export_joint(
 
 @contextlib.contextmanager
 def _tangents_alone() -> Iterator[None]:
-    """Trace gradients of outputs as autograd hands them over: dense, in storages of their own.
+    """Trace gradients of outputs as autograd passes them: dense, in storages of their own.
 
-    Torch traces them as what the outputs are: with gaps, and in the storage of all of it, where
-    those are parts of something larger.
+    Torch traces them with the strides and storage of the outputs, also where these are views of a
+    larger tensor.
     (torch/_functorch/_aot_autograd/collect_metadata_analysis.py, ``traced_tangents``)
     """
     analysis: Any = _analysis
@@ -179,8 +179,8 @@ def _kernels_of_eager() -> Iterator[None]:
 
     ``interpolate`` is traced as dozens of index operators and sums, which save more and round
     otherwise; in C++ the size of its result is computed from plain numbers, which would fix open
-    sizes. The decomposition of ``multilabel_margin_loss`` is wrong: it counts labels behind the
-    end of a target too.
+    sizes. The decomposition of ``multilabel_margin_loss`` is wrong: it counts labels after the end
+    of a target too.
     (torch/_decomp/decompositions.py, ``py_impl`` of ``upsample_*`` and of the losses;
     torch/_refs/nn/functional; `OpOverload.py_kernels`; ATen/native/UpSample.cpp,
     ``compute_output_size``)
@@ -341,7 +341,7 @@ def aten_kernels(kernels: dict[tuple[str, str], Callable[..., Any] | None]) -> I
     library = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a kernel is overridden: so it is meant
+            warnings.simplefilter("ignore")  # of overridden kernels, which is intended
             for (name, key), kernel in kernels.items():
                 there = kernel or torch.library.fallthrough_kernel
                 library.impl(name, there, key, allow_override=True)
@@ -364,10 +364,10 @@ def operator_named(name: str) -> OpOverload | None:
 
     Looks in torch's registry: imports nothing, and finds no functions.
     """
-    words = name.split(".")
-    if len(words) != 3 or not all(map(str.isidentifier, words)):
+    parts = name.split(".")
+    if len(parts) != 3 or not all(map(str.isidentifier, parts)):
         return None
-    namespace, packet, overload = words
+    namespace, packet, overload = parts
     try:
         torch._C._get_schema(f"{namespace}::{packet}", "" if overload == "default" else overload)
     except RuntimeError:

@@ -110,7 +110,7 @@ def convolves_with_onednn(
             output_padding=output_padding,
             groups=groups,
         )
-    # between the two lies the transposed one, which has no name here
+    # the transposed kind is between the two, and has no name here
     return bool(kinds.Mkldnn.value <= chosen.value <= kinds.MkldnnEmpty.value)
 
 
@@ -131,7 +131,7 @@ def fake_view(
 def fake_over(
     mode: FakeTensorMode, like: torch.Tensor, storage: torch.UntypedStorage
 ) -> torch.Tensor:
-    """A fake tensor that lies in `storage` as `like` does in its own, outside of `mode`."""
+    """A fake tensor in `storage` with offset, sizes and strides of `like`, outside of `mode`."""
     plain = torch.empty((0,), dtype=like.dtype, device=_META)
     plain.set_(storage, like.storage_offset(), like.size(), like.stride())
     return _fake(mode, plain, like.device)

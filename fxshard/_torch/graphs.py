@@ -120,9 +120,9 @@ def has_names_of(graph: fx.Graph, nodes: Sequence[fx.Node]) -> bool:
 
 
 def given_names(graph: fx.Graph) -> tuple[set[str], dict[str, int]]:
-    """The names that `graph` does not give again, and per word the number that it gave last.
+    """The names that `graph` does not give again, and per base name the number that it gave last.
 
-    Nodes that are gone have left theirs behind. (torch/fx/graph.py, ``_Namespace``)
+    Names of erased nodes are among them. (torch/fx/graph.py, ``_Namespace``)
     """
     names = graph._graph_namespace
     return names._used_names, names._base_count

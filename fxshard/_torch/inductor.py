@@ -32,8 +32,8 @@ class Generated:
     aligned: tuple[int, ...]
 
 
-# Random operators keep eager's kernels; nothing is measured or run while code is generated; what is
-# kept on disk is kept by the caller, who gets the strides that it has traced, or an assertion.
+# Random operators keep eager's kernels; nothing is measured or run while code is generated; the
+# caller caches the code on disk; results have the traced strides, or an assertion fails.
 _GENERATE = {
     "fallback_random": True,
     "fx_graph_cache": False,
@@ -71,8 +71,9 @@ def inductor_source(graph: fx.Graph, values: list[torch.Tensor], mode: FakeTenso
         def __init__(self, path: str) -> None:
             self.__file__ = path
 
-        # 2.11 looks at it: it puts the copies that align inputs around the call, 2.13 in the source
-        # (torch/_inductor/output_code.py, ``maybe_realign_inputs``). Here `aligned` says which.
+        # 2.11 reads it: the copies that align inputs are around the call there, and in the source
+        # in 2.13 (torch/_inductor/output_code.py, ``maybe_realign_inputs``). Here `aligned` lists
+        # the inputs.
         @staticmethod
         def call(args: list[Any]) -> Any:
             raise AssertionError("this module was never loaded")
@@ -120,8 +121,8 @@ def inductor_key() -> str:
 def inductor_cache_dir() -> str:
     """Where Inductor keeps the kernels that it builds (TORCHINDUCTOR_CACHE_DIR).
 
-    They are executed too. By default the folder lies in the directory of temporary files, which is
-    everybody's: if it is not this user's alone, Inductor is given another (`files.private`).
+    They are executed too. By default the folder is in the directory of temporary files, where
+    others may write: if it is not this user's alone, Inductor is given another (`files.private`).
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 

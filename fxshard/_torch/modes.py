@@ -22,15 +22,16 @@ __all__ = [
 
 
 def outside_modes() -> contextlib.AbstractContextManager[Any]:
-    """What runs in the block runs on real tensors, whatever traces around it."""
+    """Run the block on real tensors, outside of any trace."""
     guard: contextlib.AbstractContextManager[Any] = _disable_current_modes()
     return guard
 
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
-    """Outside of the dispatch modes of the user, and of the hooks that torch's own tools have on
-    all modules: ``CommDebugMode``, ``FlopCounterMode`` and their kin see what runs, and no trace.
+    """Hide the block from the user's dispatch modes and from global hooks of torch's own tools.
+
+    ``CommDebugMode``, ``FlopCounterMode`` and the like then see what runs, but no traces.
 
     (torch/nn/modules/module.py, ``_global_forward_hooks``)
     """
@@ -57,7 +58,7 @@ def unobserved() -> Iterator[None]:
 
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    """Operators inside the block pass the autocast of "cpu" or "cuda" by."""
+    """Run the operators of the block without the autocast of "cpu" or "cuda"."""
     key = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
     guard: contextlib.AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(
         torch._C.DispatchKeySet(key[device])
@@ -73,7 +74,7 @@ def inside_autocast() -> bool:
 
 @contextlib.contextmanager
 def outside_autocast() -> Iterator[None]:
-    """Outside of the user's autocast: the casts that it asks for are in the graph already."""
+    """Run the block without the user's autocast: its casts are in the graph already."""
     with (
         torch.autocast("cpu", enabled=False),
         torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else _NOTHING,

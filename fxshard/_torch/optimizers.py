@@ -12,7 +12,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 
 class _NoState(collections.defaultdict[Any, Any]):
-    """Empty, and true all the same."""
+    """An empty state that is truthy."""
 
     def __bool__(self) -> bool:
         return True
@@ -36,7 +36,7 @@ def not_stepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """For the time of the block the hooks of the user's are not run by ``optimizer.step()``.
+    """For the time of the block ``optimizer.step()`` does not run the user's hooks.
 
     (torch/optim/optimizer.py, ``profile_hook_step``)
     """

@@ -38,7 +38,7 @@ def forget_groups(mesh: DeviceMesh) -> None:
 
 
 def group_store(group: Any) -> Any:
-    """The key-value store of the group; keys of different groups do not meet."""
+    """The key-value store of the group; each group has its own keys."""
     return group.get_group_store()
 
 
@@ -52,12 +52,13 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 
 def new_group(ranks: list[int], parent: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A process group of some ranks of `parent`, which they alone make together.
+    """A process group of some ranks of `parent`; collective over these ranks only.
 
-    torch names a group made so by its ranks and by how many groups this process has
-    (torch/distributed/distributed_c10d.py, ``_hash_ranks_to_str``). Once one of them has been
-    destroyed the name comes again, with the old addresses in the store, and ranks that are in other
-    numbers of groups never find each other: both hang. Here it is the n-th one of `parent`.
+    torch names such a group by its ranks and by the number of groups of this process
+    (torch/distributed/distributed_c10d.py, ``_hash_ranks_to_str``). After one of them was
+    destroyed, a name may be used again, with old addresses in the store; and ranks with different
+    numbers of groups use different names. In both cases ranks hang. Here the group is named as the
+    n-th one of `parent`.
     """
     if dist.get_backend(parent) == "fake":
         return dist.new_group(ranks, use_local_synchronization=True)
@@ -86,14 +87,14 @@ def gather_one_by_one() -> torch.library.Library:
     def gather(outputs: Any, inputs: Any, group: Any, async_op: bool = True) -> Any:
         members = dist.ProcessGroup.unbox(group)
         works: list[dist.Work] = []
-        for whole, part in zip(outputs, inputs, strict=True):
+        for output, part in zip(outputs, inputs, strict=True):
             for work in works:
-                work.wait()  # of two threads the second may end first, and who waits has one work
-            works = [members._allgather_base(whole, part)]
+                work.wait()  # threads may end out of order, and the caller waits for one work only
+            works = [members._allgather_base(output, part)]
         return works[0].boxed()
 
     library = torch.library.Library("c10d", "IMPL")
-    with warnings.catch_warnings():  # of what is meant: "Overriding a previously registered kernel"
+    with warnings.catch_warnings():  # "Overriding a previously registered kernel" is intended
         warnings.simplefilter("ignore", UserWarning)
         library.impl("allgather_into_tensor_coalesced_", gather, "CPU")
     return library

@@ -52,14 +52,14 @@ def symbolic_size(env: ShapeEnv, name: str, example: int) -> torch.SymInt:
 
 
 def expression(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> Any:
-    """The sympy expression behind a symbolic number."""
+    """The sympy expression of a symbolic number."""
     return value.node.expr
 
 
 def in_sympy(expression: sympy.Basic) -> sympy.Basic:
     """`expression` with sympy's own functions in place of those of torch/utils/_sympy/functions.py.
 
-    Of sizes, which are not negative: there truncation is a floor.
+    For sizes only, which are not negative: there truncation is a floor.
     """
     if not expression.args:
         return expression

@@ -23,8 +23,10 @@ __all__ = [
 
 
 class _Record:
-    """A dataclass instance on its way into a tree: pytree knows dataclasses only by registration,
-    and registering a user's class would change how all of torch treats it.
+    """A dataclass instance as a container of a tree.
+
+    pytree opens registered dataclasses only, and registering a user's class would change how all of
+    torch treats it.
     """
 
     def __init__(self, value: Any) -> None:
@@ -75,7 +77,7 @@ def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
 
 
 def tree_unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:
-    """What `tree_flatten` took apart; torch's makes a plain tuple of a `torch.Size`."""
+    """The inverse of `tree_flatten`; torch's makes a plain tuple of a `torch.Size`."""
     if not _has_sizes(spec):
         return _pytree.tree_unflatten(leaves, spec)
     return _unflattened(iter(leaves), spec)
@@ -111,7 +113,7 @@ def spec_of(type_: Any, context: Any, children: list[TreeSpec]) -> TreeSpec:
 
 
 def exchanged(tree: Any, others: dict[int, Any]) -> Any:
-    """`tree` with other leaves, by the ``id`` of those that it holds."""
+    """`tree` with leaves replaced by `others`, by their ``id``."""
     leaves, spec = tree_flatten(tree)
     return tree_unflatten([others.get(id(leaf), leaf) for leaf in leaves], spec)
 

@@ -53,7 +53,7 @@ from fxshard.validation.compare import Validation
 
 NUMERICS_ROWS = 20  # of `validate --numerics`, the worst; --all shows the rest
 MOST_RANKS = 8  # that `validate` starts unasked
-TABLE = ("--depth", "--memory-units")  # what says how a table looks
+TABLE = ("--depth", "--memory-units")  # options of the form of a table
 
 
 def run(argv: Sequence[str]) -> int:
@@ -69,7 +69,7 @@ def run(argv: Sequence[str]) -> int:
     except FxshardError as error:
         print("fxshard:", error, file=sys.stderr)
         return 1
-    except BrokenPipeError:  # `fxshard dump | head`: the reader has seen enough
+    except BrokenPipeError:  # `fxshard dump | head`: the reader has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -116,7 +116,7 @@ OUTPUTS: dict[str, tuple[str, Callable[[MemoryReport, str], None]]] = {  # of ``
 
 
 def _write(path: str, what: str, write: Callable[[str], None]) -> str:
-    """Write a file; returns a line that tells of it."""
+    """Write a file; returns a line about it for the terminal."""
     try:
         write(path)
     except OSError as error:
@@ -129,8 +129,8 @@ def explain(args: argparse.Namespace) -> int:
     with task("planning") as say:
         memory = _plan(args).memory
         say("planning again with each what-if" if args.what_ifs else "explaining")
-        said = memory.explain_peak(args.top, what_ifs=args.what_ifs)
-    print(said)
+        explained = memory.explain_peak(args.top, what_ifs=args.what_ifs)
+    print(explained)
     return 0
 
 
@@ -171,12 +171,12 @@ def diff_(args: argparse.Namespace) -> int:
 def _saved(path: str) -> dict[str, Any]:
     """A report that ``fxshard report --json FILE`` has written."""
     try:
-        told = json.loads(Path(path).read_text("utf-8"))
+        saved = json.loads(Path(path).read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: no report that can be read: {error}.") from error
-    if not isinstance(told, dict):
+    if not isinstance(saved, dict):
         raise ConfigError(f"{path}: no report; write one with fxshard report --json {path}.")
-    return told
+    return saved
 
 
 def dump_(args: argparse.Namespace) -> int:
@@ -211,7 +211,7 @@ def dump_(args: argparse.Namespace) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Written:
-    """A pass that changes nothing: it writes the program as the passes before it have left it."""
+    """A pass that changes nothing: it writes the program as text."""
 
     texts: list[str]
 
@@ -316,7 +316,7 @@ def tune(args: argparse.Namespace) -> int:
         **_step(args),
     )
     best, written = found.best.plan, []
-    assert best is not None  # of the best it is kept
+    assert best is not None  # the best trial keeps its plan
     if args.plot is not None:
         written.append(_write(args.plot, "Memory against time, as PNG", found.plot))
     if args.html is not None:
@@ -338,18 +338,18 @@ def validate(args: argparse.Namespace) -> int:
         print(json.dumps(_comparison(result), indent=2))
     else:
         cells = [] if result.unknown else [(result if args.all else excerpt(result)).table()]
-        said = [*cells, result.summary()]
+        parts = [*cells, result.summary()]
         if numerics is not None:
             if args.all or numerics.verdict != "bitwise":
                 top = None if args.all else NUMERICS_ROWS
-                said.append(numerics.table(only_different=not args.all, top=top))
-            said.append(numerics.summary())
-        print(*said, sep="\n\n")
+                parts.append(numerics.table(only_different=not args.all, top=top))
+            parts.append(numerics.summary())
+        print(*parts, sep="\n\n")
     return 0 if result.holds else 1
 
 
 def _validated(call: Call, args: argparse.Namespace, how: dict[str, Any]) -> Validation:
-    """On real ranks if they are asked for, or, if nothing is said of them, where it can be."""
+    """Validate on real ranks if they are asked for; without ``--ranks``, if that is possible."""
     if args.ranks == "processes":
         return fxshard.validate(*call, **how, ranks="processes")
     ranks = math.prod(args.world_size) if isinstance(args.world_size, tuple) else args.world_size
@@ -357,16 +357,16 @@ def _validated(call: Call, args: argparse.Namespace, how: dict[str, Any]) -> Val
         try:
             return fxshard.validate(*call, **how, ranks="processes")
         except (ConfigError, UnknownSizeError) as reason:
-            told = f"fxshard: not on real ranks: {' '.join(str(reason).split())}"
+            note = f"fxshard: not on real ranks: {' '.join(str(reason).split())}"
         found = fxshard.validate(*call, **how)
-        print(told, file=sys.stderr)  # after it: the reason may be one for both
+        print(note, file=sys.stderr)  # afterwards: fake ranks may fail for the same reason
         return found
     return fxshard.validate(*call, **how, numerics=args.numerics)
 
 
 def excerpt(result: Validation) -> Validation:
-    """What a reader sees first: the peaks in the last step, of the root, of the first block of
-    layers and of the optimizer. And every cell that differs.
+    """The cells that differ, and the peaks of the last step of the root, the first layer and the
+    optimizer.
     """
     last = max((cell.step for cell in result.cells), default=0)
     numbered = (c.module for c in result.cells if c.module.rpartition(".")[2].isdigit())
@@ -448,7 +448,7 @@ def _plan_of(call: Call, args: argparse.Namespace, **others: Any) -> Plan:
 
 
 def _step(args: argparse.Namespace) -> dict[str, Any]:
-    """What a step is: arguments and options of `fxshard.plan`, as far as they are given."""
+    """The arguments and options of `fxshard.plan` that the command line gives."""
     names = ("world_size", "micro_batches", "no_sync", "device")
     given = {name: value for name in names if (value := getattr(args, name, None))}
     return given | options(args)
@@ -554,7 +554,7 @@ def _add_opt(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--passes",
         metavar="A,B",
-        help="names of passes, in order; without it the whole pipeline, with default options",
+        help="names of passes, in order; by default all of the pipeline, with default options",
     )
     parser.add_argument(
         "--print-after-all",

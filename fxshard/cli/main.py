@@ -16,8 +16,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     given = sys.argv[1:] if argv is None else list(argv)
     if not given or given[0] not in COMMANDS:
-        _overview().parse_args(given)  # says what there is, and exits
-    from fxshard.cli import commands  # torch, which the overview does without
+        _overview().parse_args(given)  # prints the commands, and exits
+    from fxshard.cli import commands  # imports torch, which the overview does not need
 
     return commands.run(given)
 

@@ -65,9 +65,11 @@ Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]  # a model, and the cal
 
 
 def add_arguments(parser: argparse.ArgumentParser, sizes: tuple[int, int] = (1, 128)) -> None:
-    """What names a model, a batch and the options of a plan.
+    """Add the arguments that name a model, a batch and the options of a plan.
 
-    `sizes`: --batch and --seq where they are not given.
+    Args:
+        parser: the parser of a command.
+        sizes: defaults of --batch and --seq.
     """
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
@@ -139,7 +141,7 @@ def load(args: argparse.Namespace, device: str) -> Call:
     if args.hf_config is not None:
         model = _from_config(args.hf_config, device)
         if args.gradient_checkpointing:
-            name = "activation_checkpointing_enable"  # transformers before 5.x calls it otherwise
+            name = "activation_checkpointing_enable"  # transformers before 5.x has the other name
             try:
                 getattr(model.train(), name, model.gradient_checkpointing_enable)()
             except ValueError as error:  # an architecture that has none
@@ -165,7 +167,7 @@ def load(args: argparse.Namespace, device: str) -> Call:
 
 
 def refuse_beside(args: argparse.Namespace, what: str, why: str, *options: str) -> None:
-    """Refuse options that change nothing beside another one.
+    """Refuse options that have no effect together with another one.
 
     Raises:
         ConfigError: one of `options`, whose default is None or False, is given.
@@ -182,7 +184,7 @@ def _made(spec: str) -> Any:
         inspect.signature(make).bind()
     except TypeError as error:
         raise ConfigError(f"--model {spec}: it is called as {make.__name__}(): {error}.") from error
-    except ValueError:  # of some builtins Python knows no signature
+    except ValueError:  # some builtins have no signature
         pass
     return make()
 
@@ -190,7 +192,7 @@ def _made(spec: str) -> Any:
 def _with_tokens(model: nn.Module, args: argparse.Namespace) -> Call:
     """A call with token ids, int64 [batch, seq]; a transformers model gets them as labels too.
 
-    They are drawn from as many as the smallest embedding has; 0 where there is none.
+    They are below the size of the smallest embedding; 0 if there is none.
     """
     batch, seq = args.batch or args.sizes[0], args.seq or args.sizes[1]
     device = next((p.device for p in model.parameters()), None)
@@ -213,10 +215,10 @@ def _from_config(source: str, device: str) -> Any:
         config = AutoConfig.for_model(**values)
         config.use_cache = False  # a cache is an output that training does not need
         with torch.device(device):
-            # What a config.json names in "auto_map" is not run, nor asked for.
+            # Code that a config.json names in "auto_map" is not run.
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:  # of values that make no sense, whatever it stumbles over
-        reason = re.split(r"\.\s", str(error))[0]  # after it: a list of all that there is
+    except Exception as error:  # illegal values may raise anything
+        reason = re.split(r"\.\s", str(error))[0]  # a list of all architectures may follow
         raise ConfigError(f"--hf-config {source}: no causal language model: {reason}.") from error
 
 
@@ -255,10 +257,10 @@ def whole_number(text: str) -> int:
 
 
 def once(pairs: Sequence[tuple[str, Any]] | None, option: str) -> dict[str, Any]:
-    """What an option that may be repeated says of each name.
+    """The ``name=value`` pairs of an option that may be repeated.
 
     Raises:
-        ConfigError: it says two things of one.
+        ConfigError: a name is given twice.
     """
     found: dict[str, Any] = {}
     for name, value in pairs or ():
@@ -285,10 +287,10 @@ def named_dimensions(text: str) -> tuple[str, list[tuple[str, int]]]:
 def open_sizes(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, list[tuple[str, int]]]:
-    """Of a call of ``[batch, seq]`` tensors alone, both sizes.
+    """Both sizes of a call that has only tensors ``[batch, seq]``.
 
     Raises:
-        ConfigError: it has others.
+        ConfigError: the call has other arguments.
     """
     parameters = inspect.signature(model.forward).parameters
     given = {**dict(zip(parameters, args, strict=False)), **kwargs}

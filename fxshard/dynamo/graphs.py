@@ -1,11 +1,11 @@
 """The backend of ``torch.compile`` for models that `fxshard.shard` sharded.
 
 Dynamo gives graphs of torch functions, one per stretch of Python that it can trace. Each is run by
-programs of the same kind as `fxshard.compile` makes: captured, rewritten, verified and analysed by
-the same code. What differs is that a graph is not a model: it reads some of the parameters, and
-which ones is said by the handles among its inputs (see `fxshard.runtime.reading`), call by call. So
-one graph of Dynamo may have several programs: one for each layer that it serves, for each set of
-sizes if Dynamo made its sizes dynamic, and for each mode.
+programs of the kind that `fxshard.compile` makes: captured, rewritten, verified and analysed by the
+same code. But a graph is not a model: it reads some of the parameters. The handles among its inputs
+(see `fxshard.runtime.reading`) show which ones, call by call. So one graph of Dynamo may have
+several programs: one for each layer that it serves, for each set of sizes if Dynamo made its sizes
+dynamic, and for each mode.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from fxshard.runtime.world.c10d import C10dWorld
 log = logging.getLogger("fxshard")
 aten = torch.ops.aten
 
-# Options of `fxshard.shard` that change programs, and not how parameters lie; a graph may have
-# others than its model.
+# Options of `fxshard.shard` that change programs and not the layout of parameters; a graph may have
+# other values than its model.
 PER_GRAPH = (
     *("backend", "reshard_after_forward", "forward_prefetch", "backward_prefetch", "max_inflight"),
     *("max_bucket_bytes", "min_bucket_bytes", "pack_bytes", "checkpoint", "reduce_op"),
     *("gradient_divide_factor", "gradient_predivide_factor", "passes", "max_variants"),
 )
 
-# What one whole graph of a model can do, and pieces of it cannot.
+# What needs one graph of the full model.
 _REFUSED = {
     "optimizer_in_backward": "a parameter that two graphs read would be stepped twice",
     "memory_budget": "no example call is planned before Dynamo captures one",
@@ -61,10 +61,10 @@ _REFUSED = {
 
 
 def check_options(config: Config) -> None:
-    """Refuse what `fxshard.compile` has and `fxshard.shard` has not.
+    """Refuse options that `fxshard.compile` has and `fxshard.shard` has not.
 
     Raises:
-        ConfigError: names the option and says why.
+        ConfigError: such an option is given.
     """
     for name, why in _REFUSED.items():
         if getattr(config, name):
@@ -81,8 +81,8 @@ def check_options(config: Config) -> None:
     if config.reduce_op in ("max", "min"):
         raise ConfigError(
             f"reduce_op={config.reduce_op!r} with fxshard.shard: the gradients of a parameter that "
-            f"two graphs read are added, and the {config.reduce_op} of sums is not the sum of "
-            f"theirs. Use fxshard.compile."
+            f"two graphs read are added, and reductions by {config.reduce_op} cannot be added. Use "
+            f"fxshard.compile."
         )
 
 
@@ -129,9 +129,9 @@ def backend(
 
     Args:
         graph_module: torch functions on fake tensors; not yet differentiated.
-        example_inputs: fake; not looked at: programs are captured at calls, from real inputs.
-        options: other values of options of `fxshard.shard`, for these graphs (`PER_GRAPH`).
-        mode: torch.compile's; there is none to choose from.
+        example_inputs: fake, and not used: programs are captured at calls, from real inputs.
+        options: options of `fxshard.shard` that these graphs have otherwise (`PER_GRAPH`).
+        mode: torch.compile's; only None and "default" are legal.
     """
     graph = Graph(graph_module, dict(options or {}), mode)
 
@@ -148,7 +148,7 @@ class Graph:
         self, graph_module: fx.GraphModule, options: dict[str, Any], mode: str | None
     ) -> None:
         self.graph_module, self.options, self.mode = graph_module, options, mode
-        # By model: Dynamo runs one graph for two models that look alike to it.
+        # By model: Dynamo runs one graph for two models that have equal guards.
         self.configs: weakref.WeakKeyDictionary[Runtime, Config] = weakref.WeakKeyDictionary()
         self.variants: weakref.WeakKeyDictionary[Runtime, dict[Kind, _Variant]]
         self.variants = weakref.WeakKeyDictionary()
@@ -159,12 +159,12 @@ class Graph:
     def __call__(self, *args: Any) -> Any:
         owner = self._owner(args)
         self._require_reduced(args)
-        if owner is None:  # nothing of a sharded model in it: it computes as it is
+        if owner is None:  # it reads no sharded model
             return self.graph_module(*args)
         if owner not in self.configs:
             self.configs[owner] = self._configured(owner)
         bound = bind(owner, args)
-        _settle(owner, bound)
+        _restore(owner, bound)
         owner.world.require_joined()
         if self.first is None:
             self.first = bound
@@ -193,7 +193,7 @@ class Graph:
         return found.run(owner, rest)
 
     def _as_it_is(self, owner: Runtime, args: Sequence[Any], bound: Bound) -> Any:
-        """Run the graph operator by operator, on whole parameters."""
+        """Run the graph operator by operator, on unsharded parameters."""
         inputs = list(args)
         for position, kind, fqn in bound.names:
             if kind == "param":
@@ -219,7 +219,7 @@ class Graph:
         """Refuse parameters whose gradients no rank would reduce.
 
         Raises:
-            ConfigError: on several ranks, one that is trained is of no sharded model.
+            ConfigError: on several ranks, a trained parameter belongs to no sharded model.
         """
         if not torch.is_grad_enabled() or _ranks() == 1:
             return
@@ -268,7 +268,7 @@ class Graph:
         return config
 
     def _kind(self, owner: Runtime, bound: Bound, rest: Sequence[Any]) -> Kind:
-        """What of this call its program depends on."""
+        """What the program of this call depends on."""
         params = [owner.param(fqn) for fqn in bound.fqns("param", "ignored")]
         device = owner.compute_device()
         autocast = torch.is_autocast_enabled(device)
@@ -284,7 +284,7 @@ class Graph:
         return Kind.of(tuple(rest), {}, mode, ints_are_sizes=True)
 
     def _captured(self, owner: Runtime, bound: Bound, rest: Sequence[Any], kind: Kind) -> _Variant:
-        """A program for this kind of call, which all ranks agree on.
+        """Capture a program for this kind of call; all ranks agree on it.
 
         Raises:
             CaptureError: it cannot be captured, or sizes are not bounded.
@@ -327,18 +327,18 @@ class Graph:
         owner.agree(program)
         for fqn in _handed_out(next(iter(raw.values()))):
             log.warning(
-                "fxshard: a graph hands out parameter %r whole (or a view or cast of it), to what "
-                "runs behind a graph break or called the model: it stays in memory until nothing "
-                "refers to it, and what reads it there saves it whole for backward. Read the "
-                "parameter where it is used.",
+                "fxshard: a graph returns the unsharded parameter %r (or a view or cast of it), to "
+                "code after a graph break or to the caller: it stays in memory until nothing "
+                "refers to it, and operators that read it there save it unsharded for backward. "
+                "Read the parameter where it is used.",
                 fqn,
             )
         for value in rest:
             name = owner.forwards.name_of(value) if isinstance(value, Tensor) else None
             if name is not None:
                 log.warning(
-                    "fxshard: parameter %r was read in front of a graph break and is used behind "
-                    "it: it stays in memory whole until backward. Read it where it is used.",
+                    "fxshard: parameter %r was read before a graph break and is used after it: it "
+                    "stays unsharded in memory until backward. Read it where it is used.",
                     name,
                 )
         variant = owner.made(kind, program, model, (tuple(rest), {}), config)
@@ -376,7 +376,7 @@ class Graph:
         )
 
     def _model(self, owner: Runtime, bound: Bound, copied: frozenset[int]) -> nn.Module:
-        """What stands in for the user's model at the capture: a module that runs this graph."""
+        """The module that is captured in place of the user's model: it runs this graph."""
         assert self.modules is not None and self.first is not None
         names = relocated(self.modules, self.first, bound)
         tree = stand_ins(owner.model, bound)
@@ -385,10 +385,10 @@ class Graph:
 
 
 def _numbers(graph: fx.Graph) -> frozenset[int]:
-    """Positions of the inputs that are floats of the user's, which Dynamo wraps into tensors.
+    """Positions of the inputs that are floats of the user, which Dynamo wraps into tensors.
 
-    It does with ``dynamic=True`` (torch/_dynamo/variables/builder.py, ``wrap_symfloat``). They are
-    constants of a program, as they are in `fxshard.compile`.
+    Dynamo does so with ``dynamic=True`` (torch/_dynamo/variables/builder.py, ``wrap_symfloat``).
+    They are constants of a program, as in `fxshard.compile`.
     """
     return frozenset(
         i
@@ -403,17 +403,17 @@ class _Variant:
 
     Attributes:
         variant: the program.
-        copied: positions among its inputs that the graph writes into where autograd watches: it
-            works on copies, which are copied back in autograd's sight.
+        copied: positions of inputs that the graph writes into and autograd follows: the program
+            runs on copies, and the results are copied back under autograd.
     """
 
     variant: Variant
     copied: tuple[int, ...]
 
     def writes_shared(self, owner: Runtime, bound: Bound, rest: Sequence[Any]) -> bool:
-        """True if the graph writes into memory that another of its inputs lies in too.
+        """True if the graph writes into memory that it shares with another of its inputs.
 
-        A program takes its inputs for separate: what is read of the other one would be old.
+        A program assumes separate inputs: it would read old values of the other one.
         """
         written = {f"{role} {name}" for role, name in self.variant.written}
         written |= {f"input {position}" for position in self.copied}
@@ -428,7 +428,7 @@ class _Variant:
         return any(name in places and shared[places[name]] > 1 for name in written)
 
     def run(self, owner: Runtime, rest: Sequence[Any]) -> tuple[Any, ...]:
-        """One forward; what Dynamo's graph would return."""
+        """Run one forward; returns what Dynamo's graph would return."""
         signature = self.variant.program.signature
         batch = [rest[i] for i in signature.tensor_inputs]
         if signature.training:
@@ -447,10 +447,10 @@ class _Variant:
 
 
 def _as_views(outputs: list[Tensor]) -> list[Tensor]:
-    """`outputs`, those that lie inside of another one as views of it.
+    """`outputs`; those that are part of another one's memory become views of it.
 
-    Autograd cannot know that results of one node share memory: what is written into one behind a
-    graph break must be in the other's gradient too.
+    Autograd does not know that results of one node share memory: a write into one after a graph
+    break must also show in the gradient of the other.
     """
     at: dict[int, list[int]] = {}
     for i, output in enumerate(outputs):
@@ -476,7 +476,7 @@ def _lies_in(view: Tensor, base: Tensor) -> bool:
 
 
 def _ranks() -> int:
-    """How many processes there are, with a process group or as torchrun says."""
+    """The number of processes: of the process group, or as torchrun sets it."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE") or 1)
@@ -486,7 +486,7 @@ def _ranks() -> int:
 
 
 def _handle_of(arg: Any) -> tuple[Runtime | None, str]:
-    """The sharded model and the parameter that an input of a graph is the handle of, or itself."""
+    """The sharded model and FQN of the parameter of which an input of a graph is the handle."""
     found: tuple[Runtime | None, str] = (None, "")
     if isinstance(arg, Tensor):
         found = getattr(arg, "_fxshard", found)
@@ -494,14 +494,14 @@ def _handle_of(arg: Any) -> tuple[Runtime | None, str]:
 
 
 def bind(owner: Runtime, args: Sequence[Any]) -> Bound:
-    """What of the model each input of a graph is."""
+    """Which inputs of a graph are parameters or buffers of the model."""
     known: dict[int, tuple[str, str]] = {}
     for name, (module, key) in owner.buffer_slots.items():
         known.setdefault(id(module._buffers[key]), ("buffer", name))
     for fqn in owner.ignored:
         known[id(owner.ignored_param(fqn))] = ("ignored", fqn)
     for fqn, slot in owner.slots.items():
-        known[id(slot.tensor)] = ("param", fqn)  # read past the property, as parameters() does
+        known[id(slot.tensor)] = ("param", fqn)  # not read by the property but by parameters()
     found = []
     for i, arg in enumerate(args):
         of, fqn = _handle_of(arg)
@@ -512,14 +512,14 @@ def bind(owner: Runtime, args: Sequence[Any]) -> Bound:
     return Bound(tuple(found))
 
 
-def _settle(owner: Runtime, bound: Bound) -> None:
-    """Bring parameters back onto their shards, and what Dynamo sees of them up to date.
+def _restore(owner: Runtime, bound: Bound) -> None:
+    """Put parameters back on the storage of their shards, and update the flags of their handles.
 
-    (`Slot.settle`; the flag of a handle is in Dynamo's guards at the next call.)
+    (`Slot.restore_storage`; the flag of a handle is in Dynamo's guards at the next call.)
     """
     for fqn in bound.fqns("param"):
         slot = owner.slots[fqn]
-        slot.settle()
+        slot.restore_storage()
         for module, name in slot.owners:
             handle = module.__dict__[reading.HANDLES][name]
             if handle.requires_grad is not slot.tensor.requires_grad:

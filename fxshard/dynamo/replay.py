@@ -1,7 +1,8 @@
-"""How a graph of Dynamo runs where the model would be called: at its capture, or as it is.
+"""How a graph of Dynamo runs in place of the model: at its capture, or operator by operator.
 
-At capture a stand-in for the user's model, with its FQNs and classes, runs the nodes of each call
-of a module inside a call of that module's stand-in: the trace sees what it would see of the model.
+At capture there is a stand-in for each module of the user's model, of the same FQN and class. The
+nodes of each call of a module run inside a call of its stand-in, so the trace sees the same calls
+as from the model.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ class _StandIn(nn.Module):
 
 
 def stand_ins(model: nn.Module, bound: Bound) -> dict[str, nn.Module]:
-    """By FQN. They share the model's parameters and buffers, of which each has those of `bound`."""
+    """By FQN, stand-ins for all modules; they hold the model's own parameters and buffers.
+
+    Of these, they have only those in `bound`.
+    """
     wanted = set(bound.fqns("param", "ignored", "buffer"))
     made: dict[int, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -86,7 +90,7 @@ def _stand_in_class(base: Any) -> Callable[[], nn.Module]:
 
 
 def relocated(modules: dict[str, str], first: Bound, now: Bound) -> dict[str, str]:
-    """Module id -> FQN, if the graph was made of one layer and reads another one's parameters."""
+    """Module id -> FQN; of another layer if that is the one whose parameters the graph reads."""
     moved: dict[str, str] = {}
     for (_, _, old), (_, _, new) in zip(first.names, now.names, strict=False):
         while old != new and old:
@@ -120,7 +124,7 @@ class Run:
         self.base = _base(graph_module, names)
 
     def __call__(self, rest: tuple[Any, ...]) -> Any:
-        """What the graph returns; and new values of the inputs at `copied`."""
+        """Run the graph; returns its result, and new values of the inputs at `copied`."""
         work = [v.clone() if i in self.copied else v for i, v in enumerate(rest)]
         before = [_version(value) for value in work]
         wanted = [isinstance(v, Tensor) and v.requires_grad for v in rest]
@@ -146,7 +150,7 @@ class Run:
         if written:
             self.written = frozenset(written)
             names = ", ".join(map(str, sorted(written)))
-            raise CaptureError(f"the graph writes into inputs that autograd watches: {names}")
+            raise CaptureError(f"the graph writes into inputs that autograd follows: {names}")
         return result, [work[i] for i in sorted(self.copied)]
 
     def path(self, node: fx.Node) -> tuple[tuple[str, int], ...]:
@@ -161,7 +165,7 @@ def _version(value: Any) -> int:
 
 
 def _base(graph_module: fx.GraphModule, names: dict[str, str]) -> str:
-    """FQN of the module whose forward the graph is a stretch of; "" is the root."""
+    """FQN of the module whose forward the graph is a part of; "" is the root."""
     for node in graph_module.graph.nodes:
         for key, path in dynamo.dynamo_paths(node):
             name = names.get(key, "")
@@ -173,9 +177,8 @@ def _base(graph_module: fx.GraphModule, names: dict[str, str]) -> str:
 class Interpreter(fx.Interpreter):
     """Runs a graph; the nodes of each call of a module inside a call of its stand-in.
 
-    So the capture sees the calls that eager would make, and notes them as ever
-    (`fxshard.capture.provenance.calls_noted`). Without a `Run`, to compute, there are no such
-    calls.
+    So the capture sees the calls that eager makes, and notes them
+    (`fxshard.capture.provenance.calls_noted`). Without a `Run`, nodes run without such calls.
     """
 
     def __init__(
@@ -190,7 +193,7 @@ class Interpreter(fx.Interpreter):
         self.args_iter = iter(inputs)
 
     def result(self) -> Any:
-        """Run all nodes; what the graph returns."""
+        """Run all nodes; returns what the graph returns."""
         nodes = deque(self.graph.nodes)
         while nodes:
             self._calls(nodes, self._prefix)
@@ -200,7 +203,7 @@ class Interpreter(fx.Interpreter):
         return self.env[output]
 
     def _calls(self, nodes: deque[fx.Node], prefix: tuple[tuple[str, int], ...]) -> None:
-        """Run the nodes in front that belong to the calls `prefix`, or to calls inside of them."""
+        """Run the first nodes as long as they belong to the calls `prefix`, or to calls inside."""
         while nodes:
             node = nodes[0]
             path = prefix if node.op in ("placeholder", "get_attr") else self._path(node)
@@ -223,7 +226,7 @@ class Interpreter(fx.Interpreter):
         restore = graphs.with_current_meta(provenance.GIVEN_LINE, dynamo.stack_line(n))
         try:
             if n.target is reading.parameter or n.target is reading.packet:
-                return args[0]  # the whole parameter, which is there in the place of its handle
+                return args[0]  # the unsharded parameter, which is passed in place of its handle
             if unwraps(n) and isinstance(args[0], float):
                 return args[0]
             if n.target is checkpointing.checkpoint_operator():

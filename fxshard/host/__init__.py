@@ -1,1 +1,1 @@
-"""This machine: files that no crash tears, and Python's collector of cycles."""
+"""This machine: atomic writes of files, the garbage collector, and progress on a terminal."""

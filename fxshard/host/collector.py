@@ -1,7 +1,7 @@
-"""Python's garbage collector stands still where many objects are made that stay.
+"""Pauses Python's garbage collector while many objects are made that stay.
 
-It would walk all of them again each time that some were made: the nodes of a large graph, the
-modules of torch while they are imported. With it, time grows faster than the graph.
+The collector would walk all of them again and again: the nodes of a large graph, the modules of
+torch during import. Without a pause, time grows faster than the graph.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-SWEEP = 2_000_000  # objects made old since the last full collection, before there may be another
+SWEEP = 2_000_000  # new objects in the oldest generation before another full collection
 
 _kept = 0
-_limit = SWEEP  # as many as there were after the last: a collection takes as long as there are
+_limit = SWEEP  # or the number of objects at the last one, as its time grows with that number
 
 
 @contextlib.contextmanager
 def paused(*, sweep: bool = False) -> Iterator[None]:
-    """No collection inside; a decorator too.
+    """Pause collections in the block; also a decorator.
 
-    What was made inside is old afterwards: else it would be walked at the next collection of each
-    generation, three times in all, which takes as long as a pass over the graph each time.
+    New objects of the block are moved to the oldest generation at the end. Otherwise the next
+    collection of each generation would walk them, each as slow as a pass over the graph.
 
     Args:
-        sweep: where earlier work may have been dropped: a full collection first, if so much has
-            been made old that some may be garbage. The collector itself does not count that.
+        sweep: run a full collection first if `SWEEP` objects were moved so since the last one: some
+            may be garbage, and the collector does not count them.
     """
     global _kept, _limit
     enabled = gc.isenabled()

@@ -1,4 +1,4 @@
-"""Files that no crash tears, and that nobody else can have written."""
+"""Atomic writes of files, and folders and files that only this user can have written."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _INSTEAD: dict[Path, Path] = {}  # folders that are not this user's alone -> tem
 
 
 def write(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a file whole or not at all: readers see what was there before, or `content`.
+    """Write a file atomically: readers see the old content or `content`.
 
     Args:
-        path: of the file. A link is followed; what is no regular file (``/dev/stdout``, a pipe)
-            is written to as it is.
+        path: of the file. A link is followed; something else than a regular file
+            (``/dev/stdout``, a pipe) is written to directly.
         content: text is encoded as UTF-8.
 
     Raises:
@@ -44,12 +44,12 @@ def replace(path: Path, content: bytes, *, mode: int | None = None) -> None:
     Args:
         path: of the file.
         content: of it.
-        mode: its permission bits (None: as the umask says).
+        mode: its permission bits (None: by the umask).
 
     Raises:
         OSError: it cannot be written; what was there before still is.
     """
-    # Not tempfile's: its files are for their owner alone.
+    # Not by tempfile, whose files only the owner can read.
     beside = path.with_name(f".{secrets.token_hex(8)}.writing")
     try:
         with open(beside, "xb") as file:
@@ -66,11 +66,11 @@ def replace(path: Path, content: bytes, *, mode: int | None = None) -> None:
 def private(folder: Path) -> Path:
     """`folder`, made if it is absent, if it is this user's and nobody else may write to it.
 
-    Else a temporary folder of this process, with one warning: what another user can have put there
-    must not be executed.
+    Otherwise a temporary folder of this process, with one warning: files that another user may have
+    put there must not be executed.
 
     Raises:
-        OSError: neither can be had.
+        OSError: neither can be made.
     """
     with suppress(FileExistsError):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ def private(folder: Path) -> Path:
 
 
 def read_private(path: Path) -> bytes:
-    """The content of a regular file of this user's that nobody else may write to.
+    """The content of a regular file that is this user's and that nobody else may write to.
 
     Raises:
         OSError: it is no such file, or cannot be read.
@@ -99,7 +99,7 @@ def read_private(path: Path) -> bytes:
     # Not a link, and not a pipe, which would wait for a writer.
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(handle, "rb") as file:
-        found = os.fstat(handle)  # of what was opened, whatever the path means by now
+        found = os.fstat(handle)  # of the opened file, even if the path has changed
         if not (stat.S_ISREG(found.st_mode) and _is_ours(found)):
             raise PermissionError(f"{path} is not this user's alone")
         return file.read()

@@ -1,9 +1,9 @@
-"""What takes long shows on a terminal what it is doing.
+"""Progress of long tasks on a terminal.
 
-A task is one line on standard error, erased at its end: what is done, for how long, and the step
-that it is at. Nothing is shown where standard error is no terminal (a log, a pipe), on other ranks
-than 0, of what takes less than `PATIENCE`, with ``FXSHARD_PROGRESS=0``, and with ``FXSHARD_DEBUG``,
-which prints more. A task inside of another is a step of it: there is never more than one line.
+A task is one line on standard error, erased at its end: what is done, for how long, and its current
+step. Nothing is shown if standard error is no terminal (a log, a pipe), on ranks other than 0, for
+tasks shorter than `PATIENCE`, with ``FXSHARD_PROGRESS=0``, and with ``FXSHARD_DEBUG``, which prints
+more. A task inside of another is a step of it: there is never more than one line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WIDTH = 60  # characters of a step
 
 
 class Say(Protocol):
-    """Tells at which step a task is; `done` counts towards its total."""
+    """Shows the current step of a task; `done` counts towards its total."""
 
     def __call__(self, step: str, done: int | None = None) -> None: ...
 
@@ -36,7 +36,7 @@ def task(
     shown: bool | None = None,
     patience: float = PATIENCE,
 ) -> Iterator[Say]:
-    """Show that `what` is going on while the block runs; yields what tells its steps.
+    """Show that `what` is going on while the block runs; yields a function that shows its steps.
 
     Args:
         what: such as "planning".
@@ -81,12 +81,12 @@ def task(
         _current = None
         if timer.ident is not None:
             timer.cancel()
-            timer.join()  # it may be starting the display just now
+            timer.join()  # it may be starting the display
         bar.stop()
 
 
 def say(step: str) -> None:
-    """Tell the task that is going on, if there is one, at which step it is."""
+    """Show `step` as the current step of the task that is going on, if there is one."""
     if _current is not None:
         _current(step)
 
@@ -105,7 +105,7 @@ def _bar(what: str, total: int | None, shown: bool | None) -> Any:
         forced = shown
     if not shown or not _on_first_rank():
         return None
-    from rich import progress  # who writes a log has no use for it
+    from rich import progress  # imported only if it is shown
     from rich.console import Console
 
     console = Console(stderr=True, force_terminal=forced)

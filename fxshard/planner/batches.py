@@ -46,7 +46,7 @@ class Batches:
 
     Attributes:
         sizes: batches to try, in samples per rank and micro-batch; [None]: the call has none.
-        opened: the one that is left open, whose trace serves the others: not 1, which broadcasts.
+        opened: the size that is traced with the batch open, for all sizes; not 1, which broadcasts.
         workload: what plans are made of.
     """
 
@@ -66,7 +66,7 @@ class Batches:
         self._stems: dict[Any, Program] = {}
 
     def plan(self, batch: int | None, changes: dict[str, Any]) -> Plan:
-        """The plan with another batch and some options changed; what can be is made once."""
+        """The plan with another batch and some options changed; captures and stems are shared."""
         if batch not in self._calls:
             self._calls[batch] = resized(self.workload.call, 0, self._example, batch or 1)
         args, kwargs = self._calls[batch]

@@ -1,14 +1,14 @@
 """What a configuration takes at least, in seconds and bytes, before it is planned.
 
-A stem is a captured program after the first passes alone (`fxshard.pipeline.STEM`): those that
-decide what is computed and what is saved for backward, whatever is sharded how. Later passes add to
-it, and take nothing away. So of every plan with this trace, checkpoint policy and batch
+A stem is a captured program after the first passes only (`fxshard.pipeline.STEM`): those that
+decide what is computed and what is saved for backward. It does not depend on sharding. Later passes
+add to it, and remove nothing. So in every plan with this trace, checkpoint policy and batch
 
 - the step takes no less than the stem's operators one after the other (`fxshard.cost.operators`);
 - between forward and backward its saved values are alive, with this rank's parameters and optimizer
   states; at the end of backward its gradients are, with both.
 
-tests/planner/test_tune.py holds both against plans.
+tests/planner/test_tune.py compares both with plans.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Stem:
         symbols: of the open sizes, by name.
         sizes: what those are in the stem's own call.
         batched: names of those that are first dimensions of inputs.
-        reread_bytes: of the unsharded parameters that backward reads, the root's aside: who does
-            not reshard them holds them in between.
+        reread_bytes: of the unsharded parameters that backward reads, except the root's. Without
+            resharding they are held between the phases.
     """
 
     seconds: float
@@ -139,7 +139,7 @@ def flop_seconds(by_dtype: Mapping[torch.dtype, float], hardware: Hardware) -> f
 
 
 def _saved(program: Program) -> list[tuple[int, sympy.Basic | None]]:
-    """Bytes of each storage that forward makes and backward reads, parameters' views aside."""
+    """Bytes of each storage that forward makes and backward reads, except views of parameters."""
     found: dict[int, tuple[int, sympy.Basic | None]] = {}
     held = {
         storage
@@ -194,11 +194,11 @@ def _is_backward(user: fx.Node) -> bool:
 
 
 class Resident:
-    """Bytes of parameters, gradients and optimizer states on a rank, whatever else is done."""
+    """Least bytes of parameters, gradients and optimizer states on a rank."""
 
     def __init__(self, plan: Plan) -> None:
         """Args: `plan`: of the model, with any sharding; its optimizer is recorded."""
-        program, step = plan.program, plan.step_behind()
+        program, step = plan.program, plan.step_after_backward()
         self._units = program.units
         self._trained = {result.name for result in program.results if result.kind == "grad"}
         state = step.between_steps().bytes if step else {}
@@ -263,8 +263,8 @@ class Bounds:
         Args:
             batches: the workload.
             hardware: for seconds.
-            legal: a candidate that can be planned. Stems are sharded as it is: how does not matter.
-            progress: told what is traced.
+            legal: a candidate that can be planned; stems take its sharding, which does not matter.
+            progress: called with what is traced.
         """
         self._batches, self._hardware, self._progress = batches, hardware, progress
         self._stems: dict[tuple[str, str, int | None], Stem | FxshardError] = {}
@@ -321,7 +321,7 @@ class Bounds:
     def _by_dtype(self, each: Trial) -> float:
         """FLOPs of a precision that was not traced: those of one that was, in its dtype.
 
-        Taken for granted: what is multiplied in the dtype of the parameters there, is here.
+        This assumes that the same operators compute in the dtype of the parameters.
         """
         opened, config = self._batches.opened, self._first.config
         first, there = self._stem(config, opened), self._dtype(config)
@@ -334,7 +334,7 @@ class Bounds:
         return self._per_sample(each, flop_seconds(flops, self._hardware))
 
     def _dtype(self, config: Config) -> torch.dtype | None:
-        """In which parameters are multiplied, if it is one."""
+        """The dtype of matrix products with parameters, if it is one."""
         given = config.mixed_precision
         if isinstance(given, Mapping):
             return None
@@ -381,7 +381,7 @@ def _is_bounded(each: Trial) -> bool:
 
 
 def traced(policy: Any) -> str:
-    """What of a precision the trace sees: all but how gradients are reduced."""
+    """The part of a precision that the trace depends on: all but the reduction of gradients."""
     if policy is None or isinstance(policy, Mapping):
         return repr(policy)
     seen = dataclasses.replace(

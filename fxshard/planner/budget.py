@@ -1,20 +1,21 @@
 """memory_budget: the settings with which a step fits into memory, at the least estimated time.
 
-Free is what the user has left at its default: resharding after forward, prefetch, activation
-checkpointing, and offload, which is tried last and only on accelerators. Times are those of
-`fxshard.cost.timeline`, on an H100, whatever the device: for a model on the CPU they stand for the
-order only. Every setting that is tried is planned in full, from the first capture.
+Searched are those of these options that the user has left at their defaults: resharding after
+forward, prefetch, activation checkpointing, and offload, which is tried last and only on
+accelerators. Times are those of `fxshard.cost.timeline` on an H100, whatever the device: for a
+model on the CPU only their order counts. Every setting that is tried is planned in full, from the
+first capture.
 
 Note: what is not tried
 =======================
 Without checkpoints each resharding and prefetch is planned, less prefetch only if more does not
-fit. What does not fit is planned with budgets of saved activations, unless its time without any is
-above that of one that fits already. A smaller budget takes at most what is no longer saved from a
-point of the step. So after a plan that needs too much, the next budget is what it saves less what
-is too much, until that is below the least that can be saved. What is recomputed instead makes this
-no proof: if nothing fits, for the setting with the lowest peak budgets are tried in equal steps,
-and "full" and "selective". Where CUDA's allocator is what finds no room, budgets go down in equal
-steps, and then halve what lies between.
+fit. A setting that does not fit is planned with budgets of saved activations, unless it is slower
+without them than one that fits already. A smaller budget lowers the bytes at any point of the step
+by at most what is no longer saved. So after a plan that needs too much, the next budget is what it
+saves less the excess, until that is below the least that can be saved. Recomputed values need
+memory too, so this is no proof: if nothing fits, the setting with the lowest peak is tried with
+budgets in equal steps, and with "full" and "selective". If only CUDA's allocator finds no room,
+budgets go down in equal steps, and then by bisection.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ from fxshard.plans.plan import Plan
 
 HARDWARE = "h100"
 FREE = ("strategy", RESHARD, *PREFETCH, "checkpoint", "offload")
-STEPS = 8  # of budgets of activations, where nothing says which fits; then as many parts of a step
-ENOUGH = 1.01  # times what compute alone takes: a setting as fast as that ends the search
+STEPS = 8  # of budgets of activations where none can be computed; then as many parts of a step
+ENOUGH = 1.01  # times the compute time alone: a setting that is as fast ends the search
 
 
 def fitting(plan: Plan) -> Plan:
     """The fastest plan found that fits the ``memory_budget`` of `plan`.
 
     Args:
-        plan: with all that is free at its default.
+        plan: with all searched options at their defaults.
 
     Returns:
-        The plan; its ``picked`` says what was tried.
+        The plan; its ``picked`` lists what was tried.
 
     Raises:
         DoesNotFitError: none was found; the text has every setting that was tried.
@@ -124,11 +125,11 @@ class _Fastest:
         return max(made, default=0) <= self.search.budget
 
     def _without_checkpoints(self, settings: list[Choice]) -> list[Tried]:
-        """Plan what may be the fastest of some settings; returns those that need too much."""
+        """Plan those of the settings that may be the fastest; returns those that need too much."""
         tried: list[Tried] = []
         for changes in settings:
             if any(each.fits and _prefetches_more(each.changes, changes) for each in tried):
-                continue  # with less no step is faster
+                continue  # less prefetch makes no step faster
             tried.append(self._ask(changes))
             if self.search.best is tried[-1] and self.search.plan is not None:
                 alone = self.search.plan.estimate(HARDWARE).compute_seconds
@@ -150,7 +151,7 @@ class _Fastest:
 
         def guess(good: int, bad: int) -> int | None:
             excess = (failed[-1].peak_bytes or 0) - self.search.budget
-            by_steps = excess <= 0  # CUDA's allocator is what finds no room
+            by_steps = excess <= 0  # only CUDA's allocator finds no room
             if good >= least:
                 return middle(good, bad) if by_steps and bad - good > step // STEPS else None
             size = self._saved_with(failed[-1]) - (step if by_steps else excess)
@@ -162,7 +163,7 @@ class _Fastest:
         return self.saved.get(Candidate(tried.changes).key, 0)
 
     def _try_all_budgets(self, plain: Tried) -> None:
-        """Before it is refused: budgets down to the least, and what is no budget."""
+        """Before refusing: budgets in equal steps, and the policies that have no budget."""
         most = self.most_saved - max((plain.peak_bytes or 0) - self.search.budget, 0)
         least = self.least_saved
         if most < least:

@@ -1,13 +1,13 @@
 """The largest batch, the longest sequence, the fewest ranks: one size at the edge of a budget.
 
-Each size that is asked for is planned in full, so the answer is no estimate: it fits, and the next
-size does not. Which sizes to ask for is guessed. `Plan.solve` follows the formulas of the plan
-until a plan contradicts them. Otherwise: of a fixed program the bytes alive at a point are a
-polynomial of the size (of the first degree in the batch, of the second in the sequence, with
-attention's scores), so the peak is one piece by piece. A parabola through the three nearest peaks
-says where it meets the budget; where it is right, two more plans end the search. Every fourth guess
-is the middle, for models of which nothing of this is so. If a larger size can need less, there are
-several such edges, and the answer is one of them.
+Each size that is tried is planned in full, so the answer is no estimate: it fits, and the next size
+does not. Which sizes to try is guessed. `Plan.solve` follows the formulas of the plan until a plan
+contradicts them. Otherwise a parabola through the three nearest peaks gives the next size. (The
+bytes alive at a point of a fixed program are a polynomial of the size: of the first degree in the
+batch, and of the second in the sequence, for the scores of attention. So the peak is piecewise
+polynomial.) If the guess is right, two more plans end the search. Every fourth guess is the middle,
+for models that do not behave so. If a larger size can need less, there are several such edges, and
+the answer is one of them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from fxshard.plans.answers import Limit, Solution, Tried
 from fxshard.plans.plan import Plan
 
 MOST_DOUBLED = 18  # times: more ranks than anyone has
-FARTHEST = 16  # how many times the largest size that fits the next guess may be
+FARTHEST = 16  # the next guess is at most this many times the largest size that fits
 
-Likely = Callable[[int], bool | None]  # does a size fit by the formulas; None: they do not say
+Likely = Callable[[int], bool | None]  # does a size fit by the formulas; None: they do not tell
 
 
 def solve(
@@ -81,16 +81,16 @@ def largest(
     """The largest size of dimension `dim` of the batch with which the step fits.
 
     Args:
-        plan: what is changed; all but the batch stays. Its own tensors are left alone: the others
-            are meta tensors.
-        budget: bytes, or text such as "80GiB", which `MemoryReport.assert_fits` is asked.
-        what: how messages call the dimension.
-        dim: of every input whose size in `dim` is that of the first input that has such a
+        plan: the plan whose batch is changed, and nothing else. Inputs of other sizes are meta
+            tensors.
+        budget: bytes, or text such as "80GiB", as for `MemoryReport.assert_fits`.
+        what: the name of the dimension in messages.
+        dim: changed in every input whose size in `dim` is that of the first input that has such a
             dimension.
-        multiple_of: ask only for multiples of this.
+        multiple_of: try only multiples of this.
 
     Raises:
-        DoesNotFitError: not even `multiple_of` fits; tells what is alive at its peak.
+        DoesNotFitError: not even `multiple_of` fits; the text shows what is alive at its peak.
         ConfigError: the call has no tensor with such a dimension, or that dimension has no bytes;
             or ``loss`` cannot take another size.
         CaptureError: the model refuses a size of `multiple_of`.
@@ -165,8 +165,8 @@ class Sizes:
         make: the plan of a size.
         what: its name.
         budget: bytes of one rank.
-        before: the size of the plan that was asked.
-        multiple_of: ask only for multiples of this.
+        before: the size in the plan that the search starts from.
+        multiple_of: try only multiples of this.
         likely: whether a size fits by the formulas.
         candidates: what was planned, by size.
     """
@@ -208,7 +208,7 @@ class Sizes:
             CaptureError: the model refuses the smallest.
         """
         good = edge(self.fits, 0, max(beyond, 2), self._guess)
-        while good and self.fits(good + 1):  # there was more room than inputs say
+        while good and self.fits(good + 1):  # `beyond` was too small
             good = edge(self.fits, good + 1, 2 * (good + 1), self._guess)
         if not good:
             size = self.multiple_of
@@ -243,7 +243,7 @@ class Sizes:
         raise AssertionError(f"{self.what}: {count} was planned twice, and fits once")
 
     def _guess(self, good: int, bad: int) -> int | None:
-        """The count to ask next, between one that fits and one that does not."""
+        """The count to try next, between one that fits and one that does not."""
         halfway, likely = middle(good, bad), self._trusted()
         if halfway is None:
             return None
@@ -256,7 +256,7 @@ class Sizes:
         return min(max(guess, good + 1), bad - 1)
 
     def _trusted(self) -> Callable[[int], bool] | None:
-        """Whether formulas say that a count fits; None where a plan has contradicted them."""
+        """Whether a count fits by the formulas; None if a plan has contradicted them."""
         likely = self.likely
         if likely is None:
             return None
@@ -265,7 +265,7 @@ class Sizes:
         return lambda count: bool(likely(count * self.multiple_of))
 
     def _by_parabola(self, good: int, bad: int) -> int:
-        """Where the peaks of the three nearest sizes, or of two, say that the budget is met."""
+        """The count at which a parabola through the nearest peaks (three, or two) is the budget."""
         if not good:
             return 1
         tried = {size // self.multiple_of: each for size, each in self.candidates.items()}

@@ -1,4 +1,4 @@
-"""What came out of tuning: the best, the front, and why each loser lost."""
+"""The result of tuning: the best, the front, and why the others are not the best."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ ROWS = 10  # of losers in the table
 
 @dataclasses.dataclass
 class Trial:
-    """One configuration, and what became of it.
+    """One configuration, and its result.
 
     Attributes:
         candidate: what was searched.
         config: its options, checked; the user's own if they were refused.
         world_size: number of ranks; for a hybrid strategy a pair, replicas x shards.
         samples: per rank and step; 1 if there is no batch.
-        why: of the best, "best"; of others, why not. "" while it may still be planned.
+        why: "best", or why it is not the best; "" while it may still be planned.
         least_seconds, least_bytes: bounds, per sample and at the peak; 0 where none are known.
         refined: `least_seconds` counts every operator, not only FLOPs.
-        tried: what its plan says; None if it was not planned.
+        tried: bytes and seconds of its plan; None if it was not planned.
         number: its place in `Tuning.trials`, from 1; the best is the first.
         on_front: nothing that fits is better in one of memory and time per sample, and no worse
             in the other.
@@ -109,7 +109,7 @@ class Tuning:
             was not planned.
         budget_bytes: of one rank.
         hardware: times are for it.
-        planned: how many plans of the whole model were made.
+        planned: how many plans of the full model were made.
         slack: by how much a configuration that was not planned may be faster than the best, as a
             part of its time: 0.01 is one percent.
     """
@@ -183,7 +183,7 @@ class Tuning:
             f"{self.hardware.name}: {best.setting}"
             f"{f', batch {best.batch}' if best.batch is not None else ''}; "
             f"{size_text(best.peak_bytes or 0)}, {1e3 * (best.step_time or 0):.4g} ms a step "
-            f"estimated.\n{self.planned} planned whole; {proof} (docs/tune.md)."
+            f"estimated.\n{self.planned} planned in full; {proof} (docs/tune.md)."
         )
 
     def __str__(self) -> str:
@@ -225,7 +225,7 @@ def _order(each: Trial) -> tuple[Any, ...]:
 
 
 def _compared(mine: Trial, front: Sequence[Trial]) -> str:
-    """How what fits compares with the best; or with the last on the front, which dominates it."""
+    """How a trial that fits compares with the best, or with the one on the front that dominates."""
     best, other = front[0], front[-1]
     (seconds, peak), (best_seconds, best_peak) = mine.measures, best.measures
     slower = f"slower: {_times(seconds, best_seconds)} of the best"

@@ -2,8 +2,8 @@
 
 `memory_budget` (`fxshard.planner.budget`), `Plan.largest_batch`, `Plan.longest_sequence` and
 `Plan.solve` (`limits`) and `fxshard.tune` (`tune`) differ in which candidate they ask for next.
-Whether a plan fits is said here alone, in `Search.ask`; what lies between a number that fits and
-one that does not is searched by `edge` alone.
+Only `Search.ask` decides whether a plan fits, and only `edge` searches between a number that fits
+and one that does not.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from fxshard.planner.space import PREFETCH, Candidate
 from fxshard.plans.answers import Tried
 from fxshard.plans.plan import Plan
 
-# Options of the step alone: whatever they are, the sharded model is made in the same way.
+# Options of the step: the sharded model is made in the same way for all of their values.
 OF_STEP = {*PREFETCH, "checkpoint", "reshard_after_forward"}
 
 
 @dataclasses.dataclass
 class Search:
-    """The candidates of one question that were planned so far.
+    """The candidates of one search that were planned so far.
 
     Attributes:
         make: the plan of a candidate.
-        budget: bytes of one rank, as `MemoryReport.assert_fits` is asked.
-        order: of what fits, the least is the best; of equal ones that asked for first.
+        budget: bytes of one rank, as for `MemoryReport.assert_fits`.
+        order: a sort key; the first of those that fit is the best, of equal ones the earliest.
         hardware: for times; None: none are needed.
-        refusals: errors that say that there is no such plan. Others are raised.
-        tried: what came out, in the order of planning.
-        best: the first in order of those that fit; None while nothing does.
-        plan: its plan. Plans of others are let go: they hold their graphs.
+        refusals: errors that mean that a candidate cannot be planned. Others are raised.
+        tried: the results, in the order of planning.
+        best: the first in `order` of those that fit; None while nothing does.
+        plan: its plan. Other plans are not kept: they hold their graphs.
     """
 
     make: Callable[[Candidate], Plan]
@@ -51,7 +51,7 @@ class Search:
     _makeable: set[Any] = dataclasses.field(default_factory=set)  # fits while the model is made
 
     def ask(self, candidate: Candidate) -> Tried:
-        """Plan a candidate, unless it was planned before, and say whether it fits.
+        """Plan a candidate, unless it was planned before, and judge whether it fits.
 
         Args:
             candidate: what to plan.
@@ -102,13 +102,13 @@ def edge(
     bad: int,
     guess: Callable[[int, int], int | None],
 ) -> int:
-    """Close in on where numbers that fit meet numbers that do not.
+    """Search the edge between numbers that fit and numbers that do not.
 
     Args:
-        fits: asked of numbers between `good` and `bad`.
-        good: fits, or is taken for it; above `bad` if smaller numbers need more.
-        bad: does not fit, or is taken for it.
-        guess: from both, the number between them to ask next; None: they are near enough.
+        fits: called with numbers between `good` and `bad`.
+        good: fits, or is assumed to; above `bad` if smaller numbers need more.
+        bad: does not fit, or is assumed not to.
+        guess: from both, the number between them to try next; None: they are near enough.
 
     Returns:
         The last `good`.
@@ -124,5 +124,5 @@ def middle(good: int, bad: int) -> int | None:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in a table: its first line."""
+    """The first line of an error's text, for a table."""
     return " ".join(str(error).partition("\n")[0].split()).rstrip(".")

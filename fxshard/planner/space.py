@@ -20,7 +20,7 @@ BF16 = torch.bfloat16
 RESHARD = "reshard_after_forward"
 SHARDING = ("strategy", RESHARD, "world_size")
 PREFETCH = ("forward_prefetch", "backward_prefetch")
-# Options that are one choice: who gives one of them takes the place of all.
+# Options that are chosen together: if one is given, none of them is searched.
 DIMENSIONS = (SHARDING, ("mixed_precision",), ("checkpoint",), PREFETCH, ("offload",))
 
 Choice = dict[str, Any]  # arguments of `Plan.replan`
@@ -46,8 +46,8 @@ class Candidate:
         depths = {self.changes.get(name) for name in PREFETCH}
         both = {"prefetch": depths.pop()} if len(depths) == 1 and None not in depths else {}
         others = {n: v for n, v in self.changes.items() if not both or n not in PREFETCH}
-        told = [value_text(n, v) for n, v in {**others, **both}.items() if v is not None]
-        return ", ".join(told) or "as given"
+        texts = [value_text(n, v) for n, v in {**others, **both}.items() if v is not None]
+        return ", ".join(texts) or "as given"
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -129,7 +129,7 @@ def candidates(
     """All configurations, in the order in which they are tried where nothing else decides.
 
     Args:
-        config: what the user has given stays; `space` goes before it.
+        config: what the user has given stays, unless it is in `space`.
         world_size: as of `fxshard.plan`.
         hardware: how many ranks share a node.
         units: number of units of the model.
@@ -168,7 +168,7 @@ def _depths(names: Sequence[str]) -> list[Choice]:
 def _default(
     names: tuple[str, ...], world_size: int | tuple[int, int], hardware: Hardware, units: int
 ) -> list[Choice]:
-    """The choices of one dimension, the fastest where memory is no matter first."""
+    """The choices of one dimension, the fastest with unlimited memory first."""
     if names == SHARDING:
         return _shardings(world_size, hardware.ranks_per_node)
     if names == PREFETCH:

@@ -1,19 +1,20 @@
-"""tune: the fastest configuration that fits. Plan what may be best, and nothing a bound rules out.
+"""tune: the fastest configuration that fits. It plans those that no bound rules out.
 
 Note: the order
 ===============
 Exact figures cost a plan of the model; bounds (`fxshard.planner.bounds`) cost little. The candidate
-with the least bound of time is planned next; a bound starts as that of FLOPs, and counts all
-operators when its turn comes. Among bounds that are about equal, those come last that are like one
-that did not fit, or like one that fits with more prefetch. The best is known as soon as the least
-bound left is no less than its time, less `ENOUGH`. Every other plan after the first that fits goes
-to the front of memory against time: to the one whose bounds are below it by the largest factor.
-While nothing has fitted, every third plan is the one with the least bound of memory.
+with the lowest bound of time is planned next. A bound counts FLOPs at first, and all operators when
+its candidate comes first. Of bounds that are about equal, candidates come last that are like one
+that did not fit, or like one that fits with more prefetch. The best is known as soon as the lowest
+bound left is at least its time, less `ENOUGH`. Every other plan after the first that fits extends
+the front of memory against time: the candidate whose bounds are below it by the largest factor.
+While nothing has fitted, every third plan is the one with the lowest bound of memory.
 
-With a limit of plans, what takes at least `TOO_SLOW` times the best's time is not looked at for the
-front. Without one, the search ends when every configuration is planned, or proven to be no better.
+With a limit of plans, candidates that take at least `TOO_SLOW` times the best's time are not
+planned for the front. Without one, the search ends when every configuration is planned, or proven
+to be no better.
 
-Offload that nobody asked for is tried only where nothing fits without it (docs/tune.md).
+Offload is tried only if it is asked for or nothing fits without it (docs/tune.md).
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from fxshard.planner.space import PREFETCH, Candidate, candidates, given_space
 from fxshard.plans.answers import Tried
 from fxshard.plans.workload import Workload
 
-ENOUGH = 0.02  # what is not faster by more than this part is not searched for
+ENOUGH = 0.02  # a configuration that is faster by a smaller part is not searched for
 TOO_SLOW = 2.0
-PLANS = 8  # of the model, unless told otherwise
+PLANS = 8  # of the model, by default
 
 Progress = Callable[[int, str], None]  # (plans made, what is going on)
 
@@ -63,7 +64,7 @@ def tuned(
 
 
 class _Tuner:
-    """What is known of every candidate so far."""
+    """A search, and what is known of every candidate so far."""
 
     def __init__(
         self,
@@ -177,7 +178,7 @@ class _Tuner:
         return left[max(moves)[-1]] if moves else None
 
     def _by_time(self, each: Trial) -> tuple[float, int, float, int]:
-        """The least bound first; of those that are about equal, what is likelier to be the best."""
+        """The lowest bound first; of about equal ones, those that are likelier to be the best."""
         about = round(math.log(max(each.least_seconds, 1e-12)) / ENOUGH)
         return about, self._unlikely(each), each.candidate.rank, each.least_bytes
 
@@ -185,7 +186,10 @@ class _Tuner:
         return sum(self._is_like(each, other) for other in self.planned)
 
     def _is_like(self, each: Trial, other: Trial) -> bool:
-        """True if `other` was planned, with all but prefetch and reduction alike, to no avail."""
+        """True if `other`, planned, shows that `each` is unlikely to be better.
+
+        They differ in prefetch and reduction only, and `other` prefetches no less or does not fit.
+        """
         if other.candidate.batch != each.candidate.batch or self._kind(each) != self._kind(other):
             return False
         depths = [(getattr(other.config, n), getattr(each.config, n)) for n in PREFETCH]
@@ -200,7 +204,7 @@ class _Tuner:
         return self._kinds[rank]
 
     def _gain(self, each: Trial, fitting: list[Trial]) -> float:
-        """By which factor, as a logarithm, its bounds are below the front."""
+        """The logarithm of the factor by which its bounds are below the front."""
         return min(
             max(
                 math.log((o.peak_bytes or 1) / max(each.least_bytes, 1)),
@@ -221,7 +225,7 @@ class _Tuner:
             if each.peak_bytes > self.budget:
                 self._close_larger(each)
 
-    # -- why others are not -----------------------------------------------------------------------
+    # -- why others are not planned ---------------------------------------------------------------
 
     def _close_if_too_large(self, each: Trial) -> None:
         if not each.why and each.least_bytes > self.budget:
@@ -231,7 +235,7 @@ class _Tuner:
             )
 
     def _close_larger(self, each: Trial) -> None:
-        """Larger batches of what does not fit: a step of more samples needs no less."""
+        """Close larger batches of a setting that does not fit: they need no less."""
         batch, setting = each.candidate.batch or 1, each.candidate.key_without(())
         for other in self._open():
             larger = (other.candidate.batch or 1) > batch
@@ -242,13 +246,13 @@ class _Tuner:
                 )
 
     def _slack(self) -> float:
-        """By how much something that was not planned may be faster than the best, as a part."""
+        """The part of the best's time by which a candidate that was not planned may be faster."""
         best = min(each.sample_time or 0.0 for each in self._fitting())
         left = [each.least_seconds for each in self._open() if not self._is_last_resort(each)]
         return max(0.0, 1 - min(left, default=best) / best)
 
     def _close_rest(self) -> None:
-        """Reasons of what was not planned."""
+        """Note why each remaining candidate was not planned."""
         fitting = self._fitting()
         best = min(each.sample_time or 0.0 for each in fitting)
         for each in self._open():

@@ -1,4 +1,4 @@
-"""What `fxshard.plans.plan.Plan` asks of this room."""
+"""The functions of this package that `fxshard.plans.plan.Plan` calls."""
 
 from fxshard.planner.budget import fitting
 from fxshard.planner.limits import largest, solve

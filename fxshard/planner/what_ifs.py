@@ -74,8 +74,8 @@ def _precisions(config: Config) -> list[tuple[str, dict[str, Any]]]:
     if all(dtype is BF16 for dtype in low):
         return []
     reduced = {key: dataclasses.replace(p, reduce_dtype=BF16) for key, p in policies.items()}
-    whole = isinstance(config.mixed_precision, Mapping)
-    return [("bf16 reduction", {"mixed_precision": reduced if whole else reduced[""]})]
+    by_unit = isinstance(config.mixed_precision, Mapping)
+    return [("bf16 reduction", {"mixed_precision": reduced if by_unit else reduced[""]})]
 
 
 def _batches(plan: Plan) -> list[tuple[str, dict[str, Any]]]:

@@ -46,7 +46,7 @@ class Edge(Generic[P]):
         size: fits; `beyond` does not.
         beyond: the next size that was asked for: larger, or of "min_world" smaller; 0: there is
             none.
-        budget_bytes: what it must fit, as `MemoryReport.assert_fits` says.
+        budget_bytes: what it must fit, as of `MemoryReport.assert_fits`.
         plan: the plan of `size`.
         candidates: what was planned, by size.
     """
@@ -81,13 +81,13 @@ class Edge(Generic[P]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limit(Edge[P]):
-    """The largest size of one dimension of the batch that fits a budget; ``str()`` tells it.
+    """The largest size of one dimension of the batch that fits a budget; ``str()`` is a summary.
 
     Attributes:
         dim: which dimension.
         tensors: names of the inputs whose dimension `dim` was changed.
-        before: its size in the plan that was asked.
-        multiple_of: only multiples of this were asked for: `beyond` is `size` and one more.
+        before: its size in the plan that the search started from.
+        multiple_of: only multiples of this were tried; `beyond` is the next one after `size`.
     """
 
     dim: int
@@ -114,7 +114,7 @@ class Limit(Edge[P]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Solution(Edge[P]):
-    """The edge of what fits, in one size, each plan traced on its own; ``str()`` tells it.
+    """The edge of what fits, in one size, each plan traced on its own; ``str()`` is a summary.
 
     Attributes:
         fixed: the other sizes.
@@ -135,7 +135,7 @@ class Solution(Edge[P]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Picked(Tried):
-    """What ``memory_budget`` has chosen; ``str()`` says it in a line.
+    """What ``memory_budget`` has chosen; ``str()`` is one line.
 
     Attributes:
         budget_bytes: the budget.

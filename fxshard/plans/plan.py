@@ -56,10 +56,10 @@ def make_plan(
     """Capture the call and run the passes, once per kind of micro-batch.
 
     Args:
-        workload: what is asked.
+        workload: the model, the call and the options.
         observe: called with the dump before and after each pass.
-        captures: of the same model, from before.
-        steps: recordings of optimizers, from before.
+        captures: earlier ones of the same model; new ones are added.
+        steps: earlier recordings of optimizers; new ones are added.
         stems: see `make_program`.
     """
     replicas, shards = grid(workload.world_size, workload.config)
@@ -110,7 +110,7 @@ class _Planner(Protocol):
 
 @functools.cache
 def _planner() -> _Planner:
-    """The room above, which makes plans itself: the one call upward (docs/layout.md)."""
+    """The planner, which itself makes plans: the one import upward (docs/layout.md)."""
     found: Any = importlib.import_module("fxshard.planner.verbs")
     planner: _Planner = found
     return planner
@@ -159,14 +159,14 @@ class Plan:
         """What the optimizer allocates and frees; None without one."""
         if self.config.optimizer_in_backward:
             return self._recorded(self.program, self.config.optimizer)
-        return self.step_behind()
+        return self.step_after_backward()
 
     @functools.cached_property
     def _loss(self) -> LossStep | None:
         return trace_loss(self.program, self.workload.loss)
 
-    def step_behind(self) -> OptimizerStep | None:
-        """The optimizer's step after backward; plans made from each other record equal ones once.
+    def step_after_backward(self) -> OptimizerStep | None:
+        """The optimizer's step after backward, recorded once for replanned plans.
 
         It sees this rank's rows of the parameters, and which of them have gradients.
         """
@@ -211,14 +211,14 @@ class Plan:
     def at(self, *, traced: bool = False, **sizes: int) -> Plan:
         """The plan of the same step for other sizes of ``dynamic=`` and of ``world``.
 
-        As `replan`: traced again only where the capture does not serve those sizes.
+        As with `replan`, the model is traced again only if the capture does not serve those sizes.
 
         Args:
-            traced: of a call that is traced on its own, with no size left open.
+            traced: trace the call on its own, with no size left open.
             **sizes: by name; the others stay.
 
         Returns:
-            This plan, if nothing changes; else one of its own.
+            This plan if nothing changes; else a new one.
 
         Raises:
             ConfigError: there is no such size.
@@ -243,11 +243,11 @@ class Plan:
         return self.replan(**changes) if changes else self
 
     def inputs_with(self, name: str, sizes: dict[str, int]) -> list[torch.Tensor]:
-        """The tensors of the call that have a size of ``dynamic=``, of other sizes, on meta.
+        """The tensors of the call that have a size of ``dynamic=``, on meta, with other sizes.
 
         Args:
             name: of the size.
-            sizes: by name, the other ones.
+            sizes: new sizes, by name.
 
         Returns:
             One tensor per input that has the size, of its dtype, on the meta device.
@@ -287,13 +287,13 @@ class Plan:
         self._require_known_sizes()
         if self.config.backend == "inductor":
             raise ConfigError(
-                "formulas with backend='inductor': what compiled regions allocate is read off the "
-                "code that is made for the sizes of one call. Plan with backend='eager'."
+                "formulas with backend='inductor': what compiled regions allocate is read from the "
+                "code that is generated for the sizes of one call. Plan with backend='eager'."
             )
         if is_size(self.config.checkpoint):
             raise ConfigError(
                 f"formulas with checkpoint={self.config.checkpoint!r}: what is kept within a "
-                f"number of bytes is another thing for every size. Plan with checkpoint='full', "
+                f"number of bytes differs from size to size. Plan with checkpoint='full', "
                 f"'selective', None or a policy."
             )
         step, loss, work = self.optimizer_step, self._loss, self.workload
@@ -309,7 +309,7 @@ class Plan:
         return StepFormulas((found.first, found.steady), self._range(loss))
 
     def _range(self, loss: LossStep | None) -> Range:
-        """Where the formulas hold."""
+        """The sizes for which the formulas hold."""
         named = self._named_sizes()
         held: dict[Any, str] = {}
         for program in self.programs:
@@ -326,7 +326,7 @@ class Plan:
             parts = [leaves[leaf] for leaf, _ in places if not is_own(leaves[leaf])]
             if parts:
                 held[sympy.Eq(symbolic.symbol(name), named[name])] = (
-                    "an input is a part of a larger tensor, which is held whole: pass a clone of it"
+                    "an input is a part of a larger tensor, which stays alive: pass a clone of it"
                 )
         for name, (least, most) in self.config.bounds.items():
             if name in named:
@@ -367,7 +367,7 @@ class Plan:
     @collector.paused()
     def _lifecycle(self) -> list[LifecyclePhase]:
         work, config = self.workload, self.config
-        step = self.step_behind()
+        step = self.step_after_backward()
         held = liveness.held_ranges(work.module, work.call, self.program)
         return lifecycle(self.program, config, work.module, held, step)
 
@@ -375,16 +375,16 @@ class Plan:
         """The plan of the same step with something changed.
 
         The model is traced again only if the trace itself would differ (other inputs, dtypes,
-        ignored parameters or device): ranks, units, strategy, resharding, prefetch, checkpointing,
-        offload, reduction, micro-batches and optimizer are free, and so are sizes that ``dynamic``
-        leaves open, as far as the trace holds for them.
+        ignored parameters or device). It is not traced again for other ranks, units, strategy,
+        resharding, prefetch, checkpointing, offload, reduction, micro-batches or optimizer, nor for
+        other sizes that ``dynamic`` leaves open, as far as the trace holds for them.
 
         Args:
             **changes: options, and ``world_size``, ``args``, ``kwargs``, ``micro_batches``,
                 ``no_sync``, ``loss``, as for `fxshard.plan`.
 
         Returns:
-            A plan of its own; this one stays as it is.
+            A new plan; this one is not changed.
 
         Raises:
             ConfigError, UnitError, CaptureError, VerifyError, DoesNotFitError: as `fxshard.plan`.
@@ -425,7 +425,7 @@ class Plan:
 
         Args:
             budget: bytes, or text such as "80GiB".
-            dim: dimension of the inputs in which the sequence lies.
+            dim: the dimension of the inputs that is the sequence.
             multiple_of: only such lengths.
 
         Returns:
@@ -442,24 +442,24 @@ class Plan:
     ) -> Solution[Plan]:
         """The largest size, or the smallest number of ranks, with which the step fits.
 
-        Exact: the formulas say where to look, and what they say is proven by plans of calls that
-        are traced on their own: the answer fits, the next one does not. Where a larger size needs
-        less (another program, such as other kernels from some batch on; other padded rows with
-        other numbers of ranks), there are several such edges, and the answer is one of them.
+        Exact: the formulas give a size, and plans of calls that are traced on their own prove it:
+        the answer fits, the next size does not. Where a larger size needs less (another program,
+        such as other kernels from some batch on; other padded rows with other numbers of ranks),
+        there are several such edges, and the answer is one of them.
 
         Args:
             what: ``"max_<name>"`` of a size of ``dynamic=`` ("max_batch", "max_seq"), or
                 "min_world".
             budget: bytes, or text such as "80GiB", as for `MemoryReport.assert_fits`.
-            multiple_of: ask only for multiples of this: 8 for whole nodes.
-            **fixed: the other sizes; those that are not named are the plan's.
+            multiple_of: try only multiples of this: 8 for full nodes.
+            **fixed: the other sizes; by default those of the plan.
 
         Returns:
             The size or number of ranks, and the plans that prove it.
 
         Raises:
-            DoesNotFitError: nothing fits; tells what is alive at the peak of the smallest.
-            ConfigError: no such size, a size or `budget` that is none, or the plan has no formulas.
+            DoesNotFitError: nothing fits; the text shows what is alive at the peak of the smallest.
+            ConfigError: no such size, an illegal size or `budget`, or the plan has no formulas.
             CaptureError: the model refuses a size of `multiple_of`.
         """
         with progress.task(f"looking for {what}"):
@@ -478,7 +478,7 @@ class Plan:
 
     @collector.paused()
     def estimate(self, hardware: str | Hardware, *, ranks_per_node: int | None = None) -> Estimate:
-        """What a step takes: a timeline of every stream, estimated without running anything.
+        """The time of a step: a timeline of every stream, estimated without running anything.
 
         Args:
             hardware: "h100", "h200", "b200", or figures of your own.
@@ -505,10 +505,9 @@ class Plan:
 
         Args:
             phase: "forward" or "backward"; None for both.
-            fold: identical layers as one block, "x N", and waits and frees beside what they are
-                for; else every row as it is.
-            hardware: adds for how many milliseconds the compute stream stands still, as
-                `estimate`.
+            fold: True: identical layers are one block, "x N", and waits and frees are beside their
+                launches and buffers; False: every row on its own.
+            hardware: adds for how many milliseconds the compute stream is idle, as in `estimate`.
 
         Returns:
             A table; bytes are in MiB.
@@ -527,7 +526,7 @@ class Plan:
 
 
 class _Asked:
-    """What the report of a plan asks it: all that needs the program."""
+    """The plan as its memory report sees it: all that needs the program."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan

@@ -1,12 +1,13 @@
-"""Checkpoints of model and optimizer that no crash can tear, on torch.distributed.checkpoint.
+"""Checkpoints of model and optimizer that a crash leaves complete (torch.distributed.checkpoint).
 
 A checkpoint is a directory with complete states in ``version-N`` and a file ``latest`` that names
 one of them. A new state is written into ``writing-N``, renamed when all ranks are done, and then
 ``latest`` is replaced, which the file system does at once or not at all. The old state is removed
 after that. So at any moment ``latest`` names a complete state: the old one or the new one.
 
-``digests.json`` of a state has the SHA-256 of its other files: what was truncated or altered since
-is refused. It does not say who wrote them: what is unpickled is restricted for that (`_Reader`).
+``digests.json`` of a state has the SHA-256 of its other files. Files that were truncated or altered
+since are refused. The digests do not prove who wrote the files, so unpickling is restricted
+(`_Reader`).
 """
 
 from __future__ import annotations
@@ -301,17 +302,13 @@ def _together(model: nn.Module, what: str) -> None:
 
 
 def _require_own(model: nn.Module, optimizer: Optimizer | None) -> None:
-    """See that an optimizer, if there is one, steps parameters of the model and nothing else.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Raise ValueError if `optimizer` holds tensors that are no parameters of the model."""
     own = set(map(id, model.parameters()))
     groups = [] if optimizer is None else optimizer.param_groups
     if any(id(param) not in own for group in groups for param in group["params"]):
         raise ValueError(
             "the optimizer holds tensors that are no parameters of the model: make it of "
-            "model.parameters(), behind whatever replaces them"
+            "model.parameters(), after whatever replaces them"
         )
 
 
@@ -407,12 +404,10 @@ _SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"
 
 
 def _require_options(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> None:
-    """See that groups were saved of such an optimizer.
+    """Raise ValueError if the groups were saved of another kind of optimizer.
 
-    One that lacks some options is of an older torch, say; one that has others too, of another kind.
-
-    Raises:
-        ValueError: they were not.
+    Options that are missing may be of a newer torch. If there are unknown options too, the
+    optimizer was of another class.
     """
     own = {*optimizer.defaults, *_IMPLEMENTATIONS, *_SCHEDULERS}
     own |= {option for group in optimizer.param_groups for option in group}
@@ -429,18 +424,13 @@ def _require_options(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> 
 def _as_asked(own: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     """A group to load a saved one into: with its options, and no others, as torch loads it.
 
-    What is there now besides (``initial_lr``, of a scheduler that was made before) is not asked
-    for.
+    Options that only the live group has (``initial_lr`` of a scheduler) are not loaded.
     """
     return {option: own[option] for option in own if option in saved} | saved
 
 
 def _require_all(keys: Sequence[str], state: dict[str, Any]) -> None:
-    """See that everything that is in a checkpoint has a place in what it is loaded into.
-
-    Raises:
-        ValueError: something has none.
-    """
+    """Raise ValueError if a checkpoint has keys that the state to load into has not."""
     planner = DefaultLoadPlanner()
     planner.set_up_planner(state)  # flattens it
     if left := sorted(key for key in keys if key not in planner.state_dict):
@@ -451,10 +441,10 @@ def _require_all(keys: Sequence[str], state: dict[str, Any]) -> None:
 
 
 def _with_state(metadata: Metadata, names: Collection[str]) -> set[str]:
-    """Of some parameters, by name: those that a checkpoint has optimizer state of.
+    """The names of those parameters that a checkpoint has optimizer state of.
 
     Raises:
-        ValueError: it has state of others alone.
+        ValueError: the checkpoint has state of other parameters only.
     """
     keys = [key for key in metadata.state_dict_metadata if key.startswith(_STATES)]
     found = set(_state_keys(keys, names))
@@ -469,7 +459,7 @@ _STATES = "optimizer.state."
 
 
 def _state_keys(keys: Iterable[str], names: Collection[str]) -> dict[str, set[str]]:
-    """What a checkpoint has in the optimizer's state of each parameter that it has any of."""
+    """Per parameter, the names of the optimizer states that a checkpoint has of it."""
     found: dict[str, set[str]] = {}
     for key in keys:
         fqn = key.removeprefix(_STATES) if key.startswith(_STATES) else ""
@@ -506,8 +496,8 @@ def _as_saved(
 def _stated(optimizer: Optimizer, saved: dict[nn.Parameter, set[str]]) -> Iterator[None]:
     """`optimizer` has state of the `saved` parameters and of no others; as before if that fails.
 
-    torch makes state to load into by a step on gradients of zeros, if there is none at all and no
-    gradient is in its way. The user's hooks on steps do not hear of that one.
+    torch makes state to load into by a step on gradients of zeros, if there is no state and no
+    gradient. The user's step hooks are not called for that step.
 
     Args:
         saved: with the names of what the state of each has.
@@ -578,7 +568,7 @@ def _sync(path: Path) -> None:
 
 
 class _Writer(FileSystemWriter):
-    """Torch's, which says what the disk said."""
+    """Torch's writer; its errors are those of the disk."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         try:
@@ -588,7 +578,7 @@ class _Writer(FileSystemWriter):
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The error of the disk, which torch's writer of zip files hides behind one of its own."""
+    """The OSError that torch's zip writer replaced by an error of its own, if there is one."""
     first = error
     while not isinstance(first, OSError) and first.__context__ is not None:
         first = first.__context__
@@ -628,7 +618,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Reader(FileSystemReader):
-    """Torch's, whose metadata cannot call anything, or name files outside of the checkpoint."""
+    """Torch's reader; metadata can neither call anything nor name files outside the checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with _restricted("metadata"), open(Path(self.path, ".metadata"), "rb") as file:
@@ -642,7 +632,7 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Torch's, for which values that are no tensors are plain ones."""
+    """Torch's planner; it refuses values that are neither tensors nor plain."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         with _restricted(read_item.dest_index.fqn):
@@ -652,7 +642,7 @@ class _Planner(DefaultLoadPlanner):
 
 @contextlib.contextmanager
 def _restricted(what: str) -> Iterator[None]:
-    """Torch's error is about an argument of its own."""
+    """Replace torch's UnpicklingError, whose text is about an argument of `torch.load`."""
     try:
         yield
     except pickle.UnpicklingError as error:
@@ -671,9 +661,10 @@ _CHECK = "Check that the path is right, and a directory that all ranks see and m
 
 @contextlib.contextmanager
 def _explained(complaint: str) -> Iterator[None]:
-    """Torch's error, raised on all ranks if one fails, names the ranks but is no `Exception`.
+    """Turn torch's errors into CheckpointError.
 
-    And it is a RuntimeError where a rank is gone.
+    torch raises a CheckpointException, which is no `Exception`, on all ranks if one of them fails,
+    and a RuntimeError if a rank is gone.
     """
     try:
         yield
@@ -707,7 +698,7 @@ class _Ranks:
         if not self.alone:
             with _explained(complaint):
                 dist.all_gather_object(answers, answer, self.group)
-        failed = [f"rank {rank}: {told}" for rank, (_, told) in enumerate(answers) if told]
+        failed = [f"rank {rank}: {cause}" for rank, (_, cause) in enumerate(answers) if cause]
         if failed:
             raise CheckpointError(f"{complaint}. Cause: {'; '.join(failed)}") from cause
         return [found for found, _ in answers]

@@ -1,12 +1,12 @@
-"""What DTensor gets wrong without a word, for all DTensors on the mesh of a compiled model.
+"""Corrections of DTensor's dispatch, for all DTensors on the mesh of a compiled model.
 
-Parameters, gradients, optimizer states, and what is computed of those:
+They hold for parameters, gradients, optimizer states, and what is computed from these:
 
-- Random numbers are what one process draws for the whole tensor. On a mesh of CPUs DTensor lets
-  each rank draw for its rows: where ranks are seeded alike, as they must be to draw alike
-  elsewhere, all rows come out equal. Here each rank draws for the whole tensor and keeps its rows.
-- Numbers of Python's (``p.grad.norm().item()``) are those of the whole tensor: DTensor gives what
-  this rank has, unsummed. All ranks must ask.
+- Random numbers are those that one process draws for the full tensor. On a mesh of CPUs DTensor
+  lets each rank draw for its own rows; with equal seeds, all ranks would get equal rows. Here each
+  rank draws for the full tensor and keeps its rows.
+- Python numbers (``p.grad.norm().item()``) are those of the full tensor. DTensor gives this rank's
+  partial value. The call is collective.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _worlds: dict[int, list[weakref.ref[C10dWorld]]] = {}
 
 
 class _Drawn(threading.local):
-    """Where an operator that runs in this thread began to draw: per generator, its state then."""
+    """Per generator, how to restore its state from before the operator that runs in this thread."""
 
     before: dict[int, Callable[..., Any]] | None = None
 
@@ -43,9 +43,7 @@ _drawn = _Drawn()
 
 
 def as_one_process(mesh: DeviceMesh, world: C10dWorld) -> None:
-    """From now on DTensors on this mesh, of a model's parameters, draw and say what one process
-    does.
-    """
+    """From now on, random and Python numbers of DTensors on this mesh are those of one process."""
     if not _worlds:
         dtensors.dtensor_handlers().update(dict.fromkeys((*_operators(), _NUMBER), _dispatched))
     alive = [ref for ref in _worlds.get(hash(mesh), ()) if ref() not in (None, world)]
@@ -54,7 +52,7 @@ def as_one_process(mesh: DeviceMesh, world: C10dWorld) -> None:
 
 @contextlib.contextmanager
 def undoing() -> Iterator[Callable[[], None]]:
-    """Gives what puts generators back that are drawn from in the block, to draw the same again."""
+    """Yield a function that restores the generators which the block has drawn from."""
     outer, _drawn.before = _drawn.before, {}
     mine = _drawn.before
 
@@ -73,7 +71,7 @@ def undoing() -> Iterator[Callable[[], None]]:
 
 @functools.cache
 def _operators() -> tuple[export.OpOverload, ...]:
-    """All that draw, but attention, which draws for its dropout alone."""
+    """All operators that draw random numbers, except attention, which draws for dropout only."""
     found = []
     for name in dir(torch.ops.aten):
         packet = getattr(torch.ops.aten, name)
@@ -89,7 +87,7 @@ def _operators() -> tuple[export.OpOverload, ...]:
 
 
 def _dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Instead of DTensor's own dispatch of an operator."""
+    """Runs instead of DTensor's own dispatch of an operator."""
     tensors = [t for t in trees.tree_flatten((args, kwargs))[0] if isinstance(t, DTensor)]
     with autograd.plain_torch_functions():
         if all(hash(t.device_mesh) in _worlds for t in tensors):
@@ -117,12 +115,12 @@ def _number(tensor: DTensor) -> Any:
 
 
 def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[DTensor]) -> Any:
-    """For whole tensors; of what is as large as the first, this rank's rows."""
+    """Draw for the full tensors; results of the first one's shape are this rank's rows."""
     name = func.overloadpacket.__name__
-    said = func._schema.arguments
+    declared = func._schema.arguments
     given = [
-        *zip(said, args, strict=False),
-        *((a, kwargs[a.name]) for a in said if a.name in kwargs),
+        *zip(declared, args, strict=False),
+        *((a, kwargs[a.name]) for a in declared if a.name in kwargs),
     ]
     written = {
         id(value): value
@@ -140,21 +138,22 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: lis
             )
     first = tensors[0]
     fills = name.endswith("_like") or (id(first) in written and not name.startswith("rrelu"))
-    wholes = {
-        id(t): _empty_whole(t) if t is first and fills else t.full_tensor().clone() for t in tensors
+    unsharded = {
+        id(t): _empty_unsharded(t) if t is first and fills else t.full_tensor().clone()
+        for t in tensors
     }
-    _note(kwargs.get("generator"), wholes[id(first)].device)
-    found = func(*trees.exchanged(args, wholes), **trees.exchanged(kwargs, wholes))
+    _note(kwargs.get("generator"), unsharded[id(first)].device)
+    found = func(*trees.exchanged(args, unsharded), **trees.exchanged(kwargs, unsharded))
     for tensor in written.values():
-        tensor.copy_(sharded_like(wholes[id(tensor)], tensor))
-    others = {id(wholes[id(t)]): t for t in tensors}
+        tensor.copy_(sharded_like(unsharded[id(tensor)], tensor))
+    others = {id(unsharded[id(t)]): t for t in tensors}
     leaves, spec = trees.tree_flatten(found)
     made = [others[id(leaf)] if id(leaf) in others else _placed(leaf, first) for leaf in leaves]
     return trees.tree_unflatten(made, spec)
 
 
 def _note(generator: torch.Generator | None, device: torch.device) -> None:
-    """Remember what is drawn from, once for each time it may be undone."""
+    """Remember the state of a generator before its first draw in an `undoing` block."""
     before = _drawn.before
     if before is None or id(generator) in before:
         return
@@ -180,12 +179,12 @@ def _placed(value: Any, like: DTensor) -> Any:
     return replicated(value, like)
 
 
-def _empty_whole(like: DTensor) -> Tensor:
+def _empty_unsharded(like: DTensor) -> Tensor:
     device = dtensors.local_tensor(like).device
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
 
 
 def replicated(value: Tensor, like: DTensor) -> DTensor:
-    """A value that every rank has whole, where `like` is."""
+    """A replicated DTensor of `value`, on the mesh of `like`."""
     mesh = like.device_mesh
     return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -1,7 +1,7 @@
-"""Whole parameters in eager code: how rows come together, and what autograd saves of them.
+"""Unsharded parameters in eager code: their collectives, and what autograd saves of them.
 
-The collectives are the world's, which programs run too. `fxshard.runtime.store` says of which
-parameter, and how its gradient is reduced.
+The collectives are those of the world, as in programs. `fxshard.runtime.store` decides which
+parameter is gathered and how its gradient is reduced.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fxshard.runtime.sharding import Slot
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.in_process import InProcessWorld
 
-_PAIR = -1  # ties a wait to its launch: each is over before the next one begins
+_PAIR = -1  # number of a launch and its wait; one serves all, as each ends before the next begins
 
 Division = tuple[float | None, str, float | None]  # see `InsertReduce.division`
 
@@ -46,7 +46,7 @@ def gathered(shard: Tensor, world: C10dWorld) -> Tensor:
 
 
 def all_rows(tensor: DTensor, world: C10dWorld) -> Tensor:
-    """A tensor that lies as a parameter does, or in another way: all of it, on every rank."""
+    """All rows of a DTensor, on every rank; of any placement."""
     if tensor.device_mesh != world.mesh or list(tensor.placements) != world.placements:
         world.require_joined()
         return tensor.full_tensor()
@@ -66,8 +66,8 @@ def reduced(grad: Tensor, world: C10dWorld | InProcessWorld, division: Division)
     In one process all ranks have the same gradient, and all rows are here.
 
     Args:
-        grad: the caller's no more: it is written into.
-        world: of the ranks.
+        grad: written in place.
+        world: the ranks.
         division: the divisor before the reduction, its operation, and the divisor after it.
     """
     before, op, after = division
@@ -108,23 +108,24 @@ def _launched(world: C10dWorld, stream: str) -> Iterator[None]:
 
 
 class Forwards:
-    """The eager forwards of one model that run now.
+    """The eager forwards of one model that are running.
 
-    In them autograd saves of a whole parameter, or of a view of it, how to gather it again.
+    In these, autograd does not save an unsharded parameter or a view of it, but a function that
+    gathers it again.
 
     Attributes:
-        inside: how many there are, each inside of the one before.
-        alive: what is gathered now, by the address of its storage.
+        inside: how many are running, nested.
+        alive: the unsharded parameters, by the address of their storage.
     """
 
     def __init__(self) -> None:
         self.inside = 0
-        self.alive: weakref.WeakValueDictionary[int, Whole] = weakref.WeakValueDictionary()
+        self.alive: weakref.WeakValueDictionary[int, Gathered] = weakref.WeakValueDictionary()
         self._hooks: list[saved_tensors_hooks] = []
         self._around: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
     def __reduce__(self) -> Any:
-        """In a copy of the model none runs."""
+        """A copy of the model has no running forward."""
         return Forwards, ()
 
     @torch.compiler.disable
@@ -146,42 +147,40 @@ class Forwards:
             self._around = None
 
     @property
-    def compute_whole(self) -> bool:
-        """True where eager code computes with parameters: in forward, and again in backward, where
-        torch.utils.checkpoint repeats parts of it.
-        """
+    def computing(self) -> bool:
+        """True in forward, and in backward, where torch.utils.checkpoint recomputes parts of it."""
         return self.inside > 0 or autograd.in_backward()
 
-    def note(self, whole: Whole, tensor: Tensor) -> None:
-        """`tensor` is what was gathered of a parameter."""
-        self.alive[_address(tensor)] = whole
+    def note(self, source: Gathered, tensor: Tensor) -> None:
+        """Note that `tensor` holds all rows of a parameter."""
+        self.alive[_address(tensor)] = source
         # The storage object that Python sees lives as long as the memory does.
-        tensor.untyped_storage()._fxshard_whole = whole  # type: ignore[attr-defined]
+        tensor.untyped_storage()._fxshard_gathered = source  # type: ignore[attr-defined]
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """FQN of the parameter that `tensor` was gathered of, or is a view of."""
-        whole = self.alive.get(_address(tensor))
-        return None if whole is None else whole.slot.param.fqn
+        """FQN of the unsharded parameter that `tensor` is, or is a view of; else None."""
+        source = self.alive.get(_address(tensor))
+        return None if source is None else source.slot.param.fqn
 
     @torch.compiler.disable
     def _pack(self, tensor: Tensor) -> Any:
-        whole = self.alive.get(_address(tensor))
-        if whole is not None:
+        source = self.alive.get(_address(tensor))
+        if source is not None:
             size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-            version = autograd.version(whole.slot.tensor)
-            # Not `whole` itself, which is to die with the memory.
+            version = autograd.version(source.slot.tensor)
+            # Not `source` itself, which must die with the memory.
             return functools.partial(
-                _again, whole.slot, whole.gather, version, size, stride, offset
+                _again, source.slot, source.gather, version, size, stride, offset
             )
-        if self._around is not None:  # the user's own: autograd asks one pair only
+        if self._around is not None:  # the user's hooks: autograd calls the innermost pair only
             pack, unpack = self._around
             return functools.partial(unpack, pack(tensor))
         return tensor
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Whole:
-    """What is known of a parameter that was gathered, as long as its memory lives.
+class Gathered:
+    """A parameter that is unsharded, as long as its memory lives.
 
     Attributes:
         slot: the parameter.
@@ -195,7 +194,7 @@ class Whole:
 def _again(
     slot: Slot, gather: Callable[[], Tensor], version: int, size: Any, stride: Any, offset: int
 ) -> Tensor:
-    """A view of a whole parameter, gathered again.
+    """A view of an unsharded parameter, gathered again.
 
     Raises:
         StepError: the parameter was changed since it had this version.

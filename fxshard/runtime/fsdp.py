@@ -1,6 +1,6 @@
 """What `FullyShardedDataParallel` and `fully_shard` offer besides forward, on a compiled model.
 
-docs/coming-from-fsdp.md says for each of their names what it is here. The work on parameters and
+docs/coming-from-fsdp.md lists their names and what each does here. The work on parameters and
 state dicts is done in `fxshard.runtime.store` and `fxshard.runtime.state`.
 """
 
@@ -60,7 +60,7 @@ class FsdpMethods(nn.Module):
             set_to_none: False: gradients become zeros.
         """
         self._fxshard.accumulated.clear()
-        self._fxshard.torn.pop("accumulated", None)
+        self._fxshard.refusals.pop("accumulated", None)
         super().zero_grad(set_to_none)
 
     def register_comm_hook(self, state: Any, hook: Callable[..., None]) -> None:
@@ -117,7 +117,7 @@ class FsdpMethods(nn.Module):
             raise StepError(
                 "clip_grad_norm_ with optimizer_in_backward=True: parameters are stepped before "
                 "all gradients are there, and the norm of all is never known. Leave "
-                "optimizer_in_backward out, and step behind backward."
+                "optimizer_in_backward out, and step after backward."
             )
         slots = self._fxshard.slots.items()
         there = [f"a gradient of {fqn}" for fqn, slot in slots if slot.tensor.grad is not None]
@@ -141,7 +141,7 @@ class FsdpMethods(nn.Module):
             recurse: False takes only the parameters of the root unit.
             writeback: at the end this rank's rows of the changed values go into its shards.
             rank0_only: only the first rank sees unsharded parameters, the others sharded ones.
-            offload_to_cpu: the unsharded parameters lie on the CPU.
+            offload_to_cpu: the unsharded parameters are on the CPU.
             with_grads: gradients are unsharded too, and written back with the values.
 
         Returns:
@@ -151,7 +151,7 @@ class FsdpMethods(nn.Module):
             ConfigError: `writeback` with `rank0_only`.
             StepError: parameters are unsharded already; or at the end one has changed its shape.
         """
-        with self._fxshard.whole_now(
+        with self._fxshard.summon_full_params(
             recurse,
             writeback=writeback,
             rank0_only=rank0_only,
@@ -188,7 +188,7 @@ class FsdpMethods(nn.Module):
         Returns:
             This module.
         """
-        with self._fxshard.whole_now():
+        with self._fxshard.summon_full_params():
             super().apply(fn)
         return self
 
@@ -204,7 +204,7 @@ class FsdpMethods(nn.Module):
         """
         self._fxshard.world.together("full_state_dict")
         found = dict(get_model_state_dict(self))
-        return state.whole_state(found, self._fxshard.all_rows, cpu_offload, rank0_only)
+        return state.full_state(found, self._fxshard.all_rows, cpu_offload, rank0_only)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """What ``.to()``, ``.half()`` and their kin call: converts shards, buffers and the rest."""
@@ -247,14 +247,14 @@ class FsdpMethods(nn.Module):
             factor: a number > 0; None: the number of ranks.
 
         Raises:
-            ConfigError: something else says how to reduce: an option, a hook, or a pipeline.
+            ConfigError: a hook or the option ``passes`` decides how gradients are reduced.
         """
         runtime = self._fxshard
         if runtime.comm_hook or runtime.config.passes is not None:
             what = "register_comm_hook" if runtime.comm_hook else "the option passes"
             raise ConfigError(
-                f"set_gradient_divide_factor has no effect with {what}, which says how gradients "
-                f"are reduced. Divide there."
+                f"set_gradient_divide_factor has no effect with {what}, which decides how "
+                f"gradients are reduced. Divide there."
             )
         runtime.config = runtime.config.changed({"gradient_divide_factor": factor})
         runtime.variants.clear()
@@ -270,7 +270,8 @@ class FsdpMethods(nn.Module):
             fqns: only the units of these names, for FSDP2's call on a submodule.
 
         Raises:
-            ConfigError: it is no bool; True with ``no_shard``; or `fqns` names what is no unit.
+            ConfigError: not a bool; True with ``no_shard``; or `fqns` names something else than a
+                unit.
         """
         if not isinstance(reshard_after_forward, bool):
             raise ConfigError(f"reshard_after_forward={reshard_after_forward!r}: expected a bool.")
@@ -313,7 +314,7 @@ class FsdpMethods(nn.Module):
         """
         self._fxshard.world.together("full_optim_state_dict")
         found = state.optim_state_dict(self, optimizer)
-        return state.whole_state(found, self._fxshard.all_rows, cpu_offload, rank0_only)
+        return state.full_state(found, self._fxshard.all_rows, cpu_offload, rank0_only)
 
     def optim_state_dict_to_load(
         self,
@@ -342,7 +343,7 @@ class FsdpMethods(nn.Module):
 
 
 class Unsharded:
-    """What `FxshardModule.unshard` returns: to wait for, and to end by leaving a with block."""
+    """The handle that `FxshardModule.unshard` returns; leaving its with block reshards."""
 
     def __init__(self, module: FsdpMethods) -> None:
         self._module = module

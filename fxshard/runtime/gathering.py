@@ -1,20 +1,20 @@
 """The parameters of a compiled model outside of its programs.
 
 A submodule that is called alone, another method of the model, and what `torch.utils.checkpoint`
-repeats in backward read parameters as they read any tensor. Under a process group these are
-DTensors, with which plain tensors do not mix. So they are of a subclass that gathers itself where
-code computes with it: the value is whole, on every rank, in the dtype that is stored, and its
-gradient is reduced to the shard. What works on shards alike on all ranks stays with DTensor:
+recomputes in backward read parameters as they read any tensor. Under a process group parameters are
+DTensors, and plain tensors do not mix with those. So parameters are of a subclass of DTensor that
+gathers itself where code computes with it. The value is unsharded, on every rank, in the stored
+dtype, and its gradient is reduced to the shard. DTensor itself runs what works on shards:
 optimizers, norms without gradients, state dicts.
 
-What is written into a parameter is what one process would write. An operator that works element by
-element writes this rank's rows. For any other, the whole value is gathered, written, and this
-rank's rows of it are kept; all ranks must do so. A view whose memory is not that of the shards (a
-row, a diagonal) can be read, and writing into it is refused.
+Writes have the effect that they have in one process. A pointwise operator writes this rank's rows.
+For any other operator the full value is gathered and written, and this rank keeps its rows; that is
+collective. A view that does not share memory with the shards (a row, a diagonal) can be read;
+writing into it is refused.
 
-Random numbers are drawn for the whole tensor, by each rank: seed all ranks alike to get what one
-process gets. That holds for gradients and optimizer states too, which stay plain DTensors: for any
-DTensor on the mesh of a compiled model.
+Each rank draws random numbers for the full tensor: with equal seeds, ranks get what one process
+gets. That holds for all DTensors on the mesh of a compiled model, gradients and optimizer states
+too.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from fxshard.runtime.world.c10d import C10dWorld
 _ACCESS = ("__get__", "__set__", "__delete__")  # of an attribute of a tensor
 _VIEWS = ("T", "mT", "H", "mH", "real", "imag")  # attributes that are made by operators
 _ITEMS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
-# Functions on elements which torch has no tag on, or on what is not values.
+# Pointwise functions that torch has not tagged so, and some that do not change values.
 _BY_ELEMENT = (
     *("copy_", "zero_", "fill_", "masked_fill_", "abs_", "absolute_", "add_", "mul_", "subtract_"),
     *("multiply_", "divide_", "true_divide_", "requires_grad_", "detach_"),
 )
-_NOT_VALUES = ("requires_grad_", "share_memory_", "rename_")  # they change something else
+_NOT_VALUES = ("requires_grad_", "share_memory_", "rename_")  # in place, but no writes of values
 _SELF = ("view_as", "expand_as")  # how torch finds where a gradient goes
-# What makes numbers of Python's: DTensor takes those of this rank, unsummed.
+# They return Python numbers, for which DTensor takes this rank's partial values.
 _SCALARS = (
     *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__format__"),
     *("item", "tolist", "is_nonzero"),
@@ -59,7 +59,7 @@ _TO_FILL = ("new_empty", "empty_like")  # what is made to be filled with random 
 
 
 class GatheringTensor(DTensor):
-    """A DTensor that is whole where it meets plain tensors, or where a gradient is asked of it."""
+    """A DTensor that gathers itself where it meets plain tensors, or where autograd follows it."""
 
     @classmethod
     def __torch_function__(
@@ -91,18 +91,18 @@ class GatheringTensor(DTensor):
                             found = func(*args, **kwargs)
                     except FxshardError:
                         raise
-                    except (NotImplementedError, RuntimeError):  # DTensor cannot, wholes may
+                    except (NotImplementedError, RuntimeError):  # full tensors may
                         undo()
                     else:
                         if not (torch.is_grad_enabled() and _computes(found, tensors)):
                             return found if _is_kept(name) else _gathering(found, tensors)
                         undo()
-            wholes = {id(t): _whole(t) for t in tensors if isinstance(t, DTensor)}
-            found = func(*trees.exchanged(args, wholes), **trees.exchanged(kwargs, wholes))
-            return _marked(found, wholes, next(t for t in tensors if isinstance(t, DTensor)))
+            unsharded = {id(t): _unsharded(t) for t in tensors if isinstance(t, DTensor)}
+            found = func(*trees.exchanged(args, unsharded), **trees.exchanged(kwargs, unsharded))
+            return _marked(found, unsharded, next(t for t in tensors if isinstance(t, DTensor)))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as the DTensor that it is."""
+        """Pickle it as a plain DTensor."""
         own = self.__dict__
         self.__dict__ = {key: value for key, value in own.items() if key != PLACE}
         self.__class__ = DTensor  # type: ignore[assignment]
@@ -113,7 +113,7 @@ class GatheringTensor(DTensor):
 
 
 class CopiedView(Tensor):
-    """A view of a parameter that was gathered for it, with its history: it may be read alone."""
+    """A view of a gathered copy of a parameter, with autograd history; it is read-only."""
 
     @classmethod
     def __torch_function__(
@@ -139,14 +139,14 @@ def _refuse_into_views(name: str, args: Any, kwargs: Any) -> None:
     """Raise StepError if a function writes into a `CopiedView`."""
     written = trees.tree_flatten(kwargs.get("out"))[0]
     if _is_in_place(name) and name not in _NOT_VALUES:
-        written += trees.tree_flatten([*args, *kwargs.values()][:1])[0]  # nn.init names it
+        written += trees.tree_flatten([*args, *kwargs.values()][:1])[0]  # nn.init passes a keyword
     for tensor in written:
         if isinstance(tensor, CopiedView):
             raise _lost(getattr(tensor, PLACE)[1], name)
 
 
 def _as_views(found: Any, of: Sequence[Tensor], place: Any) -> Any:
-    """What shares memory with one of some tensors, as a `CopiedView` of a parameter's."""
+    """`found`, in which tensors that share memory with any of `of` are made `CopiedView`."""
     known = {tensor.untyped_storage()._cdata for tensor in of}
     if type(found).__module__ == "numpy" and hasattr(found, "flags"):
         found.flags.writeable = False  # in one process it would be the parameter's memory
@@ -160,7 +160,7 @@ def _as_views(found: Any, of: Sequence[Tensor], place: Any) -> Any:
 
 
 def let_gather(runtime: Runtime) -> None:
-    """Let the sharded parameters of a model gather themselves; again, for new ones among them."""
+    """Make the sharded parameters of a model `GatheringTensor`; call it again for new ones."""
     if isinstance(runtime.world, C10dWorld):
         for fqn, slot in runtime.slots.items():
             tensor: Any = slot.tensor
@@ -172,12 +172,12 @@ def let_gather(runtime: Runtime) -> None:
 
 @contextlib.contextmanager
 def as_plain(runtime: Runtime) -> Iterator[None]:
-    """For the time of the block the model is as its user wrote it, with whole parameters.
+    """For the time of the block the model is as its user wrote it, with unsharded parameters.
 
-    All ranks enter, or none. Then the values are here, and without gradients what ranks do inside
-    may differ. With gradients enabled those of whole parameters are reduced to the shards, each
-    when backward comes to it: all ranks must call backward, through the same parameters in the same
-    order. Values that are written inside are lost.
+    Entering is collective. Without gradients, ranks may do different things inside. With gradients
+    enabled, those of unsharded parameters are reduced to the shards as backward reaches them: all
+    ranks must call backward through the same parameters in the same order. Values that are written
+    inside are lost.
 
     Raises:
         RankMismatchError: some ranks do something else.
@@ -192,17 +192,17 @@ def as_plain(runtime: Runtime) -> Iterator[None]:
 
 
 def _runtime_of(tensor: DTensor) -> tuple[Runtime | None, str]:
-    """Of the model that a tensor is a parameter of, or was made of one; and the FQN of that."""
+    """The runtime and the FQN of the parameter that a tensor is, or was computed from."""
     reference, fqn = getattr(tensor, PLACE, (None, ""))
     return (reference() if reference is not None else None), fqn
 
 
-def _whole(tensor: Any) -> Tensor:
+def _unsharded(tensor: Any) -> Tensor:
     runtime, fqn = _runtime_of(tensor)
     slot = runtime.slots.get(fqn) if runtime is not None else None
     if runtime is not None and slot is not None and slot.tensor is tensor:
         return runtime.read(slot, slot.param.dtype)
-    followed = torch.is_grad_enabled() and tensor.requires_grad  # DTensor's own has a gradient
+    followed = torch.is_grad_enabled() and tensor.requires_grad  # DTensor's has a gradient
     return tensor.full_tensor() if runtime is None or followed else runtime.all_rows(tensor)
 
 
@@ -221,10 +221,10 @@ def _accessed(func: Any, name: str, attribute: str, args: Any, kwargs: Any) -> A
 
 
 def _set_data(into: DTensor, value: Tensor) -> None:
-    """``param.data = value``, of a whole plain tensor: its rows are copied.
+    """``param.data = value`` of a plain full tensor: copy this rank's rows.
 
     Raises:
-        StepError: it would make another kind of tensor of the parameter.
+        StepError: the shape or dtype is not that of the parameter.
     """
     if (value.shape, value.dtype) != (into.shape, into.dtype):
         raise StepError(
@@ -238,7 +238,7 @@ def _set_data(into: DTensor, value: Tensor) -> None:
 
 
 def _deepcopied(tensor: Any, memo: dict[int, Any]) -> Any:
-    """As DTensor's own."""
+    """What DTensor's ``__deepcopy__`` does."""
     if id(tensor) not in memo:
         made: Any = DTensor.detach(tensor).clone()
         made = torch.nn.Parameter(made) if isinstance(tensor, torch.nn.Parameter) else made
@@ -250,7 +250,7 @@ def _deepcopied(tensor: Any, memo: dict[int, Any]) -> Any:
 
 
 def _written(func: Any, leaves: list[Any], spec: Any, into: DTensor) -> Any:
-    """What writes into a parameter writes this rank's rows."""
+    """Run a function that writes into a parameter, on this rank's rows or on the full value."""
     name = func.__name__
     _refuse_copy(into, name)
     plain = [t for t in leaves if isinstance(t, Tensor) and not isinstance(t, DTensor) and t.dim()]
@@ -263,7 +263,7 @@ def _written(func: Any, leaves: list[Any], spec: Any, into: DTensor) -> Any:
     if any(t.shape != into.shape for t in plain) and several:
         raise StepError(
             f"{name} writes plain tensors into sharded parameters of other shapes. Write into the "
-            f"whole ones: with model.summon_full_params(): ..."
+            f"unsharded ones: with model.summon_full_params(): ..."
         )
     alike = _is_by_element(name) and all(t.shape == into.shape for t in plain)
     if several or alike:
@@ -274,15 +274,15 @@ def _written(func: Any, leaves: list[Any], spec: Any, into: DTensor) -> Any:
                 return func(*args, **kwargs)
         except FxshardError:
             raise
-        except (NotImplementedError, RuntimeError):  # DTensor cannot, or no one can
+        except (NotImplementedError, RuntimeError):  # DTensor cannot; full tensors may
             if several:
                 raise
     args, kwargs = trees.tree_unflatten(leaves, spec)
-    return _written_whole(func, args, kwargs, [into])
+    return _written_in_full(func, args, kwargs, [into])
 
 
 def _written_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``out=`` is a parameter, or several."""
+    """Run a function whose ``out=`` has parameters."""
     outs = [t for t in trees.tree_flatten(kwargs["out"])[0] if isinstance(t, DTensor)]
     for out in outs:
         _refuse_copy(out, func.__name__)
@@ -294,34 +294,34 @@ def _written_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         }
         if len(kinds) == 1 and None not in kinds:
             return func(*args, **kwargs)
-    return _written_whole(func, args, kwargs, outs)
+    return _written_in_full(func, args, kwargs, outs)
 
 
-def _written_whole(
+def _written_in_full(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], into: list[DTensor]
 ) -> Any:
-    """Write into whole tensors, and keep this rank's rows; collective.
+    """Write into full tensors, and keep this rank's rows; collective.
 
     Raises:
         RankMismatchError: some ranks do something else.
-        StepError: it changes more than values.
+        StepError: the function changes more than values.
     """
     name = func.__name__
     runtimes = {id(r): r for t in into if (r := _runtime_of(t)[0]) is not None}
     for runtime in runtimes.values():
         runtime.world.together(f"{name}, which writes into a parameter")
-    wholes: dict[int, Tensor] = {}
+    unsharded: dict[int, Tensor] = {}
     for tensor in into:
         with torch.no_grad():
-            made = _whole(tensor).clone()
-        wholes[id(tensor)] = made.requires_grad_(tensor.requires_grad)  # autograd asks for that
+            made = _unsharded(tensor).clone()
+        unsharded[id(tensor)] = made.requires_grad_(tensor.requires_grad)  # autograd asks for that
     for leaf in trees.tree_flatten((args, kwargs))[0]:
-        if isinstance(leaf, DTensor) and id(leaf) not in wholes:
-            wholes[id(leaf)] = _whole(leaf)
-    found = func(*trees.exchanged(args, wholes), **trees.exchanged(kwargs, wholes))
+        if isinstance(leaf, DTensor) and id(leaf) not in unsharded:
+            unsharded[id(leaf)] = _unsharded(leaf)
+    found = func(*trees.exchanged(args, unsharded), **trees.exchanged(kwargs, unsharded))
     for tensor in into:
-        whole = wholes[id(tensor)]
-        if whole.shape != tensor.shape or whole.grad_fn is not None:
+        full = unsharded[id(tensor)]
+        if full.shape != tensor.shape or full.grad_fn is not None:
             raise StepError(
                 f"{name} changes more of a sharded parameter than its values: its shape, or what "
                 f"autograd knows of it. Write values, under torch.no_grad(), or inside of "
@@ -329,11 +329,11 @@ def _written_whole(
             )
     with torch.no_grad():
         for tensor in into:
-            whole, needed = wholes[id(tensor)], tensor.requires_grad
-            tensor.copy_(sharded_like(whole.detach(), tensor))
-            if whole.requires_grad != needed:  # torch.eye(out=...) drops it
-                tensor.requires_grad_(whole.requires_grad)
-    return trees.exchanged(found, {id(wholes[id(tensor)]): tensor for tensor in into})
+            full, needed = unsharded[id(tensor)], tensor.requires_grad
+            tensor.copy_(sharded_like(full.detach(), tensor))
+            if full.requires_grad != needed:  # torch.eye(out=...) drops it
+                tensor.requires_grad_(full.requires_grad)
+    return trees.exchanged(found, {id(unsharded[id(tensor)]): tensor for tensor in into})
 
 
 def _is_in_place(name: str) -> bool:
@@ -342,9 +342,9 @@ def _is_in_place(name: str) -> bool:
 
 @functools.cache
 def _is_by_element(name: str) -> bool:
-    """True for a function that makes each element of a tensor of the one in its place, or draws it.
+    """True for a pointwise function, or one that draws each element.
 
-    Of the others DTensor has wrong ones: scatter_add_ gives the parameter another shape.
+    DTensor gets some others wrong: scatter_add_ gives the parameter another shape.
     """
     packet = getattr(torch.ops.aten, name, None)
     if packet is None or name in _BY_ELEMENT:
@@ -357,10 +357,10 @@ def _is_by_element(name: str) -> bool:
 
 
 class _OnShards(modes.TorchDispatchMode):
-    """What DTensor would get wrong without a word.
+    """Refuses writes that DTensor would lose silently.
 
-    Where it cannot make a view of the shards it makes one of a copy, which is marked here: writing
-    there writes into nothing.
+    Where DTensor cannot make a view of the shards, it returns a view of a copy. Such copies are
+    marked here, and writes into them raise.
     """
 
     def __torch_dispatch__(
@@ -383,9 +383,8 @@ class _OnShards(modes.TorchDispatchMode):
 
 @functools.cache
 def _kind(func: Any) -> tuple[tuple[int, ...], bool]:
-    """Of an operator: which arguments it writes; whether it makes a view of the first one."""
-    said = func._schema.arguments
-    aliases = [a.alias_info for a in said if not a.kwarg_only]
+    """Which arguments an operator writes, and whether it returns a view of the first one."""
+    aliases = [a.alias_info for a in func._schema.arguments if not a.kwarg_only]
     written = tuple(i for i, alias in enumerate(aliases) if alias is not None and alias.is_write)
     views = not written and bool(aliases) and aliases[0] is not None
     return written, views
@@ -409,9 +408,9 @@ def _lost(fqn: str, name: str) -> StepError:
     )
 
 
-def _marked(found: Any, wholes: dict[int, Tensor], of: DTensor) -> Any:
-    """What whole functions return of gathered tensors: views of them are marked as copies."""
-    known = {whole.untyped_storage()._cdata for whole in wholes.values()}
+def _marked(found: Any, unsharded: dict[int, Tensor], of: DTensor) -> Any:
+    """`found`, the result of a function on unsharded tensors; views of these are marked copies."""
+    known = {full.untyped_storage()._cdata for full in unsharded.values()}
     if type(found).__module__ == "numpy" and hasattr(found, "flags"):
         runtime, fqn = _runtime_of(of)
         slot = runtime.slots.get(fqn) if runtime is not None else None
@@ -426,29 +425,29 @@ def _marked(found: Any, wholes: dict[int, Tensor], of: DTensor) -> Any:
             leaf.untyped_storage()._fxshard_copy = True  # type: ignore[attr-defined]
             leaves[i] = _gathering(dtensors.replicated(leaf, of), [of])
     found = trees.tree_unflatten(leaves, spec)
-    return _as_views(found, list(wholes.values()), getattr(of, PLACE, (None, "")))
+    return _as_views(found, list(unsharded.values()), getattr(of, PLACE, (None, "")))
 
 
 def _is_scalar(name: str, tensors: Sequence[Tensor]) -> bool:
-    """True if a tensor becomes a number of Python's."""
+    """True if a tensor becomes a Python number."""
     return name in _SCALARS and all(t.numel() == 1 for t in tensors)
 
 
 def _is_kept(name: str) -> bool:
-    """True for what makes tensors that are kept and saved as DTensors are: optimizer states."""
+    """True for functions whose results stay plain DTensors, as optimizer states must."""
     likes = name.endswith("_like") or name.startswith("new_")
     return name in _KEPT or (likes and name not in _TO_FILL)
 
 
 def _computes(found: Any, given: Sequence[Tensor]) -> bool:
-    """True if autograd would follow what an operator has made of the given tensors."""
+    """True if a result of an operator on the given tensors requires a gradient."""
     leaves, _ = trees.tree_flatten(found)
     known = set(map(id, given))
     return any(isinstance(t, Tensor) and t.requires_grad and id(t) not in known for t in leaves)
 
 
 def _gathering(found: Any, given: Sequence[Tensor]) -> Any:
-    """What an operator has made of a parameter may meet plain tensors next."""
+    """`found` with its DTensors made `GatheringTensor`: they may meet plain tensors next."""
     place = next((p for t in given if (p := getattr(t, PLACE, None)) is not None), None)
     for tensor in trees.tree_flatten(found)[0]:
         if type(tensor) is DTensor:

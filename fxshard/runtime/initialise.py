@@ -1,7 +1,7 @@
-"""The whole tensors of a model, module by module: its own, filled from meta, or rank 0's.
+"""The full tensors of a model, module by module: as given, filled from meta, or rank 0's.
 
-Sharding takes its rows of one and drops it before it asks for the next, so that no rank ever holds
-more of a meta model than its shards, its buffers and one module.
+Sharding copies its rows of one tensor and drops the tensor before it asks for the next. So no rank
+holds more of a meta model than its shards, its buffers and one module.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ InitFn = Callable[[nn.Module], Any]
 
 
 def leave_empty(module: nn.Module) -> None:
-    """A `param_init_fn` that fills nothing: what is on the meta device becomes NaN, unannounced."""
+    """A `param_init_fn` that fills nothing: meta tensors become NaN, without a warning."""
 
 
-def wholes(
+def full_tensors(
     model: nn.Module,
     device: torch.device,
     param_init_fn: InitFn | None,
     sync: C10dWorld | None = None,
     without: Iterable[Tensor] = (),
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each parameter and buffer of `model` once, with its data: ``(as it is held, whole)``.
+    """Each parameter and buffer of `model` once, with its data: ``(as it is held, full)``.
 
-    The two are one if it has its data. In ``named_modules`` order, a module's own parameters and
-    then its own buffers; tied ones where they come first. A module with meta tensors that nothing
-    has filled yet is filled by one call of `param_init_fn`, or of its ``reset_parameters``; what
-    of it has data keeps it. The model itself is left as it is. Equal seeds give equal values, and
-    those of plain construction if that initialises in the same order.
+    Both are the same tensor if it has data. The order is that of ``named_modules``: a module's own
+    parameters and then its own buffers; tied ones where they come first. A module with meta tensors
+    is filled by one call of `param_init_fn`, or of its ``reset_parameters``; tensors with data keep
+    it. The model itself is not changed. Equal seeds give equal values, and those of plain
+    construction if that initialises in the same order.
     (torch/distributed/fsdp/_init_utils.py, ``_materialize_meta_module``)
 
     Args:
         device: where meta tensors get their data.
-        sync: broadcast the data of its rank 0 to all its ranks, tensor by tensor; the others
-            initialise nothing, and what they hold does not count.
+        sync: broadcast the data of its rank 0 to all its ranks, tensor by tensor; the other ranks
+            initialise nothing, and their data is ignored.
         without: parameters that are left alone.
 
     Raises:
@@ -116,24 +116,24 @@ def _held(
     param_init_fn: InitFn | None,
     sync: C10dWorld | None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of a rank that has the data, or makes it."""
+    """The tensors of a module on a rank that has the data, or makes it."""
     made: dict[str, Tensor] = {}
     if any(tensor.is_meta for tensor in own.values()):
         made = _filled(path, module, own, device, param_init_fn)
     for name, tensor in own.items():
-        whole = made.pop(name, tensor)
+        full = made.pop(name, tensor)
         if sync:
-            # A copy only where it cannot be sent as it lies: a CPU buffer of a CUDA model, say.
-            sent = whole if whole.device.type == device.type else whole.to(device)
+            # A copy only where it is on another device, such as a CPU buffer of a CUDA model.
+            sent = full if full.device.type == device.type else full.to(device)
             _broadcast(sent.detach().contiguous(), sync)
             del sent
-        yield tensor, whole
+        yield tensor, full
 
 
 def _room(model: nn.Module, device: torch.device, without: set[int]) -> Tensor:
-    """u8[bytes of the largest parameter]: all are received there, one after the other.
+    """u8[bytes of the largest parameter]: where all are received, one after the other.
 
-    One tensor each would be more than one at a time: gloo's threads drop theirs some time later.
+    With a tensor for each, several would be alive at a time: gloo's threads drop them late.
     """
     sizes = [p.numel() * p.element_size() for p in model.parameters() if id(p) not in without]
     return torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
@@ -142,24 +142,24 @@ def _room(model: nn.Module, device: torch.device, without: set[int]) -> Tensor:
 def _received(
     own: dict[str, Tensor], room: Tensor, sync: C10dWorld
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of a rank that gets rank 0's data; a parameter is overwritten by the next."""
+    """The tensors of a module on a rank that receives rank 0's; the next one overwrites `room`."""
     for tensor in own.values():
         if isinstance(tensor, nn.Parameter):
             nbytes = tensor.numel() * tensor.element_size()
-            whole = room[:nbytes].view(tensor.dtype).view(tensor.shape)
+            full = room[:nbytes].view(tensor.dtype).view(tensor.shape)
         else:
-            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=room.device)
-        _broadcast(whole, sync)
-        yield tensor, whole
+            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=room.device)
+        _broadcast(full, sync)
+        yield tensor, full
 
 
-def _broadcast(whole: Tensor, world: C10dWorld) -> None:
+def _broadcast(full: Tensor, world: C10dWorld) -> None:
     """Write the first rank's data into a contiguous tensor, dimension by dimension of the mesh.
 
-    It goes as bytes: gloo and NCCL lack some of the dtypes.
+    It is sent as bytes: gloo and NCCL lack some of the dtypes.
     """
-    if whole.numel():
-        sent = whole.reshape(-1).view(torch.uint8)
+    if full.numel():
+        sent = full.reshape(-1).view(torch.uint8)
         for name in _dims(world):
             with world._explained(name):
                 dist.broadcast(sent, group=world.groups[name], group_src=0)
@@ -172,12 +172,12 @@ def _filled(
     device: torch.device,
     param_init_fn: InitFn | None,
 ) -> dict[str, Tensor]:
-    """The meta tensors among `own` with data, by name. `module` is as it was again.
+    """The meta tensors among `own` with data, by name; `module` is restored.
 
-    The call sees all of the module's own tensors on a real device: copies of those with data, and
-    empty ones for the rest, also for those that another module has filled. What a `param_init_fn`
-    leaves empty it is asked for once more, with the module on the meta device, as FSDP1 calls it:
-    it may look for that, and make the tensors itself.
+    The initialisation sees all of the module's own tensors on a real device: copies of those with
+    data, and empty ones for the rest, also for those that another module has filled. If a
+    `param_init_fn` leaves some empty, it is called once more with the module on the meta device, as
+    FSDP1 calls it: it may test for that, and make the tensors itself.
     (torch/distributed/fsdp/_init_utils.py, ``_materialize_with_param_init_fn``)
     """
     said = "param_init_fn" if param_init_fn else f"{type(module).__name__}.reset_parameters"
@@ -192,7 +192,7 @@ def _filled(
         name: _checked(join(path, name), said, tensor, found.get(name), device)
         for name, tensor in wanted.items()
     }
-    left = [name for name, whole in made.items() if _is_empty(whole, copies.values())]
+    left = [name for name, full in made.items() if _is_empty(full, copies.values())]
     if left and param_init_fn:
         real = {key: copy for key, copy in copies.items() if key not in map(id, wanted.values())}
         found = _called(module, param_init_fn, said, path, real)
@@ -222,7 +222,7 @@ def _called(
     path: str,
     copies: dict[int, Tensor],
 ) -> dict[str, Tensor]:
-    """The tensors of `module` behind an initialisation that has seen `copies`, by id, in place."""
+    """The tensors of `module` after an initialisation that has seen `copies` (by id of tensor)."""
     with put_back(module), torch.no_grad(), _NanWhereEmpty():
         both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for slots in both:
@@ -245,7 +245,7 @@ _EMPTY = (
 
 
 class _NanWhereEmpty(modes.TorchDispatchMode):
-    """What is made without values holds NaN, so that it shows what nothing has written since."""
+    """Fills new empty tensors with NaN, so that what nothing writes afterwards can be found."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -259,35 +259,35 @@ def _with_nan(tensor: Tensor) -> Tensor:
     return tensor.fill_(math.nan) if floats and not tensor.is_meta else tensor
 
 
-def _is_empty(whole: Tensor, copies: Iterable[Tensor]) -> bool:
-    """True if nothing has written into it: it is NaN at an end; of integers, a copy as it was."""
-    if not whole.numel():
+def _is_empty(full: Tensor, copies: Iterable[Tensor]) -> bool:
+    """True if nothing has written into it: its ends are NaN; of integers, a copy never written."""
+    if not full.numel():
         return False
-    if whole.is_floating_point() or whole.is_complex():
-        flat = whole.detach().reshape(-1)
+    if full.is_floating_point() or full.is_complex():
+        flat = full.detach().reshape(-1)
         return any(value != value for value in (flat[0].item(), flat[-1].item()))
-    return autograd.version(whole) == 0 and any(whole is copy for copy in copies)
+    return autograd.version(full) == 0 and any(full is copy for copy in copies)
 
 
 def _checked(
-    fqn: str, said: str, tensor: Tensor, whole: Tensor | None, device: torch.device
+    fqn: str, said: str, tensor: Tensor, full: Tensor | None, device: torch.device
 ) -> Tensor:
-    """`whole`, if it can stand for the meta tensor."""
+    """`full`, if its device, shape and dtype are those that the meta tensor needs."""
     kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-    if whole is None:
+    if full is None:
         raise UnitError(f"{said} removed {kind} {fqn!r}. It must fill it, best in place.")
-    if whole.device.type != device.type:
+    if full.device.type != device.type:
         raise UnitError(
-            f"{said} left {kind} {fqn!r} on {whole.device}, but it is needed on "
+            f"{said} left {kind} {fqn!r} on {full.device}, but it is needed on "
             f"{device.type!r}. Fill it in place: it was empty and on {device.type!r} when "
             f"{said} was called."
         )
-    if (whole.shape, whole.dtype) != (tensor.shape, tensor.dtype):
+    if (full.shape, full.dtype) != (tensor.shape, tensor.dtype):
         raise UnitError(
-            f"{said} made {kind} {fqn!r} {list(whole.shape)} {whole.dtype}; in the meta model it "
+            f"{said} made {kind} {fqn!r} {list(full.shape)} {full.dtype}; in the meta model it "
             f"is {list(tensor.shape)} {tensor.dtype}. Fill it in place, or build the model so."
         )
-    return whole
+    return full
 
 
 def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:

@@ -1,7 +1,7 @@
-"""The class that `fxshard.compile` gives a model: the user's own, with a forward of ours.
+"""The class that `fxshard.compile` gives a model: a subclass of the user's with another forward.
 
 The object stays the user's, as in FSDP2: names, attributes, submodules, hooks and state dicts are
-what they were. All that is ours is behind one private attribute (`fxshard.capture.swapped.STATE`).
+what they were. fxshard adds one private attribute (`fxshard.capture.swapped.STATE`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from fxshard.runtime.world.in_process import InProcessWorld
 
 
 class FxshardModule(FsdpMethods):
-    """What every model is that `fxshard.compile` returned, besides what it was.
+    """Base class of every model that `fxshard.compile` returns.
 
-    Its class is made of this one and the user's, ``FxshardLlama(FxshardModule, Llama)``. Under a
+    The model's class is made of it and the user's, ``FxshardLlama(FxshardModule, Llama)``. Under a
     process group each parameter is a DTensor with placement ``Shard(0)``; without one, each is
     unsharded and all ranks run inside this process.
     """
@@ -92,12 +92,12 @@ class FxshardModule(FsdpMethods):
         rest = {key: value for key, value in self.__dict__.items() if key != STATE}
         made.__dict__.update(copy.deepcopy(rest, memo))
         made.__dict__[STATE] = runtime
-        runtime.note_halves()
+        runtime.note_parts()
         let_gather(runtime)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """For pickle: the user's class is found by its name, ours is made of it again."""
+        """For pickle: the user's class is found by its name, and the subclass is made of it."""
         state: Any = super().__getstate__()
         if isinstance(state, dict):
             state = {key: value for key, value in state.items() if key != STATE}
@@ -105,8 +105,8 @@ class FxshardModule(FsdpMethods):
         return _unpickled, made_of, (state, self._fxshard)
 
     def __setstate__(self, state: Any) -> None:
-        theirs, runtime = state
-        super().__setstate__(theirs)
+        users, runtime = state
+        super().__setstate__(users)
         self.__dict__[STATE] = runtime
         runtime.restored()
         let_gather(runtime)
@@ -141,7 +141,7 @@ def released(model: nn.Module) -> Runtime:
     """Give `model` its own class back. Its parameters stay sharded, for a model that holds it.
 
     Returns:
-        What it ran by.
+        The runtime that the model had.
     """
     runtime: Runtime = model.__dict__.pop(STATE)
     model.__class__ = users_class(model)
@@ -150,13 +150,13 @@ def released(model: nn.Module) -> Runtime:
 
 
 def public_names() -> tuple[str, ...]:
-    """What a compiled model has besides what it was; docs/coming-from-fsdp.md says what each is."""
+    """The names that a compiled model has in addition (docs/coming-from-fsdp.md lists them)."""
     found = {name for name in dir(FxshardModule) if not name.startswith("_")}
     return tuple(sorted(found - set(dir(nn.Module))))
 
 
 def check_swappable(model: nn.Module) -> None:
-    """Raise ConfigError if the class of `model` cannot be exchanged, or would hide what is its."""
+    """Raise ConfigError if the class of `model` cannot be exchanged, or would hide its members."""
     for path, module in model.named_modules():
         if isinstance(module, FxshardModule):
             where = f"its submodule {path!r}" if path else "it"
@@ -226,8 +226,8 @@ def _items(value: Any) -> Any:
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let a method of a compiled model run as the user wrote it, on parameters gathered once.
 
-    Without that it reads each parameter where it uses it: then all ranks must run the same code.
-    (FSDP2's function of this name. For another module than a compiled one it does nothing.)
+    Otherwise the method gathers each parameter where it reads it, and all ranks must run the same
+    code. (FSDP2's function of this name. It does nothing for a module that is not compiled.)
 
     Args:
         module: what `fxshard.compile` returned.
@@ -246,7 +246,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         module.__class__ = made
 
 
-def _on_whole(method: Any) -> Any:
+def _on_full_parameters(method: Any) -> Any:
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         with as_plain(self._fxshard):
@@ -262,7 +262,7 @@ def _fxshard_class(
 
     Args:
         base: the user's class.
-        methods: names of methods that run on whole parameters; None: those of transformers.
+        methods: names of methods that run on unsharded parameters; None: those of transformers.
     """
     names = hf.methods_on_whole(base) if methods is None else methods
     for known in base.__subclasses__():
@@ -281,7 +281,7 @@ def _fxshard_class(
         USERS_CLASS: base,
         METHODS: names,
         "forward": forward,
-        **{name: _on_whole(getattr(base, name)) for name in names},
+        **{name: _on_full_parameters(getattr(base, name)) for name in names},
     }
     metaclass: Any = type(base)
     made: type[nn.Module] = metaclass(name, (FxshardModule, base), namespace)

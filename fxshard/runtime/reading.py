@@ -6,16 +6,16 @@ same name in which each sharded parameter is a property. What a read gives depen
 =====================================  ============================================================
 outside of the model's forward         the parameter as it is: a DTensor, which gathers itself
                                        where it meets plain tensors (`fxshard.runtime.gathering`).
-                                       Initialisation, optimizers and state dicts must get that,
-                                       or they would work on a copy that nobody keeps.
+                                       Initialisation, optimizers and state dicts need it: they
+                                       would work on a copy otherwise.
 where Dynamo traces                    what ``fxshard::parameter`` makes of the parameter's
-                                       *handle*: the whole parameter, to Dynamo's eyes. The handle
-                                       becomes an input of Dynamo's graph, and so the graph says
-                                       at each call which parameters it reads: layers that share
-                                       code share one graph (see `fxshard.dynamo.graphs`).
-in forward as it is (eager)            the whole parameter, gathered now. Its gradient is reduced
-                                       to the shard. What autograd saves of it is not the whole
-                                       parameter but its name: backward gathers it again.
+                                       *handle*: for Dynamo, the unsharded parameter. The handle
+                                       becomes an input of Dynamo's graph, so each call shows which
+                                       parameters the graph reads: layers that share code share one
+                                       graph (see `fxshard.dynamo.graphs`).
+in an eager forward                    the unsharded parameter, gathered now. Its gradient is
+                                       reduced to the shard. Autograd does not save the unsharded
+                                       parameter: backward gathers it again.
 =====================================  ============================================================
 """
 
@@ -39,14 +39,14 @@ from fxshard.runtime.sharding import Slot
 from fxshard.runtime.store import ParameterStore
 
 RUNTIME, HANDLES = "_fxshard_runtime", "_fxshard_handles"  # attributes besides the user's own
-SHARDED: weakref.WeakSet[Runtime] = weakref.WeakSet()  # of all models that are sharded so now
+SHARDED: weakref.WeakSet[Runtime] = weakref.WeakSet()  # of all models that `attach` was given
 
 _LIBRARY = torch.library.Library("fxshard", "FRAGMENT")
 _LIBRARY.define("parameter(Tensor handle) -> Tensor")
 
 
 @torch.library.register_fake("fxshard::parameter", lib=_LIBRARY)
-def _whole_fake(handle: Tensor) -> Tensor:
+def _unsharded_fake(handle: Tensor) -> Tensor:
     return handle.new_empty(handle.shape)
 
 
@@ -67,7 +67,7 @@ parameter = packet.default
 
 
 def refuse_ddp(module: nn.Module) -> NoReturn:
-    """Instead of what DistributedDataParallel asks a module for before anything else.
+    """Stands in for the attribute that DistributedDataParallel reads of a module first.
 
     Raises:
         ConfigError: always.
@@ -111,9 +111,9 @@ def classes(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, type]:
 
 
 def attach(runtime: Runtime, classes: dict[nn.Module, type]) -> None:
-    """Let the modules of a model that was just sharded read their parameters as said above.
+    """Let the modules of a newly sharded model read their parameters as the table above says.
 
-    And mark them for Dynamo as managed by FSDP with original parameters in use.
+    Also mark them for Dynamo as managed by FSDP with original parameters in use.
 
     Args:
         runtime: of the model.
@@ -130,14 +130,16 @@ def attach(runtime: Runtime, classes: dict[nn.Module, type]) -> None:
 
 
 def runtime_of(model: Any) -> Runtime | None:
-    """Of a model that `attach` was given; None for any other object."""
+    """The runtime of a model that `attach` was given; None for any other object."""
     found = getattr(model, "__dict__", {}).get(RUNTIME)
     return found if isinstance(found, Runtime) and found.model is model else None
 
 
 def managed(owner: ParameterStore) -> list[nn.Module]:
-    """The modules that torch's FSDP would call managed: not those that are ignored, as in FSDP1,
-    and if parameters are ignored, no module that has nothing else, as in FSDP2.
+    """The modules that torch's FSDP would mark as managed.
+
+    As in FSDP1, ignored modules are left out. As in FSDP2, so are modules that have ignored
+    parameters and nothing else.
 
     (torch/distributed/fsdp/_dynamo_utils.py, ``_annotate_modules_for_dynamo``;
     torch/distributed/fsdp/_fully_shard/_fsdp_init.py, ``_ignore_module``)
@@ -161,10 +163,10 @@ def managed(owner: ParameterStore) -> list[nn.Module]:
 
 
 def _casts(unit: Unit) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """To which dtypes the module of a unit casts floating inputs and outputs."""
-    said = unit.precision
-    inputs = said.cast_inputs if unit.fqn else said.cast_root_inputs
-    return said.param_dtype if inputs else None, said.output_dtype
+    """The dtypes to which the module of a unit casts floating inputs and outputs."""
+    policy = unit.precision
+    inputs = policy.cast_inputs if unit.fqn else policy.cast_root_inputs
+    return policy.param_dtype if inputs else None, policy.output_dtype
 
 
 def give_handles(runtime: Runtime) -> None:
@@ -181,7 +183,7 @@ def give_handles(runtime: Runtime) -> None:
 
 
 def _handle(slot: Slot, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Of the whole parameter's shape and dtype; one element of memory, no values.
+    """A tensor of the unsharded parameter's shape and dtype; one element of memory, no values.
 
     An `nn.Parameter`, because Dynamo takes their sizes for constants.
     """
@@ -251,13 +253,13 @@ def _read(module: nn.Module, name: str) -> Any:
         return found
     runtime, fqn = handle._fxshard
     slot = runtime.slots[fqn]
-    if not runtime.forwards.compute_whole or slot.tensor is not found:
-        return found  # or the user's own, put there since
+    if not runtime.forwards.computing or slot.tensor is not found:
+        return found  # sharded; or a parameter that the user has put there
     return runtime.computed(slot)
 
 
 def _read_flat_weights(self: Any) -> list[Any]:
-    """Recurrent modules keep a list of their parameters, which would be the unsharded ones."""
+    """The list that recurrent modules keep of their parameters, read at each access."""
     return [getattr(self, name, None) for name in self._flat_weights_names]
 
 
@@ -267,8 +269,8 @@ _FLAT_WEIGHTS = property(_read_flat_weights, lambda self, value: None)
 def _root_forward(inner: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(inner)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Dynamo inlines this, and finds nothing to do. If a graph break is inside, it cannot stop
-        # in the middle of a try block: it lets this frame run as it is, and goes on inside.
+        # Dynamo inlines this. It cannot break a graph inside of a try block: with a graph break in
+        # `inner`, it runs this frame eagerly and traces the frames inside.
         try:
             hf.FORWARDS.inside += 1
             if not torch.compiler.is_dynamo_compiling():
@@ -310,13 +312,13 @@ def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> A
 
 
 def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
-    """As `copy.deepcopy` of a plain module; that of the root copies what all modules share."""
+    """As `copy.deepcopy` of a plain module; that of the root also copies the runtime."""
     runtime = self._fxshard_runtime
     is_root = runtime.model is self
     if not is_root and id(runtime) not in memo:
         raise StepError(
             f"copy.deepcopy of a {type(self).__name__} inside of a model that fxshard.shard "
-            f"sharded: its shards lie amid those of the model. Copy the whole model."
+            f"sharded: its shards are part of the model's flat storage. Copy the whole model."
         )
     made: Any = object.__new__(type(self))
     memo[id(self)] = made

@@ -1,8 +1,8 @@
-"""Optimizers of the user's that would train nothing, or something else, and say nothing.
+"""Refuses optimizers that would silently train nothing, or train wrongly.
 
-`fxshard.compile` puts sharded parameters in the place of a model's: an optimizer made before that
-finds no gradients. And Adafactor scales its steps by norms that it takes as numbers of Python's,
-which DTensors give per rank, unsummed.
+`fxshard.compile` replaces the parameters of a model by sharded ones: an optimizer made before that
+finds no gradients. Adafactor scales its steps by norms that it reads as Python numbers, and
+DTensors give those of one rank.
 
 Where `fxshard.fully_shard` was called on blocks and never on the model, parameters outside of the
 blocks are plain ones, and nothing reduces their gradients.
@@ -28,7 +28,7 @@ _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary(
 
 
 def mark(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse from now on every step of an optimizer over one of them; by name."""
+    """Refuse from now on every step of an optimizer that holds one of `parameters` (by FQN)."""
     global _count
     if parameters and not _count:
         register_optimizer_step_pre_hook(_refuse)
@@ -38,13 +38,13 @@ def mark(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def was(parameter: nn.Parameter) -> str | None:
-    """The FQN that `parameter` had when a sharded one took its place; None if it is no such."""
+    """The FQN of `parameter` when a sharded one replaced it; None if that has not happened."""
     found: str | None = getattr(parameter, _MARK, None)
     return found
 
 
 def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise StepError if the optimizer holds such a parameter; looked for once."""
+    """Raise StepError if the optimizer holds a replaced parameter; checked once per optimizer."""
     if _checked.get(optimizer) == _count:
         return
     for group in optimizer.param_groups:
@@ -57,7 +57,7 @@ def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 )
             if isinstance(optimizer, Adafactor) and hasattr(parameter, PLACE):
                 raise StepError(
-                    "torch.optim.Adafactor scales each step by norms of a whole parameter and of "
+                    "torch.optim.Adafactor scales each step by norms of a full parameter and of "
                     "its update, and a rank has some of the rows: DTensor gives the norms of "
                     "those. Use an optimizer that steps element by element, such as AdamW."
                 )
@@ -66,7 +66,7 @@ def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _require_covered(optimizer: Optimizer) -> None:
-    """Raise StepError if it has parameters of calls of `fully_shard`, and others of no call."""
+    """Raise StepError if it has parameters that `fully_shard` sharded, and others it did not."""
     held = [param for group in optimizer.param_groups for param in group["params"]]
     places = {param: getattr(param, PLACE) for param in held if hasattr(param, PLACE)}
     runtimes = [runtime for runtime in {ref() for ref, _ in places.values()} if runtime]

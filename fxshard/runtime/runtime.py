@@ -44,13 +44,13 @@ MakeExecutor = Callable[[Program, Any], Executor]
 
 
 class Runtime(Phases):
-    """Everything of ours that a sharded model has, behind one attribute of it.
+    """What fxshard keeps of a sharded model, in one attribute of it.
 
     Attributes:
         variants: the programs made so far; clear it when what they were made for has changed.
-        captured: plans of what Dynamo has captured of it, in order (see `fxshard.dynamo.graphs`).
-        attributes: what modules say that programs depend on.
-        inside: what of the model itself its programs stand for (see `fxshard.capture.swapped`).
+        captured: plans of the graphs that Dynamo has captured, in order (`fxshard.dynamo.graphs`).
+        attributes: the attributes of modules that programs depend on.
+        inside: what of the root module is part of the programs (see `fxshard.capture.swapped`).
         progress: whether captures are shown (see `fxshard.host.progress.task`).
         unit_calls: of `fully_shard`, by FQN of the module; empty if it did not make this.
     """
@@ -74,12 +74,12 @@ class Runtime(Phases):
         self.progress: bool | None = None
         self.unit_calls: Mapping[str, UnitCall] = {}
         self._warned: set[int] = set()
-        self._agreed: dict[str, list[str]] = {}  # what all ranks have alike, by its digest
+        self._agreed: dict[str, list[str]] = {}  # what all ranks have agreed on, by its digest
         if config.optimizer_in_backward:
             self.optimizer()  # refuses what cannot step shards before anything is traced
 
     def optimizer(self) -> OnShards:
-        """The one of the option ``optimizer``, made when it is first asked for."""
+        """The optimizer of the option ``optimizer``, made at the first call."""
         if self._optimizer is None:
             named = dict(self.model.named_parameters())
             made = make_optimizer(self.config.optimizer, list(named.values()), list(named))
@@ -88,7 +88,7 @@ class Runtime(Phases):
         return self._optimizer
 
     def step_parameters(self, fqns: list[str], grads: list[list[Tensor]]) -> OnShards:
-        """What ``fxshard.runtime.step`` does: step parameters with their sharded gradients.
+        """Step parameters with their sharded gradients (operator ``fxshard::step``).
 
         Args:
             fqns: of the parameters.
@@ -110,8 +110,8 @@ class Runtime(Phases):
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one forward; the result is what the user's model returns.
 
-        Inside of `summon_full_params` there is no program: it runs as the user wrote it.
-        Inside ``torch.compile`` it runs as it is, in a graph break.
+        Inside of `summon_full_params` the model runs as the user wrote it, without a program.
+        Inside ``torch.compile`` this is a graph break.
         """
         self.reshard()  # of an `unshard` that nobody ended
         if self.summoned and not torch.is_grad_enabled():
@@ -137,15 +137,15 @@ class Runtime(Phases):
     def variant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         """The program for this kind of call; captured and rewritten if it is new.
 
-        Ranks compare what they made before the first collective of it, if it is not what they
-        agreed on before: a rank may meet a new batch size alone. So they do where a call is
-        refused: the others would wait.
+        Before its first collective, ranks compare a new program, unless they agreed on an equal one
+        before: a single rank may get a new batch size. They also compare refusals of a call, as the
+        other ranks would wait.
         """
         self.require_sharded("forward")
         self.world.require_joined()
         try:
             with autograd.plain_torch_functions():
-                if self.settle():
+                if self.follow_changes():
                     self.variants.clear()
                     self.attributes = Attributes()
             kind = self.kind(args, kwargs)
@@ -175,19 +175,19 @@ class Runtime(Phases):
             self.world.run_call(variant.digest, self._agreed)
 
     def refuse_alike(self, error: FxshardError) -> None:
-        """See that all ranks refuse this call as this one does: others would wait for it.
+        """Check that all ranks refuse this call: the others would wait for this one.
 
         Raises:
             RankMismatchError: on all ranks, if some do not.
         """
-        said = str(error).partition("\n")[0]
-        said = re.sub(r"\d+", "N", said)  # ranks may refuse for sizes of their own
-        lines = [f"refused: {type(error).__name__}: {said}"]
+        reason = str(error).partition("\n")[0]
+        reason = re.sub(r"\d+", "N", reason)  # sizes may differ from rank to rank
+        lines = [f"refused: {type(error).__name__}: {reason}"]
         what = "the model or the batch structure"
         self.world.agree(lines, what, list(self._agreed.values()))
 
     def agree(self, program: Program) -> None:
-        """Let all ranks agree on `program`, if there was none like it.
+        """Let all ranks agree on `program`, unless they agreed on an equal one before.
 
         Raises:
             RankMismatchError: all ranks raise.
@@ -199,7 +199,7 @@ class Runtime(Phases):
         self._agreed[digest(lines)] = lines
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Kind) -> Program:
-        """A program for a kind of call that no other serves; says why, and what it took."""
+        """Trace a program for a kind of call that no other serves; log why and the time taken."""
         reason = reason_for(kind, self.variants.values())
         if len(self.variants) >= self.config.max_variants:
             raise StepError(
@@ -224,7 +224,7 @@ class Runtime(Phases):
         return program
 
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program) -> None:
-        """Run this kind of call by `program`, which all ranks agree on."""
+        """Let `program`, which all ranks agree on, serve this kind of call."""
         self._warn_of_hooks()
         kind = self.kind(args, kwargs)
         self.variants[kind] = found = self.made(
@@ -237,7 +237,7 @@ class Runtime(Phases):
     def made(
         self, kind: Kind, program: Program, model: nn.Module, call: Any, config: Config
     ) -> Variant:
-        """What runs `program`, of a call ``(args, kwargs)`` of `model` with these options."""
+        """A variant of `program`, for a call ``(args, kwargs)`` of `model` with these options."""
         world = self.world
         ranks = (world.replicas, world.size) if config.hybrid else world.replicas * world.size
         plan = Plan([program], Workload(model, without_data(call), ranks, config))
@@ -284,7 +284,7 @@ class Runtime(Phases):
         )
 
     def kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
-        """What of this call its program depends on."""
+        """What the program of this call depends on."""
         grad = torch.is_grad_enabled()
         autocast = torch.is_autocast_enabled(self.device)
         with autograd.plain_torch_functions():
@@ -311,13 +311,13 @@ class Runtime(Phases):
         }
 
     def fresh(self) -> dict[str, Any]:
-        """No program, and no optimizer: a copy makes its own."""
+        """A copy starts without programs and optimizer."""
         fresh: dict[str, Any] = {"variants": {}, "captured": [], "_agreed": {}, "_optimizer": None}
         fresh["attributes"] = Attributes()
         return super().fresh() | fresh
 
     def _require_stepped_here(self, program: Program) -> None:
-        """Raise StepError for a gradient that no step takes, or a hook that waits for one."""
+        """Raise StepError for a gradient or hook that ``optimizer_in_backward`` would ignore."""
         for fqn in transfers.stepped(program):
             if autograd.has_gradient_hooks(self.slots[fqn].tensor):
                 raise StepError(
@@ -333,7 +333,7 @@ class Runtime(Phases):
                 )
 
     def _warn_of_hooks(self) -> None:
-        """Say once of each hook on the module tree that it runs while tracing only."""
+        """Warn once of each hook on the module tree that runs while tracing only."""
         for number, what in state.traced_hooks(self.model).items():
             if number not in self._warned:
                 self._warned.add(number)

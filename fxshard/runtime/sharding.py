@@ -1,4 +1,4 @@
-"""Whole parameters -> flat local storage, padded shards, and what the user sees of them."""
+"""Full parameters -> flat local storage, padded shards, and the parameters that the user sees."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from fxshard.errors import StepError, UnitError
 from fxshard.ir.layout import ParamLayout, flat_numels
 from fxshard.ir.layout import layouts as layouts_of
 from fxshard.ir.units import Param, Unit, check_shardable, note_replaced
-from fxshard.runtime.initialise import check_fillable, has_the_data, owners_of, wholes
+from fxshard.runtime.initialise import check_fillable, full_tensors, has_the_data, owners_of
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.in_process import InProcessWorld
 
 
 @dataclasses.dataclass
 class Slot:
-    """Where one parameter lives: its tensor on the module tree, and the shards behind it.
+    """One parameter: its tensor on the module tree, and its shards.
 
     Attributes:
-        param: what it is.
+        param: its description.
         layout: where its rows are.
         shards: per rank that this process runs, the padded shard ``[chunk, ...]`` that is sent.
-        local: what the parameter has of them: this rank's rows, or all (in-process).
+        local: the view of them that the parameter holds: this rank's rows, or all (in-process).
         owners: every (module, name) that holds it; several if it is tied.
     """
 
@@ -57,14 +57,14 @@ class Slot:
         rows = shards[0] if len(shards) == 1 else torch.cat(shards)
         return rows if rows.shape == self.local.shape else rows[: self.local.shape[0]]
 
-    def settle(self) -> None:
-        """Bring the parameter back onto its shards, if something gave it other storage.
+    def restore_storage(self) -> None:
+        """Put the parameter back on the storage of its shards, if something gave it another.
 
         ``load_state_dict(assign=True)`` and ``module.to(...)`` do; in one process also
         ``param.data = ...``, of which `fxshard.runtime.gathering` takes this rank's rows otherwise.
 
         Raises:
-            StepError: its kind changed, or it is not tied any more.
+            StepError: it has another shape, dtype or device, or is not tied any more.
         """
         tensor = self.tensor
         now, own = local_part(tensor), self.local
@@ -104,9 +104,9 @@ def shard_parameters(
 ) -> dict[str, Slot]:
     """Replace each parameter of `model` by its sharded form, and meta buffers by real ones.
 
-    All or nothing. The padded shards of a unit are views of one flat storage per dtype. What is on
-    the meta device is filled on the world's device (in-process: that of the model), or rank 0's
-    data is given to all ranks; see `fxshard.runtime.initialise`.
+    Nothing is changed if an error is raised. The padded shards of a unit are views of one flat
+    storage per dtype. Meta tensors are filled on the world's device (in-process: that of the
+    model), or rank 0's data is broadcast; see `fxshard.runtime.initialise`.
 
     Args:
         model, units, world, config: what to shard, and how.
@@ -115,7 +115,7 @@ def shard_parameters(
     Raises:
         UnitError: a parameter lives on another device than the world's, has a gradient hook or is
             sharded already; or something on the meta device was not filled.
-        RankMismatchError: rank 0's data is to be given to all, and the ranks hold other buffers,
+        RankMismatchError: rank 0's data is to be broadcast, and the ranks hold different buffers,
             or one of them refuses its model.
     """
     named = dict(model.named_parameters())
@@ -141,13 +141,13 @@ def shard_parameters(
     made = _flat_shards(layouts, originals, device, world, config.offload_policy)
     params = {id(originals[param.fqn]): param for unit in units for param in unit.params}
     buffers: list[tuple[Tensor, Tensor]] = []
-    for tensor, whole in wholes(model, device, config.param_init_fn, sync, ignored):
+    for tensor, full in full_tensors(model, device, config.param_init_fn, sync, ignored):
         if id(tensor) in params:
             fqn = params[id(tensor)].fqn
-            _take_rows(layouts[fqn], made[fqn], whole.detach(), world)
-        elif whole is not tensor:
-            buffers.append((tensor, whole.detach()))
-        del whole  # before the next one is made
+            _take_rows(layouts[fqn], made[fqn], full.detach(), world)
+        elif full is not tensor:
+            buffers.append((tensor, full.detach()))
+        del full  # before the next one is made
     owners = owners_of(model)
     slots: dict[str, Slot] = {}
     for key, param in params.items():
@@ -160,8 +160,8 @@ def shard_parameters(
             for param in unit.params:
                 dtype = unit.precision.reduce_dtype or param.compute_dtype
                 exposed[param.fqn].grad_dtype = dtype if param.dtype.is_floating_point else None
-    for buffer, whole in buffers:
-        _give_buffer(buffer, whole, owners[id(buffer)])
+    for buffer, full in buffers:
+        _give_buffer(buffer, full, owners[id(buffer)])
     for fqn, slot in slots.items():
         note_replaced(fqn, originals[fqn])
         for module, name in slot.owners:
@@ -180,7 +180,7 @@ def _refusal(
     world: C10dWorld | InProcessWorld,
     config: Config,
 ) -> UnitError | None:
-    """Why `model` cannot be sharded as it is now, if so."""
+    """Why `model` cannot be sharded as it is now; None if it can."""
     sync = world if config.sync_module_states and isinstance(world, C10dWorld) else None
     try:
         for fqn, tensor in originals.items():
@@ -250,10 +250,10 @@ def _flat_shards(
 ) -> dict[str, list[Tensor]]:
     """Padded shards, zero: views of one new flat storage per unit, dtype and process.
 
-    Offloaded ones lie on the CPU, in pinned memory where there is an accelerator to copy to.
+    Offloaded ones are on the CPU, in pinned memory if there is an accelerator to copy to.
 
-    In-process, the flat storage holds every rank's rows of a parameter one behind the other, so
-    that a whole parameter is a view too.
+    In-process, the flat storage holds the rows of all ranks of a parameter one after the other, so
+    that the full parameter is a view too.
     """
     found: dict[str, list[Tensor]] = {}
     count = world.size if isinstance(world, InProcessWorld) else 1
@@ -271,26 +271,26 @@ def _flat_shards(
 
 
 def _take_rows(
-    layout: ParamLayout, shards: list[Tensor], whole: Tensor, world: C10dWorld | InProcessWorld
+    layout: ParamLayout, shards: list[Tensor], full: Tensor, world: C10dWorld | InProcessWorld
 ) -> None:
-    """Copy the rows of `whole` into the shards that this process holds."""
+    """Copy the rows of `full` into the shards that this process holds."""
     for k, shard in enumerate(shards):
         rank = k if isinstance(world, InProcessWorld) else world.rank
         rows = layout.rows(rank)
-        shard[: len(rows)].copy_(whole[rows.start : rows.stop])
+        shard[: len(rows)].copy_(full[rows.start : rows.stop])
 
 
-def _give_buffer(buffer: Tensor, whole: Tensor, owners: list[tuple[nn.Module, str]]) -> None:
-    """Put new data into a buffer: in place where it has data, for others may refer to it."""
+def _give_buffer(buffer: Tensor, full: Tensor, owners: list[tuple[nn.Module, str]]) -> None:
+    """Put new data into a buffer; in place if it has data, as other objects may refer to it."""
     if not buffer.is_meta and buffer.is_contiguous():
-        buffer.detach().copy_(whole)
+        buffer.detach().copy_(full)
         return
     for module, name in owners:
-        module._buffers[name] = whole if buffer.is_meta else whole.to(buffer.device)
+        module._buffers[name] = full if buffer.is_meta else full.to(buffer.device)
 
 
 def _local(layout: ParamLayout, shards: list[Tensor], world: C10dWorld | InProcessWorld) -> Tensor:
-    """The rows behind the parameter that the user sees: without padding."""
+    """The rows of the parameter that the user sees: without padding."""
     if isinstance(world, InProcessWorld):
         # unbind() made views of one block; its rows follow each other in the flat storage.
         return shards[0].as_strided(layout.shape, torch.empty(layout.shape, device="meta").stride())

@@ -1,7 +1,7 @@
-"""The state of a sharded module, whole and in parts: norms, whole parameters, state dicts, copies.
+"""The state of a sharded module: norms, unsharded parameters, state dicts, copies.
 
-All of it reads the placements that a parameter has, and so holds for any mesh and for parameters
-that are not sharded at all.
+Everything here reads the placements of a parameter. So it works for any mesh, and for parameters
+that are not sharded.
 """
 
 from __future__ import annotations
@@ -73,16 +73,16 @@ def _total_norm(grads: Sequence[Tensor], p: float) -> Tensor:
             norms[i] = _summand(local, p)
         else:
             norms[i] = torch.linalg.vector_norm(local, p, dtype=_wide(local.dtype))
-    for (mesh, dims), members in together.items():  # one all-reduce for all that lie alike
+    for (mesh, dims), members in together.items():  # one all-reduce for all of equal placement
         parts = torch.stack([norms[i] for i in members]).to(mesh.device_type)
-        strange = parts.isnan()
-        if math.isinf(p):  # gloo's maximum loses NaN, which goes beside the numbers
-            parts = torch.cat([parts.where(~strange, 0.0), math.copysign(1, p) * strange])
+        is_nan = parts.isnan()
+        if math.isinf(p):  # gloo's maximum loses NaN: it is sent as a flag beside the numbers
+            parts = torch.cat([parts.where(~is_nan, 0.0), math.copysign(1, p) * is_nan])
         for dim in dims:
             dist.all_reduce(parts, _reduction(p), group=mesh.get_group(dim))
         if math.isinf(p):
-            parts, strange = parts.chunk(2)
-            parts = parts.where(strange == 0, math.nan)
+            parts, is_nan = parts.chunk(2)
+            parts = parts.where(is_nan == 0, math.nan)
         if math.isfinite(p) and p != 0:
             parts = parts ** (1 / p)
         norms.update(zip(members, parts.unbind(), strict=True))
@@ -102,7 +102,7 @@ def _sharded_dims(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _summand(local: Tensor, p: float) -> Tensor:
-    """What this rank's rows add to a norm, before the reduction; of no rows, what changes nothing.
+    """What this rank's rows add to a norm, before the reduction; neutral if it has no rows.
 
     (torch has no maximum of an empty tensor.)
     """
@@ -121,11 +121,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-# -- whole parameters ------------------------------------------------------------------------------
+# -- unsharded parameters --------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def whole_parameters(
+def full_parameters(
     slots: Sequence[Slot],
     all_rows: Callable[[Tensor], Tensor],
     *,
@@ -134,11 +134,11 @@ def whole_parameters(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """For the time of the block the module tree holds whole plain parameters.
+    """For the time of the block the module tree holds unsharded plain parameters.
 
-    Collective. What ``FullyShardedDataParallel.summon_full_params`` does
-    (torch/distributed/fsdp/_unshard_param_utils.py), but that ``writeback=False`` discards changes
-    on one rank too, and gradients may be offloaded. `all_rows` is that of `ParameterStore`.
+    Collective. It does what ``FullyShardedDataParallel.summon_full_params`` does
+    (torch/distributed/fsdp/_unshard_param_utils.py), except that ``writeback=False`` discards
+    changes on one rank too, and gradients may be offloaded. `all_rows` is that of `ParameterStore`.
 
     Raises:
         ConfigError: `writeback` with `rank0_only`: the other ranks have nothing to take rows from.
@@ -153,12 +153,12 @@ def whole_parameters(
     keep = not rank0_only or all(map(_is_first, sharded))
     made = []
     for tensor in sharded:
-        whole = nn.Parameter(_own(all_rows, tensor, offload_to_cpu), tensor.requires_grad)
+        full = nn.Parameter(_own(all_rows, tensor, offload_to_cpu), tensor.requires_grad)
         if with_grads and tensor.grad is not None:
-            whole.grad = _own(all_rows, tensor.grad, offload_to_cpu)
-        made.append(whole if keep else tensor)
-    for slot, whole in zip(slots, made, strict=True):
-        _place(slot, whole)
+            full.grad = _own(all_rows, tensor.grad, offload_to_cpu)
+        made.append(full if keep else tensor)
+    for slot, full in zip(slots, made, strict=True):
+        _place(slot, full)
     try:
         yield
     finally:
@@ -192,15 +192,15 @@ def _place(slot: Slot, tensor: Any) -> None:
 
 
 def _require_alike(slot: Slot, now: Sequence[nn.Parameter | None]) -> None:
-    """Raise StepError if the module tree holds another kind of parameter at the end of it."""
-    tensor, whole, fqn = slot.tensor, now[0], slot.param.fqn
-    if any(other is not whole for other in now):
+    """Raise StepError if parameters were untied, removed or reshaped in the block."""
+    tensor, full, fqn = slot.tensor, now[0], slot.param.fqn
+    if any(other is not full for other in now):
         raise StepError(
             f"parameter {fqn!r} was not tied to {slot.param.aliases[1:]} any more at the end of "
             f"summon_full_params: all changes were dropped. Tie them again inside the block."
         )
-    if whole is None or whole.shape != tensor.shape:
-        what = "gone" if whole is None else f"of shape {list(whole.shape)}"
+    if full is None or full.shape != tensor.shape:
+        what = "gone" if full is None else f"of shape {list(full.shape)}"
         raise StepError(
             f"parameter {fqn!r} was {what} at the end of summon_full_params, and of shape "
             f"{list(tensor.shape)} before: all changes were dropped. Change values only, or change "
@@ -209,30 +209,30 @@ def _require_alike(slot: Slot, now: Sequence[nn.Parameter | None]) -> None:
 
 
 @torch.no_grad()
-def _write_back(slot: Slot, whole: nn.Parameter | None, with_grads: bool) -> None:
-    """This rank's rows of what the module tree held at the end of the block."""
+def _write_back(slot: Slot, full: nn.Parameter | None, with_grads: bool) -> None:
+    """Copy this rank's rows of the unsharded parameter that the block has left."""
     tensor = slot.tensor
-    assert whole is not None
-    tensor.copy_(sharded_like(whole.detach(), tensor))
-    tensor.requires_grad_(whole.requires_grad)
+    assert full is not None
+    tensor.copy_(sharded_like(full.detach(), tensor))
+    tensor.requires_grad_(full.requires_grad)
     if not with_grads:
         return
-    if whole.grad is None:
+    if full.grad is None:
         tensor.grad = None
     elif tensor.grad is None:
-        made = sharded_like(whole.grad.to(tensor.dtype), tensor)
+        made = sharded_like(full.grad.to(tensor.dtype), tensor)
         tensor.grad = made if isinstance(made, DTensor) else made.to(tensor.device)
     else:
-        tensor.grad.copy_(sharded_like(whole.grad, tensor.grad))
+        tensor.grad.copy_(sharded_like(full.grad, tensor.grad))
 
 
 # -- state dicts -----------------------------------------------------------------------------------
 
 
-def take_whole_values(modules: Iterable[nn.Module]) -> None:
-    """Let ``load_state_dict`` of each module take plain whole tensors for sharded parameters.
+def take_full_values(modules: Iterable[nn.Module]) -> None:
+    """Let ``load_state_dict`` of each module take plain full tensors for sharded parameters.
 
-    And its ``state_dict`` give DTensors that `torch.save` takes (see `dtensors.stand_in`).
+    Also let its ``state_dict`` give DTensors that `torch.save` takes (see `dtensors.stand_in`).
     """
     for module in modules:
         module.register_load_state_dict_pre_hook(_take_rows)
@@ -240,14 +240,14 @@ def take_whole_values(modules: Iterable[nn.Module]) -> None:
 
 
 def _take_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Put this rank's rows in the place of each whole tensor that `module` shards.
+    """Replace each full tensor of a sharded parameter of `module` by this rank's rows.
 
-    What has another shape than the parameter stays, for ``load_state_dict`` to complain about.
+    Tensors of another shape stay, for ``load_state_dict`` to complain about.
     """
     for name, param in module._parameters.items():
         value = state_dict.get(prefix + name)
-        whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
-        if isinstance(param, DTensor) and whole and value.shape == param.shape:
+        full = isinstance(value, Tensor) and not isinstance(value, DTensor)
+        if isinstance(param, DTensor) and full and value.shape == param.shape:
             # A copy: with assign=True it becomes the parameter, and see dtensors.stand_in.
             state_dict[prefix + name] = sharded_like(value.detach(), param).clone()
 
@@ -261,23 +261,23 @@ def _make_savable(module: nn.Module, state_dict: dict[str, Any], prefix: str, _:
             dtensors.set_local_tensor(made, local)
 
 
-def whole_state(
+def full_state(
     state: dict[str, Any],
     all_rows: Callable[[Tensor], Tensor],
     cpu_offload: bool,
     rank0_only: bool,
 ) -> dict[str, Any]:
-    """The state of a model or of its optimizer with whole tensors, gathered one after the other.
+    """The state of a model or of its optimizer with full tensors, gathered one after the other.
 
-    Collective. ``{}`` on other ranks than 0 if `rank0_only`, which keep nothing in the meantime.
+    Collective. With `rank0_only`, ranks other than 0 keep nothing and get ``{}``.
     """
     here = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
     leaves, spec = trees.tree_flatten(state)
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            whole = all_rows(leaf)
-            leaves[i] = None if not here else whole.cpu() if cpu_offload else whole
-            del whole  # before the next one is made
+            full = all_rows(leaf)
+            leaves[i] = None if not here else full.cpu() if cpu_offload else full
+            del full  # before the next one is made
     return trees.tree_unflatten(leaves, spec) if here else {}
 
 
@@ -311,7 +311,7 @@ def converted(
 
     Raises:
         StepError: it moves shards away from the devices of the mesh, or torch cannot exchange the
-            values of a parameter, because of what else refers to it.
+            values of a parameter because something else refers to it.
     """
     for slot in slots:
         device, own = fn(slot.local.new_empty(0)).device, slot.local.device
@@ -319,7 +319,7 @@ def converted(
             break
         if device.type != (world.mesh.device_type if own.type == "meta" else own.type):
             raise StepError(
-                f"parameter {slot.param.fqn!r} cannot move to {device}: its shard lies on "
+                f"parameter {slot.param.fqn!r} cannot move to {device}: its shard is on "
                 f"{own}, and the mesh is of device type {world.mesh.device_type!r}. "
                 f"Move the model before fxshard.compile, with a mesh of that device type."
             )
@@ -336,7 +336,7 @@ def converted(
 
 
 def _exchange(slot: Slot, local: Tensor, fn: Callable[[Tensor], Tensor]) -> None:
-    """Give the parameter `local` for its values, and convert its gradient."""
+    """Exchange the values of the parameter for `local`, and convert its gradient."""
     tensor = slot.tensor
     for module, _ in slot.owners:
         if isinstance(module, nn.RNNBase):
@@ -360,8 +360,9 @@ def _exchange(slot: Slot, local: Tensor, fn: Callable[[Tensor], Tensor]) -> None
 
 
 def lay_out(slots: Sequence[Slot]) -> None:
-    """Put the parameters that the module tree holds now onto new flat storage, as it was laid out:
-    the padded shards of a unit are views of one storage per dtype.
+    """Move the parameters that the module tree holds now to new flat storage, of the same layout.
+
+    The padded shards of a unit are views of one storage per dtype.
     """
     groups: dict[tuple[int, torch.dtype, torch.device], list[Slot]] = {}
     for slot in slots:
@@ -374,13 +375,13 @@ def lay_out(slots: Sequence[Slot]) -> None:
         for slot, layout in zip(members, placed, strict=True):
             slot.param = dataclasses.replace(slot.param, dtype=dtype)
             slot.layout, slot.shards = layout, layout.shards_in(flat, ranks)
-            # A whole parameter (in-process) goes on into the shards behind the first.
+            # In-process, the rows of the full parameter continue in the shards after the first.
             slot.local = slot.shards[0].as_strided(slot.local.shape, slot.local.stride())
             slot.local.copy_(local_part(slot.tensor).detach())
-            _stand_on(slot.tensor, slot.local)
+            _set_storage(slot.tensor, slot.local)
 
 
-def _stand_on(tensor: Tensor, local: Tensor) -> None:
+def _set_storage(tensor: Tensor, local: Tensor) -> None:
     if isinstance(tensor, DTensor):
         dtensors.set_local_tensor(tensor, local)
     else:
@@ -390,7 +391,7 @@ def _stand_on(tensor: Tensor, local: Tensor) -> None:
 def copied(slots: Mapping[str, Slot], memo: dict[int, Any]) -> dict[str, Slot]:
     """Deep copies of `slots`, with a parameter of its own for each; modules are found by `memo`."""
     for slot in slots.values():
-        slot.settle()
+        slot.restore_storage()
         copy.deepcopy(slot.shards, memo)  # views of one storage stay so: memo holds the storage
         local, tensor = copy.deepcopy(slot.local, memo), slot.tensor
         if isinstance(tensor, DTensor):
@@ -409,7 +410,7 @@ def without_data(slot: Slot) -> Slot:
 
 
 def check_picklable(option: str, value: Any) -> None:
-    """Raises StepError naming the option of `fxshard.compile` that pickle cannot take."""
+    """Raise StepError, which names the option, if pickle cannot take its value."""
     try:
         pickle.dumps(value)
     except Exception as error:
@@ -423,7 +424,7 @@ def check_picklable(option: str, value: Any) -> None:
 
 
 def traced_hooks(model: nn.Module) -> dict[int, str]:
-    """Hooks below `model` that run while tracing only: their number -> what to say about them.
+    """Hooks of submodules that run while tracing only: number -> description.
 
     Those of torch and transformers themselves are left out: they are written to be traced.
     """
@@ -455,11 +456,11 @@ def optim_state_dict_to_load(
 ) -> dict[str, Any]:
     """`saved`, by parameter name, as ``optimizer.load_state_dict`` takes it: by number.
 
-    Of a whole tensor it holds this rank's rows; nothing is communicated.
+    Full tensors become this rank's rows; nothing is communicated.
 
     Raises:
-        CheckpointError: a parameter of `optimizer` is in no group of `saved`, or those of one group
-            were in several, of other options.
+        CheckpointError: a parameter of `optimizer` is in no group of `saved`, or the parameters of
+            one group were in several groups with different options.
     """
     names = {id(param): name for name, param in model.named_parameters()}
     groups: list[dict[str, Any]] = []
@@ -493,7 +494,7 @@ def optim_state_dict_to_load(
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """The first option that two groups do not have alike; empty if there is none."""
+    """The first option in which two groups differ; empty if there is none."""
     for option in dict.fromkeys([*one, *other]):
         values = one.get(option), other.get(option)
         if option in ("params", "param_names"):
@@ -509,8 +510,8 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 def _rows_of_state(value: Any, param: nn.Parameter) -> Any:
-    """This rank's rows of what an optimizer keeps of `param`, if it is whole and of its shape."""
-    whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
-    if isinstance(param, DTensor) and whole and value.shape == param.shape:
+    """This rank's rows of an optimizer state, if it is a full tensor of the shape of `param`."""
+    full = isinstance(value, Tensor) and not isinstance(value, DTensor)
+    if isinstance(param, DTensor) and full and value.shape == param.shape:
         return sharded_like(value.detach(), param).clone()
     return value

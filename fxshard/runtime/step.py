@@ -1,4 +1,4 @@
-"""How programs run: what phases are given, and the one node of a call in autograd's graph."""
+"""How programs run: the arguments of phases, and the autograd node of a call."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _Noted = tuple[weakref.ref[Tensor], int] | None  # a tensor, and how often it ha
 
 
 class Phases(ParameterStore):
-    """A store on which programs run: what their phases are given, and what exceptions leave.
+    """A store on which programs run: arguments of phases, and what an exception leaves undone.
 
     Attributes:
-        torn: why calls are refused: what a phase has begun that an exception ended, and each part
-            (role and FQN) as it was then.
+        refusals: why calls are refused: by what an exception left half-written, the reason, and
+            each part (role and FQN) as it was then.
         just_stepped: parameters that the last backward has stepped.
     """
 
@@ -49,16 +49,16 @@ class Phases(ParameterStore):
         kept: Iterable[Slot] = (),
     ) -> None:
         super().__init__(model, units, world, config, kept)
-        self.torn: dict[str, tuple[str, dict[_Part, _Noted]]] = {}
+        self.refusals: dict[str, tuple[str, dict[_Part, _Noted]]] = {}
         self.just_stepped: list[str] = []
 
     def arguments(self, variant: Variant, batch: Sequence[Tensor]) -> list[list[Tensor]]:
         """Per rank that this process runs, the values of forward's placeholders.
 
         Raises:
-            StepError: a phase failed, and has left gradients, parameters or buffers in parts.
+            StepError: a phase failed, and has left gradients, parameters or buffers half-written.
         """
-        self._require_whole()
+        self._require_complete()
         ranks = self.world.ranks if isinstance(self.world, InProcessWorld) else 1
         rows = [
             [
@@ -74,7 +74,7 @@ class Phases(ParameterStore):
         return rows
 
     def value(self, node: fx.Node, program: Program, batch: Sequence[Tensor], rank: int) -> Tensor:
-        """Of a placeholder of `program`, on one of the ranks of this process."""
+        """The value of a placeholder of `program`, on one of the ranks of this process."""
         tag = tags.get(node)
         name = tag.fqn or ""
         if tag.role == "shard":
@@ -101,11 +101,11 @@ class Phases(ParameterStore):
 
     @contextlib.contextmanager
     def as_traced(self, variant: Variant | None = None) -> Iterator[None]:
-        """The context that a program runs in: its casts are in it, autocast must add none.
+        """The context that a program runs in: its casts are in the graph, so autocast is off.
 
-        An exception refers to the frames that it came through, and they to unsharded parameters,
-        activations and gradients: these die here, and not with the exception. Forward writes its
-        buffers last, one behind the other: calls are refused if an exception came in between.
+        The frames of an exception refer to unsharded parameters, activations and gradients. They
+        are cleared here, so that these do not live as long as the exception. Forward writes its
+        buffers last, one after the other: calls are refused if an exception came in between.
 
         Args:
             variant: what runs, if it is forward.
@@ -131,18 +131,18 @@ class Phases(ParameterStore):
 
     def refuse_until_written(self, what: str, why: str, parts: Sequence[_Part]) -> None:
         """Refuse calls from now on, until all of `parts` have been written, as loading does."""
-        self.torn[what] = why, {part: self._noted(part) for part in parts}
+        self.refusals[what] = why, {part: self._noted(part) for part in parts}
 
     def _noted(self, part: _Part) -> _Noted:
         role, fqn = part
         tensor = self._buffer(fqn) if role == "buffer" else self.slots[fqn].tensor
         return weakref.ref(tensor), autograd.version(tensor)
 
-    def _require_whole(self) -> None:
-        for what, (why, parts) in list(self.torn.items()):
+    def _require_complete(self) -> None:
+        for what, (why, parts) in list(self.refusals.items()):
             if not parts or any(starmap(self._is_unwritten, parts.items())):
                 raise StepError(why)
-            del self.torn[what]
+            del self.refusals[what]
 
     def _is_unwritten(self, part: _Part, noted: _Noted) -> bool:
         now = self._noted(part)
@@ -151,18 +151,18 @@ class Phases(ParameterStore):
         return noted[0]() is now[0]() and noted[1] == now[1]
 
     def fresh(self) -> dict[str, Any]:
-        """What is torn of the original is so of a copy: `note_halves` notes what the copy has."""
-        torn = self.torn.items()
-        halves = {what: (why, dict.fromkeys(parts)) for what, (why, parts) in torn}
-        return super().fresh() | {"torn": halves}
+        """A copy is refused as its original is; `note_parts` notes the parts of the copy."""
+        items = self.refusals.items()
+        refusals = {what: (why, dict.fromkeys(parts)) for what, (why, parts) in items}
+        return super().fresh() | {"refusals": refusals}
 
     def restored(self) -> None:
         super().restored()
-        self.note_halves()
+        self.note_parts()
 
-    def note_halves(self) -> None:
-        """A copy is complete: it is refused as its original is, until its halves are written."""
-        for what, (why, parts) in self.torn.items():
+    def note_parts(self) -> None:
+        """Note the parts of a copy that is now complete: it is refused until they are written."""
+        for what, (why, parts) in self.refusals.items():
             self.refuse_until_written(what, why, list(parts))
 
 
@@ -176,10 +176,10 @@ class Call:
 
 
 class Step(torch.autograd.Function):
-    """One node in the user's autograd graph: the whole model.
+    """The node of the model in the user's autograd graph.
 
-    Saved values are a plain list on the context, handed over (and so dropped) by backward; so are
-    the gradients that arrive, which autograd hands over in a list.
+    Saved values are a plain list on the context; backward takes it over and drops it. The gradients
+    that arrive are a list too (``boxed_grads_call``).
     """
 
     boxed_grads_call = True
@@ -212,7 +212,7 @@ class Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():  # autograd has it so for create_graph=True alone
+        if torch.is_grad_enabled():  # in a backward, with create_graph=True only
             name = users_class(ctx.call.runtime.model).__name__
             raise StepError(
                 f"backward with create_graph=True through {name}: gradients of a program have no "
@@ -257,7 +257,7 @@ class Step(torch.autograd.Function):
             )
         _require_parameters(ctx)
         arrived = [position for position, k in ctx.places.items() if grads[k] is not None]
-        ctx.exposed = None  # they die behind their last readers
+        ctx.exposed = None  # they die after their last readers
         tangents: dict[str | None, Tensor | None] = {}
         for node in call.variant.executor.backward_inputs:
             if tags.get(node).role == "tangent":
@@ -267,7 +267,7 @@ class Step(torch.autograd.Function):
                     continue
                 tangents[tags.get(node).fqn] = _laid_out(grads[k], node, ctx.shapes[k])
                 if tangents[tags.get(node).fqn] is grads[k]:
-                    grads[k] = None  # dies behind its last reader; what was copied stays to the end
+                    grads[k] = None  # dies after its last reader; a copied one stays to the end
         saved, ctx.saved = ctx.saved, None
         batch, ctx.batch = ctx.batch, None
         call.runtime.require_accumulated(program)
@@ -276,7 +276,7 @@ class Step(torch.autograd.Function):
         reach, world = call.runtime.reach, call.runtime.world
         unused = reach.begin(program, arrived, world, call.runtime.accumulated)
         world.begin_backward(call)
-        with call.runtime.as_traced(), _whole_or_refused(call):
+        with call.runtime.as_traced(), _undone_or_refused(call):
             results = call.variant.executor.backward(args)
         return (None, *_gradients(call, results, len(batch), unused | reach.unused()))
 
@@ -292,10 +292,10 @@ def _require_parameters(ctx: Any) -> None:
 
 
 def _keep_identities(outputs: list[Any], repeats: Sequence[tuple[int, int]]) -> None:
-    """Where eager returns one tensor twice, so do we, and nowhere else: graphs merge equal values.
+    """Return one tensor twice where eager does, and nowhere else: graphs merge equal values.
 
-    Autograd brings the gradients of one tensor, summed up, to the last place that it is returned
-    at; two that share memory have a gradient each.
+    For one tensor that is returned twice, autograd gives the sum of the gradients to the last
+    place. Two tensors that share memory have a gradient each.
     """
     again = dict(repeats)
     seen: set[int] = set()
@@ -308,11 +308,12 @@ def _keep_identities(outputs: list[Any], repeats: Sequence[tuple[int, int]]) -> 
 
 
 @contextlib.contextmanager
-def _whole_or_refused(call: Call) -> Iterator[None]:
-    """If backward ends with an exception, its sums and steps are not begun, or calls are refused.
+def _undone_or_refused(call: Call) -> Iterator[None]:
+    """After an exception in backward, restore the accumulated gradients, or refuse further calls.
 
-    Gradients are added to accumulated ones in place, and these are freed once they are reduced: a
-    copy to go back to would take as much memory again.
+    Calls are refused if backward has already added to accumulated gradients or stepped parameters.
+    Gradients are added in place, and freed once they are reduced: a copy to restore them from would
+    take as much memory again.
     """
     runtime, program = call.runtime, call.variant.program
     sums = {fqn: runtime.accumulated[fqn] for fqn in program.accumulated & {*runtime.accumulated}}
@@ -328,7 +329,7 @@ def _whole_or_refused(call: Call) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        said = f"backward ended with an exception ({type(error).__name__})"
+        ended = f"backward ended with an exception ({type(error).__name__})"
         found = {fqn: [(ref(), v) for ref, v in refs] for fqn, refs in before.items()}
         left = [pair for pairs in found.values() for pair in pairs]
         if all(t is not None and autograd.version(t) == v for t, v in left):
@@ -337,15 +338,15 @@ def _whole_or_refused(call: Call) -> Iterator[None]:
         else:
             for fqn in found:
                 runtime.accumulated.pop(fqn, None)
-            runtime.torn["accumulated"] = (
-                f"{said} that had added to the gradients accumulated under no_sync, and they are "
+            runtime.refusals["accumulated"] = (
+                f"{ended} that had added to the gradients accumulated under no_sync, and they are "
                 f"lost: call zero_grad() of the model, and begin with the first micro-batch.",
                 {},
             )
         if runtime.just_stepped:
             runtime.refuse_until_written(
                 "stepped",
-                f"{said} that had stepped {runtime.just_stepped[0]!r} and not all parameters "
+                f"{ended} that had stepped {runtime.just_stepped[0]!r} and not all parameters "
                 f"(optimizer_in_backward=True): load the last checkpoint.",
                 [("shard", fqn) for fqn in transfers.stepped(program)],
             )
@@ -353,12 +354,12 @@ def _whole_or_refused(call: Call) -> Iterator[None]:
 
 
 def _versions(call: Call, batch: Sequence[Tensor]) -> list[tuple[str, tuple[int, ...]]]:
-    """How often each tensor of the caller's that backward reads has been changed in place."""
+    """How often each tensor of the caller that backward reads has been changed in place."""
     program, found = call.variant.program, []
     for node in call.variant.read_again:
         role, name = tags.get(node).role, tags.get(node).fqn or ""
         tensors = [call.runtime.value(node, program, batch, 0)]
-        if role == "shard":  # operators on a DTensor count on it, not on what it is made of
+        if role == "shard":  # operators on a DTensor raise its version, not that of its local part
             tensors.append(call.runtime.slots[name].tensor)
         what = program.signature.input_names[int(name)] if role == "input" else name
         found.append((what, tuple(map(autograd.version, tensors))))
@@ -366,19 +367,19 @@ def _versions(call: Call, batch: Sequence[Tensor]) -> list[tuple[str, tuple[int,
 
 
 def _exposed(outputs: Sequence[Tensor], saved: list[list[Tensor]]) -> list[tuple[Tensor, int]]:
-    """What is saved of the caller's outputs, and how often each was changed in place by now."""
-    theirs = {o.untyped_storage().data_ptr() for o in tags.tensors(outputs) if o.numel()}
+    """The saved values that share memory with outputs, each with its version now."""
+    returned = {o.untyped_storage().data_ptr() for o in tags.tensors(outputs) if o.numel()}
     return [
         (tensor, autograd.version(tensor))
         for tensor in tags.tensors(saved[0])
-        if tensor.untyped_storage().data_ptr() in theirs
+        if tensor.untyped_storage().data_ptr() in returned
     ]
 
 
 def _laid_out(grad: Tensor | None, node: fx.Node, shape: torch.Size) -> Tensor:
     """The gradient of an output in the strides that backward was traced for; None is zeros.
 
-    (What that makes zeros of is None again in the end: `fxshard.runtime.unused`.)
+    (Gradients that are zeros for that reason become None: `fxshard.runtime.unused`.)
     """
     like = node.meta["val"]
     stride = like.stride() if like.shape == shape else shapes.stride_like(like, shape)
@@ -423,7 +424,7 @@ def _gradients(
         if result.kind == "accumulated":
             fresh = [grads.pop(result.name) for grads in per_rank]
             sums = call.runtime.accumulated.setdefault(result.name, fresh)
-            if sums is not fresh:  # another forward was run in front of this backward
+            if sums is not fresh:  # another forward ran before this backward
                 for total, grad in zip(sums, fresh, strict=True):
                     total.add_(grad)
     out: list[Tensor | None] = []

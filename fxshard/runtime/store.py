@@ -1,7 +1,7 @@
-"""Where the parameters of a sharded model are, outside of its programs.
+"""The parameters of a sharded model, outside of its programs.
 
-Module, state dicts, checkpoints, optimizers and eager reads go through it. The work on tensors is
-done in `fxshard.runtime.sharding` and `fxshard.runtime.state`.
+The module, state dicts, checkpoints, optimizers and eager reads use this store. The work on tensors
+is done in `fxshard.runtime.sharding` and `fxshard.runtime.state`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ParameterStore:
     """The shards of a model, and its other parameters, buffers and accumulated gradients.
 
     Under a process group each parameter is a DTensor with placement ``Shard(0)``; without one, each
-    is whole and all ranks run inside this process.
+    is unsharded and all ranks run inside this process.
 
     Attributes:
         model: the user's object.
@@ -47,13 +47,13 @@ class ParameterStore:
         slots: every sharded parameter by FQN.
         ignored: every ignored parameter by FQN.
         buffer_slots: by FQN, the module that holds a buffer and its name there.
-        accumulated: per parameter, the gradient that `no_sync` has left, per rank of this process.
+        accumulated: per parameter and rank of this process, the gradient accumulated by `no_sync`.
         reach: which gradients a loss has reached.
         sync: False inside of `no_sync`.
         comm_hook: the user's function reduces gradients.
-        forwards: those that run eagerly now.
+        forwards: the eager forwards that are running.
         device: type of the device that programs run on; shards may be offloaded from it.
-        summoned: parameters are whole now, and nothing may run on shards.
+        summoned: parameters are unsharded now, and no program may run.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ParameterStore:
         before = {module for slot in kept for module, _ in slot.owners}
         self.slots = shard_parameters(model, units, world, config, kept)
         owners = [module for slot in self.slots.values() for module, _ in slot.owners]
-        state.take_whole_values(module for module in dict.fromkeys(owners) if module not in before)
+        state.take_full_values(module for module in dict.fromkeys(owners) if module not in before)
         self.ignored = {p.fqn: p for unit in units for p in unit.ignored}
         self.accumulated: dict[str, list[Tensor]] = {}
         self.reach = Reach()
@@ -81,13 +81,13 @@ class ParameterStore:
         self.summoned = False
         self._unshards: contextlib.ExitStack | None = None
         self.device = self.compute_device()
-        self.look_around()
+        self.note_structure()
         self._seen = {fqn: slot.tensor for fqn, slot in self.slots.items()}
 
     def _cast_buffers(self) -> None:
-        """Give buffers the dtype that the policy of their unit asks for, for good (as FSDP1).
+        """Give buffers the dtype of their unit's policy, permanently (as FSDP1).
 
-        With offload they also go where the program computes: they are not loaded per unit.
+        With offload they also move to the device of the program: they are not loaded per unit.
         """
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         dtypes = buffer_dtypes(self.units, buffers)
@@ -127,22 +127,22 @@ class ParameterStore:
         )
 
     def waiting(self) -> tuple[str, ...]:
-        """Parameters with an accumulated gradient that a backward will add to or reduce."""
+        """FQNs of parameters with an accumulated gradient that a backward adds to or reduces."""
         return tuple(fqn for fqn in self.accumulated if self.slots[fqn].tensor.requires_grad)
 
     def require_accumulated(self, program: Program) -> None:
-        """Raise StepError if there are gradients that a backward should reduce and does not."""
+        """Raise StepError if this backward would leave accumulated gradients unreduced."""
         if program.sync and set(self.waiting()) - program.accumulated:
             raise StepError(
                 "gradients were accumulated under no_sync between a forward outside of it and its "
-                "backward, which would not reduce them. Call backward behind each forward, "
+                "backward, which would not reduce them. Call backward after each forward, "
                 "micro-batch by micro-batch."
             )
 
     # -- the model as it is now --------------------------------------------------------------------
 
-    def look_around(self) -> None:
-        """Note which modules, parameters and buffers the model is made of."""
+    def note_structure(self) -> None:
+        """Note which modules, parameters and buffers the model has."""
         self.tree = list(self.model.modules())
         self.buffer_slots = {
             name: (module, key)
@@ -152,18 +152,18 @@ class ParameterStore:
         }
         self._structure = [_names(module) for module in self.tree]
 
-    def settle(self) -> bool:
-        """Follow what was done to the model since the last call; True if modules are others.
+    def follow_changes(self) -> bool:
+        """Take over changes of the model since the last call; True if its structure changed.
 
         Raises:
-            StepError: parameters have come, gone, or are of another kind now.
+            StepError: parameters were added or removed, or have another shape, dtype or device.
         """
         changed = any(map(_differ, self.tree, self._structure))
         if changed:
             self._require_same_parameters()
-            self.look_around()
+            self.note_structure()
         for fqn, slot in self.slots.items():
-            slot.settle()
+            slot.restore_storage()
             if (tensor := slot.tensor) is not (before := self._seen.setdefault(fqn, tensor)):
                 replaced.mark({fqn: before})
                 self._seen[fqn] = tensor
@@ -196,19 +196,19 @@ class ParameterStore:
             )
 
     def compute_device(self) -> str:
-        """Type of the device that programs run on, as parameters lie now."""
+        """Type of the device that programs run on, from where parameters are now."""
         if isinstance(self.world, C10dWorld):
             return self.world.mesh.device_type
         return next((p.device.type for p in self.model.parameters()), "cpu")
 
-    # -- whole parameters in eager code ------------------------------------------------------------
+    # -- unsharded parameters in eager code --------------------------------------------------------
 
     def computed(self, slot: Slot) -> Tensor:
-        """A parameter as an eager forward computes with it: see `read`, in its unit's dtype."""
+        """A parameter for an eager forward: as `read`, in the compute dtype of its unit."""
         return self.read(slot, self.as_it_is(slot.param).compute_dtype)
 
     def read(self, slot: Slot, dtype: torch.dtype) -> Tensor:
-        """A parameter, whole; its gradient becomes one of the shard. Collective.
+        """A parameter, unsharded; its gradient is reduced to the shard. Collective.
 
         Raises:
             StepError: see `require_readable`.
@@ -217,27 +217,27 @@ class ParameterStore:
         if isinstance(self.world, InProcessWorld) and (
             not _is_trained(slot) or self._division(dtype)[1] == "avg"
         ):
-            return slot.tensor.to(dtype)  # whole, and so is its gradient
-        whole: Tensor = _Gather.apply(slot.tensor, self, slot, dtype)
-        return whole
+            return slot.tensor.to(dtype)  # unsharded, and so is its gradient
+        unsharded: Tensor = _Gather.apply(slot.tensor, self, slot, dtype)
+        return unsharded
 
     def require_readable(self, slot: Slot) -> None:
-        """Before eager code gathers a parameter.
+        """Check a parameter before eager code gathers it.
 
         Raises:
-            StepError: its gradient would not become what a program makes of it; or see
-                `Slot.settle`.
+            StepError: its gradient would not be reduced as in a program; or see
+                `Slot.restore_storage`.
         """
         if _is_trained(slot):
             op = self.reduction.op
-            for said, clashes in {
+            for option, clashes in {
                 "optimizer_in_backward": self.config.optimizer_in_backward,
                 "register_comm_hook": self.comm_hook,
                 f"the reduction {op!r}": op in ("max", "min"),  # of each read, not of their sum
             }.items():
                 if clashes:
-                    raise _read_with_gradients(slot, said, eager=self.forwards.inside > 0)
-        slot.settle()
+                    raise _read_with_gradients(slot, option, eager=self.forwards.inside > 0)
+        slot.restore_storage()
 
     @torch.compiler.disable
     def gathered(self, slot: Slot, dtype: torch.dtype) -> Tensor:
@@ -248,14 +248,14 @@ class ParameterStore:
         rows = eager.gathered(shard, self.world)
         rows = rows.clone() if rows.data_ptr() == slot.shards[0].data_ptr() else rows
         again = functools.partial(self.gathered, slot, dtype)
-        self.forwards.note(eager.Whole(slot, again), rows)
+        self.forwards.note(eager.Gathered(slot, again), rows)
         return rows[: slot.param.shape[0]]
 
     @torch.compiler.disable
     def reduced(self, slot: Slot, grad: Tensor) -> Tensor:
-        """The gradient of the shard, of that of the whole parameter on each rank; collective.
+        """The sharded gradient, from the unsharded one of each rank; collective.
 
-        What `no_sync` has left is reduced with it.
+        The gradient that `no_sync` has accumulated is reduced with it.
         """
         precision, dtype = self.units[slot.param.unit].precision, grad.dtype
         if precision.reduce_dtype is not None and dtype.is_floating_point:
@@ -272,7 +272,7 @@ class ParameterStore:
 
     @torch.compiler.disable
     def accumulate(self, slot: Slot, grad: Tensor) -> None:
-        """Keep the gradient of a whole parameter for the reduction that `no_sync` puts off."""
+        """Add an unsharded gradient to the accumulated one, which is reduced after `no_sync`."""
         fqn, dtype = slot.param.fqn, grad.dtype
         if dtype.is_floating_point:
             precision = self.units[slot.param.unit].precision
@@ -289,8 +289,8 @@ class ParameterStore:
 
     @property
     def reduction(self) -> InsertReduce:
-        """How gradients are reduced, as the pipeline of the model's options says it now."""
-        config = self.config  # another one behind set_gradient_divide_factor
+        """The pass that reduces gradients, in the pipeline of the model's current options."""
+        config = self.config  # set_gradient_divide_factor replaces it
         if self._reduction is None or self._reduction[0] is not config:
             found = next((p for p in passes_of(config) if isinstance(p, InsertReduce)), None)
             if found is None:
@@ -303,27 +303,27 @@ class ParameterStore:
             self._reduction = config, found
         return self._reduction[1]
 
-    # -- whole parameters for a while --------------------------------------------------------------
+    # -- unsharded parameters in a block -----------------------------------------------------------
 
     def all_rows(self, tensor: Tensor) -> Tensor:
-        """A parameter, gradient or optimizer state, whole: itself if it is; collective."""
+        """All rows of a parameter, gradient or optimizer state; collective if it is sharded."""
         if not isinstance(tensor, DTensor) or isinstance(self.world, InProcessWorld):
             return tensor
         return eager.all_rows(tensor, self.world)
 
     @contextlib.contextmanager
-    def whole_now(self, recurse: bool = True, **options: Any) -> Iterator[None]:
+    def summon_full_params(self, recurse: bool = True, **options: Any) -> Iterator[None]:
         """See `FxshardModule.summon_full_params`."""
         self.require_sharded("summon_full_params")
         what = "summon_full_params (or unshard, apply, a submodule or method by itself)"
         self.world.together(what)
         slots = [slot for slot in self.slots.values() if recurse or slot.param.unit == 0]
-        with self._summoning(state.whole_parameters(slots, self.all_rows, **options)):
+        with self._summoning(state.full_parameters(slots, self.all_rows, **options)):
             yield
 
     @contextlib.contextmanager
     def readable(self) -> Iterator[None]:
-        """For the time of the block the model holds whole parameters as `read` gives them.
+        """For the time of the block the model holds unsharded parameters, as `read` gives them.
 
         Raises:
             StepError: see `require_readable`.
@@ -332,15 +332,15 @@ class ParameterStore:
         slots = list(self.slots.values())
         for slot in slots:
             self.require_readable(slot)
-        what = "a method that runs on whole parameters"
+        what = "a method that runs on unsharded parameters"
         self.world.together(f"{what}, with gradients" if torch.is_grad_enabled() else what)
-        wholes = [self.read(slot, slot.param.dtype) for slot in slots]
-        with self._summoning(state.holding(slots, wholes)):
+        unsharded = [self.read(slot, slot.param.dtype) for slot in slots]
+        with self._summoning(state.holding(slots, unsharded)):
             yield
 
     @contextlib.contextmanager
-    def _summoning(self, whole: contextlib.AbstractContextManager[None]) -> Iterator[None]:
-        with whole:
+    def _summoning(self, unsharded: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+        with unsharded:
             self.summoned = True
             try:
                 yield
@@ -348,10 +348,10 @@ class ParameterStore:
                 self.summoned = False
 
     def unshard(self, **options: Any) -> None:
-        """The same until `reshard`."""
+        """As `summon_full_params`, until `reshard`."""
         if self._unshards is None:
             unshards = contextlib.ExitStack()
-            unshards.enter_context(self.whole_now(**options))
+            unshards.enter_context(self.summon_full_params(**options))
             self._unshards = unshards
 
     def reshard(self) -> None:
@@ -361,11 +361,11 @@ class ParameterStore:
             unshards.close()
 
     def require_sharded(self, what: str) -> None:
-        """Raise StepError inside of `summon_full_params`: its parameters are not the shards."""
+        """Raise StepError inside of `summon_full_params`, where parameters are unsharded."""
         if self.summoned:
             raise StepError(
-                f"{what} inside of summon_full_params: parameters are whole there, and programs "
-                f"run on shards. Leave the block first."
+                f"{what} inside of summon_full_params: parameters are unsharded there, and "
+                f"programs run on shards. Leave the block first."
             )
 
     # -- other dtypes and devices, copies ----------------------------------------------------------
@@ -399,11 +399,11 @@ class ParameterStore:
         return [(tensor.dtype, tensor.device) for tensor in tensors]
 
     def fresh(self) -> dict[str, Any]:
-        """Attributes that a copy starts with: torch copies no ``.grad`` either."""
+        """Attributes that a copy starts with; gradients are not copied, as in torch."""
         return {"accumulated": {}, "_seen": {}, "_reduction": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """In the same world; nothing is communicated or traced. `memo` knows the model's copy."""
+        """A copy in the same world, of the model in `memo`; nothing is communicated or traced."""
         self.require_sharded("copy.deepcopy")
         made = object.__new__(type(self))
         memo[id(self)] = made
@@ -419,7 +419,7 @@ class ParameterStore:
         """For pickle: without programs, which are traced again, and without the process group.
 
         Raises:
-            StepError: an option cannot be pickled, or parameters are whole now.
+            StepError: an option cannot be pickled, or parameters are unsharded now.
         """
         self.require_sharded("pickling")
         for name in self.config.names():
@@ -442,12 +442,12 @@ class ParameterStore:
             self.world = world_over(found["world"], self.config, self.units)
 
     def restored(self) -> None:
-        """The model is unpickled too: put its parameters onto flat storage again."""
+        """Call it after the model is unpickled too: move its parameters to flat storage."""
         state.lay_out(list(self.slots.values()))
 
 
 class _Gather(torch.autograd.Function):
-    """Sharded parameter -> whole parameter; its gradient is reduced to the shard, or kept."""
+    """Sharded parameter -> unsharded one; its gradient is reduced, or accumulated (`no_sync`)."""
 
     @staticmethod
     def forward(
@@ -474,14 +474,14 @@ class _Gather(torch.autograd.Function):
 
 
 def _is_trained(slot: Slot) -> bool:
-    """True if autograd follows what is computed of it now."""
+    """True if autograd follows what is computed from the parameter now."""
     return torch.is_grad_enabled() and slot.tensor.requires_grad
 
 
-def _read_with_gradients(slot: Slot, said: str, *, eager: bool) -> StepError:
+def _read_with_gradients(slot: Slot, option: str, *, eager: bool) -> StepError:
     where = "by eager code" if eager else "outside of the model's forward"
     return StepError(
-        f"parameter {slot.param.fqn!r} is read with gradients {where}, and with {said} its "
+        f"parameter {slot.param.fqn!r} is read with gradients {where}, and with {option} its "
         f"gradient would not go the same way as those of the program. Read it under "
         f"torch.no_grad(), or make the reading code part of forward."
     )
@@ -490,8 +490,8 @@ def _read_with_gradients(slot: Slot, said: str, *, eager: bool) -> StepError:
 def require_all_wanted(leaves: Sequence[Any], what: str) -> None:
     """Raise StepError if this backward drops gradients of parameters, autograd's `leaves`.
 
-    ``torch.autograd.grad`` and ``backward(inputs=...)`` want those of some tensors alone; what is
-    accumulated or stepped is so all the same.
+    ``torch.autograd.grad`` and ``backward(inputs=...)`` ask for the gradients of some tensors only,
+    but a program accumulates or steps all of them.
     """
     if not all(map(autograd.will_accumulate, leaves)):
         raise StepError(
@@ -502,7 +502,7 @@ def require_all_wanted(leaves: Sequence[Any], what: str) -> None:
 
 
 def _names(module: nn.Module) -> tuple[Any, ...]:
-    """What a module is made of; compared with `_differ` on every call."""
+    """The children and names of a module; compared by `_differ` on every call."""
     return tuple(module._modules.values()), tuple(module._parameters), tuple(module._buffers)
 
 

@@ -1,4 +1,4 @@
-"""`fxshard.fully_shard` of a module takes over what it made of modules inside, in earlier calls."""
+"""`fxshard.fully_shard` of a module takes over the submodules that earlier calls have sharded."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fxshard.runtime.world.c10d import C10dWorld
 
 @dataclasses.dataclass
 class Inner:
-    """What earlier calls have made of modules inside of a module.
+    """The submodules of a module that earlier calls have sharded.
 
     Attributes:
-        calls: by FQN of the module inside.
-        slots: the parameters that they have sharded.
+        calls: by FQN of the submodule.
+        slots: the parameters that were sharded.
         mesh: that of all calls, the new one included; None: no call has one yet.
     """
 
@@ -34,16 +34,16 @@ class Inner:
 
 
 def taken_over(module: nn.Module, call: UnitCall) -> Inner:
-    """Give modules inside of `module` their own classes back, and find what they hold.
+    """Give sharded submodules of `module` their own classes back, and collect their parameters.
 
     Args:
-        module: changed; the caller puts it back where an error is raised.
+        module: changed; the caller restores it if an error is raised.
         call: the new one, for `module` itself.
 
     Raises:
-        ConfigError: `module` is sharded already; a module inside was not sharded by `fully_shard`,
-            has run, or is on another mesh; or `call` asks for what fxshard does not have.
-        UnitError: `module` shares a parameter with a module inside.
+        ConfigError: `module` is sharded already; a submodule was not sharded by `fully_shard`, has
+            run, or is on another mesh; or fxshard does not support what `call` asks for.
+        UnitError: `module` shares a parameter with a sharded submodule.
     """
     kind = users_class(module).__name__
     if isinstance(module, FxshardModule):
@@ -91,7 +91,11 @@ def _check_fresh(kind: str, fqn: str, runtime: Runtime) -> None:
 
 
 def _common_mesh(fqn: str, mesh: DeviceMesh | None, runtime: Runtime) -> DeviceMesh:
-    """That of `runtime`, if it may be that of the others."""
+    """The mesh of `runtime`.
+
+    Raises:
+        ConfigError: it is not that of the other calls.
+    """
     assert isinstance(runtime.world, C10dWorld)
     own = runtime.world.mesh
     is_default = own.ndim == 1 and own.size() == dist.get_world_size()

@@ -1,4 +1,4 @@
-"""What each call of `fxshard.fully_shard` says of its module, and the options that calls make."""
+"""The arguments of each call of `fxshard.fully_shard`, and the options that they amount to."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class UnitCall:
 
 
 def options_of(calls: Mapping[str, UnitCall], mesh: DeviceMesh | None) -> Options:
-    """The options of a model that `fully_shard` was called on, and in which on some modules.
+    """The options of a model on which, and on some submodules of which, `fully_shard` was called.
 
     Args:
         calls: by FQN of the module; "" is the root.

@@ -1,4 +1,4 @@
-"""Which gradients no loss has reached: ``.grad`` stays None for them, as in eager, on all ranks."""
+"""Gradients that no loss has reached: their ``.grad`` stays None on all ranks, as in eager."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from fxshard.runtime.world.in_process import InProcessWorld
 
 
 class Reach:
-    """What losses have reached so far of one module's gradients.
+    """The gradients of one module that losses have reached so far.
 
-    A program makes zeros of the gradients of outputs that are in no loss, so that all ranks reduce
-    the same. A gradient of such zeros alone, on all ranks, is none in eager.
+    A program takes zeros as gradients of outputs that are in no loss, so that all ranks reduce the
+    same parameters. A gradient that comes from such zeros only, on all ranks, is None in eager.
     """
 
     def __init__(self) -> None:
-        self._accumulated: set[str] = set()  # of what `no_sync` has left: what a loss has reached
+        self._accumulated: set[str] = set()  # gradients under `no_sync` that a loss has reached
         self._anywhere: Callable[[], frozenset[str]] = frozenset
 
     def __reduce__(self) -> Any:
-        """Copied and pickled without what is accumulated, as the module is."""
+        """Copy and pickle it without accumulated gradients, as the module."""
         return Reach, ()
 
     def accumulated(self, fqn: str) -> None:
-        """A loss has reached a gradient that eager code has left to be reduced later."""
+        """Note that a loss has reached a gradient which eager code has accumulated."""
         self._accumulated.add(fqn)
 
     def begin(
@@ -65,14 +65,14 @@ class Reach:
         self._anywhere = frozenset
         if doubtful:
             flags = "".join("1" if fqn in used else "0" for fqn in doubtful)
-            told = world.any_rank(flags)
-            self._anywhere = functools.cache(lambda: _without(doubtful, told()))
+            on_any_rank = world.any_rank(flags)
+            self._anywhere = functools.cache(lambda: _without(doubtful, on_any_rank()))
         return here - program.params.keys()
 
     def unused(self) -> frozenset[str]:
         """FQNs of the sharded parameters that no loss reaches on any rank in this backward.
 
-        Call it on all ranks, behind the first reduction.
+        Call it on all ranks, after the first reduction.
         """
         return self._anywhere()
 

@@ -1,4 +1,4 @@
-"""Which program serves a call: what of a call its program depends on, and what may differ."""
+"""Which program serves a call: what the program of a call depends on, and what may differ."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _ANY = "contiguous"  # stands in a Kind for the sizes and strides of a contiguou
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What of a call its program depends on. Calls of equal kinds run the same program.
+    """What the program of a call depends on. Calls of equal kinds run the same program.
 
     Attributes:
         spec: tree of ``(args, kwargs)``.
-        leaves: of its leaves, all but the sizes of contiguous tensors.
+        leaves: a key of each leaf, without the sizes of contiguous tensors.
         sizes: those sizes, leaf by leaf; None for other leaves. An int that counts as a size is
-            there too, and not in `leaves`.
+            here too, and not in `leaves`.
         mode: the rest, by name: train or eval, grad mode, ``requires_grad`` and so on.
     """
 
@@ -59,7 +59,7 @@ class Kind:
         """Of the call ``model(*args, **kwargs)``.
 
         Args:
-            held: of the model; where given, a program knows which tensors share memory.
+            held: tensors of the model; if given, the kind tells which tensors share memory.
 
         Raises:
             CaptureError: a tensor is no plain dense one.
@@ -67,19 +67,19 @@ class Kind:
         flat, spec = trees.tree_flatten((args, kwargs))
         require_plain(flat, lambda i: input_name(_paths(spec)[i][0]))
         sizes = of_call(flat, ints=ints_are_sizes)
-        said = dict(mode)
+        full_mode = dict(mode)
         if held is not None:
             tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
-            said["which tensors share memory"] = overlapping([*tensors, *held])
-        return cls(spec, tuple(map(_leaf_key, flat, sizes)), sizes, tuple(said.items()))
+            full_mode["which tensors share memory"] = overlapping([*tensors, *held])
+        return cls(spec, tuple(map(_leaf_key, flat, sizes)), sizes, tuple(full_mode.items()))
 
     def differs_in(self, other: Kind) -> str:
-        """What is not as in `other`, for people."""
+        """What differs from `other`, as text."""
         names = [input_name(path) for path, _ in _paths(self.spec)]
         if self.spec != other.spec:
             return "the call has other arguments"
         found = [
-            f"{name} is {_said(now)}, was {_said(before)}"
+            f"{name} is {_as_text(now)}, was {_as_text(before)}"
             for name, now, before in zip(names, self.sizes, other.sizes, strict=True)
             if now != before
         ]
@@ -93,7 +93,7 @@ class Kind:
         return "; ".join(dict.fromkeys(found))
 
 
-def _said(sizes: tuple[int, ...] | int | None) -> str:
+def _as_text(sizes: tuple[int, ...] | int | None) -> str:
     return str(list(sizes) if isinstance(sizes, tuple) else sizes)
 
 
@@ -124,7 +124,7 @@ class Variant:
     _holds: dict[Sizes, bool] = dataclasses.field(default_factory=dict, repr=False)  # of late
 
     def serves(self, kind: Kind) -> bool:
-        """True if a call of this kind runs this program too: its sizes alone are others."""
+        """True if this program also runs calls of `kind`: only open sizes differ."""
         mine, domain = self.kind, self.program.domain
         alike = dataclasses.replace(kind, sizes=mine.sizes) == mine
         if domain is None or not alike:
@@ -136,12 +136,12 @@ class Variant:
         return self._holds[kind.sizes]
 
     def held_back(self, kind: Kind) -> str:
-        """Why open sizes of this program do not serve a call of the same kind; "" if none do."""
+        """Why this program does not serve the sizes of `kind`, if only sizes differ; else ""."""
         domain = self.program.domain
         if domain is None or dataclasses.replace(kind, sizes=self.kind.sizes) != self.kind:
             return ""
-        said = domain.refusal(kind.sizes)
-        return "" if said in (None, FIXED) else f" ({said})"
+        refusal = domain.refusal(kind.sizes)
+        return "" if refusal in (None, FIXED) else f" ({refusal})"
 
     @property
     def program(self) -> Program:
@@ -150,7 +150,7 @@ class Variant:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Of what all ranks must have alike."""
+        """The digest of what must be equal on all ranks."""
         return digest(agreement(self.program))
 
     @functools.cached_property
@@ -169,15 +169,15 @@ class Variant:
 
     @functools.cached_property
     def read_again(self) -> list[fx.Node]:
-        """Placeholders of backward that are the caller's tensors: they must stay as they are."""
+        """Placeholders of backward that are tensors of the caller, which must not change."""
         nodes = self.executor.backward_inputs
         return [node for node in nodes if tags.get(node).role in tags.HELD]
 
 
 def reason_for(kind: Kind, known: Iterable[Variant]) -> str:
-    """Why a call of this kind runs none of the programs: how it differs from the nearest.
+    """Why no program serves a call of this kind: how it differs from the nearest one.
 
-    Of one that leaves sizes open, what holds it back.
+    For a program with open sizes, why these do not serve the call.
     """
     nearest, best = None, "the first call"
     for variant in known:
@@ -195,9 +195,10 @@ def symbols_for(
     model: nn.Module,
     call: tuple[Any, Any],
 ) -> dict[str, tuple[Place, ...]]:
-    """The sizes that a new program leaves open: the named ones, and those that were others before.
+    """The sizes that a new program leaves open: the named ones, and those that have varied.
 
-    Sizes 0 and 1 are never left open: they broadcast. Sizes that were equal in every call are one.
+    Sizes 0 and 1 are never left open: they broadcast. Sizes that were equal in every call are one
+    symbol.
 
     Args:
         kind: of the new call.
@@ -217,7 +218,7 @@ def symbols_for(
         seen = tuple(size_at(sizes, place) for sizes in (*before, kind.sizes))
         if len(set(seen)) > 1 and seen[-1] > 1 and place not in taken:
             found.setdefault(seen, []).append(place)
-    # An int is no input of a program: it is open where it is the size of a tensor.
+    # An int is no input of a program: it is open only where a tensor has that size.
     found = {seen: at for seen, at in found.items() if at[0][1] is not None}
     varying = {f"{names[at[0][0]]}.shape[{at[0][1]}]": tuple(at) for at in found.values()}
     return named | varying

@@ -1,4 +1,4 @@
-"""The proof: the report's figures beside the tracker's, and their differences."""
+"""Compares the figures of the memory report with those of the tracker."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class Validation:
         points: per step and phase, ``(step, phase, largest absolute difference over all points and
             categories)``: finer than cells.
         static_peak_bytes, measured_peak_bytes: largest over forward and backward of all steps.
-        numerics: loss, gradients and buffers beside eager's, if they were asked for.
-        unknown: why bytes cannot be predicted; "" if they are compared. Nothing is, otherwise.
-        peaks: with real ranks, what each of them has measured at most in forward and backward, in
-            bytes; cells, points and predictions are rank 0's, which needs the most.
+        numerics: loss, gradients and buffers compared with eager, if that was asked for.
+        unknown: why bytes cannot be predicted, and are not compared; "" if they are.
+        peaks: with real ranks, the measured peak of each in forward and backward, in bytes; cells,
+            points and predictions are rank 0's, which needs the most.
     """
 
     cells: list[Cell]
@@ -117,25 +117,25 @@ class Validation:
         """One sentence."""
         if self.unknown:
             return f"Bytes are not compared: {self.unknown}"
-        said = (
+        text = (
             f"{len(self.cells):,} cells (module x state x category) and every point of "
             f"{len(self.points)} phases compared: largest difference "
             f"{self.max_abs_difference} bytes; peak static {self.static_peak_bytes:,}, measured "
             f"{self.measured_peak_bytes:,} bytes."
         )
         if not self.peaks:
-            return said
+            return text
         most = f"{max(self.peaks):,} bytes at most"
-        return f"{said} Measured on {len(self.peaks)} gloo ranks, each on its own batch: {most}."
+        return f"{text} Measured on {len(self.peaks)} gloo ranks, each on its own batch: {most}."
 
 
 def compare(report: MemoryReport, steps: list[list[list[Measured]]]) -> Validation:
-    """Put each measured step beside the report's first or steady step.
+    """Compare each measured step with the report's first or steady step.
 
     Args:
         report: the static side.
         steps: per step and micro-batch, what the tracker measured of its phases: forward and
-            backward, and behind the last one optimizer and zero_grad.
+            backward, and after the last one optimizer and zero_grad.
     """
     cells: list[Cell] = []
     points: list[tuple[int, str, int]] = []
@@ -194,7 +194,7 @@ def _loss_cells(step: int, phase: str, s: PhaseBytes, m: Measured) -> list[Cell]
 def _optimizer_cells(step: int, phase: str, s: PhaseBytes, m: Measured) -> list[Cell]:
     """Before, at the peak of, and after the optimizer step; after zero_grad.
 
-    Only moments are compared: DTensor runs more operators (without bytes) than the recording.
+    Not every point is compared: DTensor runs more operators (without bytes) than the recording.
     """
     if phase == "zero_grad":
         return _cells(step, "optimizer", "After zero_grad", s.after[-1], m.after[-1])

@@ -1,4 +1,4 @@
-"""Numbers: one step of the compiled program beside the same step in eager PyTorch.
+"""Numerics: one step of the compiled program compared with the same step in eager PyTorch.
 
 Note: what the words mean
 =========================
@@ -63,19 +63,19 @@ Seen = dict[Key, Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One tensor of the compiled program beside eager's.
+    """One tensor of the compiled program compared with eager's.
 
     Attributes:
         kind: "output", "loss", "gradient", "input gradient", "buffer", "input" (one that forward
-            writes into) or "parameter" (behind the optimizer's step).
+            writes into) or "parameter" (after the optimizer's step).
         name: FQN of a parameter or buffer; path of an output or input in what the model takes or
-            returns. Of several micro-batches, ranks or steps, with the number behind it.
+            returns. With several micro-batches, ranks or steps, the number is appended.
         verdict: "bitwise", "close" or "wrong"; the module's docstring defines them.
         max_abs: largest difference of an element; inf where one side has none, or no number.
         max_rel: that over eager's largest finite absolute value.
         shape: eager's (ours, if eager has none).
         dtype: likewise.
-        note: why, where figures do not say it.
+        note: the reason, where the figures do not show it.
     """
 
     kind: str
@@ -90,7 +90,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Numerics:
-    """Every tensor of a step beside eager's.
+    """Every tensor of a step compared with eager's.
 
     Attributes:
         rows: one per tensor that the step left on either side.
@@ -152,12 +152,12 @@ class Numerics:
         wrong, close = self.of("wrong"), self.of("close")
         largest = max((row.max_rel for row in close), default=0.0)
         near = f"{len(close)} close (within {largest:.1e} of their largest value)"
-        said = f"Numbers: of {count} tensors, {count - len(wrong) - len(close)} bitwise equal to "
-        said += f"eager PyTorch's, {near}, {len(wrong)} wrong"
+        text = f"Numbers: of {count} tensors, {count - len(wrong) - len(close)} bitwise equal to "
+        text += f"eager PyTorch's, {near}, {len(wrong)} wrong"
         if not wrong:
-            return f"{said}."
+            return f"{text}."
         named = ", ".join(f"{row.kind} {row.name}" for row in wrong[:5])
-        return f"{said}: {named}{', ...' if len(wrong) > 5 else ''}."
+        return f"{text}: {named}{', ...' if len(wrong) > 5 else ''}."
 
 
 def beside_eager(work: Workload) -> Numerics:
@@ -172,7 +172,7 @@ def beside_eager(work: Workload) -> Numerics:
 
     Args:
         work: what to run, on a model with real parameters, which is left as it is; of its config,
-            what ``memory_budget`` has picked.
+            what ``memory_budget`` has chosen.
     """
     with torch.random.fork_rng():
         ours, program = _compiled(work)
@@ -230,7 +230,7 @@ def coarsest_dtype(program: Program) -> torch.dtype:
 
 
 def largest_difference(a: Tensor, b: Tensor) -> float:
-    """Of an element; NaNs equal each other, and infinities of one sign do."""
+    """The largest difference of an element; NaNs are equal, and so are infinities of one sign."""
     x, y = _real(a), _real(b)
     same = (x == y) | (x.isnan() & y.isnan())
     apart = torch.where(same, 0.0, (x - y).abs())
@@ -245,7 +245,7 @@ def largest_value(tensor: Tensor) -> float:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """In fp64; a complex number is two."""
+    """The tensor in fp64; a complex number becomes two real ones."""
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
 
 
@@ -254,13 +254,13 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def judged(row: Difference, eager: Seen, exact: Seen | None) -> Difference:
-    """`row`, close if it differs as eager itself does from the exact value."""
+    """`row`; close if it differs from eager no more than eager differs from the exact value."""
     key = (row.kind, row.name)
     if row.verdict != "wrong" or exact is None or key not in exact or math.isinf(row.max_abs):
         return row
     error, scale = largest_difference(eager[key], exact[key]), largest_value(eager[key])
     note = f"eager is {error:.1e} from fp64"
-    # Half of the value is no rounding, unless eager's value is itself nothing else.
+    # Half of the value is no rounding error, unless eager's value is nothing but rounding error.
     allowed = FACTOR * error if error >= scale / 2 else min(FACTOR * error, scale / 2)
     verdict = "close" if row.max_abs <= allowed else "wrong"
     return dataclasses.replace(row, verdict=verdict, note=note)
@@ -278,8 +278,8 @@ class _Watched(Runtime):
 
     def step_parameters(self, fqns: list[str], grads: list[list[Tensor]]) -> OnShards:
         for fqn, *shards in zip(fqns, *grads, strict=True):
-            whole = torch.cat(shards[: self.world.size])[: self.slots[fqn].param.shape[0]]
-            self.stepped["gradient", fqn] = whole.clone()
+            rows = torch.cat(shards[: self.world.size])[: self.slots[fqn].param.shape[0]]
+            self.stepped["gradient", fqn] = rows.clone()
         return super().step_parameters(fqns, grads)
 
 
@@ -310,7 +310,7 @@ def _compiled(work: Workload) -> tuple[Seen, Program]:
 
 
 def _eager(module: nn.Module, work: Workload, program: Program, units: tuple[Unit, ...]) -> Seen:
-    """The step on `module`, a plain copy; `program` says where backward starts.
+    """The step on `module`, a plain copy; backward starts where it does in `program`.
 
     Gradients are summed as ranks sum them: after the cast for the reduction.
     """
@@ -371,7 +371,7 @@ def _as_reduced(grad: Tensor, param: Param, unit: Unit, work: Workload) -> Tenso
 
 
 def as_left(grad: Tensor, param: Param, unit: Unit) -> Tensor:
-    """In the dtype of ``.grad``."""
+    """A gradient in the dtype of ``.grad``."""
     return grad if unit.precision.keep_low_precision_grads else grad.to(param.dtype)
 
 
@@ -381,14 +381,14 @@ def as_left(grad: Tensor, param: Param, unit: Unit) -> Tensor:
 def forward_backward(
     model: Callable[..., Any], call: Call, work: Workload, program: Program, number: int
 ) -> Seen:
-    """One micro-batch: what it leaves beside gradients of parameters and buffers."""
+    """Run one micro-batch; returns outputs, loss, input gradients and inputs that were written."""
     args, kwargs = call
     signature = program.signature
     seen: Seen = {}
-    behind = f" (micro-batch {number + 1})" if work.micro_batches > 1 else ""
+    suffix = f" (micro-batch {number + 1})" if work.micro_batches > 1 else ""
     given, _ = trees.tree_flatten(call)
     inputs = {
-        f"{name}{behind}": (leaf, leaf.detach().clone())
+        f"{name}{suffix}": (leaf, leaf.detach().clone())
         for name, leaf in zip(signature.input_names, given, strict=True)
         if isinstance(leaf, Tensor)
     }
@@ -400,10 +400,10 @@ def forward_backward(
         is_loss = work.loss is None and any(leaf is r and leaf.dim() == 0 for r in roots)
         if isinstance(leaf, (Tensor, bool, int, float, complex)):
             kind = "loss" if is_loss else "output"
-            seen[kind, f"{name}{behind}"] = plain(torch.as_tensor(leaf))
+            seen[kind, f"{name}{suffix}"] = plain(torch.as_tensor(leaf))
     if work.loss is not None:
         value = work.loss(out)
-        seen["loss", f"loss{behind}"] = plain(value)
+        seen["loss", f"loss{suffix}"] = plain(value)
         if value.requires_grad:
             value.backward()
     elif roots:
@@ -417,7 +417,7 @@ def forward_backward(
 
 
 def own(call: Call) -> Call:
-    """The batch in tensors of its own, which share storages as the caller's do."""
+    """A copy of the batch; its tensors share storages as the caller's do."""
     leaves, spec = trees.tree_flatten(call)
     tensors = {id(leaf): leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)}
     copies = copy.deepcopy(tensors)
@@ -427,7 +427,7 @@ def own(call: Call) -> Call:
 
 
 def like(leaf: Tensor, made: Tensor) -> Tensor:
-    """`made`, a new tensor of an argument's shape, as one of its kind: an nn.Parameter if it is."""
+    """`made`, a new tensor, as an nn.Parameter if `leaf` is one, with its ``requires_grad``."""
     if isinstance(leaf, nn.Parameter):
         return nn.Parameter(made, leaf.requires_grad)
     return made.requires_grad_(leaf.requires_grad)
@@ -438,7 +438,7 @@ def buffers_of(module: nn.Module) -> Seen:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """A dense copy that stays as it is."""
+    """A dense copy."""
     tensor = tensor.detach()
     return (tensor if tensor.layout is torch.strided else tensor.to_dense()).clone()
 

@@ -1,18 +1,18 @@
-"""Steps on real gloo ranks, each on a batch of its own, beside eager PyTorch in one process.
+"""Steps on real gloo ranks, each on its own batch, compared with eager PyTorch in one process.
 
 Note: what eager is
 ===================
-The loss of a step is the mean over the ranks of each rank's loss, so that its gradient is the mean
-of theirs: that is eager PyTorch on the joined batch where the loss is a mean over samples and every
-rank has as many (`reduce_op` and the divide factors of the configuration take the place of the
-mean). In eager each rank's batch runs through a model with buffers of its own: what a layer
-computes over the samples of a batch (BatchNorm's statistics, a balancing loss) it computes over the
-rank's, as in FSDP and DDP. A joined batch would give others there.
+The loss of a step is the mean of the ranks' losses, so its gradient is the mean of the ranks'
+gradients. That equals eager PyTorch on the joined batch if the loss is a mean over samples and
+every rank has as many (`reduce_op` and the divide factors of the configuration replace the mean).
+In eager each rank's batch runs through a model with its own buffers: what a layer computes over the
+samples of a batch (BatchNorm's statistics, a balancing loss) is computed over the rank's samples,
+as in FSDP and DDP. A joined batch would give other values there.
 
-Each step begins with the parameters of eager's optimizer, which steps with the gradients that the
-ranks have left: gradients are compared with eager's, and then what a step makes of them with what
-the optimizer makes of them in one process. So no rounding is carried from step to step, which an
-optimizer that divides by the size of a gradient would blow up.
+First the gradients of a step are compared with eager's. Then eager's optimizer steps with the
+gradients of the ranks, and the parameters are compared. The next eager step begins with these
+parameters. So rounding errors are not carried from step to step, where an optimizer that divides by
+the size of a gradient would amplify them.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ class Part:
 
 @dataclasses.dataclass
 class Left:
-    """What a rank has seen in one step.
+    """The results of one step on a rank.
 
     Attributes:
-        own: outputs, loss, gradients of inputs and buffers: of its batch.
+        own: outputs, loss, input gradients and buffers, of the rank's batch.
         grads, params: by FQN, before and after the optimizer's step.
     """
 
@@ -101,9 +101,9 @@ def beside_ranks(work: Workload, program: Program, report: MemoryReport, steps: 
     """Run `steps` steps on as many gloo ranks as `work` asks for, and compare everything.
 
     Args:
-        work: what to run, on a model with real parameters, which is left as it is.
+        work: what to run, on a model with real parameters, which is not changed.
         program: of the last micro-batch.
-        report: what rank 0 is to need.
+        report: the predicted memory of rank 0.
         steps: how many.
 
     Returns:
@@ -128,9 +128,9 @@ def beside_ranks(work: Workload, program: Program, report: MemoryReport, steps: 
 def batches(work: Workload, ranks: int) -> list[Call]:
     """A batch for each rank: the given one for rank 0, others like it for the others.
 
-    Floating-point tensors get noise of a tenth of their deviation, integer tensors their elements
-    in another order (so that ids stay ids); all else is as it is. So are integers that the model
-    does not take in another order, such as offsets: of several tensors, those alone.
+    Floating-point tensors get noise of a tenth of their deviation, and integer tensors are permuted
+    (so that ids stay ids); all else is unchanged. Integer tensors that the model does not take in
+    another order, such as offsets, are not permuted.
     """
     found = [own(work.call)]
     leaves = trees.tree_flatten(work.call)[0]
@@ -147,7 +147,7 @@ def batches(work: Workload, ranks: int) -> list[Call]:
 
 
 def _varied(call: Call, generator: torch.Generator, integers: Collection[int]) -> Call:
-    """Another batch; of tensors of integers those change that are among these leaves."""
+    """Another batch; only those integer tensors change whose leaf numbers are in `integers`."""
 
     def vary(i: int, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.numel():
@@ -176,22 +176,22 @@ def _is_of_integers(tensor: Tensor) -> bool:
 
 
 def _runs(work: Workload, call: Call) -> bool:
-    """Whether the model takes this batch."""
+    """True if the model runs on this batch."""
     model = copied(work.module)
     args, kwargs = own(call)
     try:
         with torch.no_grad(), torch.random.fork_rng():
             model(*args, **kwargs)
-    except Exception:  # an id out of range, offsets that fall: whatever the model says
+    except Exception:  # an id out of range, decreasing offsets: the model may raise anything
         return False
     return True
 
 
 def packed(work: Workload, calls: list[Call], steps: int) -> bytes:
-    """What a rank is sent.
+    """What is sent to a rank, pickled.
 
     Raises:
-        ConfigError: a part of it cannot be pickled; names it.
+        ConfigError: a part cannot be pickled; the text names it.
     """
     try:
         return pickle.dumps((work, calls, steps))
@@ -201,7 +201,7 @@ def packed(work: Workload, calls: list[Call], steps: int) -> bytes:
         named = next((name for name, part in parts.items() if not _pickles(part)), "the workload")
         raise ConfigError(
             f"{named} cannot be sent to the processes of the ranks ({error}). Define its classes "
-            f"and functions by name in a module (functools.partial in place of a lambda); or say "
+            f"and functions by name in a module (functools.partial in place of a lambda); or give "
             f"ranks='fake', which starts none."
         ) from error
 
@@ -224,7 +224,7 @@ def _peak(phases: list[Measured]) -> int:
 
 
 def run_rank(rank: int, job: tuple[Workload, list[Call], int]) -> Any:
-    """What one rank leaves, step by step, and what the tracker measures there: two runs."""
+    """The results of one rank, step by step, and what the tracker measures in a second run."""
     work, calls, steps = job
     work = dataclasses.replace(work, call=calls[rank])
     return _steps(work, rank, steps), tracked(work, steps)
@@ -286,7 +286,7 @@ def _optimizer(config: Config, params: dict[str, Any]) -> torch.optim.Optimizer:
 
 
 def _seed(rank: int, step: int, micro_batch: int) -> int:
-    """Ranks draw numbers of their own, steps and micro-batches others."""
+    """A seed that differs between ranks, steps and micro-batches."""
     return SEED + 1_000_000 * rank + 1_000 * step + micro_batch
 
 
@@ -316,31 +316,31 @@ def _beside_eager(
     steps = len(lefts[0])
     for step in range(steps):
         before = copied(eager.modules)
-        theirs = eager.run(step)
+        expected = eager.run(step)
         grads = [left[step].grads for left in lefts]
-        ours = eager.seen("gradient", functools.partial(_whole, grads))
+        ours = eager.seen("gradient", functools.partial(_joined, grads))
         ours |= _of_ranks([left[step].own for left in lefts])
-        found = _compared(ours, theirs, program)
+        found = _compared(ours, expected, program)
         if any(row.verdict == "wrong" and math.isfinite(row.max_abs) for row in found):
-            exact = eager.exact(before, step, theirs)
-            found = [judged(row, theirs, exact) for row in found]
+            exact = eager.exact(before, step, expected)
+            found = [judged(row, expected, exact) for row in found]
         eager.step(grads)
         params = [left[step].params for left in lefts]
-        ours = eager.seen("parameter", functools.partial(_whole, params))
+        ours = eager.seen("parameter", functools.partial(_joined, params))
         found += _compared(ours, eager.parameters(), program)
-        behind = f" (step {step + 1})" if steps > 1 else ""
-        rows += [dataclasses.replace(row, name=f"{row.name}{behind}") for row in found]
+        suffix = f" (step {step + 1})" if steps > 1 else ""
+        rows += [dataclasses.replace(row, name=f"{row.name}{suffix}") for row in found]
     return Numerics(tuple(rows))
 
 
-def _compared(ours: Seen, theirs: Seen, program: Program) -> list[Difference]:
+def _compared(ours: Seen, eager: Seen, program: Program) -> list[Difference]:
     coarsest = coarsest_dtype(program)
-    keys = dict.fromkeys([*theirs, *ours])
-    return [difference(key, ours.get(key), theirs.get(key), coarsest) for key in keys]
+    keys = dict.fromkeys([*eager, *ours])
+    return [difference(key, ours.get(key), eager.get(key), coarsest) for key in keys]
 
 
 def _of_ranks(seen: Sequence[Seen]) -> Seen:
-    """What each rank has of its own, under names that tell the rank."""
+    """The results of all ranks, with the rank in their names."""
     return {
         (kind, f"{name} (rank {rank})"): tensor
         for rank, each in enumerate(seen)
@@ -349,7 +349,7 @@ def _of_ranks(seen: Sequence[Seen]) -> Seen:
 
 
 def _places(params: Sequence[dict[str, Part]]) -> dict[str, list[tuple[str, int]]]:
-    """Per parameter, how many of it there are: what to add to its name, and a rank that has it."""
+    """Per parameter and copy of it: a suffix for its name, and a rank that holds it."""
     found: dict[str, list[tuple[str, int]]] = {}
     for fqn in params[0]:
         held = [each[fqn] for each in params]
@@ -365,8 +365,8 @@ def _places(params: Sequence[dict[str, Part]]) -> dict[str, list[tuple[str, int]
     return found
 
 
-def _whole(parts: Sequence[dict[str, Part]], rank: int, fqn: str) -> Tensor | None:
-    """The tensor that `rank` holds a part of, put together; None if a part is missing."""
+def _joined(parts: Sequence[dict[str, Part]], rank: int, fqn: str) -> Tensor | None:
+    """The full tensor of which `rank` holds a part; None if a part is missing."""
     held = [each.get(fqn) for each in parts]
     mine = held[rank]
     if mine is None or mine.shard is None:
@@ -413,7 +413,7 @@ class _Eager:
         """Forward and backward of all ranks."""
         return self._run(self.modules, self.calls, self.units, step)
 
-    def exact(self, modules: list[nn.Module], step: int, theirs: Seen) -> Seen | None:
+    def exact(self, modules: list[nn.Module], step: int, eager: Seen) -> Seen | None:
         """The same in fp64; None if the model does not run so, or eager's own is not near it."""
         try:
             wide = [module.double() for module in modules]
@@ -421,13 +421,13 @@ class _Eager:
             exact = self._run(wide, calls, widened(self.units), step)
         except Exception:  # a model may insist on a dtype in any way; then there is no such run
             return None
-        return agreeing(exact, theirs, coarsest_dtype(self.program))
+        return agreeing(exact, eager, coarsest_dtype(self.program))
 
     def step(self, grads: Sequence[dict[str, Part]]) -> None:
         """Let the optimizers step with the gradients that the ranks had."""
         for rank, params in enumerate(self.params):
             for fqn, param in params.items():
-                grad = _whole(grads, rank, fqn)
+                grad = _joined(grads, rank, fqn)
                 fits = grad is not None and grad.shape == param.shape
                 param.grad = grad.to(param.dtype) if fits and grad is not None else None
             if self.optimizers:
@@ -438,11 +438,11 @@ class _Eager:
         return self.seen("parameter", lambda rank, fqn: plain(self.params[rank][fqn]))
 
     def seen(self, kind: str, of: Callable[[int, str], Tensor | None]) -> Seen:
-        """By kind and name, `of` a rank and a parameter."""
+        """By kind and name, what `of` gives for a rank and an FQN, once per copy of a parameter."""
         every = {
-            (kind, f"{fqn}{behind}"): of(rank, fqn)
+            (kind, f"{fqn}{suffix}"): of(rank, fqn)
             for fqn, places in self.places.items()
-            for behind, rank in places
+            for suffix, rank in places
         }
         return {key: tensor for key, tensor in every.items() if tensor is not None}
 
@@ -488,11 +488,11 @@ def _reduced(
     fqn: str,
     is_last: bool,
 ) -> Sequence[Tensor | None]:
-    """What each rank has of a gradient behind a micro-batch, with that of those before.
+    """The gradient of a parameter on each rank after a micro-batch, summed with earlier ones.
 
     Args:
         grads: of the micro-batch, per rank.
-        sums: of those before.
+        sums: of the micro-batches before, per rank and FQN.
     """
     is_ignored = param in unit.ignored
     dtype = None if is_ignored else unit.precision.reduce_dtype

@@ -1,7 +1,7 @@
-"""Gloo ranks on this machine for the time of one call: started, limited in time, never left behind.
+"""Gloo ranks on this machine for one call: limited in time, and ended in any case.
 
-The ranks are processes of a forkserver that has imported fxshard, so that each costs a fork; they
-meet through a file, and talk over the loopback interface.
+The ranks are forked from a forkserver that has imported fxshard. They rendezvous through a file and
+communicate over the loopback interface.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Job = Callable[[int, Any], Any]
 
 
 class _Failure(str):
-    """In the place of a rank's result: why there is none."""
+    """Why a rank has no result; sent in place of it."""
 
 
 class _Unreadable(_Failure):
@@ -54,8 +54,8 @@ def run(job: Job, payload: bytes, world_size: int, limit_s: float | None = None)
         The results by rank.
 
     Raises:
-        RankDiedError: a rank died, failed, or did not answer in time; names the first one.
-        ConfigError: what is sent cannot be unpickled by a process that has not made it.
+        RankDiedError: a rank died, failed, or did not answer in time; the text names the first.
+        ConfigError: a rank cannot unpickle what it is sent.
     """
     limit = LIMIT_S if limit_s is None else limit_s
     context = mp.get_context("forkserver")
@@ -65,19 +65,19 @@ def run(job: Job, payload: bytes, world_size: int, limit_s: float | None = None)
     with tempfile.TemporaryDirectory(prefix="fxshard-ranks-") as folder:
         try:
             for rank in range(world_size):
-                ours, theirs = context.Pipe()
+                ours, of_rank = context.Pipe()
                 threads = torch.get_num_threads()
                 started = context.Process(
                     target=_serve,
-                    args=(rank, world_size, folder, limit, threads, theirs),
+                    args=(rank, world_size, folder, limit, threads, of_rank),
                     daemon=True,
                 )
                 started.start()
-                theirs.close()
+                of_rank.close()
                 processes.append(started)
                 connections.append(ours)
             for ours in connections:
-                with contextlib.suppress(OSError):  # it is dead; collecting says so
+                with contextlib.suppress(OSError):  # the rank is dead: `_collected` raises
                     ours.send_bytes(pickle.dumps(job) + payload)
             return _collected(processes, connections, limit)
         finally:
@@ -114,10 +114,10 @@ def _collected(
             if isinstance(answer, _Unreadable):
                 raise ConfigError(
                     f"a rank cannot read what it is sent: {answer}. Define classes and functions "
-                    f"in a module that can be imported; or say ranks='fake', which starts none."
+                    f"in a module that can be imported; or give ranks='fake', which starts none."
                 )
             if isinstance(answer, _Failure):
-                dead = _dead(processes)  # of which a peer may learn before we do
+                dead = _dead(processes)  # a peer may notice a death first
                 if dead is None:
                     raise RankDiedError(f"rank {rank} failed:\n{answer}")
                 raise RankDiedError(f"{_death(dead, processes[dead])} Rank {rank}:\n{answer}")
@@ -126,7 +126,7 @@ def _collected(
 
 
 def _dead(processes: list[BaseProcess]) -> int | None:
-    """A rank that is dead; they live until they are ended."""
+    """A rank whose process has ended, if any: ranks live until they are killed."""
     ended = wait([process.sentinel for process in processes], 1.0)
     return next((rank for rank, each in enumerate(processes) if each.sentinel in ended), None)
 
@@ -139,7 +139,7 @@ def _death(rank: int, process: BaseProcess) -> str:
 def _serve(
     rank: int, world_size: int, folder: str, limit: float, threads: int, connection: Connection
 ) -> None:
-    """A rank's life: one job. Then it waits for its end: peers may still need its sockets."""
+    """Run one job as a rank. Then wait to be ended: peers may still need its sockets."""
     if Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""A rehearsal: steps of a sharded module under the tracker, and what is expected of each."""
+"""Steps of a sharded module under the tracker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fxshard.validation.tracker import Measured, Tracker, WatchedWorld
 
 
 def tracked(work: Workload, steps: int) -> list[Measured]:
-    """Train a copy of the model on this rank of the default process group; what was measured."""
+    """Train a copy of the model on this rank of the default process group, and measure it."""
     tracker = Tracker(offloaded=work.config.offload is not None)
     module, config = copied(work.module), work.config
     units = configured_units(module, config)
@@ -40,7 +40,7 @@ def tracked(work: Workload, steps: int) -> list[Measured]:
 def tracked_steps(model: FxshardModule, work: Workload, tracker: Tracker, steps: int) -> None:
     """Train `model` for some steps on one batch, marking phases for the tracker.
 
-    Without a loss of the user's, the gradients that arrive at the outputs are ones.
+    Without a loss function, the gradients of the outputs are ones.
     """
     optimizer = None
     runtime = model._fxshard
@@ -90,7 +90,7 @@ def tracked_steps(model: FxshardModule, work: Workload, tracker: Tracker, steps:
 def _forward_backward(
     model: FxshardModule, work: Workload, program: Program, tracker: Tracker
 ) -> None:
-    """One micro-batch; nothing of it but gradients is left."""
+    """Run one micro-batch; only gradients outlive it."""
     args, kwargs = work.call
     out = model(*args, **kwargs)
     leaves, _ = trees.tree_flatten(out)
@@ -120,5 +120,5 @@ def split_steps(
                 found.append([])
             found[-1].append([])
         found[-1][-1].append(phase)
-    assert len(found) == steps, f"{len(found)} steps were seen, not {steps}"
+    assert len(found) == steps, f"{len(found)} steps were tracked, not {steps}"
     return found

@@ -1,7 +1,7 @@
-"""Runtime tracker: bytes alive while a program really runs, seen from outside of it.
+"""Runtime tracker: bytes alive while a program runs.
 
-It shares no code with the analysis: it watches operators through a `TorchDispatchMode`, and the
-birth and death of storages through weak references. What a storage is held for follows from what
+It shares no code with the analysis. It watches operators through a `TorchDispatchMode`, and the
+birth and death of storages through weak references. The category of a storage follows from what
 happens to it: gathered into, waited for, sent to a reduction, found in the optimizer's state.
 """
 
@@ -26,7 +26,7 @@ from fxshard.memory.category import CATEGORIES, Category, Curve, Matrix
 
 @dataclasses.dataclass
 class Measured:
-    """Bytes of one phase as they were: rows of categories, as in the analysis.
+    """Measured bytes of one phase: rows of categories, as in the analysis.
 
     Attributes:
         phase: its name.
@@ -65,7 +65,7 @@ _OF_NEW_DATA = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_cop
 
 
 class Tracker(TorchDispatchMode):
-    """Records while it is entered. `begin` and `at` mark phases and points; the rest is watched."""
+    """Records while it is entered; `begin` and `at` mark phases and points."""
 
     def __init__(self, offloaded: bool = False) -> None:
         """Args: `offloaded`: what the optimizer makes is on the host, beside its parameters."""
@@ -77,7 +77,7 @@ class Tracker(TorchDispatchMode):
         self._references: dict[int, Any] = {}
         self._packed: set[int] = set()  # storages of packed shards, and of what is gathered of them
         self._in_step = False
-        self.waiting = False  # for a collective: what gloo copies then, it has made for itself
+        self.waiting = False  # for a collective: tensors that gloo makes then are its own
         self.phase = "start"
 
     # -- marks ------------------------------------------------------------------------------------
@@ -92,12 +92,12 @@ class Tracker(TorchDispatchMode):
         self._events.append(_Event("point"))
 
     def know(self, tensors: Iterable[Tensor], category: Category, host: bool = False) -> None:
-        """Tensors that were there before."""
+        """Tensors that exist before the recording."""
         for tensor in tensors:
             self._see(tensor, category, host)
 
     def mark(self, tensors: Iterable[Tensor], category: Category, host: bool = False) -> None:
-        """What tensors have been for since they were made, now that it shows."""
+        """Set the category of tensors, from their birth on."""
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             number = self._numbers.get(id(local.untyped_storage()))
@@ -107,13 +107,13 @@ class Tracker(TorchDispatchMode):
                 storage.host = host
 
     def gradients(self, params: Iterable[Tensor]) -> None:
-        """What is a parameter's ``.grad``, and was not sent, has been one since it was made."""
+        """Mark every ``.grad`` that was not sent to a reduction as a sharded gradient."""
         for param in params:
             if param.grad is not None:
                 self.gradient(param.grad)
 
     def gradient(self, grad: Tensor | None) -> None:
-        """The same for what arrives at a parameter, and may be added to its ``.grad``."""
+        """The same for a gradient that arrives at a parameter, and may be added to ``.grad``."""
         if grad is None:
             return
         grad = grad.to_local() if isinstance(grad, DTensor) else grad
@@ -121,7 +121,7 @@ class Tracker(TorchDispatchMode):
             self.mark([grad], Category.SHARDED_GRAD)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """What is in the optimizer's state now has been state since it was made."""
+        """Mark all tensors in the optimizer's state, from their birth on."""
         leaves, _ = tree_flatten(list(optimizer.state.values()))
         for leaf in leaves:
             if isinstance(leaf, Tensor):
@@ -152,7 +152,7 @@ class Tracker(TorchDispatchMode):
         if self.phase in ("loss", "loss backward") and func not in _OF_NEW_DATA:
             self._read((args, kwargs))
         result = func(*args, **kwargs)
-        self._events.append(_Event("ran"))  # what dies behind it is still alive
+        self._events.append(_Event("ran"))  # what dies after it is still alive
         leaves, _ = tree_flatten(result)
         default = Category.ACTIVATION if self.phase in ("forward", "loss") else Category.TEMP
         host = self._offloaded and (self.phase == "optimizer" or self._in_step)
@@ -180,7 +180,7 @@ class Tracker(TorchDispatchMode):
         return result
 
     def _read(self, arguments: Any) -> None:
-        """The user's loss reads these: what nothing has made was there from the start."""
+        """The user's loss reads these; tensors that are new here existed from the start."""
         leaves, _ = tree_flatten(arguments)
         for leaf in leaves:
             count = len(self._storages)
@@ -190,9 +190,9 @@ class Tracker(TorchDispatchMode):
                 self._events.insert(0, self._events.pop())
 
     def _copied(self, number: int, sources: tuple[int, ...]) -> None:
-        """A copy was made that may be one to be sent, or a reduced gradient in its own dtype.
+        """Note a copy: it may be sent to a reduction, or be a reduced gradient in another dtype.
 
-        What the user's loss copies is no copy to be sent: it hands the model a gradient.
+        Copies that the user's loss makes are not noted: they are gradients of outputs.
         """
         if self.phase == "loss backward":
             return
@@ -202,7 +202,7 @@ class Tracker(TorchDispatchMode):
             storage.category = storage.now = Category.SHARDED_GRAD
 
     def _label(self, number: int, category: Category) -> None:
-        """From now on the storage is for something else."""
+        """Change the category of a storage from now on."""
         self._storages[number].now = category
         self._events.append(_Event("label", number, category))
 
@@ -255,7 +255,7 @@ class Tracker(TorchDispatchMode):
         for tensor in tensors:
             number = self._number(tensor)
             if number in self._packed:
-                continue  # what is unpacked of it is
+                continue  # the unpacked tensors are unsharded parameters
             if self._storages[number].now is Category.ALL_GATHER:
                 self._label(number, Category.UNSHARDED_PARAM)
 
@@ -264,7 +264,7 @@ class Tracker(TorchDispatchMode):
         self._packed.update(map(self._number, tensors))
 
     def gathered(self, shards: Iterable[Tensor], buffers: Iterable[Tensor]) -> None:
-        """Of packed shards a packed buffer comes, which is no unsharded parameter."""
+        """A buffer that is gathered from packed shards is packed too: no unsharded parameter."""
         for shard, buffer in zip(shards, buffers, strict=True):
             if self._numbers.get(id(shard.untyped_storage())) in self._packed:
                 self._packed.add(self._number(buffer))
@@ -331,7 +331,7 @@ def _device_total(row: Any) -> int:
 
 
 class WatchedWorld:
-    """A World that tells the tracker of what operators of torch do not show, such as waits."""
+    """A World that reports to the tracker what torch's operators do not show, such as waits."""
 
     def __init__(self, world: World, tracker: Tracker) -> None:
         self._world, self._tracker = world, tracker
@@ -405,16 +405,14 @@ class WatchedWorld:
 
 
 def _only_copies(name: str, kwargs: dict[str, Any]) -> bool:
-    """True for an operator whose result is what it was given: in another dtype, contiguous, with
-    padding, or several in one.
-    """
+    """True for an operator that copies its operands: casts, packs, pads or concatenates them."""
     if name == "aten.clone.default":
         return kwargs.get("memory_format") is torch.contiguous_format
     return name in ("aten._to_copy.default", "aten.cat.default", "aten.constant_pad_nd.default")
 
 
 def _holds_memory(tensor: Tensor) -> bool:
-    """False for what traces and DTensor's shape rules compute with."""
+    """False for the meta and fake tensors of traces and of DTensor's shape rules."""
     return not (tensor.is_meta or is_fake(tensor))
 
 
@@ -423,5 +421,5 @@ def _matrix(rows: Sequence[Any]) -> Matrix:
 
 
 def _filled(after: Sequence[Any], during: Sequence[Any]) -> Matrix:
-    """Where nothing happened between two points, the moment is the point."""
+    """`during`; where nothing ran between two points, the row of the point in `after`."""
     return _matrix([a if d[0] == -1 else d for a, d in zip(after, during, strict=True)])

@@ -38,7 +38,7 @@ def test_the_local_part_of_a_dtensor_can_be_replaced() -> None:
         param = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Replicate()]))
         local = torch.zeros(2)
         param._local_tensor = local
-        assert param.to_local().data_ptr() == local.data_ptr(), "sharding.Slot.settle has no effect"
+        assert param.to_local().data_ptr() == local.data_ptr(), "Slot.restore_storage has no effect"
 
 
 def test_a_mesh_forgets_its_groups() -> None:

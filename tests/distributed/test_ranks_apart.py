@@ -91,7 +91,7 @@ def test_a_rank_that_leaves_out_a_backward_alone(hasty: Any, name: str) -> None:
     """Its next gathers would meet what the others reduce."""
     first, second = hasty(2).run(skips_backward, OPTIONS[name])
     assert first[:2] == ["no error"] * 2 and second[0] == "no error"
-    asks = "a call of the model in front of the backward of the last one"
+    asks = "a call of the model before the backward of the last one"
     assert first[2].startswith("RankMismatchError: rank 0 would do something else"), first
     assert f"they have 'a call of the model, or a backward', it has '{asks}'" in first[2]
     assert second[1].startswith("RankMismatchError: a collective failed on rank 1"), second
@@ -233,7 +233,8 @@ def registered(rank: int, world_size: int, apart: bool) -> str:
 def test_a_registered_method_on_one_rank_while_the_other_calls_the_model(hasty: Any) -> None:
     went_on, called = hasty(2).run(registered, True)
     assert called.startswith("RankMismatchError: rank 1 would do something else"), called
-    assert "a method that runs on whole parameters" in called and "a call of the model" in called
+    assert "a method that runs on unsharded parameters" in called
+    assert "a call of the model" in called
     assert went_on.startswith("RankMismatchError"), went_on
     assert hasty(2).run(registered, False) == ["no error"] * 2
 

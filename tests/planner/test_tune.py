@@ -300,8 +300,8 @@ def test_a_limit_of_plans_tells_what_was_left(
 ) -> None:
     result = tuned("1GiB", plans=plans)
     assert result.planned == plans == sum(trial.peak_bytes is not None for trial in result.trials)
-    left = f"{plans} planned whole; what was not planned may take up to {result.slack:.1%} less"
-    assert (left if result.slack else f"{plans} planned whole; nothing else") in result.summary()
+    left = f"{plans} planned in full; what was not planned may take up to {result.slack:.1%} less"
+    assert (left if result.slack else f"{plans} planned in full; nothing else") in result.summary()
     fastest = min(seconds for _, seconds in every.values())
     assert fastest >= result.best.sample_time * (1 - result.slack)
     left = [t.why for t in result.trials if t.peak_bytes is None]
@@ -347,7 +347,7 @@ def test_the_default_space_has_all_that_is_left_open() -> None:
     ("more", "said"),
     [
         ({"hardware": "a100"}, "hardware='a100': expected one of h100"),
-        ({"memory_budget": "1GiB"}, "say budget=... instead"),
+        ({"memory_budget": "1GiB"}, "give budget=... instead"),
         ({"space": {"checkpiont": [None]}}, "expected the name of an option"),
         ({"space": {"checkpoint": "full"}}, "a list of its values"),
         ({"space": {"checkpoint": []}}, "a list of its values"),

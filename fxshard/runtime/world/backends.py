@@ -1,9 +1,9 @@
-"""What a backend of torch.distributed promises, and how its collectives are asked for.
+"""What a backend of torch.distributed supports, and how its collectives are called.
 
-One place states which calls a launch makes. What differs between backends:
+This module alone decides which calls a launch makes. Differences between backends:
 
 ==============================  ==========================  ==========================
-asked for                       gloo                        NCCL
+what is called                  gloo                        NCCL
 ==============================  ==========================  ==========================
 several all-gathers, one call   no: a call per buffer (1)   yes
 dtypes of an all-gather         not all (2): bytes          not all: bytes
@@ -21,11 +21,12 @@ a collective that fails         raises at its wait          aborts the process
 
 (1) ``allgather_into_tensor_coalesced`` is the one operation of gloo that corrupts the heap as soon
 as two works are in flight: docs/upstream.md. (2) int16, bool, complex and the 8-bit floats are
-refused: "Invalid scalar type". (3) It promotes to one dtype and reads the result in another. That
-is never asked for: each collective of a program moves one dtype (`Fact.ONE_DTYPE`), and all-gathers
-move bytes. (4) It compares, and no comparison with a NaN is true. So with ``reduce_op="max"`` or
-"min" a NaN of one rank may not show in the gradient, as it does if all ranks run in one process:
-look for it in the loss. tests/distributed/test_backends.py tries each row on gloo.
+refused: "Invalid scalar type". (3) It promotes to one dtype and reads the result in another.
+fxshard never does that: each collective of a program moves one dtype (`Fact.ONE_DTYPE`), and
+all-gathers move bytes. (4) It compares, and no comparison with a NaN is true. So with
+``reduce_op="max"`` or "min" a NaN of one rank may be missing in the gradient, where it is present
+if all ranks run in one process: look for it in the loss. tests/distributed/test_backends.py tests
+each row on gloo.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ from fxshard.ir import ops, tags
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """How the collectives of a launch are asked for.
+    """How the collectives of a launch are called.
 
     Attributes:
-        coalesces_gathers: one call gathers several tensors; else each takes a call of its own.
+        coalesces_gathers: one call gathers several tensors; False: a call per tensor.
             Reductions of several tensors are one call on every backend.
     """
 
@@ -80,13 +81,13 @@ ONE_CALL_EACH = Backend(coalesces_gathers=False)
 BACKENDS = {
     "gloo": ONE_CALL_EACH,
     "nccl": Backend(coalesces_gathers=True),
-    # Moves nothing, and stands for what the machine it is planned for has: the calls are NCCL's.
+    # Moves nothing; its calls are those of NCCL, on whose machines a plan is to run.
     "fake": Backend(coalesces_gathers=True),
 }
 
 
 def backend_of(group: dist.ProcessGroup) -> Backend:
-    """The backend of `group`; one that is not known gets a call per buffer, which all can do."""
+    """The backend of `group`; an unknown one gets a call per buffer, which all support."""
     return BACKENDS.get(dist.get_backend(group), ONE_CALL_EACH)
 
 
@@ -96,5 +97,5 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """What a reduction takes in the place of `tensor`: of complex numbers pairs, ``[..., 2]``."""
+    """What a reduction takes for `tensor`: of complex numbers a real view, ``[..., 2]``."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -45,21 +45,20 @@ class _Launch:
 
 
 # What a rank does at the begin of a call, as ranks compare it.
-_BEHIND = "a call of the model, or a backward"
-_ANOTHER = "a call of the model in front of the backward of the last one"
+_EXPECTED = "a call of the model, or a backward"
+_BEFORE_BACKWARD = "a call of the model before the backward of the last one"
 
 
 class C10dWorld:
     """Runs the collectives of a schedule on the process groups of a mesh.
 
-    A launch makes the calls that `fxshard.runtime.world.backends` states. On CUDA they are issued
-    from the stream that its tag says (`fxshard.ir.ops`); streams wait for events as
-    the program's annotations say, and for nothing else. Buffers are allocated and freed on the
-    compute stream, so that the caching allocator needs no ``record_stream``
-    (`fxshard.verify.orders` says why).
+    A launch makes the calls that `fxshard.runtime.world.backends` decides. On CUDA they are issued
+    from the stream of the operator (`fxshard.ir.ops`). Streams wait for the events of the program,
+    and for nothing else. Buffers are allocated and freed on the compute stream, so the caching
+    allocator needs no ``record_stream`` (`fxshard.verify.orders` explains why).
 
     Attributes:
-        cuda: where streams and events come from; None on CPU, where nothing needs them.
+        cuda: ``torch.cuda``, for streams and events; None on CPU, which needs none.
         mesh: 1-D, or 2-D replicate x shard.
         placements: of a parameter on `mesh`.
         size: ranks that share a parameter; `rank` is this one's number among them.
@@ -79,7 +78,7 @@ class C10dWorld:
         reshard: sizes of the groups that units are resharded to after forward.
         """
         self.mesh = mesh
-        self.hook: Callable[..., None] | None = None  # takes what the user's takes behind its state
+        self.hook: Callable[..., None] | None = None  # the user's, with its state bound
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.size, self.rank, self.replicas = 1, 0, 1
         if mesh.ndim == 2 or not sharded:
@@ -95,7 +94,7 @@ class C10dWorld:
                 (mine,) = [row for row in rows if dist.get_rank() in row]
                 self.groups[f"reshard{size}"] = process_groups.new_group(mine, self.groups["shard"])
         if mesh.device_type == "cpu":
-            process_groups.gather_one_by_one()  # what torch gathers of our parameters, too
+            process_groups.gather_one_by_one()  # also for all-gathers that torch makes
         self.reductions: dist.ProcessGroup | None = None
         self.peers = {name: Peers(group) for name, group in self.groups.items()}
         self._everyone = [peers for name, peers in self.peers.items() if "reshard" not in name]
@@ -105,10 +104,11 @@ class C10dWorld:
             self._everyone[0].next_shard = near.global_ranks[near.next_shard]
         self._peers = list(dict.fromkeys([*self._everyone, *self.peers.values()]))
         self._calls = 0  # phases with collectives that this rank has begun: calls and backwards
-        # Forwards whose backward has some too and has not begun, by number; dead: it cannot come.
+        # By number, forwards whose backward has collectives and has not begun; a dead reference
+        # means that it never will.
         self._due: dict[int, weakref.ref[Any]] = {}
         self._issued = 0  # collectives that this rank has launched
-        self._left = ""  # why it is in no process group any more
+        self._left = ""  # why this rank has left the process group
         self._worlds.add(self)
         self._launched: dict[int, _Launch] = {}
         self.cuda: Any = torch.cuda if mesh.device_type == "cuda" else None
@@ -195,7 +195,7 @@ class C10dWorld:
         size = packed[0].numel() // sum(map(math.prod, chunks))
         made = [packed[0].new_empty(layout.gathered(chunk, size)) for chunk in chunks]
         parts = layout.pieces_by_rank(packed[0], size, chunks)
-        optimizers.foreach_copy([whole.view(size, -1) for whole in made], parts)
+        optimizers.foreach_copy([param.view(size, -1) for param in made], parts)
         return made
 
     def reshard(self, buffers: list[Tensor], group: str) -> list[Tensor]:
@@ -208,7 +208,7 @@ class C10dWorld:
                 self._finish(work)
         del self._launched[pair]
         if self.cuda is not None and tensors[0].device.type == "cpu":
-            self._stream("store").synchronize()  # the CPU reads what was copied there
+            self._stream("store").synchronize()  # the CPU reads the copies
 
     def wait_event(self, stream: str, event: str) -> None:
         if self.cuda is not None:
@@ -239,10 +239,10 @@ class C10dWorld:
             yield launch
             if self.cuda is not None:
                 while launch.works:
-                    launch.works.pop().wait()  # that stream waits for NCCL's own; the host goes on
+                    launch.works.pop().wait()  # the stream waits for NCCL's stream, not the host
 
     def _finish(self, work: dist.Work) -> None:
-        """Wait for `work`, unless another rank says that it will never be over."""
+        """Wait for `work`; raise if another rank shows that it will never be over."""
         while not _over(work, patience.LOOK_SECONDS):
             cause = self._cause() or _first(p.never_over(self._issued) for p in self._everyone)
             if cause is not None:
@@ -269,7 +269,7 @@ class C10dWorld:
                 cause = self._cause() or self.peers[group].look_around()
                 if cause is not None:
                     self._note_cause(cause)
-                    cause = self._cause()  # what the first said
+                    cause = self._cause()  # that of the first rank that noted one
             except RuntimeError:
                 cause = (
                     RankDiedError,
@@ -281,7 +281,7 @@ class C10dWorld:
             raise self.peers[group].failure(cause, error) from error
 
     def _cause(self) -> Cause | None:
-        """Why no collective works any more, if any rank has said so."""
+        """Why no collective works any more, if any rank has noted it."""
         return _first(peers.cause() for peers in self._peers)
 
     def _note_cause(self, cause: Cause) -> None:
@@ -290,14 +290,14 @@ class C10dWorld:
 
     @contextlib.contextmanager
     def phase(self, name: str, communicates: bool) -> Iterator[None]:
-        """A phase runs inside. However it ends, nothing of it runs on behind.
+        """Run a phase in the block. However it ends, nothing of it runs on afterwards.
 
-        If it ends with an exception on all ranks behind the same collective, the next call may
-        run. Else their collectives would not meet: this rank leaves the process group, so that the
+        If it ends with an exception on all ranks after the same collective, the next call may run.
+        Otherwise later collectives would not match: this rank leaves the process group, so that the
         others fail too, and the exception gets a note.
 
         Args:
-            name: of the phase, for people.
+            name: of the phase, for messages.
             communicates: it has collectives.
 
         Raises:
@@ -319,8 +319,8 @@ class C10dWorld:
     def _let_go(self) -> list[dist.Work]:
         """Forget what is in flight; returns it.
 
-        What the caller runs next, and what it does with memory that is given back now, comes
-        behind all streams. On the CPU a work of gloo holds its tensors until it is over.
+        The compute stream waits for all other streams, so that freed memory can be used again. On
+        the CPU a work of gloo holds its tensors until it is over.
         """
         for stream in self._streams.values():
             self.cuda.current_stream().wait_stream(stream)
@@ -329,10 +329,10 @@ class C10dWorld:
         return works
 
     def _all_stopped(self, name: str, error: BaseException, works: list[dist.Work]) -> bool:
-        """Wait for `works`; True if all ranks have stopped behind the same collective."""
+        """Wait for `works`; True if all ranks have stopped after the same collective."""
         if isinstance(error, RankDiedError | RankMismatchError):
             return False
-        what = f"stopped in the middle of {name} ({_said(error)})"
+        what = f"stopped in the middle of {name} ({_summary(error)})"
         pause, over = 0.001, 0.0  # seconds; when all works of this rank were over
         try:
             for peers in self._everyone:
@@ -351,17 +351,17 @@ class C10dWorld:
                     return False
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
-        except (RuntimeError, KeyboardInterrupt):  # no store, or who waits is in a hurry
+        except (RuntimeError, KeyboardInterrupt):  # no store, or the user interrupts
             return False
 
     def _part(self, name: str, error: BaseException, works: list[dist.Work]) -> None:
-        """Leave behind a phase that not all ranks stopped alike.
+        """Leave the process group after a phase that not all ranks stopped alike.
 
-        The process group is not closed while a work is in flight: that would wait for it.
+        The group is not closed while a work is in flight: that would wait for it.
         """
-        why = f"stopped in the middle of {name} ({_said(error)})"
+        why = f"stopped in the middle of {name} ({_summary(error)})"
         deadline = time.monotonic() + patience.CENSUS_SECONDS
-        self._tell_left(why)  # before works that may take their time
+        self._note_left(why)  # before it waits for works
         while (works := _pending(works)) and time.monotonic() < deadline:
             time.sleep(0.01)
         if not works:
@@ -380,7 +380,7 @@ class C10dWorld:
         self.reductions = process_groups.new_group(ranks, self.groups["shard"])
 
     def require_joined(self) -> None:
-        """Before a call of the model, and before each of its phases.
+        """Check before a call of the model, and before each of its phases.
 
         Raises:
             RankMismatchError: this rank has left the process group.
@@ -392,18 +392,18 @@ class C10dWorld:
             )
 
     def run_call(self, digest: str, known: Mapping[str, Sequence[str]]) -> None:
-        """The call runs a program with collectives that all agree on (see `Peers.note_call`).
+        """Note a call whose program has collectives and all ranks know (see `Peers.note_call`).
 
-        Calls without any are not counted: ranks may make as many as they like. A call in front of
-        the backward of an earlier one waits for all ranks: one that has left out its backward alone
-        would gather what the others reduce. A forward that all ranks have dropped is forgotten.
+        Calls without collectives are not counted: each rank may make any number. A call before the
+        backward of an earlier one waits for all ranks: if only one rank left out its backward, it
+        would gather while the others reduce. A forward that all ranks have dropped is forgotten.
 
         Raises:
             RankMismatchError: not all ranks run what this one does.
         """
         if self._due:
-            lines = [_ANOTHER, f"backwards to come: {len(self._due)}"]
-            self.agree(lines, "what they do to the model", [[_BEHIND]])
+            lines = [_BEFORE_BACKWARD, f"backwards to come: {len(self._due)}"]
+            self.agree(lines, "what they do to the model", [[_EXPECTED]])
             held = self.any_rank("".join("01"[ref() is not None] for ref in self._due.values()))()
             due = zip(self._due.items(), held, strict=True)
             self._due = {number: ref for (number, ref), flag in due if flag == "1"}
@@ -412,19 +412,19 @@ class C10dWorld:
             peers.note_call(self._calls, digest, known, self._leave)
 
     def await_backward(self, call: object) -> None:
-        """The backward of this call has collectives; it cannot come once `call` is gone."""
+        """Note that this call's backward has collectives; it cannot run once `call` is dead."""
         self._due[self._calls] = weakref.ref(call)
 
     def begin_backward(self, call: object) -> None:
-        """What `await_backward` waited for."""
+        """Note that the backward of this call begins."""
         self._due = {number: ref for number, ref in self._due.items() if ref() is not call}
 
     def together(self, what: str, having: Sequence[str] = ()) -> None:
-        """All ranks do `what` to the model, behind the same call of it, or none does.
+        """Check that all ranks do `what` to the model, after the same call of it.
 
         Args:
-            what: for people.
-            having: what it is done with, and all ranks must have alike.
+            what: for messages.
+            having: what else must be equal on all ranks.
 
         Raises:
             RankMismatchError: some ranks call the model, do something else, or ran another program.
@@ -435,23 +435,24 @@ class C10dWorld:
         self.agree(lines, "what they do to the model", [["a call of the model"]])
 
     def any_rank(self, flags: str) -> Callable[[], str]:
-        """Tell all ranks of the mesh which of some things are true here ("0" or "1" for each).
+        """Send flags ("0" or "1" each) to all ranks of the mesh.
 
-        Call it on all ranks, in front of a collective; the result behind it.
+        Call it on all ranks before a collective, and the returned function after it.
 
         Returns:
-            What gives a "1" wherever a rank has one; call it on all ranks, unless all are "1" here.
+            A function that returns "1" for each flag that is set on any rank; call it on all ranks
+            that have a "0".
         """
-        told = [peers for peers in self._everyone if not peers.alone]
+        groups = [peers for peers in self._everyone if not peers.alone]
         if "0" not in flags:
-            for peers in told:
+            for peers in groups:
                 peers.tell(flags)
             return lambda: flags
-        first = [peers.tell(flags) for peers in told[:1]]
+        first = [peers.tell(flags) for peers in groups[:1]]
 
         def found() -> str:
             known = flags
-            for i, peers in enumerate(told):  # the second group: copies of what the first knows
+            for i, peers in enumerate(groups):  # the second one gets what the first has found
                 known = peers.any_of(first.pop() if i == 0 else peers.tell(known), known)
             return known
 
@@ -462,17 +463,17 @@ class C10dWorld:
     ) -> None:
         """Compare `lines` over all ranks of the mesh; all raise, or none (see `Peers.agree`).
 
-        Where no group has all of them, those along one dimension of the mesh compare first, then
-        those along the other with what the first found, and the first with what the others found.
+        If no group has all ranks, the groups along one dimension of the mesh compare first, then
+        those along the other, with the result of the first, and then the first again.
         """
         failed: RuntimeError | None = None
         rounds = (
             self._everyone if len(self._everyone) == 1 else [*self._everyone, self._everyone[0]]
         )
         for peers in rounds:
-            told = lines if failed is None else [*lines, "another group of ranks does not agree"]
+            sent = lines if failed is None else [*lines, "another group of ranks does not agree"]
             try:
-                peers.agree(told, what, self._leave, self._calls + 1 if before else 0, before)
+                peers.agree(sent, what, self._leave, self._calls + 1 if before else 0, before)
             except (RankMismatchError, RankDiedError) as error:
                 failed = failed or error
         if failed is not None:
@@ -481,16 +482,16 @@ class C10dWorld:
     def _leave(self, why: str) -> None:
         """Close the connections of this rank: others that wait for it in a collective fail now.
 
-        gloo closes them when nothing refers to the group any more, nor any other world's.
+        gloo closes them when nothing refers to the process groups of any world any more.
         """
-        self._tell_left(why)
+        self._note_left(why)
         for world in list(self._worlds):
             world._forget_groups(why)
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _tell_left(self, why: str) -> None:
-        """Say so in the stores that can be reached."""
+    def _note_left(self, why: str) -> None:
+        """Note that this rank leaves, in all stores that can be reached."""
         for peers in self._peers:
             with contextlib.suppress(RuntimeError):
                 peers.note_left(why)
@@ -505,9 +506,9 @@ class C10dWorld:
 
 
 def _over(work: dist.Work, seconds: float) -> bool:
-    """Wait for `work`, at most so long; True if it is over.
+    """Wait for `work` for some seconds; True if it is over.
 
-    Not all works of gloo say by themselves whether they are (``is_completed``).
+    ``is_completed`` is not right for all works of gloo.
 
     Raises:
         RuntimeError: it has failed.
@@ -523,7 +524,7 @@ def _over(work: dist.Work, seconds: float) -> bool:
 
 
 def _pending(works: list[dist.Work]) -> list[dist.Work]:
-    """Those that have neither failed nor are over."""
+    """The works that have neither failed nor ended."""
     pending = []
     for work in works:
         with contextlib.suppress(RuntimeError):
@@ -536,6 +537,6 @@ def _first(causes: Iterable[Cause | None]) -> Cause | None:
     return next((cause for cause in causes if cause is not None), None)
 
 
-def _said(error: BaseException) -> str:
+def _summary(error: BaseException) -> str:
     """Class and first line of an error."""
     return f"{type(error).__name__}: {error}".partition("\n")[0][:200]

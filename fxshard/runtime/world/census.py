@@ -1,8 +1,8 @@
-"""Who is alive: what processes can tell about each other after a collective failed.
+"""Which processes are alive after a collective has failed.
 
-The rank that died closes its connections, but only its neighbours notice: the others wait for
-these neighbours, and cannot sign any list. So each process tells at the start who it is, and one
-that failed looks up those of its own machine in the process table.
+When a rank dies, only its neighbours notice the closed connections; the other ranks wait for these
+neighbours, and cannot report themselves. So each process publishes its identity at the start, and a
+rank that failed looks up the processes of its own machine in the process table.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 
 
 def identity() -> str:
-    """This process, so that others on this machine can find it: machine, PID, start time."""
+    """The identity of this process, to be found on this machine: machine, PID, start time."""
     return f"{_machine()} {os.getpid()} {_state_and_start(os.getpid())[1]}"
 
 
 def is_dead(who: str) -> bool | None:
-    """Whether the process that called itself `who` is gone; None if this machine cannot tell."""
+    """True if the process of identity `who` has ended; None if it is not on this machine."""
     machine, pid, start = (who or "? 0 ?").split(" ")
     if machine != _machine() or start == "?":
         return None
@@ -27,7 +27,7 @@ def is_dead(who: str) -> bool | None:
 
 
 def _machine() -> str:
-    """Names the process table that PIDs are looked up in: containers have their own."""
+    """A name of the process table in which PIDs are looked up: containers have their own."""
     try:
         return f"{socket.gethostname()}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:

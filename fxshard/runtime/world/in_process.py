@@ -20,8 +20,8 @@ Ranks = list[list[Tensor]]  # per rank of a group, the operands or the results o
 class InProcessWorld:
     """Runs each row of an outer schedule for every rank before the next row.
 
-    An operator of ours is a method of its name: plain tensor operations over the ranks' values:
-    concatenate, average, cut. Every rank sees the same batch, and the same random numbers.
+    Each ``fxshard::`` operator is the method of its name, on the values of all ranks: concatenate,
+    average, cut. Every rank sees the same batch, and the same random numbers.
 
     Attributes:
         size: ranks that share a parameter.
@@ -33,11 +33,11 @@ class InProcessWorld:
         self.ranks = size * replicas
 
     def phase(self, name: str, communicates: bool) -> AbstractContextManager[None]:
-        """A phase runs inside; what it had is gone with it, however it ends."""
+        """Run a phase in the block; nothing is left of it, however it ends."""
         return contextlib.nullcontext()
 
-    def agree(self, *said: Any) -> None:
-        """What ranks over a process group do to stay alike (`C10dWorld`): these are, always."""
+    def agree(self, *args: Any) -> None:
+        """Nothing: in one process all ranks do the same (see `C10dWorld`)."""
 
     require_joined = together = run_call = await_backward = begin_backward = agree
 
@@ -57,7 +57,7 @@ class InProcessWorld:
         Args:
             graph: the outer graph of one phase.
             regions: a function per region name; takes (and clears) a list of arguments.
-                That under "step" is what ``fxshard.runtime.step`` calls.
+                "step" is the function that ``fxshard::step`` calls.
             random: names of the regions that draw random numbers.
             args: per rank, the values of the placeholders.
 
@@ -111,26 +111,26 @@ class InProcessWorld:
                 env[row] = row.target(*args, **kwargs)  # type: ignore[operator]
 
     def _groups(self, row: fx.Node) -> list[range]:
-        """The ranks that take part together in an operator, group by group."""
+        """The groups of ranks that run an operator together."""
         group = ops.group(row)
         if group == "replicate":
             return [range(shard, self.ranks, self.size) for shard in range(self.size)]
         size = {None: 1, "shard": self.size}.get(group) or int(str(group).removeprefix("reshard"))
         return [range(start, start + size) for start in range(0, self.ranks, size)]
 
-    # -- the operators: what each rank of a group gets, of what each gives -------------------------
+    # -- the operators: from the operands of each rank of a group to its results -------------------
 
     def all_gather(self, ranks: Ranks) -> Ranks:
-        """The shards of all, in their order."""
+        """The shards of all ranks, in their order."""
         return [[torch.cat(shards) for shards in zip(*ranks, strict=True)] for _ in ranks]
 
     def reduce_scatter(self, ranks: Ranks, op: str = "avg") -> Ranks:
-        """A part of what all together have."""
+        """Each rank's part of the reduction over all ranks."""
         totals = [REDUCE[op](values) for values in zip(*ranks, strict=True)]
         return self.reshard([totals] * len(ranks))
 
     def all_reduce(self, ranks: Ranks, op: str = "avg") -> Ranks:
-        """What all together have, in place."""
+        """The reduction over all ranks, in place."""
         for values in zip(*ranks, strict=True):
             total = REDUCE[op](values)
             for value in values:
@@ -138,7 +138,7 @@ class InProcessWorld:
         return ranks
 
     def reshard(self, ranks: Ranks) -> Ranks:
-        """A part of its own."""
+        """Each rank's part of its buffers."""
         size = len(ranks)
         return [
             [layout.part_of(b, i, size).clone() for b in buffers] for i, buffers in enumerate(ranks)
@@ -157,7 +157,7 @@ class InProcessWorld:
         return self.load(ranks, "cpu")
 
     def pack(self, ranks: Ranks, dtype: torch.dtype) -> Ranks:
-        """Its shards in one flat tensor."""
+        """The shards of each rank in one flat tensor."""
         return [[torch.cat([s.reshape(-1).to(dtype) for s in shards])] for shards in ranks]
 
     def unpack(self, ranks: Ranks, chunks: Sequence[Sequence[int]]) -> Ranks:
@@ -169,7 +169,7 @@ class InProcessWorld:
         return [None for _ in ranks]
 
     def free(self, ranks: Ranks) -> list[None]:
-        """Nothing: a value is gone behind its last reader."""
+        """Nothing: a value is dropped after its last reader."""
         return [None for _ in ranks]
 
 
@@ -180,7 +180,7 @@ def _unpacked(packed: Tensor, chunks: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def _mean(ranks: Sequence[Tensor]) -> Tensor:
-    """Average over ranks, exact where they are equal: on one batch that is everywhere."""
+    """Average over ranks; exact if they are equal, as they are on one batch."""
     first = ranks[0]
     return first + torch.stack([rank - first for rank in ranks]).mean(0)
 

@@ -1,4 +1,4 @@
-"""From what the user says of ranks (world_size, mesh, process_group) to the world to run in."""
+"""From the user's world_size, mesh or process_group to the world to run in."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def world_for(
 
 
 def _check_kinds(mesh: Any, process_group: Any) -> None:
-    """Raise ConfigError for what is no mesh, no process group, and no pair of groups."""
+    """Raise ConfigError if `mesh` is no mesh, or `process_group` neither a group nor a pair."""
     if not isinstance(mesh, (DeviceMesh, type(None))):
         raise ConfigError(
             f"mesh={mesh!r}: expected a torch.distributed.device_mesh.DeviceMesh, as "
@@ -104,25 +104,25 @@ def _check_kinds(mesh: Any, process_group: Any) -> None:
         )
 
 
-# What launchers besides torchrun call the number of processes that they started together.
+# The variables in which launchers other than torchrun pass the number of processes.
 _STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def _initialise(world_size: Any) -> None:
-    """Initialise the default process group where torchrun has started this process as one of many.
+    """Initialise the default process group if torchrun has started this process as one of many.
 
-    As `init_device_mesh` and `fully_shard` do. Otherwise each of them would train alone.
+    `init_device_mesh` and `fully_shard` do the same. Otherwise each process would train alone.
     (torch/distributed/fsdp/_fully_shard/_fsdp_init.py, ``_init_default_mesh``)
 
     Raises:
-        ConfigError: it is one of many, and what `init_process_group` needs is not in the
-            environment.
+        ConfigError: the process is one of many, and the environment lacks variables that
+            `init_process_group` needs.
     """
     if not dist.is_available() or dist.is_initialized():
         return
-    told = {name: os.environ[name] for name in ("WORLD_SIZE", *_STARTED) if name in os.environ}
-    many = [f"{name}={value}" for name, value in told.items() if value not in ("", "1")]
+    sizes = {name: os.environ[name] for name in ("WORLD_SIZE", *_STARTED) if name in os.environ}
+    many = [f"{name}={value}" for name, value in sizes.items() if value not in ("", "1")]
     lacking = [name for name in _RENDEZVOUS if not os.environ.get(name)]
     if many and lacking:
         raise ConfigError(
@@ -188,7 +188,7 @@ def _rows_of_groups(shard: dist.ProcessGroup, replicate: dist.ProcessGroup) -> l
         ConfigError: they hold this rank's rows at different places.
     """
     mine, ranks = dist.get_process_group_ranks(shard), dist.get_process_group_ranks(replicate)
-    if dist.get_backend(replicate) == "fake":  # nobody else is there to say
+    if dist.get_backend(replicate) == "fake":  # there is no other rank to ask
         return [[other + rank - dist.get_rank() for rank in mine] for other in ranks]
     store = process_groups.group_store(replicate)
     key = f"fxshard/mesh/{store.add(f'fxshard/mesh/{dist.get_rank()}', 1)}"
@@ -212,7 +212,7 @@ def mesh_of(model: nn.Module, config: Config, grid: tuple[int, int]) -> DeviceMe
 
 
 def _device_type(model: nn.Module, group: dist.ProcessGroup | None) -> str:
-    """That of the parameters; of a meta model, the accelerator if `group` is made for it."""
+    """The device type of the parameters; of a meta model, the accelerator if `group` serves it."""
     found = next((p.device.type for p in model.parameters() if not p.is_meta), None)
     if found:
         return found

@@ -1,4 +1,4 @@
-"""The ranks of one process group, seen through its key-value store and never by a collective."""
+"""The ranks of one process group, compared through its key-value store, without collectives."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fxshard.runtime.world import census
 CENSUS_SECONDS = 5.0  # how long a survivor waits for the others before it calls them missing
 STOP_SECONDS = 10.0  # how long a rank that stopped waits for the others to stop alike
 SLOTS = 4  # calls whose programs are kept
-LOOK_SECONDS = 0.5  # a rank that waits looks at least so often where the others are
+LOOK_SECONDS = 0.5  # a rank that waits checks the others at least so often
 
-_BACKWARD = "backward"  # behind the digest of the call before it
+_BACKWARD = "backward"  # appended to the digest of its call
 
-Leave = Callable[[str], None]  # close the connections of this rank, and say why
+Leave = Callable[[str], None]  # closes the connections of this rank, for a reason
 # Why no collective of a group will work any more: the class of the error, and the rest of its text.
 Cause = tuple[type[RankDiedError | RankMismatchError], str]
 _CAUSES = {each.__name__: each for each in (RankDiedError, RankMismatchError)}
@@ -32,7 +32,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _reads(method: _Method) -> _Method:
-    """For methods that read what others have left in the store: it may be anything."""
+    """Turn errors of reading entries of other ranks, which may be anything, into mismatches."""
 
     @functools.wraps(method)
     def read(*args: Any, **kwargs: Any) -> Any:
@@ -50,7 +50,7 @@ def _reads(method: _Method) -> _Method:
 
 
 class Peers:
-    """Compares what ranks are about to do, and says who is dead or elsewhere when one fails."""
+    """Compares what ranks are about to do, and finds dead or diverging ranks after a failure."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group: Any = group
@@ -67,7 +67,7 @@ class Peers:
             self._stopped = f"fxshard/stopped/{number}"
         self._stops = 0  # phases of this rank that ended with an exception, as on all others
         self.last: str | None = None  # digest of what this rank ran last
-        self._tells, self._said = 0, ["", ""]  # see `tell`: how many, and the last two
+        self._tells, self._counters = 0, ["", ""]  # see `tell`: how many, and the last two keys
 
     @_reads
     def note_call(
@@ -77,19 +77,19 @@ class Peers:
         known: Mapping[str, Sequence[str]],
         leave: Leave,
     ) -> None:
-        """Say which program this rank runs in its call `number`, a message without an answer.
+        """Note in the store which program this rank runs in its call `number`; nobody answers.
 
-        If there are several that all know, look what the next rank ran in the call before, and
-        the next that holds other rows: ranks may take different ways, and collectives of equal
-        sizes would mix their parameters. The entry of the latter is there, for that call's
-        collectives are over; that of a replica may come later.
+        If all ranks know several programs, check what the next rank ran in the call before, and the
+        next rank that holds other rows: ranks may diverge, and collectives of equal sizes would mix
+        their parameters. The entry of the latter exists, as the collectives of that call are over;
+        that of a replica may come later.
 
         Args:
             number: of the call.
             digest: of the program, a key of `known`.
             known: what all ranks have agreed on, by digest.
-            leave: closes the connections of this rank, so that those fail too whose next rank ran
-                what they ran.
+            leave: closes the connections of this rank, so that the ranks fail too that have seen no
+                difference.
 
         Raises:
             RankMismatchError: it was another program.
@@ -98,15 +98,15 @@ class Peers:
             return
         if len(known) > 1 and self.last is not None:
             for other in dict.fromkeys([self.next_shard, (self.rank + 1) % self.size]):
-                theirs = self._told(self._slot(number - 1), other).partition(" ")
-                if theirs[0] == str(number - 1) and theirs[2] != self.last:
-                    mixed = self._mixed(other, _ran(theirs[2], known), _ran(self.last, known))
+                call, _, ran = self._entry(self._slot(number - 1), other).partition(" ")
+                if call == str(number - 1) and ran != self.last:
+                    mixed = self._mixed(other, _ran(ran, known), _ran(self.last, known))
                     leave(f"ran another program than {self._name(other)} in the last call")
                     raise RankMismatchError(mixed)
         self._note(number, digest)
 
     def note_backward(self, number: int) -> None:
-        """Say that this rank begins a backward with collectives; it counts as a call."""
+        """Note that this rank begins a backward with collectives; it counts as a call."""
         if not self.alone:
             self._note(number, f"{(self.last or '').partition(' ')[0]} {_BACKWARD}")
 
@@ -116,11 +116,11 @@ class Peers:
         self.last = digest
 
     def _slot(self, number: int) -> str:
-        """Where a call's entry is kept: no rank is two calls ahead of another."""
+        """The key of a call's entry; keys repeat, as no rank is two calls ahead of another."""
         return f"{self._calls}/{number % SLOTS}"
 
-    def _mixed(self, other: int, theirs: Sequence[str], ours: Sequence[str]) -> str:
-        at, there, here = first_difference("\n".join(theirs), "\n".join(ours))
+    def _mixed(self, other: int, reference: Sequence[str], own: Sequence[str]) -> str:
+        at, there, here = first_difference("\n".join(reference), "\n".join(own))
         return (
             f"in the last call {self._name(other)} ran another program than "
             f"{self._name(self.rank)}, so that what they gathered and reduced is mixed: in line "
@@ -129,23 +129,23 @@ class Peers:
         )
 
     def tell(self, flags: str) -> str:
-        """Tell the other ranks which of some things are true here; all ranks tell in one order.
+        """Send flags to the other ranks; all ranks send in the same order.
 
         Args:
-            flags: a "0" or "1" for each.
+            flags: "0" or "1" each.
 
         Returns:
-            What to ask `any_of` for.
+            The argument of `any_of`.
         """
         store = process_groups.group_store(self.group)
         if self._tells > 1:  # all have begun the one before, and so ended the one before that
             store.delete_key(f"{self._tale(self._tells - 2)}/{self.rank}")
-            store.delete_key(f"{self._tale(self._tells - 2)}/{self._said[0]}")
+            store.delete_key(f"{self._tale(self._tells - 2)}/{self._counters[0]}")
         base = self._tale(self._tells)
         self._tells += 1
-        self._said = [*self._said[-1:], f"all/{_digest(flags)}"]
+        self._counters = [*self._counters[-1:], f"all/{_digest(flags)}"]
         store.set(f"{base}/{self.rank}", flags)
-        store.add(f"{base}/{self._said[-1]}", 1)
+        store.add(f"{base}/{self._counters[-1]}", 1)
         return base
 
     def _tale(self, number: int) -> str:
@@ -153,10 +153,10 @@ class Peers:
 
     @_reads
     def any_of(self, base: str, flags: str) -> str:
-        """A "1" wherever a rank of the group has told one; waits for those that have not told yet.
+        """The flags, "1" if set on any rank of the group; waits for those of all ranks.
 
         Args:
-            base: what `tell` has returned.
+            base: the result of `tell`.
             flags: of this rank.
         """
         store = process_groups.group_store(self.group)
@@ -165,20 +165,20 @@ class Peers:
             if store.add(f"{base}/all/{_digest(flags)}", 0) == self.size:
                 return flags
             store.wait(keys, self._patience())
-            told = [value.decode() for value in store.multi_get(keys)]
+            sent = [value.decode() for value in store.multi_get(keys)]
         except RuntimeError as error:
             cause = self.look_around()
             raise (error if cause is None else self.failure(cause, error)) from error
-        if not set("".join(told)) <= {"0", "1"}:
-            raise ValueError(f"{told} for flags")
-        return "".join(max(each) for each in zip(flags, *told, strict=True))
+        if not set("".join(sent)) <= {"0", "1"}:
+            raise ValueError(f"{sent} for flags")
+        return "".join(max(each) for each in zip(flags, *sent, strict=True))
 
     def drop(self) -> None:
         """Refer to the group no more."""
         self.group, self.alone = None, True
 
     def note_reason(self, reason: str) -> None:
-        """Say why this rank may not take part in the next collective; empty: it will."""
+        """Note why this rank may not take part in the next collective; empty: it will."""
         if not self.alone:
             process_groups.group_store(self.group).set(f"fxshard/reason/{self.rank}", reason)
 
@@ -193,26 +193,26 @@ class Peers:
     ) -> None:
         """Compare `lines` with rank 0's, through the store; all ranks raise, or none.
 
-        No collective is issued, so that ranks that disagree cannot hang in one. Those that are in
-        this call of the model already, with something that all have agreed on before, do not ask:
-        they wait in a collective for this rank, until it leaves.
+        No collective is issued, so ranks that disagree cannot hang in one. A rank that runs this
+        call of the model already, with a program that all ranks have agreed on, does not take part:
+        it waits in a collective for this rank, until this one leaves.
 
         Args:
             lines: of this rank.
-            what: they are, for people.
+            what: the lines are about, for messages.
             leave: closes the connections of this rank.
-            call: the number of this call of the model; 0: outside of one, where all ask.
+            call: the number of this call of the model; 0: outside of a call, all ranks take part.
             before: lines that all have agreed on.
 
         Raises:
             RankMismatchError: names the first rank that differs and its first differing line, or
-                the ranks that did not ask.
-            RankDiedError: a rank died before it asked.
+                the ranks that did not take part.
+            RankDiedError: a rank died before it took part.
         """
         if self.alone:
             return
         store = process_groups.group_store(self.group)
-        # Each rank counts its own questions in the store: the n-th ones belong together.
+        # Each rank counts its calls of this method in the store: the n-th ones belong together.
         base = f"fxshard/agree/{store.add(f'fxshard/agree/rank{self.rank}', 1)}"
         text = "\n".join(lines)
         digest = _digest(text)
@@ -228,7 +228,7 @@ class Peers:
             while not store.check([key]):
                 late = time.monotonic() - start > self._patience().total_seconds()
                 if late or self._looks_wrong(base, call):
-                    gone = self._gone(range(self.size))  # before who asked: they may ask and go
+                    gone = self._gone(range(self.size))  # before `absent`: ranks may ask and end
                     missing = absent()
                     ahead = [r for r in missing if call and self._call_of(r) >= call]
                     gone = [r for r in gone if r in missing]
@@ -267,31 +267,31 @@ class Peers:
             found: per rank that differs, its `first_difference`.
         """
         first = min(at for at, _, _ in found.values())
-        theirs = next(theirs for at, theirs, _ in found.values() if at == first)
+        reference = next(line for at, line, _ in found.values() if at == first)
         lines: dict[str, list[int]] = {}
-        for rank, (at, _, ours) in found.items():
+        for rank, (at, _, line) in found.items():
             if at == first:
-                lines.setdefault(ours, []).append(rank)
-        said = [f"{self._names(ranks)} '{ours}'" for ours, ranks in lines.items()]
+                lines.setdefault(line, []).append(rank)
+        others = [f"{self._names(ranks)} '{line}'" for line, ranks in lines.items()]
         later = [rank for rank, (at, _, _) in found.items() if at != first]
         more = f" {self._names(later)} differs further down." if later else ""
         return (
-            f"First difference, line {first + 1}: {self._name(0)} has '{theirs}', "
-            f"{', '.join(said)}.{more}"
+            f"First difference, line {first + 1}: {self._name(0)} has '{reference}', "
+            f"{', '.join(others)}.{more}"
         )
 
     def _looks_wrong(self, base: str, call: int) -> bool:
-        """Whether the next rank is dead, or in this call of the model without asking.
+        """True if the next rank is dead, or in this call of the model without taking part.
 
-        One rank looks at one other, for the sake of the store: of all that wait, some looks at one
-        that does not ask. Who finds something tells the others.
+        Each rank checks only the next one, to spare the store: of all waiting ranks, one is before
+        a rank that does not take part. The rank that finds it notes the failure for the others.
         """
         store = process_groups.group_store(self.group)
         if store.check([f"{base}/failed"]):
             return True
         other = (self.rank + 1) % self.size
         wrong = bool(call) and self._call_of(other) >= call
-        wrong = wrong or census.is_dead(self._told("identity", other)) is True
+        wrong = wrong or census.is_dead(self._entry("identity", other)) is True
         # Read last: a rank asks before it notes its call.
         return wrong and not store.check([f"{base}/asked/{other}"])
 
@@ -304,10 +304,10 @@ class Peers:
         before: Collection[Sequence[str]],
         lines: Sequence[str],
     ) -> RuntimeError:
-        """What to raise where not all ask.
+        """The error to raise if not all ranks take part.
 
         Args:
-            absent: ranks that do not ask.
+            absent: ranks that do not take part.
             ahead: those of them that are in this call already.
             gone: those of them that are dead.
         """
@@ -329,14 +329,14 @@ class Peers:
         )
 
     def _call_of(self, rank: int) -> int:
-        told = (self._told(self._slot(i), rank) for i in range(SLOTS))
-        return max(int(each.partition(" ")[0] or 0) for each in told)
+        entries = (self._entry(self._slot(i), rank) for i in range(SLOTS))
+        return max(int(each.partition(" ")[0] or 0) for each in entries)
 
     def _patience(self) -> datetime.timedelta:
         return process_groups.group_timeout(self.group)
 
     def _name(self, rank: int) -> str:
-        """The rank as the user knows it: its number among all processes."""
+        """The global rank, for messages."""
         return f"rank {self.global_ranks[rank]}"
 
     def _names(self, ranks: Sequence[int]) -> str:
@@ -345,14 +345,14 @@ class Peers:
     # -- ranks that stop, leave or die ------------------------------------------------------------
 
     def failure(self, cause: Cause, error: RuntimeError | None = None) -> RuntimeError:
-        """What a rank raises whose collective failed for `cause`, or will never be over."""
-        kind, said = cause
+        """The error of a collective that failed for `cause`, or will never be over."""
+        kind, text = cause
         seen = f" Cause: {error}" if error is not None else ""
-        return kind(f"a collective failed on {self._name(self.rank)}{said}{seen}")
+        return kind(f"a collective failed on {self._name(self.rank)}{text}{seen}")
 
     @_reads
     def cause(self) -> Cause | None:
-        """Why collectives of this group fail, if any rank has said so."""
+        """Why collectives of this group fail, if any rank has noted it."""
         if self.alone:
             return None
         store = process_groups.group_store(self.group)
@@ -361,17 +361,17 @@ class Peers:
         return _cause(store.get("fxshard/cause"))
 
     def note_cause(self, cause: Cause) -> None:
-        """Say why collectives of this group will fail from now on; what the first said stays.
+        """Note why collectives of this group will fail from now on; the first note stays.
 
-        Ranks that fail later, because a neighbour has left or died of the first failure, would
-        name that neighbour.
+        Ranks that fail later, because a neighbour left after the first failure, would name that
+        neighbour.
         """
         if not self.alone:
             text = json.dumps([cause[0].__name__, cause[1]])
             process_groups.group_store(self.group).compare_set("fxshard/cause", "", text)
 
     def note_left(self, why: str) -> None:
-        """Say that this rank leaves the group, and why."""
+        """Note that this rank leaves the group, and why."""
         self.note_cause((RankMismatchError, self._unlike(f"{self._name(self.rank)} {why}")))
 
     def _unlike(self, who: str) -> str:
@@ -385,13 +385,13 @@ class Peers:
 
     @_reads
     def look_around(self) -> Cause | None:
-        """Why a collective has failed, if it can be seen from here.
+        """Why a collective has failed, if that can be found.
 
         Raises:
             RuntimeError: the store cannot be reached.
         """
         others = [rank for rank in range(self.size) if rank != self.rank]
-        reasons = {rank: why for rank in others if (why := self._told("reason", rank))}
+        reasons = {rank: why for rank in others if (why := self._entry("reason", rank))}
         if reasons:
             who = "; ".join(f"{self._name(rank)} {why}" for rank, why in reasons.items())
             return RankMismatchError, self._unlike(who)
@@ -408,14 +408,14 @@ class Peers:
         return None
 
     def _census(self, others: list[int]) -> tuple[list[int], dict[int, bool | None]]:
-        """Sign; return who else has not after a while, and whether they are dead, if known."""
+        """Report this rank; returns the ranks that do not report, and which ranks are dead."""
         store = process_groups.group_store(self.group)
         base = f"fxshard/census/{store.add(f'fxshard/census/rank{self.rank}', 1)}"
         store.set(f"{base}/{self.rank}", "")
-        who = {rank: self._told("identity", rank) for rank in others}
+        who = {rank: self._entry("identity", rank) for rank in others}
         deadline = time.monotonic() + CENSUS_SECONDS
         while True:
-            # In this order: one that fails as this rank does signs, and only then ends.
+            # In this order: a rank that fails like this one reports first and then ends.
             dead = {rank: census.is_dead(who[rank]) for rank in others}
             silent = [rank for rank in others if not store.check([f"{base}/{rank}"])]
             if not silent or any(dead[r] for r in silent) or time.monotonic() > deadline:
@@ -423,14 +423,14 @@ class Peers:
             time.sleep(0.05)
 
     def _gone(self, ranks: Sequence[int]) -> list[int]:
-        return [rank for rank in ranks if census.is_dead(self._told("identity", rank))]
+        return [rank for rank in ranks if census.is_dead(self._entry("identity", rank))]
 
     def note_stop(self, issued: int, what: str) -> None:
-        """Say that a phase of this rank has ended with an exception, behind `issued` collectives.
+        """Note that a phase of this rank has ended with an exception, after `issued` collectives.
 
         Args:
             issued: how many this rank has launched by now, in all its calls.
-            what: happened, for people.
+            what: happened, for messages.
         """
         if self.alone:
             return
@@ -442,12 +442,12 @@ class Peers:
         store.add(f"{base}/all", 1)  # last: it is never more than the sum of the others
 
     def note_over(self) -> None:
-        """Say that all that this rank launched before it stopped is over."""
+        """Note that all collectives that this rank launched before it stopped are over."""
         if not self.alone:
             process_groups.group_store(self.group).add(f"{self._stop_of(self._stops)}/over", 1)
 
     def stopped_alike(self, issued: int) -> bool | None:
-        """Whether all ranks have stopped behind `issued` collectives; None: not yet."""
+        """Whether all ranks have stopped after `issued` collectives; None: not yet known."""
         if self.alone:
             return True
         store, base = process_groups.group_store(self.group), self._stop_of(self._stops)
@@ -458,10 +458,10 @@ class Peers:
 
     @_reads
     def never_over(self, issued: int) -> Cause | None:
-        """Why this rank would wait for ever, if it does.
+        """Why this rank would wait for ever, if it would.
 
-        A rank stopped that has not launched `issued` collectives, as this one has; or the next
-        rank is dead, and of all that wait, some is next to it.
+        Either a rank has stopped after fewer collectives than `issued`, or the next rank is dead:
+        of all waiting ranks, one is before a dead one.
         """
         if self.alone:
             return None
@@ -474,25 +474,25 @@ class Peers:
             if int(stopped) < issued:
                 return RankMismatchError, self._unlike(who)
         other = (self.rank + 1) % self.size
-        return self._died([other]) if census.is_dead(self._told("identity", other)) else None
+        return self._died([other]) if census.is_dead(self._entry("identity", other)) else None
 
     def _stop_of(self, number: int) -> str:
         return f"{self._stopped}/{number}"
 
-    def _told(self, what: str, rank: int) -> str:
+    def _entry(self, what: str, rank: int) -> str:
         store = process_groups.group_store(self.group)
         key = f"fxshard/{what}/{rank}"
         return store.get(key).decode() if store.check([key]) else ""
 
 
 def _cause(text: bytes) -> Cause:
-    kind, said = json.loads(text)
-    return _CAUSES[kind], said
+    kind, rest = json.loads(text)
+    return _CAUSES[kind], rest
 
 
-def _ran(told: str, known: Mapping[str, Sequence[str]]) -> list[str]:
-    """What a rank ran, by what it has told: a digest, and whether it was the backward."""
-    digest, _, phase = told.partition(" ")
+def _ran(entry: str, known: Mapping[str, Sequence[str]]) -> list[str]:
+    """What a rank ran, from its entry: a digest, and whether it was the backward."""
+    digest, _, phase = entry.partition(" ")
     return [*known.get(digest, (digest,)), phase]
 
 
@@ -501,10 +501,10 @@ def _digest(text: str) -> str:
 
 
 def _news(before: Collection[Sequence[str]], lines: Sequence[str]) -> str:
-    """The first line that is not in what all have agreed on, nearest to it."""
+    """How `lines` differ from those lines in `before` that have the most in common with them."""
     found = [first_difference("\n".join(each), "\n".join(lines)) for each in before]
-    at, theirs, ours = max(found)
-    return f"in line {at + 1} they have '{theirs}', it has '{ours}'"
+    at, reference, own = max(found)
+    return f"in line {at + 1} they have '{reference}', it has '{own}'"
 
 
 def first_difference(reference: str, own: str) -> tuple[int, str, str]:
@@ -513,10 +513,10 @@ def first_difference(reference: str, own: str) -> tuple[int, str, str]:
     Raises:
         ValueError: they are equal.
     """
-    theirs, ours = reference.splitlines(), own.splitlines()
-    for i in range(max(len(theirs), len(ours))):
-        a = theirs[i] if i < len(theirs) else "(nothing)"
-        b = ours[i] if i < len(ours) else "(nothing)"
+    one, other = reference.splitlines(), own.splitlines()
+    for i in range(max(len(one), len(other))):
+        a = one[i] if i < len(one) else "(nothing)"
+        b = other[i] if i < len(other) else "(nothing)"
         if a != b:
             return i, a, b
     raise ValueError("the texts are equal")
