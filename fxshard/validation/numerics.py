@@ -41,7 +41,7 @@ from fxshard.config import Precision, grid
 from fxshard.ir.program import Program
 from fxshard.ir.units import Param, Unit, buffer_dtypes, configured_units
 from fxshard.plans.workload import Call, Workload
-from fxshard.runtime.module import sharded
+from fxshard.runtime.module import FxshardModule, sharded
 from fxshard.runtime.runtime import Runtime
 from fxshard.runtime.world.in_process import InProcessWorld
 
@@ -292,18 +292,32 @@ def _compiled(work: Workload) -> tuple[Seen, Program]:
     model = sharded(module, units, world, work.config, kind=_Watched)
     runtime = model._fxshard
     assert isinstance(runtime, _Watched)
+    seen, program = micro_batches(model, work, lambda i: SEED + i)
+    for fqn, param in model.named_parameters():
+        if param.grad is not None:
+            seen["gradient", fqn] = plain(param.grad)
+    return seen | runtime.stepped | buffers_of(model), program
+
+
+def micro_batches(
+    model: FxshardModule, work: Workload, seed: Callable[[int], int]
+) -> tuple[Seen, Program]:
+    """What forward and backward of each micro-batch leave, and the program that ran last.
+
+    Args:
+        model: the compiled model.
+        work: its call, and how often it is made.
+        seed: of random numbers, by number of the micro-batch.
+    """
     seen: Seen = {}
     for i in range(work.micro_batches):
         waits = work.no_sync and i < work.micro_batches - 1
         call = own(work.call)
         with model.no_sync() if waits else contextlib.nullcontext():
-            program = runtime.variant(*call).program
-            torch.manual_seed(SEED + i)
+            program = model._fxshard.variant(*call).program
+            torch.manual_seed(seed(i))
             seen |= forward_backward(model, call, work, program, i)
-    for fqn, param in model.named_parameters():
-        if param.grad is not None:
-            seen["gradient", fqn] = plain(param.grad)
-    return seen | runtime.stepped | buffers_of(model), program
+    return seen, program
 
 
 # -- the eager step --------------------------------------------------------------------------------

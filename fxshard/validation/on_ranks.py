@@ -17,7 +17,6 @@ the size of a gradient would amplify them.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -60,6 +59,7 @@ from fxshard.validation.numerics import (
     forward_backward,
     judged,
     like,
+    micro_batches,
     own,
     plain,
     widened,
@@ -261,14 +261,7 @@ def _steps(work: Workload, rank: int, steps: int) -> list[Left]:
         optimizer = _optimizer(config, dict(model.named_parameters()))
     found: list[Left] = []
     for step in range(steps):
-        seen: Seen = {}
-        for i in range(work.micro_batches):
-            waits = work.no_sync and i < work.micro_batches - 1
-            call = own(work.call)
-            with model.no_sync() if waits else contextlib.nullcontext():
-                program = runtime.variant(*call).program
-                torch.manual_seed(_seed(rank, step, i))
-                seen |= forward_backward(model, call, work, program, i)
+        seen, _ = micro_batches(model, work, functools.partial(_seed, rank, step))
         params = dict(model.named_parameters())
         grads = {n: part(p.grad) for n, p in params.items() if p.grad is not None}
         if optimizer is not None:
