@@ -92,6 +92,11 @@ class Precision:
         wanted = self.param_dtype
         return wanted if wanted is not None and stored.is_floating_point else stored
 
+    def reduces_in(self, made: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients made in another are reduced: floating ones are cast."""
+        wanted = self.reduce_dtype
+        return wanted if wanted is not None and made.is_floating_point else made
+
     @classmethod
     def of(cls, policy: Any) -> Precision:
         """From torch's `MixedPrecisionPolicy` or `MixedPrecision`.

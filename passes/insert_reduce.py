@@ -295,9 +295,7 @@ def through_hook(
 
 def reduce_dtype(program: Program, param: Param, grad: fx.Node) -> torch.dtype:
     """The dtype in which the gradient of `param` is reduced and accumulated."""
-    wanted = program.units[param.unit].precision.reduce_dtype
-    dtype: torch.dtype = grad.meta["val"].dtype
-    return wanted if wanted is not None and dtype.is_floating_point else dtype
+    return program.units[param.unit].precision.reduces_in(grad.meta["val"].dtype)
 
 
 def accumulate(program: Program, grads: dict[str, fx.Node]) -> dict[str, fx.Node]:
@@ -308,10 +306,9 @@ def accumulate(program: Program, grads: dict[str, fx.Node]) -> dict[str, fx.Node
         *_, last = program.graph.find_nodes(op="placeholder")
         with program.graph.inserting_after(last):
             total = program.graph.placeholder("accumulated_" + fqn.replace(".", "_"))
-        device, dtype = program.device, param.compute_dtype
-        dtype = program.units[param.unit].precision.reduce_dtype or dtype
+        dtype = program.units[param.unit].precision.reduces_in(param.compute_dtype)
         tag = tags.Meta("backward", "accumulated", unit=param.unit, fqn=fqn)
-        tags.put(total, tag, program.fake(param.shape, dtype, device))
+        tags.put(total, tag, program.fake(param.shape, dtype, program.device))
         if fqn in grads:
             grad = grads[fqn]
             with program.graph.inserting_before(following(program, grad)):

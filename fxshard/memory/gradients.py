@@ -84,7 +84,7 @@ def accumulated_bytes(program: Program, fqn: str) -> int:
     """Bytes of the accumulated gradient of a parameter."""
     param = program.params[fqn]
     precision = program.units[param.unit].precision
-    return nbytes(param.shape, precision.reduce_dtype or param.compute_dtype)
+    return nbytes(param.shape, precision.reduces_in(param.compute_dtype))
 
 
 def is_reduce_copy(target: object, kwargs: dict[str, Any]) -> bool:

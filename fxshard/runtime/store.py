@@ -257,9 +257,8 @@ class ParameterStore:
 
         The gradient that `no_sync` has accumulated is reduced with it.
         """
-        precision, dtype = self.units[slot.param.unit].precision, grad.dtype
-        if precision.reduce_dtype is not None and dtype.is_floating_point:
-            dtype = precision.reduce_dtype
+        precision = self.units[slot.param.unit].precision
+        dtype = precision.reduces_in(grad.dtype)
         sent = torch.zeros(slot.layout.padded_shape, dtype=dtype, device=grad.device)
         sent[: grad.shape[0]].copy_(grad)
         for total in self.accumulated.get(slot.param.fqn, ()):
@@ -276,7 +275,7 @@ class ParameterStore:
         fqn, dtype = slot.param.fqn, grad.dtype
         if dtype.is_floating_point:
             precision = self.units[slot.param.unit].precision
-            dtype = precision.reduce_dtype or self.as_it_is(slot.param).compute_dtype
+            dtype = precision.reduces_in(self.as_it_is(slot.param).compute_dtype)
         if fqn in self.accumulated:
             self.accumulated[fqn][0].add_(grad)
         else:

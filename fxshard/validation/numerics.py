@@ -371,12 +371,18 @@ def as_root(module: nn.Module, units: tuple[Unit, ...]) -> Callable[..., Any]:
     return run
 
 
+def cast_for_reduction(grad: Tensor, unit: Unit) -> Tensor:
+    """`grad` in the dtype of the unit's reductions, or as it is: a complex one stays complex."""
+    dtype = unit.precision.reduce_dtype
+    return grad if dtype is None or not grad.is_floating_point() else grad.to(dtype)
+
+
 def _as_reduced(grad: Tensor, param: Param, unit: Unit, work: Workload) -> Tensor:
     """What the ranks' equal gradients become in one reduction."""
     if param in unit.ignored:
         return grad
     config, ranks = work.config, math.prod(grid(work.world_size, work.config))
-    grad = grad.to(unit.precision.reduce_dtype or grad.dtype)
+    grad = cast_for_reduction(grad, unit)
     if config.reduce_op == "sum":
         return grad * ranks
     if config.gradient_divide_factor is not None:

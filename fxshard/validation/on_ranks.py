@@ -53,6 +53,7 @@ from fxshard.validation.numerics import (
     as_left,
     as_root,
     buffers_of,
+    cast_for_reduction,
     cast_state,
     coarsest_dtype,
     difference,
@@ -488,8 +489,8 @@ def _reduced(
         sums: of the micro-batches before, per rank and FQN.
     """
     is_ignored = param in unit.ignored
-    dtype = None if is_ignored else unit.precision.reduce_dtype
-    cast = [None if g is None else g.to(dtype or g.dtype) for g in grads]
+    lowered = [None if g is None else cast_for_reduction(g, unit) for g in grads]
+    cast = list(grads) if is_ignored else lowered
     before = [each.get(fqn) for each in sums]
     if is_ignored or work.no_sync:
         cast = [_sum(a, b) for a, b in zip(before, cast, strict=True)]

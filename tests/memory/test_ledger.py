@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 import fxshard
@@ -142,6 +143,30 @@ def test_no_sync_holds_unsharded_gradients_between_micro_batches() -> None:
     assert second is not None
     assert second[Category.UNSHARDED_GRAD] == sum(4 * p.numel() for p in model.parameters())
     assert second[Category.SHARDED_GRAD] == 0
+
+
+class Spectrum(nn.Module):
+    """f32[batch, 4] -> f32 scalar, by a complex parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 8)
+        self.basis = nn.Parameter(torch.randn(8, 4, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x).to(torch.complex64) @ self.basis).abs().square().sum()
+
+
+def test_complex_gradients_are_accumulated_in_their_own_dtype() -> None:
+    found = fxshard.validate(
+        Spectrum(),
+        (torch.randn(2, 4),),
+        world_size=2,
+        micro_batches=2,
+        no_sync=True,
+        mixed_precision=MixedPrecisionPolicy(reduce_dtype=torch.float32),
+    )
+    assert found.holds and found.max_abs_difference == 0, found.summary()
 
 
 class Logits(nn.Module):
