@@ -8,11 +8,16 @@ from typing import Any
 
 import torch
 from torch._dynamo.utils import preserve_rng_state as rng_kept
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass_type,
+)
 
 __all__ = [
     "TorchDispatchMode",
     "inside_autocast",
+    "is_wrapper",
     "outside_autocast",
     "outside_modes",
     "rng_kept",
@@ -83,3 +88,8 @@ def outside_autocast() -> Iterator[None]:
 
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def is_wrapper(kind: type) -> bool:
+    """True for a tensor subclass that keeps its memory in tensors inside of it, as DTensor does."""
+    return is_traceable_wrapper_subclass_type(kind)
