@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 __all__ = [
     "TorchDispatchMode",
+    "below_autograd",
     "inside_autocast",
     "outside_autocast",
     "outside_modes",
@@ -55,6 +56,12 @@ def unobserved() -> Iterator[None]:
             now = all_of_them | each
             each.clear()
             each.update(now)
+
+
+def below_autograd() -> contextlib.AbstractContextManager[Any]:
+    """Dispatch the operators of the block past autograd."""
+    guard: contextlib.AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
+    return guard
 
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
