@@ -355,7 +355,7 @@ def compiled(
         made: Any = compile_fx.compile_fx(
             graph_module, list(inputs), inner_compile=inner, decompositions=table
         )
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def _without_states(joint: Any, forward: Any, backward: Any, *args: Any) -> tuple[Any, Any]:

@@ -180,7 +180,7 @@ def _runnable(code: Code, generated: inductor.Generated) -> gpu_inductor.Run:
     def call(args: list[Any]) -> Any:
         while constants:  # where they are seen: on a GPU they lie in its memory
             name, value = constants.popitem()
-            known[name] = torch.empty_like(value)
+            known[name] = _empty(value.shape, value.stride(), value.dtype)
         try:
             return known["call"](args)
         except CaptureError:
@@ -219,7 +219,7 @@ def _check_names(code: Code, module: ast.Module, known: dict[str, Any]) -> None:
             )
 
 
-def _empty(size: Any, stride: Any, dtype: torch.dtype, device: str) -> Tensor:
+def _empty(size: Any, stride: Any, dtype: torch.dtype, device: str = "") -> Tensor:
     return torch.empty_strided(size, stride, dtype=dtype)
 
 
