@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import (
 
 __all__ = [
     "TorchDispatchMode",
+    "below_autograd",
     "inside_autocast",
     "is_wrapper",
     "outside_autocast",
@@ -60,6 +61,12 @@ def unobserved() -> Iterator[None]:
             now = all_of_them | each
             each.clear()
             each.update(now)
+
+
+def below_autograd() -> contextlib.AbstractContextManager[Any]:
+    """Dispatch the operators of the block past autograd."""
+    guard: contextlib.AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
+    return guard
 
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
