@@ -20,6 +20,7 @@ from fxshard.bytesize import SIZES, parse_budget, size_text
 from fxshard.cli.model_source import (
     Call,
     add_arguments,
+    called,
     load,
     named_dimensions,
     named_size,
@@ -44,9 +45,11 @@ from fxshard.host import files
 from fxshard.host.progress import task
 from fxshard.ir import dump, text
 from fxshard.ir.program import Fact, Program
+from fxshard.memory.oom import explain as oom
 from fxshard.memory.report import MemoryReport
 from fxshard.memory.views.diff import diff
 from fxshard.memory.views.live import live_after
+from fxshard.memory.views.oom import text as text_of_oom
 from fxshard.planner.tune import PLANS
 from fxshard.plans.plan import Plan
 from fxshard.validation.compare import Validation
@@ -132,6 +135,33 @@ def explain(args: argparse.Namespace) -> int:
         explained = memory.explain_peak(args.top, what_ifs=args.what_ifs)
     print(explained)
     return 0
+
+
+def explain_oom(args: argparse.Namespace) -> int:
+    """``fxshard explain-oom``."""
+    plan = None
+    if args.plan is not None:
+        with task("planning again with each what-if"):
+            plan = _planned(args.plan)
+    with task("replaying"):
+        explained = oom.explain_oom(args.snapshot, device=args.device, plan=plan)
+    print(text_of_oom(explained, top=args.top))
+    return 0
+
+
+def _planned(spec: str) -> oom.Planned:
+    """The plan that --plan names: a function that makes it, or a report of it as JSON."""
+    if ":" not in spec:
+        try:
+            return oom.Planned.from_dict(_saved(spec))
+        except ConfigError as error:
+            raise ConfigError(f"--plan {spec}: {error}") from error
+    made = called(spec, "--plan")
+    if not isinstance(made, Plan):
+        raise ConfigError(
+            f"--plan {spec} returned {type(made).__name__}: expected what fxshard.plan returns."
+        )
+    return oom.Planned.of(made.memory)
 
 
 def fits(args: argparse.Namespace) -> int:
@@ -490,6 +520,21 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=explain)
 
 
+def _add_explain_oom(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "snapshot", metavar="SNAPSHOT", help="written by torch.cuda.memory._dump_snapshot"
+    )
+    parser.add_argument(
+        "--plan",
+        metavar="PLAN",
+        help="of the same step, to put beside: pkg.mod:fn, where fn() returns a plan, or a FILE "
+        "that fxshard report --json has written",
+    )
+    parser.add_argument("--device", type=int, metavar="N", help="(the one that ran out)")
+    parser.add_argument("--top", type=whole_number, default=10, help="rows of a table (10)")
+    parser.set_defaults(command=explain_oom)
+
+
 def _add_fits(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
     _add_step(parser)
@@ -643,6 +688,7 @@ def _add_micro_batches(parser: argparse.ArgumentParser) -> None:
 ARGUMENTS = {
     "report": _add_report,
     "explain": _add_explain,
+    "explain-oom": _add_explain_oom,
     "fits": _add_fits,
     "solve": _add_solve,
     "diff": _add_diff,
