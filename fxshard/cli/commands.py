@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import fxshard
 from fxshard import pipeline
 from fxshard.bytesize import SIZES, parse_budget, size_text
+from fxshard.cli import check
 from fxshard.cli.model_source import (
     Call,
     add_arguments,
@@ -182,6 +183,18 @@ def fits(args: argparse.Namespace) -> int:
             f"{size_text(outside)} at most."
         )
     return 0
+
+
+def check_(args: argparse.Namespace) -> int:
+    """``fxshard check``."""
+    with task("planning") as say:
+        checked = check.check(args.file, only=args.only, update=args.update, say=say)
+    for each in checked:
+        print(*each.lines(args.all, args.memory_units or "MiB"), sep="\n")
+    failed = sum(bool(each.failures) for each in checked)
+    jobs = "1 job" if len(checked) == 1 else f"{len(checked)} jobs"
+    print(f"{jobs}, {failed} failed" + ("; recorded" if args.update else ""))
+    return 1 if failed else 0
 
 
 def diff_(args: argparse.Namespace) -> int:
@@ -563,6 +576,17 @@ def _add_solve(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=solve)
 
 
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="memory.toml", help="docs/check.md says what is in it")
+    parser.add_argument(
+        "--update", action="store_true", help="record what the jobs have now, in memory.lock.json"
+    )
+    parser.add_argument("--only", metavar="NAME", help="this job alone")
+    parser.add_argument("--all", action="store_true", help="the table of jobs that pass, too")
+    parser.add_argument("--memory-units", choices=SIZES, help="(MiB)")
+    parser.set_defaults(command=check_)
+
+
 def _add_diff(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", metavar="A", help="written by fxshard report --json A")
     parser.add_argument("after", metavar="B", help="likewise")
@@ -691,6 +715,7 @@ ARGUMENTS = {
     "explain-oom": _add_explain_oom,
     "fits": _add_fits,
     "solve": _add_solve,
+    "check": _add_check,
     "diff": _add_diff,
     "dump": _add_dump,
     "opt": _add_opt,

@@ -119,7 +119,7 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
     """The options of `fxshard.plan`."""
     known = OPTIMIZERS.get(args.optimizer)
     if args.optimizer not in OPTIMIZERS:
-        known = _imported(args.optimizer, "--optimizer")
+        known = imported(args.optimizer, "--optimizer")
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     given = {
         "units": args.units,
@@ -179,7 +179,7 @@ def refuse_beside(args: argparse.Namespace, what: str, why: str, *options: str) 
 
 def called(spec: str, option: str) -> Any:
     """What the function that an option names as ``pkg.mod:fn`` returns."""
-    make = _imported(spec, option)
+    make = imported(spec, option)
     try:
         inspect.signature(make).bind()
     except TypeError as error:
@@ -234,7 +234,7 @@ def _read_config(source: str) -> dict[str, Any]:
         ) from error
 
 
-def _imported(spec: str, option: str) -> Any:
+def imported(spec: str, option: str) -> Any:
     """The callable that ``pkg.mod:fn`` names; modules in the working directory are found too."""
     module, colon, name = spec.partition(":")
     if not (module and colon and name):
