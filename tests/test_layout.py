@@ -18,6 +18,7 @@ MOST_LINES = 600  # of a file of tests/ that does not say why it has more
 # data. Nothing else imports upward, for types either.
 VIEWS = {
     ("fxshard.memory.report", "fxshard.memory.views"),
+    ("fxshard.memory.oom.explain", "fxshard.memory.views.oom"),
     ("fxshard.cost.timeline", "fxshard.cost.perfetto"),
 }
 

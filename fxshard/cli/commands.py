@@ -17,9 +17,11 @@ from typing import Any, ClassVar
 import fxshard
 from fxshard import pipeline
 from fxshard.bytesize import SIZES, parse_budget, size_text
+from fxshard.cli import check
 from fxshard.cli.model_source import (
     Call,
     add_arguments,
+    called,
     load,
     named_dimensions,
     named_size,
@@ -44,9 +46,11 @@ from fxshard.host import files
 from fxshard.host.progress import task
 from fxshard.ir import dump, text
 from fxshard.ir.program import Fact, Program
+from fxshard.memory.oom import explain as oom
 from fxshard.memory.report import MemoryReport
 from fxshard.memory.views.diff import diff
 from fxshard.memory.views.live import live_after
+from fxshard.memory.views.oom import text as text_of_oom
 from fxshard.planner.tune import PLANS
 from fxshard.plans.plan import Plan
 from fxshard.validation.compare import Validation
@@ -134,6 +138,33 @@ def explain(args: argparse.Namespace) -> int:
     return 0
 
 
+def explain_oom(args: argparse.Namespace) -> int:
+    """``fxshard explain-oom``."""
+    plan = None
+    if args.plan is not None:
+        with task("planning again with each what-if"):
+            plan = _planned(args.plan)
+    with task("replaying"):
+        explained = oom.explain_oom(args.snapshot, device=args.device, plan=plan)
+    print(text_of_oom(explained, top=args.top))
+    return 0
+
+
+def _planned(spec: str) -> oom.Planned:
+    """The plan that --plan names: a function that makes it, or a report of it as JSON."""
+    if ":" not in spec:
+        try:
+            return oom.Planned.from_dict(_saved(spec))
+        except ConfigError as error:
+            raise ConfigError(f"--plan {spec}: {error}") from error
+    made = called(spec, "--plan")
+    if not isinstance(made, Plan):
+        raise ConfigError(
+            f"--plan {spec} returned {type(made).__name__}: expected what fxshard.plan returns."
+        )
+    return oom.Planned.of(made.memory)
+
+
 def fits(args: argparse.Namespace) -> int:
     """``fxshard fits``."""
     budget = parse_budget(args.budget)
@@ -152,6 +183,18 @@ def fits(args: argparse.Namespace) -> int:
             f"{size_text(outside)} at most."
         )
     return 0
+
+
+def check_(args: argparse.Namespace) -> int:
+    """``fxshard check``."""
+    with task("planning") as say:
+        checked = check.check(args.file, only=args.only, update=args.update, say=say)
+    for each in checked:
+        print(*each.lines(args.all, args.memory_units or "MiB"), sep="\n")
+    failed = sum(bool(each.failures) for each in checked)
+    jobs = "1 job" if len(checked) == 1 else f"{len(checked)} jobs"
+    print(f"{jobs}, {failed} failed" + ("; recorded" if args.update else ""))
+    return 1 if failed else 0
 
 
 def diff_(args: argparse.Namespace) -> int:
@@ -490,6 +533,21 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=explain)
 
 
+def _add_explain_oom(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "snapshot", metavar="SNAPSHOT", help="written by torch.cuda.memory._dump_snapshot"
+    )
+    parser.add_argument(
+        "--plan",
+        metavar="PLAN",
+        help="of the same step, to put beside: pkg.mod:fn, where fn() returns a plan, or a FILE "
+        "that fxshard report --json has written",
+    )
+    parser.add_argument("--device", type=int, metavar="N", help="(the one that ran out)")
+    parser.add_argument("--top", type=whole_number, default=10, help="rows of a table (10)")
+    parser.set_defaults(command=explain_oom)
+
+
 def _add_fits(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
     _add_step(parser)
@@ -516,6 +574,17 @@ def _add_solve(parser: argparse.ArgumentParser) -> None:
         help="a size by name, and which dimensions of which arguments have it",
     )
     parser.set_defaults(command=solve)
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="memory.toml", help="docs/check.md says what is in it")
+    parser.add_argument(
+        "--update", action="store_true", help="record what the jobs have now, in memory.lock.json"
+    )
+    parser.add_argument("--only", metavar="NAME", help="this job alone")
+    parser.add_argument("--all", action="store_true", help="the table of jobs that pass, too")
+    parser.add_argument("--memory-units", choices=SIZES, help="(MiB)")
+    parser.set_defaults(command=check_)
 
 
 def _add_diff(parser: argparse.ArgumentParser) -> None:
@@ -643,8 +712,10 @@ def _add_micro_batches(parser: argparse.ArgumentParser) -> None:
 ARGUMENTS = {
     "report": _add_report,
     "explain": _add_explain,
+    "explain-oom": _add_explain_oom,
     "fits": _add_fits,
     "solve": _add_solve,
+    "check": _add_check,
     "diff": _add_diff,
     "dump": _add_dump,
     "opt": _add_opt,

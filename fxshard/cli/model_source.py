@@ -119,7 +119,7 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
     """The options of `fxshard.plan`."""
     known = OPTIMIZERS.get(args.optimizer)
     if args.optimizer not in OPTIMIZERS:
-        known = _imported(args.optimizer, "--optimizer")
+        known = imported(args.optimizer, "--optimizer")
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     given = {
         "units": args.units,
@@ -153,7 +153,7 @@ def load(args: argparse.Namespace, device: str) -> Call:
         "only a transformers model has it: use --checkpoint",
         "--gradient-checkpointing",
     )
-    made = _made(args.model)
+    made = called(args.model, "--model")
     if isinstance(made, nn.Module):
         return _with_tokens(made, args)
     if isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module):
@@ -177,13 +177,15 @@ def refuse_beside(args: argparse.Namespace, what: str, why: str, *options: str) 
             raise ConfigError(f"{option} with {what}: {why}.")
 
 
-def _made(spec: str) -> Any:
-    """What the function that --model names returns."""
-    make = _imported(spec, "--model")
+def called(spec: str, option: str) -> Any:
+    """What the function that an option names as ``pkg.mod:fn`` returns."""
+    make = imported(spec, option)
     try:
         inspect.signature(make).bind()
     except TypeError as error:
-        raise ConfigError(f"--model {spec}: it is called as {make.__name__}(): {error}.") from error
+        raise ConfigError(
+            f"{option} {spec}: it is called as {make.__name__}(): {error}."
+        ) from error
     except ValueError:  # some builtins have no signature
         pass
     return make()
@@ -232,7 +234,7 @@ def _read_config(source: str) -> dict[str, Any]:
         ) from error
 
 
-def _imported(spec: str, option: str) -> Any:
+def imported(spec: str, option: str) -> Any:
     """The callable that ``pkg.mod:fn`` names; modules in the working directory are found too."""
     module, colon, name = spec.partition(":")
     if not (module and colon and name):

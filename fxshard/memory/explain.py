@@ -87,7 +87,7 @@ class Explanation:
             lines.append(f"  {size_text(left):>12}  {len(rest):,} more, each smaller")
         if self.what_ifs:
             lines += ["", "What would change it (each figure is that of a plan made so):"]
-            lines += [f"  {_what_if(each)}" for each in self.what_ifs]
+            lines += [f"  {what_if_text(each)}" for each in self.what_ifs]
         return "\n".join(lines)
 
 
@@ -122,7 +122,8 @@ def _lines(each: Alive) -> list[str]:
     return [first, f"{'':16}from {since} until {until}{stream}", *code]
 
 
-def _what_if(each: WhatIf) -> str:
+def what_if_text(each: WhatIf) -> str:
+    """A what-if on one line."""
     if each.saves_bytes is None or each.peak_bytes is None:
         return f"{'-':>12}  {each.name}: {each.why_not}"
     word = "saves" if each.saves_bytes >= 0 else "costs"
