@@ -415,7 +415,7 @@ class Reader:
         if kind == "tensor":
             return self._names.tensor(text)
         if kind == "string":
-            return ast.literal_eval(text)
+            return text[1:-1] if "\\" not in text else ast.literal_eval(text)
         if kind == "symbol":
             return _known(text, self._names.symbols, "symbol")
         if kind == "mark":

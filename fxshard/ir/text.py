@@ -282,7 +282,7 @@ def _check_schedule(program: Program) -> None:
                 f"the program cannot be written as text: {region.name} holds code that Inductor "
                 f"has generated. Write the program before compile-regions."
             )
-    if _rows(schedule) != _rows(outline.build(program)):
+    if _rows(schedule) != _rows(outline.build(program, schedule.regions.values())):
         raise TextError(
             "the program cannot be written as text: its schedule is not the one of its graph. "
             "Write the program before outline-regions."
