@@ -53,7 +53,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from fxshard._torch import optimizers
-from fxshard.arguments import check_flag
+from fxshard.arguments import check_progress
 from fxshard.errors import CheckpointError
 from fxshard.host.progress import task
 from fxshard.runtime.module import FxshardModule
@@ -91,8 +91,7 @@ def save_checkpoint(
         CheckpointError: a rank cannot write; the previous state is still there.
         RankMismatchError: some ranks do something else with the model.
     """
-    if progress is not None:
-        check_flag("progress", progress)
+    check_progress(progress)
     root = Path(path)
     _together(model, "save_checkpoint")
 
@@ -202,8 +201,7 @@ def load_checkpoint(
             ``trusted`` checkpoint may have.
         RankMismatchError: some ranks do something else with the model.
     """
-    if progress is not None:
-        check_flag("progress", progress)
+    check_progress(progress)
     root = Path(path)
     _together(model, "load_checkpoint")
     ranks = _Ranks(process_group)
