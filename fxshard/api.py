@@ -557,7 +557,7 @@ def _within_budget(
     ranks = world.size if config.strategy != "no_shard" else world.replicas
     size = (world.replicas, world.size) if config.hybrid else ranks
     plan = _planned(Workload(module, call, size, config))
-    log.info("fxshard: %s", plan.picked)
+    log.info("fxshard: %s", plan.chosen)
     return plan.config
 
 
