@@ -159,7 +159,9 @@ def compile(
     check_progress(progress)
     with task("compiling", shown=progress):
         compiled = _compiled(
-            model, world_size, mesh, process_group, args, kwargs, Config.from_options(options)
+            *(model, Config.from_options(options), world_size, mesh, process_group),
+            args=args,
+            kwargs=kwargs,
         )
     compiled._fxshard.progress = progress
     return compiled
@@ -167,12 +169,13 @@ def compile(
 
 def _compiled(
     model: Any,
-    world_size: int | tuple[int, int] | None,
-    mesh: DeviceMesh | None,
-    process_group: Any,
-    args: tuple[Any, ...] | None,
-    kwargs: dict[str, Any] | None,
     config: Config,
+    world_size: int | tuple[int, int] | None = None,
+    mesh: DeviceMesh | None = None,
+    process_group: Any = None,
+    *,
+    args: tuple[Any, ...] | None = None,
+    kwargs: dict[str, Any] | None = None,
     kept: Sequence[Slot] = (),
 ) -> FxshardModule:
     """See `compile`; `kept` are parameters that are sharded already."""
@@ -303,7 +306,7 @@ def fully_shard(
         inner = taken_over(module, call)
         calls = {"": call} | inner.calls
         config = Config.from_options(options_of(calls, inner.mesh))
-        compiled = _compiled(module, None, inner.mesh, None, None, None, config, inner.slots)
+        compiled = _compiled(module, config, mesh=inner.mesh, kept=inner.slots)
         compiled._fxshard.unit_calls = calls
     return compiled
 
