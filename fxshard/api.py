@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fxshard._torch import process_groups
-from fxshard.arguments import check_called, check_flag
+from fxshard.arguments import check_called, check_flag, check_progress
 from fxshard.bytesize import is_count, parse_budget
 from fxshard.capture import attributes, shapes, trace
 from fxshard.capture.held import copied
@@ -36,7 +36,7 @@ from fxshard.runtime import reading, replaced
 from fxshard.runtime.gathering import let_gather
 from fxshard.runtime.module import FxshardModule, check_swappable, sharded, unchanged_on_error
 from fxshard.runtime.runtime import Runtime
-from fxshard.runtime.sharding import Slot
+from fxshard.runtime.sharding import Sharding, Slot
 from fxshard.runtime.taken_over import taken_over
 from fxshard.runtime.unit_calls import UnitCall, options_of
 from fxshard.runtime.world.c10d import C10dWorld
@@ -94,7 +94,7 @@ def plan(
     """
     if observe is not None:
         check_called("observe", observe, "a pass's name", "text before", "text after")
-    _check_progress(progress)
+    check_progress(progress)
     workload = Workload(
         _plain_module(model),
         example(args, kwargs),
@@ -156,10 +156,12 @@ def compile(
 
     After an error the model is as it was, its class too.
     """
-    _check_progress(progress)
+    check_progress(progress)
     with task("compiling", shown=progress):
         compiled = _compiled(
-            model, world_size, mesh, process_group, args, kwargs, Config.from_options(options)
+            *(model, Config.from_options(options), world_size, mesh, process_group),
+            args=args,
+            kwargs=kwargs,
         )
     compiled._fxshard.progress = progress
     return compiled
@@ -167,24 +169,21 @@ def compile(
 
 def _compiled(
     model: Any,
-    world_size: int | tuple[int, int] | None,
-    mesh: DeviceMesh | None,
-    process_group: Any,
-    args: tuple[Any, ...] | None,
-    kwargs: dict[str, Any] | None,
     config: Config,
+    world_size: int | tuple[int, int] | None = None,
+    mesh: DeviceMesh | None = None,
+    process_group: Any = None,
+    *,
+    args: tuple[Any, ...] | None = None,
+    kwargs: dict[str, Any] | None = None,
     kept: Sequence[Slot] = (),
 ) -> FxshardModule:
     """See `compile`; `kept` are parameters that are sharded already."""
     call = example(() if args is None else args, kwargs)
     module = _plain_module(model)
     check_swappable(module)
-    units = configured_units(module, config)
-    world = world_for(module, config, units, world_size, mesh, process_group)
-    check_reshard(units, world.size)
-    config.check_runs_on(trace.where_it_computes(module, _device_of(world)))
-    if isinstance(world, C10dWorld):
-        world.agree(_model_lines(units), "the model")
+    sharding = _sharding(module, config, world_size, mesh, process_group, kept)
+    world = sharding.world
     if config.memory_budget is not None:
         if args is None and kwargs is None:
             raise ConfigError(
@@ -193,31 +192,52 @@ def _compiled(
             )
         config = _within_budget(module, call, world, config)
         units = configured_units(module, config)
+        sharding = dataclasses.replace(sharding, config=config, units=units)
     program, reads = None, attributes.Reads()
     if args is not None or kwargs is not None:
         with attributes.noted(reads):
             program = make_program(
                 module,
                 *call,
-                units=units,
+                units=sharding.units,
                 world=world.size,
                 replicas=world.replicas,
                 config=config,
                 device=_device_of(world),
                 symbols=shapes.named(config.dynamic or {}, module, *call),
             )
-        if isinstance(world, C10dWorld):
-            world.agree(agreement(program), "the model or the batch structure")
+        world.agree(agreement(program), "the model or the batch structure")
     before = dict(module.named_parameters())
     say("sharding")
     with unchanged_on_error(module):
-        compiled = sharded(module, units, world, config, kept=kept)
+        compiled = sharded(sharding)
         if program is not None:
             compiled._fxshard.attributes.reads = reads
             compiled._fxshard.add(*call, program)
     slots = compiled._fxshard.slots.items()
     replaced.mark({fqn: before[fqn] for fqn, slot in slots if slot.tensor is not before[fqn]})
     return compiled
+
+
+def _sharding(
+    module: nn.Module,
+    config: Config,
+    world_size: int | tuple[int, int] | None,
+    mesh: DeviceMesh | None,
+    process_group: Any,
+    kept: Sequence[Slot] = (),
+) -> Sharding:
+    """How to shard `module`; all ranks hold the same one.
+
+    Raises:
+        ConfigError, UnitError, RankMismatchError: see `compile`.
+    """
+    units = configured_units(module, config)
+    world = world_for(module, config, units, world_size, mesh, process_group)
+    check_reshard(units, world.size)
+    config.check_runs_on(trace.where_it_computes(module, _device_of(world)))
+    world.agree(_model_lines(units), "the model")
+    return Sharding(module, units, world, config, kept)
 
 
 def fully_shard(
@@ -286,7 +306,7 @@ def fully_shard(
         inner = taken_over(module, call)
         calls = {"": call} | inner.calls
         config = Config.from_options(options_of(calls, inner.mesh))
-        compiled = _compiled(module, None, inner.mesh, None, None, None, config, inner.slots)
+        compiled = _compiled(module, config, mesh=inner.mesh, kept=inner.slots)
         compiled._fxshard.unit_calls = calls
     return compiled
 
@@ -325,7 +345,7 @@ def shard(
         RankMismatchError: the ranks hold different models.
     """
     config = Config.from_options(options)
-    _check_progress(progress)
+    check_progress(progress)
     graphs.check_options(config)
     module = _plain_module(model)
     if module is not model or isinstance(model, torch.fx.GraphModule):
@@ -333,16 +353,11 @@ def shard(
             f"fxshard.shard takes the nn.Module itself, which Dynamo traces, not a "
             f"{type(model).__name__}. Use fxshard.compile."
         )
-    units = configured_units(module, config)
-    world = world_for(module, config, units, world_size, mesh, process_group)
-    check_reshard(units, world.size)
-    config.check_runs_on(trace.where_it_computes(module, _device_of(world)))
-    if isinstance(world, C10dWorld):
-        world.agree(_model_lines(units), "the model")
-    classes = reading.classes(module, units)
+    sharding = _sharding(module, config, world_size, mesh, process_group)
+    classes = reading.classes(module, sharding.units)
     before = dict(module.named_parameters())
     with task("sharding", shown=progress), unchanged_on_error(module):
-        runtime = Runtime(module, units, world, config)
+        runtime = Runtime(sharding)
         runtime.progress = progress
         graphs.attach(runtime, classes)
         let_gather(runtime)
@@ -409,7 +424,7 @@ def validate(
     if ranks not in ("fake", "processes"):
         raise ConfigError(f"ranks={ranks!r}: expected 'fake' or 'processes'.")
     check_flag("numerics", numerics)
-    _check_progress(progress)
+    check_progress(progress)
     if not is_count(steps):
         raise ConfigError(f"steps={steps!r}: expected how many steps to run, an integer >= 1.")
     if dist.is_available() and dist.is_initialized():
@@ -507,7 +522,7 @@ def tune(
     config = Config.from_options(options)
     if plans is not None and not is_count(plans):
         raise ConfigError(f"plans={plans!r}: expected None or an integer >= 1.")
-    _check_progress(progress)
+    check_progress(progress)
     if config.memory_budget is not None:
         raise ConfigError("memory_budget=... in fxshard.tune: give budget=... instead.")
     limit = chosen.memory_bytes if budget is None else parse_budget(budget)
@@ -523,11 +538,6 @@ def tune(
             plans=plans,
             progress=lambda count, what: show(what, count),
         )
-
-
-def _check_progress(progress: bool | None) -> None:
-    if progress is not None:
-        check_flag("progress", progress)
 
 
 def _bytes_beside(workload: Workload, report: MemoryReport, steps: int) -> Validation:
@@ -550,7 +560,7 @@ def _within_budget(
     ranks = world.size if config.strategy != "no_shard" else world.replicas
     size = (world.replicas, world.size) if config.hybrid else ranks
     plan = _planned(Workload(module, call, size, config))
-    log.info("fxshard: %s", plan.picked)
+    log.info("fxshard: %s", plan.chosen)
     return plan.config
 
 

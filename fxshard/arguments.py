@@ -15,6 +15,12 @@ def check_flag(name: str, value: object) -> None:
         raise ConfigError(f"{name}={value!r}: expected True or False.")
 
 
+def check_progress(progress: object) -> None:
+    """Raise ConfigError for what is neither None nor a flag."""
+    if progress is not None:
+        check_flag("progress", progress)
+
+
 def check_called(name: str, value: Any, *given: str) -> None:
     """Raise ConfigError for what cannot be called with as many arguments; `given` names them."""
     takes = f"expected a function of {' and '.join(given) or 'nothing'}"

@@ -345,7 +345,7 @@ class Options(TypedDict, total=False):
 class Config:
     """The `Options`, checked: immutable; unknown names and values are refused.
 
-    Its fields are the keys of `Options`, with their defaults; what each means is said there.
+    Its fields are the keys of `Options`, with their defaults; what each means stands there.
 
     Attributes:
         given: names of the options that the user has set, be it to their default. No option itself;
@@ -674,10 +674,10 @@ def option_docs() -> dict[str, str]:
     found = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
     body = next(node.body for node in found if node.name == Options.__name__)
     return {
-        key.target.id: " ".join(str(said.value.value).split())
-        for key, said in itertools.pairwise(body)
+        key.target.id: " ".join(str(doc.value.value).split())
+        for key, doc in itertools.pairwise(body)
         if isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name)
-        if isinstance(said, ast.Expr) and isinstance(said.value, ast.Constant)
+        if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
     }
 
 
@@ -697,14 +697,14 @@ def with_options(function: F) -> F:
     defaults = {field.name: field.default for field in dataclasses.fields(Config)}
     listed = [
         textwrap.fill(
-            f"{name}: (default {defaults[name]!r}) {said}",
+            f"{name}: (default {defaults[name]!r}) {doc}",
             width=100,
             initial_indent=" " * (margin + 4),
             subsequent_indent=" " * (margin + 8),
             break_long_words=False,
             break_on_hyphens=False,
         )
-        for name, said in option_docs().items()
+        for name, doc in option_docs().items()
     ]
     function.__doc__ = "\n".join([*lines[:end], *listed, *lines[end:]])
     return function

@@ -55,16 +55,29 @@ _REMEDY = "apt-get install chromium"
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], Ranks]]:
-    """`ranks(world_size)`: the session's pool of that many gloo ranks."""
+def _pools() -> Iterator[dict[int, Ranks]]:
     pools: dict[int, Ranks] = {}
-
-    def pool(world_size: int) -> Ranks:
-        return pools.setdefault(world_size, Ranks(world_size))
-
-    yield pool
+    yield pools
     for each in pools.values():
         each.close()
+
+
+@pytest.fixture(scope="session")
+def ranks(_pools: dict[int, Ranks]) -> Callable[[int], Ranks]:
+    """`ranks(world_size)`: the session's pool of that many gloo ranks."""
+
+    def pool(world_size: int) -> Ranks:
+        return _pools.setdefault(world_size, Ranks(world_size))
+
+    return pool
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _idle_ranks_are_quiet(_pools: dict[int, Ranks]) -> Iterator[None]:
+    """Pools that wait for another file's tests take no core for it."""
+    yield
+    for each in _pools.values():
+        each.close_if_it_wakes()
 
 
 # Tests of strategies, options and bytes: of what comes behind the trace. They share traces.
@@ -77,10 +90,14 @@ BEHIND_THE_TRACE = {
     *("accumulation_eager", "bucket_numbers", "groups", "optimizer_bytes", "precision_parts"),
     *("precision_scaling", "state_copies", "strategies_bytes", "training_counts"),
     *("training_gradients", "visible_page"),
+    *("allocator", "benchmarks", "checkpoint_files", "checkpoint_option", "coming_from_fsdp"),
+    *("counts", "eager_reduction", "formula_programs", "fresh_optimizer", "fully_shard", "ledger"),
+    *("limits", "module", "names", "object", "offload", "parameter_writes"),
+    *("report_files", "trainers", "whole_checkpoints"),
 }
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")  # around the fixtures of a module too
 def _traced_once(request: pytest.FixtureRequest) -> Iterator[None]:
     """In those tests equal calls of equal models are traced once in each process."""
     with captures.sharing(request.path.stem.removeprefix("test_") in BEHIND_THE_TRACE):

@@ -1,8 +1,8 @@
 """Faults, by kind: each changes one node, or one tag, of a program that is after the pipeline.
 
 A fault takes a program and a random number generator that chooses the place, changes the program
-and says what it did; or returns None if there is no such place. Whether that does harm is not said
-here (tests/verify/test_faults.py finds out).
+and returns what it did; or raises `NoPlace`. Whether that does harm is not decided here
+(tests/verify/test_faults.py finds out).
 
 One file because it is one list of kinds, which share the few functions at its top.
 """
@@ -20,10 +20,14 @@ from fxshard.ir import ops, tags, transfers
 from fxshard.ir.program import Program
 
 aten = torch.ops.aten
-Fault = Callable[[Program, random.Random], str | None]
+Fault = Callable[[Program, random.Random], str]
 FAULTS: dict[str, Fault] = {}
 GATHERS = (ops.all_gather,)
 REDUCTIONS = (ops.reduce_scatter, ops.all_reduce, ops.comm_hook)
+
+
+class NoPlace(Exception):
+    """A program has no place for a fault of this kind."""
 
 
 def fault(change: Fault) -> Fault:
@@ -42,7 +46,15 @@ def nodes(program: Program, *targets: Any, role: str = "") -> list[fx.Node]:
 
 
 def one(rng: random.Random, found: Sequence[Any]) -> Any:
-    return rng.choice(list(found)) if found else None
+    if not found:
+        raise NoPlace
+    return rng.choice(list(found))
+
+
+def two(rng: random.Random, found: Sequence[Any]) -> Any:
+    if len(found) < 2:
+        raise NoPlace
+    return rng.sample(found, 2)
 
 
 def items(launch: fx.Node) -> list[fx.Node]:
@@ -59,9 +71,11 @@ def writers(program: Program) -> list[fx.Node]:
     return [*waited(program), *nodes(program, ops.pack, ops.unpack)]
 
 
-def wait_of(program: Program, launch: fx.Node) -> fx.Node | None:
-    mine = (n for n in nodes(program, ops.wait) if tags.get(n).pair == tags.get(launch).pair)
-    return next(mine, None)
+def wait_of(program: Program, launch: fx.Node) -> fx.Node:
+    for node in nodes(program, ops.wait):
+        if tags.get(node).pair == tags.get(launch).pair:
+            return node
+    raise NoPlace
 
 
 def compute(program: Program) -> list[fx.Node]:
@@ -90,11 +104,9 @@ def retag(node: fx.Node, **changes: Any) -> str:
 
 
 def dropper(*targets: Any) -> Fault:
-    def drop(program: Program, rng: random.Random) -> str | None:
+    def drop(program: Program, rng: random.Random) -> str:
         """An operator of ours that gives nothing."""
         node = one(rng, nodes(program, *targets))
-        if node is None:
-            return None
         program.graph.erase_node(node)
         return f"no %{node}"
 
@@ -106,11 +118,9 @@ FAULTS["drop_free"] = dropper(ops.free)
 
 
 def skipper(*targets: Any) -> Fault:
-    def skip(program: Program, rng: random.Random) -> str | None:
+    def skip(program: Program, rng: random.Random) -> str:
         """The results of an operator are its operands: nothing is copied, moved or reduced."""
         node = one(rng, [n for n in nodes(program, *targets) if items(n)])
-        if node is None:
-            return None
         for item in items(node):
             item.replace_all_uses_with(tags.operands(node)[item.args[1]])
             program.graph.erase_node(item)
@@ -130,12 +140,12 @@ FAULTS["skip_reshard"] = skipper(ops.reshard)
 
 
 def cutter(role: str) -> Fault:
-    def cut(program: Program, rng: random.Random) -> str | None:
+    def cut(program: Program, rng: random.Random) -> str:
         """An operator that a pass put around a collective."""
         found = [n for n in nodes(program, role=role) if n.target not in ops.OPERATORS]
         found = [n for n in found if n.target is not operator.getitem and n.all_input_nodes]
         node = one(rng, found)
-        return node and bypass(node, node.all_input_nodes[-1])
+        return bypass(node, node.all_input_nodes[-1])
 
     return cut
 
@@ -145,48 +155,28 @@ FAULTS["drop_division_or_cast_of_result"] = cutter("post_reduction")
 FAULTS["drop_cut_of_padding"] = cutter("unshard")
 
 
-@fault
-def drop_operand(program: Program, rng: random.Random) -> str | None:
-    node = one(rng, [n for n in waited(program) if len(tags.operands(n)) > 1])
-    if node is None:
-        return None
-    node.args = (tags.operands(node)[:-1], *node.args[1:])
-    return f"one tensor less into %{node}"
+def shortener(kept: slice, found: Callable[[Program], list[fx.Node]]) -> Fault:
+    def shorten(program: Program, rng: random.Random) -> str:
+        """An operator takes one tensor less."""
+        node = one(rng, found(program))
+        node.args = (tags.operands(node)[kept], *node.args[1:])
+        return f"one tensor less into %{node}"
+
+    return shorten
+
+
+FAULTS["drop_operand"] = shortener(
+    slice(-1), lambda program: [n for n in waited(program) if len(tags.operands(n)) > 1]
+)
+FAULTS["drop_packed_operand"] = shortener(slice(-1), lambda program: nodes(program, ops.pack))
+FAULTS["wait_for_a_part"] = shortener(slice(1, None), lambda program: nodes(program, ops.wait))
+FAULTS["free_of_a_part"] = shortener(slice(1, None), lambda program: nodes(program, ops.free))
 
 
 @fault
-def drop_packed_operand(program: Program, rng: random.Random) -> str | None:
-    node = one(rng, nodes(program, ops.pack))
-    if node is None:
-        return None
-    node.args = (tags.operands(node)[:-1], *node.args[1:])
-    return f"one tensor less into %{node}"
-
-
-@fault
-def wait_for_a_part(program: Program, rng: random.Random) -> str | None:
-    node = one(rng, nodes(program, ops.wait))
-    if node is None:
-        return None
-    node.args = (tags.operands(node)[1:],)
-    return f"one tensor less in %{node}"
-
-
-@fault
-def free_of_a_part(program: Program, rng: random.Random) -> str | None:
-    node = one(rng, nodes(program, ops.free))
-    if node is None:
-        return None
-    node.args = (tags.operands(node)[1:],)
-    return f"one tensor less in %{node}"
-
-
-@fault
-def drop_result(program: Program, rng: random.Random) -> str | None:
+def drop_result(program: Program, rng: random.Random) -> str:
     found = [i for i, r in enumerate(program.results) if r.kind != "output"]
     at = one(rng, found)
-    if at is None:
-        return None
     program.values = [v for i, v in enumerate(program.values) if i != at]
     return f"no gradient of {program.results.pop(at).name}"
 
@@ -195,10 +185,8 @@ def drop_result(program: Program, rng: random.Random) -> str | None:
 
 
 def doubler(*targets: Any) -> Fault:
-    def double(program: Program, rng: random.Random) -> str | None:
+    def double(program: Program, rng: random.Random) -> str:
         node = one(rng, nodes(program, *targets))
-        if node is None:
-            return None
         copied(node, node)
         return f"%{node} twice"
 
@@ -210,11 +198,9 @@ FAULTS["double_free"] = doubler(ops.free)
 
 
 def repeater(*targets: Any) -> Fault:
-    def repeat(program: Program, rng: random.Random) -> str | None:
+    def repeat(program: Program, rng: random.Random) -> str:
         """The same launch a second time, with getitems of its own that the wait takes too."""
         node = one(rng, nodes(program, *targets))
-        if node is None:
-            return None
         twin = copied(node, (items(node) or [node])[-1])
         at = twin
         for item in items(node):
@@ -232,10 +218,8 @@ FAULTS["repeat_store"] = repeater(ops.store)
 
 
 @fault
-def free_of_another_tensor_too(program: Program, rng: random.Random) -> str | None:
+def free_of_another_tensor_too(program: Program, rng: random.Random) -> str:
     node = one(rng, nodes(program, ops.free))
-    if node is None:
-        return None
     before = []
     for other in program.graph.nodes:
         if other is node:
@@ -245,8 +229,6 @@ def free_of_another_tensor_too(program: Program, rng: random.Random) -> str | No
     mine = set().union(*map(tags.storage_ids, tags.operands(node)))
     others = [n for n in others if not tags.storage_ids(n) & mine and used_after(n, node)]
     other = one(rng, others)
-    if other is None:
-        return None
     node.args = ([*tags.operands(node), other],)
     return f"%{node} frees %{other} too"
 
@@ -264,10 +246,8 @@ def used_after(node: fx.Node, place: fx.Node) -> bool:
 
 
 @fault
-def move_wait_after_a_reader(program: Program, rng: random.Random) -> str | None:
+def move_wait_after_a_reader(program: Program, rng: random.Random) -> str:
     node = one(rng, nodes(program, ops.wait))
-    if node is None:
-        return None
     readers = [
         user
         for source in tags.operands(node)
@@ -275,38 +255,30 @@ def move_wait_after_a_reader(program: Program, rng: random.Random) -> str | None
         if user.target not in (ops.wait, ops.free) and user.op == "call_function"
     ]
     reader = one(rng, readers)
-    if reader is None:
-        return None
     reader.append(node)
     return f"%{node} after %{reader}"
 
 
 @fault
-def move_wait_before_its_launch(program: Program, rng: random.Random) -> str | None:
+def move_wait_before_its_launch(program: Program, rng: random.Random) -> str:
     launch = one(rng, waited(program))
-    wait = launch and wait_of(program, launch)
-    if wait is None:
-        return None
+    wait = wait_of(program, launch)
     launch.prepend(wait)
     return f"%{wait} before %{launch}"
 
 
 @fault
-def move_unpack_before_the_wait(program: Program, rng: random.Random) -> str | None:
+def move_unpack_before_the_wait(program: Program, rng: random.Random) -> str:
     node = one(rng, nodes(program, ops.unpack))
-    wait = node and wait_of(program, node)
-    if wait is None:
-        return None
+    wait = wait_of(program, node)
     for each in (node, *items(node)):
         wait.prepend(each)
     return f"%{node} before %{wait}"
 
 
 @fault
-def move_free_before_a_reader(program: Program, rng: random.Random) -> str | None:
+def move_free_before_a_reader(program: Program, rng: random.Random) -> str:
     node = one(rng, nodes(program, ops.free))
-    if node is None:
-        return None
     mine = set().union(*map(tags.storage_ids, tags.operands(node)))
     readers = [
         n
@@ -316,59 +288,49 @@ def move_free_before_a_reader(program: Program, rng: random.Random) -> str | Non
         and n.target not in (ops.wait, operator.getitem)
     ]
     reader = one(rng, readers)
-    if reader is None:
-        return None
     reader.prepend(node)
     return f"%{node} before %{reader}"
 
 
 @fault
-def move_free_before_the_wait(program: Program, rng: random.Random) -> str | None:
+def move_free_before_the_wait(program: Program, rng: random.Random) -> str:
     node = one(rng, nodes(program, ops.free))
-    wait = node and wait_of(program, node)
-    if wait is None:
-        return None
+    wait = wait_of(program, node)
     wait.prepend(node)
     return f"%{node} before %{wait}"
 
 
 @fault
-def move_free_to_the_end(program: Program, rng: random.Random) -> str | None:
+def move_free_to_the_end(program: Program, rng: random.Random) -> str:
     node = one(rng, nodes(program, ops.free))
-    if node is None:
-        return None
     program.phase(tags.get(node).phase)[-1].append(node)
     return f"%{node} at the end of its phase"
 
 
 @fault
-def move_free_to_the_other_phase(program: Program, rng: random.Random) -> str | None:
+def move_free_to_the_other_phase(program: Program, rng: random.Random) -> str:
     node = one(rng, [n for n in nodes(program, ops.free) if tags.get(n).phase == "forward"])
-    if node is None:
-        return None
     program.phase("backward")[-1].append(node)
     tags.update(node, phase="backward")
     return f"%{node} at the end of backward"
 
 
 @fault
-def move_launch_after_its_wait(program: Program, rng: random.Random) -> str | None:
+def move_launch_after_its_wait(program: Program, rng: random.Random) -> str:
     launch = one(rng, waited(program))
-    wait = launch and wait_of(program, launch)
-    if wait is None:
-        return None
+    wait = wait_of(program, launch)
     wait.append(launch)
     return f"%{launch} after %{wait}"
 
 
 @fault
-def move_gathers_to_the_front(program: Program, rng: random.Random) -> str | None:
+def move_gathers_to_the_front(program: Program, rng: random.Random) -> str:
     """All launches of a phase come before anything runs: everything is unsharded at once."""
     phase = rng.choice(["forward", "backward"])
     found = [n for n in nodes(program, ops.all_gather) if tags.get(n).phase == phase]
     found = [n for n in found if all(s.op == "placeholder" for s in tags.operands(n))]
     if len(found) < 3:
-        return None
+        raise NoPlace
     first = program.phase(phase)[0]  # type: ignore[arg-type]
     for launch in found:
         for node in (launch, *items(launch)):
@@ -377,21 +339,17 @@ def move_gathers_to_the_front(program: Program, rng: random.Random) -> str | Non
 
 
 @fault
-def move_reduction_before_the_gradient(program: Program, rng: random.Random) -> str | None:
+def move_reduction_before_the_gradient(program: Program, rng: random.Random) -> str:
     node = one(rng, nodes(program, *REDUCTIONS))
-    if node is None:
-        return None
     tags.operands(node)[0].prepend(node)
     return f"%{node} before what it sends"
 
 
 @fault
-def move_compute_before_the_wait(program: Program, rng: random.Random) -> str | None:
+def move_compute_before_the_wait(program: Program, rng: random.Random) -> str:
     node = one(rng, nodes(program, ops.wait))
-    after = node and [n for s in tags.operands(node) for n in s.users if n in compute(program)]
-    reader = after and one(rng, after)
-    if not reader:
-        return None
+    after = [n for s in tags.operands(node) for n in s.users if n in compute(program)]
+    reader = one(rng, after)
     node.prepend(reader)
     return f"%{reader} before %{node}"
 
@@ -401,21 +359,19 @@ def move_compute_before_the_wait(program: Program, rng: random.Random) -> str | 
 
 def alike(found: Sequence[fx.Node]) -> list[tuple[int, int]]:
     """Places of two tensors that have one shape and dtype."""
-    said = [(tuple(n.meta["val"].shape), n.meta["val"].dtype) for n in found]
-    return [(i, j) for j in range(len(said)) for i in range(j) if said[i] == said[j]]
+    kinds = [(tuple(n.meta["val"].shape), n.meta["val"].dtype) for n in found]
+    return [(i, j) for j in range(len(kinds)) for i in range(j) if kinds[i] == kinds[j]]
 
 
 def swapper(*targets: Any, role: str = "") -> Fault:
-    def swap(program: Program, rng: random.Random) -> str | None:
+    def swap(program: Program, rng: random.Random) -> str:
         """Two operands of one operator, which have one shape."""
         every = nodes(program, *targets, role=role)
         found = [(n, pair) for n in every for pair in alike(tags.operands(n))]
-        if not found:
-            return None
         node, (i, j) = one(rng, found)
         operands = tags.operands(node)
         if operands[i] is operands[j]:
-            return None
+            raise NoPlace
         operands[i], operands[j] = operands[j], operands[i]
         node.args = (operands, *node.args[1:])
         return f"operands {i} and {j} of %{node}"
@@ -431,7 +387,7 @@ FAULTS["swap_operands_of_a_cast_load_or_store"] = swapper(ops.cast, ops.load, op
 
 
 def exchanger(*targets: Any) -> Fault:
-    def exchange(program: Program, rng: random.Random) -> str | None:
+    def exchange(program: Program, rng: random.Random) -> str:
         """An operand of one operator for one of another, which has the same shape."""
         found = [(n, i) for n in nodes(program, *targets) for i in range(len(tags.operands(n)))]
         rng.shuffle(found)
@@ -447,7 +403,7 @@ def exchanger(*targets: Any) -> Fault:
                 operands[i] = its
                 node.args = (operands, *node.args[1:])
                 return f"%{node} takes %{its}, which %{other} takes"
-        return None
+        raise NoPlace
 
     return exchange
 
@@ -469,14 +425,11 @@ FAULTS["store_a_gradient_of_another_unit"] = exchanger(ops.store)
 
 
 def crosser(*targets: Any) -> Fault:
-    def cross(program: Program, rng: random.Random) -> str | None:
+    def cross(program: Program, rng: random.Random) -> str:
         """What two waits, or two frees, take."""
-        found = nodes(program, *targets)
-        if len(found) < 2:
-            return None
-        one_, other = rng.sample(found, 2)
-        one_.args, other.args = other.args, one_.args
-        return f"what %{one_} and %{other} take"
+        a, b = two(rng, nodes(program, *targets))
+        a.args, b.args = b.args, a.args
+        return f"what %{a} and %{b} take"
 
     return cross
 
@@ -486,13 +439,11 @@ FAULTS["swap_frees"] = crosser(ops.free)
 
 
 @fault
-def swap_returned_gradients(program: Program, rng: random.Random) -> str | None:
+def swap_returned_gradients(program: Program, rng: random.Random) -> str:
     values = program.values
     found = [i for i, r in enumerate(program.results) if r.kind == "grad"]
     places = [(found[i], found[j]) for i, j in alike([values[i] for i in found])]
     place = one(rng, places)
-    if place is None:
-        return None
     i, j = place
     values[i], values[j] = values[j], values[i]
     program.values = values
@@ -500,11 +451,9 @@ def swap_returned_gradients(program: Program, rng: random.Random) -> str | None:
 
 
 @fault
-def swap_items(program: Program, rng: random.Random) -> str | None:
+def swap_items(program: Program, rng: random.Random) -> str:
     found = [(a, b) for n in writers(program) for a in items(n) for b in items(n)]
     found = [(a, b) for a, b in found if a is not b and alike([a, b])]
-    if not found:
-        return None
     a, b = one(rng, found)
     a.args, b.args = b.args, a.args
     return f"%{a} and %{b}"
@@ -517,11 +466,9 @@ def cuts(program: Program) -> list[fx.Node]:
 
 
 @fault
-def swap_cuts_of_a_packed_gradient(program: Program, rng: random.Random) -> str | None:
+def swap_cuts_of_a_packed_gradient(program: Program, rng: random.Random) -> str:
     found = [(a, b) for a in cuts(program) for b in cuts(program) if a.args[0] is b.args[0]]
     found = [(a, b) for a, b in found if a.args != b.args and alike([a, b])]
-    if not found:
-        return None
     a, b = one(rng, found)
     a.args, b.args = b.args, a.args
     return f"%{a} and %{b}"
@@ -531,10 +478,8 @@ def swap_cuts_of_a_packed_gradient(program: Program, rng: random.Random) -> str 
 
 
 def argument(name: str, values: dict[Any, Any], *targets: Any) -> Fault:
-    def change(program: Program, rng: random.Random) -> str | None:
+    def change(program: Program, rng: random.Random) -> str:
         node = one(rng, nodes(program, *targets))
-        if node is None:
-            return None
         schema = node.target._schema.arguments
         args = [*node.args, *(a.default_value for a in schema[len(node.args) :])]
         at = [a.name for a in schema].index(name)
@@ -562,62 +507,52 @@ FAULTS["resize_unpack"] = argument("size", {None: 7}, ops.unpack)
 
 
 @fault
-def shift_cut_of_a_packed_gradient(program: Program, rng: random.Random) -> str | None:
+def shift_cut_of_a_packed_gradient(program: Program, rng: random.Random) -> str:
     node = one(rng, [n for n in cuts(program) if n.args[2]])
-    if node is None:
-        return None
     node.args = (*node.args[:2], node.args[2] - 1, node.args[3] - 1)
     return f"%{node} takes from one earlier"
 
 
 @fault
-def move_chunks_of_an_unpack(program: Program, rng: random.Random) -> str | None:
+def move_chunks_of_an_unpack(program: Program, rng: random.Random) -> str:
     node = one(rng, nodes(program, ops.unpack))
-    if node is None:
-        return None
     first, *others = node.args[2]
     node.update_arg(2, [*others, first])
     return f"the first chunk of %{node} is the last"
 
 
 @fault
-def retype_buffer(program: Program, rng: random.Random) -> str | None:
+def retype_buffer(program: Program, rng: random.Random) -> str:
     item = one(rng, [p for n in writers(program) for p in items(n)])
-    if item is None:
-        return None
     with program.fake_mode:
         item.meta["val"] = item.meta["val"].to(torch.float64)
     return f"%{item} is f64"
 
 
 @fault
-def resize_buffer(program: Program, rng: random.Random) -> str | None:
+def resize_buffer(program: Program, rng: random.Random) -> str:
     item = one(rng, [p for n in writers(program) for p in items(n)])
-    if item is None:
-        return None
     val = item.meta["val"]
     item.meta["val"] = program.fake((val.shape[0] + 1, *val.shape[1:]), val.dtype, val.device)
     return f"%{item} has a row more"
 
 
 @fault
-def divide_by_another_number(program: Program, rng: random.Random) -> str | None:
+def divide_by_another_number(program: Program, rng: random.Random) -> str:
     roles = ("pad", "post_reduction")
     found = [n for n in nodes(program, aten.div_.Scalar) if tags.get(n).role in roles]
     node = one(rng, found)
-    if node is None:
-        return None
     node.update_arg(1, 7.0)
     return f"%{node} divides by 7"
 
 
 def renamer(*targets: Any) -> Fault:
-    def rename(program: Program, rng: random.Random) -> str | None:
+    def rename(program: Program, rng: random.Random) -> str:
         """A getitem gets the FQN of another parameter."""
         found = [p for n in nodes(program, *targets) for p in items(n) if tags.get(p).fqn]
         node = one(rng, found)
-        names = sorted(set(program.params) - {tags.get(node).fqn}) if node else []
-        return retag(node, fqn=rng.choice(names)) if node and names else None
+        names = sorted(set(program.params) - {tags.get(node).fqn})
+        return retag(node, fqn=one(rng, names))
 
     return rename
 
@@ -629,26 +564,23 @@ FAULTS["rename_loaded_or_cast"] = renamer(ops.load, ops.cast)
 
 
 @fault
-def rename_shard(program: Program, rng: random.Random) -> str | None:
+def rename_shard(program: Program, rng: random.Random) -> str:
     found = [n for n in program.graph.find_nodes(op="placeholder") if tags.get(n).role == "shard"]
-    found = [n for n in found if n.users]
-    if len(found) < 2:
-        return None
-    node, other = rng.sample(found, 2)
+    node, other = two(rng, [n for n in found if n.users])
     return retag(node, fqn=tags.get(other).fqn)
 
 
 @fault
-def another_pair(program: Program, rng: random.Random) -> str | None:
+def another_pair(program: Program, rng: random.Random) -> str:
     node = one(rng, nodes(program, ops.wait, ops.free))
-    return node and retag(node, pair=(tags.get(node).pair or 0) + 1)
+    return retag(node, pair=(tags.get(node).pair or 0) + 1)
 
 
 @fault
-def another_phase(program: Program, rng: random.Random) -> str | None:
+def another_phase(program: Program, rng: random.Random) -> str:
     found = [n for n in waited(program) if tags.get(n).phase == "forward"]
     node = one(rng, found)
-    return node and retag(node, phase="backward")
+    return retag(node, phase="backward")
 
 
 # -- events and streams ---------------------------------------------------------------------------
@@ -659,69 +591,57 @@ def waiters(program: Program) -> list[fx.Node]:
 
 
 @fault
-def drop_event_of_a_launch(program: Program, rng: random.Random) -> str | None:
+def drop_event_of_a_launch(program: Program, rng: random.Random) -> str:
     node = one(rng, [n for n in waiters(program) if n.target is not ops.wait])
-    if node is None:
-        return None
     waits = list(tags.get(node).waits)
     waits.pop(rng.randrange(len(waits)))
     return retag(node, waits=tuple(waits))
 
 
 @fault
-def drop_event_of_a_wait(program: Program, rng: random.Random) -> str | None:
+def drop_event_of_a_wait(program: Program, rng: random.Random) -> str:
     node = one(rng, [n for n in waiters(program) if n.target is ops.wait])
-    return node and retag(node, waits=())
+    return retag(node, waits=())
 
 
 @fault
-def drop_record(program: Program, rng: random.Random) -> str | None:
+def drop_record(program: Program, rng: random.Random) -> str:
     node = one(rng, [n for n in nodes(program) if tags.get(n).records])
-    return node and retag(node, records=None)
+    return retag(node, records=None)
 
 
 @fault
-def swap_events(program: Program, rng: random.Random) -> str | None:
-    found = waiters(program)
-    if len(found) < 2:
-        return None
-    a, b = rng.sample(found, 2)
+def swap_events(program: Program, rng: random.Random) -> str:
+    a, b = two(rng, waiters(program))
     first, second = tags.get(a).waits, tags.get(b).waits
     if first == second:
-        return None
+        raise NoPlace
     tags.update(a, waits=second)
     return retag(b, waits=first)
 
 
 @fault
-def swap_records(program: Program, rng: random.Random) -> str | None:
-    found = [n for n in nodes(program) if tags.get(n).records]
-    if len(found) < 2:
-        return None
-    a, b = rng.sample(found, 2)
+def swap_records(program: Program, rng: random.Random) -> str:
+    a, b = two(rng, [n for n in nodes(program) if tags.get(n).records])
     first = tags.get(a).records
     tags.update(a, records=tags.get(b).records)
     return retag(b, records=first)
 
 
 @fault
-def record_earlier(program: Program, rng: random.Random) -> str | None:
+def record_earlier(program: Program, rng: random.Random) -> str:
     found = [n for n in nodes(program) if (tags.get(n).records or "").startswith("c")]
     node = one(rng, found)
-    if node is None:
-        return None
     earlier = [n for n in compute(program) if stands_before(n, node) and not tags.get(n).records]
     earlier = [n for n in earlier if n is not node and not tags.aliases_input(n)]
     place = one(rng, earlier)
-    if place is None:
-        return None
     event = tags.get(node).records
     tags.update(node, records=None)
     return retag(place, records=event)
 
 
 @fault
-def wait_for_an_older_event(program: Program, rng: random.Random) -> str | None:
+def wait_for_an_older_event(program: Program, rng: random.Random) -> str:
     events: list[str] = []
     found: list[tuple[fx.Node, str]] = []
     for node in nodes(program):
@@ -729,19 +649,15 @@ def wait_for_an_older_event(program: Program, rng: random.Random) -> str | None:
         if tag.waits and events:
             found += [(node, event) for event in events if event not in tag.waits]
         events += [tag.records] if tag.records else []
-    if not found:
-        return None
     node, event = one(rng, found)
     return retag(node, waits=(event,))
 
 
 @fault
-def another_stream(program: Program, rng: random.Random) -> str | None:
+def another_stream(program: Program, rng: random.Random) -> str:
     node = one(rng, [n for n in nodes(program) if ops.of(n).asynchronous])
     others = ["compute", "unshard", "reduce", "all-reduce", "load", "store"]
-    return node and retag(
-        node, stream=rng.choice([s for s in others if s != tags.get(node).stream])
-    )
+    return retag(node, stream=rng.choice([s for s in others if s != tags.get(node).stream]))
 
 
 # -- insert ---------------------------------------------------------------------------------------
@@ -769,63 +685,52 @@ def returned(program: Program, node: fx.Node) -> None:
 
 
 @fault
-def read_in_flight(program: Program, rng: random.Random) -> str | None:
+def read_in_flight(program: Program, rng: random.Random) -> str:
+    pairs = {tags.get(n).pair for n in nodes(program, ops.wait)}
     found = [n for n in nodes(program, ops.all_gather) if tags.get(n).phase == "forward"]
-    launch = one(rng, [n for n in found if wait_of(program, n) is not None])
-    if launch is None:
-        return None
+    launch = one(rng, [n for n in found if tags.get(n).pair in pairs])
     reader = insert(program, items(launch)[-1], aten.abs.default, items(launch)[-1])
     returned(program, reader)
     return f"%{reader} reads what %{launch} writes"
 
 
 @fault
-def read_after_free(program: Program, rng: random.Random) -> str | None:
+def read_after_free(program: Program, rng: random.Random) -> str:
     found = [n for n in nodes(program, ops.free) if tags.get(n).phase == "forward"]
     free = one(rng, found)
-    if free is None:
-        return None
     reader = insert(program, free, aten.abs.default, tags.operands(free)[0])
     returned(program, reader)
     return f"%{reader} reads what %{free} has freed"
 
 
 @fault
-def write_in_flight(program: Program, rng: random.Random) -> str | None:
+def write_in_flight(program: Program, rng: random.Random) -> str:
     launch = one(rng, nodes(program, *REDUCTIONS))
-    if launch is None:
-        return None
     behind = items(launch)[-1]
     writer = insert(program, behind, aten.mul_.Scalar, tags.operands(launch)[0], 2)
     return f"%{writer} writes what %{launch} sends"
 
 
 @fault
-def save_unsharded_parameter(program: Program, rng: random.Random) -> str | None:
+def save_unsharded_parameter(program: Program, rng: random.Random) -> str:
     found = [n for n in nodes(program, ops.all_gather) if tags.get(n).phase == "forward"]
     readers = [n for n in compute(program) if tags.get(n).phase == "backward"]
     readers = [n for n in readers if n.target is aten.mm.default]
     launch, reader = one(rng, found), one(rng, readers)
-    if (
-        launch is None
-        or reader is None
-        or program.units[tags.get(launch).unit or 0].reshard is False
-    ):
-        return None
+    if program.units[tags.get(launch).unit or 0].reshard is False:
+        raise NoPlace
     reader.update_arg(1, items(launch)[0])
     return f"%{reader} reads what %{launch} gathered"
 
 
 @fault
-def return_unreduced_gradient(program: Program, rng: random.Random) -> str | None:
+def return_unreduced_gradient(program: Program, rng: random.Random) -> str:
     found = nodes(program, ops.reduce_scatter, ops.all_reduce)
     launch = one(rng, found)
-    if launch is None:
-        return None
     item = one(rng, items(launch))
     values = program.values
     if item not in values:
-        return None
+        raise NoPlace
     program.values = [tags.operands(launch)[item.args[1]] if v is item else v for v in values]
     return f"what %{launch} was sent is returned"
 
@@ -847,12 +752,12 @@ def kinds(program: Program) -> list[list[fx.Node]]:
 
 
 def retagger(field: str) -> Fault:
-    def change(program: Program, rng: random.Random) -> str | None:
+    def change(program: Program, rng: random.Random) -> str:
         """A node says of itself what another one says; each kind is as likely."""
         node = one(rng, one(rng, kinds(program)))
-        said = {getattr(tags.get(n), field) for group in kinds(program) for n in group}
-        others = sorted(said - {getattr(tags.get(node), field)}, key=repr)
-        return retag(node, **{field: rng.choice(others)}) if others else None
+        values = {getattr(tags.get(n), field) for group in kinds(program) for n in group}
+        others = sorted(values - {getattr(tags.get(node), field)}, key=repr)
+        return retag(node, **{field: one(rng, others)})
 
     return change
 
@@ -862,7 +767,7 @@ FAULTS |= {f"retag_{field}": retagger(field) for field in RETAGGED}
 
 
 @fault
-def another_argument(program: Program, rng: random.Random) -> str | None:
+def another_argument(program: Program, rng: random.Random) -> str:
     """Of any operator of ours: a number, a dtype, the name of a group, a shape."""
     found = [
         (n, i)
@@ -871,8 +776,6 @@ def another_argument(program: Program, rng: random.Random) -> str | None:
         if not isinstance(value, fx.Node) and not (i == 0 and tags.operands(n))
     ]
     place = one(rng, found)
-    if place is None:
-        return None
     node, i = place
     value: Any = node.args[i]
     if isinstance(value, (list, tuple)):
@@ -886,25 +789,21 @@ def another_argument(program: Program, rng: random.Random) -> str | None:
     elif isinstance(value, str):
         value = {**OTHER_GROUP, **OTHER_OP}.get(value, "max")
     else:
-        return None
+        raise NoPlace
     node.update_arg(i, value)
     return f"argument {i} of %{node} is {value}"
 
 
 @fault
-def another_operand(program: Program, rng: random.Random) -> str | None:
+def another_operand(program: Program, rng: random.Random) -> str:
     """Of any operator of ours: a tensor of the same shape, made before."""
     found = [(n, i) for n in nodes(program, *ops.OPERATORS) for i in range(len(tags.operands(n)))]
     place = one(rng, found)
-    if place is None:
-        return None
     node, i = place
     mine = tags.operands(node)[i]
     before = [n for n in program.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     before = [n for n in before if n is not mine and stands_before(n, node) and n is not node]
     other = one(rng, [n for n in before if alike([mine, n])])
-    if other is None:
-        return None
     operands = tags.operands(node)
     operands[i] = other
     node.args = (operands, *node.args[1:])
@@ -912,15 +811,13 @@ def another_operand(program: Program, rng: random.Random) -> str | None:
 
 
 def mover(earlier: bool) -> Fault:
-    def move(program: Program, rng: random.Random) -> str | None:
+    def move(program: Program, rng: random.Random) -> str:
         """Any operator of ours, as far as the graph allows, or a part of that.
 
         What is launched may be so earlier: how much is bounded, and its bytes are counted.
         """
         found = nodes(program, *ops.OPERATORS)
         node = one(rng, [n for n in found if not (earlier and ops.of(n).asynchronous)])
-        if node is None:
-            return None
         place, places = node, []
         while True:
             place = place.prev if earlier else place.next
@@ -930,8 +827,6 @@ def mover(earlier: bool) -> Fault:
                 break
             places.append(place)
         to = one(rng, places)
-        if to is None:
-            return None
         (to.prepend if earlier else to.append)(node)
         return f"%{node} {'before' if earlier else 'after'} %{to}"
 

@@ -137,19 +137,19 @@ def train_on_ranks(settings: Settings) -> dict[str, Any]:
     """3. Training under torchrun; what rank 0 found.
 
     Raises:
-        RanksFailedError: a rank failed; all that the ranks said is printed first.
+        RanksFailedError: a rank failed; all that the ranks wrote is printed first.
     """
     title(f"3. Train: {settings.ranks} ranks, {settings.steps} steps of AdamW")
-    said: collections.deque[str] = collections.deque(maxlen=400)
+    output: collections.deque[str] = collections.deque(maxlen=400)
     with start_ranks(settings) as torchrun, progress("training", settings.steps) as advance:
         assert torchrun.stdout is not None
         for line in torchrun.stdout:
             if line.startswith("{"):
                 advance(f"loss {bits(json.loads(line)['loss']):.3f} bits per byte")
             else:
-                said.append(line)
+                output.append(line)
         if torchrun.wait():
-            console.print("".join(said))
+            console.print("".join(output))
             raise RanksFailedError(
                 f"training failed: torchrun ended with {torchrun.returncode}. Its report above "
                 f"names the rank that failed first, and why."

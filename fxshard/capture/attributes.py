@@ -199,7 +199,7 @@ class Attributes:
         """Of the state that the modules of `tree`, all of the model, are in."""
         if (size := sum(map(len, self.reads.values()))) != self._watched:
             self._watched, self._places = size, _places(tree, self.reads)
-            # What other states said of the attributes that are new here is not known.
+            # What the attributes that are new here were in other states is not known.
             self._states = [[] for _ in self._states]
             self._states[self._number] = _state(self._places)
         elif not all(place.is_same() for place in self._places):

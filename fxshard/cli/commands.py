@@ -485,8 +485,8 @@ def _plan(args: argparse.Namespace, **others: Any) -> Plan:
 def _plan_of(call: Call, args: argparse.Namespace, **others: Any) -> Plan:
     model, inputs, kwargs = call
     plan = fxshard.plan(model, inputs, kwargs, **others, **_step(args))
-    if plan.picked is not None:
-        print("fxshard:", plan.picked, file=sys.stderr)
+    if plan.chosen is not None:
+        print("fxshard:", plan.chosen, file=sys.stderr)
     return plan
 
 

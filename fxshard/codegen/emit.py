@@ -268,8 +268,8 @@ def _asked(row: fx.Node) -> str:
     options.pop("size", None)  # the world knows its groups
     if spec.asynchronous or row.target is ops.wait:
         options["pair"] = tags.get(row).pair
-    said = "".join(f", {key}={_value(value)}" for key, value in options.items())
-    return f"world.{spec.name}({_names(row.args[0])}{said})"
+    more = "".join(f", {key}={_value(value)}" for key, value in options.items())
+    return f"world.{spec.name}({_names(row.args[0])}{more})"
 
 
 def _output(graph: fx.Graph) -> Any:

@@ -64,23 +64,23 @@ METHODS = frozenset(
 )
 
 
-def spelled(node: fx.Node, said: Callable[[Any], str]) -> str | None:
+def spelled(node: fx.Node, source_of: Callable[[Any], str]) -> str | None:
     """The call of `node` as an expression, or None if it is best called as the operator itself.
 
     Args:
         node: a call of an operator.
-        said: an argument as source text.
+        source_of: an argument as source text.
     """
     if node.target is aten.slice.Tensor:
-        return _narrowed(node, said)
+        return _narrowed(node, source_of)
     if node.target in INFIX:
-        return f" {INFIX[node.target]} ".join(map(said, node.args))
+        return f" {INFIX[node.target]} ".join(map(source_of, node.args))
     if node.target is aten.sym_size.int:
-        return f"{said(node.args[0])}.size({node.args[1]})"
+        return f"{source_of(node.args[0])}.size({node.args[1]})"
     if node.target in WITH_NUMBERS and not isinstance(node.args[1], fx.Node):
         return None
-    arguments = [said(argument) for argument in node.args]
-    arguments += [f"{key}={said(value)}" for key, value in node.kwargs.items()]
+    arguments = [source_of(argument) for argument in node.args]
+    arguments += [f"{key}={source_of(value)}" for key, value in node.kwargs.items()]
     if node.target in FUNCTIONS:
         return f"torch.{_name(node)}({', '.join(arguments)})"
     if node.target in METHODS:
@@ -94,7 +94,7 @@ def _name(node: fx.Node) -> str:
     return str(node.target).split(".")[1]
 
 
-def _narrowed(node: fx.Node, said: Callable[[Any], str]) -> str | None:
+def _narrowed(node: fx.Node, source_of: Callable[[Any], str]) -> str | None:
     """A slice of known length and step 1 as a `torch.narrow`."""
     if domain.LAYOUT in node.meta or domain.LAYOUT in node.args[0].meta:  # type: ignore[union-attr]
         return None
@@ -107,4 +107,4 @@ def _narrowed(node: fx.Node, said: Callable[[Any], str]) -> str | None:
     rows = source.meta["val"].shape[dim]
     begin = max(start + rows, 0) if start < 0 else min(start, rows)
     length = node.meta["val"].shape[dim]  # the operator has clamped the end
-    return f"{said(source)}.narrow({dim}, {begin}, {length})"
+    return f"{source_of(source)}.narrow({dim}, {begin}, {length})"

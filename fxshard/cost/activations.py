@@ -426,13 +426,13 @@ class _Problem:
         """The largest of what is saved in any case."""
         forced = [value for value in self.values.values() if value.forced]
         forced.sort(key=lambda value: value.size, reverse=True)
-        said = [
+        listed = [
             f"{size_text(value.size)} {str(value.maker.target).removesuffix('.default')} of "
             f"{tags.get(value.maker).module or 'the root'}"
             for value in forced[:count]
         ]
         more = f", and {len(forced) - count} more" if len(forced) > count else ""
-        return (", ".join(said) or "the states of random generators") + more
+        return (", ".join(listed) or "the states of random generators") + more
 
 
 def _viewed(node: fx.Node) -> list[fx.Node]:

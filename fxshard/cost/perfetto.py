@@ -34,12 +34,12 @@ def text(estimate: Estimate, memory: DrawsMemory | None = None) -> str:
     ]
     if memory is not None:
         events += memory.trace_events(functools.partial(times, estimate))
-    said = {"hardware": estimate.hardware.name, "step_seconds": estimate.step_seconds}
-    return trace_events.text(events, "ms", **said)
+    about = {"hardware": estimate.hardware.name, "step_seconds": estimate.step_seconds}
+    return trace_events.text(events, "ms", **about)
 
 
-def _bar(thread: int, name: str, start: float, seconds: float, **said: Any) -> Event:
-    return trace_events.bar(thread, name, start * MICROSECONDS, seconds * MICROSECONDS, **said)
+def _bar(thread: int, name: str, start: float, seconds: float, **details: Any) -> Event:
+    return trace_events.bar(thread, name, start * MICROSECONDS, seconds * MICROSECONDS, **details)
 
 
 def _rows(estimate: Estimate, streams: list[str]) -> Iterator[Event]:
@@ -49,8 +49,8 @@ def _rows(estimate: Estimate, streams: list[str]) -> Iterator[Event]:
             waits = {"waits before": row.name}
             yield _bar(thread, "exposed", row.start - row.exposed, row.exposed, **waits)
         if row.seconds:
-            said = {"row": row.name, "phase": row.phase, "micro_batch": row.micro_batch}
-            yield _bar(thread, name, row.start, row.seconds, **said)
+            details = {"row": row.name, "phase": row.phase, "micro_batch": row.micro_batch}
+            yield _bar(thread, name, row.start, row.seconds, **details)
 
 
 def _operators(estimate: Estimate) -> Iterator[Event]:

@@ -54,12 +54,12 @@ def threads(names: Sequence[str]) -> Iterator[Event]:
         yield {**where, "name": "thread_sort_index", "args": {"sort_index": thread}}
 
 
-def bar(thread: int, name: str, begin: float, length: float, **said: Any) -> Event:
-    """A bar on a track of `STREAMS`; `said` is shown when it is chosen."""
+def bar(thread: int, name: str, begin: float, length: float, **details: Any) -> Event:
+    """A bar on a track of `STREAMS`; `details` are shown when it is chosen."""
     where = {"ph": "X", "pid": STREAMS, "tid": thread, "name": name}
-    return where | {"ts": begin, "dur": length} | ({"args": said} if said else {})
+    return where | {"ts": begin, "dur": length} | ({"args": details} if details else {})
 
 
-def text(events: Iterable[Event], unit: str, **said: Any) -> str:
-    """The file. Args: `unit`: of times, as it is shown: "ns" or "ms"; `said`: about the file."""
-    return json.dumps({"traceEvents": list(events), "displayTimeUnit": unit, "otherData": said})
+def text(events: Iterable[Event], unit: str, **about: Any) -> str:
+    """The file. Args: `unit`: of times, as it is shown: "ns" or "ms"; `about`: the file."""
+    return json.dumps({"traceEvents": list(events), "displayTimeUnit": unit, "otherData": about})

@@ -51,10 +51,10 @@ class Domain:
             return FIXED
         for condition, where in self.conditions:
             if condition.xreplace(values) != sympy.true:
-                return f"the program holds for {self.said(condition)} only ({where})"
+                return f"the program holds for {self.in_names(condition)} only ({where})"
         return None
 
-    def said(self, condition: sympy.Basic) -> str:
+    def in_names(self, condition: sympy.Basic) -> str:
         """A condition in the names of the sizes."""
         names = {symbol: sympy.Symbol(name) for name, symbol in self.symbols.items()}
         return str(condition.xreplace(names))
@@ -63,7 +63,7 @@ class Domain:
     def text(self) -> str:
         """What it leaves open, for people: ``open: batch, seq while seq <= 16``."""
         notable = [
-            self.said(c)
+            self.in_names(c)
             for c, _ in self.conditions
             if not (isinstance(c, sympy.Ge) and c.args[1] == 2)
         ]

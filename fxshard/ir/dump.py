@@ -360,8 +360,8 @@ def schedule(
         for i, row in enumerate(block):
             times = "" if count == 1 else (f"x {count}" if i == 0 else '  "')
             is_free = row.operation == "free"
-            said = f"{row.operation} {row.what}".rstrip()
-            line = [times, row.phase, said, span(row.units), row.stream]
+            what = f"{row.operation} {row.what}".rstrip()
+            line = [times, row.phase, what, span(row.units), row.stream]
             line += [row.waits, "" if is_free or row.operation == "wait" else _size(row.bytes)]
             line.append(_size(row.bytes if is_free else row.freed))
             if live is not None:

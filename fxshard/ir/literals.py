@@ -34,7 +34,7 @@ from fxshard.ir import dump
 from fxshard.ir.domain import OpenTensor
 
 
-class Unsayable(Exception):
+class NoText(Exception):
     """A value that has no text; says why."""
 
 
@@ -65,7 +65,7 @@ _WORD_OF = {function: word for word, function in _FUNCTIONS.items()}
 _DEEPEST = 50  # nesting of a value
 
 
-class Said:
+class Writer:
     """What the values of one text have in common while it is written.
 
     Attributes:
@@ -86,7 +86,7 @@ class Said:
         """The text of a value.
 
         Raises:
-            Unsayable: it has none.
+            NoText: it has none.
         """
         kind = type(value)
         if value is None or kind in (bool, int, str):
@@ -139,8 +139,8 @@ class Said:
                 known = False
             if known:
                 return f"class({name!r})"
-            raise Unsayable(f"{value!r}, which is not found again as {name}")
-        raise Unsayable(f"a {kind.__module__}.{kind.__qualname__}: {str(value)[:60]!r}")
+            raise NoText(f"{value!r}, which is not found again as {name}")
+        raise NoText(f"a {kind.__module__}.{kind.__qualname__}: {str(value)[:60]!r}")
 
     def fields(self, of: Any, between: str = " ", without: tuple[str, ...] = ()) -> str:
         """``name=value`` of the fields of a dataclass that are not at their default."""
@@ -154,16 +154,16 @@ class Said:
 
     def _tensor(self, value: Tensor) -> str:
         if not isinstance(value, FakeTensor) and not self.of_constants:
-            raise Unsayable(f"a tensor with data, {value.dtype} {list(value.shape)}")
+            raise NoText(f"a tensor with data, {value.dtype} {list(value.shape)}")
         if value.layout is not torch.strided or value.is_quantized or value.is_conj():
-            raise Unsayable(f"a fake tensor that is {value.layout}, quantized or conjugated")
+            raise NoText(f"a fake tensor that is {value.layout}, quantized or conjugated")
         if value.is_neg():
-            raise Unsayable("a fake tensor that is negated")
+            raise NoText("a fake tensor that is negated")
         shape, stride, offset = value.shape, value.stride(), value.storage_offset()
         storage = value.untyped_storage()
         nbytes = storage.nbytes()
         if any(type(n) is not int for n in (*shape, *stride, offset, nbytes)):
-            raise Unsayable(f"a tensor of symbolic sizes {list(shape)}")
+            raise NoText(f"a tensor of symbolic sizes {list(shape)}")
         options = []
         if stride != _contiguous(shape):
             options.append(f"stride={_ints(stride)}")
@@ -186,9 +186,9 @@ class Said:
     def _expression(self, value: sympy.Basic) -> str:
         if isinstance(value, sympy.Symbol):
             if self.symbols.setdefault(value.name, value) != value:
-                raise Unsayable(f"two symbols of the name {value.name}")
+                raise NoText(f"two symbols of the name {value.name}")
             if not re.fullmatch(r"\w+", value.name):
-                raise Unsayable(f"a symbol of the name {value.name!r}")
+                raise NoText(f"a symbol of the name {value.name!r}")
             return f"${value.name}"
         if isinstance(value, sympy.Integer):
             return str(int(value))
@@ -196,13 +196,13 @@ class Said:
         if isinstance(value, sympy.Rational):
             word, args = "Rational", (value.p, value.q)
         if word is None:
-            raise Unsayable(f"an expression of {value.func.__name__}: {value}")
+            raise NoText(f"an expression of {value.func.__name__}: {value}")
         if word.rpartition(".")[2] in ("And", "Or", "Max", "Min"):  # of a set, in no order
             args = tuple(sorted(args, key=str))
-        said = f"{word}({', '.join(self.value(a) for a in args)})"
+        text = f"{word}({', '.join(self.value(a) for a in args)})"
         if _called(word, list(args)) != value:
-            raise Unsayable(f"an expression that sympy makes another of when it reads it: {value}")
-        return said
+            raise NoText(f"an expression that sympy makes another of when it reads it: {value}")
+        return text
 
 
 def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
@@ -295,7 +295,7 @@ class Names:
             nbytes = tight if nbytes_text is None else int(nbytes_text)
             self.storages[number] = fake_tensors.fake_storage(nbytes)
         elif nbytes_text is not None:
-            raise Unreadable(f"storage {number} has said how large it is before")
+            raise Unreadable(f"the size of storage {number} stands there twice")
         storage = self.storages[number]
         span = sum(s * (n - 1) for n, s in zip(shape, stride, strict=True)) + 1
         if math.prod(shape) and (offset + span) * dtype.itemsize > storage.nbytes():
@@ -415,7 +415,7 @@ class Reader:
         if kind == "tensor":
             return self._names.tensor(text)
         if kind == "string":
-            return ast.literal_eval(text)
+            return text[1:-1] if "\\" not in text else ast.literal_eval(text)
         if kind == "symbol":
             return _known(text, self._names.symbols, "symbol")
         if kind == "mark":

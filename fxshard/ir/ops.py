@@ -138,11 +138,11 @@ def argument(node: fx.Node, name: str) -> Any:
     """The argument of an operator by its name, or its default; None if it has no such argument."""
     if not isinstance(node.target, OpOverload):
         return None
-    for position, said in enumerate(node.target._schema.arguments):
-        if said.name == name:
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.name == name:
             if position < len(node.args):
                 return node.args[position]
-            return node.kwargs.get(name, said.default_value)
+            return node.kwargs.get(name, argument.default_value)
     return None
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import fx
@@ -17,6 +19,14 @@ from fxshard.ir.schedule import Region, Schedule, relative
 COMPUTE: tuple[tags.Role, ...] = ("compute", "pad", "post_reduction")
 
 
+class _Regions(dict[str, Region]):
+    """By digest; those that are in `known` need not be made."""
+
+    def __init__(self, known: dict[str, Region]) -> None:
+        super().__init__()
+        self.known = known
+
+
 def saved_values(program: Program) -> list[fx.Node]:
     """Forward operators whose value backward reads, in order of production."""
     return [
@@ -26,9 +36,13 @@ def saved_values(program: Program) -> list[fx.Node]:
     ]
 
 
-def build(program: Program) -> Schedule:
-    """Outline the joint graph. The graph itself is left as it is."""
-    regions: dict[str, Region] = {}  # by digest
+def build(program: Program, known: Iterable[Region] = ()) -> Schedule:
+    """Outline the joint graph. The graph itself is left as it is.
+
+    Args:
+        known: regions that serve again where they are equal, instead of new ones.
+    """
+    regions = _Regions({region.digest: region for region in known})
     saved = saved_values(program)
     values = program.values
     outputs = [v for v, r in zip(values, program.results, strict=True) if r.kind == "output"]
@@ -45,7 +59,7 @@ def _outer(
     phase: tags.Phase,
     saved: list[fx.Node],
     results: Any,
-    regions: dict[str, Region],
+    regions: _Regions,
 ) -> fx.Graph:
     nodes = program.phase(phase)
     outer = fx.Graph()
@@ -88,7 +102,7 @@ def _call_region(
     outer: fx.Graph,
     env: dict[fx.Node, fx.Node],
     run: list[fx.Node],
-    regions: dict[str, Region],
+    regions: _Regions,
 ) -> None:
     """Append a call of the region equal to `run`, made if there is none yet."""
     inside = set(run)
@@ -99,7 +113,10 @@ def _call_region(
     digest = hashlib.sha256(text.encode()).hexdigest()
     if digest not in regions:
         name = f"region_{len(regions)}"
-        regions[digest] = _make_region(name, run, inputs, outputs, unit.fqn, digest)
+        if digest in regions.known:
+            regions[digest] = dataclasses.replace(regions.known[digest], name=name)
+        else:
+            regions[digest] = _make_region(name, run, inputs, outputs, unit.fqn, digest)
     region = regions[digest]
     given, name = tuple(env[n] for n in inputs), _next_name(region.name, outer)
     call = outer.create_node("call_module", region.name, given, name=name)

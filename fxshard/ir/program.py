@@ -166,7 +166,7 @@ class Program:
         offloaded: shards and sharded gradients live on the CPU.
         device: where it computes.
         fake_mode: owner of the fake values, for passes that make new ones.
-        facts: what passes said that they ensure.
+        facts: what passes ensure.
         gradients: names of the gradients that capture found, once the pipeline has begun.
         given: name of each placeholder that is no parameter's -> its role and FQN, from then on.
         buckets: what moves together; none before bucket has run (see `moving`).
@@ -279,8 +279,8 @@ class Program:
         def val(value: fx.Node) -> Any:
             return value.meta["val"]
 
-        def empty(like: Tensor, shape: Sequence[int], **said: Any) -> Tensor:
-            dtype, device = said.get("dtype", like.dtype), said.get("device", like.device)
+        def empty(like: Tensor, shape: Sequence[int], **options: Any) -> Tensor:
+            dtype, device = options.get("dtype", like.dtype), options.get("device", like.device)
             return fake_tensors.fake_empty(self.fake_mode, shape, dtype, device)
 
         target: Any = node.target

@@ -53,7 +53,7 @@ from fxshard.errors import TextError
 from fxshard.ir import outline, tags
 from fxshard.ir.calls import Call
 from fxshard.ir.domain import LAYOUT, OPEN, Domain
-from fxshard.ir.literals import Names, Reader, Said, Unreadable, Unsayable, as_sizes
+from fxshard.ir.literals import Names, NoText, Reader, Unreadable, Writer, as_sizes
 from fxshard.ir.program import Fact, ParamBucket, Program, Result, Signature
 from fxshard.ir.schedule import Schedule
 from fxshard.ir.units import Param, Unit
@@ -92,47 +92,47 @@ def write(program: Program) -> str:
         TextError: it holds what has no text: a function of the user's, an operator of higher order,
             code of Inductor's, a schedule that is not the one of its graph. Names what holds it.
     """
-    said = Said(program.device)
+    writer = Writer(program.device)
     constants = [
-        f"constant {name!r} {_constant(said, name, value)}"
+        f"constant {name!r} {_constant(writer, name, value)}"
         for name, value in program.constants.items()
     ]
-    nodes = _nodes(program, said)
+    nodes = _nodes(program, writer)
     outlined = program.schedule is not None
     if outlined:
         _check_schedule(program)
     lines = [
-        " ".join(filter(None, [f"program v{VERSION}", _flags(program, said, outlined)])),
-        f"signature {_fields(said, 'its signature', program.signature)}",
-        *_units(program, said),
+        " ".join(filter(None, [f"program v{VERSION}", _flags(program, writer, outlined)])),
+        f"signature {_fields(writer, 'its signature', program.signature)}",
+        *_units(program, writer),
         *_buckets(program),
         *(f"call {c.module!r} {c.number} {c.parent}" for c in program.calls),
     ]
-    domain = _domain(program, said)  # it may know symbols that no node has
-    lines += [f"symbol {_symbol(symbol)}" for symbol in said.symbols.values()]
+    domain = _domain(program, writer)  # it may know symbols that no node has
+    lines += [f"symbol {_symbol(symbol)}" for symbol in writer.symbols.values()]
     after = [*_users(program), *_names(program), "end", ""]
     return "\n".join([*lines, *domain, *constants, "graph:", *nodes, *after])
 
 
-def _said(said: Said, what: str, value: Any) -> str:
+def _value(writer: Writer, what: str, value: Any) -> str:
     try:
-        return said.value(value)
-    except Unsayable as error:
+        return writer.value(value)
+    except NoText as error:
         raise _no_text(what, error) from None
 
 
-def _fields(said: Said, what: str, of: Any, without: tuple[str, ...] = ()) -> str:
+def _fields(writer: Writer, what: str, of: Any, without: tuple[str, ...] = ()) -> str:
     try:
-        return said.fields(of, without=without)
-    except Unsayable as error:
+        return writer.fields(of, without=without)
+    except NoText as error:
         raise _no_text(what, error) from None
 
 
-def _no_text(what: str, error: Unsayable) -> TextError:
+def _no_text(what: str, error: NoText) -> TextError:
     return TextError(f"the program cannot be written as text: {what} holds {error}.")
 
 
-def _flags(program: Program, said: Said, outlined: bool) -> str:
+def _flags(program: Program, writer: Writer, outlined: bool) -> str:
     own = {field.name: field for field in dataclasses.fields(Program)}
     mode = type(program.fake_mode)
     found = {"world_size": program.world_size, "device": program.device, "mode": mode}
@@ -146,19 +146,19 @@ def _flags(program: Program, said: Said, outlined: bool) -> str:
     facts = tuple(fact.name for fact in Fact if fact in program.facts)
     found |= {"facts": facts} if facts else {}
     found |= {"outlined": True} if outlined else {}
-    return " ".join(f"{name}={_said(said, name, value)}" for name, value in found.items())
+    return " ".join(f"{name}={_value(writer, name, value)}" for name, value in found.items())
 
 
-def _units(program: Program, said: Said) -> Iterator[str]:
+def _units(program: Program, writer: Writer) -> Iterator[str]:
     for unit in program.units:
         name = f"unit {unit.name}"
-        more = _fields(said, name, unit, ("index", "fqn", "params", "ignored"))
+        more = _fields(writer, name, unit, ("index", "fqn", "params", "ignored"))
         yield f"unit {unit.index} {unit.fqn!r} {more}"
         for kind, params in (("param", unit.params), ("ignored", unit.ignored)):
             for param in params:
                 same: tuple[str, ...] = ("aliases",) if param.aliases == (param.fqn,) else ()
                 same += ("compute_dtype",) if param.compute_dtype == param.dtype else ()
-                more = _fields(said, name, param, ("fqn", "unit", *same))
+                more = _fields(writer, name, param, ("fqn", "unit", *same))
                 yield f"  {kind} {param.fqn!r} {more}"
 
 
@@ -168,13 +168,13 @@ def _buckets(program: Program) -> Iterator[str]:
         yield " ".join(["bucket", *map(repr, bucket.fqns)]) + packed
 
 
-def _domain(program: Program, said: Said) -> list[str]:
+def _domain(program: Program, writer: Writer) -> list[str]:
     domain = program.domain
     if domain is None:
         return []
     places, symbols = dict(domain.places), dict(domain.symbols)
     held = dataclasses.replace(domain, places=places, symbols=symbols)
-    return [f"domain {_fields(said, 'its domain', held)}"]
+    return [f"domain {_fields(writer, 'its domain', held)}"]
 
 
 def _symbol(symbol: sympy.Symbol) -> str:
@@ -185,54 +185,54 @@ def _symbol(symbol: sympy.Symbol) -> str:
     return " ".join([symbol.name, *(f"{name}={given[name]}" for name in sorted(given))])
 
 
-def _constant(said: Said, name: str, value: torch.Tensor) -> str:
+def _constant(writer: Writer, name: str, value: torch.Tensor) -> str:
     """The metadata of a tensor with data: what a fake of it would have."""
-    said.of_constants = True
+    writer.of_constants = True
     try:
-        return _said(said, f"constant {name}", value)
+        return _value(writer, f"constant {name}", value)
     finally:
-        said.of_constants = False
+        writer.of_constants = False
 
 
-def _nodes(program: Program, said: Said) -> list[str]:
+def _nodes(program: Program, writer: Writer) -> list[str]:
     by_tag: dict[int, str] = {}
     lines: list[str] = []
     for node in program.graph.nodes:
         what = f"%{node.name} ({node.op} {node.target})"
         try:
-            lines.append("  " + _node(node, said, by_tag))
-        except Unsayable as error:
+            lines.append("  " + _node(node, writer, by_tag))
+        except NoText as error:
             raise _no_text(what, error) from None
     named = zip(program.values, program.results, strict=True)
     lines += [f"  return {r.kind} {r.name!r} %{value.name}" for value, r in named]
     return lines
 
 
-def _node(node: fx.Node, said: Said, by_tag: dict[int, str]) -> str:
+def _node(node: fx.Node, writer: Writer, by_tag: dict[int, str]) -> str:
     held = node.meta
     if node.op == "output":
         line = "output"
     elif node.op == "placeholder":
         line = f"%{node.name} = placeholder({node.target!r})"
         if node.args or node.kwargs:
-            raise Unsayable("a default value")
+            raise NoText("a default value")
     elif node.op == "call_function":
-        parts = [said.value(a) for a in node.args]
-        parts += [f"{key}={said.value(value)}" for key, value in node.kwargs.items()]
+        parts = [writer.value(a) for a in node.args]
+        parts += [f"{key}={writer.value(value)}" for key, value in node.kwargs.items()]
         line = f"%{node.name} = {_operator(node)}({', '.join(parts)})"
     else:
-        raise Unsayable(f"a node of the kind {node.op}")
+        raise NoText(f"a node of the kind {node.op}")
     if "val" in held:
-        line += f" : {said.value(held['val'])}"
+        line += f" : {writer.value(held['val'])}"
     if LAYOUT in held or OPEN in held:
         layout, opened = held.get(LAYOUT), held.get(OPEN)
-        line += f" open {said.value(layout)} {said.value(opened)} {OPEN in held}"
+        line += f" open {writer.value(layout)} {writer.value(opened)} {OPEN in held}"
     tag = held.get("fxshard")
     if tag is None:
         return line
     if id(tag) not in by_tag:  # nodes alike share one
         words = [tag.phase, tag.role, repr(tag.module)]
-        words += filter(None, [said.fields(tag, without=("phase", "role", "module"))])
+        words += filter(None, [writer.fields(tag, without=("phase", "role", "module"))])
         by_tag[id(tag)] = " ".join(words)
     return f"{line} | {by_tag[id(tag)]}"
 
@@ -245,7 +245,7 @@ def _operator(node: fx.Node) -> str:
             return name
     elif callable(target) and target in _WORD_OF:
         return _WORD_OF[target]
-    raise Unsayable(f"an operator that is no operator of torch's registry: {target}")
+    raise NoText(f"an operator that is no operator of torch's registry: {target}")
 
 
 def _users(program: Program) -> Iterator[str]:
@@ -282,7 +282,7 @@ def _check_schedule(program: Program) -> None:
                 f"the program cannot be written as text: {region.name} holds code that Inductor "
                 f"has generated. Write the program before compile-regions."
             )
-    if _rows(schedule) != _rows(outline.build(program)):
+    if _rows(schedule) != _rows(outline.build(program, schedule.regions.values())):
         raise TextError(
             "the program cannot be written as text: its schedule is not the one of its graph. "
             "Write the program before outline-regions."
@@ -375,8 +375,8 @@ class _Parser:
         except RecursionError:
             raise
         except Exception as error:  # of torch or sympy: what the line says cannot be made
-            said = " ".join(str(error).split())[:200]
-            raise TextError(f"no program has this: {said}", self._at) from error
+            why = " ".join(str(error).split())[:200]
+            raise TextError(f"no program has this: {why}", self._at) from error
 
     # -- the header --
 

@@ -111,10 +111,11 @@ class Range:
                 at = int(np.argmin(arrays[0].ravel()))
                 point = {n: int(a.ravel()[at]) for n, a in zip(sizes, arrays[1:], strict=True)}
                 open_sizes = {name: size for name, size in point.items() if name != "world"}
-                said = ", ".join(f"{name}={size}" for name, size in open_sizes.items())
+                given = ", ".join(f"{name}={size}" for name, size in open_sizes.items())
                 raise OutOfRangeError(
-                    f"the formula holds while {condition} ({where}), and does not for {said}. Plan "
-                    f"such a call on its own: plan.at({said}).memory has its bytes and formulas."
+                    f"the formula holds while {condition} ({where}), and does not for {given}. "
+                    f"Plan such a call on its own: plan.at({given}).memory has its bytes and "
+                    f"formulas."
                 )
 
     def __str__(self) -> str:

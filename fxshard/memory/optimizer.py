@@ -242,30 +242,30 @@ def refusal(optimizer: Any, error: Exception) -> ConfigError:
     """Why a step cannot be recorded, in words."""
     named = getattr(optimizer, "func", optimizer)
     name = getattr(named, "__name__", type(named).__name__)
-    said = _first_line(error)
-    if "closure" in said:
+    cause = _first_line(error)
+    if "closure" in cause:
         return ConfigError(
             f"optimizer {name}: its step needs a closure that runs the model again (as LBFGS "
             f"does). A step of fxshard is forward, backward, optimizer.step(): choose an "
             f"optimizer whose step() takes no argument."
         )
-    if "dense gradients" in said:
+    if "dense gradients" in cause:
         return ConfigError(
             f"optimizer {name}: it takes sparse gradients only, and those of sharded parameters "
             f"are dense. Choose its dense form, for example Adam."
         )
-    if "item()" in said or "_local_scalar_dense" in said or "cannot be called on meta" in said:
+    if "item()" in cause or "_local_scalar_dense" in cause or "cannot be called on meta" in cause:
         return ConfigError(
             f"optimizer {name}: its step reads the value of a tensor that depends on parameters or "
-            f"gradients ({said}), and a plan has no values. Keep it a tensor in the step, or plan "
+            f"gradients ({cause}), and a plan has no values. Keep it a tensor in the step, or plan "
             f"with another optimizer."
         )
-    if "leaf Variable" in said:
+    if "leaf Variable" in cause:
         return ConfigError(
             f"optimizer {name}: differentiable=True lets autograd record the step, which cannot "
-            f"be done on the parameters themselves ({said}). Leave it False."
+            f"be done on the parameters themselves ({cause}). Leave it False."
         )
-    return ConfigError(f"optimizer {name}: its step cannot be analysed without data: {said}")
+    return ConfigError(f"optimizer {name}: its step cannot be analysed without data: {cause}")
 
 
 def _first_line(error: Exception) -> str:

@@ -28,7 +28,7 @@ from fxshard.bytesize import parse_bytes, size_text
 from fxshard.errors import ConfigError, DoesNotFitError, TooLittleError
 from fxshard.planner.search import Search, edge, middle
 from fxshard.planner.space import PREFETCH, RESHARD, Candidate, Choice, schedules
-from fxshard.plans.answers import Picked, Tried, tried_table
+from fxshard.plans.answers import Chosen, Tried, tried_table
 from fxshard.plans.plan import Plan
 
 HARDWARE = "h100"
@@ -44,7 +44,7 @@ def fitting(plan: Plan) -> Plan:
         plan: with all searched options at their defaults.
 
     Returns:
-        The plan; its ``picked`` lists what was tried.
+        The plan; its ``chosen`` lists what was tried.
 
     Raises:
         DoesNotFitError: none was found; the text has every setting that was tried.
@@ -75,7 +75,7 @@ class _Fastest:
             self._try_all(offload)
             found, plan = self.search.best, self.search.plan
             if found is not None and plan is not None:
-                plan.picked = Picked(
+                plan.chosen = Chosen(
                     **vars(found),
                     budget_bytes=self.search.budget,
                     tried=tuple(self.search.tried),

@@ -134,7 +134,7 @@ class Solution(Edge[P]):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Picked(Tried):
+class Chosen(Tried):
     """What ``memory_budget`` has chosen; ``str()`` is one line.
 
     Attributes:

@@ -37,7 +37,7 @@ from fxshard.memory.optimizer import OptimizerStep, trace_step, with_formulas
 from fxshard.memory.report import MemoryReport
 from fxshard.memory.views.live import live_after
 from fxshard.pipeline import Observer, make_program, open_captures
-from fxshard.plans.answers import Limit, Picked, Solution
+from fxshard.plans.answers import Chosen, Limit, Solution
 from fxshard.plans.workload import Changes, Workload, is_own
 from fxshard.verify import certificate
 
@@ -122,10 +122,10 @@ class Plan:
     Attributes:
         programs: the rewritten programs, one per micro-batch of a step.
         workload: what it was made for.
-        picked: what ``memory_budget`` has chosen; None without it.
+        chosen: what ``memory_budget`` has chosen; None without it.
     """
 
-    picked: Picked | None = None
+    chosen: Chosen | None = None
 
     def __init__(
         self,
@@ -394,7 +394,7 @@ class Plan:
         if changes.get("memory_budget") is None:
             workload = self.workload.changed(changes)
             return make_plan(workload, captures=captures, steps=self._steps)
-        asked = self.workload if self.picked is None else self.picked.asked
+        asked = self.workload if self.chosen is None else self.chosen.asked
         plan = make_plan(asked.changed(changes), captures=captures, steps=self._steps)
         return _planner().fitting(plan)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import dataclasses
 import hashlib
 import io
 import json
@@ -25,7 +26,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from fxshard._torch import optimizers
-from fxshard.arguments import check_flag
+from fxshard.arguments import check_progress
 from fxshard.errors import CheckpointError
 from fxshard.host.progress import task
 from fxshard.runtime.module import FxshardModule
@@ -91,77 +92,36 @@ def save_checkpoint(
         CheckpointError: a rank cannot write; the previous state is still there.
         RankMismatchError: some ranks do something else with the model.
     """
-    if progress is not None:
-        check_flag("progress", progress)
+    check_progress(progress)
     root = Path(path)
     _together(model, "save_checkpoint")
-
-    def begin() -> str:
-        root.mkdir(parents=True, exist_ok=True)
-        numbers = [int(found[2]) for entry in root.iterdir() if (found := _version(entry))]
-        name = str(1 + max(numbers, default=0))
-        for entry in root.iterdir():  # of a process that died while it saved
-            if (found := _version(entry)) and found[1] == "writing":
-                _remove(entry)
-        made = root / f"writing-{name}"
-        made.mkdir()
-        try:
-            (made / "extra.pt").write_bytes(packed.getvalue())
-        except BaseException:
-            shutil.rmtree(made, ignore_errors=True)
-            raise
-        return name
-
-    def take() -> None:
-        with contextlib.nullcontext() if optimizer is None else optimizers.not_stepped(optimizer):
-            state.update(_state(model, optimizer))
-
-    def digests() -> dict[str, str]:
-        mine = (file for file in writing.iterdir() if _writer(file) == ranks.rank)
-        return {file.name: _digest(file) for file in mine}
-
-    def publish() -> None:
-        listed = {file: digest for part in parts for file, digest in part.items()}
-        (writing / DIGESTS).write_text(json.dumps(listed))
-        pointer = writing.with_suffix(".latest")
-        pointer.write_text(f"version-{name}")
-        for written in (writing / DIGESTS, writing / "extra.pt", writing, pointer):
-            _sync(written)
-        writing.rename(root / f"version-{name}")
-        _sync(root)
-        pointer.replace(root / "latest")
-
-    def clean() -> None:
-        _sync(root)
-        for entry in root.iterdir():
-            if (found := _version(entry)) and int(found[2]) < int(name):
-                _remove(entry)
-
     ranks = _Ranks(process_group)
     packed = io.BytesIO()
-    state: dict[str, Any] = {}
     ranks.all(lambda: _require_own(model, optimizer), "nothing was saved")
     ranks.first(lambda: torch.save(extra, packed), "nothing was saved: extra cannot be pickled")
-    name = ranks.first(begin, f"a checkpoint cannot be written to {root}. {_CHECK}")
-    writing = root / f"writing-{name}"
+    number = ranks.first(
+        lambda: _begun(root, packed.getvalue()),
+        f"a checkpoint cannot be written to {root}. {_CHECK}",
+    )
+    writing = root / f"writing-{number}"
     failed = f"{writing} could not be written, and the state before is as it was"
     try:
         with task(f"saving {root}", shown=progress) as say:
             say("taking the state")
-            ranks.all(take, failed)
+            state = ranks.each(lambda: _state_as_it_is(model, optimizer), failed)
             say("writing")
             with _explained(failed):
                 save(state, storage_writer=_Writer(writing), process_group=process_group)
             say("checksums")
-            parts = ranks.all(digests, failed)
-            ranks.first(publish, failed)
+            digests = ranks.all(lambda: _digests(writing, ranks.rank), failed)
+            ranks.first(lambda: _publish(root, number, digests), failed)
     except CheckpointError:
         if ranks.rank == 0:  # it may be what fills the disk
             shutil.rmtree(writing, ignore_errors=True)
         raise
     if ranks.rank == 0:
         try:
-            clean()
+            _remove_before(root, number)
         except OSError as error:
             log.warning("fxshard: a state before in %s cannot be removed: %s", root, error)
 
@@ -202,98 +162,47 @@ def load_checkpoint(
             ``trusted`` checkpoint may have.
         RankMismatchError: some ranks do something else with the model.
     """
-    if progress is not None:
-        check_flag("progress", progress)
+    check_progress(progress)
     root = Path(path)
     _together(model, "load_checkpoint")
     ranks = _Ranks(process_group)
-    extra: list[Any] = []
-    names: dict[str, nn.Parameter] = {}
-    saved: set[str] = set()
-    groups: list[dict[str, Any]] = []
-    order: list[int] = []  # which group of the optimizer each of them is
-    kinds: dict[str, Any] = {}
-    state: dict[str, Any] = {}
-
-    def latest() -> tuple[str, dict[str, str]]:
-        name = (root / "latest").read_text()
-        if not re.fullmatch(r"version-\d+", name):
-            raise ValueError(f"'latest' names {name[:80]!r}, which is no state")
-        listed = json.loads((root / name / DIGESTS).read_text())
-        found = {file.name for file in (root / name).iterdir()} - {DIGESTS}
-        if not isinstance(listed, dict) or listed.keys() != found:
-            raise ValueError(f"{DIGESTS} lists other files than {sorted(found)}")
-        return name, listed
-
-    def check() -> None:
-        for file in sorted(digests)[ranks.rank :: ranks.size]:
-            if _digest(version / file) != digests[file]:
-                raise ValueError(f"{file} is not as it was saved")
-
-    def read() -> None:
-        with _restricted("extra"):
-            extra.append(torch.load(version / "extra.pt", "cpu", weights_only=not trusted))
-
-    def read_states() -> None:
-        metadata = reader.read_metadata()
-        kinds.update(metadata.state_dict_metadata)
-        plain = _plain(metadata, version, trusted=trusted)
-        if optimizer is not None:
-            live = _groups(model, optimizer)
-            names.update({fqn: param for group in live for fqn, param in group.items()})
-            saved.update(_with_state(metadata, names))
-            groups.extend(_saved_groups(metadata, plain))
-            order.extend(_matched([group["params"] for group in groups], live))
-            _require_options(optimizer, groups)
-
-    def take() -> None:
-        state.update(_state(model, optimizer))
-        ignored: tuple[str, ...] = ("optimizer.",)
-        if optimizer is not None:
-            states, own = state["optimizer"]["state"], state["optimizer"]["param_groups"]
-            asked = [_as_asked(own[at], group) for at, group in zip(order, groups, strict=True)]
-            state["optimizer"]["state"] = {fqn: states[fqn] for fqn in states if fqn in saved}
-            state["optimizer"]["param_groups"] = asked
-            frozen = [fqn for fqn in saved if not names[fqn].requires_grad]  # as torch does
-            ignored = tuple(f"optimizer.state.{fqn}." for fqn in frozen)
-        _require_all([key for key in kinds if not key.startswith(ignored)], state)
-
-    def put() -> None:
-        set_model_state_dict(model, state["model"])
-        if optimizer is not None:
-            loaded = copy.deepcopy(state["optimizer"]["param_groups"])
-            some = StateDictOptions(strict=False)
-            set_optimizer_state_dict(model, optimizer, state["optimizer"], options=some)
-            for at, group in zip(order, loaded, strict=True):  # torch's leave out empty groups
-                optimizer.param_groups[at].update({k: group[k] for k in group if k != "params"})
-
-    name, digests = ranks.first(latest, f"no complete checkpoint in {root}. {_CHECK}")
+    name, digests = ranks.first(
+        lambda: _latest(root), f"no complete checkpoint in {root}. {_CHECK}"
+    )
     version = root / name
     reader = FileSystemReader(version) if trusted else _Reader(version)
-    planner = None if trusted else _Planner()
+    unreadable = f"{version} cannot be loaded"
     failed = f"{version} could not be loaded; was it saved with this model and optimizer?"
-    with contextlib.ExitStack() as stack:
-        say = stack.enter_context(task(f"loading {version}", shown=progress))
+    with task(f"loading {version}", shown=progress) as say, contextlib.ExitStack() as stack:
         say("checksums")
-        ranks.all(check, f"{version} cannot be loaded")
-        ranks.all(read, f"{version} cannot be loaded")
-        ranks.all(read_states, failed)
+        ranks.all(lambda: _check_digests(version, digests, ranks), unreadable)
+        extra = ranks.each(lambda: _extra(version, trusted=trusted), unreadable)
+        saved = ranks.each(
+            lambda: _Saved.read(reader, version, model, optimizer, trusted=trusted), failed
+        )
         stack.enter_context(_explained(failed))
         if optimizer is not None:
-            keys = _state_keys(kinds, names)
-            stack.enter_context(_stated(optimizer, {names[fqn]: keys[fqn] for fqn in saved}))
-        with contextlib.nullcontext() if optimizer is None else _as_saved(optimizer, groups, order):
-            ranks.all(take, failed)
+            stack.enter_context(_stated(optimizer, saved))
+        state = ranks.each(lambda: _to_load_into(model, optimizer, saved), failed)
         say("reading")
+        planner = None if trusted else _Planner()
         load(state, storage_reader=reader, planner=planner, process_group=process_group)
-        ranks.all(put, failed)
-    return extra[0]
+        ranks.all(lambda: _put(state, model, optimizer, saved), failed)
+    return extra
 
 
 def _state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     if optimizer is None:
         return {"model": get_model_state_dict(model)}
     return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
+def _state_as_it_is(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+    """The state to save: no step is taken to make one."""
+    if optimizer is None:
+        return _state(model, None)
+    with optimizers.not_stepped(optimizer):
+        return _state(model, optimizer)
 
 
 def _together(model: nn.Module, what: str) -> None:
@@ -310,6 +219,93 @@ def _require_own(model: nn.Module, optimizer: Optimizer | None) -> None:
             "the optimizer holds tensors that are no parameters of the model: make it of "
             "model.parameters(), after whatever replaces them"
         )
+
+
+# -- what was saved of an optimizer, and where it goes ---------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Saved:
+    """What a checkpoint has, read before anything is loaded; the last four are of its optimizer.
+
+    Attributes:
+        keys: all of it.
+        params: the parameters of the optimizer to load into, by the names that checkpoints have.
+        states: by the names of those that it has state of, the names of these states.
+        groups: the options of each saved group, with ``params``.
+        order: per saved group, which group of the optimizer to load into is the same.
+    """
+
+    keys: Collection[str]
+    params: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
+    states: dict[str, set[str]] = dataclasses.field(default_factory=dict)
+    groups: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    order: list[int] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def read(
+        cls,
+        reader: FileSystemReader,
+        version: Path,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        *,
+        trusted: bool,
+    ) -> Self:
+        """Read the metadata and all values that are no tensors.
+
+        Raises:
+            ValueError: the optimizer is not like the saved one.
+        """
+        metadata = reader.read_metadata()
+        plain = _plain(metadata, version, trusted=trusted)
+        keys = metadata.state_dict_metadata
+        if optimizer is None:
+            return cls(keys)
+        live = _groups(model, optimizer)
+        params = {fqn: param for group in live for fqn, param in group.items()}
+        states = _states(keys, params)
+        groups = _saved_groups(metadata, plain)
+        order = _matched([group["params"] for group in groups], live)
+        _require_options(optimizer, groups)
+        return cls(keys, params, states, groups, order)
+
+
+def _to_load_into(model: nn.Module, optimizer: Optimizer | None, saved: _Saved) -> dict[str, Any]:
+    """The state whose tensors torch overwrites: what was saved, and nothing else.
+
+    Raises:
+        ValueError: more was saved than `model` and `optimizer` have.
+    """
+    without: tuple[str, ...] = ("optimizer.",)
+    if optimizer is None:
+        state = _state(model, None)
+    else:
+        with _as_saved(optimizer, saved):
+            state = _state(model, optimizer)
+        own = state["optimizer"]
+        own["state"] = {fqn: own["state"][fqn] for fqn in own["state"] if fqn in saved.states}
+        own["param_groups"] = [
+            _as_asked(own["param_groups"][at], group)
+            for at, group in zip(saved.order, saved.groups, strict=True)
+        ]
+        frozen = [fqn for fqn in saved.states if not saved.params[fqn].requires_grad]
+        without = tuple(f"{_STATES}{fqn}." for fqn in frozen)  # as torch does
+    _require_all([key for key in saved.keys if not key.startswith(without)], state)
+    return state
+
+
+def _put(
+    state: dict[str, Any], model: nn.Module, optimizer: Optimizer | None, saved: _Saved
+) -> None:
+    """Give `model` and `optimizer` the state that was loaded."""
+    set_model_state_dict(model, state["model"])
+    if optimizer is not None:
+        loaded = copy.deepcopy(state["optimizer"]["param_groups"])
+        some = StateDictOptions(strict=False)
+        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=some)
+        for at, group in zip(saved.order, loaded, strict=True):  # torch's leave out empty groups
+            optimizer.param_groups[at].update({k: group[k] for k in group if k != "params"})
 
 
 def _groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, nn.Parameter]]:
@@ -440,34 +436,26 @@ def _require_all(keys: Sequence[str], state: dict[str, Any]) -> None:
         )
 
 
-def _with_state(metadata: Metadata, names: Collection[str]) -> set[str]:
-    """The names of those parameters that a checkpoint has optimizer state of.
+_STATES = "optimizer.state."
+
+
+def _states(keys: Iterable[str], names: Collection[str]) -> dict[str, set[str]]:
+    """Per parameter that has optimizer state in a checkpoint, the names of what it has.
 
     Raises:
         ValueError: the checkpoint has state of other parameters only.
     """
-    keys = [key for key in metadata.state_dict_metadata if key.startswith(_STATES)]
-    found = set(_state_keys(keys, names))
-    if keys and not found:
-        raise ValueError(
-            f"its optimizer has state of other parameters: {keys[0].removeprefix(_STATES)!r}"
-        )
-    return found
-
-
-_STATES = "optimizer.state."
-
-
-def _state_keys(keys: Iterable[str], names: Collection[str]) -> dict[str, set[str]]:
-    """Per parameter, the names of the optimizer states that a checkpoint has of it."""
+    of_states = [key.removeprefix(_STATES) for key in keys if key.startswith(_STATES)]
     found: dict[str, set[str]] = {}
-    for key in keys:
-        fqn = key.removeprefix(_STATES) if key.startswith(_STATES) else ""
-        while fqn and fqn not in names:  # without the name of the state
+    for key in of_states:
+        fqn = key
+        while fqn and fqn not in names:  # names of states may have dots too
             fqn = fqn.rpartition(".")[0]
         if fqn:
-            name = key.removeprefix(f"{_STATES}{fqn}.").partition(".")[0]
+            name = key.removeprefix(f"{fqn}.").partition(".")[0]
             found.setdefault(fqn, set()).add(name)
+    if of_states and not found:
+        raise ValueError(f"its optimizer has state of other parameters: {of_states[0]!r}")
     return found
 
 
@@ -476,15 +464,13 @@ _IMPLEMENTATIONS = {"params", "param_names", "foreach", "fused", "capturable", "
 
 
 @contextlib.contextmanager
-def _as_saved(
-    optimizer: Optimizer, groups: Sequence[dict[str, Any]], order: Sequence[int]
-) -> Iterator[None]:
+def _as_saved(optimizer: Optimizer, saved: _Saved) -> Iterator[None]:
     """`optimizer` has the options that were saved, for the step which makes state to load into."""
-    live = [optimizer.param_groups[at] for at in order]
+    live = [optimizer.param_groups[at] for at in saved.order]
     before = [dict(group) for group in live]
-    for own, saved in zip(live, groups, strict=True):
-        kept = _IMPLEMENTATIONS | {k for k, v in saved.items() if isinstance(v, Tensor)}
-        own.update({k: v for k, v in saved.items() if k in own and k not in kept})
+    for own, group in zip(live, saved.groups, strict=True):
+        kept = _IMPLEMENTATIONS | {k for k, v in group.items() if isinstance(v, Tensor)}
+        own.update({k: v for k, v in group.items() if k in own and k not in kept})
     try:
         yield
     finally:
@@ -493,28 +479,24 @@ def _as_saved(
 
 
 @contextlib.contextmanager
-def _stated(optimizer: Optimizer, saved: dict[nn.Parameter, set[str]]) -> Iterator[None]:
-    """`optimizer` has state of the `saved` parameters and of no others; as before if that fails.
+def _stated(optimizer: Optimizer, saved: _Saved) -> Iterator[None]:
+    """`optimizer` has state of the saved parameters and of no others; as before if that fails.
 
     torch makes state to load into by a step on gradients of zeros, if there is no state and no
     gradient. The user's step hooks are not called for that step.
-
-    Args:
-        saved: with the names of what the state of each has.
     """
     before = optimizer.state
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    wanted = {id(param) for param in saved if param.requires_grad}
+    states = {saved.params[fqn]: names for fqn, names in saved.states.items()}
+    states = {param: names for param, names in states.items() if param.requires_grad}
     grads = {param: param.grad for param in params}
     same = all(
-        param in before and set(map(str, before[param])) == names
-        for param, names in saved.items()
-        if param.requires_grad
+        param in before and set(map(str, before[param])) == names for param, names in states.items()
     )
     try:
         with (
             optimizers.without_step_hooks(optimizer),
-            contextlib.nullcontext() if wanted else optimizers.not_stepped(optimizer),
+            contextlib.nullcontext() if states else optimizers.not_stepped(optimizer),
         ):
             if not same:
                 optimizer.state = collections.defaultdict(dict)
@@ -522,7 +504,7 @@ def _stated(optimizer: Optimizer, saved: dict[nn.Parameter, set[str]]) -> Iterat
                 param.grad = None
             yield
         for param in params:
-            if id(param) not in wanted:
+            if param not in states:
                 optimizer.state.pop(param, None)
     except BaseException:
         optimizer.state = before
@@ -538,6 +520,88 @@ def _stated(optimizer: Optimizer, saved: dict[nn.Parameter, set[str]]) -> Iterat
 def _version(entry: Path) -> re.Match[str] | None:
     """Of a complete or half-written state: group 2 is its number."""
     return re.fullmatch(r"(version|writing)-(\d+)(\.latest)?", entry.name)
+
+
+def _begun(root: Path, extra: bytes) -> int:
+    """Make the directory of a new state, with `extra` in it; returns its number."""
+    root.mkdir(parents=True, exist_ok=True)
+    found = [(entry, match) for entry in root.iterdir() if (match := _version(entry))]
+    number = 1 + max((int(match[2]) for _, match in found), default=0)
+    for entry, match in found:
+        if match[1] == "writing":  # of a process that died while it saved
+            _remove(entry)
+    made = root / f"writing-{number}"
+    made.mkdir()
+    try:
+        (made / "extra.pt").write_bytes(extra)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    return number
+
+
+def _publish(root: Path, number: int, digests: list[dict[str, str]]) -> None:
+    """Make a state that all ranks have written the latest one.
+
+    Args:
+        digests: by rank, those of the files that it wrote.
+    """
+    writing = root / f"writing-{number}"
+    listed = {file: digest for part in digests for file, digest in part.items()}
+    (writing / DIGESTS).write_text(json.dumps(listed))
+    pointer = writing.with_suffix(".latest")
+    pointer.write_text(f"version-{number}")
+    for written in (writing / DIGESTS, writing / "extra.pt", writing, pointer):
+        _sync(written)
+    writing.rename(root / f"version-{number}")
+    _sync(root)
+    pointer.replace(root / "latest")
+
+
+def _remove_before(root: Path, number: int) -> None:
+    """Remove the states before this one, once the disk has its name."""
+    _sync(root)
+    for entry in root.iterdir():
+        if (found := _version(entry)) and int(found[2]) < number:
+            _remove(entry)
+
+
+def _latest(root: Path) -> tuple[str, dict[str, str]]:
+    """The name of the complete state, and the digests of its files.
+
+    Raises:
+        ValueError: the files are not those that were saved.
+    """
+    name = (root / "latest").read_text()
+    if not re.fullmatch(r"version-\d+", name):
+        raise ValueError(f"'latest' names {name[:80]!r}, which is no state")
+    digests = json.loads((root / name / DIGESTS).read_text())
+    found = {file.name for file in (root / name).iterdir()} - {DIGESTS}
+    if not isinstance(digests, dict) or digests.keys() != found:
+        raise ValueError(f"{DIGESTS} lists other files than {sorted(found)}")
+    return name, digests
+
+
+def _digests(writing: Path, rank: int) -> dict[str, str]:
+    """Of the files that `rank` wrote."""
+    mine = (file for file in writing.iterdir() if _writer(file) == rank)
+    return {file.name: _digest(file) for file in mine}
+
+
+def _check_digests(version: Path, digests: dict[str, str], ranks: _Ranks) -> None:
+    """Check this rank's share of the files: each reads as many.
+
+    Raises:
+        ValueError: one is not as it was saved.
+    """
+    for file in sorted(digests)[ranks.rank :: ranks.size]:
+        if _digest(version / file) != digests[file]:
+            raise ValueError(f"{file} is not as it was saved")
+
+
+def _extra(version: Path, *, trusted: bool) -> Any:
+    with _restricted("extra"):
+        return torch.load(version / "extra.pt", "cpu", weights_only=not trusted)
 
 
 def _writer(file: Path) -> int:
@@ -702,6 +766,12 @@ class _Ranks:
         if failed:
             raise CheckpointError(f"{complaint}. Cause: {'; '.join(failed)}") from cause
         return [found for found, _ in answers]
+
+    def each(self, action: Callable[[], T], complaint: str) -> T:
+        """What `action` returns on this rank, which stays here; all raise if it fails on one."""
+        found: list[T] = []
+        self.all(lambda: found.append(action()), complaint)
+        return found[0]
 
     def first(self, action: Callable[[], T], complaint: str) -> T:
         """What `action` returns on rank 0, on all ranks; all raise if it fails there."""

@@ -72,18 +72,15 @@ def undoing() -> Iterator[Callable[[], None]]:
 @functools.cache
 def _operators() -> tuple[export.OpOverload, ...]:
     """All operators that draw random numbers, except attention, which draws for dropout only."""
-    found = []
-    for name in dir(torch.ops.aten):
-        packet = getattr(torch.ops.aten, name)
-        if hasattr(packet, "overloads") and "attention" not in name:
-            overloads = [getattr(packet, overload) for overload in packet.overloads()]
-            found += [
-                each
-                for each in overloads
-                if torch.Tag.nondeterministic_seeded in each.tags
-                and any(isinstance(a.type, torch.TensorType) for a in each._schema.arguments)
-            ]
-    return tuple(found)
+    packets = [getattr(torch.ops.aten, n) for n in dir(torch.ops.aten) if "attention" not in n]
+    return tuple(
+        operator
+        for packet in packets
+        if hasattr(packet, "overloads")
+        for operator in (getattr(packet, overload) for overload in packet.overloads())
+        if torch.Tag.nondeterministic_seeded in operator.tags
+        if any(isinstance(a.type, torch.TensorType) for a in operator._schema.arguments)
+    )
 
 
 def _dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -117,19 +114,8 @@ def _number(tensor: DTensor) -> Any:
 def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[DTensor]) -> Any:
     """Draw for the full tensors; results of the first one's shape are this rank's rows."""
     name = func.overloadpacket.__name__
-    declared = func._schema.arguments
-    given = [
-        *zip(declared, args, strict=False),
-        *((a, kwargs[a.name]) for a in declared if a.name in kwargs),
-    ]
-    written = {
-        id(value): value
-        for argument, value in given
-        if argument.alias_info is not None
-        and argument.alias_info.is_write
-        and isinstance(value, DTensor)
-    }
-    for tensor in written.values():
+    written = _written(func, args, kwargs)
+    for tensor in written:
         if any(place.is_partial() for place in tensor.placements):
             raise StepError(
                 f"{name} draws random numbers into what was computed of a sharded parameter, and "
@@ -137,37 +123,51 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: lis
                 f"torch.empty_like(x).{name}(...)."
             )
     first = tensors[0]
-    fills = name.endswith("_like") or (id(first) in written and not name.startswith("rrelu"))
+    in_place = any(first is tensor for tensor in written)
+    # If the first one is filled, no value of it is read, and it need not be gathered.
+    fills = name.endswith("_like") or (in_place and not name.startswith("rrelu"))
     unsharded = {
         id(t): _empty_unsharded(t) if t is first and fills else t.full_tensor().clone()
         for t in tensors
     }
     _note(kwargs.get("generator"), unsharded[id(first)].device)
     found = func(*trees.exchanged(args, unsharded), **trees.exchanged(kwargs, unsharded))
-    for tensor in written.values():
+    for tensor in written:
         tensor.copy_(sharded_like(unsharded[id(tensor)], tensor))
-    others = {id(unsharded[id(t)]): t for t in tensors}
+    given = {id(unsharded[id(tensor)]): tensor for tensor in tensors}
     leaves, spec = trees.tree_flatten(found)
-    made = [others[id(leaf)] if id(leaf) in others else _placed(leaf, first) for leaf in leaves]
+    made = [given[id(leaf)] if id(leaf) in given else _placed(leaf, first) for leaf in leaves]
     return trees.tree_unflatten(made, spec)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DTensor]:
+    """The arguments that an operator writes."""
+    declared = func._schema.arguments
+    given = [
+        *zip(declared, args, strict=False),
+        *((argument, kwargs[argument.name]) for argument in declared if argument.name in kwargs),
+    ]
+    writes = [
+        value
+        for argument, value in given
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [value for value in writes if isinstance(value, DTensor)]
 
 
 def _note(generator: torch.Generator | None, device: torch.device) -> None:
     """Remember the state of a generator before its first draw in an `undoing` block."""
     before = _drawn.before
-    if before is None or id(generator) in before:
+    if before is None or id(generator) in before or device.type == "meta":
         return
-    put_back: Callable[..., Any]
     if generator is not None:
-        put_back = functools.partial(generator.set_state, generator.get_state())
+        before[id(generator)] = functools.partial(generator.set_state, generator.get_state())
     elif device.type == "cpu":
-        put_back = functools.partial(torch.set_rng_state, torch.get_rng_state())
-    elif device.type == "meta":
-        return
+        before[id(None)] = functools.partial(torch.set_rng_state, torch.get_rng_state())
     else:
         module: Any = torch.get_device_module(device)
-        put_back = functools.partial(module.set_rng_state, module.get_rng_state(device), device)
-    before[id(generator)] = put_back
+        state = module.get_rng_state(device)
+        before[id(None)] = functools.partial(module.set_rng_state, state, device)
 
 
 def _placed(value: Any, like: DTensor) -> Any:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from fxshard.errors import FxshardError, StepError
 from fxshard.runtime import dtensors
 from fxshard.runtime.replaced import PLACE
 from fxshard.runtime.runtime import Runtime
+from fxshard.runtime.sharding import Slot
 from fxshard.runtime.world.c10d import C10dWorld
 
 _ACCESS = ("__get__", "__set__", "__delete__")  # of an attribute of a tensor
@@ -65,41 +66,8 @@ class GatheringTensor(DTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
         with autograd.plain_torch_functions():
-            name = getattr(func, "__name__", "")
-            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-            if name in _ACCESS and attribute not in _VIEWS:
-                return _accessed(func, name, attribute, args, kwargs)
-            if name == "__deepcopy__":
-                return _deepcopied(*args, **kwargs)
-            leaves, spec = trees.tree_flatten((args, kwargs))
-            if any(isinstance(leaf, CopiedView) for leaf in leaves):
-                _refuse_into_views(name, args, kwargs)
-            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            if name in _SELF and len({id(tensor) for tensor in tensors}) == 1:
-                return func(*args, **kwargs)
-            if any(isinstance(t, DTensor) for t in trees.tree_flatten(kwargs.get("out"))[0]):
-                return _written_out(func, args, kwargs)
-            if _is_in_place(name) and isinstance(tensors[0], DTensor):
-                return _written(func, leaves, spec, tensors[0])
-            alone = all(isinstance(t, DTensor) or not t.dim() for t in tensors)
-            if alone and not _is_scalar(name, tensors):
-                with dtensors.undoing() as undo:
-                    try:
-                        with _OnShards():
-                            found = func(*args, **kwargs)
-                    except FxshardError:
-                        raise
-                    except (NotImplementedError, RuntimeError):  # full tensors may
-                        undo()
-                    else:
-                        if not (torch.is_grad_enabled() and _computes(found, tensors)):
-                            return found if _is_kept(name) else _gathering(found, tensors)
-                        undo()
-            unsharded = {id(t): _unsharded(t) for t in tensors if isinstance(t, DTensor)}
-            found = func(*trees.exchanged(args, unsharded), **trees.exchanged(kwargs, unsharded))
-            return _marked(found, unsharded, next(t for t in tensors if isinstance(t, DTensor)))
+            return _called(func, args, kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle it as a plain DTensor."""
@@ -110,6 +78,53 @@ class GatheringTensor(DTensor):
             return self.__reduce_ex__(protocol)
         finally:
             self.__class__, self.__dict__ = GatheringTensor, own
+
+
+def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function of torch is called with a `GatheringTensor` among its arguments.
+
+    What works on shards DTensor computes, everything else is computed of full tensors.
+    """
+    name = getattr(func, "__name__", "")
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+    if name in _ACCESS and attribute not in _VIEWS:
+        return _accessed(func, name, attribute, args, kwargs)
+    if name == "__deepcopy__":
+        return _deepcopied(*args, **kwargs)
+    _refuse_into_views(name, args, kwargs)
+    tensors = _tensors((args, kwargs))
+    if name in _SELF and len({id(tensor) for tensor in tensors}) == 1:
+        return func(*args, **kwargs)
+    if any(isinstance(out, DTensor) for out in _tensors(kwargs.get("out"))):
+        return _written_out(func, args, kwargs)
+    if _is_in_place(name) and isinstance(tensors[0], DTensor):
+        return _written(func, args, kwargs)
+    alone = all(isinstance(t, DTensor) or not t.dim() for t in tensors)
+    if alone and not _is_scalar(name, tensors):
+        with dtensors.undoing() as undo:  # what an attempt in vain has drawn of random numbers
+            done, found = _tried_on_shards(func, args, kwargs)
+            if done and not (torch.is_grad_enabled() and _computes(found, tensors)):
+                return found if _is_kept(name) else _gathering(found, tensors)
+            undo()
+    sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    unsharded = {id(tensor): _unsharded(tensor) for tensor in sharded}
+    found = func(*trees.exchanged(args, unsharded), **trees.exchanged(kwargs, unsharded))
+    return _marked(found, unsharded, sharded[0])
+
+
+def _tried_on_shards(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """Let DTensor run a function: whether it can (full tensors may be needed), and its result."""
+    try:
+        with _OnShards():
+            return True, func(*args, **kwargs)
+    except FxshardError:
+        raise
+    except RuntimeError:  # NotImplementedError is one too
+        return False, None
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in trees.tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
 class CopiedView(Tensor):
@@ -127,7 +142,7 @@ class CopiedView(Tensor):
             if name not in _ACCESS:
                 _refuse_into_views(name, args, kwargs)
             found = func(*args, **kwargs)
-            given = [t for t in trees.tree_flatten((args, kwargs))[0] if isinstance(t, CopiedView)]
+            given = [t for t in _tensors((args, kwargs)) if isinstance(t, CopiedView)]
             return _as_views(found, given, getattr(given[0], PLACE))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -137,18 +152,18 @@ class CopiedView(Tensor):
 
 def _refuse_into_views(name: str, args: Any, kwargs: Any) -> None:
     """Raise StepError if a function writes into a `CopiedView`."""
-    written = trees.tree_flatten(kwargs.get("out"))[0]
+    written = _tensors(kwargs.get("out"))
     if _is_in_place(name) and name not in _NOT_VALUES:
-        written += trees.tree_flatten([*args, *kwargs.values()][:1])[0]  # nn.init passes a keyword
+        written += _tensors([*args, *kwargs.values()][:1])  # nn.init passes a keyword
     for tensor in written:
         if isinstance(tensor, CopiedView):
-            raise _lost(getattr(tensor, PLACE)[1], name)
+            raise _lost(tensor, name)
 
 
-def _as_views(found: Any, of: Sequence[Tensor], place: Any) -> Any:
+def _as_views(found: Any, of: Iterable[Tensor], place: Any) -> Any:
     """`found`, in which tensors that share memory with any of `of` are made `CopiedView`."""
     known = {tensor.untyped_storage()._cdata for tensor in of}
-    if type(found).__module__ == "numpy" and hasattr(found, "flags"):
+    if _is_array(found):
         found.flags.writeable = False  # in one process it would be the parameter's memory
         return found
     leaves, spec = trees.tree_flatten(found)
@@ -157,6 +172,11 @@ def _as_views(found: Any, of: Sequence[Tensor], place: Any) -> Any:
             leaves[i] = leaf.as_subclass(CopiedView)
             setattr(leaves[i], PLACE, place)
     return trees.tree_unflatten(leaves, spec)
+
+
+def _is_array(found: Any) -> bool:
+    """True for an array of numpy, which may share memory with a tensor."""
+    return type(found).__module__ == "numpy" and hasattr(found, "flags")
 
 
 def let_gather(runtime: Runtime) -> None:
@@ -191,19 +211,23 @@ def as_plain(runtime: Runtime) -> Iterator[None]:
         yield
 
 
-def _runtime_of(tensor: DTensor) -> tuple[Runtime | None, str]:
-    """The runtime and the FQN of the parameter that a tensor is, or was computed from."""
+def _origin(tensor: Tensor) -> tuple[Runtime | None, Slot | None]:
+    """The runtime and the slot of the parameter that a tensor is, or was computed from."""
     reference, fqn = getattr(tensor, PLACE, (None, ""))
-    return (reference() if reference is not None else None), fqn
+    runtime = reference() if reference is not None else None
+    return runtime, runtime.slots.get(fqn) if runtime is not None else None
 
 
 def _unsharded(tensor: Any) -> Tensor:
-    runtime, fqn = _runtime_of(tensor)
-    slot = runtime.slots.get(fqn) if runtime is not None else None
-    if runtime is not None and slot is not None and slot.tensor is tensor:
+    """All rows of a DTensor; collective."""
+    runtime, slot = _origin(tensor)
+    if runtime is None:
+        return tensor.full_tensor()
+    if slot is not None and slot.tensor is tensor:
         return runtime.read(slot, slot.param.dtype)
-    followed = torch.is_grad_enabled() and tensor.requires_grad  # DTensor's has a gradient
-    return tensor.full_tensor() if runtime is None or followed else runtime.all_rows(tensor)
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return tensor.full_tensor()  # unlike `all_rows`, it has a gradient
+    return runtime.all_rows(tensor)
 
 
 # -- attributes ------------------------------------------------------------------------------------
@@ -249,50 +273,49 @@ def _deepcopied(tensor: Any, memo: dict[int, Any]) -> Any:
 # -- writes ----------------------------------------------------------------------------------------
 
 
-def _written(func: Any, leaves: list[Any], spec: Any, into: DTensor) -> Any:
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function that writes into a parameter, on this rank's rows or on the full value."""
     name = func.__name__
+    into: Any
+    into, *others = _tensors((args, kwargs))
     _refuse_copy(into, name)
-    plain = [t for t in leaves if isinstance(t, Tensor) and not isinstance(t, DTensor) and t.dim()]
+    plain = [t for t in others if not isinstance(t, DTensor) and t.dim()]
     if plain and any(place.is_partial() for place in into.placements):
         raise StepError(
             f"{name} writes a plain tensor into what was computed of a sharded parameter, and is "
             f"not summed over the ranks yet. Write it out of place (a + b for a += b)."
         )
     several = name.startswith(("_foreach", "_fused"))  # what optimizers call
-    if any(t.shape != into.shape for t in plain) and several:
+    fit = all(t.shape == into.shape for t in plain)
+    if several and not fit:
         raise StepError(
             f"{name} writes plain tensors into sharded parameters of other shapes. Write into the "
             f"unsharded ones: with model.summon_full_params(): ..."
         )
-    alike = _is_by_element(name) and all(t.shape == into.shape for t in plain)
-    if several or alike:
+    if fit and (several or _is_by_element(name)):
         rows = {id(t): sharded_like(t, into) for t in plain}
-        args, kwargs = trees.tree_unflatten([rows.get(id(leaf), leaf) for leaf in leaves], spec)
-        try:
+        on_rows = trees.exchanged(args, rows), trees.exchanged(kwargs, rows)
+        if several:
             with _OnShards():
-                return func(*args, **kwargs)
-        except FxshardError:
-            raise
-        except (NotImplementedError, RuntimeError):  # DTensor cannot; full tensors may
-            if several:
-                raise
-    args, kwargs = trees.tree_unflatten(leaves, spec)
+                return func(*on_rows[0], **on_rows[1])
+        done, found = _tried_on_shards(func, *on_rows)
+        if done:
+            return found
     return _written_in_full(func, args, kwargs, [into])
 
 
 def _written_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function whose ``out=`` has parameters."""
-    outs = [t for t in trees.tree_flatten(kwargs["out"])[0] if isinstance(t, DTensor)]
+    outs = [t for t in _tensors(kwargs["out"]) if isinstance(t, DTensor)]
     for out in outs:
         _refuse_copy(out, func.__name__)
-    tensors = [t for t in trees.tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+    tensors = _tensors((args, kwargs))
     if len(tensors) > len(outs) and _is_by_element(func.__name__):
-        kinds = {
+        layouts = {
             (t.shape, t.placements, t.device_mesh) if isinstance(t, DTensor) else None
             for t in tensors
         }
-        if len(kinds) == 1 and None not in kinds:
+        if len(layouts) == 1:  # this rank's rows of each are the same ones
             return func(*args, **kwargs)
     return _written_in_full(func, args, kwargs, outs)
 
@@ -307,17 +330,17 @@ def _written_in_full(
         StepError: the function changes more than values.
     """
     name = func.__name__
-    runtimes = {id(r): r for t in into if (r := _runtime_of(t)[0]) is not None}
-    for runtime in runtimes.values():
-        runtime.world.together(f"{name}, which writes into a parameter")
+    for runtime in dict.fromkeys(runtime for runtime, _ in map(_origin, into)):
+        if runtime is not None:
+            runtime.world.together(f"{name}, which writes into a parameter")
     unsharded: dict[int, Tensor] = {}
     for tensor in into:
         with torch.no_grad():
             made = _unsharded(tensor).clone()
         unsharded[id(tensor)] = made.requires_grad_(tensor.requires_grad)  # autograd asks for that
-    for leaf in trees.tree_flatten((args, kwargs))[0]:
-        if isinstance(leaf, DTensor) and id(leaf) not in unsharded:
-            unsharded[id(leaf)] = _unsharded(leaf)
+    for read in _tensors((args, kwargs)):
+        if isinstance(read, DTensor) and id(read) not in unsharded:
+            unsharded[id(read)] = _unsharded(read)
     found = func(*trees.exchanged(args, unsharded), **trees.exchanged(kwargs, unsharded))
     for tensor in into:
         full = unsharded[id(tensor)]
@@ -367,22 +390,26 @@ class _OnShards(modes.TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        written, views = _kind(func)
+        written, views = _aliases(func)
         for i in written:
-            for tensor in args[i] if isinstance(args[i], list | tuple) else (args[i],):
-                if isinstance(tensor, DTensor):
-                    _refuse_copy(tensor, func.overloadpacket.__name__)
+            for tensor in _dtensors(args[i]):
+                _refuse_copy(tensor, func.overloadpacket.__name__)
         found = func(*args, **kwargs)
         if views and isinstance(args[0], DTensor):
-            own = _storage(args[0])
-            for tensor in found if isinstance(found, list | tuple) else (found,):
-                if isinstance(tensor, DTensor) and _storage(tensor)._cdata != own._cdata:
-                    _storage(tensor)._fxshard_copy = True  # type: ignore[attr-defined]
+            for tensor in _dtensors(found):
+                if _storage(tensor)._cdata != _storage(args[0])._cdata:
+                    _mark_copy(_storage(tensor))
         return found
 
 
+def _dtensors(value: Any) -> list[DTensor]:
+    """Those in an argument or a result of an operator."""
+    values = value if isinstance(value, list | tuple) else (value,)
+    return [each for each in values if isinstance(each, DTensor)]
+
+
 @functools.cache
-def _kind(func: Any) -> tuple[tuple[int, ...], bool]:
+def _aliases(func: Any) -> tuple[tuple[int, ...], bool]:
     """Which arguments an operator writes, and whether it returns a view of the first one."""
     aliases = [a.alias_info for a in func._schema.arguments if not a.kwarg_only]
     written = tuple(i for i, alias in enumerate(aliases) if alias is not None and alias.is_write)
@@ -394,13 +421,19 @@ def _storage(tensor: DTensor) -> torch.UntypedStorage:
     return torch_dtensors.local_tensor(tensor).untyped_storage()
 
 
+def _mark_copy(storage: torch.UntypedStorage) -> None:
+    """What is written into it from now on would be lost, and is refused."""
+    storage._fxshard_copy = True  # type: ignore[attr-defined]
+
+
 def _refuse_copy(tensor: DTensor, name: str) -> None:
     """Raise StepError if what is written into is a view of a copy of a parameter."""
     if getattr(_storage(tensor), "_fxshard_copy", False):
-        raise _lost(_runtime_of(tensor)[1], name)
+        raise _lost(tensor, name)
 
 
-def _lost(fqn: str, name: str) -> StepError:
+def _lost(tensor: Tensor, name: str) -> StepError:
+    _, fqn = getattr(tensor, PLACE, (None, ""))
     return StepError(
         f"{name} writes into a part of {'parameter ' + repr(fqn) if fqn else 'a parameter'} "
         f"that is a copy here, as the parameter is sharded: it would be lost. Write with an "
@@ -411,9 +444,8 @@ def _lost(fqn: str, name: str) -> StepError:
 def _marked(found: Any, unsharded: dict[int, Tensor], of: DTensor) -> Any:
     """`found`, the result of a function on unsharded tensors; views of these are marked copies."""
     known = {full.untyped_storage()._cdata for full in unsharded.values()}
-    if type(found).__module__ == "numpy" and hasattr(found, "flags"):
-        runtime, fqn = _runtime_of(of)
-        slot = runtime.slots.get(fqn) if runtime is not None else None
+    if _is_array(found):
+        _, slot = _origin(of)
         if slot is not None and _storage(of)._cdata == slot.local.untyped_storage()._cdata:
             found.flags.writeable = False  # in one process it would be the parameter's memory
         return found
@@ -422,10 +454,10 @@ def _marked(found: Any, unsharded: dict[int, Tensor], of: DTensor) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) or leaf.requires_grad:
             continue
         if leaf.untyped_storage()._cdata in known:
-            leaf.untyped_storage()._fxshard_copy = True  # type: ignore[attr-defined]
+            _mark_copy(leaf.untyped_storage())
             leaves[i] = _gathering(dtensors.replicated(leaf, of), [of])
     found = trees.tree_unflatten(leaves, spec)
-    return _as_views(found, list(unsharded.values()), getattr(of, PLACE, (None, "")))
+    return _as_views(found, unsharded.values(), getattr(of, PLACE, (None, "")))
 
 
 def _is_scalar(name: str, tensors: Sequence[Tensor]) -> bool:
@@ -441,15 +473,14 @@ def _is_kept(name: str) -> bool:
 
 def _computes(found: Any, given: Sequence[Tensor]) -> bool:
     """True if a result of an operator on the given tensors requires a gradient."""
-    leaves, _ = trees.tree_flatten(found)
     known = set(map(id, given))
-    return any(isinstance(t, Tensor) and t.requires_grad and id(t) not in known for t in leaves)
+    return any(t.requires_grad and id(t) not in known for t in _tensors(found))
 
 
 def _gathering(found: Any, given: Sequence[Tensor]) -> Any:
     """`found` with its DTensors made `GatheringTensor`: they may meet plain tensors next."""
     place = next((p for t in given if (p := getattr(t, PLACE, None)) is not None), None)
-    for tensor in trees.tree_flatten(found)[0]:
+    for tensor in _tensors(found):
         if type(tensor) is DTensor:
             tensor.__class__ = GatheringTensor
             if place is not None:

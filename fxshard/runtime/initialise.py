@@ -180,30 +180,30 @@ def _filled(
     FSDP1 calls it: it may test for that, and make the tensors itself.
     (torch/distributed/fsdp/_init_utils.py, ``_materialize_with_param_init_fn``)
     """
-    said = "param_init_fn" if param_init_fn else f"{type(module).__name__}.reset_parameters"
+    filler = "param_init_fn" if param_init_fn else f"{type(module).__name__}.reset_parameters"
     wanted = {name: tensor for name, tensor in own.items() if tensor.is_meta}
     copies = {
         id(tensor): _stand_in(tensor, device)
         for tensor in (*module._parameters.values(), *module._buffers.values())
         if tensor is not None
     }
-    found = _called(module, param_init_fn, said, path, copies)
+    found = _called(module, param_init_fn, filler, path, copies)
     made = {
-        name: _checked(join(path, name), said, tensor, found.get(name), device)
+        name: _checked(join(path, name), filler, tensor, found.get(name), device)
         for name, tensor in wanted.items()
     }
     left = [name for name, full in made.items() if _is_empty(full, copies.values())]
     if left and param_init_fn:
         real = {key: copy for key, copy in copies.items() if key not in map(id, wanted.values())}
-        found = _called(module, param_init_fn, said, path, real)
+        found = _called(module, param_init_fn, filler, path, real)
         again = [name for name in left if found.get(name) is not wanted[name]]
         for name in again:
-            made[name] = _checked(join(path, name), said, own[name], found.get(name), device)
+            made[name] = _checked(join(path, name), filler, own[name], found.get(name), device)
         left = [name for name in left if _is_empty(made[name], copies.values())]
     if left and not param_init_fn:
         kind = "buffer" if left[0] in module._buffers else "parameter"
         raise UnitError(
-            f"{kind} {join(path, left[0])!r} is on the meta device, and {said} does not fill it. "
+            f"{kind} {join(path, left[0])!r} is on the meta device, and {filler} does not fill it. "
             f"Pass param_init_fn to fxshard.compile, or build the {kind} on a real device."
         )
     if left and param_init_fn is not leave_empty:
@@ -218,7 +218,7 @@ def _filled(
 def _called(
     module: nn.Module,
     param_init_fn: InitFn | None,
-    said: str,
+    filler: str,
     path: str,
     copies: dict[int, Tensor],
 ) -> dict[str, Tensor]:
@@ -233,7 +233,7 @@ def _called(
             else:
                 module.reset_parameters()  # type: ignore[operator]
         except Exception as error:
-            error.add_note(f"fxshard.compile called {said} to fill module {path or '(root)'!r}.")
+            error.add_note(f"fxshard.compile called {filler} to fill module {path or '(root)'!r}.")
             raise
         return own_tensors(module)
 
@@ -270,21 +270,21 @@ def _is_empty(full: Tensor, copies: Iterable[Tensor]) -> bool:
 
 
 def _checked(
-    fqn: str, said: str, tensor: Tensor, full: Tensor | None, device: torch.device
+    fqn: str, filler: str, tensor: Tensor, full: Tensor | None, device: torch.device
 ) -> Tensor:
     """`full`, if its device, shape and dtype are those that the meta tensor needs."""
     kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
     if full is None:
-        raise UnitError(f"{said} removed {kind} {fqn!r}. It must fill it, best in place.")
+        raise UnitError(f"{filler} removed {kind} {fqn!r}. It must fill it, best in place.")
     if full.device.type != device.type:
         raise UnitError(
-            f"{said} left {kind} {fqn!r} on {full.device}, but it is needed on "
+            f"{filler} left {kind} {fqn!r} on {full.device}, but it is needed on "
             f"{device.type!r}. Fill it in place: it was empty and on {device.type!r} when "
-            f"{said} was called."
+            f"{filler} was called."
         )
     if (full.shape, full.dtype) != (tensor.shape, tensor.dtype):
         raise UnitError(
-            f"{said} made {kind} {fqn!r} {list(full.shape)} {full.dtype}; in the meta model it "
+            f"{filler} made {kind} {fqn!r} {list(full.shape)} {full.dtype}; in the meta model it "
             f"is {list(tensor.shape)} {tensor.dtype}. Fill it in place, or build the model so."
         )
     return full

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 from torch import nn
@@ -18,18 +18,14 @@ from torch.distributed.fsdp import FSDPModule
 from fxshard.capture import hf
 from fxshard.capture.swapped import METHODS, STATE, USERS_CLASS, Inside, users_class
 from fxshard.codegen.emit import Executor
-from fxshard.config import Config
 from fxshard.errors import ConfigError, StepError
-from fxshard.ir.units import Unit
 from fxshard.memory.report import MemoryReport
 from fxshard.plans.plan import Plan
 from fxshard.runtime import reading
 from fxshard.runtime.fsdp import FsdpMethods
 from fxshard.runtime.gathering import as_plain, let_gather
 from fxshard.runtime.runtime import MakeExecutor, Runtime
-from fxshard.runtime.sharding import Slot
-from fxshard.runtime.world.c10d import C10dWorld
-from fxshard.runtime.world.in_process import InProcessWorld
+from fxshard.runtime.sharding import Sharding
 
 
 class FxshardModule(FsdpMethods):
@@ -113,22 +109,17 @@ class FxshardModule(FsdpMethods):
 
 
 def sharded(
-    model: nn.Module,
-    units: tuple[Unit, ...],
-    world: C10dWorld | InProcessWorld,
-    config: Config,
-    make_executor: MakeExecutor = Executor,
-    kind: type[Runtime] = Runtime,
-    kept: Iterable[Slot] = (),
+    sharding: Sharding, make_executor: MakeExecutor = Executor, kind: type[Runtime] = Runtime
 ) -> FxshardModule:
-    """Shard `model` and exchange its class; `kept` are parameters that are sharded already.
+    """Shard a model and exchange its class.
 
     Raises:
         ConfigError: see `check_swappable`.
         UnitError: see `fxshard.runtime.sharding.shard_parameters`.
     """
+    model = sharding.model
     check_swappable(model)
-    runtime = kind(model, units, world, config, make_executor, kept)
+    runtime = kind(sharding, make_executor)
     runtime.inside = Inside.taken_from(model)
     model.__dict__[STATE] = runtime
     model.__class__ = _fxshard_class(type(model))

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,17 +25,15 @@ from fxshard.host.progress import task
 from fxshard.ir import transfers
 from fxshard.ir.domain import Symbols
 from fxshard.ir.program import Program
-from fxshard.ir.units import Unit
 from fxshard.memory.optimizer import make_optimizer
 from fxshard.plans.plan import Plan
 from fxshard.plans.workload import Workload, without_data
 from fxshard.runtime import state
-from fxshard.runtime.sharding import Slot
+from fxshard.runtime.sharding import Sharding
 from fxshard.runtime.step import Call, Phases, Step, differentiated
 from fxshard.runtime.unit_calls import UnitCall
 from fxshard.runtime.variants import Kind, Variant, reason_for, symbols_for
 from fxshard.runtime.world.c10d import C10dWorld
-from fxshard.runtime.world.in_process import InProcessWorld
 from fxshard.verify.certificate import agreement, digest
 
 log = logging.getLogger("fxshard")
@@ -55,16 +53,8 @@ class Runtime(Phases):
         unit_calls: of `fully_shard`, by FQN of the module; empty if it did not make this.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units: tuple[Unit, ...],
-        world: C10dWorld | InProcessWorld,
-        config: Config,
-        make_executor: MakeExecutor = Executor,
-        kept: Iterable[Slot] = (),
-    ) -> None:
-        super().__init__(model, units, world, config, kept)
+    def __init__(self, sharding: Sharding, make_executor: MakeExecutor = Executor) -> None:
+        super().__init__(sharding)
         self.inside = Inside(None, {})
         self.make_executor = make_executor
         self.variants: dict[Kind, Variant] = {}
@@ -75,7 +65,7 @@ class Runtime(Phases):
         self.unit_calls: Mapping[str, UnitCall] = {}
         self._warned: set[int] = set()
         self._agreed: dict[str, list[str]] = {}  # what all ranks have agreed on, by its digest
-        if config.optimizer_in_backward:
+        if self.config.optimizer_in_backward:
             self.optimizer()  # refuses what cannot step shards before anything is traced
 
     def optimizer(self) -> OnShards:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -95,22 +95,27 @@ class Slot:
                 tensor.data = own
 
 
-def shard_parameters(
-    model: nn.Module,
-    units: tuple[Unit, ...],
-    world: C10dWorld | InProcessWorld,
-    config: Config,
-    kept: Iterable[Slot] = (),
-) -> dict[str, Slot]:
-    """Replace each parameter of `model` by its sharded form, and meta buffers by real ones.
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """A model, and how it is to be sharded.
+
+    Attributes:
+        kept: parameters of `model` that are sharded already, in the same world: they stay.
+    """
+
+    model: nn.Module
+    units: tuple[Unit, ...]
+    world: C10dWorld | InProcessWorld
+    config: Config
+    kept: Sequence[Slot] = ()
+
+
+def shard_parameters(sharding: Sharding) -> dict[str, Slot]:
+    """Replace each parameter of the model by its sharded form, and meta buffers by real ones.
 
     Nothing is changed if an error is raised. The padded shards of a unit are views of one flat
     storage per dtype. Meta tensors are filled on the world's device (in-process: that of the
     model), or rank 0's data is broadcast; see `fxshard.runtime.initialise`.
-
-    Args:
-        model, units, world, config: what to shard, and how.
-        kept: parameters of `model` that are sharded already, in the same world: they stay.
 
     Raises:
         UnitError: a parameter lives on another device than the world's, has a gradient hook or is
@@ -118,14 +123,15 @@ def shard_parameters(
         RankMismatchError: rank 0's data is to be broadcast, and the ranks hold different buffers,
             or one of them refuses its model.
     """
+    model, world, config = sharding.model, sharding.world, sharding.config
     named = dict(model.named_parameters())
-    before = {id(slot.tensor): slot for slot in kept}
-    all_params = [param for unit in units for param in unit.params]
+    before = {id(slot.tensor): slot for slot in sharding.kept}
+    all_params = [param for unit in sharding.units for param in unit.params]
     units = tuple(
         dataclasses.replace(
             unit, params=tuple(p for p in unit.params if id(named[p.fqn]) not in before)
         )
-        for unit in units
+        for unit in sharding.units
     )
     originals = {param.fqn: named[param.fqn] for unit in units for param in unit.params}
     chosen = set(map(id, originals.values()))

@@ -6,25 +6,22 @@ import contextlib
 import dataclasses
 import traceback
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import starmap
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from fxshard._torch import autograd
 from fxshard.capture import shapes
 from fxshard.capture.swapped import users_class
-from fxshard.config import Config
 from fxshard.errors import StepError
 from fxshard.ir import tags, transfers
 from fxshard.ir.program import Program
-from fxshard.ir.units import Unit
-from fxshard.runtime.sharding import Slot, as_gradient
+from fxshard.runtime.sharding import Sharding, as_gradient
 from fxshard.runtime.store import ParameterStore, require_all_wanted
 from fxshard.runtime.variants import Variant
-from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.in_process import InProcessWorld
 
 _Part = tuple[str, str]  # role and FQN
@@ -40,15 +37,8 @@ class Phases(ParameterStore):
         just_stepped: parameters that the last backward has stepped.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units: tuple[Unit, ...],
-        world: C10dWorld | InProcessWorld,
-        config: Config,
-        kept: Iterable[Slot] = (),
-    ) -> None:
-        super().__init__(model, units, world, config, kept)
+    def __init__(self, sharding: Sharding) -> None:
+        super().__init__(sharding)
         self.refusals: dict[str, tuple[str, dict[_Part, _Noted]]] = {}
         self.just_stepped: list[str] = []
 

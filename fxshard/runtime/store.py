@@ -10,7 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -24,11 +24,11 @@ from fxshard.capture.modules import join
 from fxshard.config import Config, Precision
 from fxshard.errors import StepError
 from fxshard.ir.program import Program
-from fxshard.ir.units import Param, Unit, buffer_dtypes
+from fxshard.ir.units import Param, buffer_dtypes
 from fxshard.passes.insert_reduce import InsertReduce
 from fxshard.pipeline import passes_of
 from fxshard.runtime import eager, replaced, state
-from fxshard.runtime.sharding import Slot, as_gradient, shard_parameters
+from fxshard.runtime.sharding import Sharding, Slot, as_gradient, shard_parameters
 from fxshard.runtime.unused import Reach
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.in_process import InProcessWorld
@@ -56,22 +56,14 @@ class ParameterStore:
         summoned: parameters are unsharded now, and no program may run.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units: tuple[Unit, ...],
-        world: C10dWorld | InProcessWorld,
-        config: Config,
-        kept: Iterable[Slot] = (),
-    ) -> None:
-        """Shard the parameters of `model`; `kept` are those that are sharded already."""
-        self.model, self.units, self.world, self.config = model, units, world, config
-        kept = list(kept)
-        before = {module for slot in kept for module, _ in slot.owners}
-        self.slots = shard_parameters(model, units, world, config, kept)
+    def __init__(self, sharding: Sharding) -> None:
+        self.model, self.units = sharding.model, sharding.units
+        self.world, self.config = sharding.world, sharding.config
+        before = {module for slot in sharding.kept for module, _ in slot.owners}
+        self.slots = shard_parameters(sharding)
         owners = [module for slot in self.slots.values() for module, _ in slot.owners]
         state.take_full_values(module for module in dict.fromkeys(owners) if module not in before)
-        self.ignored = {p.fqn: p for unit in units for p in unit.ignored}
+        self.ignored = {p.fqn: p for unit in self.units for p in unit.ignored}
         self.accumulated: dict[str, list[Tensor]] = {}
         self.reach = Reach()
         self.sync, self.comm_hook = True, False

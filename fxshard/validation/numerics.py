@@ -43,6 +43,7 @@ from fxshard.ir.units import Param, Unit, buffer_dtypes, configured_units
 from fxshard.plans.workload import Call, Workload
 from fxshard.runtime.module import FxshardModule, sharded
 from fxshard.runtime.runtime import Runtime
+from fxshard.runtime.sharding import Sharding
 from fxshard.runtime.world.in_process import InProcessWorld
 
 VERDICTS = ("bitwise", "close", "wrong")
@@ -289,7 +290,7 @@ def _compiled(work: Workload) -> tuple[Seen, Program]:
     module = copied(work.module)
     units = configured_units(module, work.config)
     world = InProcessWorld(shards, replicas)
-    model = sharded(module, units, world, work.config, kind=_Watched)
+    model = sharded(Sharding(module, units, world, work.config), kind=_Watched)
     runtime = model._fxshard
     assert isinstance(runtime, _Watched)
     seen, program = micro_batches(model, work, lambda i: SEED + i)

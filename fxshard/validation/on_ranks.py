@@ -35,13 +35,12 @@ from fxshard.codegen.optimizer import OnShards
 from fxshard.config import Config, grid
 from fxshard.errors import ConfigError
 from fxshard.ir.program import Program
-from fxshard.ir.units import Param, Unit, configured_units
+from fxshard.ir.units import Param, Unit
 from fxshard.memory.optimizer import make_optimizer
 from fxshard.memory.report import MemoryReport
 from fxshard.plans.workload import Call, Workload
 from fxshard.runtime.module import sharded
 from fxshard.runtime.runtime import Runtime
-from fxshard.runtime.world.mesh import mesh_of, world_over
 from fxshard.validation import processes
 from fxshard.validation.compare import Validation, compare
 from fxshard.validation.numerics import (
@@ -65,7 +64,7 @@ from fxshard.validation.numerics import (
     plain,
     widened,
 )
-from fxshard.validation.rehearsal import split_steps, tracked
+from fxshard.validation.rehearsal import on_this_rank, split_steps, tracked
 from fxshard.validation.tracker import Measured
 
 
@@ -249,10 +248,7 @@ class _Watched(Runtime):
 
 def _steps(work: Workload, rank: int, steps: int) -> list[Left]:
     config = work.config
-    module = copied(work.module)
-    units = configured_units(module, config)
-    world = world_over(mesh_of(module, config, grid(work.world_size, config)), config, units)
-    model = sharded(module, units, world, config, kind=_Watched)
+    model = sharded(on_this_rank(work), kind=_Watched)
     runtime = model._fxshard
     assert isinstance(runtime, _Watched)
     optimizer = None

@@ -17,6 +17,7 @@ from fxshard.memory.category import Category
 from fxshard.memory.optimizer import make_optimizer
 from fxshard.plans.workload import Workload
 from fxshard.runtime.module import FxshardModule, sharded
+from fxshard.runtime.sharding import Sharding
 from fxshard.runtime.world.mesh import mesh_of, world_over
 from fxshard.validation.tracker import Measured, Tracker, WatchedWorld
 
@@ -24,17 +25,20 @@ from fxshard.validation.tracker import Measured, Tracker, WatchedWorld
 def tracked(work: Workload, steps: int) -> list[Measured]:
     """Train a copy of the model on this rank of the default process group, and measure it."""
     tracker = Tracker(offloaded=work.config.offload is not None)
+
+    def make_executor(program: Program, world: Any) -> Executor:
+        return TracedExecutor(program, WatchedWorld(world, tracker), tracker)
+
+    tracked_steps(sharded(on_this_rank(work), make_executor), work, tracker, steps)
+    return tracker.measured()
+
+
+def on_this_rank(work: Workload) -> Sharding:
+    """A copy of the model, to be sharded over the default process group."""
     module, config = copied(work.module), work.config
     units = configured_units(module, config)
     world = world_over(mesh_of(module, config, grid(work.world_size, config)), config, units)
-
-    def make_executor(program: Program, world: Any) -> Executor:
-        watched: Any = WatchedWorld(world, tracker)
-        return TracedExecutor(program, watched, tracker)
-
-    model = sharded(module, units, world, config, make_executor)
-    tracked_steps(model, work, tracker, steps)
-    return tracker.measured()
+    return Sharding(module, units, world, config)
 
 
 def tracked_steps(model: FxshardModule, work: Workload, tracker: Tracker, steps: int) -> None:

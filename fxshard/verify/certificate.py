@@ -42,9 +42,9 @@ def collectives(program: Program) -> list[str]:
 
 def _line(launch: fx.Node) -> str:
     tag = tags.get(launch)
-    said = f"{tag.phase} {dump.operation(launch)} group={ops.group(launch)} size={launch.args[1]}"
+    text = f"{tag.phase} {dump.operation(launch)} group={ops.group(launch)} size={launch.args[1]}"
     op = ops.argument(launch, "op")
-    said += f" op={op}" if op else ""
+    text += f" op={op}" if op else ""
     sent = [tensor for node in tags.operands(launch) for tensor in tags.tensors(node.meta["val"])]
     items = {walk.item_index(item): item for item in launch.users if walk.is_item_of(item, launch)}
     what = ", ".join(
@@ -52,7 +52,7 @@ def _line(launch: fx.Node) -> str:
         for i, (node, tensor) in enumerate(zip(tags.operands(launch), sent, strict=True))
     )
     size = sum(tensor.numel() * tensor.element_size() for tensor in sent)
-    return f"{said} unit={tag.unit} bytes={size} [{what}]"
+    return f"{text} unit={tag.unit} bytes={size} [{what}]"
 
 
 def _inside(packed: fx.Node) -> list[str]:

@@ -57,13 +57,13 @@ def reduced_once(program: Program) -> None:
                 fail(program, fact, item, what)
         done = [tags.source(item).target for item in reversed(items)]
         if done != need:
-            ran = _said_of(done) or "nothing"
+            ran = _operations(done) or "nothing"
             fail(
                 program,
                 fact,
                 program.output if not done else value,
                 f"the gradient of {result.name!r} is returned without being reduced: it went "
-                f"through {ran}; its ranks need {_said_of(need)}."
+                f"through {ran}; its ranks need {_operations(need)}."
                 if len(done) < len(need)
                 else f"the gradient of {result.name!r} is reduced twice: by {ran}.",
             )
@@ -82,7 +82,7 @@ def reduced_once(program: Program) -> None:
         fail(program, fact, program.output, f"the gradient of {fqn!r} is not returned.")
 
 
-def _said_of(reductions: Sequence[Any]) -> str:
+def _operations(reductions: Sequence[Any]) -> str:
     return ", ".join(ops.OPERATORS[target].name for target in reductions)
 
 
@@ -120,11 +120,11 @@ def _divided_alike(program: Program) -> None:
     (usual, _), *_ = collections.Counter(how for _, how in found.values()).most_common()
     for value, (name, how) in found.items():
         if how != usual:
-            what = f"the gradient of {name!r} is {_said(how)}, the others are {_said(usual)}."
+            what = f"the gradient of {name!r} is {_way(how)}, the others are {_way(usual)}."
             fail(program, Fact.REDUCED_ONCE, value, what)
 
 
-def _said(how: tuple[float, tuple[str, ...]]) -> str:
+def _way(how: tuple[float, tuple[str, ...]]) -> str:
     divisor, operations = how
     return f"reduced by {', '.join(operations) or 'nothing'} and divided by {divisor:g}"
 

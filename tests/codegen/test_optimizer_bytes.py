@@ -12,12 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
-from torch.optim import (
-    SGD,
-    Adam,
-    AdamW,
-    Optimizer,
-)
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import fxshard
 from fxshard.errors import ConfigError, StepError

@@ -14,10 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
-from torch.optim import (
-    AdamW,
-    Optimizer,
-)
+from torch.optim import AdamW, Optimizer
 
 import fxshard
 from fxshard import pipeline, verify

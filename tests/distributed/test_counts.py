@@ -15,6 +15,7 @@ from fxshard.config import Config
 from fxshard.ir.units import find_units
 from fxshard.plans.workload import Workload
 from fxshard.runtime.module import sharded
+from fxshard.runtime.sharding import Sharding
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.validation.rehearsal import tracked_steps
 from fxshard.validation.tracker import Tracker, WatchedWorld
@@ -128,7 +129,7 @@ def plain_and_watched(rank: int, world_size: int, name: str) -> tuple[list[Colle
             return TracedExecutor(program, WatchedWorld(world, tracker), tracker)
 
         config = Config(optimizer=torch.optim.SGD)
-        compiled = sharded(model, units, world, config, make_executor)
+        compiled = sharded(Sharding(model, units, world, config), make_executor)
         with count_collectives() as seen:
             if watched:
                 work = Workload(model, (args, kwargs), world_size, config)
@@ -202,7 +203,7 @@ def live_peak(
     options |= {"forward_prefetch": prefetch, "backward_prefetch": prefetch}
     with process_groups.fake_process_group(0, world_size):
         world = Watched(torch.distributed.device_mesh.init_device_mesh("cpu", (world_size,)))
-        compiled = sharded(model, find_units(model), world, Config(**options))
+        compiled = sharded(Sharding(model, find_units(model), world, Config(**options)))
         for _ in range(2):
             compiled(torch.randn(4, 5)).sum().backward()
     assert world.gathers == 2 * 2 * (depth + 1)

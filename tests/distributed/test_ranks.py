@@ -386,7 +386,7 @@ NOISE = (b"", b"\xff\xfe", b"{", b"null", b"[1]", b'["x", "y"]', b"one two three
 READERS = {
     "fxshard/cause": lambda peers: peers.cause(),
     "fxshard/identity/1": lambda peers: peers.never_over(1),
-    "fxshard/reason/1": lambda peers: peers.look_around(),
+    "fxshard/reason/1": lambda peers: peers.cause_of_failure(),
     "fxshard/calls/1/0/1": lambda peers: peers.agree([], "this", lambda why: None, 1),
     "fxshard/stopped/1/1/first": lambda peers: peers.never_over(1),
     "fxshard/calls/1/told/0/1": lambda peers: peers.any_of(peers.tell("01"), "01"),

@@ -29,14 +29,7 @@ from tests.oracles import Collectives, count_collectives
 from tests.zoo import MODELS
 
 BLOCK, ROOT = 4 * 54, 4 * 57  # bytes: 6 + 6 + 36 + 6 numbers; 30 + 6 + 18 + 3
-
-
 ROOT_2 = 4 * 64  # on 2 ranks, which pad 3 rows to 4
-
-
-# -- as under FSDP2 --------------------------------------------------------------------------------
-
-
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
 

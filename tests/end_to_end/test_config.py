@@ -1,4 +1,4 @@
-"""What the user has said and what was left unsaid, however one Config is made of another."""
+"""What the user has given and what not, however one Config is made of another."""
 
 import copy
 import dataclasses
@@ -71,16 +71,16 @@ WAYS: dict[str, Callable[[Config, dict[str, Any]], Config]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("said", [{}, {"checkpoint": None}, {"pack_bytes": "1MiB", "ignored": ()}])
-def test_changing_an_option_changes_nothing_that_was_left_unsaid(
-    way: str, said: dict[str, Any]
+@pytest.mark.parametrize("given", [{}, {"checkpoint": None}, {"pack_bytes": "1MiB", "ignored": ()}])
+def test_changing_an_option_changes_nothing_that_was_not_given(
+    way: str, given: dict[str, Any]
 ) -> None:
-    config = Config.from_options({"backend": "inductor", **said})
-    assert config.given == {"backend", *said}
+    config = Config.from_options({"backend": "inductor", **given})
+    assert config.given == {"backend", *given}
     for name, value in OTHER.items():
         changes = {name: value, **WITH.get(name, {})}
         made = WAYS[way](config, changes)
-        assert made.given == {"backend", *said, *changes}
+        assert made.given == {"backend", *given, *changes}
         for other in set(config.names()) - changes.keys():
             assert getattr(made, other) == getattr(config, other)
 
@@ -91,11 +91,11 @@ def test_every_option_is_tried() -> None:
 
 @pytest.mark.parametrize("name", OTHER)
 def test_saying_a_default_is_saying_it(name: str) -> None:
-    """`changed` tells what was left unsaid from what was said to be as it is."""
-    for said in ({}, {"backend": "inductor"}):
-        config = Config.from_options(said)
+    """`changed` tells what was not given from what was given as it is."""
+    for given in ({}, {"backend": "inductor"}):
+        config = Config.from_options(given)
         told = config.changed({name: getattr(config, name)})
-        assert told.given == {*said, name}
+        assert told.given == {*given, name}
         assert told.changed({}).given == told.given == dataclasses.replace(told).given
 
 
@@ -115,12 +115,12 @@ SETTERS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("setter", SETTERS)
-@pytest.mark.parametrize(("said", "policy"), [({}, "selective"), ({"checkpoint": None}, None)])
+@pytest.mark.parametrize(("given", "policy"), [({}, "selective"), ({"checkpoint": None}, None)])
 def test_setters_leave_checkpoints_as_they_are(
-    setter: str, said: dict[str, Any], policy: str | None
+    setter: str, given: dict[str, Any], policy: str | None
 ) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model = fxshard.compile(model, world_size=2, units=["0", "1"], backend="inductor", **said)
+    model = fxshard.compile(model, world_size=2, units=["0", "1"], backend="inductor", **given)
     model = SETTERS[setter](model) or model
     runtime = model._fxshard
     found = checkpointed_modules(nn.Sequential(*model), runtime.config, runtime.units)

@@ -108,7 +108,7 @@ def test_a_claim_that_does_not_hold(
 
 
 def test_a_rank_that_fails_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = Settings(out=str(tmp_path))  # not saved: the ranks do not find it
+    settings = Settings(out=str(tmp_path), ranks=1)  # not saved: the rank does not find it
     with pytest.raises(RanksFailedError, match="torchrun ended with 1"):
         train_on_ranks(settings)
     said = capsys.readouterr().out

@@ -25,7 +25,9 @@ from tests.end_to_end.precision_cases import (
     beside,
 )
 from tests.end_to_end.test_checkpointing import CASES as CHECKPOINTED
-from tests.zoo import MODELS
+from tests.zoo import MODELS, models
+
+SHALLOW = dataclasses.replace(MODELS["transformer"], build=partial(models.Transformer, depth=2))
 
 # -- a policy for the whole model ------------------------------------------------------------------
 
@@ -33,7 +35,7 @@ from tests.zoo import MODELS
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[SLOW] if name in MANY else []) for name in WHOLE]
 )
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 def test_bitwise_with_fsdp2_on_2_ranks(ranks: Any, name: str) -> None:
     ranks(2).run(beside, WHOLE[name])
 
@@ -121,5 +123,5 @@ def test_modes_are_bitwise_with_fsdp2(ranks: Any, name: str) -> None:
     ],
 )
 def test_hybrid_is_bitwise_with_fsdp2_on_4_ranks(ranks: Any, policy: str, strategy: str) -> None:
-    recipe = Recipe(MODELS["transformer"], POLICIES[policy], strategy=strategy, mesh=(2, 2))
+    recipe = Recipe(SHALLOW, POLICIES[policy], strategy=strategy, mesh=(2, 2))
     ranks(4).run(beside, recipe)

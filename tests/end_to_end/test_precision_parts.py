@@ -109,7 +109,7 @@ PARTS: dict[str, Recipe] = {
 
 
 @pytest.mark.parametrize("name", PARTS)
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 def test_parts_are_bitwise_with_fsdp2(ranks: Any, name: str) -> None:
     ranks(2).run(beside, PARTS[name])
 
@@ -235,6 +235,7 @@ def eval_outputs(rank: int, world_size: int, name: str, full_precision: bool) ->
 
 @pytest.mark.parametrize("full_precision", [True, False])
 @pytest.mark.parametrize("name", ["dropout", "mlp13"])
+@pytest.mark.sample(2)
 def test_eval(ranks: Any, name: str, full_precision: bool) -> None:
     for outputs in ranks(2).run(eval_outputs, name, full_precision):
         for eager, theirs, ours in (outputs[:3], outputs[3:]):

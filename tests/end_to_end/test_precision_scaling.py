@@ -164,30 +164,30 @@ def test_bytes_halve_and_casts_are_one_per_gather(
 # -- how gradients become one ----------------------------------------------------------------------
 
 
-def divided(rank: int, world_size: int, mesh: tuple[int, int] | None) -> None:
+def divided(
+    rank: int, world_size: int, mesh: tuple[int, int] | None, policy: str, factor: float
+) -> None:
     """Ours and FSDP2's."""
     strategy = "hybrid_shard" if mesh else "full_shard"
-
-    def check(item: tuple[MixedPrecisionPolicy, float]) -> None:
-        policy, factor = item
-        recipe = Recipe(MODELS["mlp13"], policy, strategy=strategy, mesh=mesh)
-        theirs = reference(recipe)
-        for module in theirs.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(factor)
-                module.set_force_sum_reduction_for_comms(True)
-        ours = compiled(recipe, gradient_divide_factor=factor)
-        results = [run_steps(model, recipe.case, 2) for model in (theirs, ours)]
-        fsdp2.assert_bitwise(results[1], results[0])
-
-    policies = {name: POLICIES[name] for name in ("nothing", "bf16", "fp16 all through")}
-    items = {f"{n} by {f}": (p, f) for n, p in policies.items() for f in (1.0, 12.0)}
-    for_each(items, check)
+    recipe = Recipe(MODELS["mlp13"], POLICIES[policy], strategy=strategy, mesh=mesh)
+    theirs = reference(recipe)
+    for module in theirs.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(factor)
+            module.set_force_sum_reduction_for_comms(True)
+    ours = compiled(recipe, gradient_divide_factor=factor)
+    results = [run_steps(model, recipe.case, 2) for model in (theirs, ours)]
+    fsdp2.assert_bitwise(results[1], results[0])
 
 
+@pytest.mark.parametrize("factor", [1.0, 12.0])
+@pytest.mark.parametrize("policy", ["nothing", "bf16", "fp16 all through"])
 @pytest.mark.parametrize(("count", "mesh"), [(2, None), (4, (2, 2))])
-def test_divide_factor_is_fsdp2s(ranks: Any, count: int, mesh: tuple[int, int] | None) -> None:
-    ranks(count).run(divided, mesh)
+@pytest.mark.sample(5)
+def test_divide_factor_is_fsdp2s(
+    ranks: Any, count: int, mesh: tuple[int, int] | None, policy: str, factor: float
+) -> None:
+    ranks(count).run(divided, mesh, policy, factor)
 
 
 def local_gradients(case: Case, rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -354,31 +354,33 @@ def test_scalers_are_bitwise_with_fsdp2(ranks: Any, name: str) -> None:
     ranks(2).run(scaled_beside, name)
 
 
-def autocast_beside(rank: int, world_size: int) -> None:
-    def check(item: tuple[Recipe, bool]) -> None:
-        recipe, around = item
-        pair = [reference(recipe), compiled(recipe)]
-        wrapped = [Around(model, BF16) if around else model for model in pair]
-        results = [run_steps(model, recipe.case, 3) for model in wrapped]
-        fsdp2.assert_bitwise(results[1], results[0])
-
-    outside, inside = (
-        dataclasses.replace(MODELS["transformer"], build=functools.partial(cls, depth=2))
-        for cls in (models.Transformer, Inside)
-    )
-    policies = {name: POLICIES[name] for name in ("nothing", "bf16", "bf16 reduced")}
-    items: dict[str, Any] = {
-        f"around, {name}": (Recipe(outside, policy), True) for name, policy in policies.items()
-    }
-    items["around, fp16"] = (Recipe(MODELS["mlp13"], POLICIES["fp16"]), True)
-    items["around, parts"] = (Recipe(outside, LOW, {nn.LayerNorm: IN_FP32}), True)
-    items["inside, nothing"] = (Recipe(inside, POLICIES["nothing"]), False)
-    items["inside, bf16"] = (Recipe(inside, LOW), False)
-    for_each(items, check)
+OUTSIDE, INSIDE = (
+    dataclasses.replace(MODELS["transformer"], build=functools.partial(cls, depth=2))
+    for cls in (models.Transformer, Inside)
+)
+AUTOCAST: dict[str, tuple[Recipe, bool]] = {
+    "inside, bf16": (Recipe(INSIDE, LOW), False),
+    "inside, nothing": (Recipe(INSIDE, POLICIES["nothing"]), False),
+    "around, bf16": (Recipe(OUTSIDE, LOW), True),
+    "around, fp16": (Recipe(MODELS["mlp13"], POLICIES["fp16"]), True),
+    "around, nothing": (Recipe(OUTSIDE, POLICIES["nothing"]), True),
+    "around, bf16 reduced": (Recipe(OUTSIDE, POLICIES["bf16 reduced"]), True),
+    "around, parts": (Recipe(OUTSIDE, LOW, {nn.LayerNorm: IN_FP32}), True),
+}
 
 
-def test_autocast_is_bitwise_with_fsdp2(ranks: Any) -> None:
-    ranks(2).run(autocast_beside)
+def autocast_beside(rank: int, world_size: int, name: str) -> None:
+    recipe, around = AUTOCAST[name]
+    pair = [reference(recipe), compiled(recipe)]
+    wrapped = [Around(model, BF16) if around else model for model in pair]
+    results = [run_steps(model, recipe.case, 3) for model in wrapped]
+    fsdp2.assert_bitwise(results[1], results[0])
+
+
+@pytest.mark.parametrize("name", AUTOCAST)
+@pytest.mark.sample(3)  # one inside, one in fp16, one of parts
+def test_autocast_is_bitwise_with_fsdp2(ranks: Any, name: str) -> None:
+    ranks(2).run(autocast_beside, name)
 
 
 # -- memory ----------------------------------------------------------------------------------------

@@ -145,9 +145,9 @@ def bytes_of(case: Case) -> Verdict:
 def traced_once(case: Case) -> contextlib.AbstractContextManager[None]:
     """Most of the time goes into traces: what trains, is planned and measured has one in common.
 
-    But in each fourth case, where the traces may differ.
+    But in each eighth case, where the traces may differ.
     """
-    return captures.sharing(bool(case.seed % 4), anew=True)
+    return captures.sharing(bool(case.seed % 8), anew=True)
 
 
 def judged_here(case: Case, sizes: bool = True) -> Verdict:

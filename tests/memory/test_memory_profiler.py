@@ -19,6 +19,7 @@ from fxshard.config import Config, grid
 from fxshard.ir.units import configured_units
 from fxshard.memory import kernels
 from fxshard.runtime.module import sharded
+from fxshard.runtime.sharding import Sharding
 from fxshard.runtime.world.mesh import mesh_of, world_over
 from fxshard.validation.tracker import Tracker, WatchedWorld
 from tests import oracles
@@ -50,7 +51,7 @@ def step_of(
     config = Config.from_options(options)
     units = configured_units(model, config)
     world = world_over(mesh_of(model, config, grid(world_size, config)), config, units)
-    compiled = sharded(model, units, world, config, make_executor)
+    compiled = sharded(Sharding(model, units, world, config), make_executor)
 
     def step() -> None:
         leaves, _ = trees.tree_flatten(compiled(*args, **kwargs))

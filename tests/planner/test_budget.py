@@ -149,7 +149,7 @@ def check(seed: int, *, exhaustive: bool = False) -> bool:
     plan = fxshard.plan(model, args, **options)
     budget = int(needed(plan) * share)
     try:
-        picked = fxshard.plan(model, args, **options, memory_budget=budget)
+        plan = fxshard.plan(model, args, **options, memory_budget=budget)
     except DoesNotFitError as error:
         assert "nothing that was tried fits" in str(error)
         for changes in grid(plan, options, 10) if exhaustive else ():
@@ -159,14 +159,14 @@ def check(seed: int, *, exhaustive: bool = False) -> bool:
                 continue
             assert needed(other) > budget, (seed, changes)
         return False
-    assert needed(picked) <= budget
-    assert picked.picked is not None and picked.picked.budget_bytes == budget
+    assert needed(plan) <= budget
+    assert plan.chosen is not None and plan.chosen.budget_bytes == budget
     for name in options:
         if name not in ("world_size", "micro_batches"):
-            assert name not in picked.picked.changes
-    seen = fxshard.validate(model, args, **options | picked.picked.changes)
+            assert name not in plan.chosen.changes
+    seen = fxshard.validate(model, args, **options | plan.chosen.changes)
     assert seen.max_abs_difference == 0, (seed, seen.table(only_different=True))
-    assert seen.measured_peak_bytes <= needed(picked)
+    assert seen.measured_peak_bytes <= needed(plan)
     assert max(sum_of_cells(seen)) <= budget
     return True
 
@@ -215,9 +215,9 @@ def test_what_the_user_gives_stays() -> None:
     peak = needed(fxshard.plan(model, args, **options))
     fixed = {"reshard_after_forward": None, "forward_prefetch": 1, "offload": None}
     plan = fxshard.plan(model, args, **options, **fixed, memory_budget=peak - 1)
-    assert plan.picked is not None
-    assert set(plan.picked.changes) == {"backward_prefetch", "checkpoint"}
-    assert all(set(t.changes) <= set(plan.picked.changes) for t in plan.picked.tried)
+    assert plan.chosen is not None
+    assert set(plan.chosen.changes) == {"backward_prefetch", "checkpoint"}
+    assert all(set(t.changes) <= set(plan.chosen.changes) for t in plan.chosen.tried)
     with pytest.raises(DoesNotFitError, match=r"checkpoint stayed as given") as refused:
         fxshard.plan(model, args, **options, checkpoint=None, memory_budget=peak // 2)
     lines = str(refused.value).splitlines()
@@ -238,25 +238,25 @@ def test_the_fastest_that_fits_is_picked() -> None:
     ]
     for share in (2.0, 1.0, 0.9, 0.8):
         budget = int(peak * share)
-        picked = plan.replan(memory_budget=budget).picked
-        assert picked is not None
+        chosen = plan.replan(memory_budget=budget).chosen
+        assert chosen is not None
         best = min(seconds for seconds, size in every if size <= budget)
-        assert picked.seconds <= best * 1.01
-    assert picked.seconds > min(seconds for seconds, _ in every)
+        assert chosen.seconds <= best * 1.01
+    assert chosen.seconds > min(seconds for seconds, _ in every)
 
 
 def test_a_budget_can_be_changed() -> None:
-    """What was picked before is free again; what is changed besides stays."""
+    """What was chosen before is free again; what is changed besides stays."""
     model, args, options = stack()
     options |= {"strategy": "full_shard", "forward_prefetch": 1, "backward_prefetch": 1}
     peak = needed(fxshard.plan(model, args, **options))
     small = fxshard.plan(model, args, **options, memory_budget=int(0.8 * peak))
     large = small.replan(memory_budget="1GiB")
-    assert small.picked is not None and "checkpoint" in small.picked.changes
-    assert large.picked is not None and "checkpoint" not in large.picked.changes
+    assert small.chosen is not None and "checkpoint" in small.chosen.changes
+    assert large.chosen is not None and "checkpoint" not in large.chosen.changes
     assert large.config.memory_budget == 2**30
     other = small.replan(world_size=4)
-    assert other.picked is None and other.config.checkpoint == small.config.checkpoint
+    assert other.chosen is None and other.config.checkpoint == small.config.checkpoint
 
 
 def test_the_model_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +267,7 @@ def test_the_model_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     model, args, options = stack()
     plan = fxshard.plan(model, args, **options, memory_budget="1GiB")
-    assert plan.picked is not None and len(plan.picked.tried) > 2 and len(captured) == 1
+    assert plan.chosen is not None and len(plan.chosen.tried) > 2 and len(captured) == 1
 
 
 def test_compile_says_what_it_picked(caplog: pytest.LogCaptureFixture) -> None:
@@ -299,7 +299,7 @@ def test_cuda_is_asked_for_its_allocator_and_offloads_last() -> None:
     plan = fxshard.plan(model, args, **options, checkpoint=None, device="cuda")
     memory = plan.memory.device_memory()
     fits = plan.replan(memory_budget=memory.outside + 2 * memory.reserved)
-    assert fits.picked is not None and fits.picked.changes == {}
+    assert fits.chosen is not None and fits.chosen.changes == {}
     with pytest.raises(DoesNotFitError, match="offload=CPUOffloadPolicy") as refused:
         plan.replan(memory_budget=memory.outside + 2**20)
     assert "finds no room" in str(refused.value)

@@ -1,5 +1,6 @@
 """What fits a budget, against a search that plans every size from scratch."""
 
+import functools
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from tests.memory.test_formula import ADAMW, OF_X, Convolutions, Mlps, Positione
 OPTIONS: dict[str, Any] = {"optimizer": ADAMW}
 
 
+@functools.cache
 def peak(batch: int, seq: int, world: int) -> int:
     """The larger of the peaks of the first and of a later step, planned from scratch."""
     plan = fxshard.plan(Mlps(), kwargs=floats(batch, seq), world_size=world, **OPTIONS)
@@ -27,10 +29,13 @@ def open_plan() -> fxshard.Plan:
     return fxshard.plan(Mlps(), kwargs=floats(5, 14), world_size=4, dynamic=OF_X, **OPTIONS)
 
 
+opened = functools.cache(open_plan)  # for all that ask: its formulas are computed once
+
+
 def test_max_batch_is_the_last_that_fits() -> None:
     budget = peak(9, 14, 4)  # fits to the byte
     for limit, expected in ((budget, 9), (budget - 1, 8), (budget + 1, 9)):
-        found = open_plan().solve("max_batch", limit)
+        found = opened().solve("max_batch", limit)
         assert (found.size, found.beyond) == (expected, expected + 1)
         assert found.peak_bytes == peak(expected, 14, 4) <= limit
         assert found.beyond_peak_bytes == peak(expected + 1, 14, 4) > limit
@@ -39,12 +44,12 @@ def test_max_batch_is_the_last_that_fits() -> None:
 
 def test_other_sizes_may_be_fixed_to_others() -> None:
     budget = peak(3, 70, 7)
-    found = open_plan().solve("max_seq", budget, batch=3, world=7)
+    found = opened().solve("max_seq", budget, batch=3, world=7)
     assert found.size == 70 and found.fixed == {"batch": 3, "world": 7}
     assert found.plan.memory.peak_bytes == peak(3, 70, 7)
     assert "max_seq = 70 with batch=3, world=7" in str(found)
     assert "71 does not fit" in str(found)
-    found = open_plan().solve("max_batch", budget, seq=20, multiple_of=4)
+    found = opened().solve("max_batch", budget, seq=20, multiple_of=4)
     fits = [batch for batch in range(4, 40, 4) if peak(batch, 20, 4) <= budget]
     assert found.size == fits[-1] and found.beyond == fits[-1] + 4
 
@@ -52,10 +57,10 @@ def test_other_sizes_may_be_fixed_to_others() -> None:
 def test_min_world_is_the_first_that_fits() -> None:
     peaks = {world: peak(5, 14, world) for world in range(1, 8)}
     for budget in (peaks[3], peaks[5] - 1):
-        found = open_plan().solve("min_world", budget)
+        found = opened().solve("min_world", budget)
         assert peaks[found.size] <= budget < peaks[found.beyond]
         assert found.beyond == found.size - 1
-    found = open_plan().solve("min_world", peaks[1])
+    found = opened().solve("min_world", peaks[1])
     assert (found.size, found.beyond, found.why_not) == (1, 0, "")
 
 
@@ -64,7 +69,7 @@ def test_min_world_looks_past_ranks_whose_padding_costs_more() -> None:
     budget = peaks[8]
     assert all(found > budget for world, found in peaks.items() if world != 8)
     for world in (5, 25):
-        plan = open_plan().replan(world_size=world)
+        plan = opened().replan(world_size=world)
         found = plan.solve("min_world", budget)
         assert (found.size, found.beyond, found.peak_bytes) == (8, 7, budget)
 
@@ -127,7 +132,7 @@ def test_beyond_where_the_formula_holds_sizes_are_planned() -> None:
 
 
 def test_what_cannot_be_answered_says_why() -> None:
-    plan = open_plan()
+    plan = opened()
     with pytest.raises(DoesNotFitError, match="not even a batch of 1 fits"):
         plan.solve("max_batch", 1000)
     with pytest.raises(DoesNotFitError, match=r"no number of ranks is enough"):

@@ -17,6 +17,7 @@ from fxshard.errors import ConfigError
 from fxshard.ir.units import configured_units
 from fxshard.plans.workload import Workload
 from fxshard.runtime.module import sharded
+from fxshard.runtime.sharding import Sharding
 from fxshard.runtime.world.mesh import world_over
 from fxshard.validation.compare import compare
 from fxshard.validation.rehearsal import split_steps, tracked_steps
@@ -140,13 +141,14 @@ def test_bytes(strategy: str) -> None:
     with process_groups.fake_process_group(0, 3):
         torch.manual_seed(0)
         model, tracker = case.build(), Tracker()
-        units = configured_units(model, config)
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (3,))
 
         def make(program: Any, world: Any) -> Executor:
             return TracedExecutor(program, WatchedWorld(world, tracker), tracker)
 
-        compiled = sharded(model, units, world_over(mesh, config, units), config, make)
+        units = configured_units(model, config)
+        sharding = Sharding(model, units, world_over(mesh, config, units), config)
+        compiled = sharded(sharding, make)
         compiled.register_comm_hook(3, copying_hook)
         work = Workload(model, (args, kwargs), 3, config)
         tracked_steps(compiled, work, tracker, 2)

@@ -14,7 +14,7 @@ import fxshard
 from fxshard.config import Config
 from fxshard.errors import UnitError
 from fxshard.ir.units import find_units
-from fxshard.runtime.sharding import shard_parameters
+from fxshard.runtime.sharding import Sharding, shard_parameters
 from fxshard.runtime.world.in_process import InProcessWorld
 from tests.fsdp2 import full
 from tests.oracles import count_collectives
@@ -441,11 +441,11 @@ def test_an_ignored_parameter_on_meta() -> None:
     model = on_meta(Stack)
     units = find_units(model, ignored=["embed.weight"])
     with pytest.raises(UnitError, match=r"'embed\.weight' is ignored, and on the meta device"):
-        shard_parameters(model, units, InProcessWorld(2), Config())
+        shard_parameters(Sharding(model, units, InProcessWorld(2), Config()))
     torch.manual_seed(0)
     model.embed = nn.Embedding(17, 13)
     units = find_units(model, ignored=["embed.weight"])
     embed = model.embed.weight
-    slots = shard_parameters(model, units, InProcessWorld(2), Config())
+    slots = shard_parameters(Sharding(model, units, InProcessWorld(2), Config()))
     assert "embed.weight" not in slots and model.embed.weight is embed
     assert_equal(values(model), values(seeded(Stack)))

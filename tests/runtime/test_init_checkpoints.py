@@ -21,7 +21,7 @@ from fxshard._torch import process_groups
 from fxshard.config import Config
 from fxshard.errors import FxshardError, RankMismatchError
 from fxshard.ir.units import find_units
-from fxshard.runtime.sharding import shard_parameters
+from fxshard.runtime.sharding import Sharding, shard_parameters
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.in_process import InProcessWorld
 from tests.oracles import count_collectives, profiler_peak_bytes
@@ -191,20 +191,15 @@ def on_a_2d_mesh(rank: int, world_size: int) -> None:
     model = seeded(Buffers, seed=rank) if rank % 2 else on_meta(Buffers)
     torch.manual_seed(rank)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    config = Config(sync_module_states=True, param_init_fn=fill_noisily)
     with count_collectives() as seen:
-        shard_parameters(
-            model,
-            find_units(model),
-            C10dWorld(mesh),
-            Config(sync_module_states=True, param_init_fn=fill_noisily),
-        )
+        shard_parameters(Sharding(model, find_units(model), C10dWorld(mesh), config))
     both = [*model.parameters(), *model.buffers()]
     assert seen.kinds() == ["broadcast"] * 2 * len(both)
     torch.manual_seed(0)
     rank_0 = on_meta(Buffers)
-    shard_parameters(
-        rank_0, find_units(rank_0), InProcessWorld(2), Config(param_init_fn=fill_noisily)
-    )
+    config = Config(param_init_fn=fill_noisily)
+    shard_parameters(Sharding(rank_0, find_units(rank_0), InProcessWorld(2), config))
     assert_equal(values(model), values(rank_0))
 
 

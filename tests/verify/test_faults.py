@@ -22,7 +22,7 @@ from fxshard.errors import VerifyError
 from fxshard.ir import ops, tags
 from fxshard.ir.program import Fact, Program
 from tests import graphs, streams
-from tests.faults import FAULTS
+from tests.faults import FAULTS, NoPlace
 from tests.passes.test_streams import ALL, SMALL, of_zoo, untouched
 from tests.passes.test_streams import small as built
 from tests.verify.verify_cases import fresh
@@ -108,8 +108,9 @@ def tried(
 ) -> None:
     """Make one fault; it is refused, or does no harm."""
     broken = again(program)
-    said = FAULTS[kind](broken, random.Random(zlib.crc32(f"{kind} {seed}".encode())))
-    if not said:
+    try:
+        change = FAULTS[kind](broken, random.Random(zlib.crc32(f"{kind} {seed}".encode())))
+    except NoPlace:
         return
     count.made += 1
     fact = refused(broken)
@@ -118,7 +119,7 @@ def tried(
         count.facts[fact] += 1
         return
     found = harm(program, broken, values)
-    assert found is None, f"{seed}: {kind}: {said}: {found}; verify accepts it"
+    assert found is None, f"{seed}: {kind}: {change}: {found}; verify accepts it"
     count.harmless += 1
 
 

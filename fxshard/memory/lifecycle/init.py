@@ -197,8 +197,8 @@ def _fill(
     try:
         filled = _filled(tree, module, empty)
     except Exception as error:  # whatever the user's function raises without data
-        said = "param_init_fn" if tree.config.param_init_fn else "reset_parameters"
-        where = f"{said} of module {path or '(root)'!r}"
+        function = "param_init_fn" if tree.config.param_init_fn else "reset_parameters"
+        where = f"{function} of module {path or '(root)'!r}"
         unknown = [(f"temporaries of {where}", f"it fails without data: {error}")]
     else:
         slots = {**module._parameters, **module._buffers}

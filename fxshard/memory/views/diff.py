@@ -240,7 +240,7 @@ def _by_category(sides: Sequence[Mapping[str, int] | None], total: DiffRow) -> I
 
 
 def _table(title: str, rows: Sequence[tuple[str, str, DiffRow]], units: str) -> str:
-    """Lines ``(name, what, row)``; a name is said once."""
+    """Lines ``(name, what, row)``; a name stands once."""
     lines = []
     last = None
     for name, what, row in rows:
@@ -312,13 +312,13 @@ def _with_parts(lines: list[list[Any]], units: str, width: int) -> str:
 
 
 def _parts(rows: Sequence[DiffRow], units: str, room: int) -> str:
-    said = ""
+    text = ""
     for row in sorted(rows, key=lambda row: abs(row.difference), reverse=True):
-        more = f"{', ' if said else ''}{row.category} {_figures(row, units)[2]}"
-        if len(said) + len(more) + 2 > room:
-            return f"{said} …" if said else "…"
-        said += more
-    return said
+        more = f"{', ' if text else ''}{row.category} {_figures(row, units)[2]}"
+        if len(text) + len(more) + 2 > room:
+            return f"{text} …" if text else "…"
+        text += more
+    return text
 
 
 def _figures(row: DiffRow, units: str) -> list[str]:

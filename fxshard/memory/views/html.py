@@ -231,18 +231,18 @@ def _cards(report: MemoryReport) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _note(ledger: Ledger, ticks: Sequence[int], unit: str) -> str:
-    said = (
+    note = (
         "From left to right in the order of the program: every operator takes the same room, "
         f"whatever time it takes. The area is what is alive on the device, in {unit}. Bars: All "
         "Gather from launch to wait, Unsharded Param from wait to free, Reduce Scatter from the "
         "copy that is sent to its free; in brackets the stream that makes it."
     )
     if len(ticks) < len(ledger.totals):
-        said += (
+        note += (
             f" Drawn are {len(ticks):,} of {len(ledger.totals):,} moments: of each run of them "
             f"the one with the most bytes, and all within {NEAR} of the peak."
         )
-    return said
+    return note
 
 
 def _ranges(ledger: Ledger, ticks: Matrix, texts: Strings) -> Iterator[list[int]]:

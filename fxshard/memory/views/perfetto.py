@@ -69,8 +69,8 @@ def _counters(ledger: Ledger, offloaded: bool, times: Sequence[float]) -> Iterat
 def _phases(ledger: Ledger) -> Iterator[Event]:
     for phase in ledger.phases:
         length = 2 * (1 + phase.points)
-        said = {"micro_batch": phase.micro_batch}
-        yield trace_events.bar(0, phase.name, phase.begin, length, **said)
+        details = {"micro_batch": phase.micro_batch}
+        yield trace_events.bar(0, phase.name, phase.begin, length, **details)
 
 
 def _operators(ledger: Ledger, names: list[str]) -> Iterator[Event]:
@@ -78,8 +78,8 @@ def _operators(ledger: Ledger, names: list[str]) -> Iterator[Event]:
     for point, moment in enumerate(ledger.moments):
         if point not in starts:
             thread = 1 + names.index(moment.stream)  # the phases are the first
-            said = {"node": moment.node, "module": moment.module, "line": moment.line}
-            yield trace_events.bar(thread, moment.op or moment.node, 2 * point, 2, **said)
+            details = {"node": moment.node, "module": moment.module, "line": moment.line}
+            yield trace_events.bar(thread, moment.op or moment.node, 2 * point, 2, **details)
 
 
 def _buffers(ledger: Ledger, times: Sequence[float]) -> Iterator[Event]:
@@ -90,6 +90,6 @@ def _buffers(ledger: Ledger, times: Sequence[float]) -> Iterator[Event]:
         kind = each.category.value
         shared = {"pid": BUFFERS, "tid": 0, "cat": kind, "id": number}
         shared["name"] = f"{kind}: {each.name}"
-        said = {"bytes": each.bytes, "module": each.module, "stream": each.stream}
-        yield {**shared, "ph": "b", "ts": times[each.born], "args": said}
+        details = {"bytes": each.bytes, "module": each.module, "stream": each.stream}
+        yield {**shared, "ph": "b", "ts": times[each.born], "args": details}
         yield {**shared, "ph": "e", "ts": times[-1 if each.died is None else each.died]}

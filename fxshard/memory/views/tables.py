@@ -71,7 +71,7 @@ class _Block:
     """The rows of a call of a module.
 
     Attributes:
-        title, tail: its name, of which the end is kept, and what is said about it.
+        title, tail: its name, of which the end is kept, and what stands after it.
         called: whose rows they are.
         states: label and row of each line; a row is int64 ``[1 + WIDTH]``: what is owned on the
             device, then the columns of `Ledger.bytes`.
@@ -104,7 +104,7 @@ def text(
             f"{report.micro_batches} micro-batches; modules are shown in number {micro_batch + 1}."
         )
     parts = [
-        "\n".join(line for said in head for line in _wrapped(said, width)),
+        "\n".join(line for text in head for line in _wrapped(text, width)),
         *_phase_tables(report, units, width),
         *_module_table(report, depth, units, fold, micro_batch, width),
     ]
@@ -253,13 +253,13 @@ class _Group:
     def between(self, rows: dict[Called, dict[State, Matrix]], units: str) -> tuple[str, str]:
         """That line: their names, and the range of their figures."""
         hidden = [called for called in self.members if called not in self.shown]
-        said = []
+        ranges = []
         for name in (State.PEAK_FORWARD, State.PEAK_BACKWARD):
             totals = [int(rows[c][name][1 : 1 + HALF].sum()) for c in hidden if name in rows[c]]
             if totals:
                 low, high = (_figure(v, units, 2) for v in (min(totals), max(totals)))
-                said.append(f"{name.value} {low if low == high else f'{low} to {high}'}")
-        return names_of([module for module, _ in hidden]), f": total at {', '.join(said)}"
+                ranges.append(f"{name.value} {low if low == high else f'{low} to {high}'}")
+        return names_of([module for module, _ in hidden]), f": total at {', '.join(ranges)}"
 
 
 def names_of(modules: Sequence[str]) -> str:
@@ -309,7 +309,7 @@ def _equal(one: dict[State, Matrix], other: dict[State, Matrix]) -> bool:
 
 
 def _notes(called: Called, group: _Group, owns: str) -> str:
-    """What is said after the name of a call."""
+    """What stands after the name of a call."""
     notes = [f"call {called[1] + 1}"] if called[1] else []
     if group.equal:
         notes.append(f"one of {len(group.members)} with equal rows, to {group.members[-1][0]}")
@@ -441,7 +441,7 @@ def _heading(title: str, tail: str, width: int) -> list[str]:
 def _same(row: Matrix, constant: Matrix, units: str) -> str:
     """What is the same in every row, as a sentence."""
 
-    def said(first: int) -> str:
+    def listed(first: int) -> str:
         return ", ".join(
             f"{category.value} {_figure(int(row[first + i]), units, 2)}"
             for i, category in enumerate(CATEGORIES)
@@ -449,15 +449,15 @@ def _same(row: Matrix, constant: Matrix, units: str) -> str:
         )
 
     parts = [
-        f"{said(0)} (in total)" if said(0) else "",
-        f"on the CPU {said(HALF)}" * bool(said(HALF)),
+        f"{listed(0)} (in total)" if listed(0) else "",
+        f"on the CPU {listed(HALF)}" * bool(listed(HALF)),
     ]
     kept = [part for part in parts if part]
     return f"In every row: {'; '.join(kept)}." if kept else ""
 
 
-def _wrapped(said: str, width: int) -> list[str]:
-    lines = textwrap.wrap(said, width, break_long_words=False, break_on_hyphens=False)
+def _wrapped(text: str, width: int) -> list[str]:
+    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
     return [shortened(line, width) for line in lines]
 
 

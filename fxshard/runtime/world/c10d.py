@@ -266,7 +266,7 @@ class C10dWorld:
             if all(peers.alone for peers in self._peers):
                 raise
             try:
-                cause = self._cause() or self.peers[group].look_around()
+                cause = self._cause() or self.peers[group].cause_of_failure()
                 if cause is not None:
                     self._note_cause(cause)
                     cause = self._cause()  # that of the first rank that noted one

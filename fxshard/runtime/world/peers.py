@@ -167,7 +167,7 @@ class Peers:
             store.wait(keys, self._patience())
             sent = [value.decode() for value in store.multi_get(keys)]
         except RuntimeError as error:
-            cause = self.look_around()
+            cause = self.cause_of_failure()
             raise (error if cause is None else self.failure(cause, error)) from error
         if not set("".join(sent)) <= {"0", "1"}:
             raise ValueError(f"{sent} for flags")
@@ -384,7 +384,7 @@ class Peers:
         )
 
     @_reads
-    def look_around(self) -> Cause | None:
+    def cause_of_failure(self) -> Cause | None:
         """Why a collective has failed, if that can be found.
 
         Raises:
