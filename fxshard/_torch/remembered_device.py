@@ -37,9 +37,9 @@ ON_CPU = (
 )
 
 # FSDP2's functions that make a DTensor, which C++ gives the device that it asks for there.
-WRAPPING = ("_from_local_no_grad", "to_sharded_dtensor", "to_sharded_post_forward_dtensor", "init_unsharded_param")
+WRAPPING = ("_from_local_no_grad", "init_unsharded_param")
 
-_device_of: Any = Tensor.device.__get__  # type: ignore[attr-defined]
+_device_of: Any = Tensor.device.__get__
 _is_cuda: Any = Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _is_cpu: Any = Tensor.is_cpu.__get__  # type: ignore[attr-defined]
 
@@ -50,7 +50,9 @@ def asks_for_cpu(frame: FrameType | None) -> bool:
     """True if the caller's module is one that has to see where a tensor is for C++."""
     if frame is None:
         return False
-    return frame.f_code.co_name in WRAPPING or frame.f_globals.get("__name__", "").startswith(ON_CPU)
+    return frame.f_code.co_name in WRAPPING or frame.f_globals.get("__name__", "").startswith(
+        ON_CPU
+    )
 
 
 def asked_device(func: Any, args: tuple[Any, ...], is_there: Callable[[Tensor], bool]) -> Any:
@@ -84,13 +86,20 @@ def remembered(is_there: Callable[[Tensor], bool]) -> Iterator[None]:
     def foreach_devices() -> list[str]:
         return ["cuda", "cpu"]  # of C++'s groups by device
 
+    plain_accelerator: Any = torch._C._get_accelerator
+
+    def accelerator(*args: Any) -> torch.device:
+        """CUDA for FSDP2's default mesh; what compiles asks what there really is."""
+        asks = sys._getframe(1).f_globals.get("__name__", "").startswith("torch.distributed")
+        return torch.device("cuda") if asks else plain_accelerator(*args)
+
     name = "_get_foreach_kernels_supported_devices"
     kinds = (_foreach_utils._foreach_supported_types, optimizer._foreach_supported_types)
     changes = [
         (fake, "device", property(device, plain.fset)),  # type: ignore[attr-defined]
         (_foreach_utils, name, foreach_devices),
         (optimizer, name, foreach_devices),
-        (torch._C, "_get_accelerator", lambda *_: torch.device("cuda")),
+        (torch._C, "_get_accelerator", accelerator),
     ]
     with replaced(changes):
         for each in kinds:
@@ -113,7 +122,7 @@ def in_backward_too(mode: TorchFunctionMode) -> Iterator[None]:
 
     (torch/autograd/__init__.py, ``_engine_run_backward``)
     """
-    plain = torch.autograd._engine_run_backward
+    plain: Any = vars(torch.autograd)["_engine_run_backward"]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with mode:

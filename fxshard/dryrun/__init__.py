@@ -1,1 +1,1 @@
-"""Running the user's own training code on tensors without data, to know the memory that it takes."""
+"""The user's own training code on tensors without data, for the memory that it takes."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_any
 
 from fxshard._torch import remembered_device
-from fxshard._torch.fully_sharded import replaced
+from fxshard._torch.fully_sharded import Change, replaced
+from fxshard._torch.modes import outside_modes
 from fxshard._torch.remembered_device import TorchFunctionMode
+from fxshard._torch.trees import tree_iter
+from fxshard.capture import rng
 from fxshard.dryrun.recorder import Recorder
 from fxshard.dryrun.streams import Event, Streams
 from fxshard.errors import ConfigError
@@ -45,7 +48,7 @@ class Placement(TorchFunctionMode):
 
     def any_there(self, tree: Any) -> bool:
         """True if any of the tensors in `tree` is on the GPU."""
-        return tree_any(lambda leaf: isinstance(leaf, Tensor) and self.is_there(leaf), tree)
+        return any(isinstance(leaf, Tensor) and self.is_there(leaf) for leaf in tree_iter(tree))
 
     def placed(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -58,7 +61,7 @@ class Placement(TorchFunctionMode):
             return kwargs | {"device": CPU}, False
         if self._moving is not None:
             return kwargs, not self._moving
-        if tree_any(lambda leaf: isinstance(leaf, Tensor), (args, kwargs)):
+        if any(isinstance(leaf, Tensor) for leaf in tree_iter((args, kwargs))):
             return kwargs, not self.any_there((args, kwargs))
         if self._reading:
             return kwargs, not (self._reading[-1] or self.default)
@@ -131,8 +134,7 @@ def present(
     name: str,
     memory: int,
     count: int,
-    allocated: Callable[[], int],
-    peak: Callable[[], int],
+    allocated: Callable[[], tuple[int, int]],
 ) -> Iterator[None]:
     """While the block runs, ``torch.cuda`` answers as on a machine with GPUs.
 
@@ -140,7 +142,7 @@ def present(
         placement: is told of ``torch.set_default_device``.
         streams: what ``torch.cuda.Stream`` and ``torch.cuda.stream`` are.
         capability, name, memory, count: of the GPUs; `memory` in bytes.
-        allocated, peak: bytes now, and the most.
+        allocated: gives the bytes now, and the most so far.
     """
 
     def set_default_device(device: Any) -> None:
@@ -169,23 +171,29 @@ def present(
         "empty_cache": nothing,
         "ipc_collect": nothing,
         "reset_peak_memory_stats": nothing,
-        "memory_allocated": lambda *_: allocated(),
-        "max_memory_allocated": lambda *_: peak(),
-        "memory_reserved": lambda *_: allocated(),
-        "max_memory_reserved": lambda *_: peak(),
-        "mem_get_info": lambda *_: (memory - allocated(), memory),
+        "memory_allocated": lambda *_: allocated()[0],
+        "max_memory_allocated": lambda *_: allocated()[1],
+        "memory_reserved": lambda *_: allocated()[0],
+        "max_memory_reserved": lambda *_: allocated()[1],
+        "mem_get_info": lambda *_: (memory - allocated()[0], memory),
         "manual_seed": nothing,
         "manual_seed_all": nothing,
-        "Stream": streams.make,
+        "get_rng_state": _rng_state,
+        "set_rng_state": nothing,
+        "initial_seed": lambda: 0,
+        "seed": nothing,
+        "Stream": streams.kind,
         "Event": Event,
         "stream": streams.using,
         "current_stream": streams.current,
         "default_stream": lambda *_: streams.default,
         "set_stream": streams.set,
         "is_current_stream_capturing": lambda: False,
-        "memory_stats": lambda *_: _Stats(allocated(), peak()),
+        "memory_stats": lambda *_: _Stats(*allocated()),
     }
-    changes: list[tuple[Any, str, Any]] = [(torch.cuda, k, v) for k, v in answers.items()]
+    changes: list[Change] = [(torch.cuda, k, v) for k, v in answers.items()]
+    randomly = ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all")
+    changes += [(torch.cuda.random, name, answers[name]) for name in randomly]
     changes += [
         (torch, "set_default_device", set_default_device),
         (torch.accelerator, "is_available", lambda: True),
@@ -196,8 +204,45 @@ def present(
         (torch.accelerator, "synchronize", nothing),
         (torch.accelerator, "current_stream", streams.current),
     ]
-    with replaced([change for change in changes if hasattr(change[0], change[1])]):
+    there = [change for change in changes if hasattr(change[0], change[1])]
+    with replaced([(owner, name, _alone(owner, name, answer)) for owner, name, answer in there]):
         yield
+
+
+# What compiles asks what this machine has: it has stand-ins of its own (`dryrun.compiled`).
+COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx")
+
+
+def _rng_state(*_: Any, **__: Any) -> Tensor:
+    """The state of a GPU's generator, which lies in the host's memory."""
+    with outside_modes():
+        return torch.zeros(rng.ACCELERATOR_STATE_BYTES, dtype=torch.uint8)
+
+
+def _alone(owner: Any, name: str, answer: Any) -> Any:
+    """A function of its own for each name, as Dynamo has rules by function."""
+    if isinstance(answer, type):
+        return answer
+    plain = getattr(owner, name)
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if sys._getframe(1).f_globals.get("__name__", "").startswith(COMPILERS):
+            return False if name == "is_available" else plain(*args, **kwargs)
+        return answer(*args, **kwargs)
+
+    return call
+
+
+def _dropout(tensor: Tensor, p: float, train: bool) -> Tensor:
+    """CUDA's kernel, which keeps a mask of booleans (native/Dropout.cpp, ``dropout``)."""
+    if train and 0 < p < 1 and tensor.numel():
+        dropped: Tensor = aten.native_dropout(tensor, p, train)[0]
+        return dropped
+    return tensor * 0 if train and p == 1 else tensor
+
+
+KERNELS = {("dropout", "AutogradCPU"): _dropout}  # for `export.aten_kernels`
 
 
 class _Stats(dict[str, int]):

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -119,7 +119,7 @@ class Position:
     def moment(self, op: str) -> Moment:
         """What runs, as a point of the ledger."""
         recomputed = self.in_backward and bool(self._stack)
-        kind = "row" if self._communicating else "operator"
+        kind: Literal["row", "operator"] = "row" if self._communicating else "operator"
         if self.phase == "optimizer":
             line = user_line() if self.lines else ""
             return Moment(op, op, OPTIMIZER, self.stream, line, None, kind)
@@ -140,9 +140,9 @@ class Position:
         return "(loss)" if self.phase == "loss" else ""
 
     @contextlib.contextmanager
-    def communicating(self, category: Category, module: str) -> Iterator[None]:
-        """What is born in the block is sent or received."""
-        self._communicating.append((category, module))
+    def communicating(self, category: Category, module: nn.Module) -> Iterator[None]:
+        """What is born in the block is sent or received for a unit."""
+        self._communicating.append((category, self.name_of(module)))
         try:
             yield
         finally:
@@ -196,6 +196,8 @@ class Position:
         return self._stack[-1].call if self._stack else None
 
     def _begin_forward(self) -> None:
+        if not self.tape.ends:
+            self.tape.end()
         self.phase = "forward"
         self.micro_batch = self._forwards
         self._forwards += 1
@@ -218,6 +220,11 @@ class Position:
             parts = [prefix, *(p for p in name.split(".") if p not in WRAPPERS)]
             self._names.setdefault(id(each), ".".join(filter(None, parts)))
 
+    def fqn(self, root: nn.Module, name: str) -> str:
+        """FQN of a parameter of a root, without the names of wrappers."""
+        parts = [self.name_of(root), *(p for p in name.split(".") if p not in WRAPPERS)]
+        return ".".join(filter(None, parts))
+
     def name_of(self, module: nn.Module) -> str:
         """FQN of a module, or its class name if it has not run."""
         return self._names.get(id(module), f"({type(module).__name__})")
@@ -235,7 +242,8 @@ class Position:
         self.phase = self._after = "between"
 
     def end_step(self) -> None:
-        """A step is over."""
+        """A step is over, or what comes before the first."""
+        self.tape.end()
         self._forwards, self._counts = 0, {}
         self.micro_batch, self.phase, self._after = -1, "between", "between"
         self._origins = {}

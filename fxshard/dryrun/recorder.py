@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
@@ -10,17 +11,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter, tree_map_only
 
-from fxshard._torch.fake_tensors import FakeTensorMode, is_fake
+from fxshard._torch.export import DATA_DEPENDENT_ERRORS
+from fxshard._torch.fake_tensors import (
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    is_fake,
+)
+from fxshard._torch.fully_sharded import replaced
 from fxshard._torch.modes import TorchDispatchMode, is_wrapper, outside_modes
+from fxshard._torch.trees import tree_iter, tree_map_tensors
 from fxshard.capture.provenance import DEVICE_OF
+from fxshard.dryrun import values
 from fxshard.dryrun.position import Position
 from fxshard.dryrun.tape import Tape
 from fxshard.memory.category import Category
-from fxshard.memory.ledger import LiveRange
+from fxshard.memory.ledger import LiveRange, owner_of
 
 name_of = functools.cache(str)  # of an operator: torch puts it together at each call
+
+NOT_KNOWN: tuple[type[Exception], ...] = (*DATA_DEPENDENT_ERRORS, UnsupportedOperatorException)
 
 # Operators that may give a storage another size: what their arguments had is looked at again.
 RESIZING = ("aten.resize", "aten.set_", "aten.resize_as_")
@@ -51,31 +61,27 @@ class Recorder(TorchDispatchMode):
     Attributes:
         tape: what is written.
         position: where in the step the run is.
+        inside: bytes that a kernel takes and gives back while it runs.
     """
 
     def __init__(
-        self,
-        tape: Tape,
-        position: Position,
-        placed: Placed = _all_on_device,
-        inside: Inside | None = None,
-        *,
-        fakes: FakeTensorMode,
+        self, tape: Tape, position: Position, fakes: FakeTensorMode, placed: Placed | None = None
     ) -> None:
         """Args:
+        tape, position: see there.
+        fakes: makes tensors without values of those with values.
         placed: says of an operator and its arguments with which keywords to run it, and whether
-            its results lie in the host's memory.
-        inside: bytes that a kernel takes and gives back while it runs.
+            its results lie in the host's memory; None: all is on the one device that there is.
         """
         super().__init__()
         self.tape, self.position = tape, position
-        self._placed, self._inside = placed, inside
+        self.inside: Inside | None = None
+        self._placed = placed or _all_on_device
         self._known: dict[int, LiveRange | None] = {}  # by id of a live storage; None: of no bytes
         self._references: dict[int, Any] = {}
         self._fakes = fakes
         self._kept: list[Tensor] = []
         self._stale: set[int] = set()  # ids of real storages that fake tensors were written into
-        self.temporaries: list[LiveRange] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -99,8 +105,8 @@ class Recorder(TorchDispatchMode):
             self._see(tensor.untyped_storage(), host=host or of_torch)
         if name.startswith(RESIZING):
             self._look_again(args)
-        if self._inside is not None and not host:
-            self._take(self._inside(func, args, kwargs, result))
+        if self.inside is not None and not host:
+            self._take(self.inside(func, args, kwargs, result))
         return result
 
     def _is_moved_already(self, tensor: Tensor, kwargs: dict[str, Any]) -> bool:
@@ -113,9 +119,7 @@ class Recorder(TorchDispatchMode):
             and kwargs.get("memory_format") in (None, torch.preserve_format)
         )
 
-    def _run(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, bool]:
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
         """Run an operator: where every tensor has values, on these.
 
         Returns:
@@ -124,14 +128,18 @@ class Recorder(TorchDispatchMode):
         given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         real = [tensor for tensor in given if not self._has_no_values(tensor)]
         of_torch = not given and _called_for_values()
-        if given and len(real) == len(given) or of_torch or not given and _keeps_values(func, args, kwargs):
+        alone = of_torch or (not given and _keeps_values(func, args, kwargs))
+        if alone or (given and len(real) == len(given)):
             with outside_modes():
                 return func(*args, **kwargs), of_torch
         if real:
-            args, kwargs = tree_map_only(Tensor, self._without_values, (args, kwargs))
-            if func._schema.is_mutable:
-                self._written(real, func)
-        return func(*args, **kwargs), False
+            args, kwargs = tree_map_tensors(self._without_values, (args, kwargs))
+            if func._schema.is_mutable:  # what is written into them is not known
+                self._stale.update(id(tensor.untyped_storage()) for tensor in real)
+        try:
+            return func(*args, **kwargs), False
+        except NOT_KNOWN as error:
+            raise values.refusal(error, name_of(func)) from error
 
     def _has_no_values(self, tensor: Tensor) -> bool:
         return is_fake(tensor) or id(tensor.untyped_storage()) in self._stale
@@ -146,10 +154,6 @@ class Recorder(TorchDispatchMode):
             self._known[key] = self._known.get(id(tensor.untyped_storage()))
             self._kept.append(fake)
         return fake
-
-    def _written(self, real: list[Tensor], func: Any) -> None:
-        """What is written into tensors with values is not known: they have none from now on."""
-        self._stale.update(id(tensor.untyped_storage()) for tensor in real)
 
     def _point(self, op: str, *, kind: Any = None) -> int:
         moment = self.position.moment(op)
@@ -177,6 +181,24 @@ class Recorder(TorchDispatchMode):
         """What a storage is held for turns out: from its birth on."""
         for found in self.storages(list(tensors)):
             found.category = category
+
+    def owned(self, tensor: Tensor, fqn: str) -> None:
+        """A storage is that of a parameter."""
+        for found in self.storages(tensor):
+            found.name, found.module, found.op, found.line = fqn, owner_of(fqn), "", ""
+
+    def bytes_on_device(self) -> tuple[int, int]:
+        """Bytes on the device now, and the most so far."""
+        live = most = 0
+        changes: list[tuple[int, int]] = []
+        for each in self.tape.ranges:
+            if not each.host:
+                changes.append((each.born, each.bytes))
+                changes += [] if each.died is None else [(each.died, -each.bytes)]
+        for _, change in sorted(changes):
+            live += change
+            most = max(most, live)
+        return live, most
 
     def is_known(self, tensor: Tensor) -> bool:
         """True if a storage was seen before."""
@@ -246,9 +268,7 @@ class Recorder(TorchDispatchMode):
     def _take(self, size: int) -> None:
         """A kernel takes memory and gives it back."""
         if size:
-            taken = self.tape.born(size, Category.TEMP, host=False)
-            self.tape.died(taken)
-            self.temporaries.append(taken)
+            self.tape.died(self.tape.born(size, Category.TEMP, host=False))
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
@@ -263,19 +283,23 @@ WITH_VALUES = ("torch.distributed.device_mesh", "torch.distributed._mesh", "torc
 
 
 VALUED_BYTES = 16 << 20  # integers of up to so many bytes keep their values
-VALUED = {
+VALUED = frozenset(
     getattr(torch.ops.aten, name)
-    for name in ("arange", "zeros", "ones", "full", "randint", "randperm", "eye", "linspace", "scalar_tensor", "tril_indices", "triu_indices")
-}
+    for name in (
+        *("arange", "zeros", "ones", "full", "eye", "randint", "randperm"),
+        *("scalar_tensor", "tril_indices", "triu_indices"),
+    )
+)
 
 
 def _keeps_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if an operator makes integers of nothing: positions, masks, tokens. Code asks for them."""
+    """True if an operator makes integers of nothing: positions, masks, tokens. Code reads them."""
     if func._overloadpacket not in VALUED:
         return False
     with outside_modes():
-        made = func(*args, **kwargs | {"device": "meta", "generator": None} if False else kwargs | {"device": "meta"})
-    return not made.dtype.is_floating_point and not made.dtype.is_complex and made.nbytes <= VALUED_BYTES
+        made = func(*args, **kwargs | {"device": "meta"})
+    whole = not (made.dtype.is_floating_point or made.dtype.is_complex)
+    return whole and bool(made.nbytes <= VALUED_BYTES)
 
 
 def _called_for_values() -> bool:
@@ -293,3 +317,18 @@ def _called_for_values() -> bool:
 def has_storage(tensor: Tensor) -> bool:
     """False for meta tensors, and for layouts that keep their memory in other tensors."""
     return tensor.layout is torch.strided and tensor.device.type != "meta"
+
+
+@contextlib.contextmanager
+def resizes_seen(recorder: Recorder) -> Iterator[None]:
+    """Storages are resized without an operator, as FSDP does to free what it has gathered."""
+    plain = torch.UntypedStorage.resize_
+
+    @functools.wraps(plain)
+    def resize(storage: Any, size: int) -> Any:
+        done = plain(storage, size)
+        recorder.resized(storage)
+        return done
+
+    with replaced([(torch.UntypedStorage, "resize_", resize)]):
+        yield

@@ -77,12 +77,16 @@ class Streams:
         self._position = position
         self.default = Stream(COMPUTE)
         self._current = [self.default]
-        self._numbers = itertools.count()
-        self._of_fsdp = itertools.cycle(OF_FSDP)
+        numbers = itertools.count(1)
 
-    def make(self, *_: Any, **__: Any) -> Stream:
-        """A stream of the user's."""
-        return Stream(f"stream {next(self._numbers)}")
+        class UsersStream(Stream):
+            """``torch.cuda.Stream`` as the user makes it."""
+
+            def __init__(self, *_: Any, **__: Any) -> None:
+                super().__init__(f"stream {next(numbers)}")
+
+        self.kind = UsersStream
+        self._of_fsdp = itertools.cycle(OF_FSDP)
 
     def Stream(self, *_: Any, **__: Any) -> Stream:
         """A stream of FSDP2's."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import itertools
+from collections.abc import Container, Iterator
 
 from fxshard.ir.calls import Call
 from fxshard.memory.category import Category
@@ -38,8 +39,8 @@ class Tape:
         ranges: every storage, in the order of birth; one that was freed and allocated again by
             ``resize_`` is two.
         marks: where phases change.
-        ends: numbers of the points that are the last of a step.
-        calls: per step and micro-batch, every call of a module.
+        ends: the points after which a step begins or ends; what comes before the first is no step.
+        calls: per stretch between them, and micro-batch, every call of a module.
     """
 
     def __init__(self) -> None:
@@ -76,10 +77,33 @@ class Tape:
         """A storage is freed after the last point."""
         gone.died = 2 * self.last + 1
 
-    def end_step(self) -> None:
-        """A step is over with the last point."""
+    def end(self) -> None:
+        """With the last point a step is over, or what comes before the first."""
         self.ends.append(self.last)
         self.calls.append([])
+
+    def steps(self) -> list[tuple[int, int]]:
+        """Per step the last point before it and its last point; the start of the run is no step."""
+        return list(itertools.pairwise(self.ends))
+
+    def phases(self, first: int, last: int) -> Iterator[tuple[Mark, int]]:
+        """The phases of the points after `first` up to `last`, each with the point that ends it."""
+        inside = [mark for mark in self.marks if first < mark.point <= last]
+        carried = [mark for mark in self.marks if mark.point <= first]
+        if carried and first < last and (not inside or inside[0].point > first + 1):
+            inside.insert(0, dataclasses.replace(carried[-1], point=first + 1))
+        for mark, following in itertools.zip_longest(inside, inside[1:]):
+            yield mark, last + 1 if following is None else following.point
+
+    def products(self, operators: Container[str], backward: bool) -> Iterator[int]:
+        """The points at which such an operator runs, in backward or outside of it."""
+        for mark, following in itertools.zip_longest(self.marks, self.marks[1:]):
+            if ("backward" in mark.phase) != backward:
+                continue
+            stop = len(self.moments) if following is None else following.point
+            for point in range(mark.point, stop):
+                if self.moments[point].op in operators:
+                    yield point
 
     def ledger(self, step: int) -> Ledger:
         """The live ranges of one step.
@@ -87,41 +111,27 @@ class Tape:
         Args:
             step: from 0; -1 is the last that is over.
         """
-        ends = [0, *self.ends]
-        number = step % len(self.ends)
-        first, last = ends[number], ends[number + 1]
+        first, last = self.steps()[step]
         made = Ledger()
-        made.phases = list(self._phases(first, last))
-        starts = {phase.start for phase in made.phases}
         shift: dict[int, int] = {}  # number of a point -> its number in the ledger
-        for point in range(first + 1, last + 1):
-            if len(made.moments) in starts:
-                made.moments.append(Moment("start"))
-            shift[point] = len(made.moments)
-            made.moments.append(self.moments[point])
+        for mark, stop in self.phases(first, last):
+            count = stop - mark.point
+            made.phases.append(Phase(mark.phase, mark.micro_batch, len(made.moments), count))
+            made.moments.append(Moment("start"))
+            for point in range(mark.point, stop):
+                shift[point] = len(made.moments)
+                made.moments.append(self.moments[point])
         begin, end = 2 * first + 1, 2 * last + 1
         for each in self.ranges:
-            if each.died is not None and each.died <= begin:
-                continue
             if each.born > end:
                 break
+            if each.died is not None and (each.died <= begin or each.died <= each.born):
+                continue
             copy = each.copied()
             copy.born = BEFORE if each.born <= begin else _moved(each.born, shift)
             copy.died = None if each.died is None or each.died > end else _moved(each.died, shift)
             made.ranges.append(copy)
         return made
-
-    def _phases(self, first: int, last: int) -> Iterable[Phase]:
-        """The phases of the points after `first` up to `last`, each with a point for its start."""
-        inside = [mark for mark in self.marks if first < mark.point <= last]
-        carried = [mark for mark in self.marks if mark.point <= first]
-        if carried and (not inside or inside[0].point > first + 1):
-            inside.insert(0, dataclasses.replace(carried[-1], point=first + 1))
-        start = 0
-        for i, mark in enumerate(inside):
-            stop = inside[i + 1].point if i + 1 < len(inside) else last + 1
-            yield Phase(mark.phase, mark.micro_batch, start, stop - mark.point)
-            start += 1 + stop - mark.point
 
 
 def _moved(tick: int, shift: dict[int, int]) -> int:

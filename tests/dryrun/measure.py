@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
@@ -31,15 +32,17 @@ class Measure(TorchDispatchMode):
     ) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented
-        if func.namespace == "profiler" or func.is_view:
+        fake = any(issubclass(kind, FakeTensor) for kind in types)  # DTensor works out shapes
+        if func.namespace == "profiler" or func.is_view or fake:
             return func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default and not self._knows(args[1]):
             return func(*args)  # gloo copies what it has received out of a buffer of its own
         self.close()
-        self._name = str(func)
         self._see((args, kwargs))
         result = func(*args, **(kwargs or {}))
-        self._see(result)
+        if not any(isinstance(x, FakeTensor) or _is_meta(x) for x in tree_leaves(result)):
+            self._name = str(func)
+            self._see(result)
         return result
 
     def close(self) -> None:
@@ -60,6 +63,10 @@ class Measure(TorchDispatchMode):
                 storage = leaf.untyped_storage()
                 if not self._knows(leaf):
                     self._alive[id(storage)] = weakref.ref(storage)
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 @contextlib.contextmanager
