@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fxshard.api import compile, fully_shard, plan, shard, tune, validate
     from fxshard.config import Options
+    from fxshard.dryrun.run import DryRun, dry_run, is_dry_run
     from fxshard.dynamo.graphs import reports
     from fxshard.errors import (
         CaptureError,
@@ -36,6 +37,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DoesNotFitError",
+    "DryRun",
     "FxshardError",
     "FxshardModule",
     "MemoryReport",
@@ -57,7 +59,9 @@ __all__ = [
     "VerifyError",
     "compile",
     "default_passes",
+    "dry_run",
     "fully_shard",
+    "is_dry_run",
     "load_checkpoint",
     "plan",
     "register_fsdp_forward_method",
@@ -68,6 +72,7 @@ __all__ = [
     "validate",
 ]
 _HOMES = {
+    "DryRun": "dryrun.run",
     "FxshardModule": "runtime.module",
     "MemoryReport": "memory.report",
     "Options": "config",
@@ -78,7 +83,9 @@ _HOMES = {
     "Validation": "validation.compare",
     "compile": "api",
     "default_passes": "pipeline",
+    "dry_run": "dryrun.run",
     "fully_shard": "api",
+    "is_dry_run": "dryrun.run",
     "load_checkpoint": "runtime.checkpoint",
     "plan": "api",
     "register_fsdp_forward_method": "runtime.module",

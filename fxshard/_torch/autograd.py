@@ -93,3 +93,22 @@ def saved_tensors_hooks_on_top() -> tuple[Callable[..., Any], Callable[..., Any]
 def in_backward() -> bool:
     """True while the autograd engine runs a backward in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def running_node_number() -> int | None:
+    """Number of the node that the engine runs now, or None outside of nodes.
+
+    Forward numbers the nodes that it makes; accumulations into leaves have no number.
+    (torch/fx/proxy.py takes ``seq_nr`` from here.)
+    """
+    node = torch._C._current_autograd_node()
+    number = None if node is None else node._sequence_nr()
+    return None if number is None or number > _LARGEST else number
+
+
+_LARGEST = (1 << 63) - 1  # accumulations have the largest number there is, to run first
+
+
+def next_node_number() -> int:
+    """The number of the node that forward will make next, in this thread."""
+    return int(vars(torch.autograd)["_get_sequence_nr"]())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorConfig,
     FakeTensorMode,
+    UnsupportedOperatorException,
     is_fake,
 )
 from torch.utils._python_dispatch import _disable_current_modes
@@ -21,6 +23,7 @@ from fxshard._torch.modes import outside_modes
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "UnsupportedOperatorException",
     "convolves_with_onednn",
     "fake_empty",
     "fake_of",
@@ -29,6 +32,7 @@ __all__ = [
     "fake_view",
     "is_fake",
     "suggest_memory_format",
+    "swaps_of_fakes",
     "values_as_text",
 ]
 
@@ -164,3 +168,20 @@ def values_as_text(tensor: torch.Tensor) -> str:
     """The values of a real tensor, also under a fake mode."""
     with outside_modes():
         return str(tensor.tolist())
+
+
+def swaps_of_fakes() -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """``torch.utils.swap_tensors``, which ``Module.to`` exchanges fake parameters with.
+
+    Torch refuses a tensor that something refers to weakly, and refers so to some fakes itself. They
+    get other data, as ``Module.to`` gives to tensors that are not fake. (torch/utils/__init__.py)
+    """
+    plain = torch.utils.swap_tensors
+
+    def swap(first: torch.Tensor, second: torch.Tensor) -> None:
+        if is_fake(first) and weakref.getweakrefs(first):
+            first.data = second.detach()
+        else:
+            plain(first, second)
+
+    return swap

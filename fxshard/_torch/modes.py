@@ -8,11 +8,17 @@ from typing import Any
 
 import torch
 from torch._dynamo.utils import preserve_rng_state as rng_kept
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass_type,
+)
 
 __all__ = [
     "TorchDispatchMode",
+    "below_autograd",
     "inside_autocast",
+    "is_wrapper",
     "outside_autocast",
     "outside_modes",
     "rng_kept",
@@ -57,6 +63,12 @@ def unobserved() -> Iterator[None]:
             each.update(now)
 
 
+def below_autograd() -> contextlib.AbstractContextManager[Any]:
+    """Dispatch the operators of the block past autograd."""
+    guard: contextlib.AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
+    return guard
+
+
 def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
     """Run the operators of the block without the autocast of "cpu" or "cuda"."""
     key = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
@@ -83,3 +95,8 @@ def outside_autocast() -> Iterator[None]:
 
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def is_wrapper(kind: type) -> bool:
+    """True for a tensor subclass that keeps its memory in tensors inside of it, as DTensor does."""
+    return is_traceable_wrapper_subclass_type(kind)

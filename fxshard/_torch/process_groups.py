@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -24,11 +25,13 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    hook = sys.excepthook  # torch puts the rank before each line of a traceback, once per group
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 def forget_groups(mesh: DeviceMesh) -> None:

@@ -17,6 +17,7 @@ __all__ = [
     "spec_of",
     "tree_flatten",
     "tree_flatten_with_path",
+    "tree_iter",
     "tree_map_tensors",
     "tree_unflatten",
 ]
@@ -126,3 +127,6 @@ def tree_flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], TreeSpec]:
 def tree_map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """`tree` with ``fn`` of every tensor in it; Dynamo can trace it."""
     return _pytree.tree_map_only(torch.Tensor, fn, tree)
+
+
+tree_iter = _pytree.tree_iter

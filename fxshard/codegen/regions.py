@@ -30,6 +30,7 @@ from torch import Tensor, fx
 
 from fxshard._torch import inductor
 from fxshard._torch.fake_tensors import FakeTensorMode
+from fxshard.codegen import kernel_free
 from fxshard.host import files
 from fxshard.ir import domain, tags
 from fxshard.ir.compiled import Compiled, Step, stays_apart
@@ -241,18 +242,6 @@ class _Recorder:
         return self._numbers[id(tensor.untyped_storage())]
 
 
-class _Kernel:
-    """Stands in for a kernel: it can be called and launched, and does nothing."""
-
-    def __init__(self, name: str, recorder: _Recorder) -> None:
-        self._name, self._recorder = name, recorder
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self._recorder.ran(self._name)
-
-    run = __call__
-
-
 class _Watched:
     """Stands in for ``torch.ops``, ``aten``, ``extern_kernels``: calls are recorded.
 
@@ -272,61 +261,25 @@ class _Watched:
         return self._recorder.see(self._target(*args, **kwargs))
 
 
-class _Torch:
-    """Stands in for ``torch`` in generated code."""
-
-    def __init__(self, recorder: _Recorder) -> None:
-        self.ops = _Watched(torch.ops, recorder)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
 def _fake_namespace(
     module: ast.Module, code: inductor.Generated, recorder: _Recorder
 ) -> dict[str, Any]:
     """What the statements of the module run in, with ``call`` in it."""
 
-    def empty(size: Any, stride: Any, dtype: torch.dtype, device: str = "cpu") -> Tensor:
+    def empty(size: Any, stride: Any, dtype: torch.dtype, device: str) -> Tensor:
         made: Tensor = recorder.see(torch.empty_strided(size, stride, dtype=dtype, device=device))
         return made
 
-    def reinterpret(tensor: Tensor, size: Any, stride: Any, offset: int) -> Tensor:
-        return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
-
-    def nothing(*args: Any) -> None:
-        return None
-
     operators = _Watched(torch.ops, recorder)
-    namespace: dict[str, Any] = {
-        "__name__": "fxshard.region",
-        "torch": _Torch(recorder),
+    names: dict[str, Any] = {
+        "torch": kernel_free.Torch(ops=operators),
         "device": torch.device,
-        "inf": float("inf"),
-        "nan": float("nan"),
         "aten": operators.aten,
         "at": recorder.at,
-        "empty_strided": lambda size, stride, *, dtype, device: empty(size, stride, dtype, device),
-        "empty_strided_cpu": empty,
-        "empty_strided_cuda": lambda size, stride, dtype: empty(size, stride, dtype, "cuda"),
-        "reinterpret_tensor": reinterpret,
-        "assert_size_stride": nothing,
-        "assert_size_stride_grouped": nothing,  # since torch 2.15
-        "assert_alignment": nothing,
-        "get_raw_stream": nothing,
         "extern_kernels": _Watched(inductor.extern_kernels(), recorder),
+        **{name: torch.empty_like(value) for name, value in code.constants.items()},
     }
-    for name, value in code.constants.items():
-        namespace[name] = torch.empty_like(value)
-    body: list[ast.stmt] = []
-    for statement in module.body:
-        if _is_runner(statement):
-            body.append(statement)
-        elif isinstance(statement, ast.Assign) and "async_compile." in ast.unparse(statement.value):
-            for target in statement.targets:
-                namespace[ast.unparse(target)] = _Kernel(ast.unparse(target), recorder)
-    exec(compile(ast.Module(body, []), "<fxshard region>", "exec"), namespace)
-    return namespace
+    return kernel_free.namespace(module, "<fxshard region>", empty, recorder.ran, names)
 
 
 def _fake_inputs(graph: fx.Graph, recorder: _Recorder) -> list[Tensor]:
@@ -369,16 +322,6 @@ def _storages(node: fx.Node) -> list[int]:
 
 
 # -- the statements of generated modules ----------------------------------------------------------
-
-
-def _is_runner(statement: ast.stmt) -> bool:
-    """What ``call`` is made of: the class that has it, and what is assigned from it."""
-    if isinstance(statement, ast.ClassDef):
-        return statement.name == "Runner"
-    if isinstance(statement, ast.FunctionDef):
-        return statement.name == "call"
-    names = {ast.unparse(t) for t in getattr(statement, "targets", ())}
-    return bool(names & {"runner", "call"})
 
 
 def _is_for_later(statement: ast.stmt) -> bool:
@@ -507,7 +450,7 @@ def _begun(region: Compiled) -> dict[str, Any]:
 def _function(region: Compiled, loaded: dict[str, Any], at: Callable[[], None] | None) -> Function:
     def variant(rewrite: Callable[[ast.Module], ast.Module], **names: Any) -> Function:
         module = ast.parse(region.code.source)
-        module.body = [s for s in module.body if _is_runner(s)]
+        module.body = [s for s in module.body if kernel_free.is_runner(s)]
         module = rewrite(module)
         function: Function = _executed(module, {**loaded, **names}, region, ast.unparse(module))[
             "call"

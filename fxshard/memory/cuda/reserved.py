@@ -73,6 +73,24 @@ class DeviceMemory:
     replay: Replay
 
     @property
+    def requested(self) -> int:
+        """The most bytes asked for at once, kernel temporaries and workspaces included."""
+        return self.replay.peaks.requested
+
+    @property
+    def active(self) -> int:
+        """The most bytes in blocks in use, or waiting for a stream (``active_bytes.all.peak``)."""
+        return self.replay.peaks.active
+
+    @property
+    def reserved_by_stream(self) -> dict[str, int]:
+        """Bytes of the segments that each stream has at the end: no stream reuses another's."""
+        found: dict[str, int] = {}
+        for segment in self.replay.segments:
+            found[segment.stream] = found.get(segment.stream, 0) + segment.bytes
+        return found
+
+    @property
     def outside(self) -> int:
         """Bytes that may be taken outside of the allocator, at most: context and NCCL."""
         return sum(cost.bytes for cost in self.fixed if cost.bound)

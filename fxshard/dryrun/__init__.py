@@ -1,0 +1,1 @@
+"""The user's own training code on tensors without data, for the memory that it takes."""

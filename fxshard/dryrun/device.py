@@ -1,0 +1,98 @@
+"""What CUDA's caching allocator makes of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import torch
+
+from fxshard.dryrun.tape import Tape
+from fxshard.memory.cuda.allocator import Allocation, replay
+from fxshard.memory.cuda.fixed_costs import FixedCost, fixed_costs
+from fxshard.memory.cuda.reserved import DeviceMemory, PhaseReserved
+from fxshard.memory.cuda.settings import AllocatorSettings
+from fxshard.memory.kernels import KernelTemporary
+
+aten = torch.ops.aten
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the first that is set counts
+PRODUCTS = {
+    str(getattr(packet, overload))
+    for packet in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
+    for overload in packet.overloads()
+}
+
+
+def settings_of_environment() -> AllocatorSettings:
+    """What PYTORCH_ALLOC_CONF says, or PYTORCH_CUDA_ALLOC_CONF.
+
+    Raises:
+        ConfigError: it says what torch would refuse.
+    """
+    text = next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "")
+    return AllocatorSettings.from_text(text)
+
+
+def device_memory(
+    tape: Tape,
+    *,
+    capability: tuple[int, int],
+    settings: AllocatorSettings | None,
+    capacity: int | None,
+    unknown: tuple[KernelTemporary, ...],
+) -> DeviceMemory:
+    """Follow the whole run, from the first tensor on, through the allocator.
+
+    Args:
+        tape: what was allocated and freed, and on which stream.
+        capability: of the GPU; decides the workspaces.
+        settings: of the allocator; None: those of the environment.
+        capacity: bytes of the device without what is outside of the allocator; None: no limit.
+        unknown: kernels whose temporaries are not known.
+    """
+    fixed = tuple(fixed_costs(capability))
+    lives = [
+        Allocation(each.bytes, each.born, each.died, each.stream)
+        for each in tape.ranges
+        if not each.host and each.bytes and (each.died is None or each.died > each.born)
+    ]
+    lives += _workspaces(tape, fixed)
+    lives.sort(key=lambda each: each.born)
+    done = replay(lives, settings or settings_of_environment(), capacity=capacity)
+    phases = []
+    for step, (first, last) in enumerate(tape.steps(), start=1):
+        for mark, stop in tape.phases(first, last):
+            most = done.between(2 * mark.point, 2 * stop)
+            phases.append(
+                PhaseReserved(
+                    *(mark.phase, mark.micro_batch, step),
+                    *(most.requested, most.allocated, most.reserved),
+                )
+            )
+    peaks = done.peaks
+    return DeviceMemory(
+        tuple(phases),
+        peaks.allocated,
+        peaks.reserved,
+        peaks.fragmentation,
+        peaks.retries,
+        None if peaks.out_of_memory is None else _where(tape, peaks.out_of_memory // 2),
+        fixed,
+        unknown,
+        done,
+    )
+
+
+def _workspaces(tape: Tape, fixed: tuple[FixedCost, ...]) -> Iterator[Allocation]:
+    """Each thread that multiplies matrices has one, from its first product on."""
+    inside = [cost for cost in fixed if not cost.bound]
+    for cost, backward in zip(inside, (False, True), strict=True):
+        for point in tape.products(PRODUCTS, backward):
+            yield Allocation(cost.bytes, 2 * point, None)
+            break
+
+
+def _where(tape: Tape, point: int) -> tuple[int, str, str]:
+    step = next((n for n, (_, last) in enumerate(tape.steps(), start=1) if point <= last), 0)
+    phase = [mark.phase for mark in tape.marks if mark.point <= point][-1:]
+    return step, phase[0] if phase else "between", tape.moments[point].node

@@ -1,0 +1,334 @@
+"""Recorder: notes on a tape what each operator allocates, and what is freed after it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxshard._torch.export import DATA_DEPENDENT_ERRORS
+from fxshard._torch.fake_tensors import (
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    is_fake,
+)
+from fxshard._torch.fully_sharded import replaced
+from fxshard._torch.modes import TorchDispatchMode, is_wrapper, outside_modes
+from fxshard._torch.trees import tree_iter, tree_map_tensors
+from fxshard.capture.provenance import DEVICE_OF
+from fxshard.dryrun import values
+from fxshard.dryrun.position import Position
+from fxshard.dryrun.tape import Tape
+from fxshard.memory.category import Category
+from fxshard.memory.ledger import LiveRange, owner_of
+
+name_of = functools.cache(str)  # of an operator: torch puts it together at each call
+
+NOT_KNOWN: tuple[type[Exception], ...] = (*DATA_DEPENDENT_ERRORS, UnsupportedOperatorException)
+
+# Operators that may give a storage another size: what their arguments had is looked at again.
+RESIZING = ("aten.resize", "aten.set_", "aten.resize_as_")
+
+# What kernels take for themselves: called with an operator, its arguments and its results.
+Inside = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]
+
+
+Placed = Callable[
+    [Any, tuple[Any, ...], dict[str, Any]], tuple[dict[str, Any], bool]
+]  # an operator and its arguments -> its keywords, and whether its results are on the host
+
+_TO_COPY = torch.ops.aten._to_copy.default
+
+
+def _all_on_device(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], bool]:
+    return kwargs, False
+
+
+class Recorder(TorchDispatchMode):
+    """Sees every operator on plain tensors, in the order in which the run calls them.
+
+    Operators on tensor subclasses that wrap others (DTensor) are seen where they run on what is
+    inside. A storage is known by a weak reference, which tells when it dies.
+
+    Attributes:
+        tape: what is written.
+        position: where in the step the run is.
+        inside: bytes that a kernel takes and gives back while it runs.
+    """
+
+    def __init__(
+        self, tape: Tape, position: Position, fakes: FakeTensorMode, placed: Placed | None = None
+    ) -> None:
+        """Args:
+        tape, position: see there.
+        fakes: makes tensors without values of those with values.
+        placed: says of an operator and its arguments with which keywords to run it, and whether
+            its results lie in the host's memory; None: all is on the one device that there is.
+        """
+        super().__init__()
+        self.tape, self.position = tape, position
+        self.inside: Inside | None = None
+        self._placed = placed or _all_on_device
+        self._known: dict[int, LiveRange | None] = {}  # by id of a live storage; None: of no bytes
+        self._references: dict[int, Any] = {}
+        self._fakes = fakes
+        self._kept: list[Tensor] = []
+        self._stale: set[int] = set()  # ids of real storages that fake tensors were written into
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(map(is_wrapper, types)):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if func is DEVICE_OF or func.namespace == "profiler":
+            return func(*args, **kwargs)
+        if func.is_view:
+            return self._run(func, args, kwargs)[0]
+        kwargs, host = self._placed(func, args, kwargs)
+        if func is _TO_COPY and not host and self._is_moved_already(args[0], kwargs):
+            return self._run(torch.ops.aten.alias.default, args, {})[0]
+        name = name_of(func)
+        self.position.at_operator(name, lambda: self.storages((args, kwargs)))
+        self._point(name)
+        self._outside(args, kwargs)
+        result, of_torch = self._run(func, args, kwargs)
+        for tensor in _tensors(result):
+            self._see(tensor.untyped_storage(), host=host or of_torch)
+        if name.startswith(RESIZING):
+            self._look_again(args)
+        if self.inside is not None and not host:
+            self._take(self.inside(func, args, kwargs, result))
+        return result
+
+    def _is_moved_already(self, tensor: Tensor, kwargs: dict[str, Any]) -> bool:
+        """True if a copy to the device would be none, as the tensor is there."""
+        dtype = kwargs.get("dtype")
+        return (
+            "device" in kwargs
+            and self.is_on_device(tensor)
+            and dtype in (None, tensor.dtype)
+            and kwargs.get("memory_format") in (None, torch.preserve_format)
+        )
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+        """Run an operator: where every tensor has values, on these.
+
+        Returns:
+            Its result, and whether it is made of nothing by code of torch that needs its values.
+        """
+        given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        real = [tensor for tensor in given if not self._has_no_values(tensor)]
+        of_torch = not given and _called_for_values()
+        alone = of_torch or (not given and _keeps_values(func, args, kwargs))
+        if alone or (given and len(real) == len(given)):
+            with outside_modes():
+                return func(*args, **kwargs), of_torch
+        if real:
+            args, kwargs = tree_map_tensors(self._without_values, (args, kwargs))
+            if func._schema.is_mutable:  # what is written into them is not known
+                self._stale.update(id(tensor.untyped_storage()) for tensor in real)
+        try:
+            return func(*args, **kwargs), False
+        except NOT_KNOWN as error:
+            raise values.refusal(error, name_of(func)) from error
+
+    def _has_no_values(self, tensor: Tensor) -> bool:
+        return is_fake(tensor) or id(tensor.untyped_storage()) in self._stale
+
+    def _without_values(self, tensor: Tensor) -> Tensor:
+        """The fake tensor that stands for one with values, in a storage that is not another one."""
+        if is_fake(tensor):
+            return tensor
+        fake = self._fakes.from_tensor(tensor)
+        key = id(fake.untyped_storage())
+        if key not in self._known:
+            self._known[key] = self._known.get(id(tensor.untyped_storage()))
+            self._kept.append(fake)
+        return fake
+
+    def _point(self, op: str, *, kind: Any = None) -> int:
+        moment = self.position.moment(op)
+        if kind is not None:
+            moment = moment._replace(kind=kind)
+        return self.tape.point(moment, self.position.phase, self.position.micro_batch)
+
+    def note(self, op: str, module: str | None = None) -> None:
+        """Something happens that is no operator: a wait, a free."""
+        moment = self.position.moment(op)._replace(kind="row")
+        if module is not None:
+            moment = moment._replace(module=module)
+        self.tape.point(moment, self.position.phase, self.position.micro_batch)
+
+    # -- storages --------------------------------------------------------------------------------
+
+    def storages(self, tree: Any) -> Iterator[LiveRange]:
+        """The live ranges of the tensors in `tree`, as far as they are known."""
+        for tensor in _tensors(tree):
+            found = self._known.get(id(tensor.untyped_storage()))
+            if found is not None:
+                yield found
+
+    def mark(self, tensors: Iterable[Any], category: Category) -> None:
+        """What a storage is held for turns out: from its birth on."""
+        for found in self.storages(list(tensors)):
+            found.category = category
+
+    def owned(self, tensor: Tensor, fqn: str) -> None:
+        """A storage is that of a parameter."""
+        for found in self.storages(tensor):
+            found.name, found.module, found.op, found.line = fqn, owner_of(fqn), "", ""
+
+    def bytes_on_device(self) -> tuple[int, int]:
+        """Bytes on the device now, and the most so far."""
+        live = most = 0
+        changes: list[tuple[int, int]] = []
+        for each in self.tape.ranges:
+            if not each.host:
+                changes.append((each.born, each.bytes))
+                changes += [] if each.died is None else [(each.died, -each.bytes)]
+        for _, change in sorted(changes):
+            live += change
+            most = max(most, live)
+        return live, most
+
+    def is_known(self, tensor: Tensor) -> bool:
+        """True if a storage was seen before."""
+        return id(tensor.untyped_storage()) in self._known
+
+    def is_on_device(self, tensor: Tensor) -> bool:
+        """True if a tensor lies in the memory of the device that the run is for."""
+        if not has_storage(tensor):
+            return False
+        found = self._known.get(id(tensor.untyped_storage()))
+        return found is not None and not found.host
+
+    def _outside(self, args: Any, kwargs: Any) -> None:
+        """Tensors that were there before, or came from where no operator ran, as from NumPy."""
+        for tensor in _tensors((args, kwargs)):
+            if not self.is_known(tensor):
+                host = self._placed(None, (tensor,), {})[1]
+                self._see(tensor.untyped_storage(), host=host, category=Category.INPUTS)
+
+    def _see(
+        self,
+        storage: torch.UntypedStorage,
+        *,
+        host: bool,
+        category: Category | None = None,
+    ) -> None:
+        key = id(storage)
+        if key in self._known:
+            return
+        size = storage.nbytes()
+        category = category or self.position.category
+        self._known[key] = self.tape.born(size, category, host=host) if size else None
+
+        def died(_: Any) -> None:
+            gone = self._known.pop(key, None)
+            self._references.pop(key, None)
+            if gone is not None and gone.died is None:
+                self.tape.died(gone)
+
+        self._references[key] = weakref.ref(storage, died)
+
+    def _look_again(self, args: Any) -> None:
+        for tensor in _tensors(args):
+            self.resized(tensor.untyped_storage())
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage may have another size now: then the old memory is gone, and the new is there.
+
+        Raises nothing for storages that were never seen: they are not of this run.
+        """
+        key = id(storage)
+        if key not in self._known:
+            return
+        before = self._known[key]
+        size, had = storage.nbytes(), 0 if before is None else before.bytes
+        if size == had:
+            return
+        if size:
+            self._point("resize_", kind="row")
+            host = before is not None and before.host
+            self._known[key] = self.tape.born(size, self.position.category, host=host)
+        else:
+            self._known[key] = None
+        if before is not None and before.died is None:
+            self.tape.died(before)
+
+    def _take(self, size: int) -> None:
+        """A kernel takes memory and gives it back."""
+        if size:
+            self.tape.died(self.tape.born(size, Category.TEMP, host=False))
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """The tensors in `tree` that have memory."""
+    for leaf in tree_iter(tree):
+        if isinstance(leaf, Tensor) and has_storage(leaf):
+            yield leaf
+
+
+# Modules of torch that compute with numbers of ranks, of samples, of seeds.
+WITH_VALUES = ("torch.distributed.device_mesh", "torch.distributed._mesh", "torch.utils.data")
+
+
+VALUED_BYTES = 16 << 20  # integers of up to so many bytes keep their values
+VALUED = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in (
+        *("arange", "zeros", "ones", "full", "eye", "randint", "randperm"),
+        *("scalar_tensor", "tril_indices", "triu_indices"),
+    )
+)
+
+
+def _keeps_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if an operator makes integers of nothing: positions, masks, tokens. Code reads them."""
+    if func._overloadpacket not in VALUED:
+        return False
+    with outside_modes():
+        made = func(*args, **kwargs | {"device": "meta"})
+    whole = not (made.dtype.is_floating_point or made.dtype.is_complex)
+    return whole and bool(made.nbytes <= VALUED_BYTES)
+
+
+def _called_for_values() -> bool:
+    """True if a tensor is made of nothing by code that needs its values."""
+    frame = sys._getframe(3)
+    for _ in range(6):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__", "").startswith(WITH_VALUES):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """False for meta tensors, and for layouts that keep their memory in other tensors."""
+    return tensor.layout is torch.strided and tensor.device.type != "meta"
+
+
+@contextlib.contextmanager
+def resizes_seen(recorder: Recorder) -> Iterator[None]:
+    """Storages are resized without an operator, as FSDP does to free what it has gathered."""
+    plain = torch.UntypedStorage.resize_
+
+    @functools.wraps(plain)
+    def resize(storage: Any, size: int) -> Any:
+        done = plain(storage, size)
+        recorder.resized(storage)
+        return done
+
+    with replaced([(torch.UntypedStorage, "resize_", resize)]):
+        yield

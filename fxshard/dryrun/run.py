@@ -1,0 +1,390 @@
+"""Dry runs: the user's own steps on tensors without data, and the memory that they take."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fxshard._torch import export, fully_sharded, remembered_device
+from fxshard._torch.fake_tensors import swaps_of_fakes
+from fxshard._torch.process_groups import fake_process_group
+from fxshard.arguments import check_count
+from fxshard.bytesize import parse_budget
+from fxshard.capture.cuda import operators
+from fxshard.capture.cuda.operators import CudaFakeMode
+from fxshard.capture.provenance import user_line
+from fxshard.capture.strides import KernelFakeMode
+from fxshard.dryrun import accelerator, device, kernels
+from fxshard.dryrun.accelerator import Placement
+from fxshard.dryrun.gpus import DEFAULT, GpuModel, gpu
+from fxshard.dryrun.position import Position, followed
+from fxshard.dryrun.recorder import Recorder, resizes_seen
+from fxshard.dryrun.streams import Streams
+from fxshard.dryrun.tape import Tape
+from fxshard.dryrun.values import Values
+from fxshard.errors import CaptureError, ConfigError
+from fxshard.ir.units import Unit
+from fxshard.memory import states
+from fxshard.memory.category import Category
+from fxshard.memory.cuda.reserved import DeviceMemory
+from fxshard.memory.cuda.settings import AllocatorSettings
+from fxshard.memory.kernels import KernelTemporary
+from fxshard.memory.report import MemoryReport
+from fxshard.memory.states import Rows
+
+PARAMETERS = (Category.SHARDED_PARAM, Category.SHARDED_GRAD)
+GPUS_PER_NODE = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class _Taken:
+    """Memory that a kernel takes for itself, or None if that is not known."""
+
+    point: int
+    bytes: int | None
+    why: str
+
+
+class DryRun:
+    """What `dry_run` gives: marks of steps, and what the steps took.
+
+    Attributes:
+        world_size, rank: of the process group that the run believes to be in.
+        device: "cpu" or "cuda".
+    """
+
+    def __init__(self, world_size: int, model: GpuModel | None, rank: int) -> None:
+        self.world_size, self.rank = world_size, rank
+        self.device = "cpu" if model is None else "cuda"
+        self._gpu = model
+        self._tape = Tape()
+        self._position = Position(self._tape)
+        self._streams = Streams(self._position)
+        self._placement = Placement()
+        self._taken: list[_Taken] = []
+        kind = KernelFakeMode if model is None else CudaFakeMode
+        self._fakes = kind(allow_non_fake_inputs=True)
+        self._recorder = Recorder(
+            self._tape,
+            self._position,
+            self._fakes,
+            None if model is None else self._placement.placed,
+        )
+        if model is not None:
+            self._recorder.inside = self._inside
+        self._placement.recorder = self._recorder
+
+    # -- for the user ------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """A step is over: call it after the optimizer's step and zero_grad.
+
+        Before the first forward it says that the step begins now; without that, the first step
+        begins with the first forward.
+        """
+        for root in self._position.roots:
+            self._mark_gradients(root.parameters())
+        self._position.end_step()
+
+    @property
+    def steps(self) -> int:
+        """How many steps are over."""
+        return len(self._tape.steps())
+
+    @property
+    def memory(self) -> MemoryReport:
+        """The bytes of the first and of the last step that is over, as `Plan.memory`.
+
+        Raises:
+            ConfigError: no step is over.
+        """
+        if not self.steps:
+            raise ConfigError(
+                "no step of this dry run is over: call step() after each optimizer step, inside of "
+                "the block."
+            )
+        tape = self._tape
+        first, steady = tape.ledger(0), tape.ledger(-1)
+        calls = [tuple(map(tuple, each)) for each in (tape.calls[1], tape.calls[self.steps])]
+        optimizers = self._position.optimizers
+        report = MemoryReport(
+            first,
+            steady,
+            calls[1],
+            tuple(self._units()),
+            self.world_size,
+            any("backward" in phase.name for phase in steady.phases),
+            any(each.host and each.category in PARAMETERS for each in steady.ranges),
+            type(optimizers[0]).__name__ if optimizers else None,
+            self.device,
+        )
+        known: dict[str, Any] = {
+            "kernel_temporaries": list(self._temporaries(self.steps - 1)),
+            "_first_rows": Rows(first, states.spans(first, calls[0])),
+            "lifecycle": [],
+        }
+        if self._gpu is not None:
+            known["_device_memory"] = self.device_memory()
+        vars(report).update(known)
+        return report
+
+    def device_memory(
+        self,
+        settings: AllocatorSettings | str | None = None,
+        *,
+        capacity: int | str | None = None,
+    ) -> DeviceMemory:
+        """What CUDA's caching allocator makes of the run, from its first tensor on.
+
+        Args:
+            settings: of the allocator, or text such as "expandable_segments:True"; None: those of
+                the environment's PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF.
+            capacity: of the device without what is outside of the allocator, bytes or text such as
+                "79GiB"; None: no limit.
+
+        Returns:
+            `requested`, `allocated`, `active` and `reserved` peaks in bytes; by phase and stream.
+
+        Raises:
+            ConfigError: the run is for the CPU, or settings that torch would refuse.
+        """
+        if self._gpu is None:
+            raise ConfigError("this dry run is for the CPU, where no allocator keeps memory.")
+        if isinstance(settings, str):
+            settings = AllocatorSettings.from_text(settings)
+        return device.device_memory(
+            self._tape,
+            capability=self._gpu.target.capability,
+            settings=settings,
+            capacity=None if capacity is None else parse_budget(capacity),
+            unknown=tuple(row for row in self._temporaries(-1) if row.bytes is None),
+        )
+
+    def _units(self) -> Iterator[Unit]:
+        for root in self._position.roots[:1]:
+            for i, (module, reshard) in enumerate(fully_sharded.units_of(root)):
+                name = self._position.name_of(module)
+                yield Unit(i, name, type(module).__name__, (), reshard=reshard)
+
+    def _temporaries(self, step: int) -> Iterator[KernelTemporary]:
+        """What kernels took in a step, or -1: in the last one."""
+        steps = self._tape.steps()
+        if not steps:
+            return
+        first, last = steps[step]
+        places: dict[int, tuple[str, int]] = {}
+        for mark, stop in self._tape.phases(first, last):
+            places |= {p: (mark.phase, p - mark.point) for p in range(mark.point, stop)}
+        for each in self._taken:
+            if each.point in places:
+                moment = self._tape.moments[each.point]
+                where = places[each.point]
+                yield KernelTemporary(
+                    *where, moment.op, moment.module, each.bytes, each.why, "cuda"
+                )
+
+    # -- what a storage is held for ----------------------------------------------------------------
+
+    def _began(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The outermost module is called."""
+        mark, local = self._recorder.mark, fully_sharded.local_of
+        mark([local(p) for p in module.parameters()], Category.SHARDED_PARAM)
+        mark([local(b) for b in module.buffers()], Category.BUFFER)
+        mark((args, kwargs), Category.INPUTS)
+        for name, param in module.named_parameters():
+            self._recorder.owned(local(param), self._position.fqn(module, name))
+
+    def _mark_gradients(self, params: Iterable[Tensor]) -> None:
+        grads = [fully_sharded.local_of(p.grad) for p in params if p.grad is not None]
+        self._recorder.mark(grads, Category.SHARDED_GRAD)
+
+    def _stepping(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            self._mark_gradients(group["params"])
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        state = [
+            fully_sharded.local_of(leaf)
+            for entries in optimizer.state.values()
+            for leaf in entries.values()
+            if isinstance(leaf, Tensor)
+        ]
+        self._recorder.mark(state, Category.OPT_STATE)
+
+    def _inside(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
+        """Bytes that a kernel takes while it runs."""
+        size, why = kernels.taken(func, args, kwargs, result)
+        if size != 0:
+            self._taken.append(_Taken(self._tape.last, size, why))
+        return size or 0
+
+    # -- everything that has to be in place --------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_cycles_kept())
+            stack.enter_context(fake_process_group(self.rank, self.world_size))
+            stack.enter_context(_group_taken_for_the_users())
+            stack.enter_context(_compile_refused())
+            swap = (torch.utils, "swap_tensors", swaps_of_fakes())
+            stack.enter_context(fully_sharded.replaced([swap]))
+            stack.enter_context(fully_sharded.meshes_with_values())
+            stack.enter_context(fully_sharded.propagation_unseen())
+            stack.enter_context(resizes_seen(self._recorder))
+            stack.enter_context(fully_sharded.watched(_Units(self._position, self._recorder)))
+            hooks = followed(self._position, self._began, self._stepping, self._stepped)
+            stack.enter_context(hooks)
+            if self._gpu is not None:
+                self._with_gpu(stack, self._gpu)
+            stack.enter_context(self._fakes)
+            stack.enter_context(self._recorder)
+            if self._gpu is not None:
+                stack.enter_context(remembered_device.in_backward_too(self._placement))
+                stack.enter_context(self._placement)
+            stack.enter_context(Values())
+            yield
+
+    def _with_gpu(self, stack: contextlib.ExitStack, model: GpuModel) -> None:
+        target = model.target
+        stack.enter_context(fully_sharded.device_handle(self._streams))
+        stack.enter_context(operators.substituted(target))
+        stack.enter_context(export.aten_kernels(dict(accelerator.KERNELS)))
+        stack.enter_context(remembered_device.remembered(self._placement.is_there))
+        stack.enter_context(
+            accelerator.present(
+                self._placement,
+                self._streams,
+                capability=target.capability,
+                name=model.name,
+                memory=model.memory,
+                count=min(self.world_size, GPUS_PER_NODE),
+                allocated=self._recorder.bytes_on_device,
+            )
+        )
+
+
+class _Units:
+    """Notes what FSDP2's units do (`fully_sharded.Listener`)."""
+
+    def __init__(self, position: Position, recorder: Recorder) -> None:
+        self._position, self._recorder = position, recorder
+
+    def gathering(self, module: nn.Module) -> AbstractContextManager[None]:
+        return self._position.communicating(Category.ALL_GATHER, module)
+
+    def copying_out(self, module: nn.Module) -> AbstractContextManager[None]:
+        return self._position.communicating(Category.UNSHARDED_PARAM, module)
+
+    def reducing(self, module: nn.Module, grads: list[Tensor]) -> AbstractContextManager[None]:
+        self._recorder.mark(list(grads), Category.UNSHARDED_GRAD)
+        return self._position.communicating(Category.REDUCE_SCATTER, module)
+
+    def unsharded(self, module: nn.Module) -> None:
+        self._recorder.note(states.WAIT, self._position.name_of(module))
+
+    def resharded(self, module: nn.Module) -> None:
+        self._recorder.note(states.FREE, self._position.name_of(module))
+
+
+@contextlib.contextmanager
+def dry_run(*, world_size: int, device: str = DEFAULT, rank: int = 0) -> Iterator[DryRun]:
+    """Run the block's own training code on tensors without data, and record the memory of one rank.
+
+    Inside of the block a process group of `world_size` ranks is there, and a GPU. Build the model
+    (on the meta device, on the CPU or on the GPU), shard it with torch's `fully_shard`, or not at
+    all, and train it as always; call `DryRun.step` after each optimizer step. Nothing is computed:
+    tensors have no values, save for integers of up to 16 MiB that are made of nothing or of each
+    other. What was on the GPU would be gone with the block.
+
+    Args:
+        world_size: ranks of the process group.
+        device: "a100", "h100", "h200" or "b200"; "cuda" for "h100"; "cpu": operators of the CPU.
+        rank: which of the ranks the block is.
+
+    Returns:
+        In ``with ... as run``: `DryRun`, whose `memory` and `device_memory` may be asked for
+        inside of the block and after it.
+
+    Raises:
+        ConfigError: no such device or rank, or a process group is initialised already.
+        CaptureError: in the block, where something depends on values, or an operator says nothing
+            about the tensors that it makes; names the line.
+    """
+    check_count("world_size", world_size)
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
+        raise ConfigError(f"rank={rank!r}: expected a rank below world_size={world_size}.")
+    model = gpu(device)
+    if dist.is_available() and dist.is_initialized():
+        raise ConfigError(
+            "dry_run has a process group of its own, but one is initialised in this process: call "
+            "init_process_group inside of the block, where it changes nothing, or leave it out."
+        )
+    run = DryRun(world_size, model, rank)
+    _active.append(run)
+    try:
+        with run._running():
+            yield run
+    finally:
+        _active.remove(run)
+
+
+_active: list[DryRun] = []
+
+
+def is_dry_run() -> bool:
+    """Whether a `dry_run` is active, in which nothing is computed and tensors have no values.
+
+    Returns:
+        True inside of its block.
+    """
+    return bool(_active)
+
+
+@contextlib.contextmanager
+def _cycles_kept() -> Iterator[None]:
+    """No collection comes at a time of its own choice: what lies in cycles lives on."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _compile_refused() -> Iterator[None]:
+    """``torch.compile`` would run what it compiles outside of what a dry run sees."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise CaptureError(
+            f"{user_line()}: a dry run does not follow torch.compile. Leave it out while "
+            f"fxshard.is_dry_run(): the run then says what eager takes, which is more."
+        )
+
+    changes = [(torch, "compile", refuse), (nn.Module, "compile", refuse)]
+    with fully_sharded.replaced(changes):
+        yield
+
+
+@contextlib.contextmanager
+def _group_taken_for_the_users() -> Iterator[None]:
+    """``init_process_group`` and ``destroy_process_group`` change nothing."""
+
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    names = ("init_process_group", "destroy_process_group")
+    owners = (dist, dist.distributed_c10d)
+    with fully_sharded.replaced([(owner, name, nothing) for owner in owners for name in names]):
+        yield

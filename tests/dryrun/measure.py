@@ -1,0 +1,80 @@
+"""What a run of real tensors holds after each operator, measured without fxshard."""
+
+import contextlib
+import gc
+import traceback
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_leaves
+
+Points = list[tuple[str, int]]  # operator, and the bytes that are alive when it is over
+
+
+class Measure(TorchDispatchMode):
+    """Sums up, before each operator, the sizes of all storages that are alive.
+
+    A size is asked anew each time, so that a storage that was resized needs no watching.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.points: Points = []
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._name = ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented
+        fake = any(issubclass(kind, FakeTensor) for kind in types)  # DTensor works out shapes
+        if func.namespace == "profiler" or func.is_view or fake:
+            return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default and not self._knows(args[1]):
+            return func(*args)  # gloo copies what it has received out of a buffer of its own
+        self.close()
+        self._see((args, kwargs))
+        result = func(*args, **(kwargs or {}))
+        if not any(isinstance(x, FakeTensor) or _is_meta(x) for x in tree_leaves(result)):
+            self._name = str(func)
+            self._see(result)
+        return result
+
+    def close(self) -> None:
+        """The operator before is over."""
+        if self._name:
+            sizes = (ref() for ref in self._alive.values())
+            self.points.append((self._name, sum(s.nbytes() for s in sizes if s is not None)))
+        self._name = ""
+
+    def _knows(self, tensor: torch.Tensor) -> bool:
+        found = self._alive.get(id(tensor.untyped_storage()))
+        return found is not None and found() is tensor.untyped_storage()
+
+    def _see(self, tree: Any) -> None:
+        ranks = any(f.filename.endswith("device_mesh.py") for f in traceback.extract_stack(limit=9))
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta" and not ranks:
+                storage = leaf.untyped_storage()
+                if not self._knows(leaf):
+                    self._alive[id(storage)] = weakref.ref(storage)
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """Cycles live on, as in a dry run."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
