@@ -37,7 +37,8 @@ class Bucket:
         max_bytes: a bucket with more is split, in the order of first use; one parameter never is.
         min_bytes: neighbours in that order are merged while both have less, if their units have the
             same precision and resharding, and the first is not read any more where the second is.
-        pack_bytes: parameters with less are packed.
+        pack_bytes: parameters with less are packed, those without an element excepted: a buffer of
+            these alone would not tell how many ranks it is from.
 
     Before (max_bytes=64)::
 
@@ -74,7 +75,7 @@ class Bucket:
             groups.sort(key=lambda group: min(uses.get(f, (never, never))[0] for f in group))
             groups = self.merge(program, groups, sizes, uses)
         program.buckets = tuple(
-            ParamBucket(tuple(group), frozenset(f for f in group if sizes[f] < self.pack_bytes))
+            ParamBucket(tuple(group), frozenset(f for f in group if 0 < sizes[f] < self.pack_bytes))
             for group in groups
         )
 

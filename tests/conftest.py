@@ -14,6 +14,11 @@ from tests.ranks import Ranks
 LEFT_OUT = pytest.StashKey[int]()  # tests of the page, where there is no browser
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Bytes have no part in names: gzip's hold the time, and xdist's workers must collect alike."""
+    return argname if isinstance(val, bytes) else None
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(sampling)
     if browser.executable() is None and browser.is_required():

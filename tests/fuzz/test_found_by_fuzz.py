@@ -281,3 +281,38 @@ def test_a_capture_that_took_a_second_way_keeps_no_output() -> None:
         assert seen() is None
     finally:
         gc.enable()
+
+
+class Hollow(nn.Module):
+    """A unit whose small parameters, which are packed together, have no element; [n, 3] -> [n, 3]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.empty(0, 3)), nn.Parameter(torch.empty(2, 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, self.one]) + self.other.sum()
+
+
+def hollow_step(rank: int | None, world_size: int) -> list[Tensor]:
+    """Gradients and output of a step; `rank` None: all ranks in this process."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), Hollow(), nn.Linear(3, 3))
+    world = {"world_size": world_size} if rank is None else {}
+    fxshard.compile(model, units=["0", "1", "2"], pack_bytes=1 << 20, **world)
+    out = model(torch.ones(4, 3))
+    out.sum().backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    full = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
+    return [out.detach(), *full]
+
+
+def test_packed_parameters_without_an_element(ranks: Any) -> None:
+    """The buffer of the packed ones told how many ranks it is from."""
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(3, 3), Hollow(), nn.Linear(3, 3))
+    out = eager(torch.ones(4, 3))
+    out.sum().backward()
+    expected = [out.detach(), *(p.grad for p in eager.parameters() if p.grad is not None)]
+    for found in (hollow_step(None, 2), *ranks(2).run(hollow_step)):
+        torch.testing.assert_close(found, expected)
