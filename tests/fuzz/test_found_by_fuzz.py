@@ -284,7 +284,7 @@ def test_a_capture_that_took_a_second_way_keeps_no_output() -> None:
 
 
 class Hollow(nn.Module):
-    """A unit whose small parameters, which are packed together, have no element; [n, 3] -> [n, 3]."""
+    """A unit whose small parameters, packed together, have no element; [n, 3] -> [n, 3]."""
 
     def __init__(self) -> None:
         super().__init__()
