@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch.optim import optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils import _device, _foreach_utils
+from torch.utils import _foreach_utils
 
 from fxshard._torch.fully_sharded import replaced
 
@@ -43,7 +43,7 @@ _device_of: Any = Tensor.device.__get__
 _is_cuda: Any = Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _is_cpu: Any = Tensor.is_cpu.__get__  # type: ignore[attr-defined]
 
-__all__ = ["TorchFunctionMode", "asked_device", "asks_for_cpu", "default_device", "remembered"]
+__all__ = ["TorchFunctionMode", "asked_device", "asks_for_cpu", "in_backward_too", "remembered"]
 
 
 def asks_for_cpu(frame: FrameType | None) -> bool:
@@ -109,11 +109,6 @@ def remembered(is_there: Callable[[Tensor], bool]) -> Iterator[None]:
         finally:
             for each in kinds:
                 each.remove(fake)
-
-
-def default_device() -> torch.device | None:
-    """The device of ``torch.set_default_device`` or ``with torch.device(...)``, innermost first."""
-    return _device.CURRENT_DEVICE
 
 
 @contextlib.contextmanager

@@ -1,19 +1,23 @@
 """`fxshard._torch.fully_sharded` and `remembered_device`: what they rely on in torch."""
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxshard._torch import autograd, fully_sharded, remembered_device
-from fxshard._torch.fake_tensors import swaps_of_fakes
+from fxshard._torch import autograd, fully_sharded, modes, remembered_device, trees
+from fxshard._torch.fake_tensors import UnsupportedOperatorException, swaps_of_fakes
 from fxshard._torch.process_groups import fake_process_group
+from fxshard.dryrun.streams import OF_FSDP
 
 
 class Told:
@@ -111,3 +115,96 @@ def test_fake_parameters_that_are_referred_to_weakly_are_exchanged() -> None:
         kept = weakref.ref(first)
         swaps_of_fakes()(first, second)
     assert first.dtype is torch.half and kept() is first
+
+
+def test_fsdp2_takes_its_streams_from_the_handle() -> None:
+    made: list[int] = []
+
+    class Handle:
+        Event = torch.cpu.Event if hasattr(torch.cpu, "Event") else torch.Event
+
+        def Stream(self, priority: int = 0) -> Any:
+            made.append(priority)
+            return torch.cpu.Stream()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch.cpu, name)
+
+    with fake_process_group(0, 2), fully_sharded.device_handle(Handle()):
+        model = nn.Linear(4, 4)
+        fully_shard(model)
+        model(torch.randn(2, 4))
+    # all-gather copy-in, all-gather, reduce-scatter, all-reduce: `streams.OF_FSDP`
+    assert len(made) == len(OF_FSDP)
+
+
+def test_shapes_of_dtensors_are_worked_out_unseen() -> None:
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if any(modes.is_wrapper(kind) for kind in types):
+                return NotImplemented
+            sizes.extend(tuple(arg.shape) for arg in trees.tree_iter(args) if hasattr(arg, "shape"))
+            return func(*args, **(kwargs or {}))
+
+    sizes: list[tuple[int, ...]] = []
+    with fake_process_group(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        sharded = DTensor.from_local(torch.zeros(3, 5), mesh)
+        sharded = sharded.redistribute(mesh, [Shard(0)])
+        with fully_sharded.propagation_unseen(), FakeTensorMode(allow_non_fake_inputs=True), Seen():
+            torch.ops.aten.tanh(sharded)
+    assert sizes and set(sizes) == {tuple(sharded.to_local().shape)}
+
+
+def test_the_answers_for_a_device() -> None:
+    questions: list[Any] = []
+
+    class Asked(remembered_device.TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            questions.append(remembered_device.asked_device(func, args, lambda tensor: True))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.zeros(2, requires_grad=True)
+    with Asked():
+        _ = x.device, x.is_cuda, x.is_cpu, x + 1
+    assert questions == [torch.device("cuda", 0), True, False, None]
+    assert not remembered_device.asks_for_cpu(inspect.currentframe())
+    assert not remembered_device.asks_for_cpu(None)
+
+
+def test_function_modes_see_what_backward_calls() -> None:
+    seen: list[Any] = []
+
+    class Seen(remembered_device.TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: torch.neg(grad))
+    mode = Seen()
+    with mode, remembered_device.in_backward_too(mode):
+        y.sum().backward()
+    assert torch.neg in seen
+
+
+def test_operators_that_say_nothing_of_their_results() -> None:
+    with torch.library._scoped_library("fxshard_tests", "DEF") as library:
+        library.define("silent(Tensor x) -> Tensor")
+        library.impl("silent", lambda x: x.clone(), "CPU")
+        with FakeTensorMode(), pytest.raises(UnsupportedOperatorException):
+            torch.ops.fxshard_tests.silent(torch.zeros(2))
+
+
+def test_operators_below_autograd() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with modes.below_autograd():
+        assert not (x * 2).requires_grad
+    assert (x * 2).requires_grad

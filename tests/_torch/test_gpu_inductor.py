@@ -97,3 +97,10 @@ def test_compile_gets_fakes_of_dynamos_mode_and_code_for_a_gpu() -> None:
 def test_options_have_the_names_that_are_refused() -> None:
     for name in ("max_autotune", "max_autotune_gemm", "triton.cudagraphs", "cpp_wrapper"):
         assert gpu_inductor.option(name) is False
+
+
+def test_dynamos_own_errors_are_known() -> None:
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+
+    assert gpu_inductor.is_for_dynamo(TensorifyScalarRestartAnalysis())
+    assert not gpu_inductor.is_for_dynamo(RuntimeError())
