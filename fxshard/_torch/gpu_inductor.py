@@ -250,7 +250,7 @@ def _on_gpu(graph_module: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
-def _gpu_code(
+def gpu_code(
     graph_module: fx.GraphModule, inputs: Sequence[Any], gpu: Gpu, **how: Any
 ) -> Generated | None:
     """Inductor's code for one of AOTAutograd's graphs on fake CPU tensors, as of `gpu`.
@@ -336,7 +336,7 @@ def compiled(
     from torch._inductor import compile_fx, decomposition
 
     def inner(graph_module: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> Any:
-        code = _gpu_code(graph_module, inputs, gpu, **how)
+        code = gpu_code(graph_module, inputs, gpu, **how)
 
         def nothing(args: list[Any]) -> Any:
             return graph_module(*args)
