@@ -64,7 +64,7 @@ def test_fake_tensors_on_a_gpu_are_indexed_copied_and_made_contiguous() -> None:
 
 
 def test_compile_gets_fakes_of_dynamos_mode_and_code_for_a_gpu() -> None:
-    """Inductor's code (`gpu_code`) allocates by these names; its scheduling is for Triton's kernels."""
+    """Inductor's `gpu_code` allocates by these names; its scheduling is for Triton's kernels."""
     codes: list[tuple[Generated, bool]] = []
     seen: list[Any] = []
 
