@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -173,15 +172,18 @@ def values_as_text(tensor: torch.Tensor) -> str:
 def swaps_of_fakes() -> Callable[[torch.Tensor, torch.Tensor], None]:
     """``torch.utils.swap_tensors``, which ``Module.to`` exchanges fake parameters with.
 
-    Torch refuses a tensor that something refers to weakly, and refers so to some fakes itself. They
-    get other data, as ``Module.to`` gives to tensors that are not fake. (torch/utils/__init__.py)
+    Torch refuses to swap what something refers to, weakly too, and refers so to some fakes itself.
+    They get other data, as ``Module.to`` gives to tensors that are not fake. Those that come from
+    meta cannot, and are swapped. (torch/utils/__init__.py)
     """
     plain = torch.utils.swap_tensors
 
     def swap(first: torch.Tensor, second: torch.Tensor) -> None:
-        if is_fake(first) and weakref.getweakrefs(first):
+        if not is_fake(first):
+            return plain(first, second)
+        try:
             first.data = second.detach()
-        else:
+        except RuntimeError:
             plain(first, second)
 
     return swap
