@@ -23,7 +23,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fxshard._torch import triton_stub
-from fxshard._torch.inductor import Generated
+from fxshard._torch.inductor import Generated, nothing_loaded
 from fxshard._torch.modes import below_autograd, outside_modes
 
 CUDA = torch.device("cuda", 0)
@@ -262,24 +262,9 @@ def gpu_code(
         None: it computes nothing.
     """
     from torch._guards import TracingContext
-    from torch._inductor import codecache, compile_fx, output_code
+    from torch._inductor import compile_fx, output_code
     from torch._inductor.graph import GraphLowering
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-
-    class Unloaded:
-        """Where the loaded module would be."""
-
-        runner = None
-
-        def __init__(self, path: str) -> None:
-            self.__file__ = path
-
-        @staticmethod
-        def call(args: list[Any]) -> Any:
-            raise AssertionError("this module was never loaded")
-
-    def load(key: str, path: str, *args: Any, **kwargs: Any) -> Unloaded:
-        return Unloaded(path)
 
     context = TracingContext.get()
     assert context.fake_mode is not None
@@ -293,7 +278,7 @@ def gpu_code(
 
     with (
         present(gpu),
-        mock.patch.object(codecache.PyCodeCache, "load_by_key_path", load),
+        nothing_loaded(),
         # Constants are copied to the GPU when they are compiled; here they stay what they are.
         mock.patch.object(GraphLowering, "constant_name", lambda self, name, device: name),
         mock.patch.object(context, "fake_mode", mode),

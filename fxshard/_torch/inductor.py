@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import (
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxshard._torch.modes import outside_autocast
 from fxshard.host import files
@@ -44,6 +45,37 @@ _GENERATE = {
 }
 
 
+class _Unloaded:
+    """Where a loaded module would be."""
+
+    runner = None
+
+    def __init__(self, path: str) -> None:
+        self.__file__ = path
+
+    # 2.11 reads it: the copies that align inputs are around the call there, and in the source in
+    # 2.13 (torch/_inductor/output_code.py, ``maybe_realign_inputs``). `Generated.aligned` lists
+    # the inputs.
+    @staticmethod
+    def call(args: list[Any]) -> Any:
+        raise AssertionError("this module was never loaded")
+
+
+@contextmanager
+def nothing_loaded() -> Iterator[None]:
+    """Inductor writes its modules, and loads none: no kernel is built.
+
+    (torch/_inductor/graph.py, ``_compile_to_module``)
+    """
+    from torch._inductor import codecache
+
+    def load(key: str, path: str, *args: Any, **kwargs: Any) -> _Unloaded:
+        return _Unloaded(path)
+
+    with mock.patch.object(codecache.PyCodeCache, "load_by_key_path", load):
+        yield
+
+
 def inductor_source(graph: fx.Graph, values: list[torch.Tensor], mode: FakeTensorMode) -> Generated:
     """Let Inductor generate code for `graph`; no kernel is built and nothing runs.
 
@@ -57,29 +89,9 @@ def inductor_source(graph: fx.Graph, values: list[torch.Tensor], mode: FakeTenso
     (torch/_inductor/compile_fx.py, ``compile_fx_inner``, and graph.py, ``_compile_to_module``,
     which writes the module and then loads it: the load is left out)
     """
-    from unittest import mock
-
     import torch._inductor.config as config
-    from torch._inductor import codecache, compile_fx, decomposition, output_code
+    from torch._inductor import compile_fx, decomposition, output_code
     from torch.fx.experimental.proxy_tensor import make_fx
-
-    class Unloaded:
-        """Where the loaded module would be."""
-
-        runner = None
-
-        def __init__(self, path: str) -> None:
-            self.__file__ = path
-
-        # 2.11 reads it: the copies that align inputs are around the call there, and in the source
-        # in 2.13 (torch/_inductor/output_code.py, ``maybe_realign_inputs``). Here `aligned` lists
-        # the inputs.
-        @staticmethod
-        def call(args: list[Any]) -> Any:
-            raise AssertionError("this module was never loaded")
-
-    def load(key: str, path: str, *args: Any, **kwargs: Any) -> Unloaded:
-        return Unloaded(path)
 
     interpreter = fx.Interpreter(fx.GraphModule({}, graph))
     with config.patch(_GENERATE), torch.no_grad(), outside_autocast():
@@ -88,7 +100,7 @@ def inductor_source(graph: fx.Graph, values: list[torch.Tensor], mode: FakeTenso
             traced = make_fx(interpreter.run, decomposition_table=table)(*values)
         (output,) = traced.graph.find_nodes(op="output")
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-        with mock.patch.object(codecache.PyCodeCache, "load_by_key_path", load):
+        with nothing_loaded():
             made = compile_fx.compile_fx_inner(traced, values)
     if not isinstance(made, output_code.CompiledFxGraph):
         raise NotImplementedError("no operator is left of it")
