@@ -10,10 +10,7 @@ import torch._dynamo
 import torch.utils.checkpoint
 from torch import fx
 
-from fxshard._torch import (
-    fake_tensors,
-    inductor,
-)
+from fxshard._torch import fake_tensors, inductor
 
 
 def test_inductor_source_is_a_module_with_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,6 +36,19 @@ def test_inductor_source_is_a_module_with_a_call(monkeypatch: pytest.MonkeyPatch
     known = {"assert_size_stride", "assert_size_stride_grouped", "assert_alignment"}
     _, body = made.source.split("def call(", 1)
     assert set(re.findall(r"\bassert_\w+", body)) <= known, "regions.py does not know them all"
+
+
+def test_nothing_loaded_gives_a_module_that_cannot_be_called() -> None:
+    """Its file is known, nobody imported it, and what is loaded afterwards is real again."""
+    from torch._inductor.codecache import PyCodeCache
+
+    real = PyCodeCache.load_by_key_path
+    with inductor.nothing_loaded():
+        module = PyCodeCache.load_by_key_path("key", "/no/such/file.py")
+    assert (module.__file__, module.runner) == ("/no/such/file.py", None)
+    with pytest.raises(AssertionError, match="never loaded"):
+        module.call([])
+    assert PyCodeCache.load_by_key_path == real
 
 
 def test_inductor_cache_dir_is_that_of_the_environment(
