@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: two workers share two cores
-gc.disable()  # until all is imported: a quarter of the time of collecting tests went into it
 
 import pytest
 import torch
 
 from tests import browser, captures, sampling
 from tests.ranks import Ranks
+
+gc.disable()  # until all is imported: a quarter of the time of collecting tests went into it
 
 LEFT_OUT = pytest.StashKey[int]()  # tests of the page, where there is no browser
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 
 
 def dynamo(model: nn.Module, args: Any, kwargs: Any, backend: Callable[..., Any]) -> Any:
@@ -34,6 +37,46 @@ def dynamo(model: nn.Module, args: Any, kwargs: Any, backend: Callable[..., Any]
         return torch.compile(call, backend=backend, fullgraph=True, dynamic=False)(
             model, args, kwargs
         )
+
+
+@contextlib.contextmanager
+def left_where_compiled(*kinds: type[TorchFunctionMode]) -> Iterator[None]:
+    """Function modes of these kinds are inactive in frames that Dynamo compiles, in the block.
+
+    Dynamo would trace what they do, fail at it, and run the frame in eager mode without a word. In
+    what it leaves out, as FSDP2's hooks and what ``torch.compiler.disable`` marks, they are active.
+    (torch/_dynamo/eval_frame.py, ``compile_wrapper`` and ``DisableContext``)
+    """
+    from torch._dynamo import convert_frame, eval_frame, utils
+
+    names = ("set_eval_frame", "_maybe_set_eval_frame")  # the same, where nothing can forbid it
+    frames, plain = convert_frame.CatchErrorsWrapper, getattr(eval_frame, names[0])
+    compile_frame = frames.__call__
+    stacks: list[list[Any]] = []  # those from before
+
+    def set_eval_frame(callback: Any) -> Any:
+        prior = plain(callback)
+        if callable(callback) and not callable(prior):  # frames are compiled from here on
+            stacks.append(utils.get_torch_function_mode_stack())
+            others = [mode for mode in stacks[-1] if not isinstance(mode, kinds)]
+            utils.set_torch_function_mode_stack(others)
+        elif callable(prior) and not callable(callback):
+            utils.set_torch_function_mode_stack(stacks.pop())
+        return prior
+
+    def compiled(self: Any, *args: Any) -> Any:
+        try:
+            return compile_frame(self, *args)
+        except BaseException:  # after one, C++ leaves Dynamo off, and nobody says so
+            utils.set_torch_function_mode_stack(stacks.pop())
+            raise
+
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            if getattr(eval_frame, name) is plain:
+                stack.enter_context(mock.patch.object(eval_frame, name, set_eval_frame))
+        stack.enter_context(mock.patch.object(frames, "__call__", compiled))
+        yield
 
 
 def mark_for_dynamo(module: nn.Module) -> None:
@@ -85,11 +128,13 @@ def dynamo_modules(node: fx.Node) -> list[tuple[str, int]]:
 def stack_line(node: fx.Node) -> str:
     """``path:line in function`` of the innermost frame that `node` of Dynamo's graph came from.
 
+    Frames of torch and of fxshard do not count.
+
     (``stack_trace`` in its metadata is text, as `traceback.format_list` makes it)
     """
     found = ""
     for path, line, function in _FRAME.findall(node.meta.get("stack_trace") or ""):
-        if not Path(path).is_relative_to(_TORCH):
+        if not any(map(Path(path).is_relative_to, _NOT_THE_USERS)):
             found = f"{path}:{line} in {function}"
     return found
 
@@ -97,7 +142,7 @@ def stack_line(node: fx.Node) -> str:
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
-_TORCH = Path(torch.__file__).parent
+_NOT_THE_USERS = Path(torch.__file__).parent, Path(__file__).parent.parent
 
 
 def dynamo_paths(node: fx.Node) -> list[tuple[str, str]]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from fxshard._torch import triton_stub
 from fxshard._torch.inductor import Generated, nothing_loaded
@@ -423,9 +424,25 @@ def inductor_replaced(compiler: Compiler) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _with_own_fakes() -> Iterator[None]:
-    """Backends get fakes of Dynamo's mode, also where it is called with fakes of another."""
+    """Backends get fakes of Dynamo's mode, also where it is called with fakes of another.
+
+    And its graphs name no GPU, as its fakes would have to be there: all that `_on_gpu` has is.
+    """
     import torch._dynamo
+    from torch._dynamo import utils
     from torch._dynamo.output_graph import OutputGraph
+
+    run_node = utils.run_node
+
+    def run_on_cpu(tracer: Any, node: fx.Node, args: Any, kwargs: Any, nnmodule: Any) -> Any:
+        method = node.target if node.op == "call_method" else None
+        if method == "cuda":
+            node.target, node.args, args = "cpu", node.args[:1], args[:1]
+        (node.args, node.kwargs), names_host = _renamed((node.args, node.kwargs))
+        if names_host or method == "cpu":
+            node.meta[_ON_HOST] = True
+        (args, kwargs), _ = _renamed((args, kwargs))
+        return run_node(tracer, node, args, kwargs, nnmodule)
 
     call = OutputGraph.call_user_compiler
 
@@ -437,10 +454,35 @@ def _with_own_fakes() -> Iterator[None]:
 
     torch._dynamo.reset()
     try:
-        with mock.patch.object(OutputGraph, "call_user_compiler", call_with_fakes):
+        with (
+            mock.patch.object(OutputGraph, "call_user_compiler", call_with_fakes),
+            mock.patch.object(utils, "run_node", run_on_cpu),
+        ):
             yield
     finally:
         torch._dynamo.reset()
+
+
+def _renamed(arguments: Any) -> tuple[Any, bool]:
+    """The arguments of a node with the CPU wherever they name a GPU; whether they named the CPU."""
+    named = []
+
+    def on_cpu(value: Any) -> Any:
+        kind = value.partition(":")[0] if isinstance(value, str) else getattr(value, "type", None)
+        if isinstance(value, str | torch.device) and kind in ("cpu", "cuda"):
+            named.append(kind)
+            return type(value)("cpu")
+        return value
+
+    return pytree.tree_map(on_cpu, arguments), "cpu" in named
+
+
+_ON_HOST = "fxshard_on_host"  # of nodes of Dynamo's graph: they ask for the host's memory
+
+
+def on_host(graph_module: fx.GraphModule) -> fx.Node | None:
+    """The first node of a graph of Dynamo's whose code asks for the host's memory."""
+    return next((node for node in graph_module.graph.nodes if _ON_HOST in node.meta), None)
 
 
 def option(name: str) -> Any:

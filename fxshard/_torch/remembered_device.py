@@ -36,6 +36,9 @@ ON_CPU = (
     "fxshard.dryrun.recorder",
 )
 
+# Among it, what makes tensors of the run: AOTAutograd around a compiled forward and backward.
+ON_DEVICE = "torch._functorch._aot_autograd.runtime_wrappers"
+
 # FSDP2's functions that make a DTensor, which C++ gives the device that it asks for there.
 WRAPPING = ("_from_local_no_grad", "init_unsharded_param")
 
@@ -50,9 +53,8 @@ def asks_for_cpu(frame: FrameType | None) -> bool:
     """True if the caller's module is one that has to see where a tensor is for C++."""
     if frame is None:
         return False
-    return frame.f_code.co_name in WRAPPING or frame.f_globals.get("__name__", "").startswith(
-        ON_CPU
-    )
+    module = frame.f_globals.get("__name__", "")
+    return frame.f_code.co_name in WRAPPING or (module.startswith(ON_CPU) and module != ON_DEVICE)
 
 
 def asked_device(func: Any, args: tuple[Any, ...], is_there: Callable[[Tensor], bool]) -> Any:

@@ -162,7 +162,7 @@ def present(
         "device_count": lambda: count,
         "current_device": lambda: 0,
         "set_device": nothing,
-        "device": lambda *_: contextlib.nullcontext(),
+        "device": _Guard,
         "get_device_name": lambda *_: name,
         "get_device_capability": lambda *_: capability,
         "get_device_properties": properties,
@@ -243,6 +243,13 @@ def _dropout(tensor: Tensor, p: float, train: bool) -> Tensor:
 
 
 KERNELS = {("dropout", "AutogradCPU"): _dropout}  # for `export.aten_kernels`
+
+
+class _Guard(contextlib.nullcontext[None]):
+    """``torch.cuda.device``."""
+
+    def __init__(self, device: Any) -> None:
+        super().__init__()
 
 
 class _Stats(dict[str, int]):

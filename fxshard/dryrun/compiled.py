@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import linecache
 import re
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -27,6 +28,8 @@ from fxshard.codegen import kernel_free
 from fxshard.errors import CaptureError
 
 CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+FRAMES = 12  # between the code and what sees its operators
 
 # Options of Inductor that make what happens on the GPU depend on what is measured there, or that
 # this does not follow; and by which mode or setting they are switched on.
@@ -95,18 +98,29 @@ class Compilations:
     def __init__(self) -> None:
         self.codes: list[Code] = []
 
-    def line_of(self, frame: types.FrameType) -> str | None:
-        """The line of the user's code that `frame` stands for; None: it runs no compiled code."""
-        code = frame.f_globals.get(_CODE)
-        return code.origin(frame.f_lineno) if isinstance(code, Code) else None
+    def line(self) -> str | None:
+        """The line of the user's code that runs compiled now; None: none does."""
+        frame: types.FrameType | None = sys._getframe(1) if self.codes else None
+        for _ in range(FRAMES):
+            if frame is None:
+                break
+            code = frame.f_globals.get(_CODE)
+            if isinstance(code, Code):
+                return code.origin(frame.f_lineno)
+            frame = frame.f_back
+        return None
 
 
 @contextlib.contextmanager
-def compiled_as_on_gpu(gpu: Gpu) -> Iterator[Compilations]:
+def compiled_as_on_gpu(gpu: Gpu, device: torch.device = CPU) -> Iterator[Compilations]:
     """While the block runs, what ``torch.compile`` compiles takes the memory of a GPU.
 
     This is for calls on fake CPU tensors, under dispatch modes that Dynamo ignores
     (`TorchDispatchMode.ignore_compile_internals`).
+
+    Args:
+        gpu: what Inductor generates code for.
+        device: what compiled code asks for new tensors on; one of those modes puts them elsewhere.
 
     Raises:
         CaptureError: inside the block, where a compiled function is called whose memory on a GPU
@@ -121,10 +135,11 @@ def compiled_as_on_gpu(gpu: Gpu) -> Iterator[Compilations]:
         def run(generated: inductor.Generated, is_backward: bool) -> gpu_inductor.Run:
             code = Code(line, is_backward, generated.source, lines)
             done.codes.append(code)
-            return _runnable(code, generated)
+            return _runnable(code, generated, device)
 
         try:
             _refuse(options)
+            _refuse_host(graph_module)
             return gpu_inductor.compiled(graph_module, inputs, gpu, options, run)
         except Exception as error:
             if gpu_inductor.is_for_dynamo(error):
@@ -142,6 +157,16 @@ def _refuse(options: dict[str, Any]) -> None:
                 f"{why}: memory cannot be known without one. Compile with mode='default' in the "
                 f"dry run."
             )
+
+
+def _refuse_host(graph_module: fx.GraphModule) -> None:
+    """On CPU tensors, where a graph's tensors are is told by its text alone."""
+    node = gpu_inductor.on_host(graph_module)
+    if node is not None:
+        raise CaptureError(
+            f"{stack_line(node)} asks for the host's memory, and all that is compiled is taken for "
+            f"the GPU's. Leave this line out of torch.compile (torch.compiler.disable)."
+        )
 
 
 def _refusal(what: str, error: Exception) -> CaptureError:
@@ -163,7 +188,7 @@ def _failing(error: Exception) -> Any:
 # -- running the code ----------------------------------------------------------------------------
 
 
-def _runnable(code: Code, generated: inductor.Generated) -> gpu_inductor.Run:
+def _runnable(code: Code, generated: inductor.Generated, device: torch.device) -> gpu_inductor.Run:
     """The function of the code, without kernels.
 
     Raises:
@@ -172,15 +197,19 @@ def _runnable(code: Code, generated: inductor.Generated) -> gpu_inductor.Run:
     text = generated.source.splitlines(True)
     linecache.cache[code.file] = (len(generated.source), None, text, code.file)
     module = ast.parse(generated.source)
-    names = {**_names(generated.constants), _CODE: code}
-    known = kernel_free.namespace(module, code.file, _empty, lambda kernel: None, names)
+    names = {**_names(generated.constants, device), _CODE: code}
+
+    def empty(size: Any, stride: Any, dtype: torch.dtype, _: str = "") -> Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    known = kernel_free.namespace(module, code.file, empty, lambda kernel: None, names)
     _check_names(code, module, known)
     constants = dict(generated.constants)
 
     def call(args: list[Any]) -> Any:
         while constants:  # where they are seen: on a GPU they lie in its memory
             name, value = constants.popitem()
-            known[name] = _empty(value.shape, value.stride(), value.dtype)
+            known[name] = empty(value.shape, value.stride(), value.dtype)
         try:
             return known["call"](args)
         except CaptureError:
@@ -219,10 +248,6 @@ def _check_names(code: Code, module: ast.Module, known: dict[str, Any]) -> None:
             )
 
 
-def _empty(size: Any, stride: Any, dtype: torch.dtype, device: str = "") -> Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype)
-
-
 class _Ignored:
     """A context manager that does nothing."""
 
@@ -236,12 +261,16 @@ class _Ignored:
         pass
 
 
-def _names(constants: dict[str, Tensor]) -> dict[str, Any]:
-    """What the statements of a module call. Tensors are on the CPU, whatever they name."""
+def _names(constants: dict[str, Tensor], device: torch.device) -> dict[str, Any]:
+    """What the statements of a module call. Tensors are on `device`, whatever they name."""
+
+    def anywhere(*args: Any, **kwargs: Any) -> torch.device:
+        return device
+
     cuda = types.SimpleNamespace(_DeviceGuard=_Ignored, set_device=lambda index: None)
     return {
-        "torch": kernel_free.Torch(cuda=cuda, device=_cpu),
-        "device": _cpu,
+        "torch": kernel_free.Torch(cuda=cuda, device=anywhere),
+        "device": anywhere,
         "aten": torch.ops.aten,
         "reinterpret_tensor": _reinterpret,
         "assert_size_stride": _check_strides,
@@ -264,7 +293,3 @@ def _check_strides(tensor: Tensor, size: Any, stride: Any, what: str = "") -> No
             f"{what or 'a tensor'} of sizes {tuple(tensor.shape)} and strides {tensor.stride()}, "
             f"for {tuple(size)} and {tuple(stride)} on a GPU"
         )
-
-
-def _cpu(*args: Any, **kwargs: Any) -> torch.device:
-    return CPU

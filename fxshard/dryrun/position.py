@@ -60,6 +60,7 @@ class Position:
         micro_batch: forwards of this step so far, less one; -1 outside of them.
         stream: the stream that operators run on.
         lines: whether lines of user code are looked up.
+        compiled_line: gives the line of user code of compiled code that runs, or None.
     """
 
     def __init__(self, tape: Tape, *, lines: bool = True) -> None:
@@ -67,6 +68,7 @@ class Position:
         self.phase, self.micro_batch = "between", -1
         self.stream = "compute"
         self.lines = lines
+        self.compiled_line: Callable[[], str | None] = lambda: None
         self.roots: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self._names: dict[int, str] = {}
@@ -121,20 +123,23 @@ class Position:
         recomputed = self.in_backward and bool(self._stack)
         kind: Literal["row", "operator"] = "row" if self._communicating else "operator"
         if self.phase == "optimizer":
-            line = user_line() if self.lines else ""
-            return Moment(op, op, OPTIMIZER, self.stream, line, None, kind)
+            return Moment(op, op, OPTIMIZER, self.stream, self._line(), None, kind)
         if self.in_backward and not recomputed:
             call, module, line, _ = self._origin()
+            line = self.compiled_line() or line
         else:
             here = self._stack[-1] if self._stack else None
             call, module = (here.call, here.module) if here else (None, self._outside())
-            line = user_line() if self.lines else ""
+            line = self._line()
             if torch.is_grad_enabled():
                 origin = Origin(call, module, line, self.phase if here is None else "forward")
                 self._origins.setdefault(autograd.next_node_number() - 1, origin)
         if self._communicating:
             module = self._communicating[-1][1]
         return Moment(op, op, module, self.stream, line, call, kind, recomputed, recomputed)
+
+    def _line(self) -> str:
+        return (self.compiled_line() or user_line()) if self.lines else ""
 
     def _outside(self) -> str:
         return "(loss)" if self.phase == "loss" else ""

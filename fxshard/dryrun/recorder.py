@@ -83,6 +83,11 @@ class Recorder(TorchDispatchMode):
         self._kept: list[Tensor] = []
         self._stale: set[int] = set()  # ids of real storages that fake tensors were written into
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What torch.compile makes is seen when it runs; what it does to make it is not."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fxshard._torch import export, fully_sharded, remembered_device
+from fxshard._torch.dynamo import left_where_compiled
 from fxshard._torch.fake_tensors import swaps_of_fakes
+from fxshard._torch.gpu_inductor import Gpu
 from fxshard._torch.process_groups import fake_process_group
 from fxshard.arguments import check_count
 from fxshard.bytesize import parse_budget
@@ -22,7 +24,7 @@ from fxshard.capture.cuda import operators
 from fxshard.capture.cuda.operators import CudaFakeMode
 from fxshard.capture.provenance import user_line
 from fxshard.capture.strides import KernelFakeMode
-from fxshard.dryrun import accelerator, device, kernels
+from fxshard.dryrun import accelerator, compiled, device, kernels
 from fxshard.dryrun.accelerator import Placement
 from fxshard.dryrun.gpus import DEFAULT, GpuModel, gpu
 from fxshard.dryrun.position import Position, followed
@@ -234,7 +236,6 @@ class DryRun:
             stack.enter_context(_cycles_kept())
             stack.enter_context(fake_process_group(self.rank, self.world_size))
             stack.enter_context(_group_taken_for_the_users())
-            stack.enter_context(_compile_refused())
             swap = (torch.utils, "swap_tensors", swaps_of_fakes())
             stack.enter_context(fully_sharded.replaced([swap]))
             stack.enter_context(fully_sharded.meshes_with_values())
@@ -243,7 +244,9 @@ class DryRun:
             stack.enter_context(fully_sharded.watched(_Units(self._position, self._recorder)))
             hooks = followed(self._position, self._began, self._stepping, self._stepped)
             stack.enter_context(hooks)
-            if self._gpu is not None:
+            if self._gpu is None:
+                stack.enter_context(_compile_refused())
+            else:
                 self._with_gpu(stack, self._gpu)
             stack.enter_context(self._fakes)
             stack.enter_context(self._recorder)
@@ -255,6 +258,10 @@ class DryRun:
 
     def _with_gpu(self, stack: contextlib.ExitStack, model: GpuModel) -> None:
         target = model.target
+        gpu = Gpu(target.capability, target.multiprocessors, model.memory)
+        compilations = stack.enter_context(compiled.compiled_as_on_gpu(gpu, compiled.CUDA))
+        self._position.compiled_line = compilations.line
+        stack.enter_context(left_where_compiled(Placement, Values))
         stack.enter_context(fully_sharded.device_handle(self._streams))
         stack.enter_context(operators.substituted(target))
         stack.enter_context(export.aten_kernels(dict(accelerator.KERNELS)))
@@ -364,12 +371,12 @@ def _cycles_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _compile_refused() -> Iterator[None]:
-    """``torch.compile`` would run what it compiles outside of what a dry run sees."""
+    """``torch.compile`` builds kernels for the CPU, which take what they need."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise CaptureError(
-            f"{user_line()}: a dry run does not follow torch.compile. Leave it out while "
-            f"fxshard.is_dry_run(): the run then says what eager takes, which is more."
+            f"{user_line()}: a dry run for the CPU does not follow torch.compile. Leave it out "
+            f"while fxshard.is_dry_run(): the run then says what eager takes, which is more."
         )
 
     changes = [(torch, "compile", refuse), (nn.Module, "compile", refuse)]

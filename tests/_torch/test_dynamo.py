@@ -1,5 +1,6 @@
 """Contracts of what `fxshard._torch.dynamo` uses of torch."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -7,10 +8,9 @@ import torch
 import torch._dynamo
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 
-from fxshard._torch import (
-    dynamo,
-)
+from fxshard._torch import dynamo
 from tests._torch import shared
 from tests._torch.shared import Two
 
@@ -43,6 +43,58 @@ def test_dynamo_treats_marked_modules_as_managed_by_fsdp() -> None:
         patch.setattr(FSDPManagedNNModuleVariable, "__init__", watched)
         torch.compile(model, backend="eager", fullgraph=True)(torch.ones(3, 2))
     assert any(value is model.inner[0] for value in seen)
+
+
+class Seeing(TorchFunctionMode):
+    """Notes the functions that it sees, in a way that Dynamo cannot trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(f"{sys._getframe(1).f_code.co_name} {func.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
+def test_function_modes_are_left_where_frames_are_compiled() -> None:
+    """They are back in what is left out, after it, and after an error; before it they were not."""
+    graphs: list[fx.GraphModule] = []
+
+    def backend(graph_module: fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph_module)
+        return graph_module
+
+    @torch.compiler.disable
+    def left_out(x: Tensor) -> Tensor:
+        return x.sin()
+
+    @torch.compile(backend=backend)
+    def outer(x: Tensor) -> Tensor:
+        return left_out(x.cos()).tan()
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def refused(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x.cos()
+
+    torch._dynamo.reset()
+    x = torch.ones(2)
+    with dynamo.left_where_compiled(Seeing), Seeing() as mode:
+        for _ in range(2):  # the second call evaluates guards
+            outer(x)
+        assert [call.split()[-1] for call in mode.seen if "sin" in call] == ["sin", "sin"]
+        assert not [call for call in mode.seen if call.startswith("outer ")], "Dynamo ran eager"
+        targets = [node.target for graph in graphs for node in graph.graph.nodes]
+        assert {"cos", "tan"} <= set(targets) and "sin" not in targets
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            refused(x)
+        x.exp()
+        assert mode.seen[-1].endswith(" exp")
+    torch._dynamo.reset()
+    with Seeing() as mode:
+        outer(x)
+    assert "outer cos" in mode.seen, "Dynamo does not run eager any more: this is not needed"
 
 
 def test_a_backend_is_registered_once() -> None:

@@ -104,3 +104,27 @@ def test_dynamos_own_errors_are_known() -> None:
 
     assert gpu_inductor.is_for_dynamo(TensorifyScalarRestartAnalysis())
     assert not gpu_inductor.is_for_dynamo(RuntimeError())
+
+
+def test_graphs_of_dynamos_name_no_gpu_and_say_who_asks_for_the_host() -> None:
+    graphs: list[fx.GraphModule] = []
+
+    def compiler(graph_module: fx.GraphModule, inputs: Any, options: Any) -> Any:
+        graphs.append(graph_module)
+        return graph_module
+
+    def on_gpu(x: Tensor) -> Tensor:
+        moved: Tensor = x.cuda().to("cuda:0") + torch.ones(2, device=CUDA)
+        return moved.to(device="cuda", dtype=torch.float64)
+
+    def on_host(x: Tensor) -> Tensor:
+        return x.sin().cpu()
+
+    with gpu_inductor.inductor_replaced(compiler), FakeTensorMode() as mode, mode:
+        for function in (on_gpu, on_host):
+            torch.compile(function, fullgraph=True)(torch.ones(2))
+    said = [str((node.target, node.args[1:], node.kwargs)) for node in graphs[0].graph.nodes]
+    assert len(said) == 7 and not any("cuda" in each for each in said)
+    assert gpu_inductor.on_host(graphs[0]) is None
+    found = gpu_inductor.on_host(graphs[1])
+    assert found is not None and found.target == "cpu"

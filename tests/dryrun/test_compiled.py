@@ -80,12 +80,8 @@ def test_every_storage_of_compiled_code_has_a_line_of_the_users() -> None:
 
     class Lines(Storages):
         def _see(self, storage: torch.UntypedStorage, op: str) -> None:
-            frame: Any = sys._getframe()
-            while op == "aten.empty_strided.default" and frame is not None:
-                found = done.line_of(frame)
-                if found:
-                    lines.append(found)
-                frame = frame.f_back
+            if op == "aten.empty_strided.default" and (line := done.line()):
+                lines.append(line)
 
     class Two(nn.Module):
         def forward(self, x: Tensor, w: Tensor) -> Tensor:

@@ -185,6 +185,8 @@ def on_rank(rank: int, world_size: int, cases: list[Case]) -> list[Seen | Verdic
 
     import torch.distributed as dist
 
+    gc.collect()
+    gc.freeze()  # the collections below walk what the cases made, not all of torch
     found: list[Seen | Verdict] = []
     for case in cases:
         try:
@@ -194,6 +196,7 @@ def on_rank(rank: int, world_size: int, cases: list[Case]) -> list[Seen | Verdic
             found.append(of_error(error))
         gc.collect()  # a collective of a forgotten world must not meet the next case's
         dist.barrier()
+    gc.unfreeze()
     return found
 
 
