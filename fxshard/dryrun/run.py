@@ -39,8 +39,7 @@ from fxshard.memory.category import Category
 from fxshard.memory.cuda.reserved import DeviceMemory
 from fxshard.memory.cuda.settings import AllocatorSettings
 from fxshard.memory.kernels import KernelTemporary
-from fxshard.memory.report import MemoryReport
-from fxshard.memory.states import Rows
+from fxshard.memory.report import Beside, MemoryReport
 
 PARAMETERS = (Category.SHARDED_PARAM, Category.SHARDED_GRAD)
 GPUS_PER_NODE = 8
@@ -117,7 +116,9 @@ class DryRun:
         first, steady = tape.ledger(0), tape.ledger(-1)
         calls = [tuple(map(tuple, each)) for each in (tape.calls[1], tape.calls[self.steps])]
         optimizers = self._position.optimizers
-        report = MemoryReport(
+        temporaries = tuple(self._temporaries(self.steps - 1))
+        device_memory = None if self._gpu is None else self.device_memory()
+        return MemoryReport(
             first,
             steady,
             calls[1],
@@ -127,16 +128,9 @@ class DryRun:
             any(each.host and each.category in PARAMETERS for each in steady.ranges),
             type(optimizers[0]).__name__ if optimizers else None,
             self.device,
+            beside=Beside(temporaries, device_memory=device_memory),
+            first_calls=calls[0],
         )
-        known: dict[str, Any] = {
-            "kernel_temporaries": list(self._temporaries(self.steps - 1)),
-            "_first_rows": Rows(first, states.spans(first, calls[0])),
-            "lifecycle": [],
-        }
-        if self._gpu is not None:
-            known["_device_memory"] = self.device_memory()
-        vars(report).update(known)
-        return report
 
     def device_memory(
         self,

@@ -85,6 +85,21 @@ class AskedPlan(Protocol):
         """The report of a plan of those sizes."""
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
+class Beside:
+    """What is known beside the live ranges, where there is no program to ask.
+
+    Attributes:
+        kernel_temporaries: see `MemoryReport.kernel_temporaries`.
+        lifecycle: see `MemoryReport.lifecycle`.
+        device_memory: on CUDA with default settings; None: it is not known, or there is none.
+    """
+
+    kernel_temporaries: tuple[KernelTemporary, ...]
+    lifecycle: tuple[LifecyclePhase, ...] = ()
+    device_memory: DeviceMemory | None = None
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class MemoryReport:
     """Bytes of tensors alive on one rank at each point of a step. All figures are bytes.
@@ -110,6 +125,8 @@ class MemoryReport:
         device: type of the device that is planned for.
         plan: what is asked where the program is needed; None for a report that was loaded.
         sizes: of a report by `at`: its sizes; what is no live range is planned for them.
+        beside: of a report without a plan: what is known beside the live ranges.
+        first_calls: the calls of the first step, where they are others.
     """
 
     first: Ledger
@@ -123,14 +140,17 @@ class MemoryReport:
     device: str
     plan: AskedPlan | None = None
     sizes: Mapping[str, int] | None = None
+    beside: Beside | None = None
+    first_calls: tuple[tuple[Call, ...], ...] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """All figures, without the plan."""
         state = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        for name in ("kernel_temporaries", "lifecycle", *["_device_memory"] * self._on_cuda):
-            if self.plan is not None or name in self.__dict__:
-                state[name] = getattr(self, name)
-        return state | {"plan": None}
+        if self.plan is not None:
+            device = self._device_memory if self._on_cuda else None
+            beside = Beside(tuple(self.kernel_temporaries), tuple(self.lifecycle), device)
+            state |= {"plan": None, "beside": beside}
+        return state
 
     @property
     def _asked(self) -> AskedPlan:
@@ -351,7 +371,9 @@ class MemoryReport:
 
     @functools.cached_property
     def _first_rows(self) -> Rows:
-        return Rows(self.first, self._spans)
+        if self.first_calls is None:
+            return Rows(self.first, self._spans)
+        return Rows(self.first, states.spans(self.first, self.first_calls))
 
     @functools.cached_property
     def _steady_rows(self) -> Rows:
@@ -646,12 +668,16 @@ class MemoryReport:
         Of the last micro-batch. Not in any other figure; see `fxshard.memory.kernels` and
         `fxshard.memory.cuda.kernels` for each formula and its source.
         """
+        if self.beside is not None:
+            return list(self.beside.kernel_temporaries)
         program = self._planned.programs[-1]
         return kernel_temporaries_cuda(program) if self._on_cuda else kernel_temporaries(program)
 
     @functools.cached_property
     def lifecycle(self) -> list[LifecyclePhase]:
         """Bytes outside of the step: making the sharded model, loading and saving."""
+        if self.beside is not None:
+            return list(self.beside.lifecycle)
         return [] if self.plan is None else self._planned.lifecycle()
 
     def device_memory(
@@ -685,6 +711,8 @@ class MemoryReport:
 
     @functools.cached_property
     def _device_memory(self) -> DeviceMemory:
+        if self.beside is not None and self.beside.device_memory is not None:
+            return self.beside.device_memory
         return self._replayed(HOPPER, None, None)
 
     def _replayed(

@@ -1,6 +1,7 @@
 """`fxshard.dry_run`: devices, values, streams, steps, and what is left behind."""
 
 import gc
+import pickle
 from typing import Any
 
 import pytest
@@ -125,6 +126,25 @@ def test_what_fsdp2_holds(sharded: fxshard.DryRun) -> None:
     assert report.first_step_peak_bytes > 0
     assert "AdamW" in str(report.to_dict()) and "1" in report.table() and report.to_csv()
     assert "test_dry_run.py" in str(report.explain_peak())
+
+
+def test_a_pickled_report_is_the_same_also_of_a_first_step_with_more_calls() -> None:
+    with fxshard.dry_run(world_size=2) as run:
+        model = nn.Sequential(dense(), dense()).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for micro_batches in (2, 1):
+            for _ in range(micro_batches):
+                model(torch.zeros(4, 512, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step()
+    made = run.memory
+    loaded = pickle.loads(pickle.dumps(made))
+    assert loaded.to_dict() == made.to_dict()
+    assert loaded.table() == made.table()
+    for first_step in (True, False):
+        assert loaded.rows(first_step=first_step) == made.rows(first_step=first_step) != {}
+    assert loaded.device_memory().phases == made.device_memory().phases
 
 
 def test_the_allocator(sharded: fxshard.DryRun) -> None:
