@@ -57,7 +57,8 @@ EXPORTS: dict[str, Callable[[nn.Module, Any], Any]] = {
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        *(("mlp13", kind) for kind in EXPORTS),
+        ("mlp13", "ExportedProgram"),
+        *(pytest.param("mlp13", kind, marks=pytest.mark.slow) for kind in list(EXPORTS)[1:]),
         *(pytest.param("transformer", kind, marks=pytest.mark.slow) for kind in EXPORTS),
         pytest.param("llama", "ExportedProgram", marks=pytest.mark.slow),
     ],
@@ -116,6 +117,7 @@ NAMED = ("transformer", "llama")
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sample(3)
 def test_every_node_is_tagged(captured: Callable[[str], Program], name: str) -> None:
     program = captured(name)
     verify.tagged(program)

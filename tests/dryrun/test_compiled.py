@@ -154,16 +154,20 @@ def test_checkpointing_inside_compiled_blocks_saves_what_its_policy_says(
     selective: Any,
 ) -> None:
     """Per-op checkpointing keeps the products that backward reads, and recomputes the rest."""
-    (none, _, _), _ = step_of("compiled", "none", 0.0)
     (full, _, _), _ = step_of("compiled", "full", 0.0)
     (some, _, _), done = selective
-    kept = [sum(forward) for forward in (none, some, full)]
+    kept = [sum(forward) for forward in (some, full)]
     # The logits; what goes into the layers and comes out of them.
-    assert kept[2] == 2 * ROWS * VOCABULARY + 3 * 2 * ROWS * WIDE
+    assert kept[1] == 2 * ROWS * VOCABULARY + 3 * 2 * ROWS * WIDE
     # Products of q, kv, o, w1 and w3: backward reads w2's not. A seed of dropout for each layer.
-    assert kept[1] - kept[2] == 2 * (2 * ROWS * (3 * WIDE + 2 * 3 * WIDE) + 8)
-    assert kept[0] > kept[1]
+    assert kept[0] - kept[1] == 2 * (2 * ROWS * (3 * WIDE + 2 * 3 * WIDE) + 8)
     assert [code.is_backward for code in done.codes] == [False, True, False, True]
+
+
+@pytest.mark.slow  # the test above has what selective checkpointing keeps, to the byte
+def test_without_checkpointing_more_is_kept(selective: Any) -> None:
+    (none, _, _), _ = step_of("compiled", "none", 0.0)
+    assert sum(none) > sum(selective[0][0])
 
 
 def test_a_compiled_loss_makes_no_fp32_logits(selective: Any) -> None:
