@@ -215,6 +215,7 @@ class Shared(nn.Module):
 @pytest.mark.parametrize("calls", ["ab", "b", "ba"])
 @pytest.mark.parametrize("outputs", [1, 2])
 @pytest.mark.parametrize("make", [Ema, lambda: nn.BatchNorm1d(4)])
+@pytest.mark.sample(6)
 def test_a_module_under_two_names(make: Any, calls: str, outputs: int) -> None:
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)

@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_real_meta_and_fake_give_one_text(name: str) -> None:
     case = MODELS[name]
     call = case.batch(0, 0)
@@ -57,8 +57,9 @@ EXPORTS: dict[str, Callable[[nn.Module, Any], Any]] = {
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("transformer", "ExportedProgram"),
-        *(pytest.param("transformer", kind, marks=pytest.mark.slow) for kind in list(EXPORTS)[1:]),
+        ("mlp13", "ExportedProgram"),
+        *(pytest.param("mlp13", kind, marks=pytest.mark.slow) for kind in list(EXPORTS)[1:]),
+        *(pytest.param("transformer", kind, marks=pytest.mark.slow) for kind in EXPORTS),
         pytest.param("llama", "ExportedProgram", marks=pytest.mark.slow),
     ],
 )
@@ -116,6 +117,7 @@ NAMED = ("transformer", "llama")
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sample(3)
 def test_every_node_is_tagged(captured: Callable[[str], Program], name: str) -> None:
     program = captured(name)
     verify.tagged(program)

@@ -18,6 +18,7 @@ from tests.zoo import MODELS
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
+@pytest.mark.sample(8)
 def test_outputs_are_what_eager_returns(name: str) -> None:
     function, loss = OUTPUTS[name]
     assert_trains_like_eager(lambda: Net(function), batch(), loss=loss)

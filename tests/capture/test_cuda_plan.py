@@ -163,7 +163,7 @@ def test_recurrent_layers_are_refused_by_name() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x)[0].sum()
 
-    x = torch.randn(4, 2, 8)
+    x = torch.randn(2, 2, 8)  # two steps of time
     for kind, name in (
         (nn.LSTM, "lstm.input"),
         (nn.GRU, "gru.input"),

@@ -133,6 +133,7 @@ ARGUMENTS: dict[Any, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("op", strides.RULES, ids=str)
+@pytest.mark.sample(7)
 def test_strides_of_fakes_are_those_of_kernels(op: Any) -> None:
     count = sum(str(a.type) == "Tensor" for a in op._schema.arguments)
     differs = False
@@ -301,6 +302,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.sample(16)
 def test_losses_behind_the_model_are_as_measured(name: str, reduction: str) -> None:
     loss = functools.partial(LOSSES[name], reduction=reduction)
     result = fxshard.validate(nn.Linear(8, 8), (torch.randn(4, 8),), world_size=2, loss=loss)
@@ -366,6 +368,7 @@ def test_masks_of_backward_kernels(op: Any, dtype: Any) -> None:
 @pytest.mark.parametrize("dtype", [FP32, BF16, torch.float64])
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize("kernel", [1, 2])
+@pytest.mark.sample(12)
 def test_masks_of_convolutions(dims: int, kernel: int, dtype: Any, threads: int) -> None:
     """oneDNN gives the gradient of the weight with that of the bias, whatever the mask says."""
     before = torch.get_num_threads()
@@ -428,6 +431,7 @@ def frozen(module: nn.Module, name: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", FIRST)
+@pytest.mark.sample(5)
 def test_first_layers_are_as_measured(name: str) -> None:
     build, x = FIRST[name]
     result = fxshard.validate(build(), (x,), world_size=2)

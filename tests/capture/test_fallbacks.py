@@ -149,6 +149,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (checkpointed, [trace.DIRECT, trace.DYNAMO]),
     ],
 )
+@pytest.mark.sample(5)
 def test_another_way_is_bitwise_eager_in_one_program(
     run: Forward, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

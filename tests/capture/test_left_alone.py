@@ -40,6 +40,7 @@ def raises(net: Net, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sample(3)
 def test_plan_leaves_the_model_as_it_was(name: str) -> None:
     model, call = built(name), MODELS[name].batch(0, 0)
     values = copy.deepcopy(model.state_dict())

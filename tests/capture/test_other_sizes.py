@@ -54,12 +54,16 @@ def enlarged(value: Any, dims: dict[int, int]) -> Any:
 
 
 FAST = ("tied",)
+REST = ((6, 12), (7, 2))  # batch, length
 
 
 @pytest.mark.parametrize(
     "name", [*FAST, *(pytest.param(n, marks=pytest.mark.slow) for n in MATRIX if n not in FAST)]
 )
-def test_other_sizes_are_those_of_a_capture_of_their_own(name: str, captures: list[Any]) -> None:
+@pytest.mark.parametrize("size", [(3, 5), *(pytest.param(s, marks=pytest.mark.slow) for s in REST)])
+def test_other_sizes_are_those_of_a_capture_of_their_own(
+    name: str, size: tuple[int, int], captures: list[Any]
+) -> None:
     case = MATRIX[name]
     torch.manual_seed(0)
     model, (args, kwargs) = case.build(), case.batch(0, 0)
@@ -71,15 +75,14 @@ def test_other_sizes_are_those_of_a_capture_of_their_own(name: str, captures: li
     }
     plan = fxshard.plan(model, args, kwargs, **options)
     tokens = len(options["dynamic"]) > 1
-    for batch, length in ((3, 5), (6, 12), (7, 2)):
-        dims = {0: batch, 1: length} if tokens else {0: batch}
-        other = {"args": enlarged(args, dims), "kwargs": enlarged(kwargs, dims)}
-        captures.clear()
-        ours = plan.replan(**other)
-        traced = len(captures)
-        fresh = fxshard.plan(model, *other.values(), **options)
-        assert_equal(ours, fresh)
-        assert traced == (plan.program.domain.refusal(ours.program.domain.example) is not None)
+    dims = dict(enumerate(size if tokens else size[:1]))
+    other = {"args": enlarged(args, dims), "kwargs": enlarged(kwargs, dims)}
+    captures.clear()
+    ours = plan.replan(**other)
+    traced = len(captures)
+    fresh = fxshard.plan(model, *other.values(), **options)
+    assert_equal(ours, fresh)
+    assert traced == (plan.program.domain.refusal(ours.program.domain.example) is not None)
     assert_equal(plan, fxshard.plan(model, args, kwargs, **options))  # is as it was
 
 

@@ -254,6 +254,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("returned", ["the view", "the base", "a view of the base"])
+@pytest.mark.sample(14)
 def test_a_view_that_is_written_in_place(view: str, returned: str) -> None:
     def function(m: Any, x: Tensor) -> Tensor:
         y = m.a(x) + m.b(x)

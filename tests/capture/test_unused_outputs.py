@@ -97,6 +97,7 @@ def assert_alike(found: list[Any], expected: list[Any]) -> None:
 
 @pytest.mark.parametrize("no_sync", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.sample(5)
 def test_in_one_process(name: str, no_sync: bool) -> None:
     for steps in (["a"], ["ab", "a"], ["b", "a"], ["a", "a"]):
         uses = [[use] for use in steps]
@@ -116,6 +117,7 @@ ALIKE: dict[str, Uses] = {
 
 @pytest.mark.parametrize("no_sync", [False, True])
 @pytest.mark.parametrize("case", ALIKE)
+@pytest.mark.sample(5)
 def test_on_two_ranks(ranks: Any, case: str, no_sync: bool) -> None:
     """A gradient is None where no rank's loss has reached it, as on the joined batch."""
     options = {"units": ["shared", "first", "second"]}
@@ -135,6 +137,7 @@ def on_a_part_of_the_ranks(rank: int, world_size: int, uses: Uses) -> list[Any]:
 
 
 @pytest.mark.parametrize("last", ["aaaa", "aaab", "baaa"])
+@pytest.mark.sample(2)
 def test_on_a_mesh_of_two_dimensions(ranks: Any, last: str) -> None:
     uses: Uses = [["ab"] * 4, list(last)]
     expected = eager(uses, list(BATCH.chunk(4)))
@@ -226,6 +229,7 @@ BYTES: dict[str, dict[str, Any]] = OPTIONS | {
 @pytest.mark.parametrize("name", BYTES)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.sample(8)
 def test_a_plan_knows_what_its_loss_reaches(name: str, optimizer: Any, world_size: int) -> None:
     """No ``.grad``, step or state of the other parameters: measured and planned, 0 bytes apart."""
     options = BYTES[name] | {"optimizer": optimizer, "world_size": world_size}

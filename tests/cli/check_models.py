@@ -20,9 +20,9 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, depth: int = 3) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(width) for _ in range(3))
+        self.layers = nn.ModuleList(Layer(width) for _ in range(depth))
         self.head = nn.Linear(width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -32,5 +32,13 @@ class Encoder(nn.Module):
 
 
 def encoder() -> Any:
+    return of_depth(3)
+
+
+def short() -> Any:
+    return of_depth(2)
+
+
+def of_depth(depth: int) -> Any:
     width = int(os.environ.get(WIDTH, "64"))
-    return Encoder(width), (torch.ones(4, 16, width),), {}
+    return Encoder(width, depth), (torch.ones(4, 16, width),), {}

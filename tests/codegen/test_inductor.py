@@ -204,7 +204,7 @@ def _hold(folder: str, held: Any) -> None:
 
 
 def test_nobody_waits_for_a_process_that_died_while_compiling(tmp_path: Path) -> None:
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")  # that of tests.ranks, which has imported torch
     held = context.Event()
     holder = context.Process(target=_hold, args=(str(tmp_path), held), daemon=True)
     holder.start()
@@ -291,11 +291,36 @@ def test_a_plan_for_cuda_compiles_nothing(counter: Counter) -> None:
 # -- numbers ---------------------------------------------------------------------------------------
 
 
-def test_dropout_draws_as_eager_does(folder: Path) -> None:
-    case = replace(MODELS["dropout"], build=partial(models.Transformer, depth=1, dropout=0.1))
-    for checkpoint in (None, "full"):
-        result = trained(case, "inductor", checkpoint=checkpoint)
-        assert_close(result, trained(case, "eager", checkpoint=checkpoint), 1e-4)
+class Dropped(Gated):
+    """Draws of dropout between what is compiled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.5).sigmoid()
+
+
+def dropped() -> nn.Module:
+    return nn.Sequential(Dropped(), Dropped())
+
+
+def attention() -> nn.Module:
+    return models.Transformer(depth=1, dropout=0.1)
+
+
+@pytest.mark.parametrize(
+    ("case", "build"),
+    [
+        (replace(deep(2), units=None), dropped),
+        pytest.param(MODELS["dropout"], attention, marks=pytest.mark.slow),
+    ],
+    ids=["dropped", "attention"],
+)
+@pytest.mark.parametrize("checkpoint", [None, "full"])
+def test_dropout_draws_as_eager_does(
+    case: Case, build: Any, checkpoint: str | None, folder: Path
+) -> None:
+    case = replace(case, build=build)
+    result = trained(case, "inductor", checkpoint=checkpoint)
+    assert_close(result, trained(case, "eager", checkpoint=checkpoint), 1e-4)
 
 
 @pytest.mark.slow

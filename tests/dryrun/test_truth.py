@@ -3,6 +3,7 @@
 Measured on real gloo ranks, by `tests.dryrun.measure`, which shares no code with fxshard.
 """
 
+import itertools
 from typing import Any
 
 import pytest
@@ -22,11 +23,17 @@ CASES = MODELS | {
 FSDP2_FAILS_IN_HALF = ("convnet",)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("checkpoint", ["", "full", "selective"])
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.sample(6)
+JOBS = list(itertools.product(CASES, ["", "full", "selective"], [False, True], [1, 3]))
+FAST = (
+    *(("mlp13", "", False, 3), ("tied", "full", True, 1), ("mlp13", "selective", True, 3)),
+    ("GPT2LMHeadModel", "selective", False, 1),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpoint", "half", "micro_batches"),
+    [pytest.param(*job, marks=() if job in FAST else pytest.mark.slow) for job in JOBS],
+)
 def test_every_operator_boundary(
     ranks: Any, name: str, checkpoint: str, half: bool, micro_batches: int
 ) -> None:

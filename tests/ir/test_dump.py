@@ -54,6 +54,7 @@ def on_a_rank(rank: int, world_size: int, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["transformer", "tied", "mlp13", "convnet"])
+@pytest.mark.sample(2)
 def test_two_captures_have_one_text(name: str) -> None:
     assert everything(name, batch=0) == everything(name, batch=1)
 

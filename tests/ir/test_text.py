@@ -56,7 +56,7 @@ def start(name: str, setting: str) -> tuple[Program, Config]:
 
 
 @pytest.mark.parametrize(("name", "setting"), ALL)
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 def test_a_program_is_read_as_it_was_written(name: str, setting: str) -> None:
     program, config = start(name, setting)
     read = texts.again(program)
@@ -152,7 +152,7 @@ def test_trees_constants_and_odd_literals() -> None:
 
 def test_open_sizes() -> None:
     plan = fxshard.plan(
-        deep.Net(), (deep.x(),), world_size=2, units=["layers.*"], dynamic=deep.OPEN
+        deep.Net(depth=2), (deep.x(),), world_size=2, units=["layers.*"], dynamic=deep.OPEN
     )
     assert plan.program.domain is not None
     read = texts.again(plan.program)
@@ -174,7 +174,7 @@ def test_open_sizes() -> None:
 def test_options(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     kwargs = {"world_size": 2, "units": ["layers.*"]} | options
-    texts.again(fxshard.plan(deep.Net(), (deep.x(),), **kwargs).program)
+    texts.again(fxshard.plan(deep.Net(depth=2), (deep.x(),), **kwargs).program)
 
 
 def test_evaluation() -> None:

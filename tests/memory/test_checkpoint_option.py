@@ -149,6 +149,7 @@ def test_the_models_own_checkpoints_stay() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "convnet", "tied"])
+@pytest.mark.sample(2)
 def test_models_of_the_zoo(name: str) -> None:
     """Bitwise with the plan without; batch norm writes its statistics once."""
     case = MODELS[name]

@@ -1,7 +1,7 @@
 """Formulas of random programs of views, slices and sums against plans of calls of their own."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -65,7 +65,11 @@ class Random(nn.Module):
         return loss
 
 
-def compare(seed: int) -> int:
+Points = Sequence[tuple[int, int, int]]
+POINTS: Points = ((7, 16, 3), (3, 24, 4), (9, 13, 8), (4, 40, 5))
+
+
+def compare(seed: int, points: Points = POINTS) -> int:
     """Number of calls for which the formulas of a random program hold; there they are equal."""
     draw = random.Random(seed)
     model = Random([draw.choice(list(OPS)) for _ in range(draw.randint(2, 5))])
@@ -77,7 +81,7 @@ def compare(seed: int) -> int:
         model, kwargs=floats(5, 12, width=8), world_size=2, dynamic=OF_X, optimizer=ADAMW
     )
     held = 0
-    for batch, seq, world in ((7, 16, 3), (3, 24, 4), (9, 13, 8), (4, 40, 5)):
+    for batch, seq, world in points:
         try:
             plan.memory.at(batch=batch, seq=seq, world=world)
         except OutOfRangeError:
@@ -90,8 +94,10 @@ def compare(seed: int) -> int:
     return held
 
 
-def test_random_programs() -> None:
-    assert sum(map(compare, range(3))) >= 6
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.sample(2)
+def test_random_programs(seed: int) -> None:
+    assert compare(seed, POINTS[:1]) == 1
 
 
 @pytest.mark.slow

@@ -216,6 +216,7 @@ LOSSES = {
     [{}, {"optimizer_in_backward": True}, {"micro_batches": 2, "no_sync": True}],
     ids=lambda options: " ".join(options) or "plain",
 )
+@pytest.mark.sample(8)
 def test_the_loss_outside_is_exact(name: str, options: dict[str, Any]) -> None:
     result = fxshard.validate(
         *(Logits(), (torch.ones(4, 6),)),

@@ -193,6 +193,7 @@ def total(out: Any) -> Tensor:
 
 @pytest.mark.parametrize("loss", [None, total], ids=["ones", "loss"])
 @pytest.mark.parametrize("how", RETURNS)
+@pytest.mark.sample(12)
 def test_outputs_that_share_memory(how: str, loss: Any) -> None:
     x = torch.randn(3, 4, requires_grad=True)
     result = fxshard.validate(Returns(how), (x,), world_size=2, loss=loss, numerics=True)

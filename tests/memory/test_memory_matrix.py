@@ -89,7 +89,7 @@ def assert_exact(name: str, setting: Setting) -> None:
 
 
 @pytest.mark.parametrize(("model", "setting"), CUT)
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 def test_static_equals_measured(model: str, setting: str) -> None:
     assert_exact(model, SETTINGS[setting])
 

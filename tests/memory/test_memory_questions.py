@@ -278,6 +278,7 @@ def test_11_custom_mixed_precision(names: dict[str, Any], measured: Callable[...
 
 
 @pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.sample(1)
 def test_12_hsdp(plan: Plan, measured: Callable[..., int], replicas: int) -> None:
     options = {"strategy": "hybrid_shard", "world_size": (replicas, 8 // replicas)}
     peak = plan.replan(**options).memory.peak_bytes
@@ -288,6 +289,7 @@ def test_12_hsdp(plan: Plan, measured: Callable[..., int], replicas: int) -> Non
 
 
 @pytest.mark.parametrize("ranks", [4, 2])
+@pytest.mark.sample(1)
 def test_13_smaller_mesh(plan: Plan, measured: Callable[..., int], ranks: int) -> None:
     report = plan.replan(reshard_after_forward=ranks).memory
     assert report.peak_bytes == measured(reshard_after_forward=ranks)

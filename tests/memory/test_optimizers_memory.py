@@ -99,6 +99,7 @@ def test_a_learning_rate_in_a_tensor(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
+@pytest.mark.sample(25)
 def test_optimizers_of_torch(name: str, options: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))  # rows do not divide by 2
     result = validated(functools.partial(CLASSES[name], **options), model, torch.ones(4, 6))

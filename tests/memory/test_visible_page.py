@@ -230,7 +230,8 @@ def listed(page: Page) -> tuple[int, list[int]]:
     return int(tick), [int(size) for size in things]
 
 
-@pytest.mark.parametrize("name", ["llama", "offload"])
+@pytest.mark.parametrize("name", ["offload", "llama"])
+@pytest.mark.sample(1)
 def test_page_in_chromium(browse: Any, name: str, tmp_path: Path) -> None:
     memory = report(name)
     ledger = memory.ledger()
@@ -379,7 +380,7 @@ def test_what_a_page_quotes_cannot_break_it(browse: Any, tmp_path: Path) -> None
     memory = fxshard.plan(Odd(), (torch.ones(2, 4),), **options).memory
     page = browse(memory, tmp_path)
     assert set(names) <= set(column(page, 1))
-    for tick in range(0, len(memory.ledger().totals), len(memory.ledger().totals) // 8):
+    for tick in range(0, len(memory.ledger().totals), len(memory.ledger().totals) // 4):
         hovered(page, tick)
         page.mouse.click(**at_tick(page, tick))
     bars = page.locator("#bars .barlayer .point")

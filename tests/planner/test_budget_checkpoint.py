@@ -217,10 +217,10 @@ def budgets(plan: Plan, count: int) -> list[int]:
     return [least + (most - least) * i // (count - 1) for i in range(count)]
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "t5", "bert")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("unet", "llama", "t5", "bert")]
 
 
-@pytest.mark.parametrize("name", ["dropout", "unet", *SLOW])
+@pytest.mark.parametrize("name", ["dropout", *SLOW])
 def test_measured_bytes_are_within_the_budget(name: str) -> None:
     """The tracker's activations behind forward, and every other byte of the step."""
     case = (MODELS | MORE)[name]

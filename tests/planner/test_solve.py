@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import fxshard
 from fxshard.capture import trace
 from fxshard.cli import main
 from fxshard.errors import ConfigError, DoesNotFitError
 from fxshard.planner import limits
+from tests.cli import test_cli
 from tests.memory.test_formula import ADAMW, OF_X, Convolutions, Mlps, Positioned, floats, squares
 
 OPTIONS: dict[str, Any] = {"optimizer": ADAMW}
@@ -21,12 +23,12 @@ OPTIONS: dict[str, Any] = {"optimizer": ADAMW}
 @functools.cache
 def peak(batch: int, seq: int, world: int) -> int:
     """The larger of the peaks of the first and of a later step, planned from scratch."""
-    plan = fxshard.plan(Mlps(), kwargs=floats(batch, seq), world_size=world, **OPTIONS)
+    plan = fxshard.plan(Mlps(1), kwargs=floats(batch, seq), world_size=world, **OPTIONS)
     return max(plan.memory.peak_bytes, plan.memory.first_step_peak_bytes)
 
 
 def open_plan() -> fxshard.Plan:
-    return fxshard.plan(Mlps(), kwargs=floats(5, 14), world_size=4, dynamic=OF_X, **OPTIONS)
+    return fxshard.plan(Mlps(1), kwargs=floats(5, 14), world_size=4, dynamic=OF_X, **OPTIONS)
 
 
 opened = functools.cache(open_plan)  # for all that ask: its formulas are computed once
@@ -75,8 +77,8 @@ def test_min_world_looks_past_ranks_whose_padding_costs_more() -> None:
 
 
 def test_no_search_ends_below_the_inputs_at_the_sizes_that_are_fixed() -> None:
-    plan = fxshard.plan(Mlps(), kwargs=floats(5, 280), world_size=4, dynamic=OF_X, **OPTIONS)
-    budget = peak(900, 2, 4)  # inputs of 280 would fill it with a batch of 60
+    plan = fxshard.plan(Mlps(1), kwargs=floats(5, 280), world_size=4, dynamic=OF_X, **OPTIONS)
+    budget = peak(900, 2, 4)  # inputs of 280 would fill it with a batch of 36
     found = plan.solve("max_batch", budget, seq=2)
     assert (found.size, found.peak_bytes, len(found.tried)) == (900, budget, 2)
 
@@ -159,26 +161,46 @@ def test_what_cannot_be_answered_says_why() -> None:
             plan.solve("max_batch", budget)
 
 
-def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    model = ["--hf-config", "tiny-llama", "--budget", "4MiB"]
-    assert main.main(["solve", "max_batch", *model, "--at", "seq=64", "--at", "world=16"]) == 0
-    out = capsys.readouterr().out
-    size = int(out.split()[2])
-    assert out.startswith(f"max_batch = {size} with seq=64, world=16: needs ")
-    tokens = torch.zeros(size, 64, dtype=torch.int64, device="meta")
+def of_a_function(batch: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    return test_cli.tokens(), {"ids": torch.zeros(batch, 64, dtype=torch.int64)}
+
+
+def of_a_config(batch: int) -> tuple[nn.Module, dict[str, Tensor]]:
     transformers = pytest.importorskip("transformers")
     from fxshard.cli.model_source import PRESETS
 
     values = {k: v for k, v in PRESETS["tiny-llama"].items() if k != "model_type"}
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**values, use_cache=False))
+    tokens = torch.zeros(batch, 64, dtype=torch.int64, device="meta")
+    return llama, {"input_ids": tokens, "labels": tokens.clone()}
+
+
+LLAMA = (("--hf-config", "tiny-llama"), of_a_config, 4 * 2**20)
+
+
+@pytest.mark.parametrize(
+    ("model", "made", "budget"),
+    [
+        (("--model", "tests.cli.test_cli:tokens"), of_a_function, 200 * 2**10),
+        pytest.param(*LLAMA, marks=pytest.mark.slow),
+    ],
+    ids=["tokens", "tiny-llama"],
+)
+def test_on_the_command_line(
+    model: tuple[str, str], made: Any, budget: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [*model, "--budget", str(budget)]
+    assert main.main(["solve", "max_batch", *asked, "--at", "seq=64", "--at", "world=16"]) == 0
+    out = capsys.readouterr().out
+    size = int(out.split()[2])
+    assert out.startswith(f"max_batch = {size} with seq=64, world=16: needs ")
+    optimizer = partial(torch.optim.AdamW, lr=1e-3)
     for batch, fits in ((size, True), (size + 1, False)):
-        tokens = torch.zeros(batch, 64, dtype=torch.int64, device="meta")
-        call = {"input_ids": tokens, "labels": tokens.clone()}
-        optimizer = partial(torch.optim.AdamW, lr=1e-3)
-        memory = fxshard.plan(llama, kwargs=call, world_size=16, optimizer=optimizer).memory
-        assert (max(memory.peak_bytes, memory.first_step_peak_bytes) <= 4 * 2**20) == fits
-    assert main.main(["solve", "max_x", *model]) == 2
+        module, call = made(batch)
+        memory = fxshard.plan(module, kwargs=call, world_size=16, optimizer=optimizer).memory
+        assert (max(memory.peak_bytes, memory.first_step_peak_bytes) <= budget) == fits
+    assert main.main(["solve", "max_x", *asked]) == 2
     assert "this plan knows max_batch, max_seq, min_world" in capsys.readouterr().err
-    named = ["--dynamic", "rows=input_ids:0,labels:0"]
-    assert main.main(["solve", "max_rows", *model, *named, "--seq", "64"]) == 0
+    named = ["--dynamic", "rows=" + ",".join(f"{name}:0" for name in call)]
+    assert main.main(["solve", "max_rows", *asked, *named, "--seq", "64"]) == 0
     assert capsys.readouterr().out.startswith("max_rows = ")
