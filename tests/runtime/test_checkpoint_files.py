@@ -238,6 +238,7 @@ def raising(code: int) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+@pytest.mark.sample(2)
 def test_a_failed_save_leaves_the_last_checkpoint_and_says_what_failed(
     tmp_path: Path, code: int, caplog: pytest.LogCaptureFixture
 ) -> None:
