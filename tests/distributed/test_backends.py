@@ -235,7 +235,7 @@ def mixed_training(rank: int, world_size: int, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: ",".join(o) or "default")
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_mixed_dtypes_train_as_in_eager(ranks: Any, options: dict[str, Any]) -> None:
     ranks(2).run(mixed_training, options)
 

@@ -187,7 +187,7 @@ def dies(rank: int, world_size: int, victim: int, verb: str) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "victim", "verb"),
-    [(2, 0, "all_gather"), (4, 2, "reduce_scatter"), (4, 0, "wait")],
+    [(2, 0, "all_gather"), (3, 2, "reduce_scatter"), (3, 0, "wait")],
 )
 def test_survivors_name_the_dead(hasty: Any, world_size: int, victim: int, verb: str) -> None:
     """Also those that wait for ranks which failed because of the dead one."""

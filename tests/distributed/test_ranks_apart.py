@@ -53,7 +53,7 @@ def apart(rank: int, world_size: int, path: str, mine: str, theirs: str) -> str:
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_a_method_on_one_rank_while_the_other_calls_the_model(
     hasty: Any, name: str, first: bool, tmp_path: Path
 ) -> None:
@@ -116,7 +116,7 @@ def skips_behind_others(rank: int, world_size: int, how: str, options: dict[str,
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("how", ["eval", "two"])
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_a_rank_that_leaves_out_an_earlier_backward_alone(hasty: Any, how: str, name: str) -> None:
     first, second = hasty(2).run(skips_behind_others, how, OPTIONS[name])
     assert first[:2] == ["no error"] * 2 and second[0] == "no error"
@@ -280,6 +280,7 @@ def clip_some(rank: int, world_size: int, norm_type: float) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@pytest.mark.sample(1)
 def test_gradients_of_other_parameters_are_not_clipped(hasty: Any, norm_type: float) -> None:
     for first, second in hasty(2).run(clip_some, norm_type):
         assert first.startswith("RankMismatchError: ranks differ in what they do"), first
@@ -302,7 +303,7 @@ def agree_in_groups(rank: int, world_size: int, odd: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("odd", [[3], [0], [2, 3], [1, 3], [0, 3], []], ids=str)
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_all_groups_agree_or_none(hasty: Any, odd: list[int]) -> None:
     for first, second in hasty(4).run(agree_in_groups, odd):
         assert (
@@ -332,6 +333,7 @@ def evaluate_unevenly(rank: int, world_size: int, times: list[int]) -> list[str]
 
 
 @pytest.mark.parametrize("times", [[1, 1, 2, 2], [2, 1, 2, 1], [1, 1, 1, 2]], ids=str)
+@pytest.mark.sample(2)
 def test_replicas_that_evaluate_unevenly_are_refused(hasty: Any, times: list[int]) -> None:
     for said in hasty(4).run(evaluate_unevenly, times):
         assert said[:3] == ["no error"] * 3

@@ -132,7 +132,7 @@ def ignores(rank: int, world_size: int, how: str, strategy: str) -> Any:
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 @pytest.mark.parametrize("how", IGNORED)
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 def test_ignored_parameters_stay_whole_and_local(ranks: Any, how: str, strategy: str) -> None:
     first, second = ranks(2).run(ignores, how, strategy)
     for (mine, calls), (other, _) in (first[0], second[0]):
@@ -284,8 +284,10 @@ def named(value: Any) -> str:
 
 
 @pytest.mark.parametrize(("world_size", "options"), VALIDATED, ids=named)
-@pytest.mark.parametrize("name", ["transformer", "tied", "mlp13"])
-@pytest.mark.sample(14)
+@pytest.mark.parametrize(
+    "name", ["mlp13", "tied", pytest.param("transformer", marks=pytest.mark.slow)]
+)
+@pytest.mark.sample(18)
 def test_static_equals_measured(name: str, world_size: Any, options: Options) -> None:
     case = MODELS[name]
     torch.manual_seed(0)

@@ -342,7 +342,7 @@ VALIDATED = {
 @pytest.mark.parametrize("no_sync", [False, True])
 @pytest.mark.parametrize("how", VALIDATED)
 @pytest.mark.parametrize("name", ["mlp13", pytest.param("tied", marks=pytest.mark.slow)])
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 def test_static_equals_measured(name: str, how: str, no_sync: bool) -> None:
     case = MODELS[name]
     args, kwargs = case.batch(0, 0)

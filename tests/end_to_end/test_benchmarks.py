@@ -20,7 +20,7 @@ from benchmarks import (
     scale,
     step_time,
 )
-from benchmarks.models import MODELS, SMOKE
+from benchmarks.models import EVERY, MODELS, SMOKE, llama
 from benchmarks.ranks import RankFailed, alone, on_ranks
 from benchmarks.sides import Setting, available
 
@@ -204,6 +204,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("results")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overhead, "DEPTH", 4)
+        patch.setitem(EVERY, "smoke", llama("smoke", dim=64, depth=1, vocab=128, batch=1, seq=16))
         for script in (step_time, peak_bytes, first_step, overhead, passes, scale, plan_405b):
             name = script.__name__.rpartition(".")[2]
             assert script.main(["--smoke", "--out", str(folder / f"{name}.json")]) == 0

@@ -19,7 +19,7 @@ from fxshard.config import Config
 from fxshard.errors import ConfigError
 from fxshard.pipeline import default_passes
 
-SMALL = "--steps 6 --compared 3 --layers 2 --hidden 32 --seq 32 --batch 2 --lr 1e-2 --target 7.5"
+SMALL = "--steps 4 --compared 2 --layers 2 --hidden 32 --seq 32 --batch 2 --lr 1e-2 --target 7.5"
 KEYS = """world_size parameters static_peak_bytes measured_peak_bytes max_abs_difference_bytes
     val_bits_per_byte_first val_bits_per_byte_last fsdp2_max_abs_difference all_gathers_per_step
     reduce_scatters_per_step torch_version"""

@@ -28,6 +28,7 @@ from tests.end_to_end.test_checkpointing import CASES as CHECKPOINTED
 from tests.zoo import MODELS, models
 
 SHALLOW = dataclasses.replace(MODELS["transformer"], build=partial(models.Transformer, depth=2))
+ON_4 = {"mlp13": MODELS["mlp13"], "transformer": SHALLOW}
 
 # -- a policy for the whole model ------------------------------------------------------------------
 
@@ -35,7 +36,7 @@ SHALLOW = dataclasses.replace(MODELS["transformer"], build=partial(models.Transf
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[SLOW] if name in MANY else []) for name in WHOLE]
 )
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_bitwise_with_fsdp2_on_2_ranks(ranks: Any, name: str) -> None:
     ranks(2).run(beside, WHOLE[name])
 
@@ -122,6 +123,9 @@ def test_modes_are_bitwise_with_fsdp2(ranks: Any, name: str) -> None:
         pytest.param("fp16 all through", "hybrid_shard", marks=SLOW),
     ],
 )
-def test_hybrid_is_bitwise_with_fsdp2_on_4_ranks(ranks: Any, policy: str, strategy: str) -> None:
-    recipe = Recipe(SHALLOW, POLICIES[policy], strategy=strategy, mesh=(2, 2))
+@pytest.mark.parametrize("name", ["mlp13", pytest.param("transformer", marks=SLOW)])
+def test_hybrid_is_bitwise_with_fsdp2_on_4_ranks(
+    ranks: Any, name: str, policy: str, strategy: str
+) -> None:
+    recipe = Recipe(ON_4[name], POLICIES[policy], strategy=strategy, mesh=(2, 2))
     ranks(4).run(beside, recipe)

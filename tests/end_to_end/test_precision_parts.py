@@ -59,7 +59,7 @@ OUT = dataclasses.replace(LOW, output_dtype=FP32)
 
 
 PARTS: dict[str, Recipe] = {
-    "norms by class": Recipe(MODELS["transformer"], LOW, {nn.LayerNorm: IN_FP32}),
+    "norms by class": Recipe(MODELS["tied"], LOW, {nn.LayerNorm: IN_FP32}),
     "norms by glob": Recipe(MODELS["llama"], LOW, {"model.layers.*.*norm": IN_FP32}),
     "one layer in fp32": Recipe(MODELS["transformer"], LOW, {"layers.1": IN_FP32}),
     "one layer in fp16": Recipe(MODELS["mlp13"], LOW, {"blocks.1": HALF}),

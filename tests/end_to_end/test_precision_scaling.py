@@ -60,23 +60,25 @@ def for_each(items: dict[str, Any], check: Callable[[Any], object]) -> None:
 # -- casts and bytes -------------------------------------------------------------------------------
 
 
-def test_a_cast_stands_in_front_of_each_gather() -> None:
-    for name in ("transformer", "llama", "mlp13"):
-        case = MODELS[name]
-        args, kwargs = case.batch(0, 0)
-        options = {"world_size": 4, "units": case.units, "mixed_precision": LOW, **APART}
-        program = fxshard.plan(case.build(), args, kwargs, **options).program
-        ours = [n for n in program.graph.nodes if n.target in ops.OPERATORS]
-        gathers = [n for n in ours if n.target is ops.all_gather]
-        casts = [n for n in ours if n.target is ops.cast]
-        assert len(casts) == len(gathers) >= 7
-        for cast, gather in zip(casts, gathers, strict=True):
-            assert ours.index(gather) == ours.index(cast) + 1
-            items = gather.args[0]
-            assert [item.args[0] for item in items] == [cast] * len(items)
-            assert len(cast.args[0]) == len(items)
-            assert {n.op for n in cast.args[0]} == {"placeholder"}
-            assert {item.meta["val"].dtype for item in (*items, *gather.users)} == {BF16}
+@pytest.mark.parametrize(
+    "name", ["mlp13", *(pytest.param(n, marks=SLOW) for n in ("transformer", "llama"))]
+)
+def test_a_cast_stands_in_front_of_each_gather(name: str) -> None:
+    case = MODELS[name]
+    args, kwargs = case.batch(0, 0)
+    options = {"world_size": 4, "units": case.units, "mixed_precision": LOW, **APART}
+    program = fxshard.plan(case.build(), args, kwargs, **options).program
+    ours = [n for n in program.graph.nodes if n.target in ops.OPERATORS]
+    gathers = [n for n in ours if n.target is ops.all_gather]
+    casts = [n for n in ours if n.target is ops.cast]
+    assert len(casts) == len(gathers) >= 7
+    for cast, gather in zip(casts, gathers, strict=True):
+        assert ours.index(gather) == ours.index(cast) + 1
+        items = gather.args[0]
+        assert [item.args[0] for item in items] == [cast] * len(items)
+        assert len(cast.args[0]) == len(items)
+        assert {n.op for n in cast.args[0]} == {"placeholder"}
+        assert {item.meta["val"].dtype for item in (*items, *gather.users)} == {BF16}
 
 
 def test_packing_casts_what_it_packs() -> None:
@@ -142,7 +144,8 @@ def tables(rank: int, world_size: int, name: str, options: dict[str, Any]) -> An
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("transformer", APART), ("mlp13", APART), ("mlp13", {})]
+    ("name", "options"),
+    [pytest.param("transformer", APART, marks=SLOW), ("mlp13", APART), ("mlp13", {})],
 )
 def test_bytes_halve_and_casts_are_one_per_gather(
     ranks: Any, name: str, options: dict[str, Any]
@@ -183,7 +186,7 @@ def divided(
 @pytest.mark.parametrize("factor", [1.0, 12.0])
 @pytest.mark.parametrize("policy", ["nothing", "bf16", "fp16 all through"])
 @pytest.mark.parametrize(("count", "mesh"), [(2, None), (4, (2, 2))])
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 def test_divide_factor_is_fsdp2s(
     ranks: Any, count: int, mesh: tuple[int, int] | None, policy: str, factor: float
 ) -> None:
@@ -397,21 +400,22 @@ MEASURED: dict[str, Any] = {
 
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=SLOW) for n in (3, 8))])
 @pytest.mark.parametrize("name", [pytest.param("transformer", marks=SLOW), "mlp13"])
-def test_static_equals_measured(name: str, world_size: int) -> None:
+@pytest.mark.parametrize("key", MEASURED)
+@pytest.mark.sample(5)
+def test_static_equals_measured(key: str, name: str, world_size: int) -> None:
     case = MODELS[name]
     args, kwargs = case.batch(0, 0)
-    for key, policy in MEASURED.items():
-        torch.manual_seed(0)
-        validation = fxshard.validate(
-            case.build(),
-            args,
-            kwargs,
-            world_size=world_size,
-            units=case.units,
-            mixed_precision=policy,
-            optimizer=None if key == "gradients stay" else adamw,
-        )
-        assert validation.max_abs_difference == 0, (key, validation.table(only_different=True))
+    torch.manual_seed(0)
+    validation = fxshard.validate(
+        case.build(),
+        args,
+        kwargs,
+        world_size=world_size,
+        units=case.units,
+        mixed_precision=MEASURED[key],
+        optimizer=None if key == "gradients stay" else adamw,
+    )
+    assert validation.max_abs_difference == 0, validation.table(only_different=True)
 
 
 class Product(nn.Module):

@@ -29,7 +29,7 @@ ADAFACTOR = ("optimizer_adafactor", "optimizer_adafactor_loop", "optimizer_adafa
 @pytest.mark.parametrize(
     "name", [name for name in LOOPS if name not in (*REFUSED_BY_DTENSOR, *ADAFACTOR)]
 )
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 def test_bitwise_with_fsdp2(ranks: Any, name: str) -> None:
     for ours, theirs in ranks(2).run(both, name):
         assert_same(ours, theirs)
@@ -90,6 +90,7 @@ def test_adafactor_is_refused_on_ranks(ranks: Any, name: str) -> None:
     "name",
     [n for n in LOOPS if n not in OPTIMIZER_LOOPS or n in (*REFUSED_BY_DTENSOR, *ADAFACTOR)],
 )
+@pytest.mark.sample(14)
 def test_in_process_as_in_eager(name: str) -> None:
     """Parameters are plain tensors here: of the optimizers, those that DTensors cannot do."""
     assert_same(seen(name, "in_process", 0), seen(name, "eager", 0), rtol=1e-6, atol=1e-7)

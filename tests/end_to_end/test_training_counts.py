@@ -127,6 +127,7 @@ def unpadded(model: nn.Module) -> int:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("build", FROZEN)
+@pytest.mark.sample(4)
 def test_validate_frozen_parameters(build: Callable[[], nn.Module], world_size: int) -> None:
     options: Any = {"world_size": world_size, "units": ["blocks.*"], "optimizer": AdamW}
     result = fxshard.validate(built(build), (batch(0),), **options)

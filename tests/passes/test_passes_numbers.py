@@ -60,7 +60,8 @@ STEPS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize(
-    "model", [pytest.param(n, marks=pytest.mark.slow) if n == "tied" else n for n in STEPS]
+    "model",
+    [pytest.param(n, marks=pytest.mark.slow) if n in ("tied", "dropout") else n for n in STEPS],
 )
 @pytest.mark.sample(2)
 def test_every_pass_keeps_the_numbers_of_eager(model: str) -> None:

@@ -77,7 +77,7 @@ def default_hooks_against_fsdp2(rank: int, world_size: int, name: str) -> None:
                 torch.testing.assert_close(grad, expected, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("name", ["mlp13", "transformer"])
+@pytest.mark.parametrize("name", ["mlp13", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_torchs_hooks(ranks: Any, name: str) -> None:
     ranks(2).run(default_hooks_against_fsdp2, name)
 

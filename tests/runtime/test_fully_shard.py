@@ -46,7 +46,7 @@ def both(rank: int, world_size: int, name: str, options: dict[str, Any]) -> tupl
     return theirs, ours
 
 
-@pytest.mark.parametrize("name", ["mlp13", "llama"])
+@pytest.mark.parametrize("name", ["mlp13", pytest.param("llama", marks=pytest.mark.slow)])
 def test_a_script_trains_as_fsdp2_and_as_one_process(ranks: Any, name: str) -> None:
     alone = fsdp2.train_single(MODELS[name], STEPS, 2)
     found = ranks(2).run(both, name, {})

@@ -499,7 +499,7 @@ def checkpoints(rank: int, world_size: int, name: str, path: str) -> list[float]
     return want
 
 
-@pytest.mark.parametrize("name", ["tied", "mlp13"])
+@pytest.mark.parametrize("name", ["mlp13", pytest.param("tied", marks=pytest.mark.slow)])
 def test_checkpoints_go_to_fsdp2_and_back_and_into_one_process(ranks: Any, name: str) -> None:
     with tempfile.TemporaryDirectory() as path:
         want = ranks(2).run(checkpoints, name, path)[0]

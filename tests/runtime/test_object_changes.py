@@ -322,6 +322,7 @@ CHANGES: dict[str, tuple[Callable[[], Holds], Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("args", [None, (torch.ones(2, 4),)], ids=["at a call", "with args"])
 @pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.sample(29)  # each change once
 def test_attributes_that_are_changed_after_the_first_call(what: str, args: Any) -> None:
     build, change = CHANGES[what]
     torch.manual_seed(0)

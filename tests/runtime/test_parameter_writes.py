@@ -166,6 +166,7 @@ def written(rank: int, world_size: int, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"strategy": "no_shard"}], ids=str)
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.sample(2)
 def test_what_is_written_is_what_one_process_writes(
     ranks: Any, world_size: int, options: dict[str, Any]
 ) -> None:
@@ -313,6 +314,7 @@ def drawn(rank: int, world_size: int, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"strategy": "no_shard"}], ids=str)
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.sample(2)
 def test_what_is_drawn_is_what_one_process_draws(
     ranks: Any, world_size: int, options: dict[str, Any]
 ) -> None:

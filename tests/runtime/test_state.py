@@ -45,7 +45,7 @@ def clipped(rank: int, world_size: int, name: str, p: float) -> None:
 
 @pytest.mark.parametrize("world_size", [0, 2, 3])
 @pytest.mark.parametrize("p", NORMS)
-@pytest.mark.sample(5)
+@pytest.mark.sample(4)
 def test_clip_grad_norm(ranks: Any, world_size: int, p: float) -> None:
     for name in ("mlp13", "tied") if p in (2.0, math.inf) else ("mlp13",):
         if world_size:
@@ -301,6 +301,7 @@ def loads_whole(rank: int, world_size: int, name: str) -> None:
 
 @EVERYWHERE
 @pytest.mark.parametrize("name", ["tied", "mlp13", "convnet"])
+@pytest.mark.sample(3)
 def test_load_state_dict_takes_whole_tensors(ranks: Any, where: str, name: str) -> None:
     run(ranks, where, loads_whole, name)
 

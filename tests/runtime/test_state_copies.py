@@ -48,7 +48,7 @@ def deep_copied(rank: int, world_size: int, name: str) -> None:
 
 @EVERYWHERE
 @pytest.mark.parametrize("name", ["tied", "mlp13", "convnet"])
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_deepcopy_is_independent(ranks: Any, where: str, name: str) -> None:
     run(ranks, where, deep_copied, name)
 
@@ -84,7 +84,7 @@ def pickled(rank: int, world_size: int, name: str) -> None:
 
 @EVERYWHERE
 @pytest.mark.parametrize("name", ["tied", "mlp13", "convnet"])
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_pickle(ranks: Any, where: str, name: str) -> None:
     run(ranks, where, pickled, name)
 
@@ -212,6 +212,7 @@ def whole_story(rank: int, world_size: int, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [{"strategy": "no_shard"}, {"ignored": ["head", "blocks.1"]}])
 @EVERYWHERE
+@pytest.mark.sample(2)
 def test_replicated_and_ignored_parameters(ranks: Any, where: str, options: dict[str, Any]) -> None:
     run(ranks, where, whole_story, options)
 

@@ -75,6 +75,7 @@ def test_cases_are_deterministic(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["transformer", "llama", "mlp13"])
+@pytest.mark.sample(2)
 def test_fsdp2_equals_single_process(ranks, name: str) -> None:
     of_rank = ranks(2).run(fsdp2, name)
     first, second = of_rank
@@ -85,6 +86,7 @@ def test_fsdp2_equals_single_process(ranks, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tied", "convnet", "dropout"])
+@pytest.mark.sample(2)
 def test_fsdp2_repeats_itself(ranks, name: str) -> None:
     first, second = ranks(2).run(fsdp2, name), ranks(2).run(fsdp2, name)
     for a, b in zip(first, second, strict=True):

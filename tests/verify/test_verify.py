@@ -116,7 +116,7 @@ OTHERS = [pytest.param(prefetch, marks=pytest.mark.slow) for prefetch in (0, 2)]
 
 @pytest.mark.parametrize("prefetch", [1, *OTHERS])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_no_false_alarm(name: str, prefetch: int) -> None:
     check(captured(name), prefetch, world_sizes=(1, 2, 3, 8))
 
@@ -171,7 +171,7 @@ class Tangled(nn.Module):
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 @pytest.mark.parametrize("build", [Again, Tangled])
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_units_that_must_stay_unsharded_are_no_fault(
     build: Callable[[], nn.Module], prefetch: int
 ) -> None:

@@ -742,7 +742,7 @@ def traced(name: str, half: bool) -> Program:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", SOME)
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 def test_no_false_alarm(name: str, setting: str) -> None:
     options, attributes = SETTINGS[setting]
     config = Config(units=MODELS[name].units, **options)
