@@ -271,15 +271,30 @@ def gpu_code(
     assert context.fake_mode is not None
     mode = FakeTensorMode(shape_env=context.fake_mode.shape_env, allow_non_fake_inputs=True)
 
-    def moved(value: Any) -> Any:
+    def moved(value: Any, device: torch.device = CUDA) -> Any:
         if not isinstance(value, Tensor):
             return value
         with mode:
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CUDA)
+            return torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=device
+            )
+
+    plain = FakeTensorProp.call_function
+
+    def call_function(self: Any, target: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return plain(self, target, args, kwargs)
+        except RuntimeError as error:
+            if _NO_CUDA not in str(error):  # of an operator that C++ composes of others
+                raise
+        cpu = functools.partial(moved, device=torch.device("cpu"))
+        args, kwargs = pytree.tree_map(cpu, (args, kwargs))
+        return pytree.tree_map(moved, plain(self, target, args, kwargs))
 
     with (
         present(gpu),
         nothing_loaded(),
+        mock.patch.object(FakeTensorProp, "call_function", call_function),
         # Constants are copied to the GPU when they are compiled; here they stay what they are.
         mock.patch.object(GraphLowering, "constant_name", lambda self, name, device: name),
         mock.patch.object(context, "fake_mode", mode),
@@ -293,6 +308,8 @@ def gpu_code(
         return None
     return Generated(made.source_code, dict(made.constants or {}), tuple(made.inputs_to_check))
 
+
+_NO_CUDA = "not linked with support for cuda"  # c10/core/impl/DeviceGuardImplInterface.h
 
 # What differs from a real compilation: nothing is kept on disk or taken from it, backward is
 # compiled with forward.

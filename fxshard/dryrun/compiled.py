@@ -12,6 +12,7 @@ import builtins
 import contextlib
 import dataclasses
 import linecache
+import math
 import re
 import sys
 import types
@@ -272,6 +273,7 @@ def _names(constants: dict[str, Tensor], device: torch.device) -> dict[str, Any]
         "torch": kernel_free.Torch(cuda=cuda, device=anywhere),
         "device": anywhere,
         "aten": torch.ops.aten,
+        "math": math,  # of open sizes
         "reinterpret_tensor": _reinterpret,
         "assert_size_stride": _check_strides,
         "copy_if_misaligned": lambda tensor: tensor,  # whole allocations are aligned

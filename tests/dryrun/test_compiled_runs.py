@@ -97,6 +97,21 @@ def test_fsdp2_around_compiled_blocks_gathers_as_around_eager_ones_and_keeps_les
     assert compiled.device_memory().requested < eager.device_memory().requested
 
 
+def test_a_whole_model_with_an_embedding_compiles() -> None:
+    """The embedding's backward is composed by C++, which asks for CUDA's own library."""
+    with fxshard.dry_run(world_size=1) as run:
+        model = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 100, bias=False)).cuda()
+        model.compile(fullgraph=True)
+        for _ in range(2):
+            model(torch.zeros(4, 8, dtype=torch.int64, device="cuda")).sum().backward()
+            model.zero_grad()
+            run.step()
+    made = [each.bytes for each in born(run, "forward", "aten.empty_strided.default")]
+    assert made == [4 * 32 * 8, 4 * 32 * 100], "what the embedding gives, and the product"
+    grads = [each.bytes for each in born(run, "backward", "aten.empty_strided.default")]
+    assert grads.count(4 * 100 * 8) == 2 and max(grads) == 4 * 100 * 8
+
+
 class Breaking(nn.Module):
     """A graph break between two products."""
 

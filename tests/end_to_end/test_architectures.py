@@ -1,7 +1,8 @@
 """Every architecture of the table is planned, runs like eager and is predicted to the byte.
 
-`make test` takes `FAST`, one or more of each family; `make test-slow` takes all the others. What is
-refused is refused for the reason that its row gives, at the line of the model's code.
+`make test` takes three of `FAST`, which has one or more of each family; `make test-slow` takes all
+the others. What is refused is refused for the reason that its row gives, at the line of the model's
+code.
 """
 
 import re
