@@ -3,8 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fxshard.api import compile, fully_shard, plan, shard, tune, validate
+    from fxshard.api import compile, fsdp2_memory, fully_shard, plan, shard, tune, validate
     from fxshard.config import Options
+    from fxshard.dryrun.fsdp2 import Fsdp2Memory
     from fxshard.dryrun.run import DryRun, dry_run, is_dry_run
     from fxshard.dynamo.graphs import reports
     from fxshard.errors import (
@@ -38,6 +39,7 @@ __all__ = [
     "ConfigError",
     "DoesNotFitError",
     "DryRun",
+    "Fsdp2Memory",
     "FxshardError",
     "FxshardModule",
     "MemoryReport",
@@ -60,6 +62,7 @@ __all__ = [
     "compile",
     "default_passes",
     "dry_run",
+    "fsdp2_memory",
     "fully_shard",
     "is_dry_run",
     "load_checkpoint",
@@ -73,6 +76,7 @@ __all__ = [
 ]
 _HOMES = {
     "DryRun": "dryrun.run",
+    "Fsdp2Memory": "dryrun.fsdp2",
     "FxshardModule": "runtime.module",
     "MemoryReport": "memory.report",
     "Options": "config",
@@ -84,6 +88,7 @@ _HOMES = {
     "compile": "api",
     "default_passes": "pipeline",
     "dry_run": "dryrun.run",
+    "fsdp2_memory": "api",
     "fully_shard": "api",
     "is_dry_run": "dryrun.run",
     "load_checkpoint": "runtime.checkpoint",

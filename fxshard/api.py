@@ -1,18 +1,18 @@
-"""plan, compile, fully_shard, shard, validate, tune: the public verbs."""
+"""plan, compile, fully_shard, shard, validate, tune, fsdp2_memory: the public verbs."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from fxshard._torch import process_groups
 from fxshard.arguments import check_called, check_flag, check_progress
@@ -21,6 +21,7 @@ from fxshard.capture import attributes, shapes, trace
 from fxshard.capture.held import copied
 from fxshard.config import Config, Options, grid, with_options
 from fxshard.cost.hardware import Hardware, hardware_of
+from fxshard.dryrun.fsdp2 import Fsdp2Memory, Recipe, run_fsdp2
 from fxshard.dynamo import graphs
 from fxshard.errors import ConfigError, UnknownSizeError
 from fxshard.host.progress import say, task
@@ -588,3 +589,87 @@ def _plain_module(model: Any) -> nn.Module:
             "what torch.compile has captured of it is fxshard.reports(model)."
         )
     return trace.as_module(model)
+
+
+def fsdp2_memory(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    world_size: int,
+    device: str = "h100",
+    units: Iterable[type[nn.Module] | str] | Callable[..., Any] | None = None,
+    mixed_precision: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool | int | None = None,
+    checkpoint: str | Collection[Any] | None = None,
+    compile: bool = False,
+    optimizer: Callable[..., torch.optim.Optimizer] | None = torch.optim.AdamW,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    offload: bool = False,
+    micro_batches: int = 1,
+    max_norm: float | None = None,
+    keep_outputs: bool = True,
+    compare: bool = False,
+) -> Fsdp2Memory:
+    """The memory of a training step of torch's own FSDP2, in a `dry_run` of its usual recipe.
+
+    A copy of the model on the meta device is checkpointed, compiled, sharded by ``fully_shard``
+    unit by unit, put on the GPU, and trained for three steps. A script that does it otherwise runs
+    in a `dry_run` as it is.
+
+    Args:
+        model: real, meta or fake parameters. It is not changed.
+        args, kwargs: a call of it, of one rank and micro-batch: real or meta tensors.
+        world_size: number of ranks.
+        device: see `dry_run`.
+        units: what ``fully_shard`` is called on before the model, as `fxshard.Options` has it;
+            None: blocks that repeat.
+        mixed_precision: for every ``fully_shard``.
+        reshard_after_forward: of the units; None: torch's default, in which the root stays.
+        checkpoint: of each unit. None; "full": only its inputs are saved; "selective": torchtitan's
+            per-op list, attention and every second product of matrices; or the operators to save.
+        compile: ``torch.compile`` of each unit.
+        optimizer: a class, or ``params -> optimizer``; None: none.
+        loss: of the model's output; None: ``output.loss``, scalars of the output, or all of it.
+        offload: torch's ``CPUOffloadPolicy``.
+        micro_batches: forward and backward passes per step.
+        max_norm: for ``torch.nn.utils.clip_grad_norm_``; None: nothing is clipped.
+        keep_outputs: the loop still refers to the model's output in backward.
+        compare: plan the same model with fxshard too.
+
+    Returns:
+        Figures in bytes: `Fsdp2Memory.memory`, `.device_memory()`, `.table()`.
+
+    Raises:
+        ConfigError: an argument without meaning, or settings that fxshard cannot plan to compare.
+        UnitError: a pattern of `units` matches no module.
+        CaptureError: something depends on values.
+    """
+    recipe = Recipe(
+        *(world_size, device, 0, units, mixed_precision, reshard_after_forward, checkpoint),
+        *(compile, optimizer, loss, offload, micro_batches, max_norm, keep_outputs),
+    )
+    run = run_fsdp2(_plain_module(model), args, kwargs, recipe)
+    if not compare:
+        return Fsdp2Memory(run)
+    if not isinstance(checkpoint, str | None):
+        raise ConfigError("compare=True: fxshard plans checkpoint=None, 'full' and 'selective'.")
+    options: dict[str, Any] = {
+        "units": units,
+        "mixed_precision": mixed_precision,
+        "reshard_after_forward": reshard_after_forward,
+        "optimizer": optimizer,
+        "offload": CPUOffloadPolicy() if offload else None,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    planned = plan(
+        *(model, args, kwargs),
+        world_size=world_size,
+        device="cuda" if run.device == "cuda" else None,
+        micro_batches=micro_batches,
+        loss=loss,
+        checkpoint=checkpoint,
+        backend="inductor" if compile else "eager",
+        **given,
+    )
+    return Fsdp2Memory(run, planned.memory)

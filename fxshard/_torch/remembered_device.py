@@ -12,13 +12,14 @@ import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch.optim import optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils import _foreach_utils
+from torch.utils import _foreach_utils, checkpoint
 
 from fxshard._torch.fully_sharded import replaced
 
@@ -95,6 +96,14 @@ def remembered(is_there: Callable[[Tensor], bool]) -> Iterator[None]:
         asks = sys._getframe(1).f_globals.get("__name__", "").startswith("torch.distributed")
         return torch.device("cuda") if asks else plain_accelerator(*args)
 
+    def described(tensor: Tensor) -> dict[str, Any]:
+        """Where autograd saves a tensor and none of our modes is active."""
+        told = plain_description(tensor)
+        return told | ({"device": torch.device("cuda", 0)} if is_there(tensor) else {})
+
+    checks = checkpoint._allowed_determinism_checks_to_fns
+    plain_description = checks["default"]
+
     name = "_get_foreach_kernels_supported_devices"
     kinds = (_foreach_utils._foreach_supported_types, optimizer._foreach_supported_types)
     changes = [
@@ -103,7 +112,7 @@ def remembered(is_there: Callable[[Tensor], bool]) -> Iterator[None]:
         (optimizer, name, foreach_devices),
         (torch._C, "_get_accelerator", accelerator),
     ]
-    with replaced(changes):
+    with replaced(changes), mock.patch.dict(checks, {"default": described}):
         for each in kinds:
             each.append(fake)  # else an optimizer would not take what is CUDA's default
         try:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import fxshard
 from fxshard import pipeline
-from fxshard.bytesize import SIZES, parse_budget, size_text
+from fxshard.bytesize import SIZES, excess_text, parse_budget, size_text
 from fxshard.cli import check
 from fxshard.cli.model_source import (
     Call,
@@ -34,6 +34,7 @@ from fxshard.cli.model_source import (
 from fxshard.cli.overview import COMMANDS
 from fxshard.config import Config
 from fxshard.cost.hardware import PRESETS, Hardware, hardware_of
+from fxshard.dryrun.gpus import DEFAULT, GPUS
 from fxshard.errors import (
     CaptureError,
     ConfigError,
@@ -195,6 +196,36 @@ def check_(args: argparse.Namespace) -> int:
     jobs = "1 job" if len(checked) == 1 else f"{len(checked)} jobs"
     print(f"{jobs}, {failed} failed" + ("; recorded" if args.update else ""))
     return 1 if failed else 0
+
+
+def fsdp2(args: argparse.Namespace) -> int:
+    """``fxshard fsdp2``."""
+    why = "torch's FSDP2 has no such option"
+    refuse_beside(args, "fsdp2", why, "--strategy", "--memory-budget")
+    if args.backend != "eager":
+        raise ConfigError("--backend with fsdp2: use --compile, torch.compile of each unit.")
+    if not isinstance(args.world_size, int):
+        raise ConfigError("--world-size: fsdp2 shards over all ranks; give their number.")
+    model, inputs, kwargs = load(args, "meta")
+    known = options(args)
+    names = ("units", "mixed_precision", "reshard_after_forward", "checkpoint", "optimizer")
+    with task("running dry"):
+        found = fxshard.fsdp2_memory(
+            *(model, inputs, kwargs),
+            world_size=args.world_size,
+            device=args.device,
+            micro_batches=args.micro_batches,
+            offload=args.offload,
+            compile=args.compile,
+            compare=args.compare,
+            **{name: known[name] for name in names if name in known},
+        )
+    print(found.table(), str(found.memory.explain_peak(args.top)), sep="\n\n")
+    if args.budget is None:
+        return 0
+    needed, given = found.device_memory().reserved, parse_budget(args.budget)
+    print(excess_text(needed, given) if needed > given else f"fits {size_text(given)}")
+    return int(needed > given)
 
 
 def diff_(args: argparse.Namespace) -> int:
@@ -587,6 +618,19 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=check_)
 
 
+def _add_fsdp2(parser: argparse.ArgumentParser) -> None:
+    add_arguments(parser)
+    _add_count(parser)
+    parser.add_argument("--device", default=DEFAULT, help=f"{', '.join(GPUS)} ({DEFAULT})")
+    parser.add_argument("--compile", action="store_true", help="torch.compile of each unit")
+    parser.add_argument("--compare", action="store_true", help="fxshard's own plan beside it")
+    parser.add_argument(
+        "--top", type=whole_number, default=5, help="of the tensors at the peak (5)"
+    )
+    parser.add_argument("--budget", metavar="79GiB", help="exit with 1 if more is reserved")
+    parser.set_defaults(command=fsdp2)
+
+
 def _add_diff(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", metavar="A", help="written by fxshard report --json A")
     parser.add_argument("after", metavar="B", help="likewise")
@@ -700,10 +744,14 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="cuda", help="plan for this type of device")
 
 
-def _add_micro_batches(parser: argparse.ArgumentParser) -> None:
+def _add_count(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--micro-batches", type=whole_number, default=1, metavar="K", help="per step (1)"
     )
+
+
+def _add_micro_batches(parser: argparse.ArgumentParser) -> None:
+    _add_count(parser)
     parser.add_argument(
         "--no-sync", action="store_true", help="all micro-batches but the last reduce nothing"
     )
@@ -713,6 +761,7 @@ ARGUMENTS = {
     "report": _add_report,
     "explain": _add_explain,
     "explain-oom": _add_explain_oom,
+    "fsdp2": _add_fsdp2,
     "fits": _add_fits,
     "solve": _add_solve,
     "check": _add_check,

@@ -5,6 +5,7 @@ COMMANDS = {
     "report": "memory of one rank, from the program alone",
     "explain": "where the peak is, and what is alive there",
     "explain-oom": "who held GPU memory when a program ran out of it, from the snapshot it left",
+    "fsdp2": "memory of one rank under torch's own FSDP2, from a dry run",
     "fits": "exit with 0 if a rank's peak is within a budget",
     "solve": "the largest batch or sequence, or the fewest ranks, that fit a budget",
     "check": "a gate for CI: jobs of a file beside their budgets and their recorded bytes",

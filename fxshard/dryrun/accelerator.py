@@ -87,6 +87,9 @@ class Placement(TorchFunctionMode):
 
     def _moved(self, tensor: Tensor, there: bool, besides: dict[str, Any]) -> Tensor:
         """``tensor.to(device, ...)``: a copy if it is elsewhere."""
+        if tensor.is_meta:
+            with outside_modes():
+                torch.empty(0, device="meta").to(CPU)  # raises torch's own error
         before, self._moving = self._moving, there
         try:
             copy = besides.pop("copy", False) or there != self.is_there(tensor)

@@ -125,19 +125,21 @@ class Recorder(TorchDispatchMode):
         )
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
-        """Run an operator: where every tensor has values, on these.
+        """Run an operator: where every tensor has values and all are small, on these.
 
         Returns:
             Its result, and whether it is made of nothing by code of torch that needs its values.
         """
         given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
-        real = [tensor for tensor in given if not self._has_no_values(tensor)]
+        real = [tensor for tensor in given if self._has_values(tensor)]
         of_torch = not given and _called_for_values()
         alone = of_torch or (not given and _keeps_values(func, args, kwargs))
-        if alone or (given and len(real) == len(given)):
+        if given and len(real) == len(given):
+            alone = func.is_view or sum(tensor.nbytes for tensor in real) <= VALUED_BYTES
+        if alone or (given and _stays_on_meta(func, given, kwargs)):
             with outside_modes():
                 return func(*args, **kwargs), of_torch
-        if real:
+        if not all(map(is_fake, given)):
             args, kwargs = tree_map_tensors(self._without_values, (args, kwargs))
             if func._schema.is_mutable:  # what is written into them is not known
                 self._stale.update(id(tensor.untyped_storage()) for tensor in real)
@@ -146,13 +148,18 @@ class Recorder(TorchDispatchMode):
         except NOT_KNOWN as error:
             raise values.refusal(error, name_of(func)) from error
 
-    def _has_no_values(self, tensor: Tensor) -> bool:
-        return is_fake(tensor) or id(tensor.untyped_storage()) in self._stale
+    def _has_values(self, tensor: Tensor) -> bool:
+        if is_fake(tensor) or tensor.is_meta:
+            return False
+        return id(tensor.untyped_storage()) not in self._stale
 
     def _without_values(self, tensor: Tensor) -> Tensor:
         """The fake tensor that stands for one with values, in a storage that is not another one."""
         if is_fake(tensor):
             return tensor
+        if tensor.is_meta:  # only its sizes are asked for: it has no memory
+            with self._fakes:
+                return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         fake = self._fakes.from_tensor(tensor)
         key = id(fake.untyped_storage())
         if key not in self._known:
@@ -287,7 +294,17 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 WITH_VALUES = ("torch.distributed.device_mesh", "torch.distributed._mesh", "torch.utils.data")
 
 
-VALUED_BYTES = 16 << 20  # integers of up to so many bytes keep their values
+def _stays_on_meta(func: Any, given: list[Tensor], kwargs: dict[str, Any]) -> bool:
+    """True if what an operator makes of meta tensors is on the meta device too.
+
+    A copy from there to elsewhere is torch's own error.
+    """
+    device = kwargs.get("device")
+    stays = device is None or device.type == "meta" or func is _TO_COPY
+    return stays and all(tensor.is_meta for tensor in given)
+
+
+VALUED_BYTES = 16 << 20  # tensors of up to so many bytes keep their values
 VALUED = frozenset(
     getattr(torch.ops.aten, name)
     for name in (

@@ -554,57 +554,6 @@ def test_curves_and_their_plot(tmp_path: Path) -> None:
         plan.memory.curves(batch=[1, 2])
 
 
-# -- found by review ------------------------------------------------------------------------------
-
-
-class Sliced(nn.Module):
-    """f32 (batch, seq, 8) -> a scalar, through `part` of what it computes."""
-
-    def __init__(self, part: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.up, self.part = nn.Linear(8, 12), part
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.part(self.up(x)).relu().sum()
-
-
-def written(x: Tensor) -> Tensor:
-    x = x.clone()
-    x[:, 0].zero_()
-    x[:, 1:] = 0.5
-    return x
-
-
-PARTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "without the first": lambda x: x[:, 1:],
-    "shifted": lambda x: x[:, :-1].reshape(-1, 12),
-    "expanded": lambda x: x[:, :, None].expand(-1, -1, 3, -1),
-    "written": written,
-    "a fixed number": lambda x: x.flatten()[:240].mul(2).exp(),
-    "split": lambda x: x.split([4, x.shape[1] - 4], 1)[1].mul(2).exp(),
-    "split, contiguous": lambda x: x.split([4, x.shape[1] - 4], 1)[1].contiguous().mul(2).exp(),
-    "split, written twice": lambda x: (
-        x.split([4, x.shape[1] - 4], 1)[1].mul(2).view(-1, 12).view(x.shape[0], -1, 12).exp()
-    ),
-    "the second half, twice": lambda x: (
-        torch.cat([x[:, x.shape[1] // 2 :]] * 2, 1).view(-1, 12).view(x.shape[0], -1, 12).exp()
-    ),
-    "joined again": lambda x: torch.cat(x.split([4, x.shape[1] - 4], 1), 1).mul(2).exp(),
-    "halves": lambda x: x.view(x.shape[0], 2, -1).mul(2).view(x.shape).exp(),
-    "loss of a row and a column": lambda x: torch.ops.aten.mse_loss(x[:1], x[:, :1]),
-}
-
-
-@pytest.mark.parametrize("name", PARTS)
-@pytest.mark.sample(3)
-def test_parts_of_tensors(name: str) -> None:
-    model = Sliced(PARTS[name])
-    plan = fxshard.plan(model, kwargs=floats(5, 6, width=8), world_size=2, dynamic=OF_X)
-    for batch, seq, world in ((9, 22, 3), (4, 40, 4)):
-        alone = fxshard.plan(model, kwargs=floats(batch, seq, width=8), world_size=world)
-        assert_equal(plan.memory, batch, seq, world, alone)
-
-
 def test_a_batch_that_is_a_part_of_a_larger_tensor_stays() -> None:
     x = torch.zeros(100, 14, 24)[:5]
     plan = fxshard.plan(Mlps(), kwargs={"x": x}, world_size=4, dynamic=OF_X)
