@@ -11,9 +11,12 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as _checkpoint
 from torch import fx
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils import _pytree
 
 from fxshard._torch.graphs import with_current_meta
+
+__all__ = ["checkpoint_wrapper"]
 
 _CHECKPOINT = "fxshard_checkpoint"  # key in the "custom" metadata of nodes
 

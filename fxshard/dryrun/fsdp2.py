@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from fxshard._torch.checkpointing import checkpoint_wrapper
 from fxshard._torch.trees import tree_iter, tree_map_tensors
 from fxshard.arguments import check_called, check_count
 from fxshard.bytesize import size_text

@@ -18,6 +18,15 @@ from fxshard._torch import (
 from tests._torch.shared import Two, _contexts, aten
 
 
+def test_a_wrapped_module_is_an_attribute_and_has_its_names() -> None:
+    """FSDP2 and dry runs count on both; a context function says what is saved."""
+    wrapped = checkpointing.checkpoint_wrapper(nn.Linear(2, 3), context_fn=partial(_contexts, 1))
+    assert isinstance(wrapped._checkpoint_wrapped_module, nn.Linear)
+    assert {name for name, _ in wrapped.named_parameters()} == {"weight", "bias"}
+    wrapped(torch.ones(4, 2)).sum().backward()
+    assert wrapped.weight.grad is not None
+
+
 def test_checkpoints_inline_marks_forward_and_backward() -> None:
     """By what transformers holds (``checkpoint`` itself), in both modes, and with a policy."""
     call = torch.utils.checkpoint.checkpoint

@@ -17,8 +17,8 @@ from tests.fuzz.script import script
 from tests.fuzz.shrink import shrunk
 from tests.ranks import Ranks
 
-HERE, SIZE = 160, 16  # cases in this process, and how many of them one test runs
-REAL, JOB = 40, 10  # the same on real ranks
+HERE, SIZE = 176, 16  # cases in this process, and how many of them one test runs
+REAL, JOB = 24, 8  # the same on real ranks
 WITHIN = 10  # a planted fault is found among so many cases that have what it breaks
 
 
