@@ -102,8 +102,9 @@ class Block(nn.Module):
 class Llama(nn.Module):
     angles: Tensor
 
-    def __init__(self, shape: Shape, length: int) -> None:
+    def __init__(self, shape: Shape, length: int, fp32_logits: bool) -> None:
         super().__init__()
+        self.fp32_logits = fp32_logits
         self.tok_embeddings = nn.Embedding(shape.vocabulary, shape.dim)
         size = shape.dim // shape.heads
         self.register_buffer("angles", torch.zeros(length, size // 2, dtype=torch.complex64))
@@ -115,7 +116,8 @@ class Llama(nn.Module):
         h = self.tok_embeddings(tokens)
         for layer in self.layers.values():
             h = layer(h, self.angles)
-        return self.output(self.norm(h))  # type: ignore[no-any-return]
+        logits: Tensor = self.output(self.norm(h))
+        return logits.float() if self.fp32_logits else logits
 
 
 # torchtitan's per-op selective checkpointing: these are saved, but each second product is not.
@@ -150,14 +152,15 @@ def checkpointed(block: nn.Module, policy: str) -> nn.Module:
     return checkpoint_wrapper(block, preserve_rng_state=False, **how)
 
 
-def sharded(shape: Shape, length: int, checkpoint: str, compiles: str) -> Llama:
+def sharded(shape: Shape, length: int, checkpoint: str, compiles: str, fp32_logits: bool) -> Llama:
     """Built on the meta device, checkpointed, compiled, sharded, and put on the GPU.
 
     Args:
         compiles: "no", "blocks" or "model".
+        fp32_logits: the model returns them so.
     """
     with torch.device("meta"):
-        model = Llama(shape, length)
+        model = Llama(shape, length, fp32_logits)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for name, block in model.layers.items():
         block = checkpointed(block, checkpoint)

@@ -150,8 +150,20 @@ def trace_loss(
         for position in lies.keys() & values.keys()
     }
 
+    device = next((value.device for value in values.values()), torch.device("meta"))
+
+    def beside(tensor: torch.Tensor) -> torch.Tensor:
+        """Labels and what else the loss holds may be on the meta device: their sizes count."""
+        if fake_tensors.is_fake(tensor) or tensor.device.type != "meta" or device.type == "meta":
+            return tensor
+        with mode:
+            return torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+            )
+
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """With results as their kernels make them, on the CPU or on CUDA."""
+        args, kwargs = trees.tree_map_tensors(beside, (args, kwargs))
         return fakes.as_made(func, args, func(*args, **kwargs), mode)
 
     recorder = Recorder(mode, run)

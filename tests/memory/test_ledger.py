@@ -237,6 +237,21 @@ def test_the_loss_outside_by_hand() -> None:
     assert loss.end_bytes - sum(loss.start) == 160 + 4 + 4
 
 
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_labels_may_be_on_the_meta_device(device: Any) -> None:
+    """What a loss holds counts by its sizes, whatever device the model is planned on."""
+
+    def report(where: str) -> Any:
+        labels = torch.zeros(4, dtype=torch.int64, device=where)
+        loss = functools.partial(F.cross_entropy, target=labels)
+        plan = fxshard.plan(Logits(), (torch.ones(4, 6),), world_size=2, loss=loss, device=device)
+        held = [r.bytes for r in plan.memory.ledger().ranges if r.name == "held by the loss"]
+        return plan.memory.to_csv(), held
+
+    assert report("meta") == report("cpu")
+    assert report("meta")[1] == [4 * 8]
+
+
 def test_a_loss_may_give_a_gradient_that_was_there_before() -> None:
     def peak(loss: Any) -> int:
         plan = fxshard.plan(Logits(), (torch.ones(4, 6),), world_size=2, loss=loss)
