@@ -81,7 +81,8 @@ class Recorder(TorchDispatchMode):
         self._references: dict[int, Any] = {}
         self._fakes = fakes
         self._kept: list[Tensor] = []
-        self._stale: set[int] = set()  # ids of real storages that fake tensors were written into
+        # Real storages that fake tensors were written into, by id, which another may have later.
+        self._stale: dict[int, Any] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -142,11 +143,16 @@ class Recorder(TorchDispatchMode):
         if not all(map(is_fake, given)):
             args, kwargs = tree_map_tensors(self._without_values, (args, kwargs))
             if func._schema.is_mutable:  # what is written into them is not known
-                self._stale.update(id(tensor.untyped_storage()) for tensor in real)
+                for tensor in real:
+                    self._outdate(tensor.untyped_storage())
         try:
             return func(*args, **kwargs), False
         except NOT_KNOWN as error:
             raise values.refusal(error, name_of(func)) from error
+
+    def _outdate(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        self._stale[key] = weakref.ref(storage, lambda _: self._stale.pop(key, None))
 
     def _has_values(self, tensor: Tensor) -> bool:
         if is_fake(tensor) or tensor.is_meta:
