@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard import (
     _fsdp_param_group,
     _fsdp_state,
 )
-from torch.distributed.tensor import _sharding_prop
+from torch.distributed.tensor import _op_schema, _sharding_prop
 
 from fxshard._torch import modes
 
@@ -177,8 +177,15 @@ def meshes_with_values() -> Iterator[None]:
 def propagation_unseen() -> Iterator[None]:
     """DTensor works out shapes of unsharded results on fake tensors of its own, outside of modes.
 
-    (torch/distributed/tensor/_sharding_prop.py, ``_propagate_tensor_meta``)
+    They are on the CPU, also for a mesh of GPUs that are not there, where C++ would ask for them.
+    (torch/distributed/tensor/_sharding_prop.py, ``_propagate_tensor_meta``; _op_schema.py,
+    ``_rebuild_tensor_from_dtensor_meta``)
     """
+
+    def on_cpu(spec: Any) -> torch.Tensor:
+        meta = spec.tensor_meta
+        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="cpu")
+
     propagator = _sharding_prop.ShardingPropagator
     plain = propagator._propagate_tensor_meta_non_cached
 
@@ -187,7 +194,10 @@ def propagation_unseen() -> Iterator[None]:
         with modes.outside_modes(), torch._C.DisableTorchFunction():
             return plain(self, schema)
 
-    changes: list[Change] = [(propagator, "_propagate_tensor_meta_non_cached", propagate)]
+    changes: list[Change] = [
+        (propagator, "_propagate_tensor_meta_non_cached", propagate),
+        (_op_schema, "_rebuild_tensor_from_dtensor_meta", on_cpu),
+    ]
     if hasattr(_sharding_prop, "_are_we_tracing"):  # then nothing would be kept for the next call
         changes.append((_sharding_prop, "_are_we_tracing", lambda: False))
     with replaced(changes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ __all__ = [
     "TorchDispatchMode",
     "below_autograd",
     "inside_autocast",
+    "is_composite",
     "is_wrapper",
     "outside_autocast",
     "outside_modes",
@@ -100,3 +102,17 @@ _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 def is_wrapper(kind: type) -> bool:
     """True for a tensor subclass that keeps its memory in tensors inside of it, as DTensor does."""
     return is_traceable_wrapper_subclass_type(kind)
+
+
+@functools.cache
+def is_composite(operator: Any) -> bool:
+    """True for an operator that C++ takes apart: ``operator.decompose`` does it below autograd.
+
+    Some have kernels of their own besides, such as ``aten.silu_backward``: these are run.
+    (torch/_ops.py, ``OpOverload.decompose``)
+    """
+    key = torch._C.DispatchKey
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    name = operator.name()
+    apart = has_kernel(name, key.CompositeImplicitAutograd)
+    return bool(apart and not has_kernel(name, key.CPU))

@@ -37,6 +37,29 @@ def asks_for_values(error: CaptureError) -> bool:
     return isinstance(error, _TracerError) and error.from_data
 
 
+_refused: list[str] = []
+
+
+@contextlib.contextmanager
+def nothing_captured(why: str) -> Iterator[None]:
+    """While the block runs, no model is captured, and no program runs.
+
+    Args:
+        why: the text of the error, which says what to do.
+    """
+    _refused.append(why)
+    try:
+        yield
+    finally:
+        _refused.pop()
+
+
+def check_captured() -> None:
+    """Raises CaptureError inside of `nothing_captured`."""
+    if _refused:
+        raise CaptureError(f"{provenance.user_line()}: {_refused[-1]}")
+
+
 @contextlib.contextmanager
 def explained(call: FlatCall) -> Iterator[None]:
     """Turn what torch raises into a CaptureError that names the line of the user's code.

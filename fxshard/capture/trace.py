@@ -114,6 +114,7 @@ def capture(
         CaptureError: Python control flow depends on data, a trainable parameter lost its
             gradient, or torch refused the graph; names the line of the user's code.
     """
+    refusals.check_captured()
     request = Request(
         *(model, args, kwargs, units, world_size, training, device),
         *(where_it_computes(model, device), for_cuda, symbols or {}, every_tangent),

@@ -10,14 +10,15 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import fxshard
 from fxshard import pipeline
-from fxshard.bytesize import SIZES, excess_text, parse_budget, size_text
+from fxshard.bytesize import SIZES, parse_budget, size_text
 from fxshard.cli import check
+from fxshard.cli.dryruns import add_dryrun, add_fsdp2, behind_dashes
 from fxshard.cli.model_source import (
     Call,
     add_arguments,
@@ -31,10 +32,10 @@ from fxshard.cli.model_source import (
     refuse_beside,
     whole_number,
 )
+from fxshard.cli.outputs import PERFETTO, add_count, add_files, add_table, write, write_all
 from fxshard.cli.overview import COMMANDS
 from fxshard.config import Config
 from fxshard.cost.hardware import PRESETS, Hardware, hardware_of
-from fxshard.dryrun.gpus import DEFAULT, GPUS
 from fxshard.errors import (
     CaptureError,
     ConfigError,
@@ -48,7 +49,6 @@ from fxshard.host.progress import task
 from fxshard.ir import dump, text
 from fxshard.ir.program import Fact, Program
 from fxshard.memory.oom import explain as oom
-from fxshard.memory.report import MemoryReport
 from fxshard.memory.views.diff import diff
 from fxshard.memory.views.live import live_after
 from fxshard.memory.views.oom import text as text_of_oom
@@ -63,7 +63,8 @@ TABLE = ("--depth", "--memory-units")  # options of the form of a table
 
 def run(argv: Sequence[str]) -> int:
     """Run the command that `argv` names; returns its exit code."""
-    args = _parser().parse_args(argv)
+    ours, of_script = behind_dashes(argv)
+    args = _parser().parse_args(ours, argparse.Namespace(arguments=of_script))
     try:
         code: int = args.command(args)
         sys.stdout.flush()
@@ -87,11 +88,7 @@ def report(args: argparse.Namespace) -> int:
     with task("planning") as say:
         memory = _plan(args).memory
         say("writing")
-        written = [
-            _write(path, what, functools.partial(write, memory))
-            for name, (what, write) in OUTPUTS.items()
-            if (path := getattr(args, name)) not in (None, "-")
-        ]
+        written = write_all(memory, args)
     if args.json == "-":
         print(json.dumps(memory.to_dict(), indent=2))
     else:
@@ -100,33 +97,6 @@ def report(args: argparse.Namespace) -> int:
     if budget is not None:
         memory.assert_fits(budget)
     return 0
-
-
-def _to_json(memory: MemoryReport, path: str) -> None:
-    files.write(path, json.dumps(memory.to_dict(), indent=2))
-
-
-def _to_csv(memory: MemoryReport, path: str) -> None:
-    files.write(path, memory.to_csv())
-
-
-_PERFETTO = "Trace for ui.perfetto.dev"
-OUTPUTS: dict[str, tuple[str, Callable[[MemoryReport, str], None]]] = {  # of ``report``
-    "json": ("Everything as JSON", _to_json),
-    "csv": ("All rows as CSV", _to_csv),
-    "html": ("Timeline, schedule and tables, for a browser", MemoryReport.to_html),
-    "perfetto": (_PERFETTO, MemoryReport.to_perfetto),
-    "memory_viz": ("Snapshot for pytorch.org/memory_viz", MemoryReport.to_memory_viz),
-}
-
-
-def _write(path: str, what: str, write: Callable[[str], None]) -> str:
-    """Write a file; returns a line about it for the terminal."""
-    try:
-        write(path)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}.") from error
-    return f"{what}: {path}"
 
 
 def explain(args: argparse.Namespace) -> int:
@@ -196,36 +166,6 @@ def check_(args: argparse.Namespace) -> int:
     jobs = "1 job" if len(checked) == 1 else f"{len(checked)} jobs"
     print(f"{jobs}, {failed} failed" + ("; recorded" if args.update else ""))
     return 1 if failed else 0
-
-
-def fsdp2(args: argparse.Namespace) -> int:
-    """``fxshard fsdp2``."""
-    why = "torch's FSDP2 has no such option"
-    refuse_beside(args, "fsdp2", why, "--strategy", "--memory-budget")
-    if args.backend != "eager":
-        raise ConfigError("--backend with fsdp2: use --compile, torch.compile of each unit.")
-    if not isinstance(args.world_size, int):
-        raise ConfigError("--world-size: fsdp2 shards over all ranks; give their number.")
-    model, inputs, kwargs = load(args, "meta")
-    known = options(args)
-    names = ("units", "mixed_precision", "reshard_after_forward", "checkpoint", "optimizer")
-    with task("running dry"):
-        found = fxshard.fsdp2_memory(
-            *(model, inputs, kwargs),
-            world_size=args.world_size,
-            device=args.device,
-            micro_batches=args.micro_batches,
-            offload=args.offload,
-            compile=args.compile,
-            compare=args.compare,
-            **{name: known[name] for name in names if name in known},
-        )
-    print(found.table(), str(found.memory.explain_peak(args.top)), sep="\n\n")
-    if args.budget is None:
-        return 0
-    needed, given = found.device_memory().reserved, parse_budget(args.budget)
-    print(excess_text(needed, given) if needed > given else f"fits {size_text(given)}")
-    return int(needed > given)
 
 
 def diff_(args: argparse.Namespace) -> int:
@@ -352,7 +292,7 @@ def opt(args: argparse.Namespace) -> int:
     if args.output is None:
         print(written, end="")
         return 0
-    _write(args.output, "Text", lambda path: files.write(path, written))
+    write(args.output, "Text", lambda path: files.write(path, written))
     return 0
 
 
@@ -372,7 +312,7 @@ def estimate(args: argparse.Namespace) -> int:
     written = []
     if args.perfetto is not None:
         draw = functools.partial(found.to_perfetto, memory=plan.memory)
-        written.append(_write(args.perfetto, _PERFETTO, draw))
+        written.append(write(args.perfetto, PERFETTO, draw))
     print(found.table(), found.summary(), *written, sep="\n\n")
     return 0
 
@@ -392,11 +332,11 @@ def tune(args: argparse.Namespace) -> int:
     best, written = found.best.plan, []
     assert best is not None  # the best trial keeps its plan
     if args.plot is not None:
-        written.append(_write(args.plot, "Memory against time, as PNG", found.plot))
+        written.append(write(args.plot, "Memory against time, as PNG", found.plot))
     if args.html is not None:
         page = functools.partial(best.memory.to_html, front=found.dots(), budget=found.budget_bytes)
         what = "The best, and memory against time, for a browser"
-        written.append(_write(args.html, what, page))
+        written.append(write(args.html, what, page))
     table = found.table(rows=None) if args.all else found.table()
     print(found.summary(), table, *written, sep="\n\n")
     return 0
@@ -542,15 +482,9 @@ def _parser() -> argparse.ArgumentParser:
 def _add_report(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
     _add_step(parser)
-    _add_table(parser)
+    add_table(parser)
     parser.add_argument("--budget", metavar="80GiB", help="exit with 1 if the peak is above it")
-    parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="everything as JSON (to the terminal)"
-    )
-    parser.add_argument("--csv", metavar="FILE", help="every phase and row")
-    parser.add_argument("--html", metavar="FILE", help="a page for a browser")
-    parser.add_argument("--perfetto", metavar="FILE", help="a trace for ui.perfetto.dev")
-    parser.add_argument("--memory-viz", metavar="FILE", help="for pytorch.org/memory_viz")
+    add_files(parser)
     parser.set_defaults(command=report)
 
 
@@ -618,23 +552,10 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=check_)
 
 
-def _add_fsdp2(parser: argparse.ArgumentParser) -> None:
-    add_arguments(parser)
-    _add_count(parser)
-    parser.add_argument("--device", default=DEFAULT, help=f"{', '.join(GPUS)} ({DEFAULT})")
-    parser.add_argument("--compile", action="store_true", help="torch.compile of each unit")
-    parser.add_argument("--compare", action="store_true", help="fxshard's own plan beside it")
-    parser.add_argument(
-        "--top", type=whole_number, default=5, help="of the tensors at the peak (5)"
-    )
-    parser.add_argument("--budget", metavar="79GiB", help="exit with 1 if more is reserved")
-    parser.set_defaults(command=fsdp2)
-
-
 def _add_diff(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", metavar="A", help="written by fxshard report --json A")
     parser.add_argument("after", metavar="B", help="likewise")
-    _add_table(parser)
+    add_table(parser)
     parser.add_argument("--all", action="store_true", help="what does not differ, too")
     parser.add_argument("--json", action="store_true", help="every figure that differs")
     parser.set_defaults(command=diff_)
@@ -734,24 +655,13 @@ def _add_validate(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=validate)
 
 
-def _add_table(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--depth", type=whole_number, help="modules with at most this many names")
-    parser.add_argument("--memory-units", choices=SIZES, help="(MiB)")
-
-
 def _add_step(parser: argparse.ArgumentParser) -> None:
     _add_micro_batches(parser)
     parser.add_argument("--device", metavar="cuda", help="plan for this type of device")
 
 
-def _add_count(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--micro-batches", type=whole_number, default=1, metavar="K", help="per step (1)"
-    )
-
-
 def _add_micro_batches(parser: argparse.ArgumentParser) -> None:
-    _add_count(parser)
+    add_count(parser)
     parser.add_argument(
         "--no-sync", action="store_true", help="all micro-batches but the last reduce nothing"
     )
@@ -761,7 +671,8 @@ ARGUMENTS = {
     "report": _add_report,
     "explain": _add_explain,
     "explain-oom": _add_explain_oom,
-    "fsdp2": _add_fsdp2,
+    "fsdp2": add_fsdp2,
+    "dryrun": add_dryrun,
     "fits": _add_fits,
     "solve": _add_solve,
     "check": _add_check,

@@ -22,6 +22,8 @@ from fxshard.dryrun.streams import Event, Streams
 from fxshard.errors import ConfigError
 
 CPU = torch.device("cpu")
+# What C++ moves from the host without telling anybody.
+FROM_HOST = (torch.as_tensor, torch.asarray, Tensor.new_tensor)
 aten = torch.ops.aten
 
 
@@ -75,6 +77,15 @@ class Placement(TorchFunctionMode):
             answer = remembered_device.asked_device(func, args, self.is_there)
             if answer is not None:
                 return answer
+        if func is Tensor.pin_memory and not self.is_there(args[0]):
+            return args[0].clone()  # what is pinned is the host's memory, too
+        if func in FROM_HOST:
+            device = kwargs.pop("device", None)
+            made = func(*args, **kwargs)
+            if device is not None:
+                return self._moved(made, _device(device).type == "cuda", {})
+            like = func is Tensor.new_tensor and self.is_there(args[0])
+            return self._moved(made, True, {}) if like else made
         if func in (Tensor.cpu, Tensor.cuda, Tensor.to):
             device = _wanted(func, args, kwargs, self.is_there)
             if device is not None and device.type in ("cpu", "cuda"):
@@ -212,8 +223,15 @@ def present(
         yield
 
 
-# What compiles asks what this machine has: it has stand-ins of its own (`dryrun.compiled`).
-COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx")
+# What compiles, or makes fake tensors, asks what this machine has: compilers have stand-ins of
+# their own (`dryrun.compiled`).
+COMPILERS = (
+    "torch._dynamo",
+    "torch._inductor",
+    "torch._functorch",
+    "torch._subclasses",
+    "torch.fx",
+)
 
 
 def _rng_state(*_: Any, **__: Any) -> Tensor:

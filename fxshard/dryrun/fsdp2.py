@@ -17,8 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from fxshard._torch.checkpointing import checkpoint_wrapper
 from fxshard._torch.trees import tree_iter, tree_map_tensors
 from fxshard.arguments import check_called, check_count
-from fxshard.bytesize import size_text
 from fxshard.dryrun.gpus import DEFAULT
+from fxshard.dryrun.peaks import peaks_table
 from fxshard.dryrun.run import DryRun, dry_run
 from fxshard.errors import ConfigError
 from fxshard.ir.units import find_units
@@ -112,7 +112,7 @@ class Fsdp2Memory:
             Lines of text.
         """
         sides = {"FSDP2": self.memory} | ({"fxshard": self.plan} if self.plan else {})
-        peaks = tabulate(list(_peaks(sides)), headers=("", *sides), disable_numparse=True)
+        peaks = peaks_table(sides)
         if self.plan is None:
             return peaks
         rows = tabulate(list(_rows(self.memory, self.plan)), headers=_HEADERS, intfmt=",")
@@ -120,18 +120,6 @@ class Fsdp2Memory:
 
 
 _HEADERS = ("module", "state", "FSDP2", "fxshard", "difference")
-
-
-def _peaks(sides: dict[str, MemoryReport]) -> Iterator[list[str]]:
-    """Peaks of tensors, and of the allocator; what each is made of."""
-    yield ["peak of tensors", *(size_text(each.peak_bytes) for each in sides.values())]
-    by_category = [each.peak_by_category for each in sides.values()]
-    for category in dict.fromkeys(key for each in by_category for key, n in each.items() if n):
-        yield [f"  {category.value}", *(size_text(each[category]) for each in by_category)]
-    if all(each.device == "cuda" for each in sides.values()):
-        devices = [each.device_memory() for each in sides.values()]
-        for name in ("requested", "allocated", "reserved"):
-            yield [f"{name} on the device", *(size_text(getattr(d, name)) for d in devices)]
 
 
 def _rows(ours: MemoryReport, plan: MemoryReport) -> Iterator[tuple[str, str, int, int, int]]:

@@ -8,6 +8,7 @@ from fxshard.capture.cuda.operators import TARGET, Target
 from fxshard.errors import ConfigError
 
 GIB = 1 << 30
+GPUS_PER_NODE = 8
 
 
 @dataclasses.dataclass(frozen=True)

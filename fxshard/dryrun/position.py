@@ -61,6 +61,7 @@ class Position:
         stream: the stream that operators run on.
         lines: whether lines of user code are looked up.
         compiled_line: gives the line of user code of compiled code that runs, or None.
+        before_forward: is called before a forward begins.
     """
 
     def __init__(self, tape: Tape, *, lines: bool = True) -> None:
@@ -69,6 +70,7 @@ class Position:
         self.stream = "compute"
         self.lines = lines
         self.compiled_line: Callable[[], str | None] = lambda: None
+        self.before_forward: Callable[[], None] = lambda: None
         self.roots: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self._names: dict[int, str] = {}
@@ -166,6 +168,8 @@ class Position:
         if outermost and not any(True for _ in module.parameters()):
             yield False  # a loss, or what prepares a batch
             return
+        if outermost:
+            self.before_forward()
         name = self._name(module)
         if outermost:
             self._begin_forward()

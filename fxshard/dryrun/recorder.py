@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +20,7 @@ from fxshard._torch.fake_tensors import (
     is_fake,
 )
 from fxshard._torch.fully_sharded import replaced
-from fxshard._torch.modes import TorchDispatchMode, is_wrapper, outside_modes
+from fxshard._torch.modes import TorchDispatchMode, is_composite, is_wrapper, outside_modes
 from fxshard._torch.trees import tree_iter, tree_map_tensors
 from fxshard.capture.provenance import DEVICE_OF
 from fxshard.dryrun import values
@@ -43,7 +44,8 @@ Placed = Callable[
     [Any, tuple[Any, ...], dict[str, Any]], tuple[dict[str, Any], bool]
 ]  # an operator and its arguments -> its keywords, and whether its results are on the host
 
-_TO_COPY = torch.ops.aten._to_copy.default
+aten = torch.ops.aten
+_TO_COPY = aten._to_copy.default
 
 
 def _all_on_device(
@@ -97,11 +99,14 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is DEVICE_OF or func.namespace == "profiler":
             return func(*args, **kwargs)
+        if is_composite(func):  # called below autograd, as DTensor does
+            with self:
+                return func.decompose(*args, **kwargs)
         if func.is_view:
             return self._run(func, args, kwargs)[0]
         kwargs, host = self._placed(func, args, kwargs)
         if func is _TO_COPY and not host and self._is_moved_already(args[0], kwargs):
-            return self._run(torch.ops.aten.alias.default, args, {})[0]
+            return self._run(aten.alias.default, args, {})[0]
         name = name_of(func)
         self.position.at_operator(name, lambda: self.storages((args, kwargs)))
         self._point(name)
@@ -145,8 +150,13 @@ class Recorder(TorchDispatchMode):
             if func._schema.is_mutable:  # what is written into them is not known
                 for tensor in real:
                     self._outdate(tensor.untyped_storage())
+        answer = _assumed_finite(func, args)
         try:
-            return func(*args, **kwargs), False
+            made = func(*args, **kwargs)
+            if answer is not None and made.nbytes <= VALUED_BYTES:
+                with outside_modes():
+                    made = torch.full(made.shape, answer)
+            return made, False
         except NOT_KNOWN as error:
             raise values.refusal(error, name_of(func)) from error
 
@@ -218,9 +228,9 @@ class Recorder(TorchDispatchMode):
             most = max(most, live)
         return live, most
 
-    def is_known(self, tensor: Tensor) -> bool:
+    def knows(self, storage: torch.UntypedStorage) -> bool:
         """True if a storage was seen before."""
-        return id(tensor.untyped_storage()) in self._known
+        return id(storage) in self._known
 
     def is_on_device(self, tensor: Tensor) -> bool:
         """True if a tensor lies in the memory of the device that the run is for."""
@@ -232,7 +242,7 @@ class Recorder(TorchDispatchMode):
     def _outside(self, args: Any, kwargs: Any) -> None:
         """Tensors that were there before, or came from where no operator ran, as from NumPy."""
         for tensor in _tensors((args, kwargs)):
-            if not self.is_known(tensor):
+            if not self.knows(tensor.untyped_storage()):
                 host = self._placed(None, (tensor,), {})[1]
                 self._see(tensor.untyped_storage(), host=host, category=Category.INPUTS)
 
@@ -312,7 +322,7 @@ def _stays_on_meta(func: Any, given: list[Tensor], kwargs: dict[str, Any]) -> bo
 
 VALUED_BYTES = 16 << 20  # tensors of up to so many bytes keep their values
 VALUED = frozenset(
-    getattr(torch.ops.aten, name)
+    getattr(aten, name)
     for name in (
         *("arange", "zeros", "ones", "full", "eye", "randint", "randperm"),
         *("scalar_tensor", "tril_indices", "triu_indices"),
@@ -328,6 +338,20 @@ def _keeps_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
         made = func(*args, **kwargs | {"device": "meta"})
     whole = not (made.dtype.is_floating_point or made.dtype.is_complex)
     return whole and bool(made.nbytes <= VALUED_BYTES)
+
+
+def _assumed_finite(func: Any, args: tuple[Any, ...]) -> bool | None:
+    """The answer to ``isnan``, ``isinf``, ``isfinite`` and what these are made of; or None.
+
+    Numbers that are not known are those of a training that goes well: finite.
+    """
+    if func in (aten.isnan.default, aten.isinf.default):
+        return False
+    if func in (aten.eq.Tensor, aten.ne.Tensor) and args[0] is args[1]:
+        return bool(func is aten.eq.Tensor)
+    if func in (aten.eq.Scalar, aten.ne.Scalar) and abs(args[1]) == math.inf:
+        return bool(func is aten.ne.Scalar)
+    return None
 
 
 def _called_for_values() -> bool:

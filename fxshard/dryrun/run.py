@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,19 +19,21 @@ from fxshard._torch.gpu_inductor import Gpu
 from fxshard._torch.process_groups import fake_process_group
 from fxshard.arguments import check_count
 from fxshard.bytesize import parse_budget
+from fxshard.capture import refusals
 from fxshard.capture.cuda import operators
 from fxshard.capture.cuda.operators import CudaFakeMode
-from fxshard.capture.provenance import user_line
 from fxshard.capture.strides import KernelFakeMode
-from fxshard.dryrun import accelerator, compiled, device, kernels
+from fxshard.dryrun import accelerator, compiled, device, kernels, surroundings
 from fxshard.dryrun.accelerator import Placement
-from fxshard.dryrun.gpus import DEFAULT, GpuModel, gpu
+from fxshard.dryrun.addresses import Addresses
+from fxshard.dryrun.gpus import DEFAULT, GPUS_PER_NODE, GpuModel, gpu
 from fxshard.dryrun.position import Position, followed
 from fxshard.dryrun.recorder import Recorder, resizes_seen
+from fxshard.dryrun.steps import Enough, Steps
 from fxshard.dryrun.streams import Streams
 from fxshard.dryrun.tape import Tape
-from fxshard.dryrun.values import Values
-from fxshard.errors import CaptureError, ConfigError
+from fxshard.dryrun.values import Values, functions_of_unknown
+from fxshard.errors import ConfigError
 from fxshard.ir.units import Unit
 from fxshard.memory import states
 from fxshard.memory.category import Category
@@ -41,8 +42,12 @@ from fxshard.memory.cuda.settings import AllocatorSettings
 from fxshard.memory.kernels import KernelTemporary
 from fxshard.memory.report import Beside, MemoryReport
 
+OF_FXSHARD = (
+    "a dry run follows torch's own code. What programs of fxshard take is known without a run: "
+    "call fxshard.plan(model, batch, world_size=..., device='cuda').memory outside of the block, "
+    "or use fxshard report."
+)
 PARAMETERS = (Category.SHARDED_PARAM, Category.SHARDED_GRAD)
-GPUS_PER_NODE = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +67,9 @@ class DryRun:
         device: "cpu" or "cuda".
     """
 
-    def __init__(self, world_size: int, model: GpuModel | None, rank: int) -> None:
+    def __init__(
+        self, world_size: int, model: GpuModel | None, rank: int, steps: int | None
+    ) -> None:
         self.world_size, self.rank = world_size, rank
         self.device = "cpu" if model is None else "cuda"
         self._gpu = model
@@ -82,6 +89,7 @@ class DryRun:
         if model is not None:
             self._recorder.inside = self._inside
         self._placement.recorder = self._recorder
+        self._marks = None if steps is None else Steps(self.step, steps)
 
     # -- for the user ------------------------------------------------------------------------------
 
@@ -94,6 +102,8 @@ class DryRun:
         for root in self._position.roots:
             self._mark_gradients(root.parameters())
         self._position.end_step()
+        if self._marks is not None and self._recorder.position.tape.steps():
+            self._marks.marked()
 
     @property
     def steps(self) -> int:
@@ -214,6 +224,8 @@ class DryRun:
             if isinstance(leaf, Tensor)
         ]
         self._recorder.mark(state, Category.OPT_STATE)
+        if self._marks is not None:
+            self._marks.stepped(optimizer)
 
     def _inside(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
         """Bytes that a kernel takes while it runs."""
@@ -227,9 +239,11 @@ class DryRun:
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_cycles_kept())
+            stack.enter_context(surroundings.cycles_kept())
             stack.enter_context(fake_process_group(self.rank, self.world_size))
-            stack.enter_context(_group_taken_for_the_users())
+            stack.enter_context(surroundings.group_taken_for_the_users())
+            stack.enter_context(surroundings.loaders_in_this_process())
+            stack.enter_context(refusals.nothing_captured(OF_FXSHARD))
             swap = (torch.utils, "swap_tensors", swaps_of_fakes())
             stack.enter_context(fully_sharded.replaced([swap]))
             stack.enter_context(fully_sharded.meshes_with_values())
@@ -239,7 +253,7 @@ class DryRun:
             hooks = followed(self._position, self._began, self._stepping, self._stepped)
             stack.enter_context(hooks)
             if self._gpu is None:
-                stack.enter_context(_compile_refused())
+                stack.enter_context(surroundings.compile_refused())
             else:
                 self._with_gpu(stack, self._gpu)
             stack.enter_context(self._fakes)
@@ -247,15 +261,25 @@ class DryRun:
             if self._gpu is not None:
                 stack.enter_context(remembered_device.in_backward_too(self._placement))
                 stack.enter_context(self._placement)
+            addresses = stack.enter_context(Addresses(self._recorder.knows))
+            stack.enter_context(addresses.of_storages())
             stack.enter_context(Values())
-            yield
+            stack.enter_context(functions_of_unknown())
+            if self._marks is None:
+                yield
+                return
+            stack.enter_context(self._marks.optimizers_seen())
+            self._position.before_forward = self._marks.forward
+            with contextlib.suppress(Enough):
+                yield
+                self._marks.end()
 
     def _with_gpu(self, stack: contextlib.ExitStack, model: GpuModel) -> None:
         target = model.target
         gpu = Gpu(target.capability, target.multiprocessors, model.memory)
         compilations = stack.enter_context(compiled.compiled_as_on_gpu(gpu, compiled.CUDA))
         self._position.compiled_line = compilations.line
-        stack.enter_context(left_where_compiled(Placement, Values))
+        stack.enter_context(left_where_compiled(Placement, Addresses, Values))
         stack.enter_context(fully_sharded.device_handle(self._streams))
         stack.enter_context(operators.substituted(target))
         stack.enter_context(export.aten_kernels(dict(accelerator.KERNELS)))
@@ -297,7 +321,9 @@ class _Units:
 
 
 @contextlib.contextmanager
-def dry_run(*, world_size: int, device: str = DEFAULT, rank: int = 0) -> Iterator[DryRun]:
+def dry_run(
+    *, world_size: int, device: str = DEFAULT, rank: int = 0, steps: int | None = None
+) -> Iterator[DryRun]:
     """Run the block's own training code on tensors without data, and record the memory of one rank.
 
     Inside of the block a process group of `world_size` ranks is there, and a GPU. Build the model
@@ -310,6 +336,9 @@ def dry_run(*, world_size: int, device: str = DEFAULT, rank: int = 0) -> Iterato
         world_size: ranks of the process group.
         device: "a100", "h100", "h200" or "b200"; "cuda" for "h100"; "cpu": operators of the CPU.
         rank: which of the ranks the block is.
+        steps: for loops that do not call `DryRun.step`, such as a Trainer's: a step is over where
+            a forward begins after every optimizer has stepped, and after so many the block is left
+            there; None: the block is run to its end, and marks its steps.
 
     Returns:
         In ``with ... as run``: `DryRun`, whose `memory` and `device_memory` may be asked for
@@ -321,6 +350,8 @@ def dry_run(*, world_size: int, device: str = DEFAULT, rank: int = 0) -> Iterato
             about the tensors that it makes; names the line.
     """
     check_count("world_size", world_size)
+    if steps is not None:
+        check_count("steps", steps)
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
         raise ConfigError(f"rank={rank!r}: expected a rank below world_size={world_size}.")
     model = gpu(device)
@@ -329,7 +360,7 @@ def dry_run(*, world_size: int, device: str = DEFAULT, rank: int = 0) -> Iterato
             "dry_run has a process group of its own, but one is initialised in this process: call "
             "init_process_group inside of the block, where it changes nothing, or leave it out."
         )
-    run = DryRun(world_size, model, rank)
+    run = DryRun(world_size, model, rank, steps)
     _active.append(run)
     try:
         with run._running():
@@ -348,44 +379,3 @@ def is_dry_run() -> bool:
         True inside of its block.
     """
     return bool(_active)
-
-
-@contextlib.contextmanager
-def _cycles_kept() -> Iterator[None]:
-    """No collection comes at a time of its own choice: what lies in cycles lives on."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def _compile_refused() -> Iterator[None]:
-    """``torch.compile`` builds kernels for the CPU, which take what they need."""
-
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise CaptureError(
-            f"{user_line()}: a dry run for the CPU does not follow torch.compile. Leave it out "
-            f"while fxshard.is_dry_run(): the run then says what eager takes, which is more."
-        )
-
-    changes = [(torch, "compile", refuse), (nn.Module, "compile", refuse)]
-    with fully_sharded.replaced(changes):
-        yield
-
-
-@contextlib.contextmanager
-def _group_taken_for_the_users() -> Iterator[None]:
-    """``init_process_group`` and ``destroy_process_group`` change nothing."""
-
-    def nothing(*_: Any, **__: Any) -> None:
-        return None
-
-    names = ("init_process_group", "destroy_process_group")
-    owners = (dist, dist.distributed_c10d)
-    with fully_sharded.replaced([(owner, name, nothing) for owner in owners for name in names]):
-        yield

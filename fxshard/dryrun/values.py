@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import math
 import sys
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from fxshard._torch.fake_tensors import UnsupportedOperatorException, is_fake
+from fxshard._torch.fully_sharded import replaced
 from fxshard._torch.remembered_device import TorchFunctionMode
 from fxshard.capture.provenance import user_line
 from fxshard.errors import CaptureError
@@ -57,6 +62,24 @@ class Values(TorchFunctionMode):
                 # A scaler asks how many gradients are infinite: no step is left out.
                 return 0.0 if module == "torch.amp.grad_scaler" else Unknown(1.0)
         return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def functions_of_unknown() -> Iterator[None]:
+    """Functions of `math` give `Unknown` for one, as for the exponential of a loss."""
+
+    def of_unknown(plain: Any) -> Any:
+        @functools.wraps(plain)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = plain(*args, **kwargs)
+            return Unknown(1.0) if any(isinstance(x, Unknown) for x in args) else result
+
+        return call
+
+    names = ("exp", "exp2", "log", "log2", "log10", "pow", "sqrt")
+    there = [name for name in names if hasattr(math, name)]
+    with replaced([(math, name, of_unknown(getattr(math, name))) for name in there]):
+        yield
 
 
 def refusal(error: Exception, operator: str) -> CaptureError:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fxshard import pipeline
 from fxshard._torch import autograd, modules, trees
-from fxshard.capture import attributes
+from fxshard.capture import attributes, refusals
 from fxshard.capture.attributes import Attributes
 from fxshard.capture.swapped import Inside, as_users_own
 from fxshard.codegen.emit import Executor
@@ -103,6 +103,7 @@ class Runtime(Phases):
         Inside of `summon_full_params` the model runs as the user wrote it, without a program.
         Inside ``torch.compile`` this is a graph break.
         """
+        refusals.check_captured()
         self.reshard()  # of an `unshard` that nobody ended
         if self.summoned and not torch.is_grad_enabled():
             with as_users_own(self.model):

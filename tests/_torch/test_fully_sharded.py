@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, _op_schema
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxshard._torch import autograd, fully_sharded, modes, remembered_device, trees
@@ -156,6 +158,16 @@ def test_shapes_of_dtensors_are_worked_out_unseen() -> None:
         with fully_sharded.propagation_unseen(), FakeTensorMode(allow_non_fake_inputs=True), Seen():
             torch.ops.aten.tanh(sharded)
     assert sizes and set(sizes) == {tuple(sharded.to_local().shape)}
+
+
+def test_shapes_of_dtensors_on_gpus_that_are_not_there() -> None:
+    """Outside of it, C++ asks for CUDA's library: ``uniform_`` copies on the mesh's device."""
+    cuda = types.SimpleNamespace(device_type="cuda")
+    meta = TensorMeta(torch.Size((4, 4)), (4, 1), torch.float32)
+    spec = types.SimpleNamespace(mesh=cuda, tensor_meta=meta)
+    with fully_sharded.propagation_unseen():
+        made = _op_schema._rebuild_tensor_from_dtensor_meta(spec)
+    assert (made.device.type, tuple(made.shape)) == ("cpu", (4, 4))
 
 
 def test_the_answers_for_a_device() -> None:

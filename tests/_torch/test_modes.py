@@ -81,3 +81,26 @@ def test_rng_is_kept() -> None:
         torch.manual_seed(before[0].item() + 1)
         torch.rand(3)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_is_composed_of_other_operators() -> None:
+    aten = torch.ops.aten
+    x, seen = torch.zeros(2), []
+
+    class Names(modes.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if modes.is_composite(func):
+                with self:
+                    return func.decompose(*args, **(kwargs or {}))
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Names(), modes.below_autograd():
+        moved = x.to(torch.float64)
+    assert seen == [aten._to_copy.default] and moved.dtype is torch.float64
+    assert modes.is_composite(aten.to.dtype)
+    # these have kernels of their own: taken apart, they would be others
+    for operator in (aten.silu_backward.default, aten.add.Tensor, aten.view.default):
+        assert not modes.is_composite(operator)

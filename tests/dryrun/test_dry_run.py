@@ -1,15 +1,18 @@
 """`fxshard.dry_run`: devices, values, streams, steps, and what is left behind."""
 
 import gc
+import math
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.data import DataLoader, TensorDataset
 
 import fxshard
 from fxshard.errors import CaptureError, ConfigError
@@ -59,6 +62,63 @@ def test_tensors_say_where_they_were_asked_to_be() -> None:
         assert here.to(there).is_cuda and there.to(torch.half).is_cuda
         tokens = torch.arange(4, device="cuda")
         assert tokens.is_cuda and tokens.tolist() == [0, 1, 2, 3]
+
+
+def test_tensors_of_python_numbers_and_arrays_on_the_gpu() -> None:
+    with fxshard.dry_run(world_size=2):
+        x = torch.zeros(3, device="cuda")
+        for made in (
+            *(torch.tensor(1.5, device="cuda"), torch.as_tensor(np.ones(3), device="cuda")),
+            *(torch.asarray([1.0], device="cuda"), x.new_tensor([1, 2])),
+        ):
+            assert made.is_cuda
+        assert torch.tensor([7], device="cuda").item() == 7
+        host = torch.tensor([1.0]).pin_memory()
+        assert not host.is_cuda and not torch.from_numpy(np.ones(3)).is_cuda
+
+
+def test_addresses_tell_tensors_apart() -> None:
+    """As accelerate does, when it looks for the sharded parameters of an optimizer."""
+    for device in ("cpu", "h100"):
+        with fxshard.dry_run(world_size=2, device=device):
+            a, b = (torch.randn(10, 3, device=device.replace("h100", "cuda")) for _ in range(2))
+            assert 0 < a.data_ptr() != b.data_ptr() > 0 and a.view(30).data_ptr() == a.data_ptr()
+            assert a[2:].data_ptr() - a.data_ptr() == 2 * 3 * 4
+            assert a.untyped_storage().data_ptr() == a[2:].untyped_storage().data_ptr()
+            assert torch.empty(3, device="meta").data_ptr() == 0
+
+
+def test_numbers_count_as_finite() -> None:
+    with fxshard.dry_run(world_size=2):
+        loss = torch.randn(2, 2, device="cuda").mean()
+        assert torch.isfinite(loss) and not torch.isnan(loss) and not loss.isinf()
+        assert not torch.isnan(torch.randn(5)).any()
+        assert f"{math.exp(loss.item()):.2f} {math.sqrt(loss.item())}" == "unknown unknown"
+        with pytest.raises(CaptureError, match=r"test_dry_run\.py"):
+            assert loss == loss + 1
+    assert math.exp(0.0) == 1.0
+
+
+def test_sharded_parameters_are_initialised() -> None:
+    with fxshard.dry_run(world_size=4) as run:
+        with torch.device("meta"):
+            model = dense()
+        fully_shard(model).to_empty(device="cuda")
+        before = torch.cuda.memory_allocated()
+        for layer in model:
+            nn.init.normal_(layer.weight)
+            layer.reset_parameters()
+        assert torch.cuda.memory_allocated() == before
+    assert run.steps == 0
+
+
+def test_loaders_start_no_workers() -> None:
+    with fxshard.dry_run(world_size=2):
+        loader = DataLoader(
+            TensorDataset(torch.arange(8)), 4, num_workers=2, prefetch_factor=3, pin_memory=True
+        )
+        assert [x.tolist() for (x,) in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert loader.num_workers == 0
 
 
 def test_only_what_is_on_the_gpu_takes_its_memory() -> None:

@@ -1,0 +1,112 @@
+"""``fxshard fsdp2`` and ``fxshard dryrun``: memory of torch's own code, run without data."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import fxshard
+from fxshard.bytesize import excess_text, parse_budget, size_text
+from fxshard.cli.model_source import add_arguments, load, options, refuse_beside, whole_number
+from fxshard.cli.outputs import add_count, add_files, add_table, write_all
+from fxshard.dryrun.gpus import DEFAULT, GPUS
+from fxshard.dryrun.peaks import peaks_table
+from fxshard.dryrun.run import DryRun
+from fxshard.dryrun.script import run_script
+from fxshard.errors import ConfigError
+from fxshard.host.progress import task
+
+
+def fsdp2(args: argparse.Namespace) -> int:
+    """``fxshard fsdp2``."""
+    why = "torch's FSDP2 has no such option"
+    refuse_beside(args, "fsdp2", why, "--strategy", "--memory-budget")
+    if args.backend != "eager":
+        raise ConfigError("--backend with fsdp2: use --compile, torch.compile of each unit.")
+    if not isinstance(args.world_size, int):
+        raise ConfigError("--world-size: fsdp2 shards over all ranks; give their number.")
+    model, inputs, kwargs = load(args, "meta")
+    known = options(args)
+    names = ("units", "mixed_precision", "reshard_after_forward", "checkpoint", "optimizer")
+    with task("running dry"):
+        found = fxshard.fsdp2_memory(
+            *(model, inputs, kwargs),
+            world_size=args.world_size,
+            device=args.device,
+            micro_batches=args.micro_batches,
+            offload=args.offload,
+            compile=args.compile,
+            compare=args.compare,
+            **{name: known[name] for name in names if name in known},
+        )
+    print(found.table(), str(found.memory.explain_peak(args.top)), sep="\n\n")
+    return _fits(found.run, args.budget)
+
+
+def dryrun(args: argparse.Namespace) -> int:
+    """``fxshard dryrun``."""
+    run = run_script(
+        *(args.script, args.arguments),
+        module=args.module,
+        world_size=args.world_size,
+        device=args.device,
+        rank=args.rank,
+        steps=args.steps,
+    )
+    memory = run.memory
+    steps = "1 step" if run.steps == 1 else f"{run.steps} steps"
+    print(f"\n{args.script}: {steps} on rank {args.rank} of {args.world_size}, {args.device}\n")
+    table = memory.table(args.depth, args.memory_units or "MiB")
+    peak = str(memory.explain_peak(args.top, what_ifs=False))
+    print(peaks_table({"": memory}), peak, table, *write_all(memory, args), sep="\n\n")
+    return _fits(run, args.budget)
+
+
+def _fits(run: DryRun, budget: str | None) -> int:
+    """Say whether what the allocator reserves is within a budget; 1 if not."""
+    if budget is None:
+        return 0
+    needed, given = run.device_memory().reserved, parse_budget(budget)
+    print(excess_text(needed, given) if needed > given else f"fits {size_text(given)}")
+    return int(needed > given)
+
+
+def add_fsdp2(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``fxshard fsdp2``."""
+    add_arguments(parser)
+    add_count(parser)
+    parser.add_argument("--device", default=DEFAULT, help=f"{', '.join(GPUS)} ({DEFAULT})")
+    parser.add_argument("--compile", action="store_true", help="torch.compile of each unit")
+    parser.add_argument("--compare", action="store_true", help="fxshard's own plan beside it")
+    _add_peak(parser)
+    parser.set_defaults(command=fsdp2)
+
+
+def behind_dashes(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """The arguments of ``fxshard dryrun``, and those of its script, which stand behind "--"."""
+    if argv[0] != "dryrun" or "--" not in argv:
+        return argv, ()
+    at = list(argv).index("--")
+    return argv[:at], argv[at + 1 :]
+
+
+def add_dryrun(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``fxshard dryrun``."""
+    parser.usage = "fxshard dryrun [options] SCRIPT [-- ARGS]"
+    parser.add_argument("script", metavar="SCRIPT", help="a Python file that trains")
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is a module")
+    parser.add_argument("--world-size", type=whole_number, default=8, metavar="N", help="ranks (8)")
+    parser.add_argument("--rank", type=int, default=0, help="which of them runs (0)")
+    parser.add_argument("--device", default=DEFAULT, help=f"{', '.join(GPUS)} ({DEFAULT}) or cpu")
+    parser.add_argument("--steps", type=whole_number, default=2, help="of an optimizer (2)")
+    _add_peak(parser)
+    add_table(parser)
+    add_files(parser)
+    parser.set_defaults(command=dryrun)
+
+
+def _add_peak(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--top", type=whole_number, default=5, help="of the tensors at the peak (5)"
+    )
+    parser.add_argument("--budget", metavar="79GiB", help="exit with 1 if more is reserved")
