@@ -6,15 +6,15 @@ import argparse
 from collections.abc import Sequence
 
 import fxshard
-from fxshard.bytesize import excess_text, parse_budget, size_text
+from fxshard.bytesize import parse_budget, size_text
 from fxshard.cli.model_source import add_arguments, load, options, refuse_beside, whole_number
 from fxshard.cli.outputs import add_count, add_files, add_table, write_all
 from fxshard.dryrun.gpus import DEFAULT, GPUS
 from fxshard.dryrun.peaks import peaks_table
-from fxshard.dryrun.run import DryRun
 from fxshard.dryrun.script import run_script
 from fxshard.errors import ConfigError
 from fxshard.host.progress import task
+from fxshard.memory.report import MemoryReport
 
 
 def fsdp2(args: argparse.Namespace) -> int:
@@ -40,11 +40,13 @@ def fsdp2(args: argparse.Namespace) -> int:
             **{name: known[name] for name in names if name in known},
         )
     print(found.table(), str(found.memory.explain_peak(args.top)), sep="\n\n")
-    return _fits(found.run, args.budget)
+    return _fits(found.memory, args.budget)
 
 
 def dryrun(args: argparse.Namespace) -> int:
     """``fxshard dryrun``."""
+    if args.json == "-":
+        raise ConfigError("--json: name a file; on the terminal is what the script prints.")
     run = run_script(
         *(args.script, args.arguments),
         module=args.module,
@@ -58,17 +60,26 @@ def dryrun(args: argparse.Namespace) -> int:
     print(f"\n{args.script}: {steps} on rank {args.rank} of {args.world_size}, {args.device}\n")
     table = memory.table(args.depth, args.memory_units or "MiB")
     peak = str(memory.explain_peak(args.top, what_ifs=False))
-    print(peaks_table({"": memory}), peak, table, *write_all(memory, args), sep="\n\n")
-    return _fits(run, args.budget)
+    print(
+        peaks_table({f"rank {args.rank}": memory}),
+        peak,
+        table,
+        *write_all(memory, args),
+        sep="\n\n",
+    )
+    return _fits(memory, args.budget)
 
 
-def _fits(run: DryRun, budget: str | None) -> int:
-    """Say whether what the allocator reserves is within a budget; 1 if not."""
-    if budget is None:
-        return 0
-    needed, given = run.device_memory().reserved, parse_budget(budget)
-    print(excess_text(needed, given) if needed > given else f"fits {size_text(given)}")
-    return int(needed > given)
+def _fits(memory: MemoryReport, budget: str | None) -> int:
+    """Say that memory is within a budget.
+
+    Raises:
+        DoesNotFitError: it is not.
+    """
+    if budget is not None:
+        memory.assert_fits(budget)
+        print(f"\nfits {size_text(parse_budget(budget))}")
+    return 0
 
 
 def add_fsdp2(parser: argparse.ArgumentParser) -> None:
@@ -109,4 +120,6 @@ def _add_peak(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top", type=whole_number, default=5, help="of the tensors at the peak (5)"
     )
-    parser.add_argument("--budget", metavar="79GiB", help="exit with 1 if more is reserved")
+    parser.add_argument(
+        "--budget", metavar="79GiB", help="of the GPU: exit with 1 if it does not fit"
+    )

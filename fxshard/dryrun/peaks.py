@@ -7,7 +7,10 @@ from collections.abc import Iterator, Mapping
 from tabulate import tabulate
 
 from fxshard.bytesize import size_text
+from fxshard.memory.cuda.settings import AllocatorSettings
 from fxshard.memory.report import MemoryReport
+
+EXPANDABLE = AllocatorSettings(expandable_segments=True)
 
 
 def peaks_table(sides: Mapping[str, MemoryReport]) -> str:
@@ -29,3 +32,5 @@ def _peaks(sides: Mapping[str, MemoryReport]) -> Iterator[list[str]]:
         devices = [each.device_memory() for each in sides.values()]
         for name in ("requested", "allocated", "reserved"):
             yield [f"{name} on the device", *(size_text(getattr(d, name)) for d in devices)]
+        others = [each.device_memory(settings=EXPANDABLE) for each in sides.values()]
+        yield ["  with expandable segments", *(size_text(each.reserved) for each in others)]

@@ -138,7 +138,7 @@ class DryRun:
             any(each.host and each.category in PARAMETERS for each in steady.ranges),
             type(optimizers[0]).__name__ if optimizers else None,
             self.device,
-            beside=Beside(temporaries, device_memory=device_memory),
+            beside=Beside(temporaries, (), device_memory, self._replayed),
             first_calls=calls[0],
         )
 
@@ -173,6 +173,9 @@ class DryRun:
             capacity=None if capacity is None else parse_budget(capacity),
             unknown=tuple(row for row in self._temporaries(-1) if row.bytes is None),
         )
+
+    def _replayed(self, settings: AllocatorSettings | None, capacity: int | None) -> DeviceMemory:
+        return self.device_memory(settings, capacity=capacity)
 
     def _units(self) -> Iterator[Unit]:
         for root in self._position.roots[:1]:

@@ -93,11 +93,17 @@ class Beside:
         kernel_temporaries: see `MemoryReport.kernel_temporaries`.
         lifecycle: see `MemoryReport.lifecycle`.
         device_memory: on CUDA with default settings; None: it is not known, or there is none.
+        replayed: gives it for other settings and a capacity in bytes; not pickled.
     """
 
     kernel_temporaries: tuple[KernelTemporary, ...]
     lifecycle: tuple[LifecyclePhase, ...] = ()
     device_memory: DeviceMemory | None = None
+    replayed: Callable[[AllocatorSettings | None, int | None], DeviceMemory] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what asks the run."""
+        return vars(self) | {"replayed": None}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -690,7 +696,8 @@ class MemoryReport:
         """Allocated and reserved bytes of CUDA's caching allocator, of a plan for CUDA.
 
         Args:
-            capability: of the GPU, as ``torch.cuda.get_device_capability``.
+            capability: of the GPU, as ``torch.cuda.get_device_capability``; that of a dry run is
+                its own.
             settings: ``PYTORCH_CUDA_ALLOC_CONF``, see `AllocatorSettings.from_text`.
             capacity: bytes of the device without CUDA's context and NCCL's buffers.
 
@@ -721,6 +728,8 @@ class MemoryReport:
         settings: AllocatorSettings | None,
         capacity: int | None,
     ) -> DeviceMemory:
+        if self.beside is not None and self.beside.replayed is not None:
+            return self.beside.replayed(settings, capacity)
         programs = self._planned.programs
         return device_memory(
             *(self.first, self.steady, programs),

@@ -15,8 +15,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxshard
-from fxshard.errors import CaptureError, ConfigError
+from fxshard.errors import CaptureError, ConfigError, DoesNotFitError
 from fxshard.memory.category import Category
+from fxshard.memory.cuda.settings import AllocatorSettings
 from fxshard.memory.report import MemoryReport
 
 MIB = 1 << 20
@@ -205,6 +206,19 @@ def test_a_pickled_report_is_the_same_also_of_a_first_step_with_more_calls() -> 
     for first_step in (True, False):
         assert loaded.rows(first_step=first_step) == made.rows(first_step=first_step) != {}
     assert loaded.device_memory().phases == made.device_memory().phases
+
+
+def test_the_report_asks_the_run_for_other_settings(sharded: fxshard.DryRun) -> None:
+    expandable = AllocatorSettings(expandable_segments=True)
+    found = sharded.memory.device_memory(settings=expandable)
+    assert found.reserved == sharded.device_memory(expandable).reserved
+    needed = found.outside + sharded.device_memory().reserved
+    sharded.memory.assert_fits(needed)
+    with pytest.raises(DoesNotFitError, match="finds no room in step 1"):
+        sharded.memory.assert_fits(found.outside + (2 << 20))
+    loaded = pickle.loads(pickle.dumps(sharded.memory))
+    with pytest.raises(ConfigError, match="no plan to ask"):
+        loaded.device_memory(settings=expandable)
 
 
 def test_the_allocator(sharded: fxshard.DryRun) -> None:

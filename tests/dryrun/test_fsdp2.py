@@ -194,7 +194,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert "reserved on the device" in told and "fxshard" in told and "Peak Backward" in told
     assert main(["fsdp2", *given, "--budget", "1KiB"]) == 1
-    assert "1.00 KiB given" in capsys.readouterr().out
+    assert "1.00 KiB given" in capsys.readouterr().err
     for wrong in (["--backend", "inductor"], ["--strategy", "no_shard"], ["--world-size", "2x2"]):
         assert main(["fsdp2", *given, *wrong]) == 2
         assert wrong[0] in capsys.readouterr().err

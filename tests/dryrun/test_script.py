@@ -105,8 +105,8 @@ def test_an_fsdp2_script_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[
     page = str(tmp_path / "page.html")
     asked = ["--world-size", "4", "--rank", "3", "--steps", "9", "--budget", "1KiB", "--html", page]
     assert main(["dryrun", *asked, script, "--", "--steps", "1"]) == 1
-    told = capsys.readouterr().out
-    assert "trained 4" in told and "1 step on rank 3 of 4" in told and "1.00 KiB given" in told
+    told, refused = capsys.readouterr()
+    assert "trained 4" in told and "1 step on rank 3 of 4" in told and "1.00 KiB given" in refused
     assert "<html" in Path(page).read_text()
 
 
@@ -197,6 +197,8 @@ def test_a_script_without_a_step(
     assert told in capsys.readouterr().err
     assert main(["dryrun", str(tmp_path / "none.py")]) == 2
     assert "no such file" in capsys.readouterr().err
+    assert main(["dryrun", "train.py", "--json"]) == 2
+    assert "name a file" in capsys.readouterr().err
 
 
 def test_what_the_script_raises_is_its_own(tmp_path: Path) -> None:
