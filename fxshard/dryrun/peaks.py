@@ -27,10 +27,10 @@ def _peaks(sides: Mapping[str, MemoryReport]) -> Iterator[list[str]]:
     yield ["peak of tensors", *(size_text(each.peak_bytes) for each in sides.values())]
     by_category = [each.peak_by_category for each in sides.values()]
     for category in dict.fromkeys(key for each in by_category for key, n in each.items() if n):
-        yield [f"  {category.value}", *(size_text(each[category]) for each in by_category)]
+        yield [f"- {category.value}", *(size_text(each[category]) for each in by_category)]
     if all(each.device == "cuda" for each in sides.values()):
         devices = [each.device_memory() for each in sides.values()]
         for name in ("requested", "allocated", "reserved"):
             yield [f"{name} on the device", *(size_text(getattr(d, name)) for d in devices)]
         others = [each.device_memory(settings=EXPANDABLE) for each in sides.values()]
-        yield ["  with expandable segments", *(size_text(each.reserved) for each in others)]
+        yield ["- with expandable segments", *(size_text(each.reserved) for each in others)]

@@ -14,6 +14,8 @@ import pytest
 import torch
 import transformers
 
+from fxshard.cli.main import main
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -118,6 +120,31 @@ def test_language_model_in_one_process(tmp_path: Path) -> None:
     assert figures(r"plain transformers: validation loss (\S+)", said) == [
         pytest.approx(ours, rel=1e-6)
     ]
+
+
+# -- torch's own FSDP2 -----------------------------------------------------------------------------
+
+SMALL = ("--layers", "2", "--width", "64", "--batch", "2", "--seq", "64", "--steps", "3")
+
+
+def test_fsdp2_script_dry(capsys: pytest.CaptureFixture[str]) -> None:
+    script = str(EXAMPLES / "train_fsdp2.py")
+    peaks = []
+    for more in ((), ("--checkpoint",)):
+        assert (
+            main(["dryrun", script, "--steps", "2", "--budget", "79GiB", "--", *SMALL, *more]) == 0
+        )
+        said = capsys.readouterr().out
+        assert "step 1: loss unknown" in said and "fits 79.00 GiB" in said
+        peaks += figures(r"Peak .* \((\S+) bytes\)", said)
+    assert peaks[1] < peaks[0]
+
+
+@slow
+def test_fsdp2_script_for_real(tmp_path: Path) -> None:
+    said = run(tmp_path, "train_fsdp2.py", *SMALL)
+    found = figures(r"step \d: loss (\S+),", said)
+    assert len(found) == 3 and found[0] == pytest.approx(math.log(256), rel=0.1)
 
 
 # -- vision ----------------------------------------------------------------------------------------
