@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import functools
 import importlib
@@ -275,11 +276,10 @@ def opt(args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{args.file}: no text that can be read: {error}.") from error
     program = text.parse(source)
-    config = Config(
-        optimizer_in_backward=program.optimizer_in_backward,
-        backend="inductor" if program.compiled else "eager",
-    )
-    passes = pipeline.default_passes(config)
+    settings: dict[str, Any] = dict(map(_setting, args.settings))
+    settings["optimizer_in_backward"] = program.optimizer_in_backward
+    settings["backend"] = "inductor" if program.compiled else "eager"
+    passes = pipeline.default_passes(Config.from_options(settings))
     if args.passes is not None:
         names = filter(None, args.passes.split(","))
         passes = [_named(name, passes, "--passes") for name in names]
@@ -294,6 +294,25 @@ def opt(args: argparse.Namespace) -> int:
         return 0
     write(args.output, "Text", lambda path: files.write(path, written))
     return 0
+
+
+# Options that are read by the passes alone; the others are in the text already.
+OF_PASSES = (
+    *("max_bucket_bytes", "min_bucket_bytes", "pack_bytes", "max_inflight", "reduce_op"),
+    *("gradient_divide_factor", "gradient_predivide_factor"),
+    *("forward_prefetch", "backward_prefetch"),
+)
+
+
+def _setting(given: str) -> tuple[str, Any]:
+    """``name=value`` of --set."""
+    name, equals, value = given.partition("=")
+    if not equals or name not in OF_PASSES:
+        raise ConfigError(f"--set {given}: expected NAME=VALUE, of {', '.join(OF_PASSES)}.")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value  # a size such as 25MiB, or a name
 
 
 def _changes(texts: dict[str, tuple[str, str]], name: str) -> str:
@@ -588,7 +607,15 @@ def _add_opt(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--passes",
         metavar="A,B",
-        help="names of passes, in order; by default all of the pipeline, with default options",
+        help="names of passes, in order; by default all of the pipeline",
+    )
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option that passes read, such as max_bucket_bytes=25MiB or forward_prefetch=0",
     )
     parser.add_argument(
         "--print-after-all",

@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM  # noqa: F401, says what it misses whe
 
 import fxshard
 from fxshard.cli import main, model_source
+from fxshard.ir import text
 from fxshard.memory.category import CATEGORIES
 
 LLAMA = ("--hf-config", "tiny-llama", "--seq", "8", "--world-size", "2")
@@ -266,6 +267,25 @@ def test_passes_run_on_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert " outlined=True" in out.split("\n")[0]
 
 
+def test_passes_run_on_text_with_options(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As `fxshard.plan` with these options does; the model is captured without them."""
+    options: fxshard.Options = {
+        "max_bucket_bytes": "1KiB",
+        "forward_prefetch": 0,
+        "reduce_op": "sum",
+        "max_inflight": 1,
+    }
+    (tmp_path / "p.txt").write_text(run(capsys, "dump", *BLOCKS, "--text", "canonicalize")[1])
+    given = [part for name, value in options.items() for part in ("--set", f"{name}={value}")]
+    code, out, _ = run(capsys, "opt", str(tmp_path / "p.txt"), *given)
+    model, args, kwargs = blocks()
+    plan = fxshard.plan(model, args, kwargs, world_size=2, **options)
+    assert code == 0 and out == text.write(plan.program)
+    assert out != run(capsys, "opt", str(tmp_path / "p.txt"))[1]
+
+
 OF_A_USER = """
 from typing import NamedTuple
 
@@ -316,6 +336,8 @@ def test_opt_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     captured = capsys.readouterr().out
     for written, argv, refusal in (
         (captured, ("--passes", "no-such"), r"fxshard: --passes no-such: no such pass; there are "),
+        (captured, ("--set", "strategy=no_shard"), r"fxshard: --set strategy=no_shard: expected "),
+        (captured, ("--set", "max_inflight=0"), r"fxshard: max_inflight=0: expected None or "),
         (captured, ("--passes", "insert-free"), r"fxshard: pass 'insert-free' requires that "),
         (captured[:1000], (), r"fxshard: line \d+: the (text is cut off|line ends)"),
         (captured.replace("v1", "v9", 1), (), r"fxshard: line 1: the text is of version 'v9'"),
