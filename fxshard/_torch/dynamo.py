@@ -155,3 +155,18 @@ def dynamo_paths(node: fx.Node) -> list[tuple[str, str]]:
         _, _, inside = str(path).partition("L['self'].")
         found.append((str(key).partition("@")[0], inside))
     return found
+
+
+@contextlib.contextmanager
+def splits_for_ddp(compiled: Callable[[fx.GraphModule], Any]) -> Iterator[None]:
+    """While the block runs, `compiled` compiles the graphs that Dynamo would split for DDP.
+
+    (torch/_dynamo/backends/distributed.py, ``DDPOptimizer``; ``torch._dynamo.config.optimize_ddp``)
+    """
+    from torch._dynamo.backends.distributed import DDPOptimizer
+
+    def compile_fn(self: Any, graph_module: fx.GraphModule, *_: Any, **__: Any) -> Any:
+        return compiled(graph_module)
+
+    with mock.patch.object(DDPOptimizer, "compile_fn", compile_fn):
+        yield

@@ -198,8 +198,6 @@ def propagation_unseen() -> Iterator[None]:
         (propagator, "_propagate_tensor_meta_non_cached", propagate),
         (_op_schema, "_rebuild_tensor_from_dtensor_meta", on_cpu),
     ]
-    if hasattr(_sharding_prop, "_are_we_tracing"):  # then nothing would be kept for the next call
-        changes.append((_sharding_prop, "_are_we_tracing", lambda: False))
     with replaced(changes):
         yield
 

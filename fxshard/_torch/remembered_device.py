@@ -105,7 +105,6 @@ def remembered(is_there: Callable[[Tensor], bool]) -> Iterator[None]:
     plain_description = checks["default"]
 
     name = "_get_foreach_kernels_supported_devices"
-    kinds = (_foreach_utils._foreach_supported_types, optimizer._foreach_supported_types)
     changes = [
         (fake, "device", property(device, plain.fset)),  # type: ignore[attr-defined]
         (_foreach_utils, name, foreach_devices),
@@ -113,13 +112,20 @@ def remembered(is_there: Callable[[Tensor], bool]) -> Iterator[None]:
         (torch._C, "_get_accelerator", accelerator),
     ]
     with replaced(changes), mock.patch.dict(checks, {"default": described}):
+        yield
+
+
+@contextlib.contextmanager
+def foreach_takes_fakes() -> Iterator[None]:
+    """Optimizers and clipping take fake tensors for plain ones, of which they take many at once."""
+    kinds = (_foreach_utils._foreach_supported_types, optimizer._foreach_supported_types)
+    for each in kinds:
+        each.append(fake_tensor.FakeTensor)
+    try:
+        yield
+    finally:
         for each in kinds:
-            each.append(fake)  # else an optimizer would not take what is CUDA's default
-        try:
-            yield
-        finally:
-            for each in kinds:
-                each.remove(fake)
+            each.remove(fake_tensor.FakeTensor)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,14 +17,22 @@ from fxshard._torch.modes import outside_modes
 from fxshard._torch.remembered_device import TorchFunctionMode
 from fxshard._torch.trees import tree_iter
 from fxshard.capture import rng
+from fxshard.capture.provenance import user_line
 from fxshard.dryrun.recorder import Recorder
 from fxshard.dryrun.streams import Event, Streams
-from fxshard.errors import ConfigError
+from fxshard.errors import CaptureError, ConfigError
 
 CPU = torch.device("cpu")
 # What C++ moves from the host without telling anybody.
 FROM_HOST = (torch.as_tensor, torch.asarray, Tensor.new_tensor)
 aten = torch.ops.aten
+
+RECORDED = (
+    "record_stream keeps memory until another stream has come to that point, so what CUDA's "
+    "allocator takes depends on time, and a dry run for a GPU cannot say it. "
+    "FullyShardedDataParallel calls it: use fully_shard, which does not, or ask for the bytes of "
+    'its tensors with dry_run(device="cpu") and device_id=torch.device("cpu").'
+)
 
 
 class Placement(TorchFunctionMode):
@@ -40,6 +48,7 @@ class Placement(TorchFunctionMode):
         super().__init__()
         self.recorder: Recorder | None = None
         self.default = False  # torch.set_default_device("cuda")
+        self.reducing = False  # DDP's reducer makes tensors of nothing
         self._reading: list[bool] = []  # whether functions of torch that run read from the GPU
         self._moving: bool | None = None  # a tensor is copied to the GPU, or to the host
 
@@ -65,6 +74,8 @@ class Placement(TorchFunctionMode):
             return kwargs, not self._moving
         if any(isinstance(leaf, Tensor) for leaf in tree_iter((args, kwargs))):
             return kwargs, not self.any_there((args, kwargs))
+        if self.reducing:  # all on the GPU, but for the parameters that it counts on the host
+            return kwargs, func is aten.zeros.default
         if self._reading:
             return kwargs, not (self._reading[-1] or self.default)
         return kwargs, not (self.default or self.recorder.position.in_backward)
@@ -77,6 +88,8 @@ class Placement(TorchFunctionMode):
             answer = remembered_device.asked_device(func, args, self.is_there)
             if answer is not None:
                 return answer
+        if func is torch.device and args and isinstance(args[0], int):
+            return _device(args[0])
         if func is Tensor.pin_memory and not self.is_there(args[0]):
             return args[0].clone()  # what is pinned is the host's memory, too
         if func in FROM_HOST:
@@ -205,11 +218,16 @@ def present(
         "is_current_stream_capturing": lambda: False,
         "memory_stats": lambda *_: _Stats(*allocated()),
     }
+
+    def record_stream(*_: Any) -> NoReturn:
+        raise CaptureError(f"{user_line()}: {RECORDED}")
+
     changes: list[Change] = [(torch.cuda, k, v) for k, v in answers.items()]
     randomly = ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all")
     changes += [(torch.cuda.random, name, answers[name]) for name in randomly]
     changes += [
         (torch, "set_default_device", set_default_device),
+        (Tensor, "record_stream", record_stream),
         (torch.accelerator, "is_available", lambda: True),
         (torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda")),
         (torch.accelerator, "device_count", lambda: count),

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from fxshard._torch import gpu_inductor, inductor
-from fxshard._torch.dynamo import stack_line
+from fxshard._torch.dynamo import splits_for_ddp, stack_line
 from fxshard._torch.gpu_inductor import Gpu
 from fxshard.codegen import kernel_free
 from fxshard.errors import CaptureError
@@ -130,8 +130,8 @@ def compiled_as_on_gpu(gpu: Gpu, device: torch.device = CPU) -> Iterator[Compila
     done = Compilations()
 
     def compiler(graph_module: fx.GraphModule, inputs: list[Any], options: dict[str, Any]) -> Any:
-        lines = {node.name: line for node in graph_module.graph.nodes if (line := stack_line(node))}
-        line = next(iter(lines.values()), "a function without operators")
+        lines = _lines(graph_module)
+        line = _begins(graph_module)
 
         def run(generated: inductor.Generated, is_backward: bool) -> gpu_inductor.Run:
             code = Code(line, is_backward, generated.source, lines)
@@ -147,8 +147,27 @@ def compiled_as_on_gpu(gpu: Gpu, device: torch.device = CPU) -> Iterator[Compila
                 raise
             return _failing(_refusal(f"torch.compile of what begins at {line}", error))
 
-    with gpu_inductor.inductor_replaced(compiler):
+    with gpu_inductor.inductor_replaced(compiler), splits_for_ddp(_split):
         yield done
+
+
+def _lines(graph_module: fx.GraphModule) -> dict[str, str]:
+    return {node.name: line for node in graph_module.graph.nodes if (line := stack_line(node))}
+
+
+def _begins(graph_module: fx.GraphModule) -> str:
+    return next(iter(_lines(graph_module).values()), "a function without operators")
+
+
+def _split(graph_module: fx.GraphModule) -> Any:
+    return _failing(
+        CaptureError(
+            f"torch.compile of what begins at {_begins(graph_module)}: Dynamo splits the graph at "
+            f"the buckets of DistributedDataParallel, which a dry run does not follow. Set "
+            f"torch._dynamo.config.optimize_ddp = False in the dry run, or compile the blocks "
+            f"of a model that is not in DistributedDataParallel."
+        )
+    )
 
 
 def _refuse(options: dict[str, Any]) -> None:

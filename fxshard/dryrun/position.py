@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -22,8 +23,8 @@ from fxshard.ir.calls import Call
 from fxshard.memory.category import Category
 from fxshard.memory.ledger import OPTIMIZER, LiveRange, Moment
 
-# What wrappers of torch put into names: checkpoint_wrapper, torch.compile, DDP.
-WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
+# What wrappers of torch put into names: checkpoint_wrapper, torch.compile, FSDP1.
+WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 
 
 class Origin(NamedTuple):
@@ -147,9 +148,10 @@ class Position:
         return "(loss)" if self.phase == "loss" else ""
 
     @contextlib.contextmanager
-    def communicating(self, category: Category, module: nn.Module) -> Iterator[None]:
-        """What is born in the block is sent or received for a unit."""
-        self._communicating.append((category, self.name_of(module)))
+    def communicating(self, category: Category, module: nn.Module | str) -> Iterator[None]:
+        """What is born in the block is sent or received for a unit, or for what has a name."""
+        name = module if isinstance(module, str) else self.name_of(module)
+        self._communicating.append((category, name))
         try:
             yield
         finally:
@@ -225,12 +227,17 @@ class Position:
         return self._names[id(module)]
 
     def _learn(self, module: nn.Module, prefix: str) -> None:
+        if isinstance(module, DistributedDataParallel):  # it adds "module" to names
+            self._names[id(module)] = prefix
+            module = module.module
         for name, each in module.named_modules():
             parts = [prefix, *(p for p in name.split(".") if p not in WRAPPERS)]
             self._names.setdefault(id(each), ".".join(filter(None, parts)))
 
     def fqn(self, root: nn.Module, name: str) -> str:
         """FQN of a parameter of a root, without the names of wrappers."""
+        if isinstance(root, DistributedDataParallel):
+            name = name.removeprefix("module.")
         parts = [self.name_of(root), *(p for p in name.split(".") if p not in WRAPPERS)]
         return ".".join(filter(None, parts))
 

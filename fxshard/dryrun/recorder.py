@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxshard._torch import collectives
 from fxshard._torch.export import DATA_DEPENDENT_ERRORS
 from fxshard._torch.fake_tensors import (
     FakeTensorMode,
@@ -31,7 +32,11 @@ from fxshard.memory.ledger import LiveRange, owner_of
 
 name_of = functools.cache(str)  # of an operator: torch puts it together at each call
 
-NOT_KNOWN: tuple[type[Exception], ...] = (*DATA_DEPENDENT_ERRORS, UnsupportedOperatorException)
+NOT_KNOWN: tuple[type[Exception], ...] = (
+    *DATA_DEPENDENT_ERRORS,
+    UnsupportedOperatorException,
+    NotImplementedError,
+)
 
 # Operators that may give a storage another size: what their arguments had is looked at again.
 RESIZING = ("aten.resize", "aten.set_", "aten.resize_as_")
@@ -46,6 +51,7 @@ Placed = Callable[
 
 aten = torch.ops.aten
 _TO_COPY = aten._to_copy.default
+_TO = aten.to.dtype_layout
 
 
 def _all_on_device(
@@ -64,6 +70,7 @@ class Recorder(TorchDispatchMode):
         tape: what is written.
         position: where in the step the run is.
         inside: bytes that a kernel takes and gives back while it runs.
+        reducing: integers that are made of nothing have values, as DDP's reducer reads them.
     """
 
     def __init__(
@@ -78,6 +85,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.tape, self.position = tape, position
         self.inside: Inside | None = None
+        self.reducing = False
         self._placed = placed or _all_on_device
         self._known: dict[int, LiveRange | None] = {}  # by id of a live storage; None: of no bytes
         self._references: dict[int, Any] = {}
@@ -99,8 +107,13 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is DEVICE_OF or func.namespace == "profiler":
             return func(*args, **kwargs)
+        if func is collectives.WRAP:
+            return collectives.AsyncCollectiveTensor(args[0])
         if is_composite(func):  # called below autograd, as DTensor does
+            device = kwargs.get("device") if func is _TO else None
             with self:
+                if device is not None and device.type == "cuda":  # C++ would look for it
+                    return _TO_COPY(args[0], dtype=kwargs.get("dtype"), device=device)
                 return func.decompose(*args, **kwargs)
         if func.is_view:
             return self._run(func, args, kwargs)[0]
@@ -121,10 +134,11 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _is_moved_already(self, tensor: Tensor, kwargs: dict[str, Any]) -> bool:
-        """True if a copy to the device would be none, as the tensor is there."""
+        """True if a copy to the GPU would be none, as the tensor is there: C++ cannot know."""
         dtype = kwargs.get("dtype")
         return (
-            "device" in kwargs
+            self._placed is not _all_on_device
+            and "device" in kwargs
             and self.is_on_device(tensor)
             and dtype in (None, tensor.dtype)
             and kwargs.get("memory_format") in (None, torch.preserve_format)
@@ -136,15 +150,17 @@ class Recorder(TorchDispatchMode):
         Returns:
             Its result, and whether it is made of nothing by code of torch that needs its values.
         """
+        if func is collectives.WAIT:
+            return args[0], False
         given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         real = [tensor for tensor in given if self._has_values(tensor)]
         of_torch = not given and _called_for_values()
-        alone = of_torch or (not given and _keeps_values(func, args, kwargs))
+        alone = of_torch or (not given and self._keeps_values(func, args, kwargs))
         if given and len(real) == len(given):
             alone = func.is_view or sum(tensor.nbytes for tensor in real) <= VALUED_BYTES
         if alone or (given and _stays_on_meta(func, given, kwargs)):
             with outside_modes():
-                return func(*args, **kwargs), of_torch
+                return _finished(func, func(*args, **kwargs)), of_torch
         if not all(map(is_fake, given)):
             args, kwargs = tree_map_tensors(self._without_values, (args, kwargs))
             if func._schema.is_mutable:  # what is written into them is not known
@@ -152,13 +168,18 @@ class Recorder(TorchDispatchMode):
                     self._outdate(tensor.untyped_storage())
         answer = _assumed_finite(func, args)
         try:
-            made = func(*args, **kwargs)
+            made = _finished(func, func(*args, **kwargs))
             if answer is not None and made.nbytes <= VALUED_BYTES:
                 with outside_modes():
                     made = torch.full(made.shape, answer)
             return made, False
         except NOT_KNOWN as error:
             raise values.refusal(error, name_of(func)) from error
+
+    def _keeps_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if self.reducing:
+            return kwargs.get("dtype") in (torch.int32, torch.int64)
+        return _keeps_values(func, args, kwargs)
 
     def _outdate(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
@@ -352,6 +373,16 @@ def _assumed_finite(func: Any, args: tuple[Any, ...]) -> bool | None:
     if func in (aten.eq.Scalar, aten.ne.Scalar) and abs(args[1]) == math.inf:
         return bool(func is aten.ne.Scalar)
     return None
+
+
+def _finished(func: Any, result: Any) -> Any:
+    """What an operator gave, with a work that has results if it is a collective on tensors."""
+    if func.namespace != "c10d" or not isinstance(result, tuple):
+        return result
+    tensors = result[0]
+    if not isinstance(tensors, list) or not all(isinstance(each, Tensor) for each in tensors):
+        return result
+    return tensors, collectives.finished(tensors)
 
 
 def _called_for_values() -> bool:

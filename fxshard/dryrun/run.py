@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fxshard._torch import export, fully_sharded, remembered_device
+from fxshard._torch import collectives, data_parallel, export, fully_sharded, remembered_device
 from fxshard._torch.dynamo import left_where_compiled
 from fxshard._torch.fake_tensors import swaps_of_fakes
 from fxshard._torch.gpu_inductor import Gpu
@@ -237,6 +237,16 @@ class DryRun:
             self._taken.append(_Taken(self._tape.last, size, why))
         return size or 0
 
+    @contextlib.contextmanager
+    def _in_reducer(self) -> Iterator[None]:
+        """DDP's reducer makes its buckets, or asks what the other ranks have."""
+        self._recorder.reducing = self._placement.reducing = True
+        try:
+            with self._position.communicating(Category.REDUCE_SCATTER, "(buckets)"):
+                yield
+        finally:
+            self._recorder.reducing = self._placement.reducing = False
+
     # -- everything that has to be in place --------------------------------------------------------
 
     @contextlib.contextmanager
@@ -249,10 +259,13 @@ class DryRun:
             stack.enter_context(refusals.nothing_captured(OF_FXSHARD))
             swap = (torch.utils, "swap_tensors", swaps_of_fakes())
             stack.enter_context(fully_sharded.replaced([swap]))
+            stack.enter_context(remembered_device.foreach_takes_fakes())
             stack.enter_context(fully_sharded.meshes_with_values())
             stack.enter_context(fully_sharded.propagation_unseen())
+            stack.enter_context(collectives.called_eagerly(self._fakes))
             stack.enter_context(resizes_seen(self._recorder))
             stack.enter_context(fully_sharded.watched(_Units(self._position, self._recorder)))
+            stack.enter_context(data_parallel.reducers_watched(self._in_reducer))
             hooks = followed(self._position, self._began, self._stepping, self._stepped)
             stack.enter_context(hooks)
             if self._gpu is None:

@@ -86,7 +86,7 @@ def refusal(error: Exception, operator: str) -> CaptureError:
     """What is said where an operator needs values, or is not known."""
     line = user_line()
     where = f"{line}: " if line else ""
-    if isinstance(error, UnsupportedOperatorException):
+    if isinstance(error, (UnsupportedOperatorException, NotImplementedError)):
         return CaptureError(
             f"{where}{operator} says nothing about the tensors that it makes (it has no fake "
             f"kernel), so a dry run cannot know their memory. Register one with "

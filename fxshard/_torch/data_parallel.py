@@ -1,0 +1,41 @@
+"""What DistributedDataParallel's reducer, which is C++, does on fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.parallel import distributed
+
+from fxshard._torch.fully_sharded import replaced
+
+# What makes buckets, or tells ranks of sizes by integers that it writes into tensors' memory.
+_OF_REDUCER = ("__init__", "_rebuild_buckets", "_set_static_graph")
+
+
+@contextlib.contextmanager
+def reducers_watched(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """While the block runs, `around` is entered where reducers allocate of their own accord.
+
+    Tensors that they make of nothing have to be given to them there: buckets, and integers, whose
+    values they read. (torch/csrc/distributed/c10d/reducer.cpp)
+    """
+
+    def inside(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with around():
+                return function(*args, **kwargs)
+
+        return run
+
+    owner: Any = vars(dist)["Reducer"]
+    changes = [(owner, name, inside(getattr(owner, name))) for name in _OF_REDUCER]
+    verify = "_verify_param_shape_across_processes"
+    changes.append((distributed, verify, inside(getattr(distributed, verify))))
+    with replaced(changes):
+        yield
