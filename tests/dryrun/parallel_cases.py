@@ -236,17 +236,22 @@ class _Measure(Measure):
         of_mesh = any(f.filename.endswith("device_mesh.py") for f in extract_stack(limit=9))
         if of_mesh or "_wrap_tensor" in str(func) or torch._C._get_dispatch_mode(FAKE) is not None:
             return func(*args, **(kwargs or {}))
-        if func.is_view and func._can_decompose():
-            with self:  # `to` and its kin make a copy, or none
+        if _is_composite(func):
+            with self:
                 return func.decompose(*args, **(kwargs or {}))
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if "wait_tensor" in str(func):
-            time.sleep(0.02)  # until gloo's thread has let go of what it received
-        return result
+        if self._name.startswith("c10d.") or "wait_tensor" in self._name:
+            time.sleep(0.02)  # until gloo's thread has let go of what it sent and received
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _see(self, tree: Any) -> None:
         leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
         super()._see([x for x in leaves if not is_traceable_wrapper_subclass(x)])
+
+
+def _is_composite(func: Any) -> bool:
+    """True for ``to`` and its kin, below autograd: what they are made of is seen."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has(func.name(), "CompositeImplicitAutograd") and not has(func.name(), "CPU")
 
 
 def measured(rank: int, world_size: int, job: Job) -> Points:
