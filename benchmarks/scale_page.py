@@ -544,8 +544,8 @@ geometric mean is {mean:.2f}. Why it is off:
 - JAX and torch.compile fuse elementwise operators, which in our program read and write memory.
 
 Memory that torchtitan read from the allocator (`max reserved`); what a dry run of torch's own FSDP2
-says of the same steps, with the plain allocator ([published-peaks.md](published-peaks.md)); and what
-fxshard's own schedule reserves, with `expandable_segments:True`, which is recommended:
+says of the same steps, with the plain allocator ([published-peaks.md](published-peaks.md)); and
+what fxshard's own schedule reserves, with `expandable_segments:True`, which is recommended:
 
 {reserved}
 
