@@ -1,6 +1,7 @@
 """What a run of real tensors holds after each operator, measured without fxshard."""
 
 import contextlib
+import ctypes
 import gc
 import traceback
 import weakref
@@ -8,9 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import Work
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 Points = list[tuple[str, int]]  # operator, and the bytes that are alive when it is over
 
@@ -33,12 +36,16 @@ class Measure(TorchDispatchMode):
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented
         fake = any(issubclass(kind, FakeTensor) for kind in types)  # DTensor works out shapes
-        if func.namespace == "profiler" or func.is_view or fake:
+        views = func.is_view and func is not torch.ops.aten.lift_fresh.default
+        if func.namespace == "profiler" or views or fake:
             return func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default and not self._knows(args[1]):
             return func(*args)  # gloo copies what it has received out of a buffer of its own
         self.close()
         self._see((args, kwargs))
+        if func.namespace == "c10d":
+            self._name = str(func)
+            return _communicated(func, args)
         result = func(*args, **(kwargs or {}))
         if not any(isinstance(x, FakeTensor) or _is_meta(x) for x in tree_leaves(result)):
             self._name = str(func)
@@ -63,6 +70,26 @@ class Measure(TorchDispatchMode):
                 storage = leaf.untyped_storage()
                 if not self._knows(leaf):
                     self._alive[id(storage)] = weakref.ref(storage)
+
+
+def _communicated(func: Any, args: tuple[Any, ...]) -> Any:
+    """Run an operator of c10d to its end, on tensors over the same memory.
+
+    A thread of gloo holds what it was given until some time after the work is done: until it gets
+    a core, and Python's lock. FSDP2 has let go of it by then, or not: that depends on the machine.
+    """
+    result = func(*tree_map_only(Tensor, _over_the_same_memory, args))
+    Work.unbox(result[-1] if isinstance(result, tuple) else result).wait()
+    return result
+
+
+def _over_the_same_memory(tensor: Tensor) -> Tensor:
+    """A contiguous tensor in a storage of its own, which owns nothing."""
+    assert tensor.is_contiguous()
+    if not tensor.numel():
+        return tensor
+    memory = (ctypes.c_byte * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
 
 
 def _is_meta(value: Any) -> bool:
