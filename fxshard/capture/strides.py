@@ -63,6 +63,26 @@ def contiguous(args: tuple[Any, ...]) -> Tensor:
     return torch.empty(torch.broadcast_shapes(args[0].shape, args[1].shape, args[2].shape))
 
 
+def grouped(args: tuple[Any, ...]) -> Tensor:
+    """Rows padded to 16 bytes; of any dtype, where torch's meta function takes bf16 alone.
+
+    Of two matrices one product per group, of a matrix and several its rows by group.
+    Source: ``create_grouped_gemm_output_tensor`` (ATen/native/GroupedMMUtils.h).
+    """
+    first, second, offsets, _, dtype = (*args, None, None, None)[:5]
+    if first.shape[-1] != second.shape[-2]:
+        raise RuntimeError(f"grouped_mm: {first.shape} and {second.shape} do not match")
+    rows, columns, dtype = first.shape[-2], second.shape[-1], dtype or first.dtype
+    aligned = 16 // dtype.itemsize
+    padded = (columns + aligned - 1) // aligned * aligned
+    groups: tuple[Any, ...] = ()
+    if first.dim() == second.dim():
+        groups = first.shape[:1] if offsets is None else offsets.shape
+    strides = (rows * padded, padded, 1) if groups else (padded, 1)
+    shape = (*groups, rows, columns)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=first.device)
+
+
 RULES: dict[Any, Rule] = {
     aten.copysign.Tensor: as_iterated,
     aten.elu_backward.default: as_iterated,
@@ -243,6 +263,9 @@ class KernelFakeMode(FakeTensorMode):
         if func in OPEN and any(isinstance(n, torch.SymInt) for n in (*args[0].shape, *args[1])):
             with self:
                 return OPEN[func](args)
+        if func is aten._grouped_mm.default:
+            with self:
+                return grouped(args)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         for change in RESULTS.get(func, ()):
             if self.on_cpu or change not in OF_THE_CPU:

@@ -175,6 +175,24 @@ def test_batch_norms_lie_as_their_kernels_make_them(shape: tuple[int, ...], trai
             assert strides == backward(*args)[0].stride(), (x.stride(), grad.stride())
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_grouped_products_have_padded_rows(dtype: Any) -> None:
+    columns = 20  # 24 where eight of bf16 are aligned
+    rows, weights = torch.ones(8, 16, dtype=dtype), torch.ones(4, columns, 16, dtype=dtype).mT
+    ends = torch.tensor([2, 4, 6, 8], dtype=torch.int32)
+    for args in (
+        (rows, weights, ends),
+        (torch.ones(16, 8, dtype=dtype), rows, ends),
+        (torch.ones(4, 8, 16, dtype=dtype), weights),
+        (torch.ones(4, 8, 16, dtype=dtype), torch.ones(16, 8, dtype=dtype), ends),
+    ):
+        made = aten._grouped_mm.default(*args)
+        found = faked(KernelFakeMode(), aten._grouped_mm.default, args)
+        assert described(found) == described(made)
+    with pytest.raises(RuntimeError, match="do not match"):
+        faked(KernelFakeMode(), aten._grouped_mm.default, (weights, rows, ends))
+
+
 def faked(mode: FakeTensorMode, op: Any, args: tuple[Any, ...]) -> Any:
     fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
     with mode:
