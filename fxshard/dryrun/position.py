@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -167,8 +168,8 @@ class Position:
                 yield False
             return
         outermost = not self._stack
-        if outermost and not any(True for _ in module.parameters()):
-            yield False  # a loss, or what prepares a batch
+        if outermost and not _begins_forward(module):
+            yield False
             return
         if outermost:
             self.before_forward()
@@ -263,6 +264,15 @@ class Position:
         self._forwards, self._counts = 0, {}
         self.micro_batch, self.phase, self._after = -1, "between", "between"
         self._origins = {}
+
+
+def _begins_forward(module: nn.Module) -> bool:
+    """False for a loss, for what prepares a batch, and for what computes a parameter.
+
+    Initialisation reads parameters, as those that `torch.nn.utils.parametrizations` computes.
+    """
+    computes = isinstance(module, parametrize.ParametrizationList)
+    return not computes and any(True for _ in module.parameters())
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from fxshard._torch.fake_tensors import (
     is_fake,
 )
 from fxshard._torch.fully_sharded import replaced
+from fxshard._torch.gradient_sums import IN_PLACE, GradientSums
 from fxshard._torch.modes import TorchDispatchMode, is_composite, is_wrapper, outside_modes
 from fxshard._torch.trees import tree_iter, tree_map_tensors
 from fxshard.capture.provenance import DEVICE_OF
@@ -50,6 +51,7 @@ Placed = Callable[
 ]  # an operator and its arguments -> its keywords, and whether its results are on the host
 
 aten = torch.ops.aten
+_LIFT = aten.lift_fresh.default  # ends torch.tensor(...), of what was made unseen
 _TO_COPY = aten._to_copy.default
 _TO = aten.to.dtype_layout
 
@@ -86,6 +88,7 @@ class Recorder(TorchDispatchMode):
         self.tape, self.position = tape, position
         self.inside: Inside | None = None
         self.reducing = False
+        self._sums = GradientSums()
         self._placed = placed or _all_on_device
         self._known: dict[int, LiveRange | None] = {}  # by id of a live storage; None: of no bytes
         self._references: dict[int, Any] = {}
@@ -105,6 +108,8 @@ class Recorder(TorchDispatchMode):
         if any(map(is_wrapper, types)):
             return NotImplemented
         kwargs = kwargs or {}
+        if func in IN_PLACE:
+            func = self._sums.without_mode(func, args)
         if func is DEVICE_OF or func.namespace == "profiler":
             return func(*args, **kwargs)
         if func is collectives.WRAP:
@@ -115,7 +120,7 @@ class Recorder(TorchDispatchMode):
                 if device is not None and device.type == "cuda":  # C++ would look for it
                     return _TO_COPY(args[0], dtype=kwargs.get("dtype"), device=device)
                 return func.decompose(*args, **kwargs)
-        if func.is_view:
+        if func.is_view and func is not _LIFT:
             return self._run(func, args, kwargs)[0]
         kwargs, host = self._placed(func, args, kwargs)
         if func is _TO_COPY and not host and self._is_moved_already(args[0], kwargs):
@@ -127,6 +132,7 @@ class Recorder(TorchDispatchMode):
         result, of_torch = self._run(func, args, kwargs)
         for tensor in _tensors(result):
             self._see(tensor.untyped_storage(), host=host or of_torch)
+            self._sums.made(tensor)
         if name.startswith(RESIZING):
             self._look_again(args)
         if self.inside is not None and not host:
@@ -153,7 +159,7 @@ class Recorder(TorchDispatchMode):
         if func is collectives.WAIT:
             return args[0], False
         given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
-        real = [tensor for tensor in given if self._has_values(tensor)]
+        real = [tensor for tensor in given if self.has_values(tensor)]
         of_torch = not given and _called_for_values()
         alone = of_torch or (not given and self._keeps_values(func, args, kwargs))
         if given and len(real) == len(given):
@@ -185,7 +191,8 @@ class Recorder(TorchDispatchMode):
         key = id(storage)
         self._stale[key] = weakref.ref(storage, lambda _: self._stale.pop(key, None))
 
-    def _has_values(self, tensor: Tensor) -> bool:
+    def has_values(self, tensor: Tensor) -> bool:
+        """True if a tensor has values, and they are those that it would have for real."""
         if is_fake(tensor) or tensor.is_meta:
             return False
         return id(tensor.untyped_storage()) not in self._stale
@@ -342,23 +349,28 @@ def _stays_on_meta(func: Any, given: list[Tensor], kwargs: dict[str, Any]) -> bo
 
 
 VALUED_BYTES = 16 << 20  # tensors of up to so many bytes keep their values
-VALUED = frozenset(
+_CONSTANTS = frozenset(getattr(aten, name) for name in ("zeros", "ones", "full"))
+VALUED = _CONSTANTS | frozenset(
     getattr(aten, name)
     for name in (
-        *("arange", "zeros", "ones", "full", "eye", "randint", "randperm"),
+        *("arange", "eye", "randint", "randperm"),
         *("scalar_tensor", "tril_indices", "triu_indices"),
     )
 )
 
 
 def _keeps_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if an operator makes integers of nothing: positions, masks, tokens. Code reads them."""
+    """True if an operator makes of nothing what code reads: positions, masks, tokens.
+
+    These are integers, or of any dtype if they are constant: some masks are made in fp32.
+    """
     if func._overloadpacket not in VALUED:
         return False
     with outside_modes():
         made = func(*args, **kwargs | {"device": "meta"})
     whole = not (made.dtype.is_floating_point or made.dtype.is_complex)
-    return whole and bool(made.nbytes <= VALUED_BYTES)
+    valued = whole or func._overloadpacket in _CONSTANTS
+    return valued and bool(made.nbytes <= VALUED_BYTES)
 
 
 def _assumed_finite(func: Any, args: tuple[Any, ...]) -> bool | None:

@@ -279,7 +279,7 @@ class DryRun:
                 stack.enter_context(self._placement)
             addresses = stack.enter_context(Addresses(self._recorder.knows))
             stack.enter_context(addresses.of_storages())
-            stack.enter_context(Values())
+            stack.enter_context(Values(self._recorder.has_values))
             stack.enter_context(functions_of_unknown())
             if self._marks is None:
                 yield
@@ -345,8 +345,8 @@ def dry_run(
     Inside of the block a process group of `world_size` ranks is there, and a GPU. Build the model
     (on the meta device, on the CPU or on the GPU), shard it with torch's `fully_shard`, or not at
     all, and train it as always; call `DryRun.step` after each optimizer step. Nothing is computed:
-    tensors have no values, save for integers of up to 16 MiB that are made of nothing or of each
-    other. What was on the GPU would be gone with the block.
+    tensors have no values, save for integers and constants of up to 16 MiB that are made of
+    nothing or of each other. What was on the GPU would be gone with the block.
 
     Args:
         world_size: ranks of the process group.

@@ -6,12 +6,12 @@ import contextlib
 import functools
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from torch import Tensor
 
-from fxshard._torch.fake_tensors import UnsupportedOperatorException, is_fake
+from fxshard._torch.fake_tensors import UnsupportedOperatorException
 from fxshard._torch.fully_sharded import replaced
 from fxshard._torch.remembered_device import TorchFunctionMode
 from fxshard.capture.provenance import user_line
@@ -50,15 +50,23 @@ class Unknown(float):
 
 
 class Values(TorchFunctionMode):
-    """Gives `Unknown` for the number of a floating-point tensor."""
+    """Gives `Unknown` for the number of a floating-point tensor that has no values."""
+
+    def __init__(self, has_values: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self._has_values = has_values
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is Tensor.item:
+        if func in (Tensor.item, Tensor.__bool__):
             inside = getattr(args[0], "_local_tensor", args[0])
-            if is_fake(inside) and inside.dtype.is_floating_point:
-                module = sys._getframe(1).f_globals.get("__name__", "")
+            module = sys._getframe(1).f_globals.get("__name__", "")
+            if self._has_values(inside) or inside.is_meta:
+                pass
+            elif func is Tensor.__bool__ and module == "torch.nn.init":
+                return False  # trunc_normal_ asks whether to draw once more
+            elif func is Tensor.item and inside.dtype.is_floating_point:
                 # A scaler asks how many gradients are infinite: no step is left out.
                 return 0.0 if module == "torch.amp.grad_scaler" else Unknown(1.0)
         return func(*args, **(kwargs or {}))

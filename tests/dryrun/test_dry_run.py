@@ -346,3 +346,34 @@ def test_nothing_is_left_behind(fails: bool) -> None:
     x = torch.randn(2, 3, requires_grad=True)
     x.square().sum().backward()
     assert x.grad is not None and torch.equal(x.grad, 2 * x.detach())
+
+
+def test_a_model_may_look_at_its_values_and_read_its_weights_while_it_is_built() -> None:
+    with fxshard.dry_run(world_size=2, device="cpu") as run:
+        model = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        nn.init.trunc_normal_(model.bias, std=0.02)
+        assert model.weight.shape == (8, 8)
+        run.step()
+        model(torch.ones(2, 8)).sum().backward()
+        run.step()
+        assert run.steps == 1
+
+
+def test_constants_have_values_until_something_unknown_is_added() -> None:
+    with fxshard.dry_run(world_size=2, device="cpu"):
+        mask, total = torch.ones(2, 3), torch.zeros(())
+        assert mask.bool().all() and total.item() == 0.0
+        total += torch.randn(4).sum()
+        assert f"{total.item()}" == "unknown"
+
+
+def test_gradients_are_added_up_in_place() -> None:
+    with fxshard.dry_run(world_size=2, device="cpu") as run:
+        x = torch.randn(1 << 20, requires_grad=True)
+        model = nn.Linear(1, 1)
+        model(torch.ones(1, 1))
+        y = x * 1
+        (y.sin() + y.cos()).sum().backward()
+        run.step()
+    added = [moment.op for moment in run.memory.first.moments if moment.op.startswith("aten.add")]
+    assert added[-1] == "aten.add_.Tensor"
