@@ -14,8 +14,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from fxshard import dry_run
+from fxshard.memory.ledger import BEFORE
 from tests import fsdp2
 from tests.dryrun.measure import Measure, Points, without_collector
+from tests.dryrun.profiled import NEVER, Life, Storage, lives, profiled
 from tests.zoo import Case
 
 STEPS = 2
@@ -33,8 +35,9 @@ def train(
     model = case.build()
     units = fsdp2.units_of(model, case) or _layers(model)
     policy = MixedPrecisionPolicy(*((torch.bfloat16, torch.float32) if half else ()))
-    if hasattr(model, "config"):
-        model.config.use_cache = False  # recomputation would find keys in it
+    for module in model.modules():  # a decoder may have a configuration of its own
+        if hasattr(module, "config"):
+            module.config.use_cache = False  # recomputation would find keys in it
     if checkpoint:
         wrapper = functools.partial(checkpoint_wrapper, preserve_rng_state=False)
         if checkpoint == "selective":
@@ -85,7 +88,7 @@ def measured(rank: int, world_size: int, *args: Any) -> Points:
 
     with without_collector(), Measure() as measure:
         train(*args, ended)
-    return measure.points[before[0] :]
+    return [(_summed(name), total) for name, total in measure.points[before[0] :]]
 
 
 def predicted(world_size: int, *args: Any) -> Points:
@@ -98,9 +101,45 @@ def predicted(world_size: int, *args: Any) -> Points:
         ran = [i for i, moment in enumerate(ledger.moments) if _is_operator(moment.op)]
         after = [*ran[1:], len(ledger.moments)]
         for point, following in zip(ran, after, strict=True):
-            found.append((ledger.moments[point].op, int(ledger.totals[2 * following - 1])))
+            total = int(ledger.totals[2 * following - 1])
+            found.append((_summed(ledger.moments[point].op), total))
     return found
+
+
+def _summed(name: str) -> str:
+    """Autograd does some things in place, but not under a dispatch mode, as `Measure`."""
+    return IN_PLACE.get(name, name)
+
+
+IN_PLACE = {
+    "aten.add_.Tensor": "aten.add.Tensor",
+    "aten.index_put_.default": "aten.index_put.default",
+    "aten.scatter_.src": "aten.scatter.src",
+    "aten.scatter_add_.default": "aten.scatter_add.default",
+}
 
 
 def _is_operator(name: str) -> bool:
     return "." in name and not name.startswith("fxshard.")
+
+
+def measured_lives(rank: int, world_size: int, *args: Any) -> list[Life]:
+    """The storages of the script for real, in every rank."""
+    return profiled(functools.partial(train, *args))
+
+
+def predicted_lives(world_size: int, *args: Any) -> list[Life]:
+    """The same dry."""
+    with dry_run(world_size=world_size, device="cpu") as run:
+        train(*args, ended=run.step)
+    found: dict[int, Storage] = {}
+    for step, ledger in enumerate((run.memory.first, run.memory.steady)):
+        for each in ledger.ranges:
+            born, died = (step, each.born), NEVER if each.died is None else (step, each.died)
+            if each.bytes == 8 and each.op == "aten.lift_fresh.default":
+                continue  # a number; `profiled` says why
+            if each.born != BEFORE:
+                found[each.storage] = Storage(born, each.bytes, born, died)
+            elif each.storage in found:
+                found[each.storage] = found[each.storage]._replace(died=died)
+    return lives(found.values())
