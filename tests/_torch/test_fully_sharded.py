@@ -170,6 +170,25 @@ def test_shapes_of_dtensors_on_gpus_that_are_not_there() -> None:
     assert (made.device.type, tuple(made.shape)) == ("cpu", (4, 4))
 
 
+def test_clipping_takes_many_fakes_at_once() -> None:
+    seen: list[str] = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), Names():
+        tensors = [torch.empty(2), torch.empty(3)]
+        torch.nn.utils.get_total_norm(tensors)
+        assert not any("_foreach" in name for name in seen)
+        with remembered_device.foreach_takes_fakes():
+            torch.nn.utils.get_total_norm(tensors)
+    assert "aten._foreach_norm.Scalar" in seen
+
+
 def test_the_answers_for_a_device() -> None:
     questions: list[Any] = []
 
