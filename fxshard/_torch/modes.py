@@ -22,6 +22,7 @@ __all__ = [
     "is_composite",
     "is_wrapper",
     "outside_autocast",
+    "outside_function_modes",
     "outside_modes",
     "rng_kept",
     "unobserved",
@@ -32,6 +33,12 @@ __all__ = [
 def outside_modes() -> contextlib.AbstractContextManager[Any]:
     """Run the block on real tensors, outside of any trace."""
     guard: contextlib.AbstractContextManager[Any] = _disable_current_modes()
+    return guard
+
+
+def outside_function_modes() -> contextlib.AbstractContextManager[Any]:
+    """No ``__torch_function__`` is called in the block, of modes and of subclasses."""
+    guard: contextlib.AbstractContextManager[Any] = torch._C.DisableTorchFunction()
     return guard
 
 

@@ -22,7 +22,13 @@ from fxshard._torch.fake_tensors import (
 )
 from fxshard._torch.fully_sharded import replaced
 from fxshard._torch.gradient_sums import IN_PLACE, GradientSums
-from fxshard._torch.modes import TorchDispatchMode, is_composite, is_wrapper, outside_modes
+from fxshard._torch.modes import (
+    TorchDispatchMode,
+    is_composite,
+    is_wrapper,
+    outside_function_modes,
+    outside_modes,
+)
 from fxshard._torch.trees import tree_iter, tree_map_tensors
 from fxshard.capture.provenance import DEVICE_OF
 from fxshard.dryrun import values
@@ -204,7 +210,8 @@ class Recorder(TorchDispatchMode):
         if tensor.is_meta:  # only its sizes are asked for: it has no memory
             with self._fakes:
                 return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        fake = self._fakes.from_tensor(tensor)
+        with outside_function_modes():  # it is on the CPU for C++: they may say otherwise
+            fake = self._fakes.from_tensor(tensor)
         key = id(fake.untyped_storage())
         if key not in self._known:
             self._known[key] = self._known.get(id(tensor.untyped_storage()))

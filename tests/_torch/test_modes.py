@@ -104,3 +104,21 @@ def test_what_is_composed_of_other_operators() -> None:
     # these have kernels of their own: taken apart, they would be others
     for operator in (aten.silu_backward.default, aten.add.Tensor, aten.view.default):
         assert not modes.is_composite(operator)
+
+
+def test_function_modes_can_be_left_out() -> None:
+    seen: list[object] = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        with modes.outside_function_modes():
+            torch.ones(2).sum()
+        assert not seen
+        torch.ones(2)
+    assert seen == [torch.ones]

@@ -17,6 +17,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 Points = list[tuple[str, int]]  # operator, and the bytes that are alive when it is over
 
+OF_FSDP2 = (
+    torch.ops.c10d._allgather_base_.default,
+    torch.ops.c10d._reduce_scatter_base_.default,
+)
+
 
 class Measure(TorchDispatchMode):
     """Sums up, before each operator, the sizes of all storages that are alive.
@@ -43,7 +48,7 @@ class Measure(TorchDispatchMode):
             return func(*args)  # gloo copies what it has received out of a buffer of its own
         self.close()
         self._see((args, kwargs))
-        if func.namespace == "c10d":
+        if func in OF_FSDP2:
             self._name = str(func)
             return _communicated(func, args)
         result = func(*args, **(kwargs or {}))
@@ -73,7 +78,7 @@ class Measure(TorchDispatchMode):
 
 
 def _communicated(func: Any, args: tuple[Any, ...]) -> Any:
-    """Run an operator of c10d to its end, on tensors over the same memory.
+    """Run a collective to its end, on tensors over the same memory.
 
     A thread of gloo holds what it was given until some time after the work is done: until it gets
     a core, and Python's lock. FSDP2 has let go of it by then, or not: that depends on the machine.

@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 import fxshard
 from tests.dryrun.measure import Measure, Points, without_collector
+from tests.dryrun.truth_cases import under_mode
 
 FAKE = torch._C._TorchDispatchModeKey.FAKE
 STEPS = 2
@@ -264,7 +265,8 @@ def measured(rank: int, world_size: int, job: Job) -> Points:
 
     with without_collector(), _Measure() as measure:
         train(job, ended)
-    return [point for point in measure.points[before[0] :] if _is_operator(point[0])]
+    points = measure.points[before[0] :]
+    return [(under_mode(op), total) for op, total in points if _is_operator(op)]
 
 
 def predicted(world_size: int, job: Job) -> Points:
@@ -275,7 +277,8 @@ def predicted(world_size: int, job: Job) -> Points:
     for ledger in (run.memory.first, run.memory.steady):
         ran = [i for i, moment in enumerate(ledger.moments) if _is_operator(moment.op)]
         for point, following in zip(ran, [*ran[1:], len(ledger.moments)], strict=True):
-            found.append((ledger.moments[point].op, int(ledger.totals[2 * following - 1])))
+            total = int(ledger.totals[2 * following - 1])
+            found.append((under_mode(ledger.moments[point].op), total))
     del kept
     return found
 

@@ -88,7 +88,7 @@ def measured(rank: int, world_size: int, *args: Any) -> Points:
 
     with without_collector(), Measure() as measure:
         train(*args, ended)
-    return [(_summed(name), total) for name, total in measure.points[before[0] :]]
+    return [(under_mode(name), total) for name, total in measure.points[before[0] :]]
 
 
 def predicted(world_size: int, *args: Any) -> Points:
@@ -102,12 +102,12 @@ def predicted(world_size: int, *args: Any) -> Points:
         after = [*ran[1:], len(ledger.moments)]
         for point, following in zip(ran, after, strict=True):
             total = int(ledger.totals[2 * following - 1])
-            found.append((_summed(ledger.moments[point].op), total))
+            found.append((under_mode(ledger.moments[point].op), total))
     return found
 
 
-def _summed(name: str) -> str:
-    """Autograd does some things in place, but not under a dispatch mode, as `Measure`."""
+def under_mode(name: str) -> str:
+    """The name under a dispatch mode, as `Measure`: autograd does less in place there."""
     return IN_PLACE.get(name, name)
 
 
