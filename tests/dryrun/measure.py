@@ -17,10 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 Points = list[tuple[str, int]]  # operator, and the bytes that are alive when it is over
 
-OF_FSDP2 = (
-    torch.ops.c10d._allgather_base_.default,
-    torch.ops.c10d._reduce_scatter_base_.default,
-)
+FUNCTIONAL = torch.ops._c10d_functional
+ALL_REDUCE = torch.ops.c10d.allreduce_.default
 
 
 class Measure(TorchDispatchMode):
@@ -29,8 +27,12 @@ class Measure(TorchDispatchMode):
     A size is asked anew each time, so that a storage that was resized needs no watching.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, of_ddp: bool = False) -> None:
+        """Args:
+        of_ddp: leave all-reduces alone: DDP compares what comes back with its buckets, which live.
+        """
         super().__init__()
+        self.of_ddp = of_ddp
         self.points: Points = []
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._name = ""
@@ -48,10 +50,13 @@ class Measure(TorchDispatchMode):
             return func(*args)  # gloo copies what it has received out of a buffer of its own
         self.close()
         self._see((args, kwargs))
-        if func in OF_FSDP2:
+        if func.namespace == "c10d" and not (self.of_ddp and func is ALL_REDUCE):
             self._name = str(func)
             return _communicated(func, args)
-        result = func(*args, **(kwargs or {}))
+        if func.namespace == FUNCTIONAL.name and func is not FUNCTIONAL.wait_tensor.default:
+            result = _given_back(func, args)
+        else:
+            result = func(*args, **(kwargs or {}))
         if not any(isinstance(x, FakeTensor) or _is_meta(x) for x in tree_leaves(result)):
             self._name = str(func)
             self._see(result)
@@ -86,6 +91,13 @@ def _communicated(func: Any, args: tuple[Any, ...]) -> Any:
     result = func(*tree_map_only(Tensor, _over_the_same_memory, args))
     Work.unbox(result[-1] if isinstance(result, tuple) else result).wait()
     return result
+
+
+def _given_back(func: Any, args: tuple[Any, ...]) -> Any:
+    """The same of a functional collective, whose result gloo holds, too: it is copied."""
+    result = func(*tree_map_only(Tensor, _over_the_same_memory, args))
+    FUNCTIONAL.wait_tensor(result)
+    return args[0] if func._schema.is_mutable else result.clone()
 
 
 def _over_the_same_memory(tensor: Tensor) -> Tensor:

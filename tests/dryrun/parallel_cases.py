@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable
 from traceback import extract_stack
 from typing import Any
@@ -240,8 +239,6 @@ class _Measure(Measure):
         if _is_composite(func):
             with self:
                 return func.decompose(*args, **(kwargs or {}))
-        if self._name.startswith("c10d.") or "wait_tensor" in self._name:
-            time.sleep(0.02)  # until gloo's thread has let go of what it sent and received
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _see(self, tree: Any) -> None:
@@ -263,7 +260,7 @@ def measured(rank: int, world_size: int, job: Job) -> Points:
         measure.close()
         before.append(len(measure.points))
 
-    with without_collector(), _Measure() as measure:
+    with without_collector(), _Measure(of_ddp=KINDS[job.kind] is ddp) as measure:
         train(job, ended)
     points = measure.points[before[0] :]
     return [(under_mode(op), total) for op, total in points if _is_operator(op)]
