@@ -19,7 +19,7 @@ import fxshard
 from fxshard import pipeline
 from fxshard.bytesize import SIZES, parse_budget, size_text
 from fxshard.cli import check
-from fxshard.cli.dryruns import add_dryrun, add_fsdp2, behind_dashes
+from fxshard.cli.dryruns import add_dryrun, add_fsdp2, add_run, behind_dashes, run_as_told
 from fxshard.cli.model_source import (
     Call,
     add_arguments,
@@ -116,6 +116,8 @@ def explain_oom(args: argparse.Namespace) -> int:
     if args.plan is not None:
         with task("planning again with each what-if"):
             plan = _planned(args.plan)
+    elif args.script is not None:
+        plan = oom.Planned.of(run_as_told(args).memory)
     with task("replaying"):
         explained = oom.explain_oom(args.snapshot, device=args.device, plan=plan)
     print(text_of_oom(explained, top=args.top))
@@ -521,12 +523,20 @@ def _add_explain_oom(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "snapshot", metavar="SNAPSHOT", help="written by torch.cuda.memory._dump_snapshot"
     )
-    parser.add_argument(
+    beside = parser.add_mutually_exclusive_group()
+    beside.add_argument(
         "--plan",
         metavar="PLAN",
         help="of the same step, to put beside: pkg.mod:fn, where fn() returns a plan, or a FILE "
-        "that fxshard report --json has written",
+        "that fxshard report --json or dryrun --json has written",
     )
+    beside.add_argument(
+        "--dry-run",
+        dest="script",
+        metavar="SCRIPT [-- ARGS]",
+        help="what a dry run of the script says, to put beside; its options as for fxshard dryrun",
+    )
+    add_run(parser)
     parser.add_argument("--device", type=int, metavar="N", help="(the one that ran out)")
     parser.add_argument("--top", type=whole_number, default=10, help="rows of a table (10)")
     parser.set_defaults(command=explain_oom)

@@ -11,6 +11,7 @@ from fxshard.cli.model_source import add_arguments, load, options, refuse_beside
 from fxshard.cli.outputs import add_count, add_files, add_table, write_all
 from fxshard.dryrun.gpus import DEFAULT, GPUS
 from fxshard.dryrun.peaks import peaks_table
+from fxshard.dryrun.run import DryRun
 from fxshard.dryrun.script import run_script
 from fxshard.errors import ConfigError
 from fxshard.host.progress import task
@@ -47,17 +48,10 @@ def dryrun(args: argparse.Namespace) -> int:
     """``fxshard dryrun``."""
     if args.json == "-":
         raise ConfigError("--json: name a file; on the terminal is what the script prints.")
-    run = run_script(
-        *(args.script, args.arguments),
-        module=args.module,
-        world_size=args.world_size,
-        device=args.device,
-        rank=args.rank,
-        steps=args.steps,
-    )
+    run = run_as_told(args)
     memory = run.memory
     steps = "1 step" if run.steps == 1 else f"{run.steps} steps"
-    print(f"\n{args.script}: {steps} on rank {args.rank} of {args.world_size}, {args.device}\n")
+    print(f"\n{args.script}: {steps} on rank {args.rank} of {args.world_size}, {args.gpu}\n")
     table = memory.table(args.depth, args.memory_units or "MiB")
     peak = str(memory.explain_peak(args.top, what_ifs=False))
     print(
@@ -68,6 +62,18 @@ def dryrun(args: argparse.Namespace) -> int:
         sep="\n\n",
     )
     return _fits(memory, args.budget)
+
+
+def run_as_told(args: argparse.Namespace) -> DryRun:
+    """The dry run of a script that the arguments of `add_run` describe."""
+    return run_script(
+        *(args.script, args.arguments),
+        module=args.module,
+        world_size=args.world_size,
+        device=args.gpu,
+        rank=args.rank,
+        steps=args.steps,
+    )
 
 
 def _fits(memory: MemoryReport, budget: str | None) -> int:
@@ -94,8 +100,8 @@ def add_fsdp2(parser: argparse.ArgumentParser) -> None:
 
 
 def behind_dashes(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """The arguments of ``fxshard dryrun``, and those of its script, which stand behind "--"."""
-    if argv[0] != "dryrun" or "--" not in argv:
+    """The arguments of a command that runs a script, and those of the script, behind "--"."""
+    if argv[0] not in ("dryrun", "explain-oom") or "--" not in argv:
         return argv, ()
     at = list(argv).index("--")
     return argv[:at], argv[at + 1 :]
@@ -105,15 +111,21 @@ def add_dryrun(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``fxshard dryrun``."""
     parser.usage = "fxshard dryrun [options] SCRIPT [-- ARGS]"
     parser.add_argument("script", metavar="SCRIPT", help="a Python file that trains")
-    parser.add_argument("-m", dest="module", action="store_true", help="the script is a module")
-    parser.add_argument("--world-size", type=whole_number, default=8, metavar="N", help="ranks (8)")
-    parser.add_argument("--rank", type=int, default=0, help="which of them runs (0)")
-    parser.add_argument("--device", default=DEFAULT, help=f"{', '.join(GPUS)} ({DEFAULT}) or cpu")
-    parser.add_argument("--steps", type=whole_number, default=2, help="of an optimizer (2)")
+    add_run(parser, "--device")
     _add_peak(parser)
     add_table(parser)
     add_files(parser)
     parser.set_defaults(command=dryrun)
+
+
+def add_run(parser: argparse.ArgumentParser, *names: str) -> None:
+    """How a script is run dry; `names`: of ``--gpu``, besides."""
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is a module")
+    parser.add_argument("--world-size", type=whole_number, default=8, metavar="N", help="ranks (8)")
+    parser.add_argument("--rank", type=int, default=0, help="which of them runs (0)")
+    known = f"{', '.join(GPUS)} ({DEFAULT}) or cpu"
+    parser.add_argument(*names, "--gpu", dest="gpu", default=DEFAULT, help=known)
+    parser.add_argument("--steps", type=whole_number, default=2, help="of an optimizer (2)")
 
 
 def _add_peak(parser: argparse.ArgumentParser) -> None:

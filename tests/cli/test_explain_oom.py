@@ -65,6 +65,33 @@ def test_a_plan_is_put_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert code == 2 and why in error
 
 
+SCRIPT = """
+import sys
+import torch
+
+layer = torch.nn.Linear(int(sys.argv[1]), 8, device="cuda")
+optimizer = torch.optim.SGD(layer.parameters())
+while True:
+    layer(torch.ones(4, int(sys.argv[1]), device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_dry_run_is_put_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, script = fragmented().dump(tmp_path / "s.pickle"), tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    code, said, _ = run(capsys, file, "--dry-run", script, "--world-size", "2", "--", "1024")
+    assert code == 0 and "Beside the plan:" in said and "32.03 KiB" in said  # 4 * 8 * 1025
+    json_file = str(tmp_path / "report.json")
+    assert main.main(["dryrun", str(script), "--json", json_file, "--", "1024"]) == 0
+    capsys.readouterr()
+    assert run(capsys, file, "--plan", json_file)[1] == said
+    assert run(capsys, file, "--dry-run", tmp_path / "none.py")[0] == 2
+    with pytest.raises(SystemExit):
+        run(capsys, file, "--dry-run", script, "--plan", json_file)
+
+
 def test_what_is_no_snapshot_ends_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
