@@ -125,6 +125,25 @@ def test_embedding_backward_by_hand(count: int, rows: int) -> None:
     assert temporaries(traced, op) == ([] if count <= 3072 else [want])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_backward_of_softmax_by_hand(dtype: torch.dtype) -> None:
+    """SoftMax.cu: the gradient times the output; log_softmax reads both as they are."""
+
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 16, dtype=dtype)
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = self.linear(x)
+            return (scores.softmax(-1) * scores.log_softmax(-1)).sum()
+
+    traced = program(Scores(), torch.zeros(4, 8, dtype=dtype))
+    # both write over what they read
+    assert temporaries(traced, aten._softmax_backward_data.out) == [4 * 16 * dtype.itemsize]
+    assert temporaries(traced, aten._log_softmax_backward_data.out) == []
+
+
 def test_backward_of_indexing_by_hand() -> None:
     """Indexing.cu: linear, sorted and original indices and their range, int64 each."""
 

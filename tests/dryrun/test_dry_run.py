@@ -161,6 +161,21 @@ def test_a_step_without_sharding_counted_by_hand() -> None:
     assert report.peak_by_category[Category.INPUTS] == MIB
 
 
+def test_what_a_kernel_takes_for_itself_counted_by_hand() -> None:
+    """1 MiB each: x, its softmax, the gradient of that, of x, and the product of both."""
+    with fxshard.dry_run(world_size=1) as run:
+        layer = nn.Linear(1, 1, device="cuda")  # a forward, after which the step begins
+        for _ in range(2):
+            layer(torch.zeros(1, 1, device="cuda"))
+            x = torch.randn(512, 512, device="cuda", requires_grad=True)
+            x.softmax(-1).backward(torch.ones(512, 512, device="cuda"))
+            del x
+            run.step()
+    found = [each for each in run.memory.kernel_temporaries if "softmax" in each.op]
+    assert [each.bytes for each in found] == [MIB]
+    assert 0 <= run.memory.peak_bytes - 5 * MIB < 1024
+
+
 def test_what_fsdp2_holds(sharded: fxshard.DryRun) -> None:
     report = sharded.memory
     assert isinstance(report, MemoryReport) and report.world_size == 4

@@ -111,6 +111,16 @@ def efficient_attention_backward(node: fx.Node) -> Size:
     return _copy_of_rows(grad) + sums + max(workspace, product), "row sums, tiles of gradients"
 
 
+def softmax_backward(node: fx.Node) -> Size:
+    """The gradient times the output, before it is summed; that of log_softmax takes none.
+
+    Source: native/cuda/SoftMax.cu, ``softmax_backward_cuda_out``.
+    """
+    grad, output = val_of(node.args[0]), val_of(node.args[1])
+    dtype = torch.promote_types(grad.dtype, output.dtype)
+    return grad.numel() * dtype.itemsize, "the gradient times the output"
+
+
 def embedding_backward(node: fx.Node) -> Size:
     """Sorted indices, and partial sums in fp32 of the rows of equal ones; nothing up to 3,072.
 
@@ -167,6 +177,8 @@ FORMULAS: dict[Any, Callable[[fx.Node], Size]] = {
     aten._scaled_dot_product_cudnn_attention_backward.default: unknown(CUDNN_ATTENTION),
     aten.convolution.default: unknown(CUDNN_CONVOLUTION),
     aten.convolution_backward.default: unknown(CUDNN_CONVOLUTION),
+    aten._softmax_backward_data.default: softmax_backward,
+    aten._softmax_backward_data.out: softmax_backward,
     aten.embedding_dense_backward.default: embedding_backward,
     aten.index_put.default: accumulating_index_put,
     aten.index_put_.default: accumulating_index_put,
