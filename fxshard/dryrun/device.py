@@ -69,14 +69,9 @@ def device_memory(
                     *(most.requested, most.allocated, most.reserved),
                 )
             )
-    peaks = done.peaks
     return DeviceMemory(
         tuple(phases),
-        peaks.allocated,
-        peaks.reserved,
-        peaks.fragmentation,
-        peaks.retries,
-        None if peaks.out_of_memory is None else _where(tape, peaks.out_of_memory // 2),
+        None if done.peaks.out_of_memory is None else _where(tape, done.peaks.out_of_memory // 2),
         fixed,
         unknown,
         done,

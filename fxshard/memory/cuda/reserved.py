@@ -53,9 +53,6 @@ class DeviceMemory:
 
     Attributes:
         phases: of all steps, in order.
-        allocated, reserved: peaks over all of them, in bytes.
-        fragmentation: share of the reserved peak that no block uses, from 0 to 1.
-        retries: times that everything cached had to be given back (only with a `capacity`).
         out_of_memory: ``(step, phase, node)`` of the request that could not be met, or None.
         fixed: workspaces (in the figures above), and bounds of what is outside of the allocator.
         unknown: kernels whose temporaries are not known; they are in no figure.
@@ -63,10 +60,6 @@ class DeviceMemory:
     """
 
     phases: tuple[PhaseReserved, ...]
-    allocated: int
-    reserved: int
-    fragmentation: float
-    retries: int
     out_of_memory: tuple[int, str, str] | None
     fixed: tuple[FixedCost, ...]
     unknown: tuple[KernelTemporary, ...]
@@ -76,6 +69,26 @@ class DeviceMemory:
     def requested(self) -> int:
         """The most bytes asked for at once, kernel temporaries and workspaces included."""
         return self.replay.peaks.requested
+
+    @property
+    def allocated(self) -> int:
+        """The most bytes in blocks in use (``allocated_bytes.all.peak``)."""
+        return self.replay.peaks.allocated
+
+    @property
+    def reserved(self) -> int:
+        """The most bytes of segments (``reserved_bytes.all.peak``)."""
+        return self.replay.peaks.reserved
+
+    @property
+    def fragmentation(self) -> float:
+        """Share of the reserved peak that no block uses, from 0 to 1."""
+        return self.replay.peaks.fragmentation
+
+    @property
+    def retries(self) -> int:
+        """Times that everything cached had to be given back (only with a `capacity`)."""
+        return self.replay.peaks.retries
 
     @property
     def active(self) -> int:
@@ -135,14 +148,9 @@ def device_memory(
         for p in ledger.phases
         for w in [done.between(begin + 2 * p.start, begin + 2 * (p.start + p.points + 1))]
     ]
-    peaks = done.peaks
     return DeviceMemory(
         tuple(phases),
-        peaks.allocated,
-        peaks.reserved,
-        peaks.fragmentation,
-        peaks.retries,
-        None if peaks.out_of_memory is None else _where(starts, peaks.out_of_memory),
+        None if done.peaks.out_of_memory is None else _where(starts, done.peaks.out_of_memory),
         fixed,
         tuple(row for rows in inside.values() for row in rows if row.bytes is None),
         done,
