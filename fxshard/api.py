@@ -62,6 +62,7 @@ def plan(
     micro_batches: int = 1,
     no_sync: bool = False,
     loss: Callable[[Any], torch.Tensor] | None = None,
+    keep_outputs: bool = True,
     observe: Observer | None = None,
     progress: bool | None = None,
     **options: Unpack[Options],
@@ -78,6 +79,8 @@ def plan(
         no_sync: all but the last of them run under `FxshardModule.no_sync`.
         loss: what the training loop computes from the model's output, outside of the model, such
             as ``lambda logits: F.cross_entropy(logits.flatten(0, 1), labels)``.
+        keep_outputs: the loop still refers to the model's output in backward; else it has only the
+            loss then, as ``loss = F.cross_entropy(model(x), labels)`` has.
         observe: called as ``observe(pass name, text before, text after)`` for every pass.
         progress: show on standard error what is going on; None: on a terminal, of what takes long
             (docs/env.md: ``FXSHARD_PROGRESS``).
@@ -104,6 +107,7 @@ def plan(
         micro_batches,
         no_sync,
         loss,
+        keep_outputs,
     )
     with task("planning", shown=progress):
         return _planned(workload, observe)
@@ -377,6 +381,7 @@ def validate(
     micro_batches: int = 1,
     no_sync: bool = False,
     loss: Callable[[Any], torch.Tensor] | None = None,
+    keep_outputs: bool = True,
     numerics: bool = False,
     ranks: Literal["fake", "processes"] = "fake",
     progress: bool | None = None,
@@ -396,7 +401,7 @@ def validate(
         steps: how many steps to run; the first is compared with the report's first step.
         micro_batches: forward and backward passes per step, each compared with a report of its own.
         no_sync: all but the last of them run under `FxshardModule.no_sync`.
-        loss: as for `plan`.
+        loss, keep_outputs: as for `plan`.
         numerics: also compare outputs, loss, gradients and buffers of a step with eager PyTorch:
             `Validation.numerics` has a verdict for each: bitwise equal, close or wrong (see
             `fxshard.validation.numerics`). Takes two more copies of the model. If a size depends on
@@ -448,7 +453,9 @@ def validate(
             f"ranks='processes' runs gloo ranks on the CPU, but the model is on {device.type!r}: "
             f"move it there, or give ranks='fake'."
         )
-    workload = Workload(*(module, (args, kwargs), world_size, config, micro_batches, no_sync, loss))
+    workload = Workload(
+        *(module, (args, kwargs), world_size, config, micro_batches, no_sync, loss, keep_outputs)
+    )
     with task("validating", shown=progress):
         planned = _planned(workload)
         workload = dataclasses.replace(workload, config=planned.config)
@@ -484,6 +491,7 @@ def tune(
     micro_batches: int = 1,
     no_sync: bool = False,
     loss: Callable[[Any], torch.Tensor] | None = None,
+    keep_outputs: bool = True,
     progress: bool | None = None,
     **options: Unpack[Options],
 ) -> Tuning:
@@ -498,7 +506,7 @@ def tune(
     ``best``, and any other `Trial`.
 
     Args:
-        model, args, kwargs, world_size, micro_batches, no_sync, loss: as for `plan`.
+        model, args, kwargs, world_size, micro_batches, no_sync, loss, keep_outputs: as for `plan`.
         hardware: "h100", "h200", "b200", or figures of your own.
         budget: bytes of one rank, or text such as "80GiB"; None: all memory of `hardware`.
         batches: samples per rank and micro-batch; None: that of the call, and doubled.
@@ -529,7 +537,7 @@ def tune(
     limit = chosen.memory_bytes if budget is None else parse_budget(budget)
     workload = Workload(
         *(_plain_module(model), example(args, kwargs), world_size, config, micro_batches, no_sync),
-        loss,
+        *(loss, keep_outputs),
     )
     with task("tuning", plans, shown=progress) as show:
         return tuned(
@@ -668,6 +676,7 @@ def fsdp2_memory(
         device="cuda" if run.device == "cuda" else None,
         micro_batches=micro_batches,
         loss=loss,
+        keep_outputs=keep_outputs,
         checkpoint=checkpoint,
         backend="inductor" if compile else "eager",
         **given,

@@ -6,9 +6,9 @@ storage at once. What the caller holds lives throughout: batch, shards, buffers;
 until backward has returned. Gradients that arrive at outputs are backward's own, to be freed, where
 the loss is known and keeps none; else the caller holds them too.
 
-Assumes one loop body: per micro-batch forward, (loss,) backward, drop the outputs; then
-``optimizer.step()``, ``optimizer.zero_grad(set_to_none=True)``, and the gradients of inputs, if
-they need any, dropped.
+Assumes one loop body: per micro-batch forward, (loss,) backward, drop the outputs, at the latest;
+then ``optimizer.step()``, ``optimizer.zero_grad(set_to_none=True)``, and the gradients of inputs,
+if they need any, dropped.
 """
 
 from __future__ import annotations
@@ -283,7 +283,8 @@ class Walk:
         output = graph.find_nodes(op="output")[0]
         self.now += 1  # between the phases
         outputs, kept = cast("tuple[tuple[fx.Node, ...], ...]", output.args[0])
-        caller += [t for node in outputs for t in env.get(node, [])]
+        self._outputs = [env.get(node, []) for node in outputs]
+        caller += [token for tokens in self._outputs for token in tokens]
         saved += [env[node] for node in kept]
         self._hold(caller)
         self._hold([t for tokens in saved for t in tokens])
@@ -301,7 +302,8 @@ class Walk:
     ) -> None:
         taken: dict[int, int] = {}  # gradients of outputs that backward frees
         if loss is not None:
-            made = self._loss(loss, micro_batch, self._labels(graph, loss))
+            made = self._dropped(loss, caller)
+            self._loss(loss, micro_batch, self._labels(graph, loss), made)
             taken = {number: made.pop(number) for number in loss.taken if number in made}
             caller += made.values()
         self.now = self.ledger.begin("backward", micro_batch)
@@ -387,7 +389,7 @@ class Walk:
             for number, size in event.allocated:
                 tokens[number] = self._new(made_by(event.op, number, size))
             self.now += 1
-            self._end([tokens.pop(number) for number in event.freed if number in tokens])
+            self._release([tokens.pop(number) for number in event.freed if number in tokens])
 
     def zero_grad(self) -> None:
         """Release all that the caller does not hold from step to step."""
@@ -407,11 +409,26 @@ class Walk:
         labels = [self._categories.get(storage) for storage in tags.storage_ids(tangent)]
         return next((label for label in labels if label is not None), Category.TEMP)
 
+    def _dropped(self, loss: LossStep, caller: list[int]) -> dict[int, int]:
+        """Outputs that the loop drops when it has the loss, by their number in its recording.
+
+        Args:
+            caller: tokens that the loop holds; it holds those no more.
+        """
+        found: dict[int, int] = {}
+        for number, tokens in zip(loss.dropped, self._outputs, strict=bool(loss.dropped)):
+            for token in tokens:
+                caller.remove(token)
+                if number is None or number in found:  # returned twice: one of them is enough
+                    self._release([token])
+                else:
+                    found[number] = token
+        return found
+
     def _loss(
-        self, loss: LossStep, micro_batch: int, labels: dict[int, Category]
-    ) -> dict[int, int]:
-        """The user's loss and its own backward; returns storages by number in the recording."""
-        made: dict[int, int] = {}
+        self, loss: LossStep, micro_batch: int, labels: dict[int, Category], made: dict[int, int]
+    ) -> None:
+        """The user's loss and its own backward; `made`: storages by number in the recording."""
         parts = (
             ("loss", loss.forward, Category.ACTIVATION),
             ("loss backward", loss.backward, Category.TEMP),
@@ -424,7 +441,6 @@ class Walk:
 
             self.ledger.begin(name, micro_batch)
             self._replay(events, LOSS, made, made_by)
-        return made
 
     def _accumulated(self, fqn: str) -> int:
         """An accumulated gradient, from earlier steps under ``no_sync``."""

@@ -36,6 +36,8 @@ class LossStep:
             them; empty if not asked for (see `with_formulas`).
         conditions: what the loss takes for granted of the open sizes, and where.
         arrived: outputs (flat indices) that the loss reaches.
+        dropped: storage of each output that the program computes, where the loop drops them when
+            it has the loss: they die when the loss has read them last. Else empty.
     """
 
     forward: list[Event]
@@ -46,6 +48,7 @@ class LossStep:
     formulas: dict[int, sympy.Expr] = dataclasses.field(default_factory=dict)
     conditions: list[tuple[sympy.Basic, str]] = dataclasses.field(default_factory=list)
     arrived: frozenset[int] = frozenset()
+    dropped: tuple[int | None, ...] = ()
 
 
 UNSEEN = -1  # storage that no operator made: a constant that the loss's own backward gave
@@ -70,7 +73,11 @@ class _Model(torch.autograd.Function):
 
 
 def with_formulas(
-    program: Program, loss: Callable[[Any], torch.Tensor], step: LossStep
+    program: Program,
+    loss: Callable[[Any], torch.Tensor],
+    step: LossStep,
+    *,
+    keep_outputs: bool = True,
 ) -> LossStep:
     """`step`, with what its storages hold for other sizes: the loss is traced on open sizes too.
 
@@ -81,7 +88,7 @@ def with_formulas(
     if domain is None:
         return step
     sizes = shapes.Trace(domain.places, domain.example)
-    other = trace_loss(program, loss, sizes)
+    other = trace_loss(program, loss, sizes, keep_outputs=keep_outputs)
     assert other is not None
     both = (step.forward + step.backward, other.forward + other.backward)
     if len({tuple((e.op, len(e.allocated), tuple(e.freed)) for e in each) for each in both}) > 1:
@@ -106,6 +113,8 @@ def trace_loss(
     program: Program,
     loss: Callable[[Any], torch.Tensor] | None,
     sizes: shapes.Trace | None = None,
+    *,
+    keep_outputs: bool = True,
 ) -> LossStep | None:
     """Run the user's loss and its backward on fake outputs.
 
@@ -113,6 +122,8 @@ def trace_loss(
         program: says what the outputs are, and which of them get a gradient.
         loss: from the model's return value to a scalar tensor.
         sizes: the outputs have these symbols for sizes; so have the events.
+        keep_outputs: the loop refers to the outputs until backward is over; else until it has the
+            loss.
 
     Raises:
         ConfigError: it fails, returns no scalar, or reaches none of the outputs that the model's
@@ -200,8 +211,7 @@ def trace_loss(
         outputs = [_like(value) for value in values.values()]
         trigger.register_post_accumulate_grad_hook(is_over)
         made = list(_Model.apply(arrived, trigger, *outputs))
-        for tensor in (*outputs, trigger):
-            recorder.know(tensor.untyped_storage())
+        numbers = [recorder.know(each.untyped_storage()) for each in (*outputs, trigger)]
         for position, tensor in zip(values, made, strict=True):
             keeps = position in signature.differentiable
             flat[position] = tensor if keeps else tensor.detach()
@@ -214,6 +224,10 @@ def trace_loss(
                 value = loss(out)
                 if not isinstance(value, torch.Tensor) or value.numel() != 1:
                     raise ConfigError("loss=...: expected a scalar tensor to come back.")
+                if not keep_outputs:
+                    del out
+                    flat.clear()
+                    outputs.clear()
                 parts.append(recorder.events)
                 recorder.events = [Event("start", [], [])]
                 value.backward()
@@ -230,6 +244,7 @@ def trace_loss(
             if isinstance(error, export.DATA_DEPENDENT_ERRORS):
                 text += f" {refusals.remedy(error)}"
             raise ConfigError(text) from error
+    stands_for = dict(zip(values, numbers, strict=False))
     return LossStep(
         parts[0],
         parts[1],
@@ -237,6 +252,12 @@ def trace_loss(
         tangents,
         taken,
         arrived=frozenset(reached),
+        dropped=()
+        if keep_outputs
+        else tuple(
+            stands_for.get(of_first[same.get(position, position)])
+            for position in signature.computed_outputs
+        ),
     )
 
 

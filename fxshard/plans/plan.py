@@ -163,7 +163,8 @@ class Plan:
 
     @functools.cached_property
     def _loss(self) -> LossStep | None:
-        return trace_loss(self.program, self.workload.loss)
+        work = self.workload
+        return trace_loss(self.program, work.loss, keep_outputs=work.keep_outputs)
 
     def step_after_backward(self) -> OptimizerStep | None:
         """The optimizer's step after backward, recorded once for replanned plans.
@@ -301,7 +302,8 @@ class Plan:
             record = functools.partial(self._recorded, optimizer=self.config.optimizer)
             step = with_formulas(self.program, step, record)
         if loss is not None and work.loss is not None:
-            loss = loss_with_formulas(self.program, work.loss, loss)
+            kept = work.keep_outputs
+            loss = loss_with_formulas(self.program, work.loss, loss, keep_outputs=kept)
         held = liveness.held_ranges(work.module, work.call, self.program, loss, formulas=True)
         found = liveness.analyse(
             self.programs, held, step, loss, self.program.device.type, formulas=True
@@ -381,7 +383,7 @@ class Plan:
 
         Args:
             **changes: options, and ``world_size``, ``args``, ``kwargs``, ``micro_batches``,
-                ``no_sync``, ``loss``, as for `fxshard.plan`.
+                ``no_sync``, ``loss``, ``keep_outputs``, as for `fxshard.plan`.
 
         Returns:
             A new plan; this one is not changed.

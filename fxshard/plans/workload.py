@@ -27,6 +27,7 @@ class Changes(Options, total=False):
     micro_batches: int
     no_sync: bool
     loss: Callable[[Any], torch.Tensor] | None
+    keep_outputs: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Workload:
         micro_batches: forward and backward passes per step.
         no_sync: all but the last of them run under `FxshardModule.no_sync`.
         loss: what the user computes from the model's output, outside of it; None: nothing.
+        keep_outputs: the loop still refers to the model's output in backward.
     """
 
     module: nn.Module
@@ -50,6 +52,7 @@ class Workload:
     micro_batches: int = 1
     no_sync: bool = False
     loss: Callable[[Any], torch.Tensor] | None = None
+    keep_outputs: bool = True
 
     def __post_init__(self) -> None:
         if not is_count(self.micro_batches):
@@ -60,6 +63,13 @@ class Workload:
         check_flag("no_sync", self.no_sync)
         if self.loss is not None:
             check_called("loss", self.loss, "what the model returns")
+        check_flag("keep_outputs", self.keep_outputs)
+        if not self.keep_outputs and self.loss is None:
+            raise ConfigError(
+                "keep_outputs=False without a loss: the loop holds the outputs that backward "
+                "starts from. Give what it computes from them, such as "
+                "loss=lambda output: output.loss, and the others are dropped."
+            )
         if self.config.optimizer_in_backward and self.micro_batches > 1 and not self.no_sync:
             raise ConfigError(
                 "optimizer_in_backward=True with micro_batches > 1: the first micro-batch would "

@@ -108,6 +108,8 @@ def _forward_backward(
     for root in roots:
         root.register_hook(lambda grad: tracker.at())
     value = work.loss(out)
+    if not work.keep_outputs:
+        del out, leaves, roots, root
     tracker.at()
     tracker.begin("loss backward")
     value.backward()

@@ -471,14 +471,15 @@ def test_a_loss_that_holds_labels_fixes_their_batch() -> None:
     assert plan.memory.at(world=7).peak_bytes == alone.memory.peak_bytes
 
 
+@pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_loss_that_lies_in_what_it_sums_up(reduction: str) -> None:
+def test_a_loss_that_lies_in_what_it_sums_up(reduction: str, keep: bool) -> None:
     def loss(out: Tensor) -> Tensor:
         return F.mse_loss(out, torch.zeros_like(out), reduction=reduction)
 
-    plan = open_plan("mlps", loss=loss)
+    plan = open_plan("mlps", loss=loss, keep_outputs=keep)
     for batch, seq, world in ((9, 22, 3), (4, 40, 4)):
-        alone = planned("mlps", batch, seq, world, loss=loss)
+        alone = planned("mlps", batch, seq, world, loss=loss, keep_outputs=keep)
         assert_equal(plan.memory, batch, seq, world, alone)
 
 

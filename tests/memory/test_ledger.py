@@ -213,10 +213,16 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"optimizer_in_backward": True}, {"micro_batches": 2, "no_sync": True}],
+    [
+        {},
+        {"keep_outputs": False},
+        {"optimizer_in_backward": True},
+        {"micro_batches": 2, "no_sync": True},
+        {"micro_batches": 2, "keep_outputs": False},
+    ],
     ids=lambda options: " ".join(options) or "plain",
 )
-@pytest.mark.sample(8)
+@pytest.mark.sample(12)
 def test_the_loss_outside_is_exact(name: str, options: dict[str, Any]) -> None:
     result = fxshard.validate(
         *(Logits(), (torch.ones(4, 6),)),
@@ -224,6 +230,21 @@ def test_the_loss_outside_is_exact(name: str, options: dict[str, Any]) -> None:
     )
     assert result.max_abs_difference == 0, result.table(only_different=True)
     assert {"Peak Loss", "Peak Loss backward"} <= {cell.state for cell in result.cells}
+
+
+def test_outputs_that_the_loop_drops_by_hand() -> None:
+    """log_softmax saves its own output: f32[4,10] of logits go when the loss is there."""
+    options = {"world_size": 2, "loss": LOSSES["cross_entropy"]}
+    died = {}
+    for keep in (True, False):
+        plan = fxshard.plan(Logits(), (torch.ones(4, 6),), keep_outputs=keep, **options)
+        ledger = plan.memory.ledger()
+        (logits,) = (r for r in ledger.ranges if r.bytes == 160 and r.op.startswith("aten.addmm"))
+        assert logits.died is not None
+        died[keep] = [p.name for p in ledger.phases if p.start <= logits.died // 2][-1]
+    assert died == {True: "backward", False: "loss"}
+    with pytest.raises(ConfigError, match=r"keep_outputs=False without a loss.*output\.loss"):
+        fxshard.plan(Logits(), (torch.ones(4, 6),), world_size=2, keep_outputs=False)
 
 
 def test_the_loss_outside_by_hand() -> None:

@@ -191,12 +191,23 @@ def total(out: Any) -> Tensor:
     return sum((leaf.square().sum() for leaf in leaves if leaf.requires_grad), torch.zeros(()))
 
 
-@pytest.mark.parametrize("loss", [None, total], ids=["ones", "loss"])
+def exponentials(out: Any) -> Tensor:
+    """Saves none of the outputs for its backward, which reads what exp made."""
+    leaves, _ = tree_flatten(out)
+    return sum((leaf.exp().sum() for leaf in leaves if leaf.requires_grad), torch.zeros(()))
+
+
+@pytest.mark.parametrize(
+    ("loss", "keep"),
+    [(None, True), (total, True), (total, False), (exponentials, False)],
+    ids=["ones", "loss", "loss that saves dropped outputs", "loss of dropped outputs"],
+)
 @pytest.mark.parametrize("how", RETURNS)
-@pytest.mark.sample(12)
-def test_outputs_that_share_memory(how: str, loss: Any) -> None:
+@pytest.mark.sample(20)
+def test_outputs_that_share_memory(how: str, loss: Any, keep: bool) -> None:
     x = torch.randn(3, 4, requires_grad=True)
-    result = fxshard.validate(Returns(how), (x,), world_size=2, loss=loss, numerics=True)
+    args: dict[str, Any] = {"world_size": 2, "loss": loss, "keep_outputs": keep}
+    result = fxshard.validate(Returns(how), (x,), **args, numerics=True)
     assert result.max_abs_difference == 0, result.table(only_different=True)
     assert result.numerics is not None
     assert result.numerics.verdict != "wrong", result.numerics.table()
