@@ -303,6 +303,10 @@ def gpu_code(
         graph_module = _on_gpu(graph_module)
         inputs = [moved(value) for value in inputs]
         FakeTensorProp(graph_module, mode).propagate(*inputs)
+        for child in graph_module.modules():
+            if isinstance(child, fx.GraphModule) and child is not graph_module:
+                for node in child.graph.nodes:
+                    node.meta["val"] = pytree.tree_map(moved, node.meta.get("val"))
         made = compile_fx.compile_fx_inner(graph_module, inputs, **how)
     if not isinstance(made, output_code.CompiledFxGraph):
         return None
@@ -448,6 +452,8 @@ def _with_own_fakes() -> Iterator[None]:
     import torch._dynamo
     from torch._dynamo import utils
     from torch._dynamo.output_graph import OutputGraph
+    from torch._dynamo.variables.tensor import TensorVariable
+    from torch.nn.attention import flex_attention
 
     run_node = utils.run_node
 
@@ -460,6 +466,13 @@ def _with_own_fakes() -> Iterator[None]:
             node.meta[_ON_HOST] = True
         (args, kwargs), _ = _renamed((args, kwargs))
         return run_node(tracer, node, args, kwargs, nnmodule)
+
+    plain: Any = TensorVariable.specialize
+
+    def specialize(value: Tensor) -> dict[str, Any]:
+        """What a tensor answers in the code that is compiled: it is on the GPU."""
+        known: dict[str, Any] = plain(value)
+        return known | ({"device": CUDA} if value.device.type == "cpu" else {})
 
     call = OutputGraph.call_user_compiler
 
@@ -474,6 +487,8 @@ def _with_own_fakes() -> Iterator[None]:
         with (
             mock.patch.object(OutputGraph, "call_user_compiler", call_with_fakes),
             mock.patch.object(utils, "run_node", run_on_cpu),
+            mock.patch.object(TensorVariable, "specialize", staticmethod(specialize)),
+            mock.patch.object(flex_attention, "_validate_device", lambda *args: None),
         ):
             yield
     finally:

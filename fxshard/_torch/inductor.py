@@ -50,8 +50,8 @@ class _Unloaded:
 
     runner = None
 
-    def __init__(self, path: str) -> None:
-        self.__file__ = path
+    def __init__(self, key: str, path: str) -> None:
+        self.key, self.__file__ = key, path
 
     # 2.11 reads it: the copies that align inputs are around the call there, and in the source in
     # 2.13 (torch/_inductor/output_code.py, ``maybe_realign_inputs``). `Generated.aligned` lists
@@ -70,7 +70,7 @@ def nothing_loaded() -> Iterator[None]:
     from torch._inductor import codecache
 
     def load(key: str, path: str, *args: Any, **kwargs: Any) -> _Unloaded:
-        return _Unloaded(path)
+        return _Unloaded(key, path)
 
     with mock.patch.object(codecache.PyCodeCache, "load_by_key_path", load):
         yield

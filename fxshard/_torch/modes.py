@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch._dynamo.utils import preserve_rng_state as rng_kept
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -18,8 +19,10 @@ from torch.utils._python_dispatch import (
 __all__ = [
     "TorchDispatchMode",
     "below_autograd",
+    "eager_kernel",
     "inside_autocast",
     "is_composite",
+    "is_higher_order",
     "is_wrapper",
     "outside_autocast",
     "outside_function_modes",
@@ -109,6 +112,21 @@ _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 def is_wrapper(kind: type) -> bool:
     """True for a tensor subclass that keeps its memory in tensors inside of it, as DTensor does."""
     return is_traceable_wrapper_subclass_type(kind)
+
+
+def is_higher_order(operator: Any) -> bool:
+    """True for an operator that takes functions, such as ``flex_attention`` or ``cond``.
+
+    A `TorchDispatchMode` gets them if its ``supports_higher_order_operators`` says so.
+    """
+    return isinstance(operator, HigherOrderOperator)
+
+
+def eager_kernel(operator: HigherOrderOperator) -> Callable[..., Any] | None:
+    """What runs for a higher-order operator below autograd where nothing is compiled."""
+    found: Callable[..., Any] | None
+    found = operator.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
+    return found
 
 
 @functools.cache

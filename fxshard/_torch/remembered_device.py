@@ -37,8 +37,9 @@ ON_CPU = (
     "fxshard.dryrun.recorder",
 )
 
-# Among it, what makes tensors of the run: AOTAutograd around a compiled forward and backward.
-ON_DEVICE = "torch._functorch._aot_autograd.runtime_wrappers"
+# Among it, what makes tensors of the run: AOTAutograd around a compiled forward and backward, and
+# operators that take functions, in eager.
+ON_DEVICE = ("torch._functorch._aot_autograd.runtime_wrappers", "torch._higher_order_ops")
 
 # FSDP2's functions that make a DTensor, which C++ gives the device that it asks for there.
 WRAPPING = ("_from_local_no_grad", "init_unsharded_param")
@@ -55,7 +56,8 @@ def asks_for_cpu(frame: FrameType | None) -> bool:
     if frame is None:
         return False
     module = frame.f_globals.get("__name__", "")
-    return frame.f_code.co_name in WRAPPING or (module.startswith(ON_CPU) and module != ON_DEVICE)
+    makes_fakes = module.startswith(ON_CPU) and not module.startswith(ON_DEVICE)
+    return frame.f_code.co_name in WRAPPING or makes_fakes
 
 
 def asked_device(func: Any, args: tuple[Any, ...], is_there: Callable[[Tensor], bool]) -> Any:

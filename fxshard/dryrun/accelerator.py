@@ -34,6 +34,11 @@ RECORDED = (
     'its tensors with dry_run(device="cpu") and device_id=torch.device("cpu").'
 )
 
+GRAPHED = (
+    "a CUDA graph keeps what it allocates in a pool of its own, which a dry run does not follow. "
+    "Leave it out while fxshard.is_dry_run(), or by the option of your trainer."
+)
+
 
 class Placement(TorchFunctionMode):
     """Where tensors are: on the GPU or in the host's memory.
@@ -222,6 +227,17 @@ def present(
     def record_stream(*_: Any) -> NoReturn:
         raise CaptureError(f"{user_line()}: {RECORDED}")
 
+    class Graph:
+        """``torch.cuda.CUDAGraph``."""
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            graphed()
+
+    def graphed(*_: Any, **__: Any) -> NoReturn:
+        raise CaptureError(f"{user_line()}: {GRAPHED}")
+
+    answers |= dict.fromkeys(("graph", "graph_pool_handle", "make_graphed_callables"), graphed)
+    answers["CUDAGraph"] = Graph
     changes: list[Change] = [(torch.cuda, k, v) for k, v in answers.items()]
     randomly = ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all")
     changes += [(torch.cuda.random, name, answers[name]) for name in randomly]

@@ -25,6 +25,7 @@ from torch import Tensor, fx
 from fxshard._torch import gpu_inductor, inductor
 from fxshard._torch.dynamo import splits_for_ddp, stack_line
 from fxshard._torch.gpu_inductor import Gpu
+from fxshard.capture.provenance import user_line
 from fxshard.codegen import kernel_free
 from fxshard.errors import CaptureError
 
@@ -35,11 +36,15 @@ FRAMES = 12  # between the code and what sees its operators
 # Options of Inductor that make what happens on the GPU depend on what is measured there, or that
 # this does not follow; and by which mode or setting they are switched on.
 REFUSED = {
+    "triton.cudagraphs": "mode='reduce-overhead' (and 'max-autotune') records CUDA graphs, which "
+    "keep memory of their own",
+    "cpp_wrapper": "cpp_wrapper allocates in C++",
+}
+# Options by which Inductor measures kernels for products and convolutions: with its own, what comes
+# behind them is fused into them, and takes no memory. Others are measured for time alone.
+MEASURING = {
     "max_autotune": "mode='max-autotune' chooses kernels by measuring them on the GPU",
     "max_autotune_gemm": "max_autotune_gemm chooses kernels by measuring them on the GPU",
-    "triton.cudagraphs": "mode='reduce-overhead' records CUDA graphs, which keep memory of their "
-    "own",
-    "cpp_wrapper": "cpp_wrapper allocates in C++",
 }
 
 
@@ -134,14 +139,17 @@ def compiled_as_on_gpu(gpu: Gpu, device: torch.device = CPU) -> Iterator[Compila
         line = _begins(graph_module)
 
         def run(generated: inductor.Generated, is_backward: bool) -> gpu_inductor.Run:
+            if "extern_kernels." in generated.source:
+                _refuse(options, MEASURING)
             code = Code(line, is_backward, generated.source, lines)
             done.codes.append(code)
             return _runnable(code, generated, device)
 
         try:
-            _refuse(options)
+            _refuse(options, REFUSED)
             _refuse_host(graph_module)
-            return gpu_inductor.compiled(graph_module, inputs, gpu, options, run)
+            unmeasured = options | dict.fromkeys(MEASURING, False)
+            return gpu_inductor.compiled(graph_module, inputs, gpu, unmeasured, run)
         except Exception as error:
             if gpu_inductor.is_for_dynamo(error):
                 raise
@@ -156,7 +164,8 @@ def _lines(graph_module: fx.GraphModule) -> dict[str, str]:
 
 
 def _begins(graph_module: fx.GraphModule) -> str:
-    return next(iter(_lines(graph_module).values()), "a function without operators")
+    """The line of the user's first operator; where torch has them all, that of the call."""
+    return next(iter(_lines(graph_module).values()), user_line())
 
 
 def _split(graph_module: fx.GraphModule) -> Any:
@@ -170,8 +179,8 @@ def _split(graph_module: fx.GraphModule) -> Any:
     )
 
 
-def _refuse(options: dict[str, Any]) -> None:
-    for name, why in REFUSED.items():
+def _refuse(options: dict[str, Any], refused: dict[str, str]) -> None:
+    for name, why in refused.items():
         if options.get(name, gpu_inductor.option(name)):
             raise CaptureError(
                 f"{why}: memory cannot be known without one. Compile with mode='default' in the "

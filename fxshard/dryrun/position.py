@@ -36,12 +36,14 @@ class Origin(NamedTuple):
         module: FQN of the module.
         line: line of user code.
         phase: "forward" or "loss".
+        micro_batch: of the call.
     """
 
     call: int | None
     module: str
     line: str
     phase: str
+    micro_batch: int
 
 
 @dataclasses.dataclass
@@ -76,13 +78,13 @@ class Position:
         self.roots: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self._names: dict[int, str] = {}
+        self._root: nn.Module | None = None  # whose forward was last
         self._stack: list[_Running] = []
         self._origins: dict[int, Origin] = {}
-        self._last = Origin(None, "", "", "forward")
+        self._last = Origin(None, "", "", "forward", 0)
         self._after = "between"  # the phase of what runs outside of forward, backward, optimizer
-        self._forwards = 0
-        self._counts: dict[str, int] = {}
-        self._recomputed: dict[str, int] = {}
+        self._counts: list[dict[str, int]] = []  # per forward of the step, calls by module
+        self._recomputed: list[dict[str, int]] = []
         self._communicating: list[tuple[Category, str]] = []
 
     # -- what runs -------------------------------------------------------------------------------
@@ -107,9 +109,12 @@ class Position:
         if self.in_backward:
             origin = self._origin()
             self.phase = "loss backward" if origin.phase == "loss" else "backward"
+            self.micro_batch = origin.micro_batch
             self._after = "between"
             return
         self.phase = "forward" if self._stack else self._after
+        if self.phase in ("forward", "loss"):
+            self.micro_batch = len(self._counts) - 1
         if self.phase == "loss":
             for each in read():  # labels, and what else only the loss reads
                 if each.category is Category.TEMP and each.op:
@@ -129,14 +134,15 @@ class Position:
         if self.phase == "optimizer":
             return Moment(op, op, OPTIMIZER, self.stream, self._line(), None, kind)
         if self.in_backward and not recomputed:
-            call, module, line, _ = self._origin()
+            call, module, line, *_ = self._origin()
             line = self.compiled_line() or line
         else:
             here = self._stack[-1] if self._stack else None
             call, module = (here.call, here.module) if here else (None, self._outside())
             line = self._line()
             if torch.is_grad_enabled():
-                origin = Origin(call, module, line, self.phase if here is None else "forward")
+                phase = self.phase if here is None else "forward"
+                origin = Origin(call, module, line, phase, max(len(self._counts) - 1, 0))
                 self._origins.setdefault(autograd.next_node_number() - 1, origin)
         if self._communicating:
             module = self._communicating[-1][1]
@@ -162,7 +168,11 @@ class Position:
 
     @contextlib.contextmanager
     def inside(self, module: nn.Module) -> Iterator[bool]:
-        """A module runs; gives True if it is the outermost one that has parameters."""
+        """A module runs; gives True if a forward begins with it.
+
+        That is the outermost one that has parameters; but if it is part of the model whose forward
+        was last, that goes on, as where a loss calls the head of a model on pieces of its output.
+        """
         if self.in_backward:  # an activation checkpoint recomputes
             with self._recomputing(module):
                 yield False
@@ -171,32 +181,37 @@ class Position:
         if outermost and not _begins_forward(module):
             yield False
             return
-        if outermost:
+        begins = outermost and not (self._counts and self._is_part(module))
+        if begins:
             self.before_forward()
         name = self._name(module)
-        if outermost:
+        if begins:
+            self._root = module
             self._begin_forward()
         calls = self.tape.calls[-1][-1]
-        number = self._counts.get(name, 0)
-        self._counts[name] = number + 1
+        number = self._counts[-1].get(name, 0)
+        self._counts[-1][name] = number + 1
         calls.append(Call(name, number, self._parent()))
         self._stack.append(_Running(name, len(calls) - 1, number))
         try:
-            yield outermost
+            yield begins
         finally:
             self._stack.pop()
             if outermost:
                 self._after = "loss" if torch.is_grad_enabled() else "between"
-                self._recomputed = {}
 
     @contextlib.contextmanager
     def _recomputing(self, module: nn.Module) -> Iterator[None]:
         """Calls of a module are recomputed in the opposite order."""
         name = self._name(module)
-        done = self._recomputed.get(name, 0)
-        self._recomputed[name] = done + 1
-        number = max(self._counts.get(name, 1) - 1 - done, 0)
-        calls = self.tape.calls[-1][-1] if self.tape.calls[-1] else []
+        forward = self._origin().micro_batch
+        known = forward < len(self._counts)
+        calls = self.tape.calls[-1][forward] if known else []
+        number = 0
+        if known:
+            done = self._recomputed[forward].get(name, 0)
+            self._recomputed[forward][name] = done + 1
+            number = max(self._counts[forward].get(name, 1) - 1 - done, 0)
         same = (i for i, c in enumerate(calls) if (c.module, c.number) == (name, number))
         self._stack.append(_Running(name, next(same, None), number))
         try:
@@ -211,10 +226,15 @@ class Position:
         if not self.tape.ends:
             self.tape.end()
         self.phase = "forward"
-        self.micro_batch = self._forwards
-        self._forwards += 1
-        self._counts = {}
+        self.micro_batch = len(self._counts)
+        self._counts.append({})
+        self._recomputed.append({})
         self.tape.calls[-1].append([])
+
+    def _is_part(self, module: nn.Module) -> bool:
+        """True for a module inside of the one whose forward was last."""
+        root = self._root
+        return root not in (None, module) and any(each is module for each in root.modules())
 
     def _name(self, module: nn.Module) -> str:
         """FQN of a module, without the names of wrappers."""
@@ -261,7 +281,7 @@ class Position:
     def end_step(self) -> None:
         """A step is over, or what comes before the first."""
         self.tape.end()
-        self._forwards, self._counts = 0, {}
+        self._counts, self._recomputed = [], []
         self.micro_batch, self.phase, self._after = -1, "between", "between"
         self._origins = {}
 

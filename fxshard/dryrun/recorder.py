@@ -24,16 +24,20 @@ from fxshard._torch.fully_sharded import replaced
 from fxshard._torch.gradient_sums import IN_PLACE, GradientSums
 from fxshard._torch.modes import (
     TorchDispatchMode,
+    eager_kernel,
     is_composite,
+    is_higher_order,
     is_wrapper,
     outside_function_modes,
     outside_modes,
 )
+from fxshard._torch.transforms import without_transforms
 from fxshard._torch.trees import tree_iter, tree_map_tensors
-from fxshard.capture.provenance import DEVICE_OF
+from fxshard.capture.provenance import DEVICE_OF, user_line
 from fxshard.dryrun import values
 from fxshard.dryrun.position import Position
 from fxshard.dryrun.tape import Tape
+from fxshard.errors import CaptureError
 from fxshard.memory.category import Category
 from fxshard.memory.ledger import LiveRange, owner_of
 
@@ -44,6 +48,9 @@ NOT_KNOWN: tuple[type[Exception], ...] = (
     UnsupportedOperatorException,
     NotImplementedError,
 )
+
+# Operators that take functions, and run the same operators whatever the values are.
+FOLLOWED = ("flex_attention", "flex_attention_backward")
 
 # Operators that may give a storage another size: what their arguments had is looked at again.
 RESIZING = ("aten.resize", "aten.set_", "aten.resize_as_")
@@ -56,6 +63,7 @@ Placed = Callable[
     [Any, tuple[Any, ...], dict[str, Any]], tuple[dict[str, Any], bool]
 ]  # an operator and its arguments -> its keywords, and whether its results are on the host
 
+META = torch.device("meta")
 aten = torch.ops.aten
 _LIFT = aten.lift_fresh.default  # ends torch.tensor(...), of what was made unseen
 _TO_COPY = aten._to_copy.default
@@ -80,6 +88,8 @@ class Recorder(TorchDispatchMode):
         inside: bytes that a kernel takes and gives back while it runs.
         reducing: integers that are made of nothing have values, as DDP's reducer reads them.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(
         self, tape: Tape, position: Position, fakes: FakeTensorMode, placed: Placed | None = None
@@ -114,6 +124,9 @@ class Recorder(TorchDispatchMode):
         if any(map(is_wrapper, types)):
             return NotImplemented
         kwargs = kwargs or {}
+        if is_higher_order(func):  # runs as in eager, operator by operator
+            with self:
+                return _eager_kernel(func)(*args, **kwargs)
         if func in IN_PLACE:
             func = self._sums.without_mode(func, args)
         if func is DEVICE_OF or func.namespace == "profiler":
@@ -126,7 +139,7 @@ class Recorder(TorchDispatchMode):
                 if device is not None and device.type == "cuda":  # C++ would look for it
                     return _TO_COPY(args[0], dtype=kwargs.get("dtype"), device=device)
                 return func.decompose(*args, **kwargs)
-        if func.is_view and func is not _LIFT:
+        if (func.is_view and func is not _LIFT) or kwargs.get("device") == META:  # of no memory
             return self._run(func, args, kwargs)[0]
         kwargs, host = self._placed(func, args, kwargs)
         if func is _TO_COPY and not host and self._is_moved_already(args[0], kwargs):
@@ -163,6 +176,9 @@ class Recorder(TorchDispatchMode):
             Its result, and whether it is made of nothing by code of torch that needs its values.
         """
         if func is collectives.WAIT:
+            if not is_fake(args[0]):  # torch warns at exit of what nobody waited for
+                with outside_modes():
+                    func(*args)
             return args[0], False
         given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         real = [tensor for tensor in given if self.has_values(tensor)]
@@ -269,6 +285,7 @@ class Recorder(TorchDispatchMode):
 
     def is_on_device(self, tensor: Tensor) -> bool:
         """True if a tensor lies in the memory of the device that the run is for."""
+        tensor = without_transforms(tensor)
         if not has_storage(tensor):
             return False
         found = self._known.get(id(tensor.untyped_storage()))
@@ -334,11 +351,21 @@ class Recorder(TorchDispatchMode):
             self.tape.died(self.tape.born(size, Category.TEMP, host=False))
 
 
+def _eager_kernel(func: Any) -> Callable[..., Any]:
+    found = eager_kernel(func) if func.name() in FOLLOWED else None
+    if found is None:
+        raise CaptureError(
+            f"{user_line()}: {func.name()} runs functions inside of it that a dry run cannot "
+            f"follow. Write out in the dry run what it does."
+        )
+    return found
+
+
 def _tensors(tree: Any) -> Iterator[Tensor]:
     """The tensors in `tree` that have memory."""
     for leaf in tree_iter(tree):
-        if isinstance(leaf, Tensor) and has_storage(leaf):
-            yield leaf
+        if isinstance(leaf, Tensor) and has_storage(tensor := without_transforms(leaf)):
+            yield tensor
 
 
 # Modules of torch that compute with numbers of ranks, of samples, of seeds.

@@ -120,7 +120,7 @@ class DryRun:
         if not self.steps:
             raise ConfigError(
                 "no step of this dry run is over: call step() after each optimizer step, inside of "
-                "the block."
+                "the block. Where no module with parameters is called, call it before, too."
             )
         tape = self._tape
         first, steady = tape.ledger(0), tape.ledger(-1)

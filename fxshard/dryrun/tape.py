@@ -74,8 +74,9 @@ class Tape:
         return made
 
     def died(self, gone: LiveRange) -> None:
-        """A storage is freed after the last point."""
-        gone.died = 2 * self.last + 1
+        """A storage is freed after the last point; if a step is over with that, after the step."""
+        is_over = bool(self.ends) and self.ends[-1] == self.last
+        gone.died = 2 * self.last + (2 if is_over else 1)
 
     def end(self) -> None:
         """With the last point a step is over, or what comes before the first."""

@@ -97,15 +97,15 @@ class Rows:
         """Args: `found`: from `spans`."""
         self.ledger = ledger
         self.stretches: dict[Where, range] = {}
-        starts = {(phase.name, phase.micro_batch): phase.start for phase in ledger.phases}
         for number, calls in enumerate(found):
+            places = {phase: _points(ledger, phase, number) for phase in MOMENTS}
             for (module, call), by_phase in calls.items():
                 for phase, span in by_phase.items():
-                    first = starts[phase, number] + 1
-                    for state, point in span.moments(phase):
-                        tick = 2 * (first + point) + 1
+                    points = places[phase]
+                    for state, at in span.moments(phase):
+                        tick = 2 * (points[at] if at >= 0 else points[0] - 1) + 1
                         self.stretches[Where(module, state, call, number)] = range(tick, tick + 1)
-                    begin, end = first + span.before_pre + 1, first + span.after_post + 1
+                    begin, end = points[span.before_pre + 1], points[span.after_post] + 1
                     peak = Where(module, PEAKS[phase], call, number)
                     self.stretches[peak] = range(2 * begin, 2 * end, 2)
 
@@ -128,10 +128,11 @@ def spans(ledger: Ledger, calls: Sequence[Sequence[Call]]) -> list[dict[Called, 
     known: list[tuple[Any, dict[Called, dict[str, Span]]]] = []
     found = []
     for number, of_one in enumerate(calls):
+        places = {phase: _points(ledger, phase, number) for phase in MOMENTS}
         phases = {
-            phase.name: [moment for moment in ledger.of_phase(phase) if moment.kind]
-            for phase in ledger.phases
-            if phase.micro_batch == number and phase.name in MOMENTS
+            phase: [ledger.moments[point] for point in points]
+            for phase, points in places.items()
+            if points
         }
         same = next((made for key, made in known if key == (of_one, phases)), None)
         if same is None:  # micro-batches that run the same program have the same spans
@@ -139,6 +140,13 @@ def spans(ledger: Ledger, calls: Sequence[Sequence[Call]]) -> list[dict[Called, 
             known.append(((of_one, phases), same))
         found.append(same)
     return found
+
+
+def _points(ledger: Ledger, name: str, micro_batch: int) -> list[int]:
+    """Where a phase of a micro-batch computes; it may be interrupted by others."""
+    same = (p for p in ledger.phases if (p.name, p.micro_batch) == (name, micro_batch))
+    points = (range(p.start + 1, p.start + 1 + p.points) for p in same)
+    return [n for each in points for n in each if ledger.moments[n].kind]
 
 
 def _spans(

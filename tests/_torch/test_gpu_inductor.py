@@ -94,6 +94,35 @@ def test_compile_gets_fakes_of_dynamos_mode_and_code_for_a_gpu() -> None:
         assert "# Topologically Sorted Source Nodes: [" in code.source
 
 
+def test_code_that_is_compiled_sees_a_gpu_and_functions_inside_of_it_are_for_one() -> None:
+    """`_validate_device` and `TensorVariable.specialize` are replaced; subgraphs are moved."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    codes: list[str] = []
+    seen: list[Any] = []
+
+    def compiler(graph: fx.GraphModule, inputs: list[Any], options: dict[str, Any]) -> Any:
+        last = graph.graph.find_nodes(op="call_function", target=torch.full)[-1]
+        seen.append((last.args[0], gpu_inductor.on_host(graph)))
+
+        def run(code: Generated, is_backward: bool) -> gpu_inductor.Run:
+            codes.append(code.source)
+            return lambda args: pytest.fail("not run here")
+
+        return gpu_inductor.compiled(graph, inputs, GPU, options, run)
+
+    def function(x: Tensor) -> Tensor:
+        y: Any = flex_attention(x, x, x, lambda score, b, h, q, k: score + (q - k))
+        return y * torch.full((64 if x.is_cuda else 1,), 2.0, device=x.device)
+
+    with gpu_inductor.inductor_replaced(compiler), FakeTensorMode():
+        x = torch.empty(1, 2, 256, 64, requires_grad=True)
+        with pytest.raises(BaseException, match="not run here"):
+            torch.compile(function)(x)
+    assert seen == [((64,), None)]
+    assert len(codes) == 2 and all("triton_tem_fused_flex_attention" in code for code in codes)
+
+
 def test_options_have_the_names_that_are_refused() -> None:
     for name in ("max_autotune", "max_autotune_gemm", "triton.cudagraphs", "cpp_wrapper"):
         assert gpu_inductor.option(name) is False

@@ -122,3 +122,29 @@ def test_function_modes_can_be_left_out() -> None:
         assert not seen
         torch.ones(2)
     assert seen == [torch.ones]
+
+
+def test_a_mode_gets_operators_that_take_functions_and_what_they_run_in_eager() -> None:
+    from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
+
+    cond: Any = torch.ops.higher_order.cond
+    seen: list[str] = []
+
+    class Mode(modes.TorchDispatchMode):
+        supports_higher_order_operators = True
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(str(func))
+            if not modes.is_higher_order(func):
+                return func(*args, **(kwargs or {}))
+            with self:
+                return args[1](*args[3])
+
+    with Mode(), torch.no_grad():
+        cond(True, lambda x: (x.sin(),), lambda x: (x.cos(),), (torch.zeros(2),))
+    assert seen[-2:] == ["cond", "aten.sin.default"]
+    assert not modes.is_higher_order(torch.ops.aten.sin.default)
+    for operator in (flex_attention, flex_attention_backward):
+        assert modes.is_higher_order(operator) and modes.eager_kernel(operator) is not None

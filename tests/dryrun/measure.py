@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import Work
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 Points = list[tuple[str, int]]  # operator, and the bytes that are alive when it is over
 
+EAGER = torch._C.DispatchKey.CompositeExplicitAutograd
 FUNCTIONAL = torch.ops._c10d_functional
 ALL_REDUCE = torch.ops.c10d.allreduce_.default
 
@@ -26,6 +28,8 @@ class Measure(TorchDispatchMode):
 
     A size is asked anew each time, so that a storage that was resized needs no watching.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, of_ddp: bool = False) -> None:
         """Args:
@@ -37,9 +41,16 @@ class Measure(TorchDispatchMode):
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._name = ""
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            with self:
+                return func.py_kernels[EAGER](*args, **(kwargs or {}))
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented
         fake = any(issubclass(kind, FakeTensor) for kind in types)  # DTensor works out shapes

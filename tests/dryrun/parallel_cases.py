@@ -227,7 +227,7 @@ def train(job: Job, ended: Callable[[], None] = lambda: None) -> Any:
     return model, optimizer, scaler
 
 
-class _Measure(Measure):
+class MeasureOfParts(Measure):
     """Wrappers of tensors have no memory of their own, nor has what works out shapes."""
 
     def __torch_dispatch__(
@@ -236,7 +236,7 @@ class _Measure(Measure):
         of_mesh = any(f.filename.endswith("device_mesh.py") for f in extract_stack(limit=9))
         if of_mesh or "_wrap_tensor" in str(func) or torch._C._get_dispatch_mode(FAKE) is not None:
             return func(*args, **(kwargs or {}))
-        if _is_composite(func):
+        if isinstance(func, torch._ops.OpOverload) and _is_composite(func):
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -260,7 +260,7 @@ def measured(rank: int, world_size: int, job: Job) -> Points:
         measure.close()
         before.append(len(measure.points))
 
-    with without_collector(), _Measure(of_ddp=KINDS[job.kind] is ddp) as measure:
+    with without_collector(), MeasureOfParts(of_ddp=KINDS[job.kind] is ddp) as measure:
         train(job, ended)
     points = measure.points[before[0] :]
     return [(under_mode(op), total) for op, total in points if _is_operator(op)]

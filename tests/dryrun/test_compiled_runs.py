@@ -154,6 +154,27 @@ def test_a_graph_break_and_what_is_left_out_run_in_eager_on_the_gpu() -> None:
     assert not [each for each in run.memory.steady.ranges if each.host]
 
 
+def test_compiled_code_sees_that_its_tensors_are_on_the_gpu() -> None:
+    """Dynamo decides while it traces: `device=x.device`, and branches by device."""
+
+    @torch.compile
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        if x.is_cuda and x.device.type == "cuda" and x.get_device() == 0:
+            made = torch.ones(64, device=x.device)
+        else:
+            made = torch.ones(1)
+        return (x.sum() * made).sum(), made
+
+    with fxshard.dry_run(world_size=1, device="h100") as run:
+        x = torch.randn(8, device="cuda", requires_grad=True)
+        run.step()  # no module is called: the step begins here
+        total, made = function(x)
+        assert made.shape == (64,) and made.is_cuda
+        total.backward()
+        run.step()
+    assert not [each for each in run.memory.first.ranges if each.host]
+
+
 def test_what_inductor_cannot_be_followed_in_is_refused_with_the_line() -> None:
     with fxshard.dry_run(world_size=1):
         layer = torch.compile(nn.Linear(4, 4).cuda(), mode="reduce-overhead")

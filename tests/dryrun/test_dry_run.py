@@ -259,6 +259,15 @@ def test_the_environments_settings(
     assert sharded.device_memory().reserved != expandable
 
 
+def test_cuda_graphs_are_refused() -> None:
+    graph = torch.cuda.CUDAGraph
+    with fxshard.dry_run(world_size=1):
+        for make in (torch.cuda.CUDAGraph, torch.cuda.graph_pool_handle, torch.cuda.graph):
+            with pytest.raises(CaptureError, match=r"test_dry_run\.py.*pool of its own.*is_dry"):
+                make()  # type: ignore[call-arg]
+    assert torch.cuda.CUDAGraph is graph
+
+
 def test_numbers_are_unknown() -> None:
     with fxshard.dry_run(world_size=2):
         loss = torch.randn(3, device="cuda").sum()
