@@ -23,7 +23,6 @@ from fxshard.errors import CaptureError
 def cycles_kept() -> Iterator[None]:
     """No collection comes at a time of its own choice: what lies in cycles lives on."""
     enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield
