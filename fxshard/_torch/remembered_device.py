@@ -106,12 +106,22 @@ def remembered(is_there: Callable[[Tensor], bool]) -> Iterator[None]:
     checks = checkpoint._allowed_determinism_checks_to_fns
     plain_description = checks["default"]
 
+    plain_wrapper: Any = Tensor._make_wrapper_subclass
+
+    def wrapper(*args: Any, **kwargs: Any) -> Tensor:
+        """A tensor around others is on the CPU for C++, as these are: autograd asks it there."""
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+            kwargs["device"] = torch.device("cpu")
+        made: Tensor = plain_wrapper(*args, **kwargs)
+        return made
+
     name = "_get_foreach_kernels_supported_devices"
     changes = [
         (fake, "device", property(device, plain.fset)),  # type: ignore[attr-defined]
         (_foreach_utils, name, foreach_devices),
         (optimizer, name, foreach_devices),
         (torch._C, "_get_accelerator", accelerator),
+        (Tensor, "_make_wrapper_subclass", staticmethod(wrapper)),
     ]
     with replaced(changes), mock.patch.dict(checks, {"default": described}):
         yield

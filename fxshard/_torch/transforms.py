@@ -1,9 +1,14 @@
-"""Tensors inside of torch.func's transforms: ``vmap``, ``grad`` and their kin."""
+"""Tensors around tensors: transforms of torch.func, and subclasses such as DTensor."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import Tensor
 from torch._C import _functorch
+from torch.distributed.tensor import DTensor
+
+from fxshard._torch.modes import is_wrapper
 
 
 def without_transforms(tensor: Tensor) -> Tensor:
@@ -11,3 +16,16 @@ def without_transforms(tensor: Tensor) -> Tensor:
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
+
+
+def in_memory(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors whose storages a tensor has: itself, or those below transforms and subclasses."""
+    tensor = without_transforms(tensor)
+    if not is_wrapper(type(tensor)):
+        yield tensor
+        return
+    # Not by ``__tensor_flatten__``: torchao's reads a value there.
+    inside = (tensor._local_tensor,) if isinstance(tensor, DTensor) else vars(tensor).values()
+    for inner in inside:
+        if isinstance(inner, Tensor):
+            yield from in_memory(inner)

@@ -19,20 +19,13 @@ from fxshard._torch.trees import tree_iter
 from fxshard.capture import rng
 from fxshard.capture.provenance import user_line
 from fxshard.dryrun.recorder import Recorder
-from fxshard.dryrun.streams import Event, Streams
+from fxshard.dryrun.streams import Streams
 from fxshard.errors import CaptureError, ConfigError
 
 CPU = torch.device("cpu")
 # What C++ moves from the host without telling anybody.
 FROM_HOST = (torch.as_tensor, torch.asarray, Tensor.new_tensor)
 aten = torch.ops.aten
-
-RECORDED = (
-    "record_stream keeps memory until another stream has come to that point, so what CUDA's "
-    "allocator takes depends on time, and a dry run for a GPU cannot say it. "
-    "FullyShardedDataParallel calls it: use fully_shard, which does not, or ask for the bytes of "
-    'its tensors with dry_run(device="cpu") and device_id=torch.device("cpu").'
-)
 
 GRAPHED = (
     "a CUDA graph keeps what it allocates in a pool of its own, which a dry run does not follow. "
@@ -60,7 +53,7 @@ class Placement(TorchFunctionMode):
     def is_there(self, tensor: Tensor) -> bool:
         """True if a tensor is on the GPU."""
         assert self.recorder is not None
-        return self.recorder.is_on_device(getattr(tensor, "_local_tensor", tensor))
+        return self.recorder.is_on_device(tensor)
 
     def any_there(self, tree: Any) -> bool:
         """True if any of the tensors in `tree` is on the GPU."""
@@ -199,7 +192,7 @@ def present(
         "get_device_capability": lambda *_: capability,
         "get_device_properties": properties,
         "is_bf16_supported": lambda *_, **__: capability >= (8, 0),
-        "synchronize": nothing,
+        "synchronize": streams.synchronize,
         "empty_cache": nothing,
         "ipc_collect": nothing,
         "reset_peak_memory_stats": nothing,
@@ -215,7 +208,7 @@ def present(
         "initial_seed": lambda: 0,
         "seed": nothing,
         "Stream": streams.kind,
-        "Event": Event,
+        "Event": streams.Event,
         "stream": streams.using,
         "current_stream": streams.current,
         "default_stream": lambda *_: streams.default,
@@ -224,8 +217,9 @@ def present(
         "memory_stats": lambda *_: _Stats(*allocated()),
     }
 
-    def record_stream(*_: Any) -> NoReturn:
-        raise CaptureError(f"{user_line()}: {RECORDED}")
+    def record_stream(tensor: Tensor, stream: Any) -> None:
+        assert placement.recorder is not None
+        placement.recorder.used_on(tensor, stream.name)
 
     class Graph:
         """``torch.cuda.CUDAGraph``."""
@@ -249,7 +243,7 @@ def present(
         (torch.accelerator, "device_count", lambda: count),
         (torch.accelerator, "current_device_index", lambda: 0),
         (torch.accelerator, "set_device_index", nothing),
-        (torch.accelerator, "synchronize", nothing),
+        (torch.accelerator, "synchronize", streams.synchronize),
         (torch.accelerator, "current_stream", streams.current),
     ]
     there = [change for change in changes if hasattr(change[0], change[1])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 
@@ -51,14 +52,14 @@ def device_memory(
         unknown: kernels whose temporaries are not known.
     """
     fixed = tuple(fixed_costs(capability))
-    lives = [
-        Allocation(each.bytes, each.born, each.died, each.stream)
-        for each in tape.ranges
-        if not each.host and each.bytes and (each.died is None or each.died > each.born)
-    ]
-    lives += _workspaces(tape, fixed)
+    settings = settings or settings_of_environment()
+    lives = [*_lives(tape), *_workspaces(tape, fixed)]
     lives.sort(key=lambda each: each.born)
-    done = replay(lives, settings or settings_of_environment(), capacity=capacity)
+    done = replay(lives, settings, capacity=capacity)
+    keeping_up = None
+    if tape.used_on:
+        lives = [dataclasses.replace(each, used_on=()) for each in lives]
+        keeping_up = replay(lives, settings, capacity=capacity)
     phases = []
     for step, (first, last) in enumerate(tape.steps(), start=1):
         for mark, stop in tape.phases(first, last):
@@ -75,7 +76,22 @@ def device_memory(
         fixed,
         unknown,
         done,
+        keeping_up,
     )
+
+
+def _lives(tape: Tape) -> Iterator[Allocation]:
+    """Every storage on the GPU; what other streams use waits until the host knows that they did."""
+    streams = set[str]().union(*tape.used_on.values())
+    over = {stream: tape.over_for_host(stream) for stream in sorted(streams)}
+    for each in tape.ranges:
+        if each.host or not each.bytes or (each.died is not None and each.died <= each.born):
+            continue
+        used_on: tuple[tuple[str, int], ...] = ()
+        if each.died is not None:
+            asked = sorted(tape.used_on.get(each.storage, ()))
+            used_on = tuple((stream, over[stream](each.died)) for stream in asked)
+        yield Allocation(each.bytes, each.born, each.died, each.stream, used_on)
 
 
 def _workspaces(tape: Tape, fixed: tuple[FixedCost, ...]) -> Iterator[Allocation]:

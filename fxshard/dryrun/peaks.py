@@ -32,5 +32,8 @@ def _peaks(sides: Mapping[str, MemoryReport]) -> Iterator[list[str]]:
         devices = [each.device_memory() for each in sides.values()]
         for name in ("requested", "allocated", "reserved"):
             yield [f"{name} on the device", *(size_text(getattr(d, name)) for d in devices)]
+        if any(each.keeping_up for each in devices):  # record_stream was called
+            least = [(each.keeping_up or each.replay).peaks.reserved for each in devices]
+            yield ["- if the GPU keeps up", *map(size_text, least)]
         others = [each.device_memory(settings=EXPANDABLE) for each in sides.values()]
         yield ["- with expandable segments", *(size_text(each.reserved) for each in others)]

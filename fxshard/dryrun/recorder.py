@@ -31,7 +31,7 @@ from fxshard._torch.modes import (
     outside_function_modes,
     outside_modes,
 )
-from fxshard._torch.transforms import without_transforms
+from fxshard._torch.transforms import in_memory
 from fxshard._torch.trees import tree_iter, tree_map_tensors
 from fxshard.capture.provenance import DEVICE_OF, user_line
 from fxshard.dryrun import values
@@ -266,6 +266,11 @@ class Recorder(TorchDispatchMode):
         for found in self.storages(tensor):
             found.name, found.module, found.op, found.line = fqn, owner_of(fqn), "", ""
 
+    def used_on(self, tensor: Tensor, stream: str) -> None:
+        """``Tensor.record_stream``: its memory is not used again before `stream` has come there."""
+        for found in self.storages(tensor):
+            self.tape.used_on.setdefault(found.storage, set()).add(stream)
+
     def bytes_on_device(self) -> tuple[int, int]:
         """Bytes on the device now, and the most so far."""
         live = most = 0
@@ -284,12 +289,8 @@ class Recorder(TorchDispatchMode):
         return id(storage) in self._known
 
     def is_on_device(self, tensor: Tensor) -> bool:
-        """True if a tensor lies in the memory of the device that the run is for."""
-        tensor = without_transforms(tensor)
-        if not has_storage(tensor):
-            return False
-        found = self._known.get(id(tensor.untyped_storage()))
-        return found is not None and not found.host
+        """True if a tensor, or one inside of it, lies in the memory of the run's device."""
+        return any(not found.host for found in self.storages(tensor))
 
     def _outside(self, args: Any, kwargs: Any) -> None:
         """Tensors that were there before, or came from where no operator ran, as from NumPy."""
@@ -364,8 +365,8 @@ def _eager_kernel(func: Any) -> Callable[..., Any]:
 def _tensors(tree: Any) -> Iterator[Tensor]:
     """The tensors in `tree` that have memory."""
     for leaf in tree_iter(tree):
-        if isinstance(leaf, Tensor) and has_storage(tensor := without_transforms(leaf)):
-            yield tensor
+        if isinstance(leaf, Tensor):
+            yield from filter(has_storage, in_memory(leaf))
 
 
 # Modules of torch that compute with numbers of ranks, of samples, of seeds.

@@ -158,6 +158,8 @@ class DryRun:
 
         Returns:
             `requested`, `allocated`, `active` and `reserved` peaks in bytes; by phase and stream.
+            If the run calls ``record_stream``, as FSDP1 does, all but `allocated` depend on how far
+            the host is ahead of the GPU: they are the most, and `keeping_up` has the least.
 
         Raises:
             ConfigError: the run is for the CPU, or settings that torch would refuse.

@@ -1,4 +1,9 @@
-"""Streams of a GPU that is not there: which one is current is all that memory depends on."""
+"""Streams of a GPU that is not there: which one is current, and what waits for what.
+
+Memory depends on the current stream. What waits for what counts for blocks with ``record_stream``
+alone: until when the GPU has done what the host asked of it is not known, but what has to be over
+by then is, wherever the host waits for an event.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +20,38 @@ OF_FSDP = ("all-gather copy-in", "all-gather", "reduce-scatter", "all-reduce")
 COMPUTE = "compute"
 
 
+# Per stream, by its name: all that was asked of it up to this tick is over.
+Over = dict[str, int]
+
+
+def _later(one: Over, other: Over) -> Over:
+    return {name: max(one.get(name, 0), other.get(name, 0)) for name in one.keys() | other.keys()}
+
+
 class Event:
-    """``torch.cuda.Event``: nothing runs, so nothing is waited for."""
+    """``torch.cuda.Event``: nothing runs, so no time passes."""
+
+    streams: Streams
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+        self.over: Over = {}
 
-    def record(self, *_: Any) -> Event:
+    def record(self, stream: Stream | None = None) -> Event:
         """Returns itself, as ``torch.Event.record``."""
+        self.over = (stream or self.streams.current()).over()
         return self
 
-    def wait(self, *_: Any) -> None:
-        """Nothing."""
+    def wait(self, stream: Stream | None = None) -> None:
+        """The stream, or the current one, does what follows once the event has happened."""
+        (stream or self.streams.current()).wait_event(self)
 
     def query(self) -> bool:
         """True: it has happened."""
         return True
 
     def synchronize(self) -> None:
-        """Nothing."""
+        """The host waits."""
+        self.streams.host_waits(self.over)
 
     def elapsed_time(self, *_: Any) -> float:
         """0 milliseconds: no time passes."""
@@ -43,21 +61,31 @@ class Event:
 class Stream:
     """``torch.cuda.Stream``: a name; the allocator reuses memory within a stream only."""
 
+    streams: Streams
+
     def __init__(self, name: str) -> None:
         self.name = name
+        self._waited_for: Over = {}
 
-    def wait_stream(self, *_: Any) -> None:
-        """Nothing."""
+    def over(self) -> Over:
+        """What is over when all is done that was asked of the stream so far."""
+        return self._waited_for | {self.name: self.streams.tick()}
 
-    def wait_event(self, *_: Any) -> None:
-        """Nothing."""
+    def wait_stream(self, stream: Stream) -> None:
+        """What follows runs once `stream` has done what was asked of it so far."""
+        self._waited_for = _later(self._waited_for, stream.over())
 
-    def record_event(self, *_: Any) -> Event:
-        """An event."""
-        return Event()
+    def wait_event(self, event: Event) -> None:
+        """What follows runs once `event` has happened."""
+        self._waited_for = _later(self._waited_for, event.over)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """The event that all that was asked of the stream so far is done."""
+        return (event or self.streams.Event()).record(self)
 
     def synchronize(self) -> None:
-        """Nothing."""
+        """The host waits."""
+        self.streams.host_waits(self.over())
 
     def query(self) -> bool:
         """True: all is done."""
@@ -71,26 +99,48 @@ class Stream:
 class Streams:
     """The streams of one GPU, and the one that is current; also FSDP2's handle of the device."""
 
-    Event = Event
-
     def __init__(self, position: Position) -> None:
         self._position = position
-        self.default = Stream(COMPUTE)
-        self._current = [self.default]
         numbers = itertools.count(1)
+        self._names = [COMPUTE]
 
-        class UsersStream(Stream):
+        class OurEvent(Event):
+            """``torch.cuda.Event``."""
+
+            streams = self
+
+        class OurStream(Stream):
+            """A stream of this GPU."""
+
+            streams = self
+
+        class UsersStream(OurStream):
             """``torch.cuda.Stream`` as the user makes it."""
 
             def __init__(self, *_: Any, **__: Any) -> None:
                 super().__init__(f"stream {next(numbers)}")
+                self.streams._names.append(self.name)
 
-        self.kind = UsersStream
+        self.Event, self.kind, self._made = OurEvent, UsersStream, OurStream
+        self.default = OurStream(COMPUTE)
+        self._current = [self.default]
         self._of_fsdp = itertools.cycle(OF_FSDP)
+
+    def tick(self) -> int:
+        """Now, as `fxshard.dryrun.tape.Tape` counts."""
+        return 2 * self._position.tape.last + 1
+
+    def host_waits(self, over: Over) -> None:
+        """The host goes on when this is over."""
+        self._position.tape.waited.append((self.tick(), over))
+
+    def synchronize(self, *_: Any) -> None:
+        """``torch.cuda.synchronize``."""
+        self.host_waits(dict.fromkeys((*self._names, *OF_FSDP), self.tick()))
 
     def Stream(self, *_: Any, **__: Any) -> Stream:
         """A stream of FSDP2's."""
-        return Stream(next(self._of_fsdp))
+        return self._made(next(self._of_fsdp))
 
     @contextlib.contextmanager
     def using(self, stream: Any) -> Iterator[None]:

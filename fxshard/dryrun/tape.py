@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 
 from fxshard.ir.calls import Call
 from fxshard.memory.category import Category
@@ -41,6 +42,8 @@ class Tape:
         marks: where phases change.
         ends: the points after which a step begins or ends; what comes before the first is no step.
         calls: per stretch between them, and micro-batch, every call of a module.
+        used_on: by number of a range, the streams of ``record_stream``.
+        waited: the host's waits: when, and per stream up to which tick its work is over by then.
     """
 
     def __init__(self) -> None:
@@ -49,6 +52,8 @@ class Tape:
         self.marks: list[Mark] = []
         self.ends: list[int] = []
         self.calls: list[list[list[Call]]] = [[]]
+        self.used_on: dict[int, set[str]] = {}
+        self.waited: list[tuple[int, dict[str, int]]] = []
 
     @property
     def last(self) -> int:
@@ -105,6 +110,21 @@ class Tape:
             for point in range(mark.point, stop):
                 if self.moments[point].op in operators:
                     yield point
+
+    def over_for_host(self, stream: str) -> Callable[[int], int]:
+        """When the host can first know that `stream` has done what was asked of it until a tick.
+
+        Returns:
+            A function of that tick; what the host never waits for is over after the run.
+        """
+        ticks: list[int] = []
+        over: list[int] = []
+        for tick, each in self.waited:
+            if each.get(stream, 0) > (over[-1] if over else 0):
+                ticks.append(tick)
+                over.append(each[stream])
+        ticks.append(2 * len(self.moments))
+        return lambda asked: ticks[bisect.bisect_left(over, asked)]
 
     def ledger(self, step: int) -> Ledger:
         """The live ranges of one step.

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, _op_schema
 from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxshard._torch import autograd, fully_sharded, modes, remembered_device, trees
@@ -239,3 +240,13 @@ def test_operators_below_autograd() -> None:
     with modes.below_autograd():
         assert not (x * 2).requires_grad
     assert (x * 2).requires_grad
+
+
+def test_a_subclass_on_a_remembered_device_is_on_the_cpu_for_autograd() -> None:
+    """Where torch has no CUDA, C++ ends the process that asks a tensor on CUDA for its stream."""
+    with FakeTensorMode(), remembered_device.remembered(lambda tensor: True):
+        inside = torch.empty(2, 3)
+        assert inside.device.type == "cuda"
+        wrapped = TwoTensor(inside, inside).requires_grad_()
+        (gradient,) = torch.autograd.grad((wrapped * 2).sum(), wrapped)
+        assert isinstance(gradient, TwoTensor)

@@ -2,8 +2,9 @@
 
 import torch
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
-from fxshard._torch.transforms import without_transforms
+from fxshard._torch.transforms import in_memory, without_transforms
 
 
 def test_the_tensor_below_all_transforms() -> None:
@@ -17,3 +18,10 @@ def test_the_tensor_below_all_transforms() -> None:
 
     torch.vmap(torch.func.grad(function))(x)
     assert seen[0].shape == (3, 2) and seen[0].data_ptr() == x.data_ptr()
+
+
+def test_the_tensors_inside_of_a_subclass() -> None:
+    a, b, c = (torch.ones(n) for n in (2, 2, 2))
+    within = TwoTensor(TwoTensor(a, b), c)
+    assert [id(each) for each in in_memory(within)] == [id(a), id(b), id(c)]
+    assert [id(each) for each in in_memory(a)] == [id(a)]

@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fxshard
 from tests.dryrun.measure import Measure, Points, without_collector
@@ -134,6 +134,49 @@ def _fully_shard(job: Job, model: Any, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
+class SentInHalf(torch.Tensor):
+    """A weight that FSDP2 gathers in fp16, by its extension point, and computes with in fp32."""
+
+    @staticmethod
+    def __new__(cls, inside: torch.Tensor) -> "SentInHalf":
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inside.shape, dtype=inside.dtype, device=inside.device
+        )
+
+    def __init__(self, inside: torch.Tensor) -> None:
+        self.inside = inside
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inside"], None
+
+    @staticmethod
+    def __tensor_unflatten__(tensors: Any, _: None, size: Any, stride: Any) -> "SentInHalf":
+        return SentInHalf(tensors["inside"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(cls, lambda each: each.inside, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, cls, func(*args, **kwargs))
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor], None]:
+        return (self.inside.to(torch.float16),), None
+
+    def fsdp_post_all_gather(
+        self, gathered: Any, metadata: Any, dtype: Any, *, out: torch.Tensor | None = None
+    ) -> Any:
+        if out is not None:
+            out.data.copy_(gathered[0])
+            return None
+        made = gathered[0].to(torch.float32)
+        return made, (made,)
+
+
+def extended(job: Job, model: Any) -> nn.Module:
+    for block in model.blocks:
+        block.up.weight = nn.Parameter(SentInHalf(block.up.weight.detach()))
+    return _fully_shard(job, model, init_device_mesh(job.device, (dist.get_world_size(),)))
+
+
 def hybrid(job: Job, model: nn.Module) -> nn.Module:
     replicas = job.options.get("replicas", 2)
     mesh = init_device_mesh(
@@ -170,6 +213,7 @@ def fsdp1(job: Job, model: Any) -> nn.Module:
 
 KINDS: dict[str, Callable[[Job, nn.Module], nn.Module]] = {
     "ddp": ddp,
+    "extended": extended,
     "fsdp1": fsdp1,
     "tp": tensor_parallel,
     "hsdp": hybrid,

@@ -56,7 +56,10 @@ class DeviceMemory:
         out_of_memory: ``(step, phase, node)`` of the request that could not be met, or None.
         fixed: workspaces (in the figures above), and bounds of what is outside of the allocator.
         unknown: kernels whose temporaries are not known; they are in no figure.
-        replay: the full record.
+        replay: the full record. Where ``record_stream`` was called, memory depends on time: this is
+            the most that it can be, as the host is ahead of the GPU as far as its waits allow.
+        keeping_up: the least that it can be, as the GPU has done its work when memory is freed;
+            None without ``record_stream``, where time changes nothing.
     """
 
     phases: tuple[PhaseReserved, ...]
@@ -64,6 +67,7 @@ class DeviceMemory:
     fixed: tuple[FixedCost, ...]
     unknown: tuple[KernelTemporary, ...]
     replay: Replay
+    keeping_up: Replay | None = None
 
     @property
     def requested(self) -> int:
