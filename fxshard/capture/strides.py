@@ -257,6 +257,10 @@ class KernelFakeMode(FakeTensorMode):
 
     on_cpu = True  # what is on the CPU stays there
 
+    def __deepcopy__(self, memo: Any) -> KernelFakeMode:
+        """Itself: copies of its tensors, as in ``copy.deepcopy(module)``, are its own, too."""
+        return self
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: Any = (), kwargs: Any = None
     ) -> Any:

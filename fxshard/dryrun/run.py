@@ -255,6 +255,7 @@ class DryRun:
     def _running(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(surroundings.cycles_kept())
+            stack.enter_context(surroundings.addresses_unremarked())
             stack.enter_context(fake_process_group(self.rank, self.world_size))
             stack.enter_context(surroundings.group_taken_for_the_users())
             stack.enter_context(surroundings.loaders_in_this_process())

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import inspect
+import warnings
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -29,6 +30,14 @@ def cycles_kept() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextlib.contextmanager
+def addresses_unremarked() -> Iterator[None]:
+    """torch's own code asks for addresses, as copies of modules do: it warns of fake tensors'."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        yield
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """`fxshard.dry_run`: devices, values, streams, steps, and what is left behind."""
 
+import copy
 import gc
 import math
 import pickle
@@ -174,6 +175,26 @@ def test_what_a_kernel_takes_for_itself_counted_by_hand() -> None:
     found = [each for each in run.memory.kernel_temporaries if "softmax" in each.op]
     assert [each.bytes for each in found] == [MIB]
     assert 0 <= run.memory.peak_bytes - 5 * MIB < 1024
+
+
+@pytest.mark.filterwarnings("error")
+def test_copies_of_modules_counted_by_hand() -> None:
+    """Three layers of 1 MiB, two of them copies, and what an average of them copies on the GPU."""
+    with fxshard.dry_run(world_size=1) as run:
+        layer = nn.Linear(512, 512, bias=False)
+        model = nn.Sequential(layer, copy.deepcopy(layer), copy.deepcopy(layer))
+        for param in model.parameters():  # as FSDP1 moves them
+            param.data = param.to("cuda")
+        average = copy.deepcopy(model)
+        for each in (model, average):
+            assert all(p.detach().device.type == "cuda" for p in each.parameters())
+        model(torch.randn(1, 512, device="cuda")).sum().backward()
+        run.step()
+    held = [each for each in run.memory.first.ranges if each.bytes == MIB and not each.host]
+    assert sum(each.died is None for each in held) == 3 + 3 + 3  # weights, averages, gradients
+    assert sum(each.category is Category.SHARDED_PARAM for each in held) == 3
+    assert run.memory.peak_bytes // MIB == 9
+    assert run.device_memory().allocated // MIB >= 9
 
 
 def test_what_fsdp2_holds(sharded: fxshard.DryRun) -> None:
