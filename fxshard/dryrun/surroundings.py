@@ -34,7 +34,7 @@ def cycles_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def addresses_unremarked() -> Iterator[None]:
-    """torch's own code asks for addresses, as copies of modules do: it warns of fake tensors'."""
+    """Torch's own code asks for addresses, as copies of modules do: it warns of fake tensors'."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield
