@@ -174,7 +174,8 @@ def swaps_of_fakes() -> Callable[[torch.Tensor, torch.Tensor], None]:
 
     Torch refuses to swap what something refers to, weakly too, and refers so to some fakes itself.
     They get other data, as ``Module.to`` gives to tensors that are not fake. Those that come from
-    meta cannot, and are swapped. (torch/utils/__init__.py)
+    meta cannot, and are swapped, once torch's table of which fake stands for which tensor of meta
+    has forgotten them. (torch/utils/__init__.py; `MetaConverter.tensor_memo`)
     """
     plain = torch.utils.swap_tensors
 
@@ -184,6 +185,16 @@ def swaps_of_fakes() -> Callable[[torch.Tensor, torch.Tensor], None]:
         try:
             first.data = second.detach()
         except RuntimeError:
+            for each in (first, second):
+                if isinstance(each, FakeTensor):  # a DTensor is in no table itself
+                    _forgotten(each)
             plain(first, second)
 
     return swap
+
+
+def _forgotten(fake: FakeTensor) -> None:
+    """It stands for no tensor of meta any more, which it was made of."""
+    memo = fake.fake_mode.fake_tensor_converter.meta_converter.tensor_memo
+    for key in [key for key, each in memo.items() if each is fake]:
+        del memo[key]

@@ -107,6 +107,7 @@ class Recorder(TorchDispatchMode):
         self._sums = GradientSums()
         self._placed = placed or _all_on_device
         self._known: dict[int, LiveRange | None] = {}  # by id of a live storage; None: of no bytes
+        self._hosts: dict[int, bool] = {}  # so: in whose memory it is, emptied ones too
         self._references: dict[int, Any] = {}
         self._fakes = fakes
         self._kept: list[Tensor] = []
@@ -230,7 +231,8 @@ class Recorder(TorchDispatchMode):
             fake = self._fakes.from_tensor(tensor)
         key = id(fake.untyped_storage())
         if key not in self._known:
-            self._known[key] = self._known.get(id(tensor.untyped_storage()))
+            real = id(tensor.untyped_storage())
+            self._known[key], self._hosts[key] = self._known.get(real), self._hosts.get(real, True)
             self._kept.append(fake)
         return fake
 
@@ -290,7 +292,8 @@ class Recorder(TorchDispatchMode):
 
     def is_on_device(self, tensor: Tensor) -> bool:
         """True if a tensor, or one inside of it, lies in the memory of the run's device."""
-        return any(not found.host for found in self.storages(tensor))
+        keys = (id(each.untyped_storage()) for each in _tensors(tensor))
+        return any(not self._hosts.get(key, True) for key in keys)
 
     def _outside(self, args: Any, kwargs: Any) -> None:
         """Tensors that were there before, or came from where no operator ran, as from NumPy."""
@@ -312,10 +315,12 @@ class Recorder(TorchDispatchMode):
         size = storage.nbytes()
         category = category or self.position.category
         self._known[key] = self.tape.born(size, category, host=host) if size else None
+        self._hosts[key] = host
 
         def died(_: Any) -> None:
             gone = self._known.pop(key, None)
             self._references.pop(key, None)
+            self._hosts.pop(key, None)
             if gone is not None and gone.died is None:
                 self.tape.died(gone)
 
@@ -339,7 +344,7 @@ class Recorder(TorchDispatchMode):
             return
         if size:
             self._point("resize_", kind="row")
-            host = before is not None and before.host
+            host = self._hosts[key]
             self._known[key] = self.tape.born(size, self.position.category, host=host)
         else:
             self._known[key] = None

@@ -216,3 +216,13 @@ def test_memory_format_is_that_of_the_strides() -> None:
     assert fake_tensors.suggest_memory_format(x) is torch.contiguous_format
     last = x.contiguous(memory_format=torch.channels_last)
     assert fake_tensors.suggest_memory_format(last) is torch.channels_last
+
+
+def test_fakes_of_meta_tensors_can_be_swapped() -> None:
+    """Torch swaps no tensor that is weakly referred to, as its table of fakes does."""
+    with fake_tensors.FakeTensorMode() as mode:
+        standing = mode.from_tensor(torch.ones(2, device="meta"))
+        other = torch.zeros(3)
+    first, second = standing.storage_offset(), other.shape
+    fake_tensors.swaps_of_fakes()(standing, other)
+    assert first == 0 and standing.shape == second and other.shape == (2,)

@@ -66,6 +66,18 @@ def test_tensors_say_where_they_were_asked_to_be() -> None:
         assert tokens.is_cuda and tokens.tolist() == [0, 1, 2, 3]
 
 
+def test_an_emptied_tensor_is_still_on_its_device() -> None:
+    """As FSDP leaves an unsharded parameter: its storage has no bytes."""
+    with fxshard.dry_run(world_size=2):
+        here, there = torch.zeros(3), torch.zeros(3, device="cuda")
+        for each in (here, there):
+            each.untyped_storage().resize_(0)
+        assert (here.device.type, there.device.type) == ("cpu", "cuda")
+        assert there.detach().device.type == "cuda"
+        there.untyped_storage().resize_(12)
+        assert there.device.type == "cuda"
+
+
 def test_tensors_of_python_numbers_and_arrays_on_the_gpu() -> None:
     with fxshard.dry_run(world_size=2):
         x = torch.zeros(3, device="cuda")
@@ -324,6 +336,20 @@ def test_attention_and_dropout_are_those_of_cuda() -> None:
     assert "aten._scaled_dot_product_flash_attention_for_cpu.default" not in operators
     assert "aten.native_dropout.default" in operators
     assert "aten.bernoulli_.float" not in operators
+
+
+def test_products_in_float8_into_a_tensor_are_not_computed() -> None:
+    """Compiled float8 training calls this form, which torch has no fake form of."""
+    product = torch.ops.aten._scaled_mm.out
+    with fxshard.dry_run(world_size=2):
+        a = torch.empty(16, 32, device="cuda").to(torch.float8_e4m3fn)
+        b = torch.empty(48, 32, device="cuda").to(torch.float8_e4m3fn)
+        scale, out = torch.ones((), device="cuda"), torch.empty(16, 48, device="cuda")
+        assert product(a, b.t(), scale, scale, out_dtype=torch.float32, out=out) is out
+        with pytest.raises(RuntimeError, match="same reduction dim"):
+            product(a, b, scale, scale, out_dtype=torch.float32, out=out)
+        with pytest.raises(RuntimeError, match=r"out is .*\[16, 48\]"):
+            product(a, b[:8].t(), scale, scale, out_dtype=torch.float32, out=out)
 
 
 def test_checkpointing_and_accumulation() -> None:

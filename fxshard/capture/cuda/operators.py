@@ -329,6 +329,10 @@ AS_ON_META: tuple[OpOverload, ...] = (
     aten._embedding_bag.default,
 )
 
+# Compiled code calls these; torch has no fake form of them, and would compute. Beside each, what has
+# its shapes.
+SHAPES_OF: dict[OpOverload, OpOverload] = {aten._scaled_mm.out: aten.mm.default}
+
 
 class CudaFakeMode(KernelFakeMode):
     """Fake tensors that are on the CPU and get the results that those on CUDA get."""
@@ -339,6 +343,12 @@ class CudaFakeMode(KernelFakeMode):
         if func is rng.get_rng_state:
             with self:
                 return torch.empty(rng.ACCELERATOR_STATE_BYTES, dtype=torch.uint8)
+        if func in SHAPES_OF:
+            out: torch.Tensor = (kwargs or {})["out"]
+            with self:
+                shape = SHAPES_OF[func](*args[:2]).shape
+            torch._check(shape == out.shape, lambda: f"{func}: out is {out.shape}, not {shape}")
+            return out
         if func not in AS_ON_META:
             return super().__torch_dispatch__(func, types, args, kwargs)
         leaves, spec = trees.tree_flatten((args, kwargs or {}))
