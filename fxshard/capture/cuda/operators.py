@@ -329,8 +329,8 @@ AS_ON_META: tuple[OpOverload, ...] = (
     aten._embedding_bag.default,
 )
 
-# Compiled code calls these; torch has no fake form of them, and would compute. Beside each, what has
-# its shapes.
+# Compiled code calls these; torch has no fake form of them, and would compute. Beside each, what
+# has its shapes.
 SHAPES_OF: dict[OpOverload, OpOverload] = {aten._scaled_mm.out: aten.mm.default}
 
 
