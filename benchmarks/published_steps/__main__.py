@@ -1,104 +1,94 @@
 """Dry runs of jobs whose peaks were published: writes docs/published-peaks.md.
 
-    python -m benchmarks.published_steps              # all jobs, 15 minutes; writes the page
-    python -m benchmarks.published_steps --only 8B    # some of them; prints the table
-    python -m benchmarks.published_steps --page       # the page from the results that are there
+    python -m benchmarks.published_steps               # all jobs, 20 minutes; writes the page
+    python -m benchmarks.published_steps --only tt165  # some, into the results that are there
+    python -m benchmarks.published_steps --page        # the page from the results that are there
 
-No GPU, and nothing is downloaded.
+No GPU, and nothing is downloaded. Jobs in float8 need torchao's Python files:
+`pip install torchao`.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import multiprocessing as mp
-import platform
-import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
 from tabulate import tabulate
 
-from benchmarks.published_steps.jobs import JOBS, NOTES, SOURCES, figures
+from benchmarks.published_steps.jobs import JOBS, figures, job_of, measured, metric_of
+from benchmarks.published_steps.remarks import HEAD, remark_of, remarks
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "published-peaks.md"
 RESULTS = ROOT / "benchmarks" / "results" / "published_steps.json"
 GIB = 2**30
 
-HEAD = """# Published peaks beside dry runs
 
-Written by `python -m benchmarks.published_steps`; do not edit. Each row is a job that somebody ran
-on GPUs with torch's own `fully_shard`, and published the peak of. Beside it is what
-`fxshard.dry_run` says of the same steps on a machine without a GPU: the model of
-`benchmarks/published_steps/llama.py`, three steps, the settings of the source. No constant was
-chosen by these figures.
-
-{table}
-
-(torch {torch}, Python {python}, {date}. GiB. "active" and "reserved" are those of the statistics of
-torch.cuda.)
-
-What is known of differences:
-
-{notes}
-
-Sources:
-
-{sources}
-"""
-
-
-def alone(number: int) -> list[dict[str, Any]]:
-    """The rows of a job, in a process of its own: what it compiled is gone with it."""
+def alone(name: str) -> dict[str, Any]:
+    """In a process of its own: what it compiled is gone with it."""
     with ProcessPoolExecutor(1, mp.get_context("spawn")) as pool:
-        return pool.submit(figures, number).result()
+        return pool.submit(measured, name).result()
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """As Markdown."""
-    told = [
-        {
-            "job": r["job"],
-            "allocator": r["settings"],
-            "peak": r["metric"],
-            "published": f"{r['published_gib']:.2f}",
-            "dry run": f"{r['bytes'] / GIB:.2f}",
-            "off by": f"{100 * (r['bytes'] / GIB / r['published_gib'] - 1):+.1f}%",
-            "reserved, expandable": f"{r['reserved_expandable'] / GIB:.2f}",
-            "source": r["source"],
-        }
-        for r in rows
-    ]
-    return tabulate(told, headers="keys", tablefmt="github", disable_numparse=True)
+def beside(row: dict[str, str], found: dict[str, Any]) -> tuple[str, str, str]:
+    """The dry run's peak of a figure, how far off it is, and "near", "between" or "far"."""
+    published, kind = float(row["gib"]), metric_of(row)
+    gib = found[kind] / GIB
+    off = 100 * (gib / published - 1)
+    verdict = "near" if abs(off) < 1 else "far"
+    if "least" not in found or kind == "allocated":
+        return f"{gib:.2f}", f"{off:+.1f}%", verdict
+    least = found["least"][kind] / GIB
+    text = f"{least:.2f} to {gib:.2f}"
+    return (
+        (text, "between", "between")
+        if least <= published <= gib
+        else (text, f"{off:+.1f}%", verdict)
+    )
 
 
-def page(made: dict[str, Any]) -> str:
-    """The text of the page."""
-    sources = "\n".join(f"- {key}: {text}" for key, text in SOURCES.items())
-    notes = "\n".join(f"- {note}" for note in NOTES)
-    told = {key: made[key] for key in ("torch", "python", "date")}
-    return HEAD.format(table=table(made["rows"]), notes=notes, sources=sources, **told)
+def page(results: dict[str, Any]) -> str:
+    """The text of the page: a row for each published figure."""
+    rows, verdicts = [], collections.Counter[str]()
+    for name, row in figures().items():
+        job = job_of(name)
+        text, off, verdict = ("-", "-", "missing") if job is None else beside(row, results[job])
+        verdicts[verdict] += 1
+        cells = {"figure": name, "peak": metric_of(row), "published": f"{float(row['gib']):.2f}"}
+        rows.append(cells | {"dry run": text, "off by": off, "remark": remark_of(name)})
+    made = [results[job] for job in JOBS]
+    about = {
+        key: ", ".join(sorted({each[key] for each in made})) for key in ("torch", "python", "date")
+    }
+    kinds = ("near", "between", "far", "missing")
+    return HEAD.format(
+        table=tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True),
+        remarks=remarks(),
+        all=len(rows),
+        run=len(rows) - verdicts["missing"],
+        **{kind: verdicts[kind] for kind in kinds},
+        **about,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="part of a job's name")
+    parser.add_argument("--only", help="the beginning of a job's name")
     parser.add_argument("--page", action="store_true", help="run nothing")
     asked = parser.parse_args()
-    rows = []
-    for number, job in enumerate(JOBS):
-        if asked.only in job.name and not asked.page:
-            rows += alone(number)
-            print(table(rows[-len(job.figures) :]), f"{rows[-1]['cpu_s']} s", flush=True)
-    if not (asked.only or asked.page):
-        versions = {"torch": torch.__version__, "python": platform.python_version()}
-        made = {"date": time.strftime("%Y-%m-%d"), **versions, "rows": rows}
-        RESULTS.write_text(json.dumps(made, indent=1) + "\n")
-    if not asked.only:
-        PAGE.write_text(page(json.loads(RESULTS.read_text())))
+    results = json.loads(RESULTS.read_text())
+    for name in JOBS:
+        if not asked.page and name.startswith(asked.only or ""):
+            results[name] = alone(name)
+            told = {kind: round(results[name][kind] / GIB, 2) for kind in ("allocated", "reserved")}
+            print(name, told, f"{results[name]['cpu_s']} s", flush=True)
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    PAGE.write_text(page(results))
 
 
 if __name__ == "__main__":

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
-aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,13 +55,17 @@ class Attention(nn.Module):
         self.wk, self.wv = nn.Linear(wide, narrow, bias=False), nn.Linear(wide, narrow, bias=False)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        batch, length, dim = x.shape
-        q, k, v = (f(x).view(batch, length, -1, self.size) for f in (self.wq, self.wk, self.wv))
+        """x: (batch, length, dim), or (batch * length, dim); here may be a part of the heads."""
+        length = angles.shape[0]
+        q, k, v = (f(x) for f in (self.wq, self.wk, self.wv))
+        batch = q.numel() // q.shape[-1] // length
+        q, k, v = (each.view(batch, length, -1, self.size) for each in (q, k, v))
         q, k = rotated(q, angles), rotated(k, angles)
         k, v = (self._repeated(each) for each in (k, v))
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.wo(out.transpose(1, 2).contiguous().view(batch, length, dim))  # type: ignore[no-any-return]
+        out = out.transpose(1, 2).contiguous()
+        return self.wo(out.view(*x.shape[:-1], -1))  # type: ignore[no-any-return]
 
     def _repeated(self, x: Tensor) -> Tensor:
         if self.groups == 1:
@@ -102,9 +99,13 @@ class Block(nn.Module):
 class Llama(nn.Module):
     angles: Tensor
 
-    def __init__(self, shape: Shape, length: int, fp32_logits: bool) -> None:
+    def __init__(self, shape: Shape, length: int, *, fp32_logits: bool, folded: bool) -> None:
+        """Args:
+        fp32_logits: they are returned so.
+        folded: batch and length are one dimension between embedding and head.
+        """
         super().__init__()
-        self.fp32_logits = fp32_logits
+        self.fp32_logits, self.folded = fp32_logits, folded
         self.tok_embeddings = nn.Embedding(shape.vocabulary, shape.dim)
         size = shape.dim // shape.heads
         self.register_buffer("angles", torch.zeros(length, size // 2, dtype=torch.complex64))
@@ -114,64 +115,12 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         h = self.tok_embeddings(tokens)
+        if self.folded:
+            h = h.view(-1, h.shape[-1])
         for layer in self.layers.values():
             h = layer(h, self.angles)
-        logits: Tensor = self.output(self.norm(h))
+        h = self.norm(h)
+        if self.folded:
+            h = h.view(tokens.shape[0], -1, h.shape[-1])
+        logits: Tensor = self.output(h)
         return logits.float() if self.fp32_logits else logits
-
-
-# torchtitan's per-op selective checkpointing: these are saved, but each second product is not.
-SAVED = {
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-}
-
-
-def every_second_product() -> Any:
-    """The contexts of torchtitan's per-op selective checkpointing."""
-    counts: dict[str, int] = collections.defaultdict(int)
-
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        saved = op in SAVED
-        if op == aten.mm.default:
-            when = "recompute" if context.is_recompute else "forward"
-            counts[when] += 1
-            saved = counts[when] % 2 == 1
-        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
-
-
-def checkpointed(block: nn.Module, policy: str) -> nn.Module:
-    """`policy`: "none", "full" or "per-op"."""
-    if policy == "none":
-        return block
-    how = {"context_fn": every_second_product} if policy == "per-op" else {}
-    return checkpoint_wrapper(block, preserve_rng_state=False, **how)
-
-
-def sharded(shape: Shape, length: int, checkpoint: str, compiles: str, fp32_logits: bool) -> Llama:
-    """Built on the meta device, checkpointed, compiled, sharded, and put on the GPU.
-
-    Args:
-        compiles: "no", "blocks" or "model".
-        fp32_logits: the model returns them so.
-    """
-    with torch.device("meta"):
-        model = Llama(shape, length, fp32_logits)
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for name, block in model.layers.items():
-        block = checkpointed(block, checkpoint)
-        if compiles == "blocks":
-            block = torch.compile(block, fullgraph=True)
-        model.layers[name] = block
-    for name, block in model.layers.items():
-        reshard = int(name) < shape.layers - 1
-        fully_shard(block, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mp_policy=policy, reshard_after_forward=False)
-    if compiles == "model":
-        model.compile(dynamic=False)
-    model.to_empty(device="cuda")
-    return model
