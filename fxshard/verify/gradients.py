@@ -110,8 +110,8 @@ def _cut_along(program: Program, sent: fx.Node, layout: ParamLayout) -> None:
             padding = cast("list[int]", node.args[1])
             pads = next((-1 - i // 2, n) for i, n in enumerate(padding) if n)
         node = source
-    dim = layout.dim - len(layout.shape)
-    if found != expected or pads != ((dim, layout.padding) if layout.padding else (0, 0)):
+    padding = (layout.dim - len(layout.shape), layout.padding) if layout.padding else (0, 0)
+    if found != expected or (layout.dim and pads != padding):
         what = f"%{sent.name} is not cut along dimension {layout.dim} of {list(layout.shape)}, "
         what += f"which the parameter {tags.get(sent).fqn!r} is sharded along."
         fail(program, Fact.REDUCED_ONCE, sent, what)
