@@ -25,7 +25,7 @@ from fxshard.dryrun.fsdp2 import Fsdp2Memory, Recipe, run_fsdp2
 from fxshard.dynamo import graphs
 from fxshard.errors import ConfigError, UnknownSizeError
 from fxshard.host.progress import say, task
-from fxshard.ir.units import Unit, check_reshard, configured_units
+from fxshard.ir.units import Unit, check_reshard, configured_units, placed
 from fxshard.memory.report import MemoryReport
 from fxshard.pipeline import Observer, make_program
 from fxshard.planner import budget
@@ -99,11 +99,12 @@ def plan(
     if observe is not None:
         check_called("observe", observe, "a pass's name", "text before", "text after")
     check_progress(progress)
+    module = _plain_module(model)
     workload = Workload(
-        _plain_module(model),
+        module,
         example(args, kwargs),
         world_size,
-        Config.from_options(options),
+        placed(module, Config.from_options(options)),
         micro_batches,
         no_sync,
         loss,
@@ -187,6 +188,7 @@ def _compiled(
     call = example(() if args is None else args, kwargs)
     module = _plain_module(model)
     check_swappable(module)
+    config = placed(module, config)
     sharding = _sharding(module, config, world_size, mesh, process_group, kept)
     world = sharding.world
     if config.memory_budget is not None:
@@ -259,10 +261,10 @@ def fully_shard(
     """Shard `module` in place, called as `torch.distributed.fsdp.fully_shard` is.
 
     Call it on the blocks of a model, inner ones first, and then on the model: each call makes its
-    parameters sharded ones (DTensors of placement ``Shard(0)``), those of earlier calls excepted,
-    and one unit, whose parameters are gathered and reduced together. The module that was given last
-    is the root: a `FxshardModule`, which has the methods of `FSDPModule`, and whose program is made
-    at its first forward. Blocks keep their own classes.
+    parameters sharded ones (DTensors), those of earlier calls excepted, and one unit, whose
+    parameters are gathered and reduced together. The module that was given last is the root: a
+    `FxshardModule`, which has the methods of `FSDPModule`, and whose program is made at its first
+    forward. Blocks keep their own classes.
 
     What is on the meta device is allocated, as NaN: fill it before the first forward, by
     ``model.to_empty(device=...)`` and the model's own initialisation, or by loading.
@@ -274,7 +276,9 @@ def fully_shard(
         reshard_after_forward: True: sharded between forward and backward; False: unsharded; an
             integer n: sharded over groups of n neighbouring ranks. None: False for the root, True
             for blocks.
-        shard_placement_fn: only one that returns None or ``Shard(0)``.
+        shard_placement_fn: called with each parameter; returns ``Shard(dim)``, the dimension to
+            shard it along, or None for ``Shard(0)``. Sizes need not divide evenly. A mesh of its
+            own for a parameter (`ShardPlacementResult`) is refused.
         mp_policy: dtypes of compute, of reductions and of outputs, of this unit.
         offload_policy: `CPUOffloadPolicy`: shards, sharded gradients and optimizer states are on
             the CPU; the same in all calls.
@@ -309,10 +313,9 @@ def fully_shard(
     call = UnitCall.of(module, **options)
     with unchanged_on_error(module):
         inner = taken_over(module, call)
-        calls = {"": call} | inner.calls
-        config = Config.from_options(options_of(calls, inner.mesh))
+        config = Config.from_options(options_of(inner.calls, inner.mesh))
         compiled = _compiled(module, config, mesh=inner.mesh, kept=inner.slots)
-        compiled._fxshard.unit_calls = calls
+        compiled._fxshard.unit_calls = inner.calls
     return compiled
 
 
@@ -328,10 +331,9 @@ def shard(
 ) -> nn.Module:
     """Shard `model` in place, for eager use and for ``torch.compile(model, backend="fxshard")``.
 
-    Its parameters become sharded ones, DTensors of placement ``Shard(0)``; the model stays the
-    user's object. In eager mode its forward gathers each parameter where it is read. Under
-    torch.compile, each graph that Dynamo captures runs as a program of the kind that `compile`
-    makes; `reports` gives their memory.
+    Its parameters become sharded ones, DTensors; the model stays the user's object. In eager mode
+    its forward gathers each parameter where it is read. Under torch.compile, each graph that Dynamo
+    captures runs as a program of the kind that `compile` makes; `reports` gives their memory.
 
     Args:
         model: as for `compile`, but a module: what is on the meta device is filled.
@@ -358,6 +360,7 @@ def shard(
             f"fxshard.shard takes the nn.Module itself, which Dynamo traces, not a "
             f"{type(model).__name__}. Use fxshard.compile."
         )
+    config = placed(module, config)
     sharding = _sharding(module, config, world_size, mesh, process_group)
     classes = reading.classes(module, sharding.units)
     before = dict(module.named_parameters())
@@ -439,6 +442,7 @@ def validate(
             "process. Call it before init_process_group, or in another process."
         )
     args, kwargs = example(args, kwargs)
+    config = placed(_plain_module(model), config)
     module = copied(_plain_module(model))
     for name, param in module.named_parameters():
         if param.is_meta:
@@ -535,8 +539,10 @@ def tune(
     if config.memory_budget is not None:
         raise ConfigError("memory_budget=... in fxshard.tune: give budget=... instead.")
     limit = chosen.memory_bytes if budget is None else parse_budget(budget)
+    module = _plain_module(model)
+    config = placed(module, config)
     workload = Workload(
-        *(_plain_module(model), example(args, kwargs), world_size, config, micro_batches, no_sync),
+        *(module, example(args, kwargs), world_size, config, micro_batches, no_sync),
         *(loss, keep_outputs),
     )
     with task("tuning", plans, shown=progress) as show:
@@ -579,7 +585,7 @@ def _device_of(world: C10dWorld | InProcessWorld) -> torch.device | None:
 
 def _model_lines(units: tuple[Unit, ...]) -> list[str]:
     return [
-        f"parameter {p.fqn} {list(p.shape)} {p.dtype} unit={unit.name}"
+        f"parameter {p.fqn} {list(p.shape)} {p.dtype} Shard({p.shard_dim}) unit={unit.name}"
         for unit in units
         for p in unit.params
     ]

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     ShardingStrategy,
 )
+from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
 
 from fxshard._torch.modules import REDUCES_AS_STORED
@@ -215,6 +216,12 @@ class Options(TypedDict, total=False):
     ignored: Iterable[torch.nn.Module | torch.Tensor | str] | None
     """Modules, parameters or FQN globs that stay unsharded and are never communicated."""
 
+    shard_placement_fn: Callable[[torch.nn.Parameter], Shard | None] | Mapping[str, Shard] | None
+    """Along which dimension each parameter is sharded: a function that is called with it and
+    returns ``Shard(dim)``, or None for ``Shard(0)``, the default; or a dict from FQNs to such. Along
+    another dimension than 0 what is gathered, and gradients before they are reduced, are copied.
+    """
+
     reshard_after_forward: bool | int | Mapping[Any, bool | int] | None
     """What the parameters of a unit become between forward and backward. None: as `strategy` says;
     True: sharded; False: they stay unsharded; an integer n: sharded over groups of n neighbouring
@@ -356,6 +363,9 @@ class Config:
     strategy: Strategy | ShardingStrategy = "full_shard"
     units: Iterable[type[torch.nn.Module] | str] | Callable[..., Any] | None = None
     ignored: Iterable[torch.nn.Module | torch.Tensor | str] | None = ()
+    shard_placement_fn: (
+        Callable[[torch.nn.Parameter], Shard | None] | Mapping[str, Shard] | None
+    ) = None
     reshard_after_forward: bool | int | Mapping[Any, bool | int] | None = None
     mixed_precision: PrecisionPolicy | Mapping[Any, PrecisionPolicy | None] | None = None
     full_precision_in_eval: bool = False
@@ -469,6 +479,8 @@ class Config:
     def _check_functions(self) -> None:
         if self.param_init_fn is not None:
             check_called("param_init_fn", self.param_init_fn, "a module")
+        if not (self.shard_placement_fn is None or isinstance(self.shard_placement_fn, Mapping)):
+            check_called("shard_placement_fn", self.shard_placement_fn, "a parameter")
         if self.passes is None:
             return
         given: Any = self.passes

@@ -57,7 +57,7 @@ class InsertFree:
             pair = tags.get(launch).pair
             gathers = transfers.is_unshard(launch)
             groups = [(sent, f"free_sent_{pair}" if gathers else f"free_{pair}")]
-            groups += [(transfers.packed_results(launch), f"free_packed_{pair}")]
+            groups += [([p], f"free_packed_{pair}") for p in transfers.packed_results(launch)]
             if gathers:  # backward may read only a part of a unit that stays unsharded
                 early = [p for p in results if phase_of_last_reader(p) != "backward"]
                 late = [p for p in results if p not in early]

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxshard.ir import ops, tags, transfers
-from fxshard.ir.layout import spans
+from fxshard.ir.layout import ParamLayout, gathered, spans, split_by_rank
 from fxshard.ir.program import Fact, Program, Result
 from fxshard.ir.units import Param
 
@@ -24,7 +24,7 @@ class InsertReduce:
 
     A gradient is sent as it is if it is contiguous, divides evenly, has the dtype of the
     reduction, and nothing else refers to its storage; otherwise a copy (padded with zero rows,
-    cast) is sent. Packed gradients are sent in one flat copy, rank by rank; their sharded gradients
+    cast) is sent. That of a parameter cut along another dimension than 0 is copied rank by rank. Packed gradients are sent in one flat copy, rank by rank; their sharded gradients
     are parts of its result. Replicas all-reduce the results of the reduce-scatter. Then the sharded
     gradient is cast to the dtype of its parameter, and copied to the CPU if parameters are there.
 
@@ -235,10 +235,12 @@ def packed_together(
 def as_rows(program: Program, param: Param, grad: fx.Node, tag: tags.Meta) -> fx.Node:
     """A view of `grad`, padded, of shape ``[world_size, n]``: row r is what rank r gets."""
     tag = tags.changed(tag, role="pad", fqn=param.fqn)
-    pad = program.layouts[param.fqn].padding
+    layout = program.layouts[param.fqn]
     node = grad
-    if pad:
-        node = padded(program, grad, pad, tag)
+    if layout.dim:
+        node = by_rank(program, layout, grad, tag)
+    elif layout.padding:
+        node = padded(program, grad, layout, tag)
     elif not grad.meta["val"].is_contiguous():
         node = contiguous(program, grad, tag)
     return operation(program, aten.view.default, (node, [program.world_size, -1]), tag)
@@ -382,14 +384,16 @@ def as_sendable(
     What is sent is tagged with the FQN of the parameter whose gradient it is.
     """
     tag = tags.changed(tag, fqn=param.fqn)
-    val, pad = grad.meta["val"], program.layouts[param.fqn].padding
-    dtype = reduce_dtype(program, param, grad)
-    if not pad and val.is_contiguous() and (alone or val.dtype is not dtype):
+    val, layout = grad.meta["val"], program.layouts[param.fqn]
+    pad, dtype = layout.padding, reduce_dtype(program, param, grad)
+    if layout.dim:
+        node = by_rank(program, layout, grad, tag)
+    elif not pad and val.is_contiguous() and (alone or val.dtype is not dtype):
         if val.dtype is dtype:
             tags.update(grad, fqn=param.fqn)
         node = grad
     elif pad:
-        node = padded(program, grad, pad, tag)
+        node = padded(program, grad, layout, tag)
     else:
         node = contiguous(program, grad, tag)
     if val.dtype is dtype:
@@ -399,13 +403,24 @@ def as_sendable(
     return node
 
 
-def padded(program: Program, grad: fx.Node, pad: int, tag: tags.Meta) -> fx.Node:
-    """A contiguous copy of `grad` with `pad` more rows, of zeros."""
+def by_rank(program: Program, layout: ParamLayout, grad: fx.Node, tag: tags.Meta) -> fx.Node:
+    """A contiguous copy of `grad`, padded, in which each rank's part follows that of another."""
+    tag = tags.changed(tag, role="pad")
+    node = padded(program, grad, layout, tag) if layout.padding else grad
+    split, order = split_by_rank(layout.padded_shape, program.world_size, layout.dim)
+    node = operation(program, aten.view.default, (node, split), tag)
+    node = operation(program, aten.permute.default, (node, order), tag)
+    shape = list(gathered(layout.shard_shape, program.world_size))
+    return operation(program, aten.view.default, (contiguous(program, node, tag), shape), tag)
+
+
+def padded(program: Program, grad: fx.Node, layout: ParamLayout, tag: tags.Meta) -> fx.Node:
+    """A contiguous copy of `grad` with the rows, of zeros, that its parameter's shards have more."""
     val = grad.meta["val"]
-    padding = [0, 0] * (val.dim() - 1) + [0, pad]
+    padding = [0, 0] * (val.dim() - 1 - layout.dim) + [0, layout.padding]
     source = grad if val.is_contiguous() else contiguous(program, grad, tag)
     node = program.graph.call_function(aten.constant_pad_nd.default, (source, padding))
-    fake = program.fake((val.shape[0] + pad, *val.shape[1:]), val.dtype, val.device)
+    fake = program.fake(layout.padded_shape, val.dtype, val.device)
     return tags.put(node, tags.changed(tag, role="pad"), fake)
 
 

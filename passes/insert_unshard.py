@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from fxshard.ir import ops, tags, transfers
-from fxshard.ir.layout import part
 from fxshard.ir.program import Fact, Program
 from fxshard.ir.units import Param, Unit
 
@@ -23,8 +22,9 @@ class InsertUnshard:
     The placeholders of full parameters become placeholders of this rank's padded shards. What is
     sent is the shard, loaded from the CPU if it is offloaded, and cast to the unit's dtype, once
     per bucket. A launch moves one dtype: backends promise no more. Each parameter is gathered into
-    a buffer of its own; packed ones into one, out of which they are copied. A launch and its wait
-    stand together here; `prefetch` pulls them apart.
+    a buffer of its own; packed ones into one, out of which they are copied. So are those that are
+    cut along another dimension than 0, each out of its own. A launch and its wait stand together
+    here; `prefetch` pulls them apart.
 
     Between forward and backward a unit is sharded (``unit.reshard`` is True: backward gathers
     again), unsharded (False: backward reads what forward gathered), or sharded over n neighbours
@@ -224,21 +224,27 @@ def unshard(
             program, ops.all_gather, gather, names, tag, f"unshard_{tag.pair}"
         )
     transfers.insert_wait(program, made, tag)
-    if small:
-        made += unpack(program, [params[i] for i in small], made.pop(), size, tag)
-    both = zip([*alone, *small], made, strict=True)
-    return [node for _, node in sorted(both, key=lambda pair: pair[0])]
+    full: dict[int, fx.Node] = {}
+    for members, node in zip([*([i] for i in alone), *([small] if small else [])], made, strict=True):
+        found, inside = [node], [params[i] for i in members]
+        if len(members) > 1 or (size > 1 and program.layouts[fqns[members[0]]].dim):
+            found = unpack(program, inside, node, size, tag)
+        full |= zip(members, found, strict=True)
+    return [full[i] for i in range(len(params))]
 
 
 def unpack(
     program: Program, params: list[Param], flat: fx.Node, size: int, tag: tags.Meta
 ) -> list[fx.Node]:
     """Append the copies of `params` out of the buffer that they were gathered in."""
-    # A group of `size` ranks holds as many padded rows as all ranks do.
-    chunks = [list(part(program.layouts[param.fqn].padded_shape, size)) for param in params]
+    layouts = [program.layouts[param.fqn] for param in params]
+    chunks = [list(layout.chunk_shape(size)) for layout in layouts]
+    args: tuple[Any, ...] = ([flat], size, chunks)
+    if any(layout.dim for layout in layouts):
+        lengths = [layout.unsharded_shape[layout.dim] for layout in layouts]
+        args += ([layout.dim for layout in layouts], lengths)
     copies = tags.changed(tag, role="unpack")
     fqns = [param.fqn for param in params]
-    args = ([flat], size, chunks)
     made = transfers.insert_operator(program, ops.unpack, args, fqns, copies, f"unpack_{tag.pair}")
     for item in made:
         tags.update(item, role="unshard")
@@ -252,7 +258,7 @@ def cut_padding(
     full: list[fx.Node] = []
     for param, item in zip(params, items, strict=True):
         node = item
-        if program.layouts[param.fqn].padding:
+        if item.meta["val"].shape != param.shape:
             node = program.graph.call_function(aten.slice.Tensor, (item, 0, 0, param.shape[0]))
             tags.put(node, tags.changed(tag, fqn=param.fqn), program.refake(node))
         full.append(node)
@@ -285,8 +291,12 @@ def reshard(
     last = max(node for node in reading if tags.get(node).phase == "forward")
     fqns = [param.fqn for param in params]
     role = tags.changed(tag, role="reshard")
+    layouts = [program.layouts[fqn] for fqn in fqns]
+    args: tuple[Any, ...] = (items, size, group)
+    if any(layout.dim for layout in layouts):
+        rows = [layout.chunk_shape(size)[layout.dim] for layout in layouts]
+        args += ([layout.dim for layout in layouts], rows)
     with program.graph.inserting_before(last.next):
-        args = (items, size, group)
         parts = transfers.insert_operator(
             program, ops.reshard, args, fqns, role, f"reshard_{tag.pair}"
         )

@@ -506,6 +506,66 @@ FAULTS["retype_pack"] = argument("dtype", {None: torch.float64}, ops.pack)
 FAULTS["resize_unpack"] = argument("size", {None: 7}, ops.unpack)
 
 
+# -- dimensions --------------------------------------------------------------------------------
+
+
+def another(dims: Sequence[int], rng: random.Random) -> list[int]:
+    """Dimensions of matrices and vectors, one of them another."""
+    at = one(rng, [i for i, dim in enumerate(dims) if dim])
+    return [1 - dim if i == at else dim for i, dim in enumerate(dims)]
+
+
+@fault
+def another_dimension_of_an_unpack(program: Program, rng: random.Random) -> str:
+    node = one(rng, [n for n in nodes(program, ops.unpack) if len(n.args) > 3])
+    node.update_arg(3, another(node.args[3], rng))
+    return f"%{node} takes apart along {node.args[3]}"
+
+
+@fault
+def another_dimension_of_a_reshard(program: Program, rng: random.Random) -> str:
+    node = one(rng, [n for n in nodes(program, ops.reshard) if len(n.args) > 3])
+    node.update_arg(3, another(node.args[3], rng))
+    return f"%{node} cuts along {node.args[3]}"
+
+
+@fault
+def fewer_rows_of_a_reshard(program: Program, rng: random.Random) -> str:
+    node = one(rng, [n for n in nodes(program, ops.reshard) if len(n.args) > 3])
+    first, *rows = node.args[4]
+    node.update_arg(4, [first - 1, *rows])
+    return f"%{node} keeps {node.args[4]} rows"
+
+
+@fault
+def another_order_of_a_gradient(program: Program, rng: random.Random) -> str:
+    node = one(rng, nodes(program, aten.permute.default, role="pad"))
+    first, second, *others = node.args[1]
+    node.update_arg(1, [second, first, *others])
+    return f"%{node} is permuted as {node.args[1]}"
+
+
+@fault
+def another_split_of_a_gradient(program: Program, rng: random.Random) -> str:
+    node = one(rng, nodes(program, aten.permute.default, role="pad")).args[0]
+    node.update_arg(1, node.args[1][::-1])
+    return f"%{node} is viewed as {node.args[1]}"
+
+
+@fault
+def another_dimension_of_a_parameter(program: Program, rng: random.Random) -> str:
+    """The program is that of a dimension, and the shards that are held are cut along another."""
+    param = one(rng, [p for p in program.params.values() if len(p.shape) > 1])
+    other = dataclasses.replace(param, shard_dim=1 - param.shard_dim)
+    program.units = tuple(
+        dataclasses.replace(
+            unit, params=tuple(other if p is param else p for p in unit.params)
+        )
+        for unit in program.units
+    )
+    return f"{param.fqn} is cut along {other.shard_dim}"
+
+
 @fault
 def shift_cut_of_a_packed_gradient(program: Program, rng: random.Random) -> str:
     node = one(rng, [n for n in cuts(program) if n.args[2]])

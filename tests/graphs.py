@@ -180,6 +180,7 @@ def configured(
     precision: Precision = FULL,
     reshard: bool | int = True,
     ignored: Sequence[str] = (),
+    columns: bool = False,
     **attributes: Any,
 ) -> Program:
     """`program`, which no pass has touched yet, with other settings.
@@ -188,6 +189,7 @@ def configured(
         program: computes in ``precision.param_dtype`` if there is one; what it stores is fp32 then.
         precision, reshard: of all its units.
         ignored: FQNs of parameters that are not sharded.
+        columns: matrices are sharded along dimension 1.
         attributes: of the program: ``replicas``, ``offloaded``, ``sync``, ...
     """
     for node in program.graph.find_nodes(op="placeholder"):
@@ -201,6 +203,8 @@ def configured(
                 dataclasses.replace(p, dtype=torch.float32) if p.dtype.is_floating_point else p
                 for p in params
             )
+        if columns:
+            params = tuple(dataclasses.replace(p, shard_dim=int(len(p.shape) > 1)) for p in params)
         out = tuple(p for p in params if p.fqn in ignored)
         params = tuple(p for p in params if p.fqn not in ignored)
         unit = dataclasses.replace(unit, params=params, ignored=out, reshard=reshard)
@@ -590,9 +594,11 @@ def _mean(ranks: Sequence[Tensor]) -> Tensor:
 
 def _put_together(program: Program, shards: list[Tensor], fqn: str) -> list[Tensor]:
     """The full gradient, as each replica has it."""
-    size, rows = program.world_size, program.params[fqn].shape[0]
+    size, param = program.world_size, program.params[fqn]
+    dim = param.shard_dim
     starts = range(0, len(shards), size)
-    return [torch.cat(shards[start : start + size])[:rows] for start in starts]
+    full = (torch.cat(shards[start : start + size], dim) for start in starts)
+    return [each.narrow(dim, 0, param.shape[dim]) for each in full]
 
 
 def _added(program: Program, fqn: str, grad: Tensor, mine: Values) -> Tensor:
@@ -626,9 +632,9 @@ def _argument(
         return _of_rank((tag.role, name), values, doublings).to(dtype, copy=True)
     full = values["param", name].to(dtype)
     layout = program.layouts[name]
-    shard, rows = full.new_zeros(layout.shard_shape), layout.rows(rank % program.world_size)
-    shard[: len(rows)] = full[rows.start : rows.stop]
-    return shard
+    shard, mine = full.new_zeros(layout.shard_numel), layout.rows_of(full, rank % program.world_size)
+    shard[: mine.numel()] = mine.flatten()
+    return shard.view(layout.shard_shape)
 
 
 def assert_same(ours: Found, theirs: Found, *, exact: bool, dtypes: bool = True) -> None:

@@ -252,10 +252,9 @@ class Machine:
         held = ("shard", name)
         if held not in mine:  # one and the same in both phases, for it is stepped
             param = self.program.params[name]
-            chunk = math.ceil(param.shape[0] / self.world)
-            rows = mine["param", name].to(dtype)[(rank % self.world) * chunk :][:chunk]
-            mine[held] = rows.new_zeros((chunk, *param.shape[1:]))
-            mine[held][: len(rows)] = rows
+            full, dim = mine["param", name].to(dtype), param.shard_dim
+            chunks = cut(full, dim, math.ceil(param.shape[dim] / self.world), self.world)
+            mine[held] = chunks[rank % self.world]
         return mine[held]
 
     def named(self, results: Sequence[Any], nodes: Any) -> Found:
@@ -271,7 +270,9 @@ class Machine:
     def unsharded(self, param: Param, shards: Sequence[Tensor]) -> list[Tensor]:
         """The full gradient, as the replica of each rank has it."""
         starts = [rank - rank % self.world for rank in range(self.ranks)]
-        return [torch.cat(list(shards[s : s + self.world]))[: param.shape[0]] for s in starts]
+        dim, rows = param.shard_dim, range(param.shape[param.shard_dim])
+        full = [torch.cat(list(shards[s : s + self.world]), dim) for s in starts]
+        return [each.index_select(dim, torch.tensor(rows, dtype=torch.int64)) for each in full]
 
     # -- streams -----------------------------------------------------------------------------------
 
@@ -505,21 +506,49 @@ def pack(machine: Machine, node: fx.Node) -> None:
 
 
 def unpack(machine: Machine, node: fx.Node) -> None:
-    _, size, chunks = node.args
+    _, size, chunks, *along = node.args
+    dims, lengths = along or ([0] * len(chunks), [size * chunk[0] for chunk in chunks])  # type: ignore
     for rank, ((packed,),) in enumerate(zip(machine.operands(node), strict=True)):
         made, rows = [], packed.view(size, -1)
-        for chunk in chunks:  # type: ignore[union-attr]
-            length = math.prod(chunk)
-            made.append(rows[:, :length].reshape(size * chunk[0], *chunk[1:]).clone())
-            rows = rows[:, length:]
+        for chunk, dim, length in zip(chunks, dims, lengths, strict=True):  # type: ignore[arg-type]
+            taken = math.prod(chunk)
+            made.append(put_together(rows[:, :taken], chunk, dim, length))
+            rows = rows[:, taken:]
         machine.envs[rank][node] = made
 
 
+def put_together(rows: Tensor, chunk: Sequence[int], dim: int, length: int) -> Tensor:
+    """The tensor of `length` rows along `dim` whose `cut` ones are `rows`."""
+    parts, left = [], length
+    for row in rows:
+        taken = min(chunk[dim], left)
+        shape = [taken if d == dim else n for d, n in enumerate(chunk)]
+        parts.append(row[: math.prod(shape)].reshape(shape))
+        left -= taken
+    return torch.cat(parts, dim)
+
+
+def cut(full: Tensor, dim: int, rows: int, ranks: int) -> list[Tensor]:
+    """Chunks of `rows` rows along `dim`: what a rank has, and zeros after it."""
+    found = []
+    for rank in range(ranks):
+        mine = [row for row in range(full.shape[dim]) if row // rows == rank]
+        taken = full.index_select(dim, torch.tensor(mine, dtype=torch.int64)).flatten()
+        shape = [rows if d == dim else n for d, n in enumerate(full.shape)]
+        filled = torch.cat([taken, taken.new_zeros(math.prod(shape) - taken.numel())])
+        found.append(filled.reshape(shape))
+    return found
+
+
 def reshard(machine: Machine, node: fx.Node) -> None:
-    sent = machine.operands(node)
+    sent, along = machine.operands(node), node.args[3:]
     for members in machine.members(node):
         for i, rank in enumerate(members):
-            machine.envs[rank][node] = [v.chunk(len(members))[i].clone() for v in sent[rank]]
+            if along:
+                each = zip(sent[rank], *along, strict=True)  # type: ignore[arg-type]
+                machine.envs[rank][node] = [cut(*one, len(members))[i] for one in each]
+            else:
+                machine.envs[rank][node] = [v.chunk(len(members))[i].clone() for v in sent[rank]]
 
 
 def wait(machine: Machine, node: fx.Node) -> None:

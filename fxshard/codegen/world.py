@@ -56,10 +56,25 @@ class World(Protocol):
     def pack(self, shards: list[Tensor], dtype: torch.dtype, pair: int) -> list[Tensor]:
         """What is sent next: one fresh flat tensor in `dtype`, the concatenated shards."""
 
-    def unpack(self, packed: list[Tensor], chunks: list[list[int]]) -> list[Tensor]:
-        """Of a gathered packed buffer: a fresh tensor per parameter, all ranks' chunks of it."""
+    def unpack(
+        self,
+        packed: list[Tensor],
+        chunks: list[list[int]],
+        dims: Sequence[int] = (),
+        lengths: Sequence[int] = (),
+    ) -> list[Tensor]:
+        """Of a gathered buffer: a fresh tensor per parameter, all ranks' chunks of it.
 
-    def reshard(self, buffers: list[Tensor], group: str) -> list[Tensor]:
+        `dims` and `lengths` are those of `fxshard.ir.ops`.
+        """
+
+    def reshard(
+        self,
+        buffers: list[Tensor],
+        group: str,
+        dims: Sequence[int] = (),
+        rows: Sequence[int] = (),
+    ) -> list[Tensor]:
         """Fresh copies of this rank's rows, of as many parts as `group` has ranks."""
 
     def wait(self, tensors: list[Tensor], pair: int) -> None:

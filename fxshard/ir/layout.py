@@ -1,9 +1,14 @@
 """Where each row of each parameter is: all arithmetic on rows, padding and offsets is done here.
 
-A parameter is cut by rows, by the rule of `torch.chunk`, which is DTensor's ``Shard(0)``: each rank
-has ``ceil(rows / ranks)`` of them, the last ranks with fewer or none. Its shard is padded to that
-number, so that every rank sends as many bytes. The shards of a unit lie one after the other in a
-flat storage per dtype.
+A parameter is cut along one dimension, by the rule of `torch.chunk`, which is DTensor's ``Shard``:
+each rank has ``ceil(n / ranks)`` of its ``n`` rows, the last ranks with fewer or none. By default
+that is dimension 0; "rows" of a parameter that is cut along another one are the indices along that
+one. A shard is padded to as many rows, so that every rank sends as many bytes: what a rank has lies
+contiguous at its beginning, and the padding after it. The shards of a unit lie one after the other
+in a flat storage per dtype.
+
+Shards cut along dimension 0, one after the other, are the parameter. Cut along another one, they
+have to be copied into their places, and gradients into the shards that are sent (`both_places`).
 """
 
 from __future__ import annotations
@@ -22,8 +27,13 @@ from fxshard.ir.units import Unit
 
 Shape = Sequence[int]
 
-# Along each dimension of the mesh by its name. A dimension more is an entry more.
-PLACEMENTS: dict[str, Placement] = {"replicate": Replicate(), "shard": Shard(0)}
+
+def placements(dim: int = 0) -> dict[str, Placement]:
+    """Of a parameter cut along `dim`, along each dimension of the mesh by its name.
+
+    A dimension more is an entry more.
+    """
+    return {"replicate": Replicate(), "shard": Shard(dim)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +45,7 @@ class ParamLayout:
         dtype: of the sharded parameter.
         unit: index of its unit.
         mesh: number of ranks along each dimension of the mesh.
-        placements: per dimension of the mesh: ``Shard(0)``, or ``Replicate()`` where all ranks have
+        placements: per dimension of the mesh: ``Shard``, or ``Replicate()`` where all ranks have
             the same. An ignored parameter is replicated along all of them.
         offset: place of its shard in the flat storage of its unit and dtype, in elements.
     """
@@ -44,10 +54,15 @@ class ParamLayout:
     dtype: torch.dtype
     unit: int
     mesh: tuple[int, ...]
-    placements: tuple[Placement, ...] = tuple(PLACEMENTS.values())
+    placements: tuple[Placement, ...] = tuple(placements().values())
     offset: int = 0
 
     @property
+    def dim(self) -> int:
+        """The dimension that it is cut along; 0 if all ranks have all of it."""
+        return next((dim for dim, parts in enumerate(self.parts) if parts > 1), 0)
+
+    @functools.cached_property
     def parts(self) -> tuple[int, ...]:
         """Into how many parts each dimension of the parameter is cut."""
         found = [1] * len(self.shape)
@@ -66,10 +81,19 @@ class ParamLayout:
         """Of the shards of all ranks together, with their padding: what an all-gather leaves."""
         return tuple(n * parts for n, parts in zip(self.shard_shape, self.parts, strict=True))
 
+    def chunk_shape(self, ranks: int) -> tuple[int, ...]:
+        """Of what a rank has, padded, where a group of `ranks` holds as many padded rows as all."""
+        return part(self.padded_shape, ranks, self.dim)
+
+    @property
+    def unsharded_shape(self) -> tuple[int, ...]:
+        """Of what an unshard leaves: padded where the all-gather's buffer is the parameter."""
+        return self.shape if self.dim else self.padded_shape
+
     @property
     def padding(self) -> int:
         """Number of rows that all ranks together have too many."""
-        return self.padded_shape[0] - self.shape[0] if self.shape else 0
+        return self.padded_shape[self.dim] - self.shape[self.dim] if self.shape else 0
 
     def rows(self, rank: int) -> range:
         """The rows that a rank has, without padding; empty for the last ranks of a short parameter.
@@ -77,12 +101,17 @@ class ParamLayout:
         Args:
             rank: along the dimension of the mesh that shards; of a parameter with rows.
         """
-        most, part = self.shard_shape[0], rank % self.parts[0]
-        return range(min(part * most, self.shape[0]), min((part + 1) * most, self.shape[0]))
+        most, part = self.shard_shape[self.dim], rank % self.parts[self.dim]
+        return range(self.shape[self.dim])[part * most : (part + 1) * most]
+
+    def rows_of(self, full: Tensor, rank: int) -> Tensor:
+        """A view: what a rank has of a full tensor of the parameter's shape."""
+        rows = self.rows(rank)
+        return full.narrow(self.dim, min(rows.start, full.shape[self.dim]), len(rows))
 
     def local_shape(self, rank: int = 0) -> tuple[int, ...]:
         """Of what a rank has, without padding; rank 0 never has less than another."""
-        return (len(self.rows(rank)), *self.shape[1:]) if self.shape else ()
+        return with_rows(self.shape, self.dim, len(self.rows(rank))) if self.shape else ()
 
     @property
     def shard_numel(self) -> int:
@@ -111,12 +140,17 @@ class ParamLayout:
         """
         if math.prod(self.parts) == 1:
             return sympy.Integer(self.shard_numel)
-        rows = sympy.Integer(self.shape[0]) / ranks
-        return (sympy.ceiling(rows) if self.padding else rows) * math.prod(self.shape[1:])
+        rows = sympy.Integer(self.shape[self.dim]) / ranks
+        rest = math.prod(with_rows(self.shape, self.dim, 1))
+        return (sympy.ceiling(rows) if self.padding else rows) * rest
 
     def padded_numel_over(self, ranks: sympy.Expr) -> sympy.Expr:
         """Elements of all shards over another number of ranks (see `shard_numel_over`)."""
         return self.shard_numel_over(ranks) * (ranks if math.prod(self.parts) > 1 else 1)
+
+    def unsharded_numel_over(self, ranks: sympy.Expr) -> sympy.Expr:
+        """Elements of `unsharded_shape` over another number of ranks."""
+        return sympy.Integer(math.prod(self.shape)) if self.dim else self.padded_numel_over(ranks)
 
     # -- the flat storage --------------------------------------------------------------------------
 
@@ -141,7 +175,8 @@ class ParamLayout:
         Args:
             flat: elements of the storage (see `flat_numels`), for each rank as many.
             ranks: number of ranks; the shards that they have of a parameter lie one after the
-                other, so that an unsharded parameter is a view too.
+                other, so that an unsharded parameter is a view too. (Cut along another dimension
+                than 0, the parameter itself lies there: see `chunk_of`.)
         """
         piece = flat[ranks * self.offset : ranks * self.end]
         return list(piece.view(ranks, *self.shard_shape).unbind())
@@ -157,7 +192,11 @@ def layouts(units: Iterable[Unit], ranks: int, replicas: int = 1) -> dict[str, P
     """
     mesh, replicated = (replicas, ranks), (Replicate(), Replicate())
     cut = {
-        p.fqn: ParamLayout(p.shape, p.dtype, p.unit, mesh) for unit in units for p in unit.params
+        p.fqn: ParamLayout(
+            p.shape, p.dtype, p.unit, mesh, tuple(placements(p.shard_dim).values())
+        )
+        for unit in units
+        for p in unit.params
     }
     ignored = {
         p.fqn: ParamLayout(p.shape, p.dtype, p.unit, mesh, replicated)
@@ -198,9 +237,14 @@ def gathered(shape: Shape, ranks: int) -> tuple[int, ...]:
     return (shape[0] * ranks, *shape[1:])
 
 
-def part(shape: Shape, ranks: int) -> tuple[int, ...]:
+def part(shape: Shape, ranks: int, dim: int = 0) -> tuple[int, ...]:
     """Of one rank's part of a tensor of this shape, whose rows `ranks` ranks share evenly."""
-    return (shape[0] // ranks, *shape[1:])
+    return with_rows(shape, dim, shape[dim] // ranks)
+
+
+def with_rows(shape: Shape, dim: int, rows: int) -> tuple[int, ...]:
+    """A shape with another number of rows."""
+    return (*shape[:dim], rows, *shape[dim + 1 :])
 
 
 def part_of(tensor: Tensor, rank: int, ranks: int) -> Tensor:
@@ -212,6 +256,95 @@ def part_of(tensor: Tensor, rank: int, ranks: int) -> Tensor:
 def numel_over(numel: sympy.Expr, ranks: sympy.Expr, grows: int) -> sympy.Expr:
     """Elements of results that have ``ranks ** grows`` times the rows of a tensor of `numel`."""
     return numel * ranks**grows
+
+
+# -- tensors that are cut along any dimension ----------------------------------------------------
+
+
+Places = list[tuple[Tensor, Tensor]]  # pairs of views of one shape: of chunks, of a full tensor
+
+
+def both_places(stacked: Tensor, full: Tensor, chunk: Shape, dim: int) -> Places:
+    """Where elements are in the chunks of all ranks, and where in the full tensor.
+
+    Args:
+        stacked: ``[ranks, elements]``: a padded chunk of each rank, one after the other.
+        full: without padding.
+        chunk: shape of a padded chunk.
+        dim: that `full` is cut along.
+
+    Returns:
+        Pairs of views; padding is in none of them.
+    """
+    ranks, rows = stacked.shape[0], full.shape[dim]
+    if rows == ranks * chunk[dim]:  # one copy does it
+        return [(stacked.unflatten(1, tuple(chunk)), _by_rank(full, ranks, dim))]
+    found = []
+    for sent, start in zip(stacked, range(0, rows, chunk[dim]), strict=False):
+        inside = full.narrow(dim, start, min(chunk[dim], rows - start))
+        found.append((sent[: inside.numel()].view(inside.shape), inside))
+    return found
+
+
+def chunk_of(full: Tensor, dim: int, rows: int, rank: int) -> Tensor:
+    """A copy: the chunk of one rank, padded to `rows`, of a full tensor without padding."""
+    made = full.new_zeros(with_rows(full.shape, dim, rows))
+    start = min(rank * rows, full.shape[dim])
+    inside = full.narrow(dim, start, min(rows, full.shape[dim] - start))
+    made.view(-1)[: inside.numel()].view(inside.shape).copy_(inside)
+    return made
+
+
+def joined(stacked: Tensor, layout: ParamLayout) -> Tensor:
+    """The parameter, or a tensor like it, of the padded shards of all ranks.
+
+    A view where it is cut along dimension 0, else a copy.
+    """
+    if not layout.dim:
+        return stacked.view(layout.padded_shape)[: layout.shape[0]]
+    full = stacked.new_empty(layout.shape)
+    ranks = layout.parts[layout.dim]
+    places = both_places(stacked.view(ranks, -1), full, layout.shard_shape, layout.dim)
+    for sent, inside in places:
+        inside.copy_(sent)
+    return full
+
+
+def as_sent(padded: Tensor, layout: ParamLayout) -> Tensor:
+    """A padded gradient of `padded_shape`, as a reduction takes it: rank by rank, contiguous.
+
+    Padding stays in the rows after those of the parameter, so that shards of gradients have it
+    along `dim` (`without_padding`), where those of parameters have it at their end.
+    """
+    if not layout.dim:
+        return padded
+    ranks = layout.parts[layout.dim]
+    by_rank = _by_rank(padded, ranks, layout.dim).contiguous()
+    return by_rank.view(gathered(layout.shard_shape, ranks))
+
+
+def without_padding(shards: Sequence[Tensor], layout: ParamLayout, rows: int) -> Tensor:
+    """So many rows of a gradient, contiguous, of shards that `as_sent` has cut."""
+    together = shards[0] if len(shards) == 1 else torch.cat(list(shards), layout.dim)
+    if together.shape[layout.dim] == rows:
+        return together
+    return together.narrow(layout.dim, 0, rows).contiguous()
+
+
+def split_by_rank(shape: Shape, ranks: int, dim: int) -> tuple[list[int], list[int]]:
+    """How a tensor whose rows `ranks` ranks share evenly becomes theirs, one after the other.
+
+    Returns:
+        A view of this shape, in which the ranks are a dimension of their own, and the order of
+        dimensions that puts it first.
+    """
+    split = [*shape[:dim], ranks, shape[dim] // ranks, *shape[dim + 1 :]]
+    return split, [dim, *range(dim), *range(dim + 1, len(split))]
+
+
+def _by_rank(full: Tensor, ranks: int, dim: int) -> Tensor:
+    split, order = split_by_rank(full.shape, ranks, dim)
+    return full.view(split).permute(order)
 
 
 # -- tensors that are packed into one --------------------------------------------------------------
@@ -230,6 +363,39 @@ def pieces(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
     """Views of a flat tensor that holds tensors of these shapes, one after another."""
     parts = flat.split([math.prod(shape) for shape in shapes])
     return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def unpacked(
+    ranks: int, chunks: Sequence[Shape], dims: Sequence[int] = (), lengths: Sequence[int] = ()
+) -> list[tuple[int, ...]]:
+    """Shapes of tensors of which `ranks` ranks each have a padded chunk.
+
+    Args:
+        ranks: number of ranks.
+        chunks: shape of a rank's chunk of each.
+        dims: that they are cut along; 0 if there are none.
+        lengths: numbers of rows that all ranks together have of each; all, if there are none.
+    """
+    if not dims:
+        return [gathered(chunk, ranks) for chunk in chunks]
+    both = zip(chunks, dims, lengths, strict=True)
+    return [with_rows(chunk, dim, length) for chunk, dim, length in both]
+
+
+def unpacked_places(
+    packed: Tensor, made: Sequence[Tensor], chunks: Sequence[Shape], dims: Sequence[int] = ()
+) -> Places:
+    """`both_places` of tensors whose chunks lie in one buffer, rank by rank.
+
+    Args:
+        packed: of the chunks of all ranks.
+        made: of the shapes that `unpacked` gives.
+        chunks, dims: as there.
+    """
+    ranks = packed.numel() // sum(map(math.prod, chunks))
+    found = pieces_by_rank(packed, ranks, chunks)
+    every = zip(found, made, chunks, dims or [0] * len(made), strict=True)
+    return [place for each in every for place in both_places(*each)]
 
 
 def pieces_by_rank(flat: Tensor, ranks: int, shapes: Sequence[Shape]) -> list[Tensor]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from fxshard._torch.export import OpOverload
 from fxshard.ir import tags
-from fxshard.ir.layout import gathered, part
+from fxshard.ir.layout import gathered, part, unpacked, with_rows
 
 Empty = Callable[..., Tensor]  # makes an empty tensor like another: (like, shape, dtype=, device=)
 
@@ -192,12 +192,29 @@ def _pack(empty: Empty, shards: list[Tensor], dtype: torch.dtype) -> list[Tensor
     return [empty(shards[0], (sum(s.numel() for s in shards),), dtype=dtype)]
 
 
-def _unpack(empty: Empty, packed: list[Tensor], size: int, chunks: list[list[int]]) -> list[Tensor]:
-    return [empty(packed[0], gathered(chunk, size)) for chunk in chunks]
+def _unpack(
+    empty: Empty,
+    packed: list[Tensor],
+    size: int,
+    chunks: list[list[int]],
+    dims: Sequence[int] = (),
+    lengths: Sequence[int] = (),
+) -> list[Tensor]:
+    return [empty(packed[0], shape) for shape in unpacked(size, chunks, dims, lengths)]
 
 
-def _reshard(empty: Empty, buffers: list[Tensor], size: int, group: str) -> list[Tensor]:
-    return [empty(b, part(b.shape, size)) for b in buffers]
+def _reshard(
+    empty: Empty,
+    buffers: list[Tensor],
+    size: int,
+    group: str,
+    dims: Sequence[int] = (),
+    rows: Sequence[int] = (),
+) -> list[Tensor]:
+    if not dims:
+        return [empty(b, part(b.shape, size)) for b in buffers]
+    every = zip(buffers, dims, rows, strict=True)
+    return [empty(b, with_rows(b.shape, dim, count)) for b, dim, count in every]
 
 
 # -- the table ------------------------------------------------------------------------------------
@@ -317,20 +334,25 @@ pack = define(
         category="ALL_GATHER",
     )
 )
-# From a gathered packed buffer ``[size * n]``, after its wait: one fresh ``[size * chunk, ...]``
-# per parameter. These are the unsharded parameters.
+# From a gathered buffer of ``size * n`` elements, after its wait: one fresh ``[size * chunk, ...]``
+# per parameter. These are the unsharded parameters. Of those that are cut along another dimension
+# than 0 (`dims`), each rank's rows lie at the beginning of its chunk; `lengths` are the numbers of
+# rows of all ranks, without padding (along dimension 0, with it).
 unpack = define(
     OpSpec(
-        "unpack(Tensor[] packed, int size, int[][] chunks) -> Tensor[]",
+        "unpack(Tensor[] packed, int size, int[][] chunks, int[] dims=[], int[] lengths=[]) "
+        "-> Tensor[]",
         fake=_unpack,
         role="unpack",
         category="UNSHARDED_PARAM",
     )
 )
-# This rank's ``1/size`` of the rows of each buffer, in fresh tensors.
+# This rank's ``1/size`` of the rows of each buffer, in fresh tensors. Where one is cut along another
+# dimension than 0, `dims` are the dimensions, and `rows` how many a rank gets, with padding.
 reshard = define(
     OpSpec(
-        "reshard(Tensor[] buffers, int size, str group) -> Tensor[]",
+        "reshard(Tensor[] buffers, int size, str group, int[] dims=[], int[] rows=[]) "
+        "-> Tensor[]",
         fake=_reshard,
         role="reshard",
         category="SHARDED_PARAM",

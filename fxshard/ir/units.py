@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fxshard._torch import fake_tensors
 from fxshard._torch import modules as torch_modules
 from fxshard.config import Config, Precision
 from fxshard.errors import CaptureError, ConfigError, UnitError
+from fxshard.ir.placements import check_names, shard_dims
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Param:
         unit: index of its unit.
         position: place among ``model.named_parameters()``: the order that optimizers see.
         compute_dtype: dtype of the unsharded parameter and of its gradient.
+        shard_dim: the dimension that it is cut along.
     """
 
     fqn: str
@@ -43,6 +45,7 @@ class Param:
     unit: int
     position: int
     compute_dtype: torch.dtype = None  # type: ignore[assignment]  # set below: `dtype`
+    shard_dim: int = 0
 
     def __post_init__(self) -> None:
         if self.compute_dtype is None:
@@ -93,7 +96,7 @@ def find_units(
         also: FQNs of modules that are units besides those of `spec`.
 
     Raises:
-        UnitError: a pattern matches no module, a parameter cannot be sharded on dim 0, or
+        UnitError: a pattern matches no module, a parameter cannot be sharded, or
             parameters and buffers are of a kind or lie in memory as programs cannot keep it; or a
             name has a line break or another character that cannot be printed.
     """
@@ -157,12 +160,12 @@ def _check_names(model: nn.Module) -> None:
 
 
 def configured_units(model: nn.Module, config: Config) -> tuple[Unit, ...]:
-    """The units of `model` as `config` says, each with its precision and its resharding.
+    """The units of `model` as `config` says, with their precision, resharding and placements.
 
     What a key of ``mixed_precision`` names becomes a unit, as ``fully_shard`` on it would make it.
 
     Raises:
-        UnitError: a pattern matches no module.
+        UnitError: a pattern matches no module, or a parameter cannot be sharded as asked for.
         ConfigError: ``reshard_after_forward`` names a module that is no unit.
     """
     policies = {key: Precision.of(policy) for key, policy in config.precisions.items()}
@@ -176,12 +179,39 @@ def configured_units(model: nn.Module, config: Config) -> tuple[Unit, ...]:
             special[name] = Precision(torch.float32, torch.float32, output_dtype=back)
     units = find_units(model, config.units, ignored=tuple(config.ignored or ()), also=special)
     reshard = reshard_by_unit(model, config, units)
-    return tuple(
+    named = dict(model.named_parameters(remove_duplicate=False))
+    check_names(config.shard_placement_fn, named)
+    chosen = {p.aliases: named[p.fqn] for unit in units for p in unit.params}
+    dims = shard_dims(config.shard_placement_fn, chosen)
+    placed_units = (
         dataclasses.replace(
-            with_precision(unit, special.get(unit.fqn, default)), reshard=reshard[unit.fqn]
+            unit,
+            params=tuple(
+                dataclasses.replace(p, shard_dim=dims.get(p.fqn, 0)) for p in unit.params
+            ),
+            reshard=reshard[unit.fqn],
         )
         for unit in units
     )
+    return tuple(
+        with_precision(unit, special.get(unit.fqn, default)) for unit in placed_units
+    )
+
+
+def placed(model: nn.Module, config: Config) -> Config:
+    """`config` with what ``shard_placement_fn`` says of `model` in place of the function.
+
+    A function may tell parameters apart by their identity, which copies of them do not have, or
+    may be none that can be sent to another process.
+
+    Raises:
+        UnitError, ConfigError: see `configured_units`.
+    """
+    if config.shard_placement_fn is None or isinstance(config.shard_placement_fn, Mapping):
+        return config
+    params = [param for unit in configured_units(model, config) for param in unit.params]
+    found = {param.fqn: Shard(param.shard_dim) for param in params if param.shard_dim}
+    return dataclasses.replace(config, shard_placement_fn=found)
 
 
 def with_precision(unit: Unit, precision: Precision) -> Unit:
@@ -318,7 +348,7 @@ def _named(modules: list[nn.Module], model: nn.Module) -> list[tuple[str, nn.Mod
 
 
 def check_shardable(fqn: str, param: torch.Tensor) -> None:
-    """Raise UnitError if `param` cannot be cut along dim 0."""
+    """Raise UnitError if `param` cannot be cut along any dimension."""
     if param.dim() == 0:
         raise UnitError(
             f"parameter {fqn!r} is a scalar (shape []), which has no dim 0 to shard. "

@@ -209,7 +209,9 @@ def _with_rows(program: Program, rows: dict[str, int]) -> Program:
         dataclasses.replace(
             unit,
             params=tuple(
-                dataclasses.replace(p, shape=gathered((rows[p.fqn], *p.shape[1:]), world))
+                dataclasses.replace(
+                    p, shape=gathered((rows[p.fqn], *p.shape[1:]), world), shard_dim=0
+                )
                 for p in unit.params
             ),
         )

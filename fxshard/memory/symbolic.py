@@ -33,7 +33,7 @@ Expressions = Mapping[str, tuple[sympy.Expr, ...]]  # node -> bytes of each of i
 Numels = tuple[sympy.Expr, ...]  # elements of each tensor of a value
 
 SAME_SIZE = (
-    *(aten.view.default, aten._to_copy.default, aten.clone.default),
+    *(aten.view.default, aten.permute.default, aten._to_copy.default, aten.clone.default),
     *(aten.div_.Scalar, aten.add_.Tensor, aten.add.Tensor),
 )
 
@@ -54,7 +54,7 @@ def kind_of_world(units: tuple[Unit, ...], world: int) -> WorldKind:
     Those are: alone or not; which numbers of rows are padded; which units have parameters in a
     smaller group between forward and backward.
     """
-    rows = {param.shape[0] for unit in units for param in unit.params}
+    rows = {param.shape[param.shard_dim] for unit in units for param in unit.params}
     groups = {int(unit.reshard) for unit in units if not isinstance(unit.reshard, bool)}
     padded = frozenset(n for n in rows if padding(n, world))
     return world == 1, padded, frozenset(n for n in groups if n < world)
@@ -183,13 +183,16 @@ class _Reading:
         if node.target is ops.unpack:
             items = sorted(node.users, key=lambda item: int(item.args[1]))  # type: ignore[arg-type]
             found = [self.program.layouts[tags.get(item).fqn or ""] for item in items]
-            return tuple(layout.padded_numel_over(WORLD) for layout in found)
+            return tuple(layout.unsharded_numel_over(WORLD) for layout in found)
         given = tuple(map(self.numel, tags.operands(node)))
         if node.target is ops.pack:
             return (sympy.Add(*given),)
         grows = 0 if transfers.is_in_place(node) else ops.of(node).grows
         if not grows:
             return given
+        if ops.argument(node, "dims"):  # what is cut has no padding, what is kept of it has
+            layouts = [self.program.layouts[tags.get(n).fqn or ""] for n in tags.operands(node)]
+            given = tuple(layout.padded_numel_over(WORLD) for layout in layouts)
         size = sympy.Integer(int(node.args[1]))  # type: ignore[arg-type]
         if ops.group(node) == "shard" and self.program.world_size > 1:
             size = WORLD

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fxshard._torch import autograd
 from fxshard._torch.dtensors import local_part
@@ -47,17 +47,20 @@ def gathered(shard: Tensor, world: C10dWorld) -> Tensor:
 
 def all_rows(tensor: DTensor, world: C10dWorld) -> Tensor:
     """All rows of a DTensor, on every rank; of any placement."""
-    if tensor.device_mesh != world.mesh or list(tensor.placements) != world.placements:
+    dim = next((p.dim for p in tensor.placements if isinstance(p, Shard)), 0)
+    if tensor.device_mesh != world.mesh or list(tensor.placements) != world.placements(dim):
         world.require_joined()
         return tensor.full_tensor()
     local = local_part(tensor).detach().to(torch.device(world.mesh.device_type))
     if world.size == 1:
         return gathered(local, world)
-    rows = tensor.shape[0]
-    missing = (rows + layout.padding(rows, world.size)) // world.size - local.shape[0]
-    if missing:
-        local = torch.cat([local, local.new_zeros((missing, *local.shape[1:]))])
-    return gathered(local, world)[:rows]
+    cut = layout.ParamLayout(
+        *(tuple(tensor.shape), tensor.dtype, 0, (world.replicas, world.size)),
+        placements=tuple(layout.placements(dim).values()),
+    )
+    if local.shape != cut.shard_shape:
+        local = layout.chunk_of(local, dim, cut.shard_shape[dim], 0)
+    return layout.joined(gathered(local, world), cut)
 
 
 def reduced(grad: Tensor, world: C10dWorld | InProcessWorld, division: Division) -> Tensor:

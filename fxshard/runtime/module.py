@@ -32,8 +32,9 @@ class FxshardModule(FsdpMethods):
     """Base class of every model that `fxshard.compile` returns.
 
     The model's class is made of it and the user's, ``FxshardLlama(FxshardModule, Llama)``. Under a
-    process group each parameter is a DTensor with placement ``Shard(0)``; without one, each is
-    unsharded and all ranks run inside this process.
+    process group each parameter is a DTensor, with placement ``Shard(0)`` if the option
+    ``shard_placement_fn`` does not say otherwise; without one, each is unsharded and all ranks run
+    inside this process.
     """
 
     __call__ = nn.Module.__call__  # one of the user's class is part of the program

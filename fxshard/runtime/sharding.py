@@ -14,7 +14,7 @@ from fxshard._torch import autograd, dtensors
 from fxshard._torch.dtensors import local_part
 from fxshard.config import Config
 from fxshard.errors import StepError, UnitError
-from fxshard.ir.layout import ParamLayout, flat_numels
+from fxshard.ir.layout import ParamLayout, chunk_of, flat_numels, without_padding
 from fxshard.ir.layout import layouts as layouts_of
 from fxshard.ir.units import Param, Unit, check_shardable, note_replaced
 from fxshard.runtime.initialise import check_fillable, full_tensors, has_the_data, owners_of
@@ -29,7 +29,7 @@ class Slot:
     Attributes:
         param: its description.
         layout: where its rows are.
-        shards: per rank that this process runs, the padded shard ``[chunk, ...]`` that is sent.
+        shards: per rank that this process runs, the memory of the padded shard that is sent.
         local: the view of them that the parameter holds: this rank's rows, or all (in-process).
         owners: every (module, name) that holds it; several if it is tied.
     """
@@ -52,10 +52,16 @@ class Slot:
             )
         return param
 
+    def sent(self, rank: int) -> Tensor:
+        """The padded shard of a rank that this process runs, as programs take it."""
+        if len(self.shards) > 1 and self.layout.dim:  # the storage holds the parameter itself
+            layout = self.layout
+            return chunk_of(self.local, layout.dim, layout.shard_shape[layout.dim], rank)
+        return self.shards[rank]
+
     def without_padding(self, shards: list[Tensor]) -> Tensor:
-        """The rows of `local`, of a tensor like each shard."""
-        rows = shards[0] if len(shards) == 1 else torch.cat(shards)
-        return rows if rows.shape == self.local.shape else rows[: self.local.shape[0]]
+        """The rows of `local`, of the shards of a gradient."""
+        return without_padding(shards, self.layout, self.local.shape[self.layout.dim])
 
     def restore_storage(self) -> None:
         """Put the parameter back on the storage of its shards, if something gave it another.
@@ -147,18 +153,20 @@ def shard_parameters(sharding: Sharding) -> dict[str, Slot]:
     made = _flat_shards(layouts, originals, device, world, config.offload_policy)
     params = {id(originals[param.fqn]): param for unit in units for param in unit.params}
     buffers: list[tuple[Tensor, Tensor]] = []
+    locals_ = {fqn: _local(layouts[fqn], shards, world) for fqn, shards in made.items()}
     for tensor, full in full_tensors(model, device, config.param_init_fn, sync, ignored):
         if id(tensor) in params:
             fqn = params[id(tensor)].fqn
-            _take_rows(layouts[fqn], made[fqn], full.detach(), world)
+            full = full.detach()
+            mine = isinstance(world, C10dWorld)
+            locals_[fqn].copy_(layouts[fqn].rows_of(full, world.rank) if mine else full)
         elif full is not tensor:
             buffers.append((tensor, full.detach()))
         del full  # before the next one is made
     owners = owners_of(model)
     slots: dict[str, Slot] = {}
     for key, param in params.items():
-        layout, shards = layouts[param.fqn], made[param.fqn]
-        local = _local(layout, shards, world)
+        layout, shards, local = layouts[param.fqn], made[param.fqn], locals_[param.fqn]
         slots[param.fqn] = Slot(param, layout, shards, local, owners[key])
     exposed = {fqn: _exposed(slot.param, slot.local, world) for fqn, slot in slots.items()}
     for unit in units:
@@ -276,16 +284,6 @@ def _flat_shards(
     return found
 
 
-def _take_rows(
-    layout: ParamLayout, shards: list[Tensor], full: Tensor, world: C10dWorld | InProcessWorld
-) -> None:
-    """Copy the rows of `full` into the shards that this process holds."""
-    for k, shard in enumerate(shards):
-        rank = k if isinstance(world, InProcessWorld) else world.rank
-        rows = layout.rows(rank)
-        shard[: len(rows)].copy_(full[rows.start : rows.stop])
-
-
 def _give_buffer(buffer: Tensor, full: Tensor, owners: list[tuple[nn.Module, str]]) -> None:
     """Put new data into a buffer; in place if it has data, as other objects may refer to it."""
     if not buffer.is_meta and buffer.is_contiguous():
@@ -296,11 +294,12 @@ def _give_buffer(buffer: Tensor, full: Tensor, owners: list[tuple[nn.Module, str
 
 
 def _local(layout: ParamLayout, shards: list[Tensor], world: C10dWorld | InProcessWorld) -> Tensor:
-    """The rows of the parameter that the user sees: without padding."""
-    if isinstance(world, InProcessWorld):
-        # unbind() made views of one block; its rows follow each other in the flat storage.
-        return shards[0].as_strided(layout.shape, torch.empty(layout.shape, device="meta").stride())
-    return shards[0][: len(layout.rows(world.rank))]
+    """The rows of the parameter that the user sees: without padding, contiguous.
+
+    In-process, these are all: they follow each other in the memory of the ranks' shards.
+    """
+    shape = layout.local_shape(world.rank) if isinstance(world, C10dWorld) else layout.shape
+    return shards[0].as_strided(shape, torch.empty(shape, device="meta").stride())
 
 
 def _exposed(param: Param, local: Tensor, world: C10dWorld | InProcessWorld) -> nn.Parameter:
@@ -319,7 +318,7 @@ def as_dtensor(param: Param, local: Tensor, world: C10dWorld) -> DTensor:
     return DTensor.from_local(
         local,
         world.mesh,
-        world.placements,
+        world.placements(param.shard_dim),
         run_check=False,
         shape=torch.Size(param.shape),
         stride=stride,

@@ -68,8 +68,8 @@ class Phases(ParameterStore):
         tag = tags.get(node)
         name = tag.fqn or ""
         if tag.role == "shard":
-            shards = self.slots[name].shards
-            return shards[rank % len(shards)]  # replicas inside one process share theirs
+            slot = self.slots[name]
+            return slot.sent(rank % len(slot.shards))  # replicas inside one process share theirs
         if tag.role == "ignored":
             return self.ignored_param(name)
         if tag.role == "accumulated":

@@ -23,6 +23,7 @@ from fxshard._torch import autograd
 from fxshard.capture.modules import join
 from fxshard.config import Config, Precision
 from fxshard.errors import StepError
+from fxshard.ir import layout
 from fxshard.ir.program import Program
 from fxshard.ir.units import Param, buffer_dtypes
 from fxshard.passes.insert_reduce import InsertReduce
@@ -38,8 +39,9 @@ from fxshard.runtime.world.mesh import world_over
 class ParameterStore:
     """The shards of a model, and its other parameters, buffers and accumulated gradients.
 
-    Under a process group each parameter is a DTensor with placement ``Shard(0)``; without one, each
-    is unsharded and all ranks run inside this process.
+    Under a process group each parameter is a DTensor, with placement ``Shard(0)`` if the option
+    ``shard_placement_fn`` does not say otherwise; without one, each is unsharded and all ranks run
+    inside this process.
 
     Attributes:
         model: the user's object.
@@ -237,11 +239,11 @@ class ParameterStore:
         if isinstance(self.world, InProcessWorld):
             return slot.tensor.detach().to(dtype)
         shard = slot.shards[0].to(torch.device(self.device), dtype)
-        rows = eager.gathered(shard, self.world)
+        rows = layout.joined(eager.gathered(shard, self.world), slot.layout)
         rows = rows.clone() if rows.data_ptr() == slot.shards[0].data_ptr() else rows
         again = functools.partial(self.gathered, slot, dtype)
         self.forwards.note(eager.Gathered(slot, again), rows)
-        return rows[: slot.param.shape[0]]
+        return rows
 
     @torch.compiler.disable
     def reduced(self, slot: Slot, grad: Tensor) -> Tensor:
@@ -251,10 +253,15 @@ class ParameterStore:
         """
         precision = self.units[slot.param.unit].precision
         dtype = precision.reduces_in(grad.dtype)
-        sent = torch.zeros(slot.layout.padded_shape, dtype=dtype, device=grad.device)
-        sent[: grad.shape[0]].copy_(grad)
+        padded = torch.zeros(slot.layout.padded_shape, dtype=dtype, device=grad.device)
+        rows = padded.narrow(slot.layout.dim, 0, grad.shape[slot.layout.dim])
+        rows.copy_(grad)
         for total in self.accumulated.get(slot.param.fqn, ()):
-            sent[: grad.shape[0]].add_(total)
+            rows.add_(total)
+        sent = padded  # in one process all ranks have the same gradient, and all of it
+        if isinstance(self.world, C10dWorld):
+            sent = layout.as_sent(padded, slot.layout)
+        del padded, rows
         shard = eager.reduced(sent, self.world, self._division(dtype))
         self.accumulated.pop(slot.param.fqn, None)
         if not precision.keep_low_precision_grads:

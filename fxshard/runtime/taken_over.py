@@ -23,7 +23,7 @@ class Inner:
     """The submodules of a module that earlier calls have sharded.
 
     Attributes:
-        calls: by FQN of the submodule.
+        calls: by FQN of the submodule; "" is the new one.
         slots: the parameters that were sharded.
         mesh: that of all calls, the new one included; None: no call has one yet.
     """
@@ -43,7 +43,8 @@ def taken_over(module: nn.Module, call: UnitCall) -> Inner:
     Raises:
         ConfigError: `module` is sharded already; a submodule was not sharded by `fully_shard`, has
             run, or is on another mesh; or fxshard does not support what `call` asks for.
-        UnitError: `module` shares a parameter with a sharded submodule.
+        UnitError: `module` shares a parameter with a sharded submodule, or a parameter cannot be
+            sharded as `shard_placement_fn` says.
     """
     kind = users_class(module).__name__
     if isinstance(module, FxshardModule):
@@ -51,7 +52,7 @@ def taken_over(module: nn.Module, call: UnitCall) -> Inner:
             f"fully_shard: this {kind} is sharded already, by fully_shard or fxshard.compile. Call "
             f"fully_shard once on each module."
         )
-    inner = Inner({}, [], call.mesh)
+    inner = Inner({"": call}, [], call.mesh)
     for fqn, each in list(module.named_modules()):
         if isinstance(each, FxshardModule):
             _check_fresh(kind, fqn, each._fxshard)
@@ -73,7 +74,7 @@ def taken_over(module: nn.Module, call: UnitCall) -> Inner:
                 f"earlier call has sharded. Call fully_shard on no module that holds one of the "
                 f"two without the other."
             )
-    call.check_placements(module, taken)
+    inner.calls[""] = call.with_placements(module, taken)
     return inner
 
 

@@ -12,8 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
+from fxshard.capture.modules import join
 from fxshard.config import Options
 from fxshard.errors import ConfigError
+from fxshard.ir.placements import shard_dims
 from fxshard.runtime.initialise import leave_empty
 
 
@@ -25,6 +27,7 @@ class UnitCall:
         mesh: as given.
         reshard_after_forward: None: False for the root, True for any other module.
         ignored_params: those that are parameters of the module.
+        placements: see `with_placements`.
     """
 
     mesh: DeviceMesh | None
@@ -33,6 +36,7 @@ class UnitCall:
     offload_policy: OffloadPolicy
     ignored_params: tuple[nn.Parameter, ...]
     shard_placement_fn: Callable[[nn.Parameter], Any] | None
+    placements: Mapping[str, Shard] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(
@@ -51,25 +55,21 @@ class UnitCall:
         ignored = tuple(param for param in module.parameters() if id(param) in chosen)
         return cls(ignored_params=ignored, **others)
 
-    def check_placements(self, module: nn.Module, without: Collection[int]) -> None:
-        """Raise ConfigError if `shard_placement_fn` asks for more than rows on the mesh.
+    def with_placements(self, module: nn.Module, without: Collection[int]) -> UnitCall:
+        """The same, with what `shard_placement_fn` says of each parameter.
 
         Args:
             module: the one that the call was for.
             without: ids of parameters of earlier calls.
+
+        Raises:
+            UnitError: a parameter cannot be sharded as the function says.
         """
-        if self.shard_placement_fn is None:
-            return
         left_out = {*without, *map(id, self.ignored_params)}
-        for fqn, param in module.named_parameters():
-            placement = None if id(param) in left_out else self.shard_placement_fn(param)
-            if placement not in (None, Shard(0)):
-                raise ConfigError(
-                    f"shard_placement_fn returned {placement!r} for parameter {fqn!r} "
-                    f"{list(param.shape)}: fxshard shards along dimension 0, over one mesh. "
-                    f"Transpose such a parameter in the model and return None for it, or name it "
-                    f"in ignored_params and shard it yourself."
-                )
+        named = module.named_parameters()
+        params = {(fqn,): param for fqn, param in named if id(param) not in left_out}
+        dims = shard_dims(self.shard_placement_fn, params)
+        return dataclasses.replace(self, placements={fqn: Shard(dim) for fqn, dim in dims.items()})
 
 
 def options_of(calls: Mapping[str, UnitCall], mesh: DeviceMesh | None) -> Options:
@@ -94,6 +94,11 @@ def options_of(calls: Mapping[str, UnitCall], mesh: DeviceMesh | None) -> Option
     return {
         "strategy": "full_shard" if mesh is None or mesh.ndim == 1 else "hybrid_shard",
         "units": [fqn for fqn in by_glob if fqn],
+        "shard_placement_fn": {
+            join(fqn, name): placement
+            for fqn, call in calls.items()
+            for name, placement in call.placements.items()
+        },
         "ignored": [param for call in calls.values() for param in call.ignored_params],
         "reshard_after_forward": {
             fqn: bool(fqn) if call.reshard_after_forward is None else call.reshard_after_forward

@@ -279,7 +279,9 @@ class _Watched(Runtime):
 
     def step_parameters(self, fqns: list[str], grads: list[list[Tensor]]) -> OnShards:
         for fqn, *shards in zip(fqns, *grads, strict=True):
-            rows = torch.cat(shards[: self.world.size])[: self.slots[fqn].param.shape[0]]
+            param = self.slots[fqn].param
+            rows = torch.cat(shards[: self.world.size], param.shard_dim)
+            rows = rows.narrow(param.shard_dim, 0, param.shape[param.shard_dim])
             self.stepped["gradient", fqn] = rows.clone()
         return super().step_parameters(fqns, grads)
 

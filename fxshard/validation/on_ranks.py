@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fxshard._torch import trees
 from fxshard.capture import precision
@@ -76,11 +76,13 @@ class Part:
         tensor: its rows; all of them where it is not sharded.
         shard: its number among the ranks that share the tensor; None if each has all of it.
         replica: the number of their group.
+        dim: that the tensor is cut along.
     """
 
     tensor: Tensor
     shard: int | None
     replica: int
+    dim: int = 0
 
 
 @dataclasses.dataclass
@@ -240,9 +242,8 @@ class _Watched(Runtime):
     def step_parameters(self, fqns: list[str], grads: list[list[Tensor]]) -> OnShards:
         for fqn, shard in zip(fqns, grads[0], strict=True):
             held = part(self.slots[fqn].tensor)
-            self.stepped[fqn] = dataclasses.replace(
-                held, tensor=shard[: held.tensor.shape[0]].clone()
-            )
+            rows = shard.narrow(held.dim, 0, held.tensor.shape[held.dim])
+            self.stepped[fqn] = dataclasses.replace(held, tensor=rows.clone())
         return super().step_parameters(fqns, grads)
 
 
@@ -286,13 +287,13 @@ def part(tensor: Tensor) -> Part:
         return Part(plain(tensor), None, 0)
     where = tensor.device_mesh.get_coordinate()
     assert where is not None  # a rank of the mesh
-    shard, replica = None, 0
+    shard, replica, dim = None, 0, 0
     for place, placement in zip(where, tensor.placements, strict=True):
-        if placement.is_shard():
-            shard = place
+        if isinstance(placement, Shard):
+            shard, dim = place, placement.dim
         else:
             replica = place
-    return Part(plain(tensor.to_local()), shard, replica)
+    return Part(plain(tensor.to_local()), shard, replica, dim)
 
 
 # -- eager -----------------------------------------------------------------------------------------
@@ -363,7 +364,9 @@ def _joined(parts: Sequence[dict[str, Part]], rank: int, fqn: str) -> Tensor | N
         return None if mine is None else mine.tensor
     rows = {p.shard: p.tensor for p in held if p is not None and p.replica == mine.replica}
     shards = sum(p is None or p.replica == mine.replica for p in held)
-    return torch.cat([rows[i] for i in range(shards)]) if len(rows) == shards else None
+    if len(rows) < shards:
+        return None
+    return torch.cat([rows[i] for i in range(shards)], mine.dim)
 
 
 class _Eager:

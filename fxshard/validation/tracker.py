@@ -75,7 +75,7 @@ class Tracker(TorchDispatchMode):
         self._events: list[_Event] = []
         self._numbers: dict[int, int] = {}  # id of a live storage -> its number
         self._references: dict[int, Any] = {}
-        self._packed: set[int] = set()  # storages of packed shards, and of what is gathered of them
+        self._packed: set[int] = set()  # storages of what is gathered and copied out of
         self._in_step = False
         self.waiting = False  # for a collective: tensors that gloo makes then are its own
         self.phase = "start"
@@ -254,20 +254,12 @@ class Tracker(TorchDispatchMode):
         """A wait returned: a gathered buffer is an unsharded parameter from now on."""
         for tensor in tensors:
             number = self._number(tensor)
-            if number in self._packed:
-                continue  # the unpacked tensors are unsharded parameters
             if self._storages[number].now is Category.ALL_GATHER:
                 self._label(number, Category.UNSHARDED_PARAM)
 
-    def packed(self, tensors: Iterable[Tensor]) -> None:
-        """Tensors hold shards of several parameters, to be gathered."""
+    def unpacked(self, tensors: Iterable[Tensor]) -> None:
+        """Gathered buffers are copied out of: they were no unsharded parameters all along."""
         self._packed.update(map(self._number, tensors))
-
-    def gathered(self, shards: Iterable[Tensor], buffers: Iterable[Tensor]) -> None:
-        """A buffer that is gathered from packed shards is packed too: no unsharded parameter."""
-        for shard, buffer in zip(shards, buffers, strict=True):
-            if self._numbers.get(id(shard.untyped_storage())) in self._packed:
-                self._packed.add(self._number(buffer))
 
     def resized(self, tensors: Iterable[Tensor]) -> None:
         """Storages may have been given back while tensors still refer to them."""
@@ -310,6 +302,8 @@ class Tracker(TorchDispatchMode):
             elif event.kind == "free":
                 gone[number] = True
                 live[label[number].column + shift] -= size
+            elif event.label is Category.UNSHARDED_PARAM and number in self._packed:
+                continue
             elif event.label is not None:
                 live[label[number].column + shift] -= size
                 label[number] = event.label
@@ -338,12 +332,6 @@ class WatchedWorld:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._world, name)
-
-    def all_gather(self, shards: list[Tensor], pair: int, group: str = "shard") -> list[Tensor]:
-        """See `fxshard.runtime.world.World`."""
-        made = self._world.all_gather(shards, pair, group)
-        self._tracker.gathered(shards, made)
-        return made
 
     def comm_hook(self, grads: list[Tensor], pair: int) -> list[Tensor]:
         """See `fxshard.runtime.world.World`."""
@@ -376,18 +364,18 @@ class WatchedWorld:
         """See `fxshard.runtime.world.World`."""
         made = self._world.pack(shards, dtype, pair)
         self._tracker.mark(made, Category.ALL_GATHER)
-        self._tracker.packed(made)
         return made
 
-    def unpack(self, packed: list[Tensor], chunks: list[list[int]]) -> list[Tensor]:
+    def unpack(self, packed: list[Tensor], *given: Any, **options: Any) -> list[Tensor]:
         """See `fxshard.runtime.world.World`."""
-        made = self._world.unpack(packed, chunks)
+        made = self._world.unpack(packed, *given, **options)
+        self._tracker.unpacked(packed)
         self._tracker.mark(made, Category.UNSHARDED_PARAM)
         return made
 
-    def reshard(self, buffers: list[Tensor], group: str) -> list[Tensor]:
+    def reshard(self, buffers: list[Tensor], group: str, **options: Any) -> list[Tensor]:
         """See `fxshard.runtime.world.World`."""
-        made = self._world.reshard(buffers, group)
+        made = self._world.reshard(buffers, group, **options)
         self._tracker.mark(made, Category.SHARDED_PARAM)
         return made
 

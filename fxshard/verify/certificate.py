@@ -73,7 +73,8 @@ def agreement(program: Program) -> list[str]:
     """What all ranks must have alike: parameters, structure of the call, collectives."""
     signature = program.signature
     lines = [
-        f"parameter {p.fqn} {list(p.shape)} {p.dtype} unit={p.unit} requires_grad={p.requires_grad}"
+        f"parameter {p.fqn} {list(p.shape)} {p.dtype} Shard({p.shard_dim}) unit={p.unit} "
+        f"requires_grad={p.requires_grad}"
         for p in program.params.values()
     ]
     inputs = {

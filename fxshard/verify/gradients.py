@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from fxshard.ir import dump, ops, tags, transfers
-from fxshard.ir.layout import gathered
+from fxshard.ir.layout import ParamLayout, gathered, split_by_rank
 from fxshard.ir.program import Fact, Program, Result
 from fxshard.verify import walk
 from fxshard.verify.failure import fail
@@ -69,6 +69,7 @@ def reduced_once(program: Program) -> None:
             )
         _fits_its_shard(program, value, result.name)
     _all_returned(program, seen)
+    _sent_by_rank(program)
     _divided_alike(program)
     for launch in filter(transfers.is_reduction, program.graph.nodes):
         for item in launch.users:
@@ -80,6 +81,40 @@ def reduced_once(program: Program) -> None:
     given = {result.name for _, result in left} | _added(program)
     for fqn in sorted((program.gradients or frozenset()) - given):
         fail(program, fact, program.output, f"the gradient of {fqn!r} is not returned.")
+
+
+def _sent_by_rank(program: Program) -> None:
+    """A gradient is cut along the dimension of its parameter: those along 0 lie so already."""
+    for launch in program.graph.nodes:
+        if launch.target not in (ops.reduce_scatter, ops.comm_hook):
+            continue
+        for operand in tags.operands(launch):
+            for row in walk.packed_rows(operand) or [operand]:
+                layout = program.layouts.get(tags.get(row).fqn or "")
+                if layout is not None:
+                    _cut_along(program, row, layout)
+
+
+def _cut_along(program: Program, sent: fx.Node, layout: ParamLayout) -> None:
+    split, order = split_by_rank(layout.padded_shape, program.world_size, layout.dim)
+    expected = [(split, order)] if layout.dim else []
+    found: list[tuple[list[int], list[int]]] = []
+    pads = (0, 0)
+    node = sent
+    while node.op == "call_function" and tags.get(node).role == "pad":
+        source = tags.source(node)
+        if node.target is aten.permute.default:
+            shape = list(source.meta["val"].shape)
+            found.append((shape, list(cast("list[int]", node.args[1]))))
+        if node.target is aten.constant_pad_nd.default:
+            padding = cast("list[int]", node.args[1])
+            pads = next((-1 - i // 2, n) for i, n in enumerate(padding) if n)
+        node = source
+    padding = (layout.dim - len(layout.shape), layout.padding) if layout.padding else (0, 0)
+    if found != expected or (layout.dim and pads != padding):
+        what = f"%{sent.name} is not cut along dimension {layout.dim} of {list(layout.shape)}, "
+        what += f"which the parameter {tags.get(sent).fqn!r} is sharded along."
+        fail(program, Fact.REDUCED_ONCE, sent, what)
 
 
 def _operations(reductions: Sequence[Any]) -> str:
@@ -303,6 +338,9 @@ def equal_chunks(program: Program) -> None:
             _is_what_it_says(program, node)
     for launch in filter(lambda node: ops.of(node).grows, program.graph.nodes):
         size = cast("int", launch.args[1])
+        if ops.argument(launch, "dims"):
+            _cut_as_placed(program, launch)
+            continue
         ins = [t for s in tags.operands(launch) for t in tags.tensors(s.meta["val"])]
         outs = list(tags.tensors(launch.meta["val"]))
         small, large = (ins, outs) if ops.of(launch).grows > 0 else (outs, ins)
@@ -316,6 +354,18 @@ def equal_chunks(program: Program) -> None:
                     f"%{launch.name} moves {dump.types(part)} and {dump.types(full)}: not "
                     f"{size} equal contiguous chunks.",
                 )
+
+
+def _cut_as_placed(program: Program, reshard: fx.Node) -> None:
+    """Each parameter is cut along the dimension that it is sharded along, into its chunks."""
+    _, size, _, dims, counts = cast("tuple[Any, int, str, list[int], list[int]]", reshard.args)
+    for node, dim, rows in zip(tags.operands(reshard), dims, counts, strict=True):
+        layout = program.layouts[tags.get(node).fqn or ""]
+        expected = layout.dim, layout.chunk_shape(size)[layout.dim]
+        if (dim, rows) != expected:
+            what = f"%{reshard.name} cuts %{node.name} into {rows} rows along dimension {dim}, but "
+            what += f"of {size} ranks each has {expected[1]} along {expected[0]}."
+            fail(program, Fact.EQUAL_CHUNKS, reshard, what)
 
 
 def _is_what_it_says(program: Program, node: fx.Node) -> None:

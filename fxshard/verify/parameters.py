@@ -47,14 +47,14 @@ def params_unsharded(program: Program) -> None:
             fqn = tags.get(item).fqn
             want = program.params[fqn or ""]
             shape, dtype = tuple(item.meta["val"].shape), item.meta["val"].dtype
-            padded = program.layouts[want.fqn].padded_shape
-            if shape != padded or dtype is not want.compute_dtype:
+            unsharded = program.layouts[want.fqn].unsharded_shape
+            if shape != unsharded or dtype is not want.compute_dtype:
                 fail(
                     program,
                     Fact.PARAMS_UNSHARDED,
                     item,
                     f"%{item.name} is {list(shape)} of {dtype}, expected "
-                    f"{list(padded)} of {want.compute_dtype}.",
+                    f"{list(unsharded)} of {want.compute_dtype}.",
                 )
             for user in item.users:
                 if shape != want.shape and tags.get(user).role not in ROLES_WITH_PADDING:
@@ -111,13 +111,20 @@ def _sent_as_named(program: Program) -> None:
 
 
 def _unpacked_as_packed(program: Program, launch: fx.Node) -> None:
-    """What several shards were packed into is taken apart once, in the same pieces and order."""
+    """What several shards were packed into is taken apart once, in the same pieces and order.
+
+    So is what a parameter was gathered in that is cut along another dimension than 0.
+    """
     fact = Fact.PARAMS_UNSHARDED
     for item in (user for user in launch.users if walk.is_item_of(user, launch)):
         sent = tags.operands(launch)[walk.item_index(item)]
         maker = walk.maker(sent)
+        packed = tags.operands(maker) if maker.target is ops.pack else [sent]
+        names = [tags.get(shard).fqn or "" for shard in packed]
+        dims = [program.layouts[fqn].dim for fqn in names]
+        copied = ops.of(launch).collective and (maker.target is ops.pack or any(dims))
         unpacks = [user for user in item.users if user.target is ops.unpack]
-        if len(unpacks) != int(maker.target is ops.pack):
+        if len(unpacks) != int(copied):
             what = f"%{item.name} is unpacked {len(unpacks)} times; what was sent says otherwise."
             fail(program, fact, item, what)
         if not unpacks:
@@ -126,12 +133,16 @@ def _unpacked_as_packed(program: Program, launch: fx.Node) -> None:
             if user.target not in (ops.wait, ops.unpack, ops.free):
                 fail(program, fact, user, f"%{user.name} reads %{item.name}, which is packed.")
         parts = {walk.item_index(part): tags.get(part).fqn for part in unpacks[0].users}
-        shards = [(tags.get(n).fqn, list(n.meta["val"].shape)) for n in tags.operands(maker)]
-        _, size, chunks = cast("tuple[Any, int, list[list[int]]]", unpacks[0].args)
+        shards = [(fqn, list(n.meta["val"].shape)) for fqn, n in zip(names, packed, strict=True)]
+        _, size, chunks = cast("tuple[Any, int, list[list[int]]]", unpacks[0].args[:3])
         pieces = [(parts.get(i), list(chunk)) for i, chunk in enumerate(chunks)]
         if pieces != shards or size != launch.args[1] or len(parts) != len(unpacks[0].users):
             what = f"%{unpacks[0].name} takes apart {pieces}, but %{maker.name} packed {shards}."
             fail(program, fact, unpacks[0], what)
+        along = list(cast("list[int]", ops.argument(unpacks[0], "dims"))) or [0] * len(dims)
+        if along != dims:
+            what = f"%{unpacks[0].name} takes {names} apart along {along}, but they are cut along "
+            fail(program, fact, unpacks[0], f"{what}{dims}.")
 
 
 def no_param_saved(program: Program) -> None:

@@ -73,7 +73,8 @@ def packed_names(launch: fx.Node) -> list[str]:
         unpacks = [
             u for p in transfers.packed_results(launch) for u in p.users if u.target is ops.unpack
         ]
-        return [tags.get(item).fqn or "" for unpack in unpacks for item in unpack.users]
+        several = [unpack for unpack in unpacks if len(unpack.users) > 1]
+        return [tags.get(item).fqn or "" for unpack in several for item in unpack.users]
     operands = (operand for operand in tags.operands(launch) if not tags.get(operand).fqn)
     return [fqn for operand in operands for fqn in packed_fqns(operand)]
 

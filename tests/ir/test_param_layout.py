@@ -21,6 +21,7 @@ from fxshard.ir.units import Param, Unit
 ROOT = Path(__file__).parents[2]
 
 SHAPES = st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple)
+CUT = SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), st.integers(0, len(shape) - 1)))
 RANKS = st.integers(1, 12)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
@@ -30,16 +31,22 @@ def models(draw: st.DrawFn) -> list[Unit]:
     """Units of parameters of any shapes and dtypes; some are ignored, and may be scalars."""
     units = []
     for index in range(draw(st.integers(1, 3))):
-        shapes = draw(st.lists(SHAPES, max_size=4))
-        params = [param(f"{index}.{i}", s, draw(DTYPES), index) for i, s in enumerate(shapes)]
+        cut = draw(st.lists(CUT, max_size=4))
+        params = [
+            param(f"{index}.{i}", s, draw(DTYPES), index, dim) for i, (s, dim) in enumerate(cut)
+        ]
         whole = draw(st.lists(SHAPES | st.just(()), max_size=2))
         ignored = [param(f"{index}.w{i}", s, draw(DTYPES), index) for i, s in enumerate(whole)]
         units.append(Unit(index, str(index), "Linear", tuple(params), tuple(ignored)))
     return units
 
 
-def param(fqn: str, shape: tuple[int, ...], dtype: torch.dtype, unit: int) -> Param:
-    return Param(fqn, (fqn,), shape, dtype, requires_grad=True, unit=unit, position=0)
+def param(
+    fqn: str, shape: tuple[int, ...], dtype: torch.dtype, unit: int, dim: int = 0
+) -> Param:
+    return Param(
+        *(fqn, (fqn,), shape, dtype), requires_grad=True, unit=unit, position=0, shard_dim=dim
+    )
 
 
 def sharded(units: list[Unit], ranks: int) -> dict[str, ParamLayout]:
@@ -47,8 +54,9 @@ def sharded(units: list[Unit], ranks: int) -> dict[str, ParamLayout]:
     return {param.fqn: every[param.fqn] for unit in units for param in unit.params}
 
 
-def of(shape: tuple[int, ...], ranks: int) -> ParamLayout:
-    return ParamLayout(shape, torch.float32, unit=0, mesh=(1, ranks))
+def of(shape: tuple[int, ...], ranks: int, dim: int = 0, replicas: int = 1) -> ParamLayout:
+    placements = tuple(layout.placements(dim).values())
+    return ParamLayout(shape, torch.float32, unit=0, mesh=(replicas, ranks), placements=placements)
 
 
 def numbered(shape: tuple[int, ...]) -> torch.Tensor:
@@ -58,32 +66,40 @@ def numbered(shape: tuple[int, ...]) -> torch.Tensor:
 # -- rows ------------------------------------------------------------------------------------------
 
 
-@given(SHAPES, RANKS)
-def test_every_row_is_on_one_rank_as_torch_chunk_cuts(shape: tuple[int, ...], ranks: int) -> None:
-    found, whole = of(shape, ranks), numbered(shape)
-    pieces = [*whole.chunk(ranks)] if shape[0] else []
-    pieces += [whole[:0]] * (ranks - len(pieces))
+@given(CUT, RANKS)
+def test_every_row_is_on_one_rank_as_torch_chunk_cuts(
+    cut: tuple[tuple[int, ...], int], ranks: int
+) -> None:
+    shape, dim = cut
+    found, whole = of(shape, ranks, dim), numbered(shape)
+    pieces = [*whole.chunk(ranks, dim)] if shape[dim] else []
+    pieces += [whole.narrow(dim, 0, 0)] * (ranks - len(pieces))
     rows = [found.rows(rank) for rank in range(ranks)]
-    assert [row for each in rows for row in each] == list(range(shape[0]))
+    most = pieces[0].shape[dim]
+    if ranks > 1:
+        assert found.dim == dim
+        assert [row for each in rows for row in each] == list(range(shape[dim]))
+        assert found.padding == ranks * most - shape[dim] == layout.padding(shape[dim], ranks)
     for rank, piece in enumerate(pieces):
-        assert torch.equal(whole[rows[rank].start : rows[rank].stop], piece)
+        assert torch.equal(found.rows_of(whole, rank), piece)
         assert found.local_shape(rank) == tuple(piece.shape)
-        assert len(rows[rank]) <= found.shard_shape[0] == len(pieces[0])
-    assert found.padding == ranks * len(pieces[0]) - shape[0] == layout.padding(shape[0], ranks)
+        assert len(rows[rank]) <= found.shard_shape[found.dim]
+    assert found.shard_shape == tuple(pieces[0].shape)
     assert found.shard_bytes == 4 * pieces[0].numel() == found.local_bytes
     assert found.padded_bytes == ranks * found.shard_bytes
 
 
 @settings(max_examples=30)
-@given(SHAPES, st.integers(1, 3), RANKS, st.data())
+@given(CUT, st.integers(1, 3), RANKS, st.data())
 def test_rows_are_those_of_a_dtensor(
-    shape: tuple[int, ...], replicas: int, ranks: int, data: st.DataObject
+    cut: tuple[tuple[int, ...], int], replicas: int, ranks: int, data: st.DataObject
 ) -> None:
     """On a mesh of both dimensions, on any of its ranks."""
-    found = ParamLayout(shape, torch.float32, unit=0, mesh=(replicas, ranks))
+    shape, dim = cut
+    found = of(shape, ranks, dim, replicas)
     me = data.draw(st.integers(0, replicas * ranks - 1))
     with process_groups.fake_process_group(me, replicas * ranks):
-        mesh = init_device_mesh("cpu", found.mesh, mesh_dim_names=tuple(layout.PLACEMENTS))
+        mesh = init_device_mesh("cpu", found.mesh, mesh_dim_names=tuple(layout.placements()))
         rank = mesh.get_local_rank("shard")
         local = torch.empty(found.local_shape(rank))
         # DTensor's own rule: it infers nothing from the local tensor, and finds where that is.
@@ -93,7 +109,8 @@ def test_rows_are_those_of_a_dtensor(
         )
         (chunk,) = made.__create_chunk_list__()
     assert tuple(chunk.sizes) == found.local_shape(rank)
-    assert tuple(chunk.offsets) == (found.rows(rank).start, *[0] * len(shape[1:]))
+    start = found.rows(rank).start
+    assert tuple(chunk.offsets) == tuple(start if d == found.dim else 0 for d in range(len(shape)))
 
 
 @given(SHAPES | st.just(()), RANKS)
@@ -136,15 +153,20 @@ def test_sharded_and_unsharded_again_it_is_the_parameter(units: list[Unit], rank
         wholes = {fqn: numbered(each.shape) + 1 for fqn, each in found.items()}
         for fqn, each in found.items():
             shards = [s for flat in flats for s in each.shards_in(flat[each.storage], held)]
+            if held == ranks and each.dim:  # in one process the parameter itself lies there
+                continue
             for rank, shard in enumerate(shards):
-                rows = each.rows(rank)
-                shard[: len(rows)] = wholes[fqn][rows.start : rows.stop]
+                mine = each.rows_of(wholes[fqn], rank)
+                shard.view(-1)[: mine.numel()] = mine.flatten()
         for fqn, each in found.items():
             shards = [s for flat in flats for s in each.shards_in(flat[each.storage], held)]
+            if held == ranks and each.dim:
+                continue
             gathered = torch.cat(shards)
-            assert gathered.shape == each.padded_shape
-            assert torch.equal(gathered[: each.shape[0]], wholes[fqn])
-            assert not gathered[each.shape[0] :].any()  # padding is no parameter's
+            full = layout.joined(gathered, each)
+            assert torch.equal(full, wholes[fqn])
+            assert gathered.sum() == full.sum()  # padding is no parameter's: it is zero
+            assert full.data_ptr() == gathered.data_ptr() or each.dim or not full.numel()
             if held == ranks:  # the unsharded parameter is a view
                 flat = flats[0][each.storage][held * each.offset :]
                 assert torch.equal(flat[: math.prod(each.shape)].view(each.shape), wholes[fqn])
@@ -153,24 +175,55 @@ def test_sharded_and_unsharded_again_it_is_the_parameter(units: list[Unit], rank
 # -- other numbers of ranks ------------------------------------------------------------------------
 
 
-@given(SHAPES, RANKS, RANKS)
+@given(CUT, RANKS, RANKS)
 def test_formulas_hold_over_ranks_that_pad_alike(
-    shape: tuple[int, ...], ranks: int, other: int
+    cut: tuple[tuple[int, ...], int], ranks: int, other: int
 ) -> None:
     over = sympy.Symbol("world", integer=True, positive=True)
-    here, there = of(shape, ranks), of(shape, other)
+    shape, dim = cut
+    here, there = of(shape, ranks, dim), of(shape, other, dim)
     if bool(here.padding) == bool(there.padding) and (ranks == 1) == (other == 1):
         assert here.shard_numel_over(over).subs(over, other) == there.shard_numel
         padded = here.padded_numel_over(over).subs(over, other)
         assert padded == math.prod(there.padded_shape)
+        unsharded = here.unsharded_numel_over(over).subs(over, other)
+        assert unsharded == math.prod(there.unsharded_shape)
 
 
-@given(SHAPES, st.integers(1, 4), st.integers(1, 4))
+@given(CUT, st.integers(1, 4), st.integers(1, 4))
 def test_a_smaller_group_holds_as_many_rows_together(
-    shape: tuple[int, ...], size: int, groups: int
+    cut: tuple[tuple[int, ...], int], size: int, groups: int
 ) -> None:
-    found = of(shape, size * groups)
-    assert layout.gathered(layout.part(found.padded_shape, size), size) == found.padded_shape
+    shape, dim = cut
+    found = of(shape, size * groups, dim)
+    chunk = found.chunk_shape(size)
+    assert math.prod(layout.gathered(chunk, size)) == math.prod(found.padded_shape)
+    whole, rows = numbered(shape), found.chunk_shape(size)[found.dim]
+    chunks = [layout.chunk_of(whole, found.dim, rows, rank) for rank in range(size)]
+    assert all(tuple(each.shape) == chunk for each in chunks)
+    made = torch.full(shape, -1)
+    stacked = torch.stack([each.flatten() for each in chunks])
+    for sent, place in layout.both_places(stacked, made, chunk, found.dim):
+        place.copy_(sent)
+    assert torch.equal(made, whole)
+
+
+@given(CUT, RANKS)
+def test_gradients_are_sent_rank_by_rank(cut: tuple[tuple[int, ...], int], ranks: int) -> None:
+    """What a rank gets of the sum is its rows, and then rows of padding."""
+    shape, dim = cut
+    found, whole = of(shape, ranks, dim), numbered(shape) + 1
+    padded = torch.zeros(found.padded_shape, dtype=torch.int64)
+    padded.narrow(found.dim, 0, shape[found.dim]).copy_(whole)
+    sent = layout.as_sent(padded, found)
+    assert tuple(sent.shape) == layout.gathered(found.shard_shape, ranks) and sent.is_contiguous()
+    shards = [layout.part_of(sent, rank, ranks) for rank in range(ranks)]
+    for rank, shard in enumerate(shards):
+        rows = found.local_shape(rank)[found.dim]
+        mine = layout.without_padding([shard], found, rows)
+        assert torch.equal(mine, found.rows_of(whole, rank)) and mine.is_contiguous()
+    together = layout.without_padding(shards, found, shape[found.dim])
+    assert torch.equal(together, whole)
 
 
 # -- parts and pieces of tensors -------------------------------------------------------------------
@@ -194,6 +247,32 @@ def test_pieces_are_what_was_packed(shapes: list[tuple[int, ...]], ranks: int) -
     by_rank = layout.pieces_by_rank(torch.cat(flats), ranks, shapes)
     for i, piece in enumerate(by_rank):
         assert torch.equal(piece, torch.stack([each[i].reshape(-1) for each in sent]))
+
+
+@given(st.lists(CUT, min_size=1, max_size=4), st.integers(1, 4))
+def test_parameters_are_unpacked_as_they_were_packed(
+    cuts: list[tuple[tuple[int, ...], int]], ranks: int
+) -> None:
+    """Of any dimensions, some of them 0, out of one buffer."""
+    cuts = [(shape, dim) for shape, dim in cuts if math.prod(shape)]
+    if not cuts:
+        return
+    found = [of(shape, ranks, dim) for shape, dim in cuts]
+    wholes = [numbered(shape) + 1 for shape, _ in cuts]
+    sent = [
+        layout.chunk_of(whole, each.dim, each.shard_shape[each.dim], rank).flatten()
+        for rank in range(ranks)
+        for each, whole in zip(found, wholes, strict=True)
+    ]
+    chunks, dims = [each.shard_shape for each in found], [each.dim for each in found]
+    lengths = [each.unsharded_shape[each.dim] for each in found]
+    shapes = layout.unpacked(ranks, chunks, dims, lengths)
+    assert shapes == [each.unsharded_shape for each in found]
+    made = [torch.full(shape, -1) for shape in shapes]
+    for piece, place in layout.unpacked_places(torch.cat(sent), made, chunks, dims):
+        place.copy_(piece)
+    for each, full, whole in zip(found, made, wholes, strict=True):
+        assert torch.equal(full.narrow(each.dim, 0, each.shape[each.dim]), whole)
 
 
 # -- no other file ---------------------------------------------------------------------------------

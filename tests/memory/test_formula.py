@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 from torch.export import Dim
 
 import fxshard
@@ -268,6 +269,10 @@ def test_equal_at_200_random_points(family: str) -> None:
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FP16 = MixedPrecisionPolicy(param_dtype=torch.float16)
+def columns(param: Tensor) -> Shard | None:
+    return Shard(1) if param.dim() > 1 else None
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "shard_grad_op": {"strategy": "shard_grad_op"},
     "no_shard": {"strategy": "no_shard"},
@@ -277,6 +282,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "offload": {"offload": CPUOffloadPolicy()},
     "no prefetch, buckets": {"forward_prefetch": 0, "max_bucket_bytes": 1000},
     "nothing packed": {"pack_bytes": 0},
+    "columns": {"shard_placement_fn": columns},
+    "columns, nothing packed, bf16": {
+        "shard_placement_fn": columns, "pack_bytes": 0, "mixed_precision": BF16
+    },
     "ignored": {"ignored": ["out"]},
     "no optimizer": {"optimizer": None},
     "momentum": {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)},
@@ -309,11 +318,12 @@ def test_buckets_are_the_same_on_all_worlds() -> None:
     assert packs[0] == packs[1] > 0
 
 
-def test_in_a_smaller_group_between_forward_and_backward() -> None:
-    memory = open_plan("mlps", reshard_after_forward=2).memory
+@pytest.mark.parametrize("fn", [None, columns], ids=["rows", "columns"])
+def test_in_a_smaller_group_between_forward_and_backward(fn: Any) -> None:
+    options = {"reshard_after_forward": 2, "shard_placement_fn": fn}
+    memory = open_plan("mlps", **options).memory
     for world in (2, 4, 6, 16):
-        alone = planned("mlps", 3, 9, world, reshard_after_forward=2)
-        assert_equal(memory, 3, 9, world, alone)
+        assert_equal(memory, 3, 9, world, planned("mlps", 3, 9, world, **options))
 
 
 def test_of_a_hybrid_strategy_world_is_the_ranks_that_share_a_parameter() -> None:

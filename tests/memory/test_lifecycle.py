@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import fxshard
@@ -148,11 +148,16 @@ def above_start(phase: LifecyclePhase) -> tuple[int, int]:
     return int(both.max() - both[0]), int(both[-1] - both[0])
 
 
+def columns(param: Tensor) -> Shard | None:
+    return Shard(1) if param.dim() > 1 else None
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "full_shard": {},
     "no_shard": {"strategy": "no_shard"},
     "hybrid_shard": {"strategy": "hybrid_shard"},
     "offload": {"offload": CPUOffloadPolicy()},
+    "columns": {"shard_placement_fn": columns},
     "bf16 buffers": {"mixed_precision": MixedPrecision(buffer_dtype=torch.bfloat16)},
 }
 
@@ -300,7 +305,7 @@ def test_offload_from_a_gpu_counted_by_hand() -> None:
     assert (full.host_peak_bytes, full.host_end_bytes) == (84 + 140, 84 + 140)
 
 
-@pytest.mark.parametrize("option", ["full_shard", "no_shard", "hybrid_shard", "offload"])
+@pytest.mark.parametrize("option", ["full_shard", "no_shard", "hybrid_shard", "offload", "columns"])
 @pytest.mark.parametrize("name", ["net", "tied"])
 def test_state_dicts(name: str, option: str) -> None:
     """Whole ones, loaded and gathered."""

@@ -47,6 +47,12 @@ SMALL: dict[str, Build] = {
     "no_shard": functools.partial(graphs.chain, world_size=1, replicas=2),
     "hook": functools.partial(graphs.layered, comm_hook=True),
     "accumulated": functools.partial(graphs.chain, accumulated=frozenset({"head"})),
+    "columns": functools.partial(graphs.layered, columns=True),
+    "columns_hook": functools.partial(graphs.layered, columns=True, comm_hook=True),
+    "columns_reshard_2_of_4": functools.partial(
+        graphs.chain, columns=True, world_size=4, reshard=2
+    ),
+    "packed_columns": functools.partial(graphs.layered, columns=True, replicas=2),
     "packed": graphs.layered,
     "packed_offload": functools.partial(graphs.layered, offloaded=True),
     "packed_hybrid": functools.partial(graphs.layered, replicas=2),

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import fx
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 
 from fxshard import pipeline, verify
 from fxshard.capture import trace
@@ -698,6 +699,10 @@ def test_every_event_matters(build: Build) -> None:
 # -- and no false alarm ---------------------------------------------------------------------------
 
 HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+def columns(param: torch.Tensor) -> Shard | None:
+    return Shard(1) if param.dim() > 1 else None
+
+
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options, and of the program
     "shard_grad_op": ({"strategy": "shard_grad_op"}, {}),
     "no_shard": ({"strategy": "no_shard"}, {"world_size": 1, "replicas": 2}),
@@ -709,6 +714,12 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options, and o
     "hook": ({}, {"comm_hook": True}),
     "no_sync": ({}, {"sync": False}),
     "apart": (graphs.APART, {}),
+    "columns": ({"shard_placement_fn": columns}, {}),
+    "columns_regrouped": (
+        {"shard_placement_fn": columns, "reshard_after_forward": 2, "mixed_precision": HALF}
+        | graphs.APART,
+        {"world_size": 4, "replicas": 2},
+    ),
     "everything": (
         {
             "strategy": "hybrid_shard_zero2",

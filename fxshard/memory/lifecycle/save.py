@@ -83,11 +83,16 @@ def full_state_dict(tree: Tree, step: OptimizerStep | None, *, alone: bool) -> L
                 rows = f"rows of {name}", Category.TEMP, item.local
                 held.append(script.make(f"move {name}", *rows, op="aten._to_copy", module=owner))
             if tree.program.world_size > 1:
-                size = tree.program.layouts[param.fqn].padded_bytes
-                full = name, Category.UNSHARDED_PARAM, size
+                layout = tree.program.layouts[param.fqn]
+                full = name, Category.UNSHARDED_PARAM, layout.padded_bytes
                 made = script.make(f"gather {name}", *full, op="all_gather", module=owner)
                 script.drop(*held)
                 held = [made]
+                if layout.dim:  # copied into place
+                    joined = name, Category.UNSHARDED_PARAM, item.full
+                    made = script.make(f"join {name}", *joined, op="aten.copy_", module=owner)
+                    script.drop(*held)
+                    held = [made]
         if alone and tree.elsewhere and not (item.host and not item.sharded):
             copy = f"{name} on the CPU", Category.UNSHARDED_PARAM, item.full
             script.make(f"offload {name}", *copy, op="aten._to_copy", module=owner, host=True)

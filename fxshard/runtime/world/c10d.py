@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
 
 from fxshard._torch import optimizers, process_groups
 from fxshard.errors import RankDiedError, RankMismatchError
@@ -60,7 +61,6 @@ class C10dWorld:
     Attributes:
         cuda: ``torch.cuda``, for streams and events; None on CPU, which needs none.
         mesh: 1-D, or 2-D replicate x shard.
-        placements: of a parameter on `mesh`.
         size: ranks that share a parameter; `rank` is this one's number among them.
         replicas: groups of ranks that hold the same shards.
         groups: by the names that operators use.
@@ -87,7 +87,6 @@ class C10dWorld:
         if sharded:
             self.groups["shard"] = mesh.get_group(mesh.ndim - 1)
             self.size, self.rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
-        self.placements = [layout.PLACEMENTS[name] for name in self.groups]
         for size in sorted(set(reshard)):
             if size < self.size:
                 rows = mesh.mesh.reshape(-1, size).tolist()
@@ -114,6 +113,11 @@ class C10dWorld:
         self.cuda: Any = torch.cuda if mesh.device_type == "cuda" else None
         self._streams: dict[str, Any] = {}
         self._events: dict[str, Any] = {}
+
+    def placements(self, dim: int = 0) -> list[Placement]:
+        """Of a parameter on `mesh` that is sharded along a dimension."""
+        every = layout.placements(dim)
+        return [every[name] for name in self.groups if name in every]
 
     def all_gather(self, shards: list[Tensor], pair: int, group: str = "shard") -> list[Tensor]:
         members = self.groups[group]
@@ -191,15 +195,31 @@ class C10dWorld:
             optimizers.foreach_copy(pieces, shards)
         return [flat]
 
-    def unpack(self, packed: list[Tensor], chunks: list[list[int]]) -> list[Tensor]:
+    def unpack(
+        self,
+        packed: list[Tensor],
+        chunks: list[list[int]],
+        dims: Sequence[int] = (),
+        lengths: Sequence[int] = (),
+    ) -> list[Tensor]:
         size = packed[0].numel() // sum(map(math.prod, chunks))
-        made = [packed[0].new_empty(layout.gathered(chunk, size)) for chunk in chunks]
-        parts = layout.pieces_by_rank(packed[0], size, chunks)
-        optimizers.foreach_copy([param.view(size, -1) for param in made], parts)
+        shapes = layout.unpacked(size, chunks, dims, lengths)
+        made = [packed[0].new_empty(shape) for shape in shapes]
+        pairs = layout.unpacked_places(packed[0], made, chunks, dims)
+        optimizers.foreach_copy([place for _, place in pairs], [sent for sent, _ in pairs])
         return made
 
-    def reshard(self, buffers: list[Tensor], group: str) -> list[Tensor]:
+    def reshard(
+        self,
+        buffers: list[Tensor],
+        group: str,
+        dims: Sequence[int] = (),
+        rows: Sequence[int] = (),
+    ) -> list[Tensor]:
         size, rank = self.groups[group].size(), self.groups[group].rank()
+        if dims:
+            every = zip(buffers, dims, rows, strict=True)
+            return [layout.chunk_of(*each, rank) for each in every]
         return [layout.part_of(buffer, rank, size).clone() for buffer in buffers]
 
     def wait(self, tensors: list[Tensor], pair: int) -> None:

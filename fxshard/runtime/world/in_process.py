@@ -137,9 +137,16 @@ class InProcessWorld:
                 value.copy_(total)
         return ranks
 
-    def reshard(self, ranks: Ranks) -> Ranks:
+    def reshard(
+        self, ranks: Ranks, dims: Sequence[int] = (), rows: Sequence[int] = ()
+    ) -> Ranks:
         """Each rank's part of its buffers."""
         size = len(ranks)
+        if dims:
+            return [
+                [layout.chunk_of(*each, i) for each in zip(buffers, dims, rows, strict=True)]
+                for i, buffers in enumerate(ranks)
+            ]
         return [
             [layout.part_of(b, i, size).clone() for b in buffers] for i, buffers in enumerate(ranks)
         ]
@@ -160,9 +167,15 @@ class InProcessWorld:
         """The shards of each rank in one flat tensor."""
         return [[torch.cat([s.reshape(-1).to(dtype) for s in shards])] for shards in ranks]
 
-    def unpack(self, ranks: Ranks, chunks: Sequence[Sequence[int]]) -> Ranks:
+    def unpack(
+        self,
+        ranks: Ranks,
+        chunks: Sequence[Sequence[int]],
+        dims: Sequence[int] = (),
+        lengths: Sequence[int] = (),
+    ) -> Ranks:
         """All ranks' chunks of each parameter, out of what was gathered rank by rank."""
-        return [_unpacked(packed, chunks) for (packed,) in ranks]
+        return [_unpacked(packed, chunks, dims, lengths) for (packed,) in ranks]
 
     def wait(self, ranks: Ranks) -> list[None]:
         """Nothing: what was launched is over."""
@@ -173,10 +186,18 @@ class InProcessWorld:
         return [None for _ in ranks]
 
 
-def _unpacked(packed: Tensor, chunks: Sequence[Sequence[int]]) -> list[Tensor]:
+def _unpacked(
+    packed: Tensor,
+    chunks: Sequence[Sequence[int]],
+    dims: Sequence[int],
+    lengths: Sequence[int],
+) -> list[Tensor]:
     size = packed.numel() // sum(map(math.prod, chunks))
-    pairs = zip(layout.pieces_by_rank(packed, size, chunks), chunks, strict=True)
-    return [piece.reshape(layout.gathered(chunk, size)).clone() for piece, chunk in pairs]
+    shapes = layout.unpacked(size, chunks, dims, lengths)
+    made = [packed.new_empty(shape) for shape in shapes]
+    for sent, place in layout.unpacked_places(packed, made, chunks, dims):
+        place.copy_(sent)
+    return made
 
 
 def _mean(ranks: Sequence[Tensor]) -> Tensor:
