@@ -91,6 +91,7 @@ def capture(
     for_cuda: bool = False,
     symbols: Symbols | None = None,
     every_tangent: bool = False,
+    tangents: tuple[int, ...] | None = None,
 ) -> Program:
     """Trace one call of `model` into a Program that no pass has touched yet.
 
@@ -109,6 +110,7 @@ def capture(
         symbols: sizes of inputs that may be others in other calls; at least 2 in this one.
         every_tangent: backward starts from every output that needs a gradient, of whatever shape;
             for graphs of Dynamo, whose backend sees itself to inputs that share memory.
+        tangents: backward starts from these outputs (flat indices) and no others.
 
     Raises:
         CaptureError: Python control flow depends on data, a trainable parameter lost its
@@ -118,6 +120,7 @@ def capture(
     request = Request(
         *(model, args, kwargs, units, world_size, training, device),
         *(where_it_computes(model, device), for_cuda, symbols or {}, every_tangent),
+        tangents,
     )
     failures: dict[str, CaptureError] = {}
     try:

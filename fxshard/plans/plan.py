@@ -82,6 +82,7 @@ def make_plan(
                 observe=observe,
                 captures=captures,
                 stems=stems,
+                tangents=workload.tangents,
                 symbols=shapes.named(
                     workload.config.dynamic or {}, workload.module, *workload.call
                 ),
