@@ -54,7 +54,8 @@ def silenced(program: Program, missing: frozenset[int]) -> Program:
 def _reach(graph: fx.Graph) -> dict[fx.Node, frozenset[int]]:
     """Of what is computed from gradients of outputs: from those of which ones (flat indices).
 
-    What comes out of a collective is of other ranks too, and not among them.
+    What comes out of a collective is of other ranks too, and not among them. Gradients that earlier
+    backwards have accumulated come from none of these outputs.
     """
     found: dict[fx.Node, frozenset[int]] = {}
     for node in graph.nodes:
@@ -63,11 +64,16 @@ def _reach(graph: fx.Graph) -> dict[fx.Node, frozenset[int]]:
         tag = tags.get(node)
         if tag.role == "tangent":
             found[node] = frozenset([int(tag.fqn or 0)])
+        elif tag.role == "accumulated":
+            found[node] = _EARLIER
         elif tag.phase == "backward" and tag.role in outline.COMPUTE:
             inputs = [found[n] for n in node.all_input_nodes if n in found]
             if inputs:
                 found[node] = frozenset().union(*inputs)
     return found
+
+
+_EARLIER = frozenset([-1])  # the number of no output
 
 
 def _makers(node: fx.Node, nothing: set[fx.Node]) -> list[fx.Node]:

@@ -27,13 +27,6 @@ from fxshard.runtime.variants import Variant
 aten = torch.ops.aten
 
 
-def starts_elsewhere(signature: Signature) -> bool:
-    """True if a gradient may arrive at an output that the program starts no backward at."""
-    same = dict(signature.repeats)
-    starts = {same.get(i, i) for i in signature.tangents}
-    return any(same.get(i, i) not in starts for i in signature.differentiable)
-
-
 def trained(program: Program) -> list[str]:
     """FQNs of the parameters that a backward from any output may train."""
     every = (*program.params.values(), *program.ignored.values())

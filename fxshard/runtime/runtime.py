@@ -31,7 +31,7 @@ from fxshard.memory.optimizer import make_optimizer
 from fxshard.plans.plan import Plan
 from fxshard.plans.workload import Workload, without_data
 from fxshard.runtime import state
-from fxshard.runtime.other_outputs import in_a_thread, next_starts, starts_elsewhere, trained
+from fxshard.runtime.other_outputs import in_a_thread, next_starts, trained
 from fxshard.runtime.sharding import Sharding
 from fxshard.runtime.step import Call, Phases, Step, differentiated
 from fxshard.runtime.unit_calls import UnitCall
@@ -119,7 +119,7 @@ class Runtime(Phases):
         batch = [flat[i] for i in signature.tensor_inputs]
         if signature.training:
             names, starting = differentiated(variant.program), None
-            if starts_elsewhere(signature):
+            if not signature.starts_everywhere:
                 names = list(dict.fromkeys([*names, *trained(variant.program)]))
                 starting = self.starting
             call = Call(self, variant, names, starting)
@@ -189,6 +189,11 @@ class Runtime(Phases):
             # After the trace, which may have noted more of what kinds depend on.
             self._starts.setdefault(self.kind(*given).bare(), []).append(kind[STARTS])
             return found or self.add(*given, program)
+
+    def start_at(self, given: Given, tangents: tuple[int, ...] | None) -> None:
+        """Let calls of this kind start backward from these outputs, as their loss is known."""
+        if tangents is not None:
+            self._starts[self.kind(*given).bare()] = [tangents]
 
     def _starting(self, call: Call, given: Given, arrived: tuple[int, ...]) -> Kind:
         """The kind of call that the program of `starting` serves."""

@@ -68,7 +68,7 @@ USES: dict[str, Backward] = {
 
 
 def made(how: str, build: Callable[[], Any] = Several, **options: Any) -> Any:
-    """"eager", "fsdp2", "compile" (on ranks), "fully_shard", or "in_process"."""
+    """ "eager", "fsdp2", "compile" (on ranks), "fully_shard", or "in_process"."""
     torch.manual_seed(0)
     model = build()
     if how in ("fsdp2", "fully_shard"):
