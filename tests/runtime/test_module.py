@@ -248,7 +248,7 @@ def test_misuse_of_backward() -> None:
     case, ours = MODELS["llama"], compiled("llama")
     loss = call(case, ours)
     loss.backward()
-    with pytest.raises(RuntimeError, match=r"backward .* a second time"):  # autograd's own
+    with pytest.raises(StepError, match=r"backward was called twice on one .* retain_graph=True"):
         loss.backward()
     args, kwargs = case.batch(0, 0)
     output = ours(*args, **kwargs)
@@ -310,7 +310,7 @@ def test_a_failed_backward_leaves_no_gradient() -> None:
     out = ours(batch())
     with torch.no_grad():
         ours.b.weight.add_(1)
-    with pytest.raises(StepError, match=r"'b.weight' was changed in place"):
+    with pytest.raises(StepError, match="weight' was changed in place"):
         out["y"].sum().backward()
     assert all(p.grad is None for p in ours.parameters())
 
