@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxshard._torch import checkpointing, export, graphs, modes
+from fxshard._torch import checkpointing, export, graphs, modes, traced_collectives
 from fxshard.capture import (
     aliasing,
     bytecode,
@@ -338,6 +338,7 @@ def _around(call: FlatCall) -> Iterator[None]:
         export.compiling(),
         checkpointing.checkpoints_inline(),
         torch.fx.traceback.preserve_node_meta(),
+        traced_collectives.traced(refusals.of_collective),
     ):
         torch.backends.mha.set_fastpath_enabled(False)
         try:

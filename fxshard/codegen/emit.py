@@ -61,7 +61,8 @@ class Executor:
         }
         rows = {name: list(graph.nodes) for name, graph in self.schedule.phases()}
         self.draws = {n for n, run in rows.items() if self._random & {row.target for row in run}}
-        self.communicates = {n for n, run in rows.items() if any(ops.of(r).collective for r in run)}
+        phases = {name: program.phase(name) for name, _ in self.schedule.phases()}
+        self.communicates = {n for n, run in phases.items() if any(map(ops.communicates, run))}
 
     def forward(self, args: list[list[Tensor]]) -> tuple[list[Tensor], list[list[Tensor]]]:
         """Run forward.

@@ -178,7 +178,7 @@ class Variant:
     @functools.cached_property
     def communicates(self) -> bool:
         """True if it has collectives."""
-        return any(ops.of(node).collective for node in self.program.graph.nodes)
+        return any(map(ops.communicates, self.program.graph.nodes))
 
     @functools.cached_property
     def written(self) -> frozenset[tuple[str, str | None]]:
