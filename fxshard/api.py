@@ -462,7 +462,8 @@ def validate(
     )
     with task("validating", shown=progress):
         planned = _planned(workload)
-        workload = dataclasses.replace(workload, config=planned.config)
+        tangents = planned.workload.tangents
+        workload = dataclasses.replace(workload, config=planned.config, tangents=tangents)
         if ranks == "processes":
             say(f"running {math.prod(grid(world_size, config))} processes")
             return beside_ranks(workload, planned.program, planned.memory, steps)

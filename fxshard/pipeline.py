@@ -267,6 +267,7 @@ def make_program(
     captures: dict[Any, Program] | None = None,
     symbols: Symbols | None = None,
     every_tangent: bool = False,
+    tangents: tuple[int, ...] | None = None,
     stems: dict[Any, Program] | None = None,
 ) -> Program:
     """Capture one call and run the passes over it.
@@ -285,7 +286,7 @@ def make_program(
         captures: earlier captures of this model: one that serves the call is reused, as is
             one that serves it with other sizes (see `fxshard.capture.shapes.at_sizes`).
         symbols: sizes that the program leaves open (see `fxshard.capture.trace.capture`).
-        every_tangent: see `trace.capture`.
+        every_tangent, tangents: see `trace.capture`.
         stems: earlier programs of this model after `STEM`, which depend on no ranks and no
             sharding: one that serves is reused.
     """
@@ -299,7 +300,7 @@ def make_program(
     captures = {} if captures is None else captures
     symbols = symbols or {}
     call = in_spec, shapes.alike(leaves, symbols)
-    key = _capture_key(units, training, config), tuple(symbols.items()), call
+    key = _capture_key(units, training, config), tuple(symbols.items()), call, tangents
     ints = any(dim is None for places in symbols.values() for _, dim in places)
     sizes = shapes.of_call(leaves, ints=ints)
     if (key, sizes) not in captures:
@@ -314,6 +315,7 @@ def make_program(
                 device=device,
                 for_cuda=config.device is not None,
                 every_tangent=every_tangent,
+                tangents=tangents,
             ),
             symbols,
             sizes,

@@ -95,6 +95,14 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def keeps_graph() -> bool:
+    """Inside of a backward: True if it was asked to ``retain_graph``.
+
+    (torch/csrc/autograd/init.cpp; torch/_functorch/_aot_autograd/runtime_wrappers.py asks it too)
+    """
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def running_node_number() -> int | None:
     """Number of the node that the engine runs now, or None outside of nodes.
 

@@ -47,6 +47,7 @@ class Request:
     for_cuda: bool
     symbols: Symbols
     every_tangent: bool
+    tangents: tuple[int, ...] | None = None
 
     @functools.cached_property
     def _paths(self) -> tuple[list[tuple[Any, Any]], trees.TreeSpec]:
@@ -195,6 +196,8 @@ class FlatCall(nn.Module):
         wants = [i for i, tensor in tensors.items() if tensor.requires_grad and self.grad]
         scalars = [i for i in wants if tensors[i].dim() == 0]
         begins = wants if self.request.every_tangent else scalars or wants
+        if self.request.tangents is not None:
+            begins = [i for i in wants if i in self.request.tangents]
         first = {id(tensor): i for i, tensor in reversed(tensors.items())}
         computed = [isinstance(v, (torch.Tensor, *torch_sizes.SYMBOLIC)) for v in values]
         constants = [None if c else (v,) for v, c in zip(values, computed, strict=True)]

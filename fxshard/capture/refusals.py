@@ -37,6 +37,7 @@ def asks_for_values(error: CaptureError) -> bool:
     return isinstance(error, _TracerError) and error.from_data
 
 
+NO_GROUP = "Default process group has not been initialized"  # torch's words
 _refused: list[str] = []
 
 
@@ -104,6 +105,11 @@ def explained(call: FlatCall) -> Iterator[None]:
             ) from error
         first = str(error).splitlines()[0] if str(error) else ""
         text = f"{cls} cannot be traced ({type(error).__name__}: {first}){line_of(error)}"
+        if str(error).startswith(NO_GROUP):
+            text += (
+                "\nForward calls a collective. Initialise a process group first; to plan without "
+                'ranks, one that moves no data: init_process_group("fake", rank=0, world_size=...).'
+            )
         if ".numpy()" in str(error):
             text += "\nCompute it with torch, or outside of the model and pass it in."
         if "modified by an inplace operation" in str(error):
@@ -115,6 +121,16 @@ def explained(call: FlatCall) -> Iterator[None]:
         if isinstance(error, (RuntimeError, TypeError)):  # others are the model's own
             raise _TracerError(text, from_data=False) from error
         raise CaptureError(text) from error
+
+
+def of_collective(name: str) -> CaptureError:
+    """What to say of a collective in forward that no graph can hold."""
+    return CaptureError(
+        f"forward calls {name} of torch.distributed, at {provenance.user_line()}, which a traced "
+        f"program cannot repeat. Use another of its collectives (all_reduce, broadcast, "
+        f"all_gather, reduce_scatter, all_to_all, reduce, gather, scatter), or one of "
+        f"torch.distributed._functional_collectives; or call it outside of the model."
+    )
 
 
 def _misfit(call: FlatCall) -> str:

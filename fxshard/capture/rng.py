@@ -70,7 +70,28 @@ set_rng_state = torch.ops.fxshard.set_rng_state.default
 
 @contextlib.contextmanager
 def kept(device: torch.device) -> Iterator[None]:
-    """If the block ends with an exception, the generator of `device` is as it was before.
+    """If the block ends with an exception, the generator of `device` is as it was before."""
+    restore = noted(device)
+    try:
+        yield
+    except BaseException:
+        restore()
+        raise
+
+
+@contextlib.contextmanager
+def drawn_again(device: torch.device, restore: Callable[[], None]) -> Iterator[None]:
+    """The block draws what was drawn after `restore` was made by `noted`."""
+    now = noted(device)
+    restore()
+    try:
+        yield
+    finally:
+        now()
+
+
+def noted(device: torch.device) -> Callable[[], None]:
+    """Note the state of the generator of `device`; the result puts it back.
 
     The state is kept as bytes, not in a tensor: it is none of the program's, and no mode that
     watches its operators sees how it is read.
@@ -79,11 +100,12 @@ def kept(device: torch.device) -> Iterator[None]:
     where = () if device.type == "cpu" else (device,)
     with modes.unobserved():
         state = bytearray(module.get_rng_state(*where).numpy())
-    try:
-        yield
-    except BaseException:
-        module.set_rng_state(torch.frombuffer(state, dtype=torch.uint8), *where)
-        raise
+
+    def restore() -> None:
+        with modes.unobserved():
+            module.set_rng_state(torch.frombuffer(state, dtype=torch.uint8), *where)
+
+    return restore
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxshard._torch import checkpointing, export, graphs, modes
+from fxshard._torch import checkpointing, export, graphs, modes, traced_collectives
 from fxshard.capture import (
     aliasing,
     bytecode,
@@ -91,6 +91,7 @@ def capture(
     for_cuda: bool = False,
     symbols: Symbols | None = None,
     every_tangent: bool = False,
+    tangents: tuple[int, ...] | None = None,
 ) -> Program:
     """Trace one call of `model` into a Program that no pass has touched yet.
 
@@ -109,6 +110,7 @@ def capture(
         symbols: sizes of inputs that may be others in other calls; at least 2 in this one.
         every_tangent: backward starts from every output that needs a gradient, of whatever shape;
             for graphs of Dynamo, whose backend sees itself to inputs that share memory.
+        tangents: backward starts from these outputs (flat indices) and no others.
 
     Raises:
         CaptureError: Python control flow depends on data, a trainable parameter lost its
@@ -118,6 +120,7 @@ def capture(
     request = Request(
         *(model, args, kwargs, units, world_size, training, device),
         *(where_it_computes(model, device), for_cuda, symbols or {}, every_tangent),
+        tangents,
     )
     failures: dict[str, CaptureError] = {}
     try:
@@ -335,6 +338,7 @@ def _around(call: FlatCall) -> Iterator[None]:
         export.compiling(),
         checkpointing.checkpoints_inline(),
         torch.fx.traceback.preserve_node_meta(),
+        traced_collectives.traced(refusals.of_collective),
     ):
         torch.backends.mha.set_fastpath_enabled(False)
         try:

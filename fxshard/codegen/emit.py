@@ -42,6 +42,7 @@ class Executor:
     Attributes:
         code: the emitted Python source.
         communicates: the phases that have collectives.
+        draws: the phases that draw random numbers.
     """
 
     def __init__(self, program: Program, world: World | AllRanks) -> None:
@@ -59,8 +60,9 @@ class Executor:
             if any(tags.is_random(node) for node in region.body)
         }
         rows = {name: list(graph.nodes) for name, graph in self.schedule.phases()}
-        self._draws = {n for n, run in rows.items() if self._random & {row.target for row in run}}
-        self.communicates = {n for n, run in rows.items() if any(ops.of(r).collective for r in run)}
+        self.draws = {n for n, run in rows.items() if self._random & {row.target for row in run}}
+        phases = {name: program.phase(name) for name, _ in self.schedule.phases()}
+        self.communicates = {n for n, run in phases.items() if any(map(ops.communicates, run))}
 
     def forward(self, args: list[list[Tensor]]) -> tuple[list[Tensor], list[list[Tensor]]]:
         """Run forward.
@@ -100,7 +102,7 @@ class Executor:
         return list(self.schedule.backward.find_nodes(op="placeholder"))
 
     def _run(self, phase: str, graph: fx.Graph, args: Sequence[list[Any]]) -> list[Any]:
-        draws = rng.kept(self.program.device) if phase in self._draws else contextlib.nullcontext()
+        draws = rng.kept(self.program.device) if phase in self.draws else contextlib.nullcontext()
         with self.world.phase(phase, phase in self.communicates), draws:
             if isinstance(self.world, AllRanks):
                 names = [*self.schedule.regions, "step"]
@@ -210,7 +212,7 @@ def _region(program: Program, region: Region, points: bool) -> str:
         comment = _comment(tags.get(node).module) if tags.get(node).module.strip(".") else ""
         lines.append(f"    {node.name} = {_call(node)}{comment}")
         lines += _drop(dead[node])
-        if points:
+        if points and tags.BETWEEN_POINTS not in node.meta:
             lines.append("    at()")
     lines.append(f"    return {_tuple(_output(region.graph))}")
     return "\n".join(lines)

@@ -432,9 +432,9 @@ class _Variant:
         signature = self.variant.program.signature
         batch = [rest[i] for i in signature.tensor_inputs]
         if signature.training:
-            params = [owner.param(fqn) for fqn in differentiated(self.variant.program)]
-            call = Call(owner, self.variant, len(params))
-            outputs = _as_views(list(Step.apply(call, *params, *batch)))
+            names = differentiated(self.variant.program)
+            call = Call(owner, self.variant, names)
+            outputs = _as_views(list(Step.apply(call, *map(owner.param, names), *batch)))
         else:
             with torch.no_grad(), owner.as_traced(self.variant):
                 outputs, _ = self.variant.executor.forward(owner.arguments(self.variant, batch))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from fxshard._torch.export import OpOverload
+from fxshard._torch.traced_collectives import is_collective
 from fxshard.ir import tags
 from fxshard.ir.layout import gathered, part, unpacked, with_rows
 
@@ -117,6 +118,11 @@ def _letters() -> list[str]:
 def of(node: fx.Node) -> OpSpec:
     """The entry of the operator that `node` calls; that of compute if it is not one of ours."""
     return OPERATORS.get(node.target, _COMPUTE)
+
+
+def communicates(node: fx.Node) -> bool:
+    """True if `node` is a collective: one of ours, or one that the model calls itself."""
+    return of(node).collective or is_collective(node)
 
 
 def makes(target: Any, args: tuple[Any, ...], empty: Empty) -> Any:

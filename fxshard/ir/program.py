@@ -143,6 +143,13 @@ class Signature:
     repeats: tuple[tuple[int, int], ...] = ()
 
     @property
+    def starts_everywhere(self) -> bool:
+        """True if no gradient can arrive at an output that backward does not start from."""
+        same = dict(self.repeats)
+        starts = {same.get(i, i) for i in self.tangents}
+        return all(same.get(i, i) in starts for i in self.differentiable)
+
+    @property
     def computed_outputs(self) -> tuple[int, ...]:
         """Flat positions of outputs that the graph computes, in order: tensors, and open sizes."""
         return tuple(i for i, constant in enumerate(self.outputs) if constant is None)

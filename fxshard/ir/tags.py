@@ -162,6 +162,7 @@ def storage_ids(node: fx.Node) -> frozenset[int]:
 
 
 _STORAGES = "fxshard_storages"  # (value, identities of its storages)
+BETWEEN_POINTS = "fxshard_between"  # in the metadata of an operator after which nothing is counted
 
 
 def read_ids(node: fx.Node) -> frozenset[int]:

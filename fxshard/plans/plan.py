@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Mapping, Sequence
@@ -82,6 +83,7 @@ def make_plan(
                 observe=observe,
                 captures=captures,
                 stems=stems,
+                tangents=workload.tangents,
                 symbols=shapes.named(
                     workload.config.dynamic or {}, workload.module, *workload.call
                 ),
@@ -89,7 +91,12 @@ def make_plan(
         program = made[sync, accumulated]
         programs.append(program)
         accumulated |= {r.name for r in program.results if r.kind == "accumulated"}
-    return Plan(programs, workload, captures, steps)
+    plan = Plan(programs, workload, captures, steps)
+    starts = plan.other_starts()
+    if starts is None:
+        return plan
+    workload = dataclasses.replace(workload, tangents=starts)
+    return make_plan(workload, observe=observe, captures=captures, steps=steps, stems=stems)
 
 
 class _Planner(Protocol):
@@ -165,6 +172,14 @@ class Plan:
     def _loss(self) -> LossStep | None:
         work = self.workload
         return trace_loss(self.program, work.loss, keep_outputs=work.keep_outputs)
+
+    def other_starts(self) -> tuple[int, ...] | None:
+        """The outputs that the loss is made of, if the program does not start from all of them."""
+        signature = self.program.signature
+        if self.workload.tangents is not None or signature.starts_everywhere or self._loss is None:
+            return None
+        arrived = self._loss.arrived
+        return None if arrived <= {*signature.tangents} else tuple(sorted(arrived))
 
     def step_after_backward(self) -> OptimizerStep | None:
         """The optimizer's step after backward, recorded once for replanned plans.

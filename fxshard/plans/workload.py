@@ -43,6 +43,8 @@ class Workload:
         no_sync: all but the last of them run under `FxshardModule.no_sync`.
         loss: what the user computes from the model's output, outside of it; None: nothing.
         keep_outputs: the loop still refers to the model's output in backward.
+        tangents: the outputs (flat indices) that backward starts from; None: as
+            `fxshard.capture.trace.capture` chooses.
     """
 
     module: nn.Module
@@ -53,6 +55,7 @@ class Workload:
     no_sync: bool = False
     loss: Callable[[Any], torch.Tensor] | None = None
     keep_outputs: bool = True
+    tangents: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not is_count(self.micro_batches):

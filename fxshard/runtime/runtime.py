@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,16 +31,18 @@ from fxshard.memory.optimizer import make_optimizer
 from fxshard.plans.plan import Plan
 from fxshard.plans.workload import Workload, without_data
 from fxshard.runtime import state
+from fxshard.runtime.other_outputs import in_a_thread, next_starts, trained
 from fxshard.runtime.sharding import Sharding
 from fxshard.runtime.step import Call, Phases, Step, differentiated
 from fxshard.runtime.unit_calls import UnitCall
-from fxshard.runtime.variants import Kind, Variant, reason_for, symbols_for
+from fxshard.runtime.variants import STARTS, SUMS, Kind, Variant, reason_for, symbols_for
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.verify.certificate import agreement, digest
 
 log = logging.getLogger("fxshard")
 
 MakeExecutor = Callable[[Program, Any], Executor]
+Given = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of a call
 
 
 class Runtime(Phases):
@@ -64,6 +68,7 @@ class Runtime(Phases):
         self.progress: bool | None = None
         self.unit_calls: Mapping[str, UnitCall] = {}
         self._warned: set[int] = set()
+        self._starts: dict[Kind, list[tuple[int, ...]]] = {}  # see `starting`
         self._agreed: dict[str, list[str]] = {}  # what all ranks have agreed on, by its digest
         if self.config.optimizer_in_backward:
             self.optimizer()  # refuses what cannot step shards before anything is traced
@@ -113,11 +118,14 @@ class Runtime(Phases):
         flat, _ = trees.tree_flatten((args, kwargs))
         batch = [flat[i] for i in signature.tensor_inputs]
         if signature.training:
-            params = [self.param(fqn) for fqn in differentiated(variant.program)]
-            call = Call(self, variant, len(params))
+            names, starting = differentiated(variant.program), None
+            if not signature.starts_everywhere:
+                names = list(dict.fromkeys([*names, *trained(variant.program)]))
+                starting = self.starting
+            call = Call(self, variant, names, starting)
             if "backward" in variant.executor.communicates:
                 self.world.await_backward(call)
-            outputs = list(Step.apply(call, *params, *batch))
+            outputs = list(Step.apply(call, *map(self.param, names), *batch))
         else:
             with torch.no_grad(), self.as_traced(variant):
                 outputs, _ = variant.executor.forward(self.arguments(variant, batch))
@@ -140,9 +148,7 @@ class Runtime(Phases):
                     self.variants.clear()
                     self.attributes = Attributes()
             kind = self.kind(args, kwargs)
-            found = self.variants.get(kind)
-            if found is None:
-                found = next((v for v in self.variants.values() if v.serves(kind)), None)
+            found = self._serving(kind)
             program = found.program if found else self._traced(args, kwargs, kind)
             if program.signature.training:
                 self._require_stepped_here(program)
@@ -151,10 +157,81 @@ class Runtime(Phases):
             raise
         if found is None:
             self.agree(program)
-            self.add(args, kwargs, program)
-            found = self.variants[kind]
+            found = self.add(args, kwargs, program)
         self.runs(found)
         return found
+
+    def starting(self, call: Call, given: Given, arrived: tuple[int, ...]) -> Variant:
+        """The program of a call that has run, for a backward from other outputs.
+
+        Calls of this kind start backward there from now on (`other_outputs.next_starts`).
+
+        Args:
+            call: that has run.
+            given: its ``(args, kwargs)``.
+            arrived: flat indices of the outputs that gradients have arrived at.
+
+        Raises:
+            StepError: the model was changed since.
+            RankMismatchError: not all ranks need such a program.
+        """
+        with self._as_for(call.variant) as as_called:
+            try:
+                kind = self._starting(call, given, arrived)
+                found = self._serving(kind)
+                trace = functools.partial(self._traced, *given, kind)
+                program = found.program if found else in_a_thread(trace, as_called)
+            except FxshardError as error:
+                self.refuse_alike(error)
+                raise
+            lines = agreement(program)
+            self.world.agree(lines, "which outputs a loss is made of", [*self._agreed.values()])
+            # After the trace, which may have noted more of what kinds depend on.
+            self._starts.setdefault(self.kind(*given).bare(), []).append(kind[STARTS])
+            return found or self.add(*given, program)
+
+    def start_at(self, given: Given, tangents: tuple[int, ...] | None) -> None:
+        """Let calls of this kind start backward from these outputs, as their loss is known."""
+        if tangents is not None:
+            self._starts[self.kind(*given).bare()] = [tangents]
+
+    def _starting(self, call: Call, given: Given, arrived: tuple[int, ...]) -> Kind:
+        """The kind of call that the program of `starting` serves."""
+        before, now = call.variant.kind, self.kind(*given)
+        if now.bare() != before.bare():
+            raise StepError(
+                f"a gradient arrived at an output that the program starts no backward at. Forward "
+                f"would run again for it, but the model was changed since then: "
+                f"{now.differs_in(before)}. Call backward first."
+            )
+        known = self._starts.get(now.bare(), [])
+        starts = call.variant.program.signature.tangents
+        return now.having(STARTS, next_starts(known, arrived, starts))
+
+    @contextlib.contextmanager
+    def _as_for(self, variant: Variant) -> Iterator[Callable[[], Any]]:
+        """Grad mode, autocast and `sync` are as they were for the forward of `variant`.
+
+        Yields a function that makes a context with the former two, for another thread.
+        """
+        dtype, before = variant.kind["autocast"], self.sync
+        self.sync = variant.program.sync
+
+        @contextlib.contextmanager
+        def as_called() -> Iterator[None]:
+            cast = torch.autocast(self.device, dtype or None, enabled=bool(dtype))
+            with torch.enable_grad(), cast:
+                yield
+
+        try:
+            with as_called():
+                yield as_called
+        finally:
+            self.sync = before
+
+    def _serving(self, kind: Kind) -> Variant | None:
+        served = self.variants.get(kind)
+        return served or next((v for v in self.variants.values() if v.serves(kind)), None)
 
     def runs(self, variant: Variant) -> None:
         """Let the other ranks see what this call runs; see what they ran in the one before.
@@ -208,22 +285,27 @@ class Runtime(Phases):
         start = time.perf_counter()
         shown = task(f"capturing {type(self.model).__name__}", shown=self.progress)
         with shown, attributes.noted(self.attributes.reads):
-            program = self.rewritten(args, kwargs, symbols)
+            program = self.rewritten(args, kwargs, symbols, kind[STARTS])
         took = f"{time.perf_counter() - start:.1f} s, {len(program.graph.nodes)} nodes"
         domain = f"; {program.domain.text}" if program.domain is not None else ""
         notice(f"program {len(self.variants) + 1} ({reason}): {took}{domain}")
         return program
 
-    def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program) -> None:
+    def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program) -> Variant:
         """Let `program`, which all ranks agree on, serve this kind of call."""
         self._warn_of_hooks()
         kind = self.kind(args, kwargs)
         self.variants[kind] = found = self.made(
             kind, program, self.model, (args, kwargs), self.config
         )
-        found.executor.bind_step(self.step_parameters)
         lines = agreement(program)
         self._agreed[digest(lines)] = lines
+        return found
+
+    def executor_of(self, program: Program) -> Executor:
+        made = self.make_executor(program, self.world)
+        made.bind_step(self.step_parameters)
+        return made
 
     def made(
         self, kind: Kind, program: Program, model: nn.Module, call: Any, config: Config
@@ -231,8 +313,8 @@ class Runtime(Phases):
         """A variant of `program`, for a call ``(args, kwargs)`` of `model` with these options."""
         world = self.world
         ranks = (world.replicas, world.size) if config.hybrid else world.replicas * world.size
-        plan = Plan([program], Workload(model, without_data(call), ranks, config))
-        return Variant(kind, plan, self.make_executor(program, world))
+        work = Workload(model, without_data(call), ranks, config, tangents=kind[STARTS])
+        return Variant(kind, Plan([program], work), self.executor_of(program))
 
     @property
     def plan(self) -> Plan:
@@ -249,8 +331,18 @@ class Runtime(Phases):
             )
         return next((p for p in reversed(plans) if p.program.signature.training), plans[-1])
 
-    def rewritten(self, args: tuple[Any, ...], kwargs: dict[str, Any], symbols: Symbols) -> Program:
-        """Capture the call `model(*args, **kwargs)` and run the passes."""
+    def rewritten(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        symbols: Symbols,
+        starts: tuple[int, ...] | None,
+    ) -> Program:
+        """Capture the call `model(*args, **kwargs)` and run the passes.
+
+        Args:
+            starts: the outputs that backward starts from; None: as `trace.capture` chooses.
+        """
         units = tuple(
             dataclasses.replace(
                 unit,
@@ -272,6 +364,7 @@ class Runtime(Phases):
             comm_hook=self.comm_hook,
             device=torch.device(self.device) if isinstance(self.world, C10dWorld) else None,
             symbols=symbols,
+            tangents=starts,
         )
 
     def kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
@@ -280,7 +373,9 @@ class Runtime(Phases):
         autocast = torch.is_autocast_enabled(self.device)
         with autograd.plain_torch_functions():
             held = [*self.model.buffers(), *self.ignored_params()]
-            return Kind.of(args, kwargs, self._mode(grad, autocast), held=held)
+            kind = Kind.of(args, kwargs, self._mode(grad, autocast), held=held)
+        starts = self._starts.get(kind.bare()) if self._starts else None
+        return kind.having(STARTS, starts[-1]) if starts else kind
 
     def _mode(self, grad: bool, autocast: bool) -> dict[str, Any]:
         return {
@@ -294,7 +389,8 @@ class Runtime(Phases):
                 for module, key in self.buffer_slots.values()
                 if (buffer := module._buffers[key]) is not None
             ),
-            "gradient accumulation": (self.sync, self.waiting()) if grad else (True, ()),
+            STARTS: None,
+            SUMS: (self.sync, self.waiting()) if grad else (True, ()),
             "an attribute of a module that forward reads": self.attributes.number(self.tree),
             "a hook of a module": modules.hook_numbers(self.tree[1:]),
             "grad mode": grad,
@@ -304,6 +400,7 @@ class Runtime(Phases):
     def fresh(self) -> dict[str, Any]:
         """A copy starts without programs and optimizer."""
         fresh: dict[str, Any] = {"variants": {}, "captured": [], "_agreed": {}, "_optimizer": None}
+        fresh["_starts"] = {}
         fresh["attributes"] = Attributes()
         return super().fresh() | fresh
 

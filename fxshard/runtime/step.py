@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import traceback
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import starmap
 from typing import Any
 
@@ -14,16 +14,19 @@ import torch
 from torch import Tensor, fx
 
 from fxshard._torch import autograd
-from fxshard.capture import shapes
+from fxshard.capture import rng, shapes
 from fxshard.capture.swapped import users_class
+from fxshard.codegen.emit import Executor
 from fxshard.errors import StepError
 from fxshard.ir import tags, transfers
 from fxshard.ir.program import Program
+from fxshard.runtime.other_outputs import Begin, call_of, require_repeatable, run_again
 from fxshard.runtime.sharding import Sharding, as_gradient
 from fxshard.runtime.store import ParameterStore, require_all_wanted
 from fxshard.runtime.variants import Variant
 from fxshard.runtime.world.in_process import InProcessWorld
 
+_GIVEN = (*tags.HELD, "accumulated", "tangent")  # arguments of backward that forward has not saved
 _Part = tuple[str, str]  # role and FQN
 _Noted = tuple[weakref.ref[Tensor], int] | None  # a tensor, and how often it had been written
 
@@ -88,6 +91,14 @@ class Phases(ParameterStore):
         buffer = module._buffers[key]
         assert buffer is not None
         return buffer
+
+    def executor_of(self, program: Program) -> Executor:
+        """What runs `program` on these ranks."""
+        raise NotImplementedError
+
+    def runs(self, variant: Variant) -> None:
+        """Let the other ranks see what this call runs."""
+        raise NotImplementedError
 
     @contextlib.contextmanager
     def as_traced(self, variant: Variant | None = None) -> Iterator[None]:
@@ -158,29 +169,39 @@ class Phases(ParameterStore):
 
 @dataclasses.dataclass
 class Call:
-    """One call on its way through autograd."""
+    """One call on its way through autograd.
+
+    Attributes:
+        runtime: of the model.
+        variant: what runs.
+        params: FQNs of the parameters that may get a gradient.
+        starting: finds the program that starts backward at other outputs, of a call ``(args,
+            kwargs)``; None if any output that needs a gradient is one that `variant` starts at.
+    """
 
     runtime: Phases
     variant: Variant
-    params: int
+    params: list[str]
+    starting: Callable[[Call, Any, tuple[int, ...]], Variant] | None = None
 
 
 class Step(torch.autograd.Function):
     """The node of the model in the user's autograd graph.
 
-    Saved values are a plain list on the context; backward takes it over and drops it. The gradients
-    that arrive are a list too (``boxed_grads_call``).
+    Saved values are a plain list on the context; backward takes it over and drops it, unless it is
+    to retain the graph. The gradients that arrive are a list too (``boxed_grads_call``).
     """
 
     boxed_grads_call = True
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        batch = tensors[call.params :]
+        batch = tensors[len(call.params) :]
+        executor = call.variant.executor
+        draws = call.starting is not None and "forward" in executor.draws
+        ctx.begin = Begin(rng.noted(call.variant.program.device) if draws else None)
         with call.runtime.as_traced(call.variant):
-            outputs, saved = call.variant.executor.forward(
-                call.runtime.arguments(call.variant, batch)
-            )
+            outputs, saved = executor.forward(call.runtime.arguments(call.variant, batch))
         signature = call.variant.program.signature
         ctx.set_materialize_grads(False)
         where = signature.computed_outputs
@@ -196,7 +217,9 @@ class Step(torch.autograd.Function):
         ctx.saved = [[t.detach() if id(t) in returned else t for t in rank] for rank in saved]
         ctx.exposed = _exposed(outputs, ctx.saved)
         ctx.call, ctx.batch = call, batch
-        ctx.versions = _versions(call, batch)
+        ctx.versions = _versions(call, batch, call.variant.read_again)
+        if call.starting is not None:
+            ctx.begin.versions = _versions(call, batch, executor.forward_inputs)
         ctx.shapes = {k: outputs[k].shape for k in are_tensors}
         return tuple(outputs)
 
@@ -212,44 +235,25 @@ class Step(torch.autograd.Function):
                 f"of the loss: that is traced, its second derivatives too."
             )
         grads = autograd.boxed(given)
-        call: Call = ctx.call
-        call.runtime.require_sharded("backward")
-        program = call.variant.program
+        runtime: Phases = ctx.call.runtime
+        runtime.require_sharded("backward")
         if ctx.saved is None:
             raise StepError(
                 "backward was called twice on one forward, or has failed before: its saved "
-                "activations are gone. Run forward again, or sum the losses and call backward once."
+                "activations are gone. Give retain_graph=True to all but the last backward, run "
+                "forward again, or sum the losses and call backward once."
             )
-        signature = program.signature
-        for position, k in ctx.places.items():
-            if grads[k] is not None and position not in signature.tangents:
-                names = [signature.output_names[i] for i in signature.tangents]
-                raise StepError(
-                    f"a gradient arrived at output {signature.output_names[position]}, but the "
-                    f"program was traced for a loss at {', '.join(names)} (the model's scalar "
-                    f"outputs). Do not pass labels, so that the model returns no loss of its own, "
-                    f"or call backward on its loss. For a loss of several outputs, let forward "
-                    f"return {' and '.join(names)} as a tensor of one element (aux.view(1)): where "
-                    f"no output is a scalar, a loss may be of any of them."
-                )
-        for (what, before), (_, now) in zip(ctx.versions, _versions(call, ctx.batch), strict=True):
-            if before != now:
-                raise StepError(
-                    f"{what!r} was changed in place between a forward and its backward, which "
-                    f"reads it. Call backward first (before optimizer.step()), or change a copy."
-                )
-        changed = [list(t.shape) for t, before in ctx.exposed if autograd.version(t) != before]
-        if changed:
-            name = users_class(call.runtime.model).__name__
-            raise StepError(
-                f"an output of {name}, of shape {changed[0]}, was changed in place between a "
-                f"forward and its backward, which reads it. Change a copy: y = y.clone()."
-            )
-        _require_parameters(ctx)
-        arrived = [position for position, k in ctx.places.items() if grads[k] is not None]
-        ctx.exposed = None  # they die after their last readers
+        arrived = tuple(position for position, k in ctx.places.items() if grads[k] is not None)
+        kept, batch = autograd.keeps_graph(), ctx.batch
+        call, saved = _unchanged(ctx, arrived, kept)
+        _require_parameters(ctx, call)
+        if not kept:
+            ctx.saved = ctx.batch = ctx.exposed = None  # they die after their last readers
+        program = call.variant.program
+        missing = frozenset(program.signature.tangents) - {*arrived}
+        executor = call.variant.backward_without(missing, runtime.executor_of)
         tangents: dict[str | None, Tensor | None] = {}
-        for node in call.variant.executor.backward_inputs:
+        for node in executor.backward_inputs:
             if tags.get(node).role == "tangent":
                 k = ctx.places[int(tags.get(node).fqn or 0)]
                 if not node.users:
@@ -258,25 +262,76 @@ class Step(torch.autograd.Function):
                 tangents[tags.get(node).fqn] = _laid_out(grads[k], node, ctx.shapes[k])
                 if tangents[tags.get(node).fqn] is grads[k]:
                     grads[k] = None  # dies after its last reader; a copied one stays to the end
-        saved, ctx.saved = ctx.saved, None
-        batch, ctx.batch = ctx.batch, None
-        call.runtime.require_accumulated(program)
-        args = _backward_arguments(call, batch, saved, tangents)
+        runtime.require_accumulated(program)
+        args = _backward_arguments(call, executor, batch, saved, tangents)
+        del saved
         tangents.clear()
-        reach, world = call.runtime.reach, call.runtime.world
-        unused = reach.begin(program, arrived, world, call.runtime.accumulated)
-        world.begin_backward(call)
-        with call.runtime.as_traced(), _undone_or_refused(call):
-            results = call.variant.executor.backward(args)
+        reach, world = runtime.reach, runtime.world
+        unused = reach.begin(program, arrived, world, runtime.accumulated)
+        world.begin_backward(ctx.call)
+        with runtime.as_traced(), _undone_or_refused(call):
+            results = executor.backward(args)
         return (None, *_gradients(call, results, len(batch), unused | reach.unused()))
 
 
-def _require_parameters(ctx: Any) -> None:
-    """Raise StepError if this backward drops gradients that it steps or accumulates."""
+def _unchanged(ctx: Any, arrived: tuple[int, ...], kept: bool) -> tuple[Call, list[list[Tensor]]]:
+    """The call to run backward of, and its saved values, per rank of this process.
+
+    It is the one that ran forward, if its program starts backward where gradients have arrived; if
+    not, one that runs forward again.
+
+    Args:
+        ctx: of the autograd node.
+        arrived: outputs whose gradients have arrived.
+        kept: the saved values will be used again: those that backward ends are copied.
+
+    Raises:
+        StepError: what forward has read was changed, or it cannot run again.
+    """
     call: Call = ctx.call
+    signature = call.variant.program.signature
+    others = [position for position in arrived if position not in signature.tangents]
+    elsewhere = bool(others)
+    nodes = call.variant.executor.forward_inputs if elsewhere else call.variant.read_again
+    before = ctx.begin.versions if elsewhere else ctx.versions
+    for (what, was), (_, now) in zip(before, _versions(call, ctx.batch, nodes), strict=True):
+        if was != now:
+            raise StepError(
+                f"{what!r} was changed in place between a forward and its backward, which "
+                f"reads it. Call backward first (before optimizer.step()), or change a copy."
+            )
+    if elsewhere:
+        assert call.starting is not None
+        variant = call.starting(call, call_of(signature, ctx.batch), arrived)
+        require_repeatable(variant.program, call.variant.written)
+        call.runtime.world.begin_backward(call)
+        call.runtime.runs(variant)
+        saved = run_again(call.runtime, variant, ctx.batch, ctx.begin)
+        return dataclasses.replace(call, variant=variant), saved
+    changed = [list(t.shape) for t, before in ctx.exposed if autograd.version(t) != before]
+    if changed:
+        name = users_class(call.runtime.model).__name__
+        raise StepError(
+            f"an output of {name}, of shape {changed[0]}, was changed in place between a "
+            f"forward and its backward, which reads it. Change a copy: y = y.clone()."
+        )
+    if not kept:
+        return call, ctx.saved
+    nodes = [n for n in call.variant.executor.backward_inputs if tags.get(n).role not in _GIVEN]
+    ends = [node.name in call.variant.consumed for node in nodes]
+    copies = [
+        [t.clone() if end else t for t, end in zip(rank, ends, strict=True)] for rank in ctx.saved
+    ]
+    return call, copies
+
+
+def _require_parameters(ctx: Any, call: Call) -> None:
+    """Raise StepError if this backward drops gradients that it steps or accumulates."""
     runtime, stepped = call.runtime, call.variant.program.optimizer_in_backward
     if stepped or not runtime.sync or runtime.accumulated:
-        nodes = [node for node, _ in ctx.next_functions[: call.params] if node is not None]
+        trained = {*differentiated(call.variant.program)}
+        params = zip(call.params, ctx.next_functions, strict=False)
+        nodes = [node for fqn, (node, _) in params if fqn in trained and node is not None]
         what = "optimizer_in_backward steps" if stepped else "no_sync accumulates"
         require_all_wanted(nodes, what)
 
@@ -343,11 +398,15 @@ def _undone_or_refused(call: Call) -> Iterator[None]:
         raise
 
 
-def _versions(call: Call, batch: Sequence[Tensor]) -> list[tuple[str, tuple[int, ...]]]:
-    """How often each tensor of the caller that backward reads has been changed in place."""
+def _versions(
+    call: Call, batch: Sequence[Tensor], nodes: Sequence[fx.Node]
+) -> list[tuple[str, tuple[int, ...]]]:
+    """How often each tensor of the caller among some placeholders has been changed in place."""
     program, found = call.variant.program, []
-    for node in call.variant.read_again:
+    for node in nodes:
         role, name = tags.get(node).role, tags.get(node).fqn or ""
+        if role not in tags.HELD:
+            continue
         tensors = [call.runtime.value(node, program, batch, 0)]
         if role == "shard":  # operators on a DTensor raise its version, not that of its local part
             tensors.append(call.runtime.slots[name].tensor)
@@ -381,6 +440,7 @@ def _laid_out(grad: Tensor | None, node: fx.Node, shape: torch.Size) -> Tensor:
 
 def _backward_arguments(
     call: Call,
+    executor: Executor,
     batch: Sequence[Tensor],
     saved: list[list[Tensor]],
     tangents: dict[str | None, Tensor | None],
@@ -389,15 +449,16 @@ def _backward_arguments(
     for rank, values in enumerate(saved):
         rest = iter(values)
         row: list[Tensor | None] = []
-        for node in call.variant.executor.backward_inputs:
+        for node in executor.backward_inputs:
             tag = tags.get(node)
             if tag.role == "tangent":
                 row.append(tangents[tag.fqn])
-            elif tag.role in (*tags.HELD, "accumulated"):
+            elif tag.role in _GIVEN:
                 row.append(call.runtime.value(node, call.variant.program, batch, rank))
             else:
                 row.append(next(rest))
-        values.clear()
+        if not autograd.keeps_graph():
+            values.clear()
         args.append(row)
     return args
 
@@ -418,7 +479,7 @@ def _gradients(
                 for total, grad in zip(sums, fresh, strict=True):
                     total.add_(grad)
     out: list[Tensor | None] = []
-    for fqn in differentiated(program):
+    for fqn in call.params:
         shards = [grads.pop(fqn) for grads in per_rank if fqn in grads]
         if not shards or fqn in unused:
             out.append(None)  # accumulated, not reduced; or stepped already

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ from fxshard.capture.aliasing import overlapping
 from fxshard.capture.call import PLAIN
 from fxshard.capture.shapes import of_call, require_plain
 from fxshard.codegen.emit import Executor
+from fxshard.codegen.silenced import silenced
 from fxshard.ir import ops, tags
 from fxshard.ir.domain import FIXED, Place, Sizes, size_at
+from fxshard.ir.outline import saved_values
 from fxshard.ir.program import Program, input_name
 from fxshard.plans.plan import Plan
 from fxshard.verify.certificate import agreement, digest
@@ -26,6 +28,12 @@ from fxshard.verify.certificate import agreement, digest
 aten = torch.ops.aten
 
 REMEMBERED = 1024  # sizes of which a program knows whether it serves them
+# Names in a kind's mode.
+STARTS = "the outputs that backward starts from"
+SUMS = "gradient accumulation"
+
+MakeExecutor = Callable[[Program], Executor]
+
 _ANY = "contiguous"  # stands in a Kind for the sizes and strides of a contiguous tensor
 
 
@@ -72,6 +80,19 @@ class Kind:
             tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
             full_mode["which tensors share memory"] = overlapping([*tensors, *held])
         return cls(spec, tuple(map(_leaf_key, flat, sizes)), sizes, tuple(full_mode.items()))
+
+    def __getitem__(self, name: str) -> Any:
+        """A value of `mode`; None if it has none of that name."""
+        return dict(self.mode).get(name)
+
+    def having(self, name: str, value: Any) -> Kind:
+        """With another value in `mode`."""
+        mode = tuple((each, value if each == name else old) for each, old in self.mode)
+        return dataclasses.replace(self, mode=mode)
+
+    def bare(self) -> Kind:
+        """Equal for calls that differ in sizes, sums of gradients or starts of backward alone."""
+        return dataclasses.replace(self.having(STARTS, None).having(SUMS, None), sizes=())
 
     def differs_in(self, other: Kind) -> str:
         """What differs from `other`, as text."""
@@ -122,6 +143,7 @@ class Variant:
     plan: Plan
     executor: Executor
     _holds: dict[Sizes, bool] = dataclasses.field(default_factory=dict, repr=False)  # of late
+    _without: dict[frozenset[int], Executor] = dataclasses.field(default_factory=dict, repr=False)
 
     def serves(self, kind: Kind) -> bool:
         """True if this program also runs calls of `kind`: only open sizes differ."""
@@ -156,7 +178,7 @@ class Variant:
     @functools.cached_property
     def communicates(self) -> bool:
         """True if it has collectives."""
-        return any(ops.of(node).collective for node in self.program.graph.nodes)
+        return any(map(ops.communicates, self.program.graph.nodes))
 
     @functools.cached_property
     def written(self) -> frozenset[tuple[str, str | None]]:
@@ -166,6 +188,33 @@ class Variant:
             for node in self.program.graph.find_nodes(op="placeholder")
             if any(user.target is aten.copy_.default for user in node.users)
         )
+
+    def backward_without(self, missing: frozenset[int], make: MakeExecutor) -> Executor:
+        """What runs a backward that brings no gradients of some outputs (`codegen.silenced`).
+
+        Args:
+            missing: flat indices of outputs that the program starts backward at.
+            make: makes an executor of a program.
+        """
+        if not missing:
+            return self.executor
+        if missing not in self._without:
+            program = silenced(self.program, missing)
+            other = self.executor if program is self.program else make(program)
+            self._without[missing] = other
+        return self._without[missing]
+
+    @functools.cached_property
+    def consumed(self) -> frozenset[str]:
+        """Names of the saved values that backward frees, or writes into."""
+        ended: set[int] = set()
+        for node in self.program.phase("backward"):
+            if node.target is ops.free:
+                ended |= tags.read_ids(node)
+            elif tags.writes(node):
+                ended |= tags.read_ids(node) & tags.storage_ids(node)
+        saved = saved_values(self.program)
+        return frozenset(node.name for node in saved if tags.storage_ids(node) & ended)
 
     @functools.cached_property
     def read_again(self) -> list[fx.Node]:

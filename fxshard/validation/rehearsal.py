@@ -56,6 +56,7 @@ def tracked_steps(model: FxshardModule, work: Workload, tracker: Tracker, steps:
         tracker.optimizer_state(optimizer)  # Adagrad has it from the start
     args, kwargs = work.call
     leaves, _ = trees.tree_flatten(work.call)
+    runtime.start_at(work.call, work.tangents)
     program = runtime.variant(args, kwargs).program
     shards = (s for slot in runtime.slots.values() for s in slot.shards)
     tracker.know(shards, Category.SHARDED_PARAM, host=program.offloaded)

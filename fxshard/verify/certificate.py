@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from fxshard._torch.traced_collectives import is_collective
 from fxshard.ir import dump, ops, tags
 from fxshard.ir.program import Program
 from fxshard.verify import walk
@@ -36,12 +37,14 @@ def collectives(program: Program) -> list[str]:
 
         3 backward fxshard.reduce_scatter group=shard size=2 op=avg unit=0 bytes=48 [head f32[4,3]]
     """
-    launches = [node for node in program.graph.nodes if ops.of(node).collective]
+    launches = [node for node in program.graph.nodes if ops.communicates(node)]
     return [f"{i} {_line(node)}" for i, node in enumerate(launches)]
 
 
 def _line(launch: fx.Node) -> str:
     tag = tags.get(launch)
+    if is_collective(launch):
+        return f"{tag.phase} {_of_the_model(launch)}"
     text = f"{tag.phase} {dump.operation(launch)} group={ops.group(launch)} size={launch.args[1]}"
     op = ops.argument(launch, "op")
     text += f" op={op}" if op else ""
@@ -53,6 +56,15 @@ def _line(launch: fx.Node) -> str:
     )
     size = sum(tensor.numel() * tensor.element_size() for tensor in sent)
     return f"{text} unit={tag.unit} bytes={size} [{what}]"
+
+
+def _of_the_model(call: fx.Node) -> str:
+    """A collective that forward calls; its group has other names on other ranks."""
+    plain = (value for value in call.args[:-1] if not isinstance(value, fx.Node))
+    sent = [tensor for node in call.all_input_nodes for tensor in tags.tensors(node.meta["val"])]
+    size = sum(tensor.numel() * tensor.element_size() for tensor in sent)
+    what = ", ".join(map(dump.types, sent))
+    return " ".join([str(call.target), *map(str, plain), f"bytes={size} [{what}]"])
 
 
 def _inside(packed: fx.Node) -> list[str]:

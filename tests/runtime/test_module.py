@@ -247,17 +247,14 @@ def test_gradients_may_arrive_in_any_layout(loss: Callable[[Tensor, Tensor], Ten
 def test_misuse_of_backward() -> None:
     case, ours = MODELS["llama"], compiled("llama")
     loss = call(case, ours)
-    loss.backward(retain_graph=True)
-    with pytest.raises(StepError, match=r"backward was called twice on one forward.*Run forward"):
+    loss.backward()
+    with pytest.raises(StepError, match=r"backward was called twice on one .* retain_graph=True"):
         loss.backward()
     args, kwargs = case.batch(0, 0)
     output = ours(*args, **kwargs)
-    with pytest.raises(
-        StepError, match=r"arrived at output \['logits'\].*loss at \['loss'\].*labels"
-    ):
+    output.loss.backward()
+    with pytest.raises(StepError, match=r"backward was called twice on one .* retain_graph=True"):
         output.logits.sum().backward()
-    with pytest.raises(StepError, match=r"arrived at output \['logits'\]"):
-        (output.loss + output.logits.mean()).backward()
     call(case, ours).backward()  # still usable
 
 
@@ -300,13 +297,9 @@ def test_a_gradient_penalty_inside_of_forward() -> None:
 
 
 def test_an_auxiliary_loss_beside_other_outputs() -> None:
-    """A scalar output is taken for the loss; the refusal says how it is none."""
-    _, ours = pair(lambda: Net(lambda net, x: (net.a(x), net.b(x).square().mean())))
-    y, aux = ours(batch())
-    with pytest.raises(StepError, match=r"no loss of its own.*one element \(aux\.view\(1\)\)"):
-        (y.logsumexp(-1).sum() + 0.01 * aux).backward()
+    """A scalar output is taken for the loss, until a loss shows that it is none."""
     assert_trains_like_eager(
-        lambda: Net(lambda net, x: (net.a(x), net.b(x).square().mean().view(1))),
+        lambda: Net(lambda net, x: (net.a(x), net.b(x).square().mean())),
         batch(),
         loss=lambda out: out[0].logsumexp(-1).sum() + 0.01 * out[1].sum(),
     )
@@ -314,8 +307,11 @@ def test_an_auxiliary_loss_beside_other_outputs() -> None:
 
 def test_a_failed_backward_leaves_no_gradient() -> None:
     _, ours = pair(lambda: Net(lambda net, x: {"loss": net.a(x).sum(), "y": net.b(x)}))
-    with pytest.raises(StepError, match="arrived at output"):
-        ours(batch())["y"].sum().backward()
+    out = ours(batch())
+    with torch.no_grad():
+        ours.b.weight.add_(1)
+    with pytest.raises(StepError, match="weight' was changed in place"):
+        out["y"].sum().backward()
     assert all(p.grad is None for p in ours.parameters())
 
 

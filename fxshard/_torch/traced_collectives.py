@@ -1,0 +1,250 @@
+"""Collectives of torch.distributed that a model calls, while it is traced.
+
+They write into tensors and return works, which a graph cannot hold, and on tensors without data
+they would move nothing. For the time of a trace the methods of process groups, to which all of them
+come, are functional collectives whose results are copied into the tensors: as Dynamo does with the
+functions (torch/distributed/_functional_collectives.py, ``traceable_collective_remaps``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional
+from torch import Tensor, fx
+from torch.distributed import _functional_collectives
+
+from fxshard._torch.export import OpOverload
+from fxshard._torch.fully_sharded import replaced
+
+_ops = torch.ops._c10d_functional
+_NAMES = _functional_collectives.REDUCE_OP_TO_STR
+
+
+class _Over:
+    """A work that is over."""
+
+    def __init__(self, results: Sequence[Tensor]) -> None:
+        self._results = list(results)
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    is_completed = is_success = wait
+
+    def result(self) -> list[Tensor]:
+        return self._results
+
+    def get_future(self) -> Any:
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result(self._results)
+        return future
+
+
+def _waited(made: Tensor) -> Tensor:
+    waited: Tensor = _ops.wait_tensor(made)
+    return waited
+
+
+def _written(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> _Over:
+    """Autograd sees nothing of what a collective writes, in eager mode either."""
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.detach().copy_(value.detach().view(tensor.shape))
+    return _Over(tensors)
+
+
+def _op(options: Any) -> str:
+    found = [name for op, name in _NAMES.items() if options.reduceOp == op]
+    if not found:
+        raise _Refused(f"a reduction by {options.reduceOp}")
+    return found[0]
+
+
+def _all_reduce(group: Any, tensors: list[Tensor], options: Any = None) -> _Over:
+    op = "sum" if options is None else _op(options)
+    made = [_waited(_ops.all_reduce(t.detach(), op, group.group_name)) for t in tensors]
+    return _written(tensors, made)
+
+
+def _broadcast(group: Any, tensors: list[Tensor], options: Any) -> _Over:
+    root = options.rootRank
+    made = [_waited(_ops.broadcast(t.detach(), root, group.group_name)) for t in tensors]
+    return _written(tensors, made)
+
+
+def _gathered(group: Any, tensor: Tensor) -> Tensor:
+    return _waited(
+        _ops.all_gather_into_tensor(tensor.detach().contiguous(), group.size(), group.group_name)
+    )
+
+
+def _all_gather_single(group: Any, output: Tensor, tensor: Tensor, options: Any = None) -> _Over:
+    return _written([output], [_gathered(group, tensor)])
+
+
+def _all_gather(
+    group: Any, outputs: list[list[Tensor]], tensors: list[Tensor], options: Any = None
+) -> _Over:
+    for each, tensor in zip(outputs, tensors, strict=True):
+        if any(output.shape != tensor.shape for output in each):
+            raise _Refused("all_gather of tensors of several shapes")
+        _written(each, _gathered(group, tensor.reshape(1, -1)).unbind())
+    return _Over([output for each in outputs for output in each])
+
+
+def _scattered(group: Any, tensor: Tensor, options: Any) -> Tensor:
+    op, size = _op(options), group.size()
+    flat = tensor.detach().contiguous()
+    return _waited(_ops.reduce_scatter_tensor(flat, op, size, group.group_name))
+
+
+def _reduce_scatter_single(group: Any, output: Tensor, tensor: Tensor, options: Any) -> _Over:
+    return _written([output], [_scattered(group, tensor.reshape(group.size(), -1), options)])
+
+
+def _reduce_scatter(
+    group: Any, outputs: list[Tensor], inputs: list[list[Tensor]], options: Any
+) -> _Over:
+    for output, each in zip(outputs, inputs, strict=True):
+        if any(tensor.shape != output.shape for tensor in each):
+            raise _Refused("reduce_scatter of tensors of several shapes")
+        _written([output], [_scattered(group, torch.stack(each).detach(), options)])
+    return _Over(outputs)
+
+
+def _all_to_all_single(
+    group: Any,
+    output: Tensor,
+    tensor: Tensor,
+    into: list[int],
+    sent: list[int],
+    options: Any = None,
+) -> _Over:
+    size = group.size()
+    into = list(into) or [output.shape[0] // size] * size
+    sent = list(sent) or [tensor.shape[0] // size] * size
+    flat = tensor.detach().contiguous()
+    made = _waited(_ops.all_to_all_single(flat, into, sent, group.group_name))
+    return _written([output], [made])
+
+
+def _all_to_all(
+    group: Any, outputs: list[Tensor], tensors: list[Tensor], options: Any = None
+) -> _Over:
+    if len({t.shape for t in (*outputs, *tensors)}) > 1:
+        raise _Refused("all_to_all of tensors of several shapes")
+    ones = [1] * len(tensors)
+    flat = torch.stack([tensor.detach().reshape(-1) for tensor in tensors])
+    made = _waited(_ops.all_to_all_single(flat, ones, ones, group.group_name))
+    return _written(outputs, made.unbind())
+
+
+def _reduce(group: Any, tensors: list[Tensor], options: Any) -> _Over:
+    """All ranks get the result; one keeps it."""
+    made = [_waited(_ops.all_reduce(t.detach(), _op(options), group.group_name)) for t in tensors]
+    return _written(tensors, made) if group.rank() == options.rootRank else _Over(tensors)
+
+
+def _gather(group: Any, outputs: list[list[Tensor]], tensors: list[Tensor], options: Any) -> _Over:
+    """All ranks get the rows; one keeps them."""
+    made = [_gathered(group, tensor.reshape(1, -1)).unbind() for tensor in tensors]
+    for each, rows in zip(outputs, made, strict=False):
+        _written(each, rows)
+    return _Over(tensors)
+
+
+def _scatter(group: Any, outputs: list[Tensor], inputs: list[list[Tensor]], options: Any) -> _Over:
+    """Each rank sends a row to each; of what it gets, it keeps the row of one rank."""
+    size, root = group.size(), options.rootRank
+    ones = [1] * size
+    for i, output in enumerate(outputs):
+        sends = group.rank() == root
+        flat = torch.stack([t.detach().reshape(-1) for t in inputs[i]]) if sends else None
+        flat = output.new_zeros((size, output.numel())) if flat is None else flat
+        made = _waited(_ops.all_to_all_single(flat, ones, ones, group.group_name))
+        _written([output], [made[root]])
+    return _Over(outputs)
+
+
+class _Refused(Exception):
+    """The name of a collective that no functional one stands for."""
+
+
+def _refused(name: str, group: Any, *args: Any, **kwargs: Any) -> Any:
+    raise _Refused(name)
+
+
+# Methods of process groups; those of newer torch beside those that they replace.
+_METHODS: dict[str, Callable[..., Any]] = {
+    "allreduce": _all_reduce,
+    "allreduce_coalesced": _all_reduce,
+    "broadcast": _broadcast,
+    "all_gather_single": _all_gather_single,
+    "_allgather_base": _all_gather_single,
+    "allgather": _all_gather,
+    "reduce_scatter_single": _reduce_scatter_single,
+    "_reduce_scatter_base": _reduce_scatter_single,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all_single": _all_to_all_single,
+    "alltoall_base": _all_to_all_single,
+    "alltoall": _all_to_all,
+    "reduce": _reduce,
+    "gather": _gather,
+    "scatter": _scatter,
+    "barrier": functools.partial(_refused, "barrier"),
+    **dict.fromkeys(
+        ("send", "recv", "recv_anysource"), functools.partial(_refused, "send or recv")
+    ),
+}
+
+
+@contextlib.contextmanager
+def traced(refuse: Callable[[str], Exception]) -> Iterator[None]:
+    """Let the collectives that this thread calls be traced as functional ones.
+
+    ``torch.distributed.nn.functional``, whose backward calls them too, is let through: it refuses
+    to be compiled, as Dynamo would lose its gradients.
+
+    Args:
+        refuse: makes the error to raise for a collective, by its name.
+    """
+    here = threading.get_ident()
+
+    def method(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != here:
+                return theirs(*args, **kwargs)
+            if "opts" in kwargs:
+                kwargs["options"] = kwargs.pop("opts")
+            try:
+                return ours(*args, **kwargs)
+            except _Refused as error:
+                raise refuse(str(error)) from None
+
+        return run
+
+    group: Any = dist.ProcessGroup
+    found = [(name, ours) for name, ours in _METHODS.items() if hasattr(group, name)]
+    changes = [(group, name, method(ours, getattr(group, name))) for name, ours in found]
+    functional = torch.distributed.nn.functional
+    if hasattr(functional, "_not_supported_under_compile"):
+        name = "_not_supported_under_compile"
+        changes.append((functional, name, lambda *args, **kwargs: None))
+    with replaced(changes):
+        yield
+
+
+def is_collective(node: fx.Node) -> bool:
+    """True if `node` is a functional collective: one that the model itself calls."""
+    target = node.target
+    return (
+        isinstance(target, OpOverload)
+        and target.namespace in ("_c10d_functional", "_c10d_functional_autograd")
+        and target is not _ops.wait_tensor.default
+    )
