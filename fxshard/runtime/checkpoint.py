@@ -97,6 +97,8 @@ def save_checkpoint(
     _together(model, "save_checkpoint")
     ranks = _Ranks(process_group)
     packed = io.BytesIO()
+    if isinstance(model, FxshardModule):
+        model._fxshard.require_filled()
     ranks.all(lambda: _require_own(model, optimizer), "nothing was saved")
     ranks.first(lambda: torch.save(extra, packed), "nothing was saved: extra cannot be pickled")
     number = ranks.first(
@@ -291,6 +293,8 @@ def _to_load_into(model: nn.Module, optimizer: Optimizer | None, saved: _Saved) 
         ]
         frozen = [fqn for fqn in saved.states if not saved.params[fqn].requires_grad]
         without = tuple(f"{_STATES}{fqn}." for fqn in frozen)  # as torch does
+    if isinstance(model, FxshardModule):
+        state["model"].update(model._fxshard.to_fill())  # no second copy of a model on meta
     _require_all([key for key in saved.keys if not key.startswith(without)], state)
     return state
 

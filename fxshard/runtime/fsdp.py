@@ -202,6 +202,7 @@ class FsdpMethods(nn.Module):
         Returns:
             FQN -> unsharded tensor, of the shapes and dtypes of the user's model.
         """
+        self._fxshard.require_filled(memory=True)
         self._fxshard.world.together("full_state_dict")
         found = dict(get_model_state_dict(self))
         return state.full_state(found, self._fxshard.all_rows, cpu_offload, rank0_only)

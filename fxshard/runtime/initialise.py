@@ -26,7 +26,7 @@ InitFn = Callable[[nn.Module], Any]
 
 
 def leave_empty(module: nn.Module) -> None:
-    """A `param_init_fn` that fills nothing: meta tensors become NaN, without a warning."""
+    """Stands for a `param_init_fn` where what is on the meta device stays there, as in FSDP2."""
 
 
 def full_tensors(
@@ -118,6 +118,8 @@ def _held(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The tensors of a module on a rank that has the data, or makes it."""
     made: dict[str, Tensor] = {}
+    if param_init_fn is leave_empty:
+        own = {name: tensor for name, tensor in own.items() if not tensor.is_meta}
     if any(tensor.is_meta for tensor in own.values()):
         made = _filled(path, module, own, device, param_init_fn)
     for name, tensor in own.items():
@@ -206,7 +208,7 @@ def _filled(
             f"{kind} {join(path, left[0])!r} is on the meta device, and {filler} does not fill it. "
             f"Pass param_init_fn to fxshard.compile, or build the {kind} on a real device."
         )
-    if left and param_init_fn is not leave_empty:
+    if left:
         log.warning(
             "fxshard: param_init_fn has left %s without values (NaN): load a state dict before the "
             "first call.",
@@ -223,7 +225,7 @@ def _called(
     copies: dict[int, Tensor],
 ) -> dict[str, Tensor]:
     """The tensors of `module` after an initialisation that has seen `copies` (by id of tensor)."""
-    with put_back(module), torch.no_grad(), _NanWhereEmpty():
+    with put_back(module), torch.no_grad(), NanWhereEmpty():
         both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for slots in both:
             slots.update({k: copies.get(id(t), t) for k, t in slots.items() if t is not None})
@@ -244,7 +246,7 @@ _EMPTY = (
 )
 
 
-class _NanWhereEmpty(modes.TorchDispatchMode):
+class NanWhereEmpty(modes.TorchDispatchMode):
     """Fills new empty tensors with NaN, so that what nothing writes afterwards can be found."""
 
     def __torch_dispatch__(
@@ -261,12 +263,17 @@ def _with_nan(tensor: Tensor) -> Tensor:
 
 def _is_empty(full: Tensor, copies: Iterable[Tensor]) -> bool:
     """True if nothing has written into it: its ends are NaN; of integers, a copy never written."""
-    if not full.numel():
-        return False
     if full.is_floating_point() or full.is_complex():
-        flat = full.detach().reshape(-1)
-        return any(value != value for value in (flat[0].item(), flat[-1].item()))
-    return autograd.version(full) == 0 and any(full is copy for copy in copies)
+        return holds_nan(full)
+    return full.numel() > 0 and autograd.version(full) == 0 and any(full is copy for copy in copies)
+
+
+def holds_nan(tensor: Tensor) -> bool:
+    """True if an end of it is NaN, as where nothing was written since it was made (see above)."""
+    if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
+        return False
+    flat = tensor.detach().reshape(-1)
+    return any(value != value for value in (flat[0].item(), flat[-1].item()))
 
 
 def _checked(

@@ -21,7 +21,7 @@ from fxshard.codegen.emit import Executor
 from fxshard.errors import ConfigError, StepError
 from fxshard.memory.report import MemoryReport
 from fxshard.plans.plan import Plan
-from fxshard.runtime import reading
+from fxshard.runtime import loading, reading
 from fxshard.runtime.fsdp import FsdpMethods
 from fxshard.runtime.gathering import as_plain, let_gather
 from fxshard.runtime.runtime import MakeExecutor, Runtime
@@ -125,6 +125,7 @@ def sharded(
     model.__dict__[STATE] = runtime
     model.__class__ = _fxshard_class(type(model))
     let_gather(runtime)
+    loading.keep_ties(model)
     assert isinstance(model, FxshardModule)
     return model
 

@@ -17,7 +17,13 @@ from fxshard.errors import StepError, UnitError
 from fxshard.ir.layout import ParamLayout, chunk_of, flat_numels, without_padding
 from fxshard.ir.layout import layouts as layouts_of
 from fxshard.ir.units import Param, Unit, check_shardable, note_replaced
-from fxshard.runtime.initialise import check_fillable, full_tensors, has_the_data, owners_of
+from fxshard.runtime.initialise import (
+    check_fillable,
+    full_tensors,
+    has_the_data,
+    leave_empty,
+    owners_of,
+)
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.in_process import InProcessWorld
 
@@ -30,7 +36,8 @@ class Slot:
         param: its description.
         layout: where its rows are.
         shards: per rank that this process runs, the memory of the padded shard that is sent.
-        local: the view of them that the parameter holds: this rank's rows, or all (in-process).
+        local: the view of them that the parameter holds: this rank's rows, or all (in-process). On
+            the meta device until its unit gets memory; the parameter until it gets values.
         owners: every (module, name) that holds it; several if it is tied.
     """
 
@@ -83,6 +90,8 @@ class Slot:
                 f"parameter {self.param.fqn!r} is not tied to {self.param.aliases[1:]} any more. "
                 f"Tie them again (load_state_dict without assign=True keeps them tied)."
             )
+        if now.is_meta and not own.is_meta and now.shape == own.shape:
+            return  # its unit has memory already; `ParameterStore.require_filled` complains
         others = isinstance(tensor, DTensor) and tuple(tensor.shape) != tuple(self.param.shape)
         if others or (now.shape, now.dtype, now.device) != (own.shape, own.dtype, own.device):
             raise StepError(
@@ -121,7 +130,8 @@ def shard_parameters(sharding: Sharding) -> dict[str, Slot]:
 
     Nothing is changed if an error is raised. The padded shards of a unit are views of one flat
     storage per dtype. Meta tensors are filled on the world's device (in-process: that of the
-    model), or rank 0's data is broadcast; see `fxshard.runtime.initialise`.
+    model), or rank 0's data is broadcast; see `fxshard.runtime.initialise`. With `leave_empty` they
+    stay on the meta device, sharded.
 
     Raises:
         UnitError: a parameter lives on another device than the world's, has a gradient hook or is
@@ -150,7 +160,8 @@ def shard_parameters(sharding: Sharding) -> dict[str, Slot]:
         raise refusal
     device, every = _home(model, world), layouts_of(units, world.size, world.replicas)
     layouts = {fqn: every[fqn] for fqn in originals}
-    made = _flat_shards(layouts, originals, device, world, config.offload_policy)
+    filled = config.param_init_fn is not leave_empty
+    made = _flat_shards(layouts, originals, device, world, config.offload_policy, filled=filled)
     params = {id(originals[param.fqn]): param for unit in units for param in unit.params}
     buffers: list[tuple[Tensor, Tensor]] = []
     locals_ = {fqn: _local(layouts[fqn], shards, world) for fqn, shards in made.items()}
@@ -168,7 +179,14 @@ def shard_parameters(sharding: Sharding) -> dict[str, Slot]:
     for key, param in params.items():
         layout, shards, local = layouts[param.fqn], made[param.fqn], locals_[param.fqn]
         slots[param.fqn] = Slot(param, layout, shards, local, owners[key])
-    exposed = {fqn: _exposed(slot.param, slot.local, world) for fqn, slot in slots.items()}
+    exposed = {
+        fqn: _exposed(
+            slot.param,
+            slot.local if filled or not originals[fqn].is_meta else slot.local.to("meta"),
+            world,
+        )
+        for fqn, slot in slots.items()
+    }
     for unit in units:
         if unit.precision.keep_low_precision_grads:
             for param in unit.params:
@@ -199,9 +217,9 @@ def _refusal(
     try:
         for fqn, tensor in originals.items():
             _check_shardable_now(fqn, tensor, world, config.offload is not None)
-        left_out = set(map(id, ignored))
+        left_out, stays = set(map(id, ignored)), config.param_init_fn is leave_empty
         for fqn, tensor in model.named_parameters():
-            if tensor.is_meta and id(tensor) in left_out:
+            if tensor.is_meta and id(tensor) in left_out and not stays:
                 raise UnitError(
                     f"parameter {fqn!r} is ignored, and on the meta device: nothing fills it. "
                     f"Build what is ignored on a real device."
@@ -261,10 +279,13 @@ def _flat_shards(
     device: torch.device,
     world: C10dWorld | InProcessWorld,
     offload: CPUOffloadPolicy | None,
+    *,
+    filled: bool,
 ) -> dict[str, list[Tensor]]:
     """Padded shards, zero: views of one new flat storage per unit, dtype and process.
 
-    Offloaded ones are on the CPU, in pinned memory if there is an accelerator to copy to.
+    Offloaded ones are on the CPU, in pinned memory if there is an accelerator to copy to. A storage
+    of which no parameter has data stays on the meta device, unless all are `filled` now.
 
     In-process, the flat storage holds the rows of all ranks of a parameter one after the other, so
     that the full parameter is a view too.
@@ -274,14 +295,22 @@ def _flat_shards(
     for storage, numel in flat_numels(layouts.values()).items():
         members = {fqn: each for fqn, each in layouts.items() if each.storage == storage}
         real = [originals[fqn].device for fqn in members if not originals[fqn].is_meta]
-        home, pin = (real or [device])[0], False
-        if offload is not None:
-            home = torch.device("cpu")
-            pin = offload.pin_memory and torch.accelerator.is_available()
+        home, pin = home_of_shards((real or [device])[0], offload)
+        if not real and not filled:
+            home, pin = torch.device("meta"), False
         _, dtype = storage
         flat = torch.zeros(count * numel, dtype=dtype, device=home, pin_memory=pin)
         found |= {fqn: each.shards_in(flat, count) for fqn, each in members.items()}
     return found
+
+
+def home_of_shards(
+    device: torch.device, offload: CPUOffloadPolicy | None
+) -> tuple[torch.device, bool]:
+    """Where shards are, of parameters that would be on `device`; and whether in pinned memory."""
+    if offload is None:
+        return device, False
+    return torch.device("cpu"), offload.pin_memory and torch.accelerator.is_available()
 
 
 def _give_buffer(buffer: Tensor, full: Tensor, owners: list[tuple[nn.Module, str]]) -> None:

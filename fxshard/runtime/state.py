@@ -158,13 +158,13 @@ def full_parameters(
             full.grad = _own(all_rows, tensor.grad, offload_to_cpu)
         made.append(full if keep else tensor)
     for slot, full in zip(slots, made, strict=True):
-        _place(slot, full)
+        place(slot, full)
     try:
         yield
     finally:
         found = [[module._parameters[name] for module, name in slot.owners] for slot in slots]
         for slot, tensor in zip(slots, sharded, strict=True):
-            _place(slot, tensor)
+            place(slot, tensor)
         if writeback:
             for slot, now in zip(slots, found, strict=True):
                 _require_alike(slot, now)
@@ -186,7 +186,8 @@ def _is_first(tensor: Tensor) -> bool:
     return not any(coordinate or ())
 
 
-def _place(slot: Slot, tensor: Any) -> None:
+def place(slot: Slot, tensor: Any) -> None:
+    """Let all modules that hold the parameter hold `tensor` in its place."""
     for module, name in slot.owners:
         module._parameters[name] = tensor
 
@@ -229,38 +230,6 @@ def _write_back(slot: Slot, full: nn.Parameter | None, with_grads: bool) -> None
 # -- state dicts -----------------------------------------------------------------------------------
 
 
-def take_full_values(modules: Iterable[nn.Module]) -> None:
-    """Let ``load_state_dict`` of each module take plain full tensors for sharded parameters.
-
-    Also let its ``state_dict`` give DTensors that `torch.save` takes (see `dtensors.stand_in`).
-    """
-    for module in modules:
-        module.register_load_state_dict_pre_hook(_take_rows)
-        module.register_state_dict_post_hook(_make_savable)
-
-
-def _take_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Replace each full tensor of a sharded parameter of `module` by this rank's rows.
-
-    Tensors of another shape stay, for ``load_state_dict`` to complain about.
-    """
-    for name, param in module._parameters.items():
-        value = state_dict.get(prefix + name)
-        full = isinstance(value, Tensor) and not isinstance(value, DTensor)
-        if isinstance(param, DTensor) and full and value.shape == param.shape:
-            # A copy: with assign=True it becomes the parameter, and see dtensors.stand_in.
-            state_dict[prefix + name] = sharded_like(value.detach(), param).clone()
-
-
-def _make_savable(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    for name in module._parameters:
-        value = state_dict.get(prefix + name)
-        if isinstance(value, DTensor) and value.storage_offset():
-            local = local_part(value)
-            state_dict[prefix + name] = made = _dtensor(dtensors.stand_in(local), value)
-            dtensors.set_local_tensor(made, local)
-
-
 def full_state(
     state: dict[str, Any],
     all_rows: Callable[[Tensor], Tensor],
@@ -294,16 +263,20 @@ def holding(slots: Sequence[Slot], others: Sequence[Tensor | None]) -> Iterator[
     """For the time of the block the module tree holds `others` for the sharded parameters."""
     tensors = [slot.tensor for slot in slots]
     for slot, other in zip(slots, others, strict=True):
-        _place(slot, other)
+        place(slot, other)
     try:
         yield
     finally:
         for slot, tensor in zip(slots, tensors, strict=True):
-            _place(slot, tensor)
+            place(slot, tensor)
 
 
 def converted(
-    slots: Sequence[Slot], fn: Callable[[Tensor], Tensor], world: C10dWorld | InProcessWorld
+    slots: Sequence[Slot],
+    fn: Callable[[Tensor], Tensor],
+    world: C10dWorld | InProcessWorld,
+    *,
+    offloaded: bool,
 ) -> None:
     """Run a conversion of ``nn.Module._apply`` on the shards.
 
@@ -314,30 +287,72 @@ def converted(
             values of a parameter because something else refers to it.
     """
     for slot in slots:
-        device, own = fn(slot.local.new_empty(0)).device, slot.local.device
+        now = local_part(slot.tensor)
+        device, homes = fn(now.new_empty(0)).device, {now.device.type}
         if not isinstance(world, C10dWorld):
             break
-        if device.type != (world.mesh.device_type if own.type == "meta" else own.type):
+        if now.is_meta:
+            homes.add("cpu" if offloaded else world.mesh.device_type)
+        if device.type not in homes:
             raise StepError(
                 f"parameter {slot.param.fqn!r} cannot move to {device}: its shard is on "
-                f"{own}, and the mesh is of device type {world.mesh.device_type!r}. "
+                f"{now.device}, and the mesh is of device type {world.mesh.device_type!r}. "
                 f"Move the model before fxshard.compile, with a mesh of that device type."
             )
-    fresh: list[tuple[Slot, Tensor]] = []
+    for group in by_storage(slots):  # one after the other: no second copy of all shards
+        fresh: list[tuple[Slot, Tensor]] = []
+        for slot in group:
+            with torch.no_grad():
+                now = local_part(slot.tensor).detach()
+                new = fn(now)
+            if new is not now:
+                fresh.append((slot, new))
+        for slot, new in fresh:
+            _exchange(slot, new, fn)
+        lay_out([slot for slot, _ in fresh])
+
+
+def by_storage(slots: Iterable[Slot]) -> list[list[Slot]]:
+    """`slots`, those together whose shards lie in one flat storage."""
+    groups: dict[int, list[Slot]] = {}
     for slot in slots:
-        with torch.no_grad():
-            now = local_part(slot.tensor).detach()
-            new = fn(now)
-        if new is not now:
-            fresh.append((slot, new))
-    for slot, new in fresh:
-        _exchange(slot, new, fn)
-    lay_out([slot for slot, _ in fresh])
+        groups.setdefault(slot.shards[0].untyped_storage()._cdata, []).append(slot)
+    return list(groups.values())
+
+
+def allocate(slots: Sequence[Slot], device: torch.device, pin: bool) -> None:
+    """Exchange the flat storage of `slots`, on the meta device, for a real one of zeros.
+
+    The parameters that the module tree holds stay on the meta device, until they get values.
+    """
+    shard = slots[0].shards[0]
+    numel = shard.untyped_storage().nbytes() // shard.element_size()
+    flat = torch.zeros(numel, dtype=shard.dtype, device=device, pin_memory=pin)
+
+    def placed(view: Tensor) -> Tensor:
+        return flat.as_strided(view.shape, view.stride(), view.storage_offset())
+
+    for slot in slots:
+        slot.local, slot.shards = placed(slot.local), [placed(each) for each in slot.shards]
+
+
+def over_shard(slot: Slot) -> DTensor:
+    """A DTensor of the rows of the shard, like the parameter, which may be on the meta device."""
+    like: Any = slot.tensor
+    made = _dtensor(dtensors.stand_in(slot.local), like)
+    dtensors.set_local_tensor(made, slot.local)
+    return made
+
+
+def fill(slot: Slot) -> None:
+    """Let the parameter, on the meta device, have the rows of its shard; it stays the object."""
+    _exchange(slot, dtensors.stand_in(slot.local), lambda grad: grad)
+    _set_storage(slot.tensor, slot.local)
 
 
 def _exchange(slot: Slot, local: Tensor, fn: Callable[[Tensor], Tensor]) -> None:
     """Exchange the values of the parameter for `local`, and convert its gradient."""
-    tensor = slot.tensor
+    tensor: Any = slot.tensor
     for module, _ in slot.owners:
         if isinstance(module, nn.RNNBase):
             module._flat_weight_refs = []  # weak references, which its own _apply drops too
@@ -346,6 +361,9 @@ def _exchange(slot: Slot, local: Tensor, fn: Callable[[Tensor], Tensor]) -> None
         made = nn.Parameter(_dtensor(local, tensor), tensor.requires_grad)
         try:
             torch.utils.swap_tensors(tensor, made)
+            swapped_with: Any = made
+            tensor.__class__ = type(swapped_with)  # the class and attributes stay the object's
+            vars(tensor).update(vars(swapped_with))
         except RuntimeError as error:
             tensor.grad = grad
             raise StepError(

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fxshard._torch import autograd
+from fxshard._torch.dtensors import local_part
 from fxshard.capture.modules import join
 from fxshard.config import Config, Precision
 from fxshard.errors import StepError
@@ -28,8 +29,15 @@ from fxshard.ir.program import Program
 from fxshard.ir.units import Param, buffer_dtypes
 from fxshard.passes.insert_reduce import InsertReduce
 from fxshard.pipeline import passes_of
-from fxshard.runtime import eager, replaced, state
-from fxshard.runtime.sharding import Sharding, Slot, as_gradient, shard_parameters
+from fxshard.runtime import eager, loading, replaced, state
+from fxshard.runtime.initialise import NanWhereEmpty, holds_nan
+from fxshard.runtime.sharding import (
+    Sharding,
+    Slot,
+    as_gradient,
+    home_of_shards,
+    shard_parameters,
+)
 from fxshard.runtime.unused import Reach
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.in_process import InProcessWorld
@@ -56,15 +64,19 @@ class ParameterStore:
         forwards: the eager forwards that are running.
         device: type of the device that programs run on; shards may be offloaded from it.
         summoned: parameters are unsharded now, and no program may run.
+        unfilled: names of parameters and buffers that were on the meta device, until a call has
+            seen that all have got values.
     """
 
     def __init__(self, sharding: Sharding) -> None:
         self.model, self.units = sharding.model, sharding.units
         self.world, self.config = sharding.world, sharding.config
+        both = *self.model.named_parameters(), *self.model.named_buffers()
+        self.unfilled = [name for name, tensor in both if tensor.is_meta]
         before = {module for slot in sharding.kept for module, _ in slot.owners}
         self.slots = shard_parameters(sharding)
         owners = [module for slot in self.slots.values() for module, _ in slot.owners]
-        state.take_full_values(module for module in dict.fromkeys(owners) if module not in before)
+        loading.take_full_values(module for module in dict.fromkeys(owners) if module not in before)
         self.ignored = {p.fqn: p for unit in self.units for p in unit.ignored}
         self.accumulated: dict[str, list[Tensor]] = {}
         self.reach = Reach()
@@ -91,6 +103,7 @@ class ParameterStore:
             home = self.compute_device() if self.config.offload is not None else buffer.device.type
             if dtype is not buffer.dtype or home != buffer.device.type:
                 module, key = self._owner(name)
+                home = "meta" if buffer.is_meta else home
                 module._buffers[key] = cast.setdefault(id(buffer), buffer.to(home, dtype))
 
     def _owner(self, name: str) -> tuple[nn.Module, str]:
@@ -133,6 +146,61 @@ class ParameterStore:
                 "micro-batch by micro-batch."
             )
 
+    # -- the meta device ---------------------------------------------------------------------------
+
+    def require_filled(self, *, memory: bool = False) -> None:
+        """Check that what was on the meta device has got values since; nothing later, once it has.
+
+        Args:
+            memory: memory is enough, for code that may be about to write the values.
+
+        Raises:
+            StepError: it is there still, or is NaN since ``to_empty`` gave it memory.
+        """
+        now = {name: self._held(name) for name in self.unfilled}
+        left = [
+            name
+            for name, tensor in now.items()
+            if tensor is not None and (tensor.is_meta or (not memory and holds_nan(tensor)))
+        ]
+        if left:
+            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+            raise StepError(
+                f"{', '.join(map(repr, left[:3]))}{more} on the meta device when the model was "
+                f"sharded, and without values since. Load them: model.load_state_dict(state), "
+                f"set_model_state_dict of torch.distributed.checkpoint.state_dict (with "
+                f"broadcast_from_rank0=True no other rank needs the state), or "
+                f"fxshard.load_checkpoint. Or initialise them: model.to_empty(device=...), then "
+                f"what fills each of them."
+            )
+        if not memory:
+            self.unfilled = []
+
+    def _held(self, name: str) -> Tensor | None:
+        """What this process has of a parameter or buffer; None if that was taken out."""
+        if name in self.slots:
+            return local_part(self.slots[name].tensor)
+        module, key = self._owner(name)
+        return module._buffers.get(key, module._parameters.get(key))
+
+    def allocate(self, slot: Slot) -> None:
+        """Give the flat storage in which the shard of `slot` lies memory, if it has none."""
+        if slot.local.is_meta and isinstance(self.world, C10dWorld):
+            storage = slot.shards[0].untyped_storage()._cdata
+            groups = state.by_storage(self.slots.values())
+            members = next(g for g in groups if g[0].shards[0].untyped_storage()._cdata == storage)
+            device, pin = torch.device(self.world.mesh.device_type), self.config.offload_policy
+            state.allocate(members, *home_of_shards(device, pin))
+
+    def to_fill(self) -> dict[str, DTensor]:
+        """What is on the meta device, by all its names: where ``load_state_dict`` would put it."""
+        found: dict[str, DTensor] = {}
+        for slot in self.slots.values():
+            if local_part(slot.tensor).is_meta:
+                self.allocate(slot)
+                found |= dict.fromkeys(slot.param.aliases, state.over_shard(slot))
+        return found
+
     # -- the model as it is now --------------------------------------------------------------------
 
     def note_structure(self) -> None:
@@ -150,8 +218,11 @@ class ParameterStore:
         """Take over changes of the model since the last call; True if its structure changed.
 
         Raises:
-            StepError: parameters were added or removed, or have another shape, dtype or device.
+            StepError: parameters were added or removed, or have another shape, dtype or device, or
+                no values.
         """
+        if self.unfilled:
+            self.require_filled()
         changed = any(map(_differ, self.tree, self._structure))
         if changed:
             self._require_same_parameters()
@@ -162,6 +233,15 @@ class ParameterStore:
                 replaced.mark({fqn: before})
                 self._seen[fqn] = tensor
         return changed
+
+    def tie_assigned(self) -> None:
+        """Where a tied parameter was exchanged under some of its names, do so under all of them."""
+        for fqn, slot in self.slots.items():
+            held = [module._parameters[name] for module, name in slot.owners]
+            before = self._seen.get(fqn, held[0])
+            new = next((param for param in held if param is not before), before)
+            if any(param is not new for param in held):
+                state.place(slot, new)
 
     def _require_same_parameters(self) -> None:
         known = {
@@ -222,6 +302,8 @@ class ParameterStore:
             StepError: its gradient would not be reduced as in a program; or see
                 `Slot.restore_storage`.
         """
+        if self.unfilled:
+            self.require_filled(memory=True)
         if _is_trained(slot):
             op = self.reduction.op
             for option, clashes in {
@@ -313,6 +395,7 @@ class ParameterStore:
     def summon_full_params(self, recurse: bool = True, **options: Any) -> Iterator[None]:
         """See `FxshardModule.summon_full_params`."""
         self.require_sharded("summon_full_params")
+        self.require_filled(memory=True)
         what = "summon_full_params (or unshard, apply, a submodule or method by itself)"
         self.world.together(what)
         slots = [slot for slot in self.slots.values() if recurse or slot.param.unit == 0]
@@ -379,12 +462,14 @@ class ParameterStore:
             StepError: it moves shards to a device that the mesh is not made of.
         """
         self.require_sharded("a conversion (.to(), .half(), ...)")
-        slots = list(self.slots.values())
+        slots, offloaded = list(self.slots.values()), self.config.offload is not None
         before = self._kinds()
-        with autograd.plain_torch_functions():
-            state.converted(slots, fn, self.world)
-        with state.set_aside(slots):
-            rest()
+        # What `to_empty` makes of the meta device is NaN, for `require_filled` to find.
+        with NanWhereEmpty() if self.unfilled else contextlib.nullcontext():
+            with autograd.plain_torch_functions():
+                state.converted(slots, fn, self.world, offloaded=offloaded)
+            with state.set_aside(slots):
+                rest()
         for fqn, grads in self.accumulated.items():
             self.accumulated[fqn] = [fn(grad) for grad in grads]
         if self._kinds() == before:
