@@ -12,10 +12,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.optim.lr_scheduler import StepLR
 from torch.testing import assert_close
 
-import fxshard
 from tests.peers.fsdp2.common import (
     MLP,
-    Args,
     DoubleLinear,
     Transformer,
     adam,

@@ -4,7 +4,6 @@ import copy
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
@@ -13,7 +12,6 @@ from torch.testing import assert_close
 
 import fxshard
 from tests.peers.fsdp2.common import ddp, made
-from tests.ranks import told
 
 
 class C(nn.Module):

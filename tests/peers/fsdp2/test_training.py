@@ -1,19 +1,14 @@
 """test_fully_shard_training.py: steps beside DistributedDataParallel and beside eager PyTorch."""
 
 import copy
-import itertools
 import time
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing,
-)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
@@ -23,11 +18,9 @@ from tests.oracles import count_collectives
 from tests.peers.fsdp2.common import (
     MLP,
     Args,
-    Block,
     Transformer,
     adam,
     assert_parity,
-    average_grads,
     ddp,
     made,
     pair,
@@ -35,7 +28,6 @@ from tests.peers.fsdp2.common import (
     shard,
     train_alike,
 )
-from tests.ranks import told
 
 RESHARD = [True, False, 2]
 ON_CPU = CPUOffloadPolicy(pin_memory=False)

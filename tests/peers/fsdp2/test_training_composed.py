@@ -31,7 +31,6 @@ from tests.peers.fsdp2.common import (
     average_grads,
     ddp,
     made,
-    pair,
     shard,
     train_alike,
 )
