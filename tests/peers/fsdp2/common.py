@@ -139,7 +139,7 @@ def made(build: Callable[[], nn.Module]) -> Any:
 
 
 def shard(model: Any, *units: nn.Module, **options: Any) -> Any:
-    """`fully_shard` of the units, or else of what is in `layers` or of the children; then of all."""
+    """`fully_shard` of the units, else of `layers`, else of the children; then of the model."""
     for unit in units or getattr(model, "layers", None) or list(model.children()):
         fxshard.fully_shard(unit, **options)
     return fxshard.fully_shard(model, **options)

@@ -25,13 +25,16 @@ def stack() -> nn.Module:
 
 
 def reduced(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mean over ranks, summed in `dtype` as a reduce-scatter does it."""
-    scattered = grad.to(dtype) / dist.get_world_size()
+    """The mean over 2 or 4 ranks, summed in `dtype` by a reduce-scatter.
+
+    Halved before, and the rest divided behind it, as FSDP2 does in fp16.
+    """
+    scattered = grad.to(dtype) / 2
     part = torch.empty_like(scattered.chunk(dist.get_world_size())[0])
     dist.reduce_scatter_tensor(part, scattered)
     whole = torch.empty_like(scattered)
     dist.all_gather_into_tensor(whole, part)
-    return whole.to(FP32)
+    return (whole / (dist.get_world_size() / 2)).to(FP32)
 
 
 def assert_reduced_in(seen: Collectives, model: nn.Module, dtype: torch.dtype) -> None:
@@ -379,11 +382,13 @@ def norms(rank: int, world_size: int, dtype: torch.dtype) -> None:
     def images() -> Any:
         return nn.Sequential(nn.Conv2d(1, 5, 3), nn.BatchNorm2d(5), nn.Conv2d(5, 4, 3))
 
-    runs(made(lambda: nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32))), flat)
-    runs(
-        made(lambda: nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 32))), flat
-    )
-    runs(made(images), image)
+    def two_around(norm: nn.Module) -> Any:
+        return nn.Sequential(nn.Linear(32, 32), norm, nn.Linear(32, 32))
+
+    runs(made(lambda: two_around(nn.LayerNorm(32))), flat)
+    for build, x in ((lambda: two_around(nn.BatchNorm1d(32)), flat), (images, image)):
+        with pytest.raises(RuntimeError, match="expected scalar type"):  # eager's, of its buffers
+            runs(made(build), x)
     low = made(images)
     low[1].running_mean, low[1].running_var = (
         buffer.to(dtype) for buffer in (low[1].running_mean, low[1].running_var)
