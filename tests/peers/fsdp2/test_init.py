@@ -160,7 +160,10 @@ def odd_parameters(rank: int, world_size: int) -> dict[str, str]:
     }
 
 
-ODD = {"scalar": "scalar_p", "strided": "contiguous"}
+ODD = {
+    "scalar": "'scalar_p' is a scalar (shape []), which has no dim 0 to shard",
+    "strided": "Make it contiguous: nn.Parameter(x.contiguous())",
+}
 
 
 def test_parameters_that_are_refused(ranks: Any) -> None:

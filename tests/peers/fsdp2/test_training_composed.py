@@ -488,4 +488,4 @@ def tensor_parallel(rank: int, world_size: int) -> str:
 
 def test_tensor_parallel_parameters_are_refused(ranks: Any) -> None:
     for said in ranks(4).run(tensor_parallel):
-        assert "UnitError" in said and "DTensor" in said, said
+        assert "is a DTensor already. Give fxshard the plain model" in said, said
