@@ -67,7 +67,7 @@ def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _require_covered(optimizer: Optimizer) -> None:
-    """Raise StepError if it has parameters that `fully_shard` sharded, and others nobody reduces."""
+    """Raise StepError if it has parameters that are sharded, and others that nobody reduces."""
     held = [param for group in optimizer.param_groups for param in group["params"]]
     places = {param: getattr(param, PLACE) for param in held if hasattr(param, PLACE)}
     runtimes = [runtime for runtime in {ref() for ref, _ in places.values()} if runtime]

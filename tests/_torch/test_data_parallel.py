@@ -1,4 +1,4 @@
-"""`fxshard._torch.data_parallel.reduced`; the reducer on fakes: tests/dryrun/test_parallelisms.py."""
+"""`data_parallel.reduced`; the reducer on fakes: tests/dryrun/test_parallelisms.py."""
 
 from typing import Any
 
