@@ -1,20 +1,30 @@
-"""What DistributedDataParallel's reducer, which is C++, does on fake tensors."""
+"""DistributedDataParallel: what it reduces, and what its reducer, which is C++, does on fakes."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
-from torch.nn.parallel import distributed
+from torch.nn.parallel import DistributedDataParallel, distributed
 
 from fxshard._torch.fully_sharded import replaced
 
 # What makes buckets, or tells ranks of sizes by integers that it writes into tensors' memory.
 _OF_REDUCER = ("__init__", "_rebuild_buckets", "_set_static_graph")
+
+
+def reduced() -> set[int]:
+    """Ids of the parameters whose gradients some DistributedDataParallel of this process reduces.
+
+    It leaves no trace on them, so that all objects are looked at: 0.1 s.
+    """
+    found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    return {id(param) for each in found for param in each._module_parameters}
 
 
 @contextlib.contextmanager

@@ -39,6 +39,10 @@ class FxshardModule(FsdpMethods):
 
     __call__ = nn.Module.__call__  # one of the user's class is part of the program
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A plain module of the user's class: a slice of an `nn.Sequential` makes one by ours."""
+        return getattr(cls, USERS_CLASS)(*args, **kwargs)
+
     @property
     def plan(self) -> Plan:
         """The plan of the training step traced last (of any call, if none trains).

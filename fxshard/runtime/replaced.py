@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fxshard._torch import data_parallel
 from fxshard.errors import StepError
 
 PLACE = "_fxshard_place"  # attribute of a sharded parameter: its runtime, and its FQN
@@ -66,14 +67,17 @@ def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _require_covered(optimizer: Optimizer) -> None:
-    """Raise StepError if it has parameters that `fully_shard` sharded, and others it did not."""
+    """Raise StepError if it has parameters that are sharded, and others that nobody reduces."""
     held = [param for group in optimizer.param_groups for param in group["params"]]
     places = {param: getattr(param, PLACE) for param in held if hasattr(param, PLACE)}
     runtimes = [runtime for runtime in {ref() for ref, _ in places.values()} if runtime]
     ignored = {id(param) for runtime in runtimes for param in runtime.ignored_params()}
     plain = [p for p in held if p.requires_grad and not isinstance(p, DTensor)]
     outside = [p for p in plain if p not in places and id(p) not in ignored]
-    if outside and any(runtime.unit_calls for runtime in runtimes):
+    if not outside or not any(runtime.unit_calls for runtime in runtimes):
+        return
+    by_ddp = data_parallel.reduced()
+    if outside := [param for param in outside if id(param) not in by_ddp]:
         raise StepError(
             f"this {type(optimizer).__name__} holds parameters that fully_shard has sharded, such "
             f"as {next(iter(places.values()))[1]!r}, and one of shape {list(outside[0].shape)} "

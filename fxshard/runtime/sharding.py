@@ -248,7 +248,8 @@ def _check_shardable_now(
         raise UnitError(
             f"parameter {fqn!r} is a DTensor already. Give fxshard the plain model, before "
             f"fully_shard or another fxshard.compile. With tensor parallelism: fxshard shards over "
-            f"one kind of mesh only; use fully_shard for what parallelize_module has sharded."
+            f"one kind of mesh only; use torch.distributed.fsdp for what parallelize_module has "
+            f"sharded."
         )
     if autograd.has_gradient_hooks(tensor):
         raise UnitError(

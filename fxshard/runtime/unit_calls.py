@@ -80,9 +80,15 @@ def options_of(calls: Mapping[str, UnitCall], mesh: DeviceMesh | None) -> Option
         mesh: 1-D, or 2-D replicate x shard; None: 1-D.
 
     Raises:
-        ConfigError: calls differ in their `offload_policy`.
+        ConfigError: `mesh` has more dimensions, or calls differ in their `offload_policy`.
     """
     root = calls[""]
+    if mesh is not None and mesh.ndim > 2:
+        raise ConfigError(
+            f"fully_shard takes a 1-D mesh, or a 2-D one, replicate x shard; this {mesh} has "
+            f"{mesh.ndim} dimensions. Give its data-parallel part, such as "
+            f"mesh['replicate', 'shard'] by the names that it was made with (mesh_dim_names=)."
+        )
     for fqn, call in calls.items():
         if call.offload_policy != root.offload_policy:
             raise ConfigError(

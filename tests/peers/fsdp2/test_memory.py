@@ -1,0 +1,37 @@
+"""test_fully_shard_memory.py: what a step takes, by the tracker, beside the bounds of torch's test.
+
+The model has the sizes that torch's has. torch's test reads CUDA's active bytes; the tracker counts
+bytes of tensors.
+"""
+
+import pytest
+import torch
+
+import fxshard
+from tests.peers.fsdp2.common import Args, Transformer
+
+ALLOWED = 16_000_000  # bytes, of activations and workspaces
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reshard", [True, False])
+def test_the_peak_of_a_step(reshard: bool) -> None:
+    model = Transformer(Args(layers=3, dim=768, heads=12, vocab=32, tied=False))
+    whole = sum(param.numel() for param in model.parameters()) * 4
+    block = sum(param.numel() for param in model.layers[0].parameters()) * 4
+    shards, rest = (whole + 1) // 2, whole - 3 * block
+    seen = fxshard.validate(
+        model,
+        (model.tokens(1, 4),),
+        world_size=2,
+        steps=1,
+        units=["layers.*"],
+        reshard_after_forward=reshard,
+        optimizer=torch.optim.Adam,
+    )
+    assert seen.max_abs_difference == 0
+    if reshard:  # a gathered block, its gradients, and what of them is being reduced
+        bound = 2 * shards + 3 * block + rest
+    else:
+        bound = shards + whole + 1.5 * block
+    assert seen.measured_peak_bytes <= bound + ALLOWED
