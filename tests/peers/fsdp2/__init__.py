@@ -1,0 +1,1 @@
+"""Of torch.distributed.fsdp.fully_shard: torch's test/distributed/_composable/fsdp/."""
