@@ -116,7 +116,7 @@ BEHIND_THE_TRACE = {
     *("limits", "module", "names", "object", "offload", "parameter_writes"),
     *("report_files", "trainers", "whole_checkpoints"),
     *("exceptions", "happens_before", "linear", "prefetch", "core", "comm", "grad_acc"),
-    *("clip_grad_norm", "unshard_params"),
+    *("clip_grad_norm", "unshard_params", "use_orig_params", "misc"),
 }
 
 

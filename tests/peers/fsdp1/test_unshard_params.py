@@ -254,30 +254,36 @@ class SummonsInside(nn.Module):
 
 
 def from_forward(rank: int, world_size: int) -> str:
-    model = compiled(SummonsInside(), units=[])
-    return told(model)
+    return told(compiled(SummonsInside(), units=[]))
 
 
 def test_inside_of_forward(ranks: Any) -> None:
     for said in ranks(2).run(from_forward):
-        print(said)
+        assert "SummonsInside cannot be traced (AttributeError: " in said
+        assert "Leave summon_full_params out of forward" in said
 
 
-def from_backward(rank: int, world_size: int) -> str:
-    model = compiled(nn.Linear(2, 1), units=[])
-    out = model(torch.ones(2))
+def from_backward(rank: int, world_size: int) -> None:
+    """In FSDP1 that is an error. Here nothing is unsharded then, and the step is as without."""
+    pair = two_layers(), two_layers()
+    torch.manual_seed(rank)
+    x = torch.randn(4, 5)
 
     def summon(grad: Tensor) -> None:
-        with model.summon_full_params():
-            pass
+        with pair[0].summon_full_params():
+            assert not isinstance(pair[0][0].weight, DTensor)
 
-    out.register_hook(summon)
-    return told(out.backward)
+    for model in pair:
+        out = model(x)
+        if model is pair[0]:
+            out.register_hook(summon)
+        out.sum().backward()
+    for mine, theirs in zip(pair[0].parameters(), pair[1].parameters(), strict=True):
+        assert torch.equal(local(mine.grad), local(theirs.grad))
 
 
 def test_inside_of_backward(ranks: Any) -> None:
-    for said in ranks(2).run(from_backward):
-        print(said)
+    ranks(2).run(from_backward)
 
 
 def of_rank_0(rank: int, world_size: int, strategy: Any) -> str:
@@ -293,4 +299,20 @@ def of_rank_0(rank: int, world_size: int, strategy: Any) -> str:
 @pytest.mark.parametrize("strategy", [FULL, NO_SHARD], ids=["full_shard", "no_shard"])
 def test_rank_0_cannot_write_for_all(ranks: Any, strategy: Any) -> None:
     for said in ranks(2).run(of_rank_0, strategy):
-        print(said)
+        assert "writeback=True with rank0_only=True: changes made on rank 0 alone" in said
+
+
+def changed_between(rank: int, world_size: int) -> str:
+    """What is changed there is refused, be it by as little as the sign of a zero."""
+    model = two_layers()
+    with model.summon_full_params(), torch.no_grad():
+        model[1].weight.zero_()
+    out = model(torch.randn(4, 5))
+    with model.summon_full_params(), torch.no_grad():
+        model[1].weight.neg_()
+    return told(out.sum().backward)
+
+
+def test_changed_between_forward_and_backward(ranks: Any) -> None:
+    for said in ranks(2).run(changed_between):
+        assert "'1.weight' was changed in place between a forward and its backward" in said
