@@ -115,7 +115,8 @@ BEHIND_THE_TRACE = {
     *("counts", "eager_reduction", "formula_programs", "fresh_optimizer", "fully_shard", "ledger"),
     *("limits", "module", "names", "object", "offload", "parameter_writes"),
     *("report_files", "trainers", "whole_checkpoints"),
-    *("exceptions", "happens_before", "linear", "prefetch"),
+    *("exceptions", "happens_before", "linear", "prefetch", "core", "comm", "grad_acc"),
+    *("clip_grad_norm", "unshard_params", "use_orig_params", "misc"),
 }
 
 

@@ -558,9 +558,7 @@ def another_dimension_of_a_parameter(program: Program, rng: random.Random) -> st
     param = one(rng, [p for p in program.params.values() if len(p.shape) > 1])
     other = dataclasses.replace(param, shard_dim=1 - param.shard_dim)
     program.units = tuple(
-        dataclasses.replace(
-            unit, params=tuple(other if p is param else p for p in unit.params)
-        )
+        dataclasses.replace(unit, params=tuple(other if p is param else p for p in unit.params))
         for unit in program.units
     )
     return f"{param.fqn} is cut along {other.shard_dim}"

@@ -632,7 +632,10 @@ def _argument(
         return _of_rank((tag.role, name), values, doublings).to(dtype, copy=True)
     full = values["param", name].to(dtype)
     layout = program.layouts[name]
-    shard, mine = full.new_zeros(layout.shard_numel), layout.rows_of(full, rank % program.world_size)
+    shard, mine = (
+        full.new_zeros(layout.shard_numel),
+        layout.rows_of(full, rank % program.world_size),
+    )
     shard[: mine.numel()] = mine.flatten()
     return shard.view(layout.shard_shape)
 

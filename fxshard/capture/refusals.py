@@ -8,9 +8,10 @@ import logging
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from fxshard._torch import export, fake_tensors
 from fxshard.capture import hf, provenance
@@ -117,6 +118,12 @@ def explained(call: FlatCall) -> Iterator[None]:
                 "\nThe backward of every output is traced, of those too that no loss reads: write "
                 "y = y + x for y += x, or return the output detached."
             )
+        if _is_of_fsdp(error):
+            text += (
+                f"\nThat is a method of compiled models, for outside of forward: while forward is "
+                f"traced, the model is the plain one, and its parameters are unsharded. Leave "
+                f"{error.name} out of forward."
+            )
         text += f"\nThe call was {_called(call)}; args=(x,) stands for model(x)."
         if isinstance(error, (RuntimeError, TypeError)):  # others are the model's own
             raise _TracerError(text, from_data=False) from error
@@ -131,6 +138,13 @@ def of_collective(name: str) -> CaptureError:
         f"all_gather, reduce_scatter, all_to_all, reduce, gather, scatter), or one of "
         f"torch.distributed._functional_collectives; or call it outside of the model."
     )
+
+
+def _is_of_fsdp(error: Exception) -> TypeGuard[AttributeError]:
+    """True if forward calls a method that FSDP's modules have and its own do not."""
+    if not isinstance(error, AttributeError) or not isinstance(error.obj, nn.Module):
+        return False
+    return any(hasattr(of, error.name) for of in (FullyShardedDataParallel, FSDPModule))
 
 
 def _misfit(call: FlatCall) -> str:

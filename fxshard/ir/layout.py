@@ -192,9 +192,7 @@ def layouts(units: Iterable[Unit], ranks: int, replicas: int = 1) -> dict[str, P
     """
     mesh, replicated = (replicas, ranks), (Replicate(), Replicate())
     cut = {
-        p.fqn: ParamLayout(
-            p.shape, p.dtype, p.unit, mesh, tuple(placements(p.shard_dim).values())
-        )
+        p.fqn: ParamLayout(p.shape, p.dtype, p.unit, mesh, tuple(placements(p.shard_dim).values()))
         for unit in units
         for p in unit.params
     }

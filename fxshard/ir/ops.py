@@ -357,8 +357,7 @@ unpack = define(
 # dimension than 0, `dims` are the dimensions, and `rows` how many a rank gets, with padding.
 reshard = define(
     OpSpec(
-        "reshard(Tensor[] buffers, int size, str group, int[] dims=[], int[] rows=[]) "
-        "-> Tensor[]",
+        "reshard(Tensor[] buffers, int size, str group, int[] dims=[], int[] rows=[]) -> Tensor[]",
         fake=_reshard,
         role="reshard",
         category="SHARDED_PARAM",

@@ -186,16 +186,12 @@ def configured_units(model: nn.Module, config: Config) -> tuple[Unit, ...]:
     placed_units = (
         dataclasses.replace(
             unit,
-            params=tuple(
-                dataclasses.replace(p, shard_dim=dims.get(p.fqn, 0)) for p in unit.params
-            ),
+            params=tuple(dataclasses.replace(p, shard_dim=dims.get(p.fqn, 0)) for p in unit.params),
             reshard=reshard[unit.fqn],
         )
         for unit in units
     )
-    return tuple(
-        with_precision(unit, special.get(unit.fqn, default)) for unit in placed_units
-    )
+    return tuple(with_precision(unit, special.get(unit.fqn, default)) for unit in placed_units)
 
 
 def placed(model: nn.Module, config: Config) -> Config:

@@ -214,7 +214,7 @@ def _write_back(slot: Slot, full: nn.Parameter | None, with_grads: bool) -> None
     """Copy this rank's rows of the unsharded parameter that the block has left."""
     tensor = slot.tensor
     assert full is not None
-    tensor.copy_(sharded_like(full.detach(), tensor))
+    _copy_changed(full.detach(), tensor)
     tensor.requires_grad_(full.requires_grad)
     if not with_grads:
         return
@@ -224,7 +224,22 @@ def _write_back(slot: Slot, full: nn.Parameter | None, with_grads: bool) -> None
         made = sharded_like(full.grad.to(tensor.dtype), tensor)
         tensor.grad = made if isinstance(made, DTensor) else made.to(tensor.device)
     else:
-        tensor.grad.copy_(sharded_like(full.grad, tensor.grad))
+        _copy_changed(full.grad, tensor.grad)
+
+
+def _copy_changed(full: Tensor, tensor: Tensor) -> None:
+    """Copy this rank's rows of `full`, if they differ.
+
+    A block that has only looked changes nothing: it may stand between a forward and its backward.
+    """
+    rows = sharded_like(full, tensor)
+    if not torch.equal(_bits(local_part(rows)), _bits(local_part(tensor))):
+        tensor.copy_(rows)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Flat uint8: -0.0 is not 0.0, and NaN is NaN."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 # -- state dicts -----------------------------------------------------------------------------------

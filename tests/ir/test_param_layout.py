@@ -41,9 +41,7 @@ def models(draw: st.DrawFn) -> list[Unit]:
     return units
 
 
-def param(
-    fqn: str, shape: tuple[int, ...], dtype: torch.dtype, unit: int, dim: int = 0
-) -> Param:
+def param(fqn: str, shape: tuple[int, ...], dtype: torch.dtype, unit: int, dim: int = 0) -> Param:
     return Param(
         *(fqn, (fqn,), shape, dtype), requires_grad=True, unit=unit, position=0, shard_dim=dim
     )

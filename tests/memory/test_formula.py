@@ -269,6 +269,8 @@ def test_equal_at_200_random_points(family: str) -> None:
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FP16 = MixedPrecisionPolicy(param_dtype=torch.float16)
+
+
 def columns(param: Tensor) -> Shard | None:
     return Shard(1) if param.dim() > 1 else None
 
@@ -284,7 +286,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "nothing packed": {"pack_bytes": 0},
     "columns": {"shard_placement_fn": columns},
     "columns, nothing packed, bf16": {
-        "shard_placement_fn": columns, "pack_bytes": 0, "mixed_precision": BF16
+        "shard_placement_fn": columns,
+        "pack_bytes": 0,
+        "mixed_precision": BF16,
     },
     "ignored": {"ignored": ["out"]},
     "no optimizer": {"optimizer": None},

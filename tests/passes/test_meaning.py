@@ -97,7 +97,12 @@ def test_passes_keep_the_meaning(name: str) -> None:
 # -- the zoo --------------------------------------------------------------------------------------
 
 FACTOR = {"everything"}  # of these settings insert-reduce divides before it sums
-SOME = [("mlp13", "hybrid"), ("tied", "columns_regrouped"), ("convnet", "reshard_2"), ("tied", "offload")]
+SOME = [
+    ("mlp13", "hybrid"),
+    ("tied", "columns_regrouped"),
+    ("convnet", "reshard_2"),
+    ("tied", "offload"),
+]
 ALL = [(name, setting) for name in MODELS for setting in SETTINGS]
 # torch has no batch norm on CPU of a bf16 activation and weight with fp32 statistics.
 NO_KERNEL = {("convnet", s) for s, (options, _) in SETTINGS.items() if "mixed_precision" in options}

@@ -95,7 +95,11 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
 
 
 def trained(
-    case: Case, fn: Callable[[Tensor], Any], *, shard: Callable[..., Any] = fully_shard, **options: Any
+    case: Case,
+    fn: Callable[[Tensor], Any],
+    *,
+    shard: Callable[..., Any] = fully_shard,
+    **options: Any,
 ) -> Result:
     """Three steps of AdamW by torch's `fully_shard`, or by ours; call in every rank."""
     return fsdp2.train(case, STEPS, fully_shard=shard, shard_placement_fn=fn, **options)
@@ -107,9 +111,7 @@ def compiled(case: Case, fn: Any, **options: Any) -> Any:
 
     torch.manual_seed(0)
     own: dict[str, Any] = {} if dist.is_initialized() else {"world_size": 2}
-    return fxshard.compile(
-        case.build(), units=case.units, shard_placement_fn=fn, **own | options
-    )
+    return fxshard.compile(case.build(), units=case.units, shard_placement_fn=fn, **own | options)
 
 
 def steps(model: nn.Module, case: Case, **options: Any) -> Result:

@@ -115,7 +115,9 @@ def options(rank: int, world_size: int, kind: str) -> tuple[Result, Result]:
     return theirs, trained(case, columns, shard=fxshard.fully_shard, **given)
 
 
-@pytest.mark.parametrize(("world", "kind"), [(2, "bf16"), (2, "offload"), (2, "kept"), (4, "hybrid")])
+@pytest.mark.parametrize(
+    ("world", "kind"), [(2, "bf16"), (2, "offload"), (2, "kept"), (4, "hybrid")]
+)
 def test_with_other_arguments_it_is_fsdp2_still(ranks: Any, world: int, kind: str) -> None:
     for theirs, ours in ranks(world).run(options, kind):
         if world == 2:
@@ -167,7 +169,9 @@ def test_each_rank_has_the_local_tensors_of_fsdp2(ranks: Any) -> None:
         assert copies["first.weight"][0] == (Replicate(), Shard(1))
         for fqn, (placements, local, contiguous) in short.items():
             chunks = whole[fqn].chunk(4, placements[0].dim)
-            wanted = chunks[rank] if rank < len(chunks) else chunks[0].narrow(placements[0].dim, 0, 0)
+            wanted = (
+                chunks[rank] if rank < len(chunks) else chunks[0].narrow(placements[0].dim, 0, 0)
+            )
             assert contiguous
             assert torch.equal(local, wanted), fqn
 
@@ -266,9 +270,7 @@ def test_state_norms_and_eager_reads_are_those_of_the_plain_model(ranks: Any) ->
         assert_close(found["torch's norm"], torch.tensor(0.1), rtol=1e-3, atol=1e-4)
         for what, tensors in expected.items():
             for fqn, tensor in tensors.items():
-                assert_close(
-                    found[what][fqn], tensor, rtol=1e-4, atol=1e-5, msg=f"{what}: {fqn}"
-                )
+                assert_close(found[what][fqn], tensor, rtol=1e-4, atol=1e-5, msg=f"{what}: {fqn}")
 
 
 def shapes_seen(rank: int, world_size: int) -> list[list[tuple[int, ...]]]:
@@ -283,7 +285,11 @@ def shapes_seen(rank: int, world_size: int) -> list[list[tuple[int, ...]]]:
         for param in model.parameters():
             grad = param.grad
             assert grad.placements == param.placements and grad.to_local().is_contiguous()
-            shapes += [tuple(param.shape), tuple(param.to_local().shape), tuple(grad.to_local().shape)]
+            shapes += [
+                tuple(param.shape),
+                tuple(param.to_local().shape),
+                tuple(grad.to_local().shape),
+            ]
         found.append(shapes)
     return found
 

@@ -181,9 +181,7 @@ def by_shard(rank: int, world_size: int, backend: bool) -> fsdp2.Result:
 def test_sharded_models_read_their_columns(ranks: Any, backend: bool) -> None:
     alone = fsdp2.train_single(UNEVEN["mixed"], 2, 4)
     for found in ranks(4).run(by_shard, backend):
-        fsdp2.assert_close(
-            dataclasses.replace(found, losses=alone.losses), alone, rtol=1e-4
-        )
+        fsdp2.assert_close(dataclasses.replace(found, losses=alone.losses), alone, rtol=1e-4)
 
 
 # -- refused ---------------------------------------------------------------------------------------

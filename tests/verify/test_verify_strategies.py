@@ -699,6 +699,8 @@ def test_every_event_matters(build: Build) -> None:
 # -- and no false alarm ---------------------------------------------------------------------------
 
 HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
 def columns(param: torch.Tensor) -> Shard | None:
     return Shard(1) if param.dim() > 1 else None
 

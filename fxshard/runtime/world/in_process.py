@@ -137,9 +137,7 @@ class InProcessWorld:
                 value.copy_(total)
         return ranks
 
-    def reshard(
-        self, ranks: Ranks, dims: Sequence[int] = (), rows: Sequence[int] = ()
-    ) -> Ranks:
+    def reshard(self, ranks: Ranks, dims: Sequence[int] = (), rows: Sequence[int] = ()) -> Ranks:
         """Each rank's part of its buffers."""
         size = len(ranks)
         if dims:
