@@ -347,7 +347,8 @@ class CudaFakeMode(KernelFakeMode):
             out: torch.Tensor = (kwargs or {})["out"]
             with self:
                 shape = SHAPES_OF[func](*args[:2]).shape
-            torch._check(shape == out.shape, lambda: f"{func}: out is {out.shape}, not {shape}")
+            if out.shape != shape:
+                raise RuntimeError(f"{func}: out is {out.shape}, not {shape}")
             return out
         if func not in AS_ON_META:
             return super().__torch_dispatch__(func, types, args, kwargs)
