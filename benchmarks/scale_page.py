@@ -278,12 +278,13 @@ def reserved_table(cells: Iterable[Cell]) -> str:
     for each in cells:
         said = MEASURED[each["at"]]
         if said.reserved_gib is not None:
+            dry_run = dry_runs[f"ttb-8b-{said.world}gpu-eager"]
             rows.append(
                 {
                     "model": said.shape.name,
                     "ranks": said.world,
                     "FSDP2, measured, GiB": f"{said.reserved_gib:.1f}",
-                    "FSDP2, dry run, GiB": gib(dry_runs[f"ttb-8b-{said.world}gpu-eager"]["reserved"]),
+                    "FSDP2, dry run, GiB": gib(dry_run["reserved"]),
                     "fxshard, GiB": gib(each["reserved_bytes"]),
                     "its peak of tensors, GiB": gib(each["peak_bytes"]),
                 }
