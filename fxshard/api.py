@@ -35,11 +35,17 @@ from fxshard.plans.plan import Plan, make_plan
 from fxshard.plans.workload import Workload, example
 from fxshard.runtime import reading, replaced
 from fxshard.runtime.gathering import let_gather
-from fxshard.runtime.module import FxshardModule, check_swappable, sharded, unchanged_on_error
+from fxshard.runtime.module import (
+    FxshardModule,
+    as_fsdp_module,
+    check_swappable,
+    sharded,
+    unchanged_on_error,
+)
 from fxshard.runtime.runtime import Runtime
 from fxshard.runtime.sharding import Sharding, Slot
-from fxshard.runtime.taken_over import taken_over
-from fxshard.runtime.unit_calls import UnitCall, options_of
+from fxshard.runtime.taken_over import require_unsharded, taken_over
+from fxshard.runtime.unit_calls import UnitCall, options_of, outermost
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.in_process import InProcessWorld
 from fxshard.runtime.world.mesh import world_for
@@ -263,14 +269,15 @@ def fully_shard(
     Call it on the blocks of a model, inner ones first, and then on the model: each call makes its
     parameters sharded ones (DTensors), those of earlier calls excepted, and one unit, whose
     parameters are gathered and reduced together. The module that was given last is the root: a
-    `FxshardModule`, which has the methods of `FSDPModule`, and whose program is made at its first
-    forward. Blocks keep their own classes.
+    `FxshardModule`, whose program is made at its first forward. It and the blocks get subclasses of
+    their classes and of `FSDPModule`, whose methods they have.
 
     What is on the meta device is allocated, as NaN: fill it before the first forward, by
     ``model.to_empty(device=...)`` and the model's own initialisation, or by loading.
 
     Args:
-        module: an `nn.Module`, or a list of such, each of which becomes a unit of its own.
+        module: an `nn.Module`, or a list of such, whose parameters are one unit. A module inside of
+            another one of the list counts as a part of that.
         mesh: a 1-D `DeviceMesh` to shard over, or a 2-D one, replicate x shard; the same in all
             calls. None: the mesh of earlier calls on its submodules, or all ranks.
         reshard_after_forward: True: sharded between forward and backward; False: unsharded; an
@@ -306,17 +313,23 @@ def fully_shard(
         "ignored_params": ignored_params,
         "dp_mesh_dims": dp_mesh_dims,
     }
-    if isinstance(module, (list, tuple)):
-        for each in module:
-            fully_shard(each, **options)
-        return module
-    call = UnitCall.of(module, **options)
-    with unchanged_on_error(module):
-        inner = taken_over(module, call)
+    listed = isinstance(module, (list, tuple))
+    modules = outermost(module) if listed else [module]
+    call = UnitCall.of(modules, **options)
+    for each in modules:
+        require_unsharded(each)
+    root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+    own = [""] if root is modules[0] else [str(i) for i in range(len(modules))]
+    with unchanged_on_error(root):
+        inner = taken_over(root, call, own)
         config = Config.from_options(options_of(inner.calls, inner.mesh))
-        compiled = _compiled(module, config, mesh=inner.mesh, kept=inner.slots)
-        compiled._fxshard.unit_calls = inner.calls
-    return compiled
+        compiled = _compiled(root, config, mesh=inner.mesh, kept=inner.slots)
+        runtime = compiled._fxshard
+        runtime.unit_calls = inner.calls
+        for fqn, settings in inner.chosen.items():
+            runtime.set_units(runtime.units_at(fqn, recurse=False), **settings)
+        as_fsdp_module(compiled, runtime)
+    return module
 
 
 @with_options

@@ -190,6 +190,7 @@ def _dimension(value: Any) -> int:
     return int(value)
 
 
+UnitName: TypeAlias = type[torch.nn.Module] | str
 PrecisionPolicy: TypeAlias = MixedPrecisionPolicy | MixedPrecision | Precision
 
 
@@ -207,10 +208,11 @@ class Options(TypedDict, total=False):
     mesh, copies along its replicate dimension. torch's `ShardingStrategy` values are accepted.
     """
 
-    units: Iterable[type[torch.nn.Module] | str] | Callable[..., Any] | None
+    units: Iterable[UnitName | Sequence[UnitName]] | Callable[..., Any] | None
     """Which modules' parameters are gathered and reduced together. None finds repeated blocks in
     the module tree; a list of module classes or FQN globs (``*`` matches one name, ``**`` any
-    number); a callable ``(fqn, module) -> bool``; or a ``torch.distributed.fsdp.wrap`` policy.
+    number), in which a list of these is one unit of several modules; a callable
+    ``(fqn, module) -> bool``; or a ``torch.distributed.fsdp.wrap`` policy.
     """
 
     ignored: Iterable[torch.nn.Module | torch.Tensor | str] | None
@@ -361,7 +363,7 @@ class Config:
     """
 
     strategy: Strategy | ShardingStrategy = "full_shard"
-    units: Iterable[type[torch.nn.Module] | str] | Callable[..., Any] | None = None
+    units: Iterable[UnitName | Sequence[UnitName]] | Callable[..., Any] | None = None
     ignored: Iterable[torch.nn.Module | torch.Tensor | str] | None = ()
     shard_placement_fn: (
         Callable[[torch.nn.Parameter], Shard | None] | Mapping[str, Shard] | None

@@ -261,6 +261,7 @@ def make_program(
     replicas: int = 1,
     sync: bool = True,
     accumulated: Iterable[str] = (),
+    partial: Iterable[str] = (),
     comm_hook: bool = False,
     device: torch.device | None = None,
     observe: Observer | None = None,
@@ -280,6 +281,7 @@ def make_program(
         replicas: number of such groups of ranks.
         sync: False under ``no_sync``.
         accumulated: FQNs of parameters that have an accumulated gradient.
+        partial: FQNs of parameters that have a partial sum of sharded gradients.
         comm_hook: the user's function reduces gradients.
         device: where unsharded parameters are; None: where they are now.
         observe: called with the dump before and after each pass.
@@ -333,7 +335,7 @@ def make_program(
 
     if stems is not None and tuple(step.name for step in passes[: len(STEM)]) == STEM:
         named = tuple((fqn, repr(policy)) for fqn, policy in checkpoints.items())
-        stem = key, sizes, tuple(unit.fqn for unit in units), named
+        stem = key, sizes, tuple(unit.fqns for unit in units), named
         if stem not in stems:  # kept now that no pass has refused it
             stems[stem] = rewritten(start, passes[: len(STEM)], observe)
         captured, passes = stems[stem], passes[len(STEM) :]
@@ -343,7 +345,7 @@ def make_program(
         program.facts = set(captured.facts)
         program.reached = normalize.reached(captures[key, sizes])
         program.replicas, program.sync = replicas, sync
-        program.accumulated = frozenset(accumulated)
+        program.accumulated, program.partial = frozenset(accumulated), frozenset(partial)
         program.comm_hook = comm_hook
         program.offloaded = config.offload is not None
         program.optimizer_in_backward = config.optimizer_in_backward

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from fxshard.ir import tags
 from fxshard.ir.program import Fact, Program
-from fxshard.ir.units import owner_of
+from fxshard.ir.units import index_of, unit_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class AssignUnits:
     ensures: ClassVar[frozenset[Fact]] = frozenset({Fact.UNITS_ASSIGNED})
 
     def apply(self, program: Program) -> None:
-        by_fqn = {unit.fqn: unit.index for unit in program.units}
+        by_fqn = index_of(program.units)
         params = program.params
         owner: dict[str, int] = {}
         for node in program.graph.nodes:
@@ -37,5 +37,5 @@ class AssignUnits:
                 tags.update(node, unit=params[tag.fqn or ""].unit)
                 continue
             if tag.module not in owner:
-                owner[tag.module] = by_fqn[owner_of([tag.module], by_fqn)]
+                owner[tag.module] = unit_of([tag.module], by_fqn)
             tags.update(node, unit=owner[tag.module])

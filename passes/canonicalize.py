@@ -12,7 +12,7 @@ from torch import fx
 from fxshard.capture import fakes, shapes
 from fxshard.ir import tags
 from fxshard.ir.program import Fact, Program
-from fxshard.ir.units import owner_of
+from fxshard.ir.units import index_of, unit_of
 
 aten = torch.ops.aten
 
@@ -151,7 +151,7 @@ def merge_parameter_free(program: Program) -> list[fx.Node]:
 def hoist(program: Program, parameter_free: list[fx.Node]) -> None:
     """Move parameter-free operators that several units read, and what they need, to the front."""
     wanted: set[fx.Node] = set()
-    units = {unit.fqn for unit in program.units}
+    units = index_of(program.units)
     for node in reversed(parameter_free):
         if node in wanted or len(_reading_units(units, node)) > 1:
             wanted.add(node)
@@ -164,9 +164,9 @@ def hoist(program: Program, parameter_free: list[fx.Node]) -> None:
             tags.update(node, module="", call=None)
 
 
-def _reading_units(units: set[str], node: fx.Node) -> set[str]:
+def _reading_units(units: dict[str, int], node: fx.Node) -> set[int]:
     return {
-        owner_of([tags.get(user).module], units)
+        unit_of([tags.get(user).module], units)
         for user in node.users
         if user.op != "output" and tags.get(user).phase == "forward"
     }

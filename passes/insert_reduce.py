@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import fx
@@ -16,6 +16,8 @@ from fxshard.ir.program import Fact, Program, Result
 from fxshard.ir.units import Param
 
 aten = torch.ops.aten
+
+Kind = Literal["grad", "accumulated", "partial"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +30,10 @@ class InsertReduce:
     are parts of its result. Replicas all-reduce the results of the reduce-scatter. Then the sharded
     gradient is cast to the dtype of its parameter, and copied to the CPU if parameters are there.
 
-    Under ``no_sync`` nothing is reduced: gradients are returned, or added to those of earlier
-    steps. The first step that reduces adds these sums to its gradients.
+    Under ``no_sync``, and of units that are not reduced, gradients are returned, or added to those
+    of earlier steps. The first step that reduces adds these sums to its gradients. Where a unit
+    leaves the all-reduce out, results of the reduce-scatter are returned as partial sums; the next
+    step adds them to its own.
 
     Attributes:
         op: "avg", "sum", "max" or "min".
@@ -74,20 +78,16 @@ class InsertReduce:
         for fqn in program.ignored.keys() & grads.keys():
             grads[fqn] = as_own(program, grads[fqn])
         added = accumulate(program, grads)
-        if program.sync:
-            grads |= added
-            self._reduce_all(program, grads)
-            results = {name: Result("grad", name) for name in grads}
-        else:
-            sharded = [name for name in grads if name in program.params]
-            fresh = [name for name in sharded if name not in added]
-            grads |= {
-                name: as_own(program, to_reduce_dtype(program, name, grads[name])) for name in fresh
-            }
-            for name in fresh:
+        grads |= {name: total for name, total in added.items() if program.reduces(name) != "none"}
+        how = {name: program.reduces(name) for name in grads if name in program.params}
+        for name in [name for name in grads if how.get(name) == "none"]:
+            grad = grads.pop(name)
+            if name not in added:
+                grads[name] = as_own(program, to_reduce_dtype(program, name, grad))
                 tags.update(grads[name], fqn=name)
-            results = {name: Result("accumulated", name) for name in fresh}
-            results |= {name: Result("grad", name) for name in grads if name not in sharded}
+        self._reduce_all(program, grads, frozenset(n for n in grads if how.get(n) == "none"))
+        kinds: dict[Any, Kind] = {"none": "accumulated", "shards": "partial"}
+        results = {name: Result(kinds.get(how.get(name), "grad"), name) for name in grads}
         outputs = [
             (result, value)
             for result, value in zip(program.results, program.values, strict=True)
@@ -97,15 +97,19 @@ class InsertReduce:
         program.results[:] = [result for result, _ in outputs]
         program.values = [value for _, value in outputs]
 
-    def _reduce_all(self, program: Program, grads: dict[str, fx.Node]) -> None:
-        """Replace the gradients of parameters by sharded ones."""
+    def _reduce_all(
+        self, program: Program, grads: dict[str, fx.Node], without: frozenset[str]
+    ) -> None:
+        """Replace the gradients of parameters, but for those in `without`, by sharded ones."""
         order = {node: i for i, node in enumerate(program.graph.nodes)}
         returned = returned_storages(program)
         pair = 1 + max((tags.get(n).pair or 0 for n in program.graph.nodes), default=-1)
         groups: list[tuple[fx.Node, list[Param], frozenset[str]]] = []
         for bucket in program.moving:
             by_dtype: dict[torch.dtype, list[Param]] = {}
-            for param in (program.params[fqn] for fqn in bucket.fqns if fqn in grads):
+            for param in (
+                program.params[f] for f in bucket.fqns if f in grads and f not in without
+            ):
                 dtype = reduce_dtype(program, param, grads[param.fqn])
                 by_dtype.setdefault(dtype, []).append(param)
             for params in by_dtype.values():
@@ -155,7 +159,7 @@ class InsertReduce:
         fqns = [*(param.fqn for param in alone), *("" for _ in packs)]
         ranks = program.world_size * program.replicas
         dtype = reduce_dtype(program, params[0], grads[params[0].fqn])
-        before, op, after = self.division(dtype, ranks)
+        before, op, after = self.division(dtype, ranks, unit.divide_factor)
         if program.comm_hook:
             before = None  # the hook averages
         with program.graph.inserting_before(following(program, last)):
@@ -176,6 +180,11 @@ class InsertReduce:
                     program, ops.reduce_scatter, args, fqns, tag, name
                 )
                 transfers.insert_wait(program, nodes, tag)
+            both = zip(nodes, alone, strict=False)
+            nodes[: len(alone)] = [add_partial(program, n, param, tag) for n, param in both]
+            if unit.reduce == "shards":  # of which none is packed
+                found = {param.fqn: node for param, node in zip(alone, nodes, strict=True)}
+                return [found[param.fqn] for param in params]
             if program.replicas > 1:
                 tag = tags.changed(tag, pair=pair + self._launches(program).index("all_reduce"))
                 args = (nodes, program.replicas, "replicate", op)
@@ -184,9 +193,11 @@ class InsertReduce:
                 transfers.insert_wait(program, nodes, tag)
             nodes = [divided(program, node, after, "post_reduction", tag) for node in nodes]
             if not unit.precision.keep_low_precision_grads:
-                dtypes = [param.dtype for param in [*alone, *(pack[0] for pack in packs)]]
-                both = zip(nodes, dtypes, strict=True)
-                nodes = [cast(program, node, dtype, "post_reduction", tag) for node, dtype in both]
+                firsts = [*alone, *(pack[0] for pack in packs)]
+                nodes = [
+                    cast(program, node, param.dtype, "post_reduction", tag)
+                    for node, param in zip(nodes, firsts, strict=True)
+                ]
             if program.offloaded:
                 tag = tags.changed(tag, pair=pair + self._launches(program).index("store"))
                 name = f"store_{tag.pair}"
@@ -198,8 +209,12 @@ class InsertReduce:
                 found |= {param.fqn: part for param, part in zip(pack, parts, strict=True)}
         return [found[param.fqn] for param in params]
 
-    def division(self, dtype: torch.dtype, ranks: int) -> tuple[float | None, str, float | None]:
+    def division(
+        self, dtype: torch.dtype, ranks: int, divide_factor: float | None = None
+    ) -> tuple[float | None, str, float | None]:
         """Divisor before the reduction, its operation, and divisor after it.
+
+        `divide_factor` is that of a unit, in place of the one of all.
 
         As torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py,
         ``_get_gradient_divide_factors``, with sums where that multiplies inside NCCL.
@@ -207,9 +222,10 @@ class InsertReduce:
         if self.op != "avg":
             return None, self.op, None
         risky = dtype not in (torch.float32, torch.bfloat16, torch.float64)
-        if not risky and self.divide_factor is None and self.predivide_factor is None:
+        divide_factor = divide_factor or self.divide_factor
+        if not risky and divide_factor is None and self.predivide_factor is None:
             return None, "avg", None
-        factor = float(self.divide_factor or ranks)
+        factor = float(divide_factor or ranks)
         before = self.predivide_factor
         if before is None and risky:
             before = 1.0
@@ -221,12 +237,19 @@ class InsertReduce:
 def packed_together(
     program: Program, params: list[Param], grads: dict[str, fx.Node], packed: frozenset[str]
 ) -> list[list[Param]]:
-    """The parameters whose gradients are sent in one copy: two or more, of the same dtypes."""
+    """The parameters whose gradients are sent in one copy: two or more, of the same dtypes.
+
+    Not those whose partial sums are kept: of a copy, one would keep them all.
+    """
     if program.comm_hook or program.world_size * program.replicas == 1:
         return []
     found: dict[tuple[torch.dtype, torch.dtype], list[Param]] = {}
     for param in params:
-        if param.fqn in packed:
+        if (
+            param.fqn in packed
+            and param.fqn not in program.partial
+            and (program.reduces(param.fqn) == "all")
+        ):
             dtypes = (grads[param.fqn].meta["val"].dtype, param.dtype)
             found.setdefault(dtypes, []).append(param)
     return [group for group in found.values() if len(group) > 1]
@@ -320,6 +343,20 @@ def accumulate(program: Program, grads: dict[str, fx.Node]) -> dict[str, fx.Node
             total = tags.put(added, made, total.meta["val"])
         sums[fqn] = total
     return sums
+
+
+def add_partial(program: Program, node: fx.Node, param: Param, tag: tags.Meta) -> fx.Node:
+    """Add the partial sum of a parameter, if it has one, in place to its reduced gradient."""
+    if param.fqn not in program.partial:
+        return node
+    *_, last = program.graph.find_nodes(op="placeholder")
+    with program.graph.inserting_after(last):
+        total = program.graph.placeholder("partial_" + param.fqn.replace(".", "_"))
+    held = tags.Meta("backward", "partial", unit=param.unit, fqn=param.fqn)
+    val = node.meta["val"]
+    tags.put(total, held, program.fake(tuple(val.shape), val.dtype, val.device))
+    added = program.graph.call_function(aten.add_.Tensor, (node, total))
+    return tags.put(added, tags.changed(tag, role="post_reduction", fqn=param.fqn), val)
 
 
 def following(program: Program, node: fx.Node) -> fx.Node:

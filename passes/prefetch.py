@@ -12,6 +12,7 @@ from torch import fx
 from fxshard.errors import ConfigError
 from fxshard.ir import ops, tags, transfers
 from fxshard.ir.program import Fact, Program
+from fxshard.ir.units import index_of
 
 Ahead = int | Literal["pre", "post"]
 
@@ -21,7 +22,8 @@ class Prefetch:
     """Launch a bucket's all-gather while an earlier one computes; wait for a reduction late.
 
     The launch of the k-th unshard of a phase moves after the wait of the (k-d)-th, so that it is
-    in flight while that computes, together with the casts and loads that it sends. The wait of
+    in flight while that computes, together with the casts and loads that it sends. Where a unit
+    says which ones are launched when it is unsharded (`Unit.ahead`), it is those. The wait of
     a reduction moves before the next reduction, or to the end of backward, and what follows it
     (an all-reduce, a copy to the CPU) with it: at most one of each is in flight.
 
@@ -62,8 +64,12 @@ class Prefetch:
         for phase, ahead in zip(PHASES, self._modes(), strict=True):
             if ahead == "post":
                 pass_reductions(program, phase)
+                continue
+            most = advance_launches(program, phase, depth(ahead))
+            if phase == "forward":
+                program.forward_prefetch = max(program.forward_prefetch, most)
             else:
-                advance_launches(program, phase, depth(ahead))
+                program.backward_prefetch = max(program.backward_prefetch, most)
         if self.max_inflight is not None:
             hold_back(program, self.max_inflight)
         defer_reduce_waits(program)
@@ -90,29 +96,57 @@ def by_bucket(program: Program, launches: list[fx.Node]) -> list[list[fx.Node]]:
     return [list(group) for _, group in itertools.groupby(launches, bucket.__getitem__)]
 
 
-def advance_launches(program: Program, phase: tags.Phase, depth: int) -> None:
-    """Move each launch, and what it sends, after the wait `depth` buckets before it.
+def advance_launches(program: Program, phase: tags.Phase, depth: int) -> int:
+    """Move each launch, and what it sends, after the wait of the bucket that it follows.
 
     The launches of one bucket stand together, also where they are not moved.
+
+    Returns:
+        How many buckets at most are then unsharded ahead of their use, besides the next one.
     """
     nodes = program.phase(phase)
     launches = [n for n in nodes if transfers.is_unshard(n)]
     chains = chains_of(nodes, launches)
     waits = {tags.get(n).pair: n for n in nodes if n.target is ops.wait}
     buckets = by_bucket(program, launches)
+    follow = followers(program, phase, buckets, depth)
+    moved = {k for following in follow.values() for k in following}
     for k, bucket in enumerate(buckets):
-        if depth == 0 or k == 0:
+        if k not in moved:
             for first, second in itertools.pairwise(bucket):
                 move_after(chains[first][-1], chains[second])
-            continue
-        before = buckets[max(0, k - depth)][-1]
+    for k, following in follow.items():
+        before = buckets[k][-1]
         readers = [user for item in transfers.packed_results(before) for user in item.users]
         unpacked = [item for user in readers if user.target is ops.unpack for item in user.users]
         anchor = unpacked[-1] if unpacked else waits[tags.get(before).pair]
-        for earlier in itertools.chain(*buckets[:k][-depth:]):  # in order of first use
-            if _stands_after(chains[earlier][0], anchor):
-                anchor = chains[earlier][-1]
-        move_after(anchor, [node for launch in bucket for node in chains[launch]])
+        move_after(anchor, [n for i in following for launch in buckets[i] for n in chains[launch]])
+    by = {i: k for k, following in follow.items() for i in following}
+    return max((sum(by[i] <= k < i for i in by) for k in follow), default=0)
+
+
+def followers(
+    program: Program, phase: tags.Phase, buckets: list[list[fx.Node]], depth: int
+) -> dict[int, list[int]]:
+    """Number of a bucket in the phase -> the later ones that are launched after its wait, in order.
+
+    The ones that its unit asks for (`Unit.ahead`), or else the one `depth` buckets later; after the
+    first one all until there. Each is launched once, by the first that it follows.
+    """
+    units = [tags.get(bucket[0]).unit or 0 for bucket in buckets]
+    taken: set[int] = set()
+    found: dict[int, list[int]] = {}
+    for k, number in enumerate(units):
+        asked = program.units[number].ahead[phase]
+        if asked:
+            index = index_of(program.units)
+            wanted = [index[fqn] for fqn in asked if fqn in index]
+            mine = [i for each in wanted for i, unit in enumerate(units) if unit == each]
+        else:
+            mine = list(range(1 if k == 0 else k + depth, k + depth + 1)) if depth else []
+        found[k] = [i for i in mine if k < i < len(buckets) and i not in taken]
+        taken.update(found[k])
+    return {k: following for k, following in found.items() if following}
 
 
 def pass_reductions(program: Program, phase: tags.Phase) -> None:
@@ -155,15 +189,6 @@ def move_after(anchor: fx.Node, nodes: list[fx.Node]) -> None:
     """Move `nodes`, in their order, to where `anchor` is done."""
     for node in reversed(nodes):
         anchor.append(node)
-
-
-def _stands_after(first: fx.Node, wait: fx.Node) -> bool:
-    node = wait.next
-    while node.op == "call_function" and tags.get(node).role in ("unshard", "unpack"):
-        if node is first:
-            return True
-        node = node.next
-    return False
 
 
 def hold_back(program: Program, limit: int) -> None:

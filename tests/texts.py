@@ -17,7 +17,16 @@ from fxshard.ir.program import Program
 # Of a Program: those of its fields that are compared as they are.
 PLAIN = [
     *("results", "signature", "units", "world_size", "device", "replicas", "sync", "accumulated"),
-    *("comm_hook", "offloaded", "facts", "gradients", "given", "buckets", "forward_prefetch"),
+    *(
+        "partial",
+        "comm_hook",
+        "offloaded",
+        "facts",
+        "gradients",
+        "given",
+        "buckets",
+        "forward_prefetch",
+    ),
     *("backward_prefetch", "max_inflight", "optimizer_in_backward", "compiled", "calls"),
     *("checkpoints", "closed", "reached"),
 ]

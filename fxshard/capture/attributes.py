@@ -31,12 +31,12 @@ import torch
 from torch import nn
 
 from fxshard.capture.held import is_users, slots
-from fxshard.capture.swapped import STATE, users_class
+from fxshard.capture.swapped import STATE, UNIT, users_class
 
 Reads = dict[type, set[str]]  # by class of a module: names of attributes
 
 # nn.Module's, which say what is asked for elsewhere, and ours.
-_OWN = frozenset(vars(nn.Module())) | vars(nn.Module).keys() - {"forward"} | {STATE}
+_OWN = frozenset(vars(nn.Module())) | vars(nn.Module).keys() - {"forward"} | {STATE, UNIT}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic)
 _LARGE = 1 << 16  # bytes of a NumPy array of which a digest is kept
 _HEAP = 1 << 9  # of the flags of a class: it was made by Python code

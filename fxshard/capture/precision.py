@@ -34,19 +34,22 @@ def traced_dtypes(model: nn.Module, units: tuple[Unit, ...]) -> dict[int, torch.
 
 @contextlib.contextmanager
 def casting(model: nn.Module, units: tuple[Unit, ...]) -> Iterator[None]:
-    """While the block runs, the module of each unit but the root casts its inputs and outputs.
+    """While the block runs, the modules of each unit but the root cast their inputs and outputs.
 
     As FSDP2's pre- and post-forward hooks do
     (torch/distributed/fsdp/_fully_shard/_fsdp_state.py).
     """
     handles: list[Any] = []
     for unit in units[1:]:
-        module, precision = model.get_submodule(unit.fqn), unit.precision
-        if precision.cast_inputs and precision.param_dtype is not None:
-            hook = _cast_inputs(precision.param_dtype)
-            handles.append(module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
-        if precision.output_dtype is not None:
-            handles.append(module.register_forward_hook(_cast_output(precision.output_dtype)))
+        precision = unit.precision
+        for module in map(model.get_submodule, unit.fqns):
+            if precision.cast_inputs and precision.param_dtype is not None:
+                hook = _cast_inputs(precision.param_dtype)
+                handles.append(
+                    module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+                )
+            if precision.output_dtype is not None:
+                handles.append(module.register_forward_hook(_cast_output(precision.output_dtype)))
     try:
         yield
     finally:

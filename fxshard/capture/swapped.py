@@ -17,6 +17,7 @@ from torch import nn
 from fxshard._torch import modules
 
 STATE = "_fxshard"  # the one attribute of ours on a model: its `fxshard.runtime.runtime.Runtime`
+UNIT = "_fxshard_unit"  # that on a submodule which `fully_shard` was given: its place in a model
 METHODS = "_fxshard_methods"  # there: names of methods that run on unsharded parameters
 USERS_CLASS = "_fxshard_users_class"  # on the generated class: the one that it was made of
 
@@ -28,10 +29,12 @@ class Inside:
     Attributes:
         forward: a ``forward`` that the user put on the object, in front of that of its class.
         hooks: by attribute of the module and number, those that are written to be traced.
+        running: the model runs as its user wrote it, and so do the modules inside of it.
     """
 
     forward: Any
     hooks: dict[str, dict[int, Any]]
+    running: bool = False
 
     @classmethod
     def taken_from(cls, model: nn.Module) -> Inside:
@@ -68,11 +71,12 @@ def as_users_own(model: nn.Module, *, hooks: bool = False) -> Iterator[None]:
             on the object, stay. (Without, what is done is done while tracing, and is undone.)
     """
     ours = type(model)
-    if not hasattr(ours, USERS_CLASS):
+    kept = model.__dict__
+    if STATE not in kept:
         yield
         return
-    kept = model.__dict__
     inside: Inside = kept[STATE].inside
+    outer, inside.running = inside.running, True
     around = {name: kept[name] for name in modules.HOOKS}
     forward = kept.pop("forward", None)
     model.__class__ = users_class(model)
@@ -95,7 +99,7 @@ def as_users_own(model: nn.Module, *, hooks: bool = False) -> Iterator[None]:
             forward = left
         if forward is not None:
             kept["forward"] = forward
-        model.__class__ = ours
+        model.__class__, inside.running = ours, outer
 
 
 def _put_in_front(hooks: dict[int, Any], others: dict[int, Any]) -> None:

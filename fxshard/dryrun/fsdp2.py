@@ -141,10 +141,10 @@ def run_fsdp2(model: nn.Module, args: tuple[Any, ...], kwargs: Any, recipe: Reci
         CaptureError: something depends on values.
     """
     recipe.check()
-    fqns = [unit.fqn for unit in find_units(model, recipe.units) if unit.fqn]
+    units = [unit.fqns for unit in find_units(model, recipe.units) if unit.fqn]
     model = _on_meta(model)
     with dry_run(world_size=recipe.world_size, device=recipe.device, rank=recipe.rank) as run:
-        model = _sharded(model, fqns, recipe, run.device)
+        model = _sharded(model, units, recipe, run.device)
         optimizer = recipe.optimizer(model.parameters()) if recipe.optimizer else None
         for _ in range(STEPS):
             for _ in range(recipe.micro_batches):
@@ -167,22 +167,24 @@ def _on_meta(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo).train()
 
 
-def _sharded(model: nn.Module, fqns: list[str], recipe: Recipe, device: str) -> Any:
+def _sharded(model: nn.Module, units: list[tuple[str, ...]], recipe: Recipe, device: str) -> Any:
     """Checkpointed, compiled, sharded and on the device, as torchtitan does it, in this order."""
     how: dict[str, Any] = {}
     if recipe.mixed_precision is not None:
         how["mp_policy"] = recipe.mixed_precision
     if recipe.offload:
         how["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-    for fqn in sorted(fqns, key=lambda fqn: -fqn.count(".")):
-        path, _, name = fqn.rpartition(".")
-        parent = model.get_submodule(path)
-        unit: Any = _checkpointed(getattr(parent, name), recipe.checkpoint)
-        if recipe.compile:
-            unit.compile()
-        setattr(parent, name, unit)
-        reshard = recipe.reshard_after_forward
-        fully_shard(unit, reshard_after_forward=True if reshard is None else reshard, **how)
+    reshard = recipe.reshard_after_forward
+    for fqns in sorted(units, key=lambda fqns: -max(fqn.count(".") for fqn in fqns)):
+        members: list[Any] = []
+        for fqn in fqns:
+            path, _, name = fqn.rpartition(".")
+            parent = model.get_submodule(path)
+            members.append(_checkpointed(getattr(parent, name), recipe.checkpoint))
+            if recipe.compile:
+                members[-1].compile()
+            setattr(parent, name, members[-1])
+        fully_shard(members, reshard_after_forward=True if reshard is None else reshard, **how)
     fully_shard(model, reshard_after_forward=recipe.reshard_after_forward, **how)
     return model.to_empty(device="cpu" if recipe.offload else device)
 

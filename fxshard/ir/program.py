@@ -53,7 +53,7 @@ from fxshard.ir.calls import Call
 from fxshard.ir.domain import Domain
 from fxshard.ir.layout import ParamLayout, layouts
 from fxshard.ir.schedule import Schedule
-from fxshard.ir.units import Param, Unit
+from fxshard.ir.units import Param, Reductions, Unit
 
 
 class Fact(enum.Enum):
@@ -103,11 +103,12 @@ class Result:
 
     Attributes:
         kind: "output" (of the model), "grad" (of a parameter or input), "accumulated" (the
-            unsharded gradient of a parameter, not reduced yet).
+            unsharded gradient of a parameter, not reduced yet), "partial" (the sharded one, not
+            all-reduced yet).
         name: output index, parameter FQN, or ``input[i]``.
     """
 
-    kind: Literal["output", "grad", "accumulated"]
+    kind: Literal["output", "grad", "accumulated", "partial"]
     name: str
 
 
@@ -169,6 +170,7 @@ class Program:
         replicas: number of such groups of ranks, which hold the same shards.
         sync: False under ``no_sync``: gradients are accumulated, not reduced.
         accumulated: parameters that have an accumulated gradient when backward begins.
+        partial: parameters that have a partial sum of sharded gradients then.
         comm_hook: the user's function reduces gradients (`FxshardModule.register_comm_hook`).
         offloaded: shards and sharded gradients live on the CPU.
         device: where it computes.
@@ -203,6 +205,7 @@ class Program:
     replicas: int = 1
     sync: bool = True
     accumulated: frozenset[str] = frozenset()
+    partial: frozenset[str] = frozenset()
     comm_hook: bool = False
     offloaded: bool = False
     facts: set[Fact] = dataclasses.field(default_factory=set)
@@ -234,6 +237,10 @@ class Program:
             params = {param.fqn: param for unit in self.units for param in unit.params}
             self._params = self.units, params
         return self._params[1]
+
+    def reduces(self, fqn: str) -> Reductions:
+        """Which reductions the gradient of a parameter goes through (see `Unit.reduce`)."""
+        return self.units[self.params[fqn].unit].reduce if self.sync else "none"
 
     @property
     def layouts(self) -> dict[str, ParamLayout]:

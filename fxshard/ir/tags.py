@@ -24,6 +24,7 @@ Role = Literal[
     "input",  # placeholder: a tensor of the batch
     "tangent",  # placeholder: gradient arriving at an output
     "accumulated",  # placeholder: accumulated gradient of a parameter
+    "partial",  # placeholder: partial sum of sharded gradients of a parameter
     "compute",
     "unshard",  # all-gather; load, cast, pack of what it sends; their getitems; cut of the padding
     "unpack",  # copy of small parameters out of the buffer that they were gathered in

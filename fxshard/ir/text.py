@@ -62,7 +62,7 @@ VERSION = 1
 
 # Fields of Program that the first line has; the others have lines of their own.
 _FLAGS = (
-    *("replicas", "sync", "accumulated", "comm_hook", "offloaded", "gradients", "given"),
+    *("replicas", "sync", "accumulated", "partial", "comm_hook", "offloaded", "gradients", "given"),
     *("forward_prefetch", "backward_prefetch", "max_inflight", "optimizer_in_backward", "compiled"),
     *("checkpoints", "closed", "reached"),
 )

@@ -7,8 +7,8 @@ import fnmatch
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -52,13 +52,16 @@ class Param:
             object.__setattr__(self, "compute_dtype", self.dtype)
 
 
+Reductions: TypeAlias = Literal["all", "shards", "none"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Unit:
     """A set of parameters that move together.
 
     Attributes:
         index: position in the program's tuple of units; 0 is the root unit.
-        fqn: FQN of the module ("" for the root unit).
+        fqn: FQN of the module ("" for the root unit); of several, that of the first.
         kind: class name of the module; equal kinds fold to one row in dumps.
         params: its parameters, in ``named_parameters`` order.
         ignored: parameters of its modules that are never sharded or communicated.
@@ -66,6 +69,13 @@ class Unit:
         precision: dtypes of compute and reduction.
         reshard: what its parameters are between forward and backward: True sharded, False
             unsharded, n sharded over groups of n neighbouring ranks.
+        others: FQNs of the further modules whose parameters move with those of the first.
+        reduce: which reductions its gradients go through: "all"; "shards", the reduce-scatter
+            without the all-reduce of a hybrid strategy, whose partial sums are accumulated; or
+            "none": unsharded gradients are accumulated.
+        divide_factor: an average of its gradients divides by this; None: as the options say.
+        forward_ahead, backward_ahead: FQNs of the units that are launched when this one is
+            unsharded; none: as the options say.
     """
 
     index: int
@@ -76,11 +86,26 @@ class Unit:
     ignored_modules: tuple[str, ...] = ()
     precision: Precision = dataclasses.field(default_factory=Precision)
     reshard: bool | int = True
+    others: tuple[str, ...] = ()
+    reduce: Reductions = "all"
+    divide_factor: float | None = None
+    forward_ahead: tuple[str, ...] = ()
+    backward_ahead: tuple[str, ...] = ()
+
+    @property
+    def fqns(self) -> tuple[str, ...]:
+        """The FQNs of its modules."""
+        return (self.fqn, *self.others)
+
+    @property
+    def ahead(self) -> dict[str, tuple[str, ...]]:
+        """`forward_ahead` and `backward_ahead` by phase."""
+        return {"forward": self.forward_ahead, "backward": self.backward_ahead}
 
     @property
     def name(self) -> str:
-        """`fqn`, or "(root)"."""
-        return self.fqn or "(root)"
+        """`fqns` as text, or "(root)"."""
+        return ", ".join(self.fqns) or "(root)"
 
 
 def find_units(
@@ -90,8 +115,8 @@ def find_units(
 
     Args:
         model: the module tree; parameters may be real, meta or fake.
-        spec: None, or a list of classes and FQN globs, or a callable ``(fqn, module) -> bool``,
-            or a policy of ``torch.distributed.fsdp.wrap``.
+        spec: None, or a list of classes, FQN globs and lists of these (one unit each), or a
+            callable ``(fqn, module) -> bool``, or a policy of ``torch.distributed.fsdp.wrap``.
         ignored: modules, parameters and FQN globs: what is in no unit.
         also: FQNs of modules that are units besides those of `spec`.
 
@@ -105,21 +130,23 @@ def find_units(
     _check_kinds(model)
     _check_memory(model, out_params)
     _check_buffers(model)
-    chosen = (_unit_fqns(model, spec) | set(also)) - {n for n, _ in _named(out_modules, model)}
-    fqns = ["", *(name for name, _ in model.named_modules() if name and name in chosen)]
+    left_alone = {n for n, _ in _named(out_modules, model)}
+    chosen = (_unit_fqns(model, spec) | set(also)) - left_alone
+    together = _grouped(model, spec, chosen)
+    fqns = ["", *(name for name, _ in model.named_modules() if name and name in together)]
     names: dict[int, list[str]] = {}
     by_id: dict[int, nn.Parameter] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
         by_id[id(param)] = param
-    members: dict[str, list[Param]] = {fqn: [] for fqn in fqns}
-    left_out: dict[str, list[Param]] = {fqn: [] for fqn in fqns}
-    index = {fqn: i for i, fqn in enumerate(fqns)}
+    members: list[list[Param]] = [[] for _ in fqns]
+    left_out: list[list[Param]] = [[] for _ in fqns]
+    index = {name: i for i, fqn in enumerate(fqns) for name in (fqn, *together.get(fqn, ()))}
     for position, (key, aliases) in enumerate(names.items()):
         param = by_id[key]
         if key not in out_params:
             check_shardable(aliases[0], param)
-        owner = owner_of(aliases, index)
+        owner = unit_of(aliases, index)
         (left_out if key in out_params else members)[owner].append(
             Param(
                 fqn=aliases[0],
@@ -127,7 +154,7 @@ def find_units(
                 shape=tuple(param.shape),
                 dtype=param.dtype,
                 requires_grad=param.requires_grad,
-                unit=index[owner],
+                unit=owner,
                 position=position,
             )
         )
@@ -135,14 +162,15 @@ def find_units(
     out_names = [name for name, _ in _named(out_modules, model)]
     return tuple(
         Unit(
-            index[fqn],
+            i,
             fqn,
             type(modules[fqn]).__name__,
-            tuple(members[fqn]),
-            tuple(left_out[fqn]),
-            tuple(name for name in out_names if owner_of([name], index) == fqn),
+            tuple(members[i]),
+            tuple(left_out[i]),
+            tuple(name for name in out_names if unit_of([name], index) == i),
+            others=together.get(fqn, ()),
         )
-        for fqn in fqns
+        for i, fqn in enumerate(fqns)
     )
 
 
@@ -191,7 +219,7 @@ def configured_units(model: nn.Module, config: Config) -> tuple[Unit, ...]:
         )
         for unit in units
     )
-    return tuple(with_precision(unit, special.get(unit.fqn, default)) for unit in placed_units)
+    return tuple(with_precision(unit, _one_policy(unit, special, default)) for unit in placed_units)
 
 
 def placed(model: nn.Module, config: Config) -> Config:
@@ -208,6 +236,22 @@ def placed(model: nn.Module, config: Config) -> Config:
     params = [param for unit in configured_units(model, config) for param in unit.params]
     found = {param.fqn: Shard(param.shard_dim) for param in params if param.shard_dim}
     return dataclasses.replace(config, shard_placement_fn=found)
+
+
+def _one_policy(unit: Unit, special: Mapping[str, Precision], default: Precision) -> Precision:
+    """The policy of a unit.
+
+    Raises:
+        ConfigError: its modules have different ones.
+    """
+    first, *rest = (special.get(fqn, default) for fqn in unit.fqns)
+    for fqn, policy in zip(unit.others, rest, strict=True):
+        if policy != first:
+            raise ConfigError(
+                f"mixed_precision: {unit.fqn!r} and {fqn!r} are one unit, gathered and reduced "
+                f"together, and have different policies. Give both the same, or two units."
+            )
+    return first
 
 
 def with_precision(unit: Unit, precision: Precision) -> Unit:
@@ -228,10 +272,10 @@ def buffer_dtypes(
     units: tuple[Unit, ...], buffers: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.dtype]:
     """The dtype of each floating buffer that the precision of its unit changes."""
-    by_fqn = {unit.fqn: unit for unit in units}
+    by_fqn = index_of(units)
     found: dict[str, torch.dtype] = {}
     for name, buffer in buffers.items():
-        unit = by_fqn[owner_of([name], by_fqn)]
+        unit = units[unit_of([name], by_fqn)]
         if name.rpartition(".")[0] in unit.ignored_modules:
             continue
         wanted = unit.precision.buffer_dtype
@@ -265,7 +309,7 @@ def checkpointed_modules(
     """
     wanted = config.checkpoint
     if wanted is None and config.backend == "inductor" and "checkpoint" not in config.given:
-        return {unit.fqn: "selective" for unit in units[1:]}
+        return {fqn: "selective" for unit in units[1:] for fqn in unit.fqns}
     if wanted is None:
         return {}
     if isinstance(wanted, Mapping):
@@ -280,7 +324,7 @@ def checkpointed_modules(
             f"checkpoint={wanted!r} checkpoints each unit, and {type(model).__name__} has the root "
             f"unit only. Name modules: checkpoint={{'blocks.*': {wanted!r}}}, or give units=[...]."
         )
-    return {unit.fqn: wanted for unit in units[1:]}
+    return {fqn: wanted for unit in units[1:] for fqn in unit.fqns}
 
 
 def reshard_by_unit(
@@ -294,14 +338,15 @@ def reshard_by_unit(
     if not isinstance(value, Mapping):
         return {unit.fqn: value for unit in units}
     found = {unit.fqn: default for unit in units}
+    index = index_of(units)
     for key, wanted in value.items():
         for fqn in [""] if key == "" else sorted(_matches(model, key)):
-            if fqn not in found:
+            if fqn not in index:
                 raise ConfigError(
                     f"reshard_after_forward names {fqn!r}, which is no unit. Units are: "
                     f"{', '.join(unit.name for unit in units[:8])}."
                 )
-            found[fqn] = wanted
+            found[units[index[fqn]].fqn] = wanted
     return found
 
 
@@ -507,6 +552,21 @@ def owner_of(fqns: Sequence[str], candidates: Container[str]) -> str:
     return ancestor
 
 
+def unit_of(fqns: Sequence[str], index: Mapping[str, int]) -> int:
+    """The innermost unit that holds all of `fqns`, of modules or tensors.
+
+    Args:
+        index: see `index_of`.
+    """
+    each = {index[owner_of([fqn], index)] for fqn in fqns}
+    return each.pop() if len(each) == 1 else index[owner_of(fqns, index)]
+
+
+def index_of(units: Iterable[Unit]) -> dict[str, int]:
+    """FQN of each module of each unit -> the index of the unit."""
+    return {fqn: unit.index for unit in units for fqn in unit.fqns}
+
+
 def is_under(fqn: str, ancestor: str) -> bool:
     """True if `fqn` is `ancestor` or inside it ("" contains everything)."""
     return not ancestor or fqn == ancestor or fqn.startswith(ancestor + ".")
@@ -516,7 +576,7 @@ def _unit_fqns(model: nn.Module, spec: Any) -> set[str]:
     if spec is None:
         return set(repeated_blocks(model))
     if isinstance(spec, Sequence):
-        return set().union(*(_matches(model, item) for item in spec))
+        return set().union(*(_matches(model, each) for item in spec for each in _listed(item)))
     try:
         if torch_modules.is_wrap_policy(spec):
             wrapped = torch_modules.run_wrap_policy(spec, model)
@@ -532,6 +592,39 @@ def _unit_fqns(model: nn.Module, spec: Any) -> set[str]:
         f"units={spec!r}: expected None, a list of classes or FQN globs, a callable "
         f"(fqn, module) -> bool, or a torch.distributed.fsdp.wrap policy."
     )
+
+
+def _listed(item: Any) -> Sequence[Any]:
+    return item if isinstance(item, (list, tuple)) else (item,)
+
+
+def _grouped(model: nn.Module, spec: Any, chosen: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """The first FQN of each unit but the root -> its others; all of them `chosen`.
+
+    Raises:
+        UnitError: a module is in two lists, or one in a list holds another one of that list.
+    """
+    lists = [item for item in spec if isinstance(item, (list, tuple))] if _is_list(spec) else []
+    order = [name for name, _ in model.named_modules() if name and name in chosen]
+    first: dict[str, str] = {}  # FQN of a module in a list -> the first of its unit
+    for item in lists:
+        wanted = set().union(*(_matches(model, each) for each in item))
+        mine = [name for name in order if name in wanted]
+        for name in mine:
+            around = next((other for other in mine if other != name and is_under(name, other)), "")
+            if name in first or around:
+                where = f"inside of {around!r}, which is too" if around else "in another one"
+                raise UnitError(f"units: {name!r} is in the list {list(item)!r}, and {where}.")
+            first[name] = mine[0]
+    return {
+        name: tuple(n for n in order if n != name and first.get(n) == name)
+        for name in order
+        if first.get(name, name) == name
+    }
+
+
+def _is_list(spec: Any) -> bool:
+    return isinstance(spec, Sequence) and not isinstance(spec, str)
 
 
 def _matches(model: nn.Module, item: Any) -> set[str]:

@@ -49,7 +49,9 @@ def gradient_categories(
     for value, result in zip(program.values, program.results, strict=True):
         if result.kind == "accumulated":
             category = Category.UNSHARDED_GRAD
-        elif result.kind == "grad" and result.name in (params.keys() | ignored.keys()) - without:
+        elif result.kind == "partial" or (
+            result.kind == "grad" and result.name in (params.keys() | ignored.keys()) - without
+        ):
             category = Category.SHARDED_GRAD
         else:
             continue
@@ -85,6 +87,14 @@ def accumulated_bytes(program: Program, fqn: str) -> int:
     param = program.params[fqn]
     precision = program.units[param.unit].precision
     return nbytes(param.shape, precision.reduces_in(param.compute_dtype))
+
+
+def partial_bytes(program: Program, fqn: str) -> int:
+    """Bytes of the partial sum of the sharded gradients of a parameter."""
+    param = program.params[fqn]
+    precision = program.units[param.unit].precision
+    shape = program.layouts[fqn].shard_shape
+    return nbytes(shape, precision.reduces_in(param.compute_dtype))
 
 
 def is_reduce_copy(target: object, kwargs: dict[str, Any]) -> bool:

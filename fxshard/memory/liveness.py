@@ -37,6 +37,7 @@ from fxshard.memory.gradients import (
     accumulated_bytes,
     gradient_categories,
     is_reduce_copy,
+    partial_bytes,
     unreached,
 )
 from fxshard.memory.ledger import BEFORE, LOSS, OPTIMIZER, Ledger, LiveRange, Moment, owner_of
@@ -231,6 +232,7 @@ class Walk:
         self._step, self._parts = step, parts or {}
         self._grads: dict[str, list[int]] = {}  # what `.grad` holds
         self._sums: dict[str, list[int]] = {}  # accumulated gradients
+        self._partial: dict[str, list[int]] = {}  # partial sums of sharded ones
         self._optimizers: dict[int, int] = {}  # storage in the recording of a step -> storage
 
     def forked(self) -> Walk:
@@ -276,7 +278,12 @@ class Walk:
         self.now = self.ledger.begin("forward", micro_batch)
         for fqn in self.program.accumulated:
             if fqn not in self._sums:
-                self._sums[fqn] = [self._accumulated(fqn)]
+                size = accumulated_bytes(self.program, fqn)
+                self._sums[fqn] = [self._summed(fqn, Category.UNSHARDED_GRAD, size)]
+        for fqn in self.program.partial:
+            if fqn not in self._partial:
+                size = partial_bytes(self.program, fqn)
+                self._partial[fqn] = [self._summed(fqn, Category.SHARDED_GRAD, size)]
         env = {node: self._enter(node, saved) for node in graph.find_nodes(op="placeholder")}
         self.now += 1
         self._phase(graph, env)
@@ -355,12 +362,15 @@ class Walk:
             tokens = env.get(node, [])
             if result.kind == "accumulated":
                 self._sums.setdefault(result.name, tokens)
+            elif result.kind == "partial":
+                self._partial[result.name] = tokens
             elif result.name in self._grads or result.name in without:
                 self._release(tokens)
             else:
                 self._grads[result.name] = tokens
-        if self.program.sync:
-            self._sums.clear()
+        for fqn in list(self._sums):
+            if self.program.reduces(fqn) != "none":
+                del self._sums[fqn]
 
     def optimizer(self, step: OptimizerStep, events: Sequence[Event], host: bool) -> None:
         """The events of an optimizer's step."""
@@ -442,16 +452,17 @@ class Walk:
             self.ledger.begin(name, micro_batch)
             self._replay(events, LOSS, made, made_by)
 
-    def _accumulated(self, fqn: str) -> int:
-        """An accumulated gradient, from earlier steps under ``no_sync``."""
-        size = accumulated_bytes(self.program, fqn)
-        return self._new(LiveRange(0, fqn, "", owner_of(fqn), Category.UNSHARDED_GRAD, size))
+    def _summed(self, fqn: str, category: Category, size: int) -> int:
+        """A sum of gradients of earlier steps, which left out reductions."""
+        return self._new(LiveRange(0, fqn, "", owner_of(fqn), category, size))
 
     def _enter(self, node: fx.Node, saved: list[list[int]]) -> list[int]:
         """Tokens of a placeholder. What the caller holds throughout has none: it never dies."""
-        role = tags.get(node).role
+        role, fqn = tags.get(node).role, tags.get(node).fqn or ""
         if role == "accumulated":  # dies when it is reduced; else the caller holds it on
-            return self._sums[tags.get(node).fqn or ""] if self.program.sync else []
+            return self._sums[fqn] if self.program.reduces(fqn) != "none" else []
+        if role == "partial":
+            return self._partial.pop(fqn)
         if role in tags.HELD:
             return []
         return saved.pop(0)

@@ -73,7 +73,7 @@ def unsharded(ledger: Ledger, units: Sequence[Unit]) -> list[Unsharded]:
     """
     peak, end = ledger.peak_tick, 2 * len(ledger.moments)
     of_param = {param.fqn: unit.name for unit in units for param in unit.params}
-    of_module = {unit.fqn: unit.name for unit in units}
+    of_module = {fqn: unit.name for unit in units for fqn in unit.fqns}
     nearest_unit = nearest(of_module)
     ranges: dict[tuple[str, str], list[LiveRange]] = defaultdict(list)
     for each in ledger.ranges:

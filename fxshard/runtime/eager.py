@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,15 +34,31 @@ Division = tuple[float | None, str, float | None]  # see `InsertReduce.division`
 # -- rows between ranks ----------------------------------------------------------------------------
 
 
-def gathered(shard: Tensor, world: C10dWorld) -> Tensor:
-    """The shards of all ranks, ``[size * chunk, ...]``; `shard` itself if each rank has all."""
+def gathered(shards: Sequence[Tensor], world: C10dWorld, pack_bytes: int = 0) -> list[Tensor]:
+    """The shards of all ranks, each ``[size * chunk, ...]``; `shards` if each rank has all.
+
+    Args:
+        shards: of one dtype.
+        world: the ranks.
+        pack_bytes: what is smaller, all ranks' rows together, is sent in one buffer.
+    """
     world.require_joined()
     if world.size == 1:
-        return shard
+        return list(shards)
+    small = [i for i, shard in enumerate(shards) if 0 < shard.nbytes * world.size < pack_bytes]
+    small = small if len(small) > 1 else []
+    alone = [i for i in range(len(shards)) if i not in small]
     with _launched(world, "unshard"):
-        (rows,) = world.all_gather([shard.contiguous()], _PAIR)
-        world.wait([rows], _PAIR)
-    return rows
+        sent = [shards[i].contiguous() for i in alone]
+        sent += world.pack([shards[i] for i in small], shards[0].dtype, _PAIR) if small else []
+        rows = world.all_gather(sent, _PAIR)
+        world.wait(rows, _PAIR)
+    found = dict(zip(alone, rows, strict=False))
+    if small:
+        found |= zip(
+            small, world.unpack(rows[-1:], [list(shards[i].shape) for i in small]), strict=True
+        )
+    return [found[i] for i in range(len(shards))]
 
 
 def all_rows(tensor: DTensor, world: C10dWorld) -> Tensor:
@@ -53,47 +69,64 @@ def all_rows(tensor: DTensor, world: C10dWorld) -> Tensor:
         return tensor.full_tensor()
     local = local_part(tensor).detach().to(torch.device(world.mesh.device_type))
     if world.size == 1:
-        return gathered(local, world)
+        return gathered([local], world)[0]
     cut = layout.ParamLayout(
         *(tuple(tensor.shape), tensor.dtype, 0, (world.replicas, world.size)),
         placements=tuple(layout.placements(dim).values()),
     )
     if local.shape != cut.shard_shape:
         local = layout.chunk_of(local, dim, cut.shard_shape[dim], 0)
-    return layout.joined(gathered(local, world), cut)
+    return layout.joined(gathered([local], world)[0], cut)
 
 
-def reduced(grad: Tensor, world: C10dWorld | InProcessWorld, division: Division) -> Tensor:
-    """A gradient ``[size * chunk, ...]`` of each rank -> this rank's rows ``[chunk, ...]``.
+def reduced(
+    grads: Sequence[Tensor],
+    world: C10dWorld | InProcessWorld,
+    division: Division,
+    partial: Sequence[Sequence[Tensor]] = (),
+    *,
+    fully: bool = True,
+) -> list[Tensor]:
+    """Gradients ``[size * chunk, ...]`` of each rank -> this rank's rows of each ``[chunk, ...]``.
 
-    In one process all ranks have the same gradient, and all rows are here.
+    In one process all ranks have the same gradients, and all rows are here.
 
     Args:
-        grad: written in place.
+        grads: of one dtype; written in place.
         world: the ranks.
         division: the divisor before the reduction, its operation, and the divisor after it.
+        partial: of each gradient, what is added to it after the reduce-scatter.
+        fully: False: the results are such partial sums.
     """
     before, op, after = division
-    if before is not None:
-        grad.div_(before)
+    found = [grad if before is None else grad.div_(before) for grad in grads]
     if isinstance(world, InProcessWorld):
-        grad.mul_(world.ranks if op == "sum" else 1)
+        found = [grad.mul_(world.ranks if op == "sum" else 1) for grad in found]
     else:
-        grad = _over_ranks(grad, world, op)
-    return grad if after is None else grad.div_(after)
+        found = _over_ranks(found, world, op, partial, fully)
+    return [grad if after is None or not fully else grad.div_(after) for grad in found]
 
 
-def _over_ranks(grad: Tensor, world: C10dWorld, op: str) -> Tensor:
+def _over_ranks(
+    grads: list[Tensor],
+    world: C10dWorld,
+    op: str,
+    partial: Sequence[Sequence[Tensor]],
+    fully: bool,
+) -> list[Tensor]:
     world.require_joined()
     if world.size > 1:
         with _launched(world, "reduce"):
-            (grad,) = world.reduce_scatter([grad], _PAIR, op=op)
-            world.wait([grad], _PAIR)
-    if world.replicas > 1:
+            grads = world.reduce_scatter(grads, _PAIR, op=op)
+            world.wait(grads, _PAIR)
+    for grad, sums in zip(grads, partial, strict=False):
+        for total in sums:
+            grad.add_(total)
+    if world.replicas > 1 and fully:
         with _launched(world, "all-reduce"):
-            (grad,) = world.all_reduce([grad], _PAIR, op=op)
-            world.wait([grad], _PAIR)
-    return grad
+            grads = world.all_reduce(grads, _PAIR, op=op)
+            world.wait(grads, _PAIR)
+    return grads
 
 
 @contextlib.contextmanager

@@ -7,9 +7,8 @@ state dicts is done in `fxshard.runtime.store` and `fxshard.runtime.state`.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
@@ -20,10 +19,11 @@ from fxshard.errors import ConfigError, StepError
 from fxshard.runtime import state
 from fxshard.runtime.gathering import let_gather
 from fxshard.runtime.runtime import Runtime
+from fxshard.runtime.unit_methods import UnitMethods, Unsharded
 from fxshard.runtime.world.c10d import C10dWorld
 
 
-class FsdpMethods(nn.Module):
+class FsdpMethods(UnitMethods):
     """Gradients, unsharded parameters and states of a compiled model."""
 
     _fxshard: Runtime  # a real name: transformers evaluates the annotations of subclasses
@@ -45,14 +45,6 @@ class FsdpMethods(nn.Module):
         finally:
             runtime.sync = before
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """FSDP2's name for `no_sync`, for the calls from now on.
-
-        Args:
-            requires_gradient_sync: False: gradients are not reduced, but accumulated on each rank.
-        """
-        self._fxshard.sync = requires_gradient_sync
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `nn.Module.zero_grad`; also drops gradients accumulated under `no_sync`.
 
@@ -60,6 +52,7 @@ class FsdpMethods(nn.Module):
             set_to_none: False: gradients become zeros.
         """
         self._fxshard.accumulated.clear()
+        self._fxshard.partial.clear()
         self._fxshard.refusals.pop("accumulated", None)
         super().zero_grad(set_to_none)
 
@@ -239,56 +232,6 @@ class FsdpMethods(nn.Module):
         elif not enable:
             world.reductions = None
 
-    def set_gradient_divide_factor(self, factor: float | None) -> None:
-        """Divide gradients by `factor` in the calls from now on, which are traced anew.
-
-        (FSDP2's name for the option `gradient_divide_factor`.)
-
-        Args:
-            factor: a number > 0; None: the number of ranks.
-
-        Raises:
-            ConfigError: a hook or the option ``passes`` decides how gradients are reduced.
-        """
-        runtime = self._fxshard
-        if runtime.comm_hook or runtime.config.passes is not None:
-            what = "register_comm_hook" if runtime.comm_hook else "the option passes"
-            raise ConfigError(
-                f"set_gradient_divide_factor has no effect with {what}, which decides how "
-                f"gradients are reduced. Divide there."
-            )
-        runtime.config = runtime.config.changed({"gradient_divide_factor": factor})
-        runtime.variants.clear()
-
-    def set_reshard_after_forward(
-        self, reshard_after_forward: bool, recurse: bool = True, *, fqns: Sequence[str] = ()
-    ) -> None:
-        """Change `Config.reshard_after_forward` for the calls from now on, which are traced anew.
-
-        Args:
-            reshard_after_forward: False: units stay unsharded from forward to backward.
-            recurse: False: only the root unit, as in FSDP2, where the root is the one called.
-            fqns: only the units of these names, for FSDP2's call on a submodule.
-
-        Raises:
-            ConfigError: not a bool; True with ``no_shard``; or `fqns` names something else than a
-                unit.
-        """
-        if not isinstance(reshard_after_forward, bool):
-            raise ConfigError(f"reshard_after_forward={reshard_after_forward!r}: expected a bool.")
-        runtime, units = self._fxshard, self._fxshard.units
-        every = [unit.fqn for unit in units]
-        if unknown := [fqn for fqn in fqns if fqn not in every]:
-            raise ConfigError(
-                f"set_reshard_after_forward: {unknown[0]!r} is no unit. Units are: "
-                f"{', '.join(unit.name for unit in units[:8])}."
-            )
-        chosen = fqns or (every if recurse else [""])
-        now = {u.fqn: reshard_after_forward if u.fqn in chosen else u.reshard for u in units}
-        runtime.config = runtime.config.changed({"reshard_after_forward": now})
-        runtime.units = tuple(dataclasses.replace(u, reshard=now[u.fqn]) for u in units)
-        runtime.variants.clear()
-
     def optim_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state of `optimizer` by parameter name; sharded tensors are DTensors.
 
@@ -341,19 +284,3 @@ class FsdpMethods(nn.Module):
         if load_directly:
             optimizer.load_state_dict(made)
         return made
-
-
-class Unsharded:
-    """The handle that `FxshardModule.unshard` returns; leaving its with block reshards."""
-
-    def __init__(self, module: FsdpMethods) -> None:
-        self._module = module
-
-    def wait(self) -> None:
-        """Nothing is left to wait for."""
-
-    def __enter__(self) -> Unsharded:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._module.reshard()

@@ -90,7 +90,7 @@ def _assigned(slot: Slot, value: DTensor) -> nn.Parameter:
     setattr(made, PLACE, getattr(before, PLACE))
     if made.grad_dtype is not before.grad_dtype:
         made.grad_dtype = before.grad_dtype
-    state.place(slot, made)
+    slot.place(made)
     return made
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Self
 
 from torch import nn
@@ -26,6 +26,15 @@ from fxshard.runtime.fsdp import FsdpMethods
 from fxshard.runtime.gathering import as_plain, let_gather
 from fxshard.runtime.runtime import MakeExecutor, Runtime
 from fxshard.runtime.sharding import Sharding
+from fxshard.runtime.unit_methods import REFUSALS
+from fxshard.runtime.unit_modules import (
+    UnitModule,
+    check_members,
+    exchange,
+    give_methods,
+    of_users_class,
+    unit_class,
+)
 
 
 class FxshardModule(FsdpMethods):
@@ -95,6 +104,7 @@ class FxshardModule(FsdpMethods):
         made.__dict__[STATE] = runtime
         runtime.note_parts()
         let_gather(runtime)
+        give_methods(runtime)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -102,7 +112,8 @@ class FxshardModule(FsdpMethods):
         state: Any = super().__getstate__()
         if isinstance(state, dict):
             state = {key: value for key, value in state.items() if key != STATE}
-        made_of = users_class(self), vars(type(self))[METHODS]
+        fsdp2 = isinstance(self, FSDPModule)
+        made_of = users_class(self), vars(type(self))[METHODS], fsdp2
         return _unpickled, made_of, (state, self._fxshard)
 
     def __setstate__(self, state: Any) -> None:
@@ -111,6 +122,7 @@ class FxshardModule(FsdpMethods):
         self.__dict__[STATE] = runtime
         runtime.restored()
         let_gather(runtime)
+        give_methods(runtime)
 
 
 def sharded(
@@ -134,6 +146,17 @@ def sharded(
     return model
 
 
+def as_fsdp_module(model: nn.Module, runtime: Runtime) -> None:
+    """Make what `fully_shard` has sharded `FSDPModule`s, for ``isinstance`` and by its methods.
+
+    Raises:
+        ConfigError: see `fxshard.runtime.unit_modules.give_methods`.
+    """
+    if not isinstance(model, FSDPModule):
+        exchange(model, _fxshard_class(users_class(model), vars(type(model))[METHODS], True))
+    give_methods(runtime)
+
+
 def released(model: nn.Module) -> Runtime:
     """Give `model` its own class back. Its parameters stay sharded, for a model that holds it.
 
@@ -155,44 +178,20 @@ def public_names() -> tuple[str, ...]:
 def check_swappable(model: nn.Module) -> None:
     """Raise ConfigError if the class of `model` cannot be exchanged, or would hide its members."""
     for path, module in model.named_modules():
-        if isinstance(module, FxshardModule):
+        if isinstance(module, (FxshardModule, UnitModule)):
             where = f"its submodule {path!r}" if path else "it"
             raise ConfigError(
                 f"the model is sharded already: {where} was given to fxshard.compile before. "
                 f"Compile once, the plain model; what a compiled one runs is in its .plan and "
                 f".memory."
             )
-    places: dict[str, Mapping[str, Any]] = {
-        "a parameter": model._parameters,
-        "a buffer": model._buffers,
-        "a submodule": model._modules,
-        "an attribute": model.__dict__,
-        **{f"an attribute of class {c.__qualname__}": vars(c) for c in _own_classes(model)},
-    }
-    for name in public_names() if not isinstance(model, FSDPModule) else ():  # refused as sharded
-        for kind, held in places.items():
-            if name in held:
-                raise ConfigError(
-                    f"{type(model).__name__} has {kind} {name!r}, and a compiled model has that "
-                    f"name of fxshard's (fxshard.FxshardModule.{name}), which would hide it. "
-                    f"Rename yours, or compile a module that holds this one: names of submodules "
-                    f"are free."
-                )
+    if not isinstance(model, FSDPModule):  # which is refused as sharded
+        check_members(model, public_names())
     base = type(model)
     try:
-        model.__class__ = _fxshard_class(base)
-    except TypeError as error:
-        raise ConfigError(
-            f"the class of the model, {base.__name__}, cannot be exchanged for a subclass of it: "
-            f"{error}. Compile a module that holds this one."
-        ) from error
+        exchange(model, _fxshard_class(base))
     finally:
         model.__class__ = base
-
-
-def _own_classes(model: nn.Module) -> list[type]:
-    """The classes that make the model more than an `nn.Module`."""
-    return [c for c in type(model).__mro__ if c not in nn.Module.__mro__]
 
 
 @contextlib.contextmanager
@@ -227,19 +226,24 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     code. (FSDP2's function of this name. It does nothing for a module that is not compiled.)
 
     Args:
-        module: what `fxshard.compile` returned.
+        module: what `fxshard.compile` returned, or a module that `fxshard.fully_shard` was given:
+            of a submodule, the parameters of its unit are gathered, as for a call of it.
         method_name: of a method of its class.
 
     Raises:
         ConfigError: the model has no such method.
     """
-    if not isinstance(module, FxshardModule):
+    if not isinstance(module, (FxshardModule, UnitModule)):
         return
     base, known = users_class(module), vars(type(module))[METHODS]
     if not callable(getattr(base, method_name, None)):
         raise ConfigError(f"{base.__name__} has no method {method_name!r}.")
     if method_name not in known:
-        made: Any = _fxshard_class(base, (*known, method_name))
+        made: Any
+        if isinstance(module, UnitModule):
+            made = unit_class(base, (*known, method_name))
+        else:
+            made = _fxshard_class(base, (*known, method_name), isinstance(module, FSDPModule))
         module.__class__ = made
 
 
@@ -253,17 +257,19 @@ def _on_full_parameters(method: Any) -> Any:
 
 
 def _fxshard_class(
-    base: type[nn.Module], methods: tuple[str, ...] | None = None
+    base: type[nn.Module], methods: tuple[str, ...] | None = None, fsdp2: bool = False
 ) -> type[nn.Module]:
     """The subclass of a user's class whose ``forward`` runs a program; made once.
 
     Args:
         base: the user's class.
         methods: names of methods that run on unsharded parameters; None: those of transformers.
+        fsdp2: it is a subclass of FSDP2's `FSDPModule` too: `fully_shard` has made it.
     """
     names = hf.methods_on_whole(base) if methods is None else methods
+    bases: tuple[type, ...] = (FxshardModule, base, FSDPModule) if fsdp2 else (FxshardModule, base)
     for known in base.__subclasses__():
-        if (vars(known).get(USERS_CLASS), vars(known).get(METHODS)) == (base, names):
+        if (known.__bases__, vars(known).get(METHODS)) == (bases, names):
             return known
 
     @functools.wraps(base.forward)
@@ -275,16 +281,18 @@ def _fxshard_class(
         "__doc__": base.__doc__,
         "__module__": base.__module__,
         "__qualname__": name,
+        "__new__": of_users_class,
         USERS_CLASS: base,
         METHODS: names,
         "forward": forward,
+        **{n: m for n, m in REFUSALS.items() if fsdp2 and not hasattr(FxshardModule, n)},
         **{name: _on_full_parameters(getattr(base, name)) for name in names},
     }
     metaclass: Any = type(base)
-    made: type[nn.Module] = metaclass(name, (FxshardModule, base), namespace)
+    made: type[nn.Module] = metaclass(name, bases, namespace)
     return made
 
 
-def _unpickled(base: type[nn.Module], methods: tuple[str, ...]) -> nn.Module:
-    made: nn.Module = object.__new__(_fxshard_class(base, methods))
+def _unpickled(base: type[nn.Module], methods: tuple[str, ...], fsdp2: bool) -> nn.Module:
+    made: nn.Module = object.__new__(_fxshard_class(base, methods, fsdp2))
     return made

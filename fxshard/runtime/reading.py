@@ -91,7 +91,7 @@ def classes(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, type]:
         alias.rpartition(".")[::2] for u in units for p in u.params for alias in p.aliases
     ):
         names.setdefault(model.get_submodule(path), []).append(name)
-    casts = {model.get_submodule(unit.fqn): _casts(unit) for unit in units}
+    casts = {model.get_submodule(fqn): _casts(unit) for unit in units for fqn in unit.fqns}
     found: dict[nn.Module, type] = {}
     for path, module in model.named_modules():
         if module is not model and module not in names and not any(casts.get(module, ())):

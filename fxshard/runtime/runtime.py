@@ -35,7 +35,7 @@ from fxshard.runtime.other_outputs import in_a_thread, next_starts, trained
 from fxshard.runtime.sharding import Sharding
 from fxshard.runtime.step import Call, Phases, Step, differentiated
 from fxshard.runtime.unit_calls import UnitCall
-from fxshard.runtime.variants import STARTS, SUMS, Kind, Variant, reason_for, symbols_for
+from fxshard.runtime.variants import SETTINGS, STARTS, SUMS, Kind, Variant, reason_for, symbols_for
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.verify.certificate import agreement, digest
 
@@ -270,6 +270,8 @@ class Runtime(Phases):
         """Trace a program for a kind of call that no other serves; log why and the time taken."""
         reason = reason_for(kind, self.variants.values())
         if len(self.variants) >= self.config.max_variants:
+            self._forget_settings(kind)
+        if len(self.variants) >= self.config.max_variants:
             raise StepError(
                 f"this call needs one more program: {reason}. There are {len(self.variants)} "
                 f"already, as many as max_variants={self.config.max_variants} allows:\n"
@@ -290,6 +292,16 @@ class Runtime(Phases):
         domain = f"; {program.domain.text}" if program.domain is not None else ""
         notice(f"program {len(self.variants) + 1} ({reason}): {took}{domain}")
         return program
+
+    def _forget_settings(self, kind: Kind) -> None:
+        """Drop the programs of the settings that were traced first, but for those of now."""
+        others = {known[SETTINGS]: None for known in self.variants}
+        others.pop(kind[SETTINGS], None)
+        if others:
+            oldest = next(iter(others))
+            for known in list(self.variants):
+                if known[SETTINGS] == oldest:
+                    del self.variants[known]
 
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program) -> Variant:
         """Let `program`, which all ranks agree on, serve this kind of call."""
@@ -320,10 +332,14 @@ class Runtime(Phases):
     def plan(self) -> Plan:
         """The plan of the training step traced last (of any call, if none trains).
 
+        Of those with the settings of now, if there are any.
+
         Raises:
             StepError: nothing is traced yet.
         """
-        plans = [variant.plan for variant in self.variants.values()]
+        now = self.settings()
+        plans = [v.plan for kind, v in self.variants.items() if kind[SETTINGS] == now]
+        plans = plans or [variant.plan for variant in self.variants.values()]
         if not plans:
             raise StepError(
                 "nothing is traced yet: call the model once, or give fxshard.compile an example "
@@ -361,6 +377,7 @@ class Runtime(Phases):
             config=self.config,
             sync=self.sync,
             accumulated=self.waiting(),
+            partial=self.partly_reduced(),
             comm_hook=self.comm_hook,
             device=torch.device(self.device) if isinstance(self.world, C10dWorld) else None,
             symbols=symbols,
@@ -390,12 +407,18 @@ class Runtime(Phases):
                 if (buffer := module._buffers[key]) is not None
             ),
             STARTS: None,
-            SUMS: (self.sync, self.waiting()) if grad else (True, ()),
+            SUMS: (self.sync, self.waiting(), self.partly_reduced()) if grad else (True, (), ()),
+            SETTINGS: self.settings(),
             "an attribute of a module that forward reads": self.attributes.number(self.tree),
             "a hook of a module": modules.hook_numbers(self.tree[1:]),
             "grad mode": grad,
             "autocast": autocast and torch.get_autocast_dtype(self.device),
         }
+
+    def settings(self) -> tuple[Any, ...]:
+        """What setters change: the programs of each are kept."""
+        units = ((u.reshard, u.reduce, u.divide_factor, *u.ahead.values()) for u in self.units)
+        return (self.config.gradient_divide_factor, *units)
 
     def fresh(self) -> dict[str, Any]:
         """A copy starts without programs and optimizer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +66,19 @@ class Slot:
             layout = self.layout
             return chunk_of(self.local, layout.dim, layout.shard_shape[layout.dim], rank)
         return self.shards[rank]
+
+    def place(self, tensor: Any) -> None:
+        """Let the module tree hold `tensor` in the place of the parameter."""
+        for module, name in self.owners:
+            module._parameters[name] = tensor
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if the module tree holds the sharded parameter itself now."""
+        tensor = self.owners[0][0]._parameters.get(self.owners[0][1])
+        return isinstance(tensor, DTensor) and (
+            local_part(tensor).untyped_storage()._cdata == self.local.untyped_storage()._cdata
+        )
 
     def without_padding(self, shards: list[Tensor]) -> Tensor:
         """The rows of `local`, of the shards of a gradient."""

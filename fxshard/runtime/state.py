@@ -158,13 +158,13 @@ def full_parameters(
             full.grad = _own(all_rows, tensor.grad, offload_to_cpu)
         made.append(full if keep else tensor)
     for slot, full in zip(slots, made, strict=True):
-        place(slot, full)
+        slot.place(full)
     try:
         yield
     finally:
         found = [[module._parameters[name] for module, name in slot.owners] for slot in slots]
         for slot, tensor in zip(slots, sharded, strict=True):
-            place(slot, tensor)
+            slot.place(tensor)
         if writeback:
             for slot, now in zip(slots, found, strict=True):
                 _require_alike(slot, now)
@@ -184,12 +184,6 @@ def _is_first(tensor: Tensor) -> bool:
     """True on the first rank of the mesh."""
     coordinate = tensor.device_mesh.get_coordinate() if isinstance(tensor, DTensor) else None
     return not any(coordinate or ())
-
-
-def place(slot: Slot, tensor: Any) -> None:
-    """Let all modules that hold the parameter hold `tensor` in its place."""
-    for module, name in slot.owners:
-        module._parameters[name] = tensor
 
 
 def _require_alike(slot: Slot, now: Sequence[nn.Parameter | None]) -> None:
@@ -278,12 +272,12 @@ def holding(slots: Sequence[Slot], others: Sequence[Tensor | None]) -> Iterator[
     """For the time of the block the module tree holds `others` for the sharded parameters."""
     tensors = [slot.tensor for slot in slots]
     for slot, other in zip(slots, others, strict=True):
-        place(slot, other)
+        slot.place(other)
     try:
         yield
     finally:
         for slot, tensor in zip(slots, tensors, strict=True):
-            place(slot, tensor)
+            slot.place(tensor)
 
 
 def converted(

@@ -26,7 +26,8 @@ from fxshard.runtime.store import ParameterStore, require_all_wanted
 from fxshard.runtime.variants import Variant
 from fxshard.runtime.world.in_process import InProcessWorld
 
-_GIVEN = (*tags.HELD, "accumulated", "tangent")  # arguments of backward that forward has not saved
+# Roles of arguments of backward that forward has not saved.
+_GIVEN = (*tags.HELD, "accumulated", "partial", "tangent")
 _Part = tuple[str, str]  # role and FQN
 _Noted = tuple[weakref.ref[Tensor], int] | None  # a tensor, and how often it had been written
 
@@ -80,6 +81,11 @@ class Phases(ParameterStore):
                 val = node.meta["val"]
                 return torch.zeros(val.shape, dtype=val.dtype, device=self.device)
             return self.accumulated[name][rank]
+        if tag.role == "partial":
+            if name not in self.partial:
+                val = node.meta["val"]
+                return torch.zeros(val.shape, dtype=val.dtype, device=self.device)
+            return self.partial[name][rank]
         if tag.role == "input":
             return batch[program.signature.tensor_inputs.index(int(name))]
         if name in program.constants:
@@ -267,7 +273,8 @@ class Step(torch.autograd.Function):
         del saved
         tangents.clear()
         reach, world = runtime.reach, runtime.world
-        unused = reach.begin(program, arrived, world, runtime.accumulated)
+        waiting = [*runtime.accumulated, *runtime.partial]
+        unused = reach.begin(program, arrived, world, waiting)
         world.begin_backward(ctx.call)
         with runtime.as_traced(), _undone_or_refused(call):
             results = executor.backward(args)
@@ -327,9 +334,10 @@ def _unchanged(ctx: Any, arrived: tuple[int, ...], kept: bool) -> tuple[Call, li
 
 def _require_parameters(ctx: Any, call: Call) -> None:
     """Raise StepError if this backward drops gradients that it steps or accumulates."""
-    runtime, stepped = call.runtime, call.variant.program.optimizer_in_backward
-    if stepped or not runtime.sync or runtime.accumulated:
-        trained = {*differentiated(call.variant.program)}
+    runtime, program = call.runtime, call.variant.program
+    stepped, sums = program.optimizer_in_backward, runtime.accumulated or runtime.partial
+    if stepped or sums or any(program.reduces(fqn) != "all" for fqn in program.params):
+        trained = {*differentiated(program)}
         params = zip(call.params, ctx.next_functions, strict=False)
         nodes = [node for fqn, (node, _) in params if fqn in trained and node is not None]
         what = "optimizer_in_backward steps" if stepped else "no_sync accumulates"
@@ -354,35 +362,35 @@ def _keep_identities(outputs: list[Any], repeats: Sequence[tuple[int, int]]) -> 
 
 @contextlib.contextmanager
 def _undone_or_refused(call: Call) -> Iterator[None]:
-    """After an exception in backward, restore the accumulated gradients, or refuse further calls.
+    """After an exception in backward, restore the sums of gradients, or refuse further calls.
 
     Calls are refused if backward has already added to accumulated gradients or stepped parameters.
     Gradients are added in place, and freed once they are reduced: a copy to restore them from would
     take as much memory again.
     """
     runtime, program = call.runtime, call.variant.program
-    sums = {fqn: runtime.accumulated[fqn] for fqn in program.accumulated & {*runtime.accumulated}}
-    before = {
-        fqn: [(weakref.ref(t), autograd.version(t)) for t in tensors]
-        for fqn, tensors in sums.items()
-    }
-    if program.sync:
-        for fqn in sums:  # reduced by this backward, which frees them
-            del runtime.accumulated[fqn]
-    del sums
+    taken = [(runtime.accumulated, program.accumulated), (runtime.partial, program.partial)]
+    before = [
+        (sums, fqn, [(weakref.ref(t), autograd.version(t)) for t in sums[fqn]])
+        for sums, fqns in taken
+        for fqn in sorted(fqns & sums.keys())
+    ]
+    for sums, fqn, _ in before:  # reduced by this backward, which frees them
+        if program.reduces(fqn) != "none":
+            del sums[fqn]
     runtime.just_stepped.clear()
     try:
         yield
     except BaseException as error:
         ended = f"backward ended with an exception ({type(error).__name__})"
-        found = {fqn: [(ref(), v) for ref, v in refs] for fqn, refs in before.items()}
-        left = [pair for pairs in found.values() for pair in pairs]
+        found = [(sums, fqn, [(ref(), v) for ref, v in refs]) for sums, fqn, refs in before]
+        left = [pair for *_, pairs in found for pair in pairs]
         if all(t is not None and autograd.version(t) == v for t, v in left):
-            for fqn, pairs in found.items():
-                runtime.accumulated[fqn] = [t for t, _ in pairs if t is not None]
+            for sums, fqn, pairs in found:
+                sums[fqn] = [t for t, _ in pairs if t is not None]
         else:
-            for fqn in found:
-                runtime.accumulated.pop(fqn, None)
+            for sums, fqn, _ in found:
+                sums.pop(fqn, None)
             runtime.refusals["accumulated"] = (
                 f"{ended} that had added to the gradients accumulated under no_sync, and they are "
                 f"lost: call zero_grad() of the model, and begin with the first micro-batch.",
@@ -472,9 +480,11 @@ def _gradients(
     per_rank = [dict(zip(names, grads, strict=True)) for grads in results]
     results.clear()
     for result in program.results:
-        if result.kind == "accumulated":
+        if result.kind in ("accumulated", "partial"):
             fresh = [grads.pop(result.name) for grads in per_rank]
-            sums = call.runtime.accumulated.setdefault(result.name, fresh)
+            partial = result.kind == "partial"
+            known = call.runtime.partial if partial else call.runtime.accumulated
+            sums = known.setdefault(result.name, fresh)
             if sums is not fresh:  # another forward ran before this backward
                 for total, grad in zip(sums, fresh, strict=True):
                     total.add_(grad)

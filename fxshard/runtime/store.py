@@ -10,7 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -21,12 +21,13 @@ from torch.distributed.tensor import DTensor
 
 from fxshard._torch import autograd
 from fxshard._torch.dtensors import local_part
+from fxshard.bytesize import parse_bytes
 from fxshard.capture.modules import join
 from fxshard.config import Config, Precision
 from fxshard.errors import StepError
 from fxshard.ir import layout
 from fxshard.ir.program import Program
-from fxshard.ir.units import Param, buffer_dtypes
+from fxshard.ir.units import Param, Reductions, Unit, buffer_dtypes, index_of, is_under
 from fxshard.passes.insert_reduce import InsertReduce
 from fxshard.pipeline import passes_of
 from fxshard.runtime import eager, loading, replaced, state
@@ -58,6 +59,7 @@ class ParameterStore:
         ignored: every ignored parameter by FQN.
         buffer_slots: by FQN, the module that holds a buffer and its name there.
         accumulated: per parameter and rank of this process, the gradient accumulated by `no_sync`.
+        partial: the same for partial sums of sharded gradients, that are not all-reduced yet.
         reach: which gradients a loss has reached.
         sync: False inside of `no_sync`.
         comm_hook: the user's function reduces gradients.
@@ -66,6 +68,7 @@ class ParameterStore:
         summoned: parameters are unsharded now, and no program may run.
         unfilled: names of parameters and buffers that were on the meta device, until a call has
             seen that all have got values.
+        chosen: settings of units that were made by setters, by FQN of the first module.
     """
 
     def __init__(self, sharding: Sharding) -> None:
@@ -79,6 +82,7 @@ class ParameterStore:
         loading.take_full_values(module for module in dict.fromkeys(owners) if module not in before)
         self.ignored = {p.fqn: p for unit in self.units for p in unit.ignored}
         self.accumulated: dict[str, list[Tensor]] = {}
+        self.partial: dict[str, list[Tensor]] = {}
         self.reach = Reach()
         self.sync, self.comm_hook = True, False
         self.forwards = eager.Forwards()
@@ -86,6 +90,8 @@ class ParameterStore:
         self._cast_buffers()
         self.summoned = False
         self._unshards: contextlib.ExitStack | None = None
+        self._unsharded: dict[int, list[_Shown]] = {}  # by unit
+        self.chosen: dict[str, dict[str, Any]] = {}
         self.device = self.compute_device()
         self.note_structure()
         self._seen = {fqn: slot.tensor for fqn, slot in self.slots.items()}
@@ -133,18 +139,61 @@ class ParameterStore:
             compute_dtype=cast.computes_in(tensor.dtype),
         )
 
+    # -- units ------------------------------------------------------------------------------------
+
+    def units_at(self, fqn: str, recurse: bool) -> list[int]:
+        """Indices of the unit of module `fqn`, and of those inside of it."""
+        index = index_of(self.units)
+        inside = {i for name, i in index.items() if recurse and is_under(name, fqn)}
+        return sorted({index[fqn]} | inside)
+
+    def set_units(self, chosen: Sequence[int], **settings: Any) -> None:
+        """Change fields of units; the next call runs another program."""
+        units = list(self.units)
+        for i in chosen:
+            units[i] = dataclasses.replace(units[i], **settings)
+            self.chosen.setdefault(units[i].fqn, {}).update(settings)
+        self.units = tuple(units)
+        if "reshard" in settings:
+            now = {unit.fqn: unit.reshard for unit in units}
+            self.config = self.config.changed({"reshard_after_forward": now})
+
+    def reduces(self, slot: Slot) -> Reductions:
+        """Which reductions the gradient of a parameter goes through now."""
+        return self.units[slot.param.unit].reduce if self.sync else "none"
+
     def waiting(self) -> tuple[str, ...]:
         """FQNs of parameters with an accumulated gradient that a backward adds to or reduces."""
-        return tuple(fqn for fqn in self.accumulated if self.slots[fqn].tensor.requires_grad)
+        return self._trained(self.accumulated)
+
+    def partly_reduced(self) -> tuple[str, ...]:
+        """FQNs of parameters with a partial sum that a backward adds to or all-reduces."""
+        return self._trained(self.partial)
+
+    def _trained(self, sums: Iterable[str]) -> tuple[str, ...]:
+        return tuple(fqn for fqn in sums if self.slots[fqn].tensor.requires_grad)
 
     def require_accumulated(self, program: Program) -> None:
         """Raise StepError if this backward would leave accumulated gradients unreduced."""
-        if program.sync and set(self.waiting()) - program.accumulated:
+        missing = set(self.waiting()) - program.accumulated
+        missing |= set(self.partly_reduced()) - program.partial
+        if any(program.reduces(fqn) == "all" for fqn in missing):
             raise StepError(
                 "gradients were accumulated under no_sync between a forward outside of it and its "
                 "backward, which would not reduce them. Call backward after each forward, "
                 "micro-batch by micro-batch."
             )
+        if self.settings_of(self.units) != self.settings_of(program.units):
+            raise StepError(
+                "set_requires_gradient_sync or set_requires_all_reduce was called between a "
+                "forward and its backward: they act from the next forward on. Call them before "
+                "forward."
+            )
+
+    @staticmethod
+    def settings_of(units: Sequence[Unit]) -> list[Reductions]:
+        """How gradients are reduced."""
+        return [unit.reduce for unit in units]
 
     # -- the meta device ---------------------------------------------------------------------------
 
@@ -241,7 +290,7 @@ class ParameterStore:
             before = self._seen.get(fqn, held[0])
             new = next((param for param in held if param is not before), before)
             if any(param is not new for param in held):
-                state.place(slot, new)
+                slot.place(new)
 
     def _require_same_parameters(self) -> None:
         known = {
@@ -288,12 +337,24 @@ class ParameterStore:
             StepError: see `require_readable`.
         """
         self.require_readable(slot)
+        return self.read_together([slot], dtype)[0]
+
+    def read_together(
+        self, slots: Sequence[Slot], dtype: torch.dtype, rows: Sequence[Tensor] = ()
+    ) -> list[Tensor]:
+        """Parameters as `read` gives them: one all-gather, and one reduction. Collective.
+
+        Args:
+            slots: of one unit.
+            dtype: in which they are gathered.
+            rows: the unsharded parameters, if they are gathered already.
+        """
         if isinstance(self.world, InProcessWorld) and (
-            not _is_trained(slot) or self._division(dtype)[1] == "avg"
+            not any(map(_is_trained, slots)) or self._division(slots[0], dtype)[1] == "avg"
         ):
-            return slot.tensor.to(dtype)  # unsharded, and so is its gradient
-        unsharded: Tensor = _Gather.apply(slot.tensor, self, slot, dtype)
-        return unsharded
+            return [slot.tensor.to(dtype) for slot in slots]  # unsharded, and so is its gradient
+        tensors = [slot.tensor for slot in slots]
+        return list(_Gather.apply(self, slots, dtype, rows, *tensors))
 
     def require_readable(self, slot: Slot) -> None:
         """Check a parameter before eager code gathers it.
@@ -316,37 +377,80 @@ class ParameterStore:
         slot.restore_storage()
 
     @torch.compiler.disable
-    def gathered(self, slot: Slot, dtype: torch.dtype) -> Tensor:
-        """All rows of a parameter, in a storage of their own; collective."""
+    def gathered(self, slots: Sequence[Slot], dtype: torch.dtype) -> list[Tensor]:
+        """All rows of parameters, each in a storage of its own; collective."""
         if isinstance(self.world, InProcessWorld):
-            return slot.tensor.detach().to(dtype)
-        shard = slot.shards[0].to(torch.device(self.device), dtype)
-        rows = layout.joined(eager.gathered(shard, self.world), slot.layout)
-        rows = rows.clone() if rows.data_ptr() == slot.shards[0].data_ptr() else rows
-        again = functools.partial(self.gathered, slot, dtype)
-        self.forwards.note(eager.Gathered(slot, again), rows)
-        return rows
+            return [slot.tensor.detach().to(dtype) for slot in slots]
+        shards = [slot.shards[0].to(torch.device(self.device), dtype) for slot in slots]
+        pack_bytes = parse_bytes(self.config.pack_bytes)
+        found = []
+        sent = eager.gathered(shards, self.world, pack_bytes)
+        for slot, rows in zip(slots, sent, strict=True):
+            full = layout.joined(rows, slot.layout)
+            full = full.clone() if full.data_ptr() == slot.shards[0].data_ptr() else full
+            again = functools.partial(self._gathered_again, slot, dtype)
+            self.forwards.note(eager.Gathered(slot, again), full)
+            found.append(full)
+        return found
+
+    def _gathered_again(self, slot: Slot, dtype: torch.dtype) -> Tensor:
+        return self.gathered([slot], dtype)[0]
 
     @torch.compiler.disable
-    def reduced(self, slot: Slot, grad: Tensor) -> Tensor:
-        """The sharded gradient, from the unsharded one of each rank; collective.
+    def reduced(
+        self, slots: Sequence[Slot], grads: Sequence[Tensor | None], *, fully: bool = True
+    ) -> list[Tensor | None]:
+        """The sharded gradients, from the unsharded ones of each rank; collective.
 
-        The gradient that `no_sync` has accumulated is reduced with it.
+        What earlier backwards have accumulated is reduced with them.
+
+        Args:
+            slots: of one unit.
+            grads: None: this rank's loss does not reach the parameter.
+            fully: False: without the all-reduce; the results become partial sums.
         """
-        precision = self.units[slot.param.unit].precision
-        dtype = precision.reduces_in(grad.dtype)
-        padded = torch.zeros(slot.layout.padded_shape, dtype=dtype, device=grad.device)
-        rows = padded.narrow(slot.layout.dim, 0, grad.shape[slot.layout.dim])
-        rows.copy_(grad)
+        wanted = [i for i, slot in enumerate(slots) if slot.tensor.requires_grad]
+        sums = self.accumulated.keys() | self.partial.keys()
+        used = [grads[i] is not None or slots[i].param.fqn in sums for i in wanted]
+        flags = "".join("01"[flag] for flag in used)
+        on_any_rank = self.world.any_rank(flags) if len(slots) > 1 else lambda: flags
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for i in wanted:
+            precision = self.units[slots[i].param.unit].precision
+            like = next((g.dtype for g in grads if g is not None), slots[i].param.dtype)
+            by_dtype.setdefault(precision.reduces_in(like), []).append(i)
+        found: list[Tensor | None] = [None] * len(slots)
+        for dtype, members in by_dtype.items():
+            sent = [self._sent(slots[i], grads[i], dtype) for i in members]
+            division = self._division(slots[members[0]], dtype)
+            partial = [self.partial.pop(slots[i].param.fqn, []) for i in members]
+            made = eager.reduced(sent, self.world, division, partial, fully=fully)
+            for i, shard in zip(members, made, strict=True):
+                found[i] = self._kept(slots[i], shard) if fully else shard
+        for i, flag in zip(wanted, on_any_rank(), strict=True):
+            fqn, made_of = slots[i].param.fqn, found[i]
+            self.accumulated.pop(fqn, None)
+            found[i] = made_of if flag == "1" and fully else None
+            if flag == "1" and made_of is not None and not fully:
+                self.partial[fqn] = [made_of]
+                self.reach.accumulated(fqn)
+        return found
+
+    def _sent(self, slot: Slot, grad: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """A gradient as it is sent, padded, with what was accumulated of it."""
+        device = torch.device(self.device) if grad is None else grad.device
+        padded = torch.zeros(slot.layout.padded_shape, dtype=dtype, device=device)
+        rows = padded.narrow(slot.layout.dim, 0, slot.param.shape[slot.layout.dim])
+        if grad is not None:
+            rows.copy_(grad)
         for total in self.accumulated.get(slot.param.fqn, ()):
             rows.add_(total)
-        sent = padded  # in one process all ranks have the same gradient, and all of it
-        if isinstance(self.world, C10dWorld):
-            sent = layout.as_sent(padded, slot.layout)
-        del padded, rows
-        shard = eager.reduced(sent, self.world, self._division(dtype))
-        self.accumulated.pop(slot.param.fqn, None)
-        if not precision.keep_low_precision_grads:
+        # In one process all ranks have the same gradient, and all of it.
+        return layout.as_sent(padded, slot.layout) if isinstance(self.world, C10dWorld) else padded
+
+    def _kept(self, slot: Slot, shard: Tensor) -> Tensor:
+        """A reduced gradient as the caller gets it."""
+        if not self.units[slot.param.unit].precision.keep_low_precision_grads:
             shard = shard.to(slot.param.dtype)
         return as_gradient(slot, [shard.to(slot.local.device)], self.world)
 
@@ -364,8 +468,9 @@ class ParameterStore:
             self.accumulated[fqn] = [made.copy_(grad)]
         self.reach.accumulated(fqn)
 
-    def _division(self, dtype: torch.dtype) -> eager.Division:
-        return self.reduction.division(dtype, self.world.size * self.world.replicas)
+    def _division(self, slot: Slot, dtype: torch.dtype) -> eager.Division:
+        factor = self.units[slot.param.unit].divide_factor
+        return self.reduction.division(dtype, self.world.size * self.world.replicas, factor)
 
     @property
     def reduction(self) -> InsertReduce:
@@ -430,6 +535,7 @@ class ParameterStore:
 
     def unshard(self, **options: Any) -> None:
         """As `summon_full_params`, until `reshard`."""
+        self.reshard_units()
         if self._unshards is None:
             unshards = contextlib.ExitStack()
             unshards.enter_context(self.summon_full_params(**options))
@@ -437,9 +543,100 @@ class ParameterStore:
 
     def reshard(self) -> None:
         """End `unshard`: changes are written back, and parameters are sharded again; collective."""
+        self.reshard_units()
         if self._unshards is not None:
             unshards, self._unshards = self._unshards, None
             unshards.close()
+
+    # -- one unit outside of a program -------------------------------------------------------------
+
+    def _held_by(self, unit: int, fqn: str) -> list[Slot]:
+        """The parameters of a unit that lie in module `fqn`, where they are sharded now."""
+        return [
+            slot
+            for slot in self.slots.values()
+            if slot.param.unit == unit
+            and any(is_under(alias, fqn) for alias in slot.param.aliases)
+            and slot.is_sharded
+        ]
+
+    def unshard_unit(self, unit: int) -> None:
+        """Unshard a unit in the dtype that it computes in, until `reshard_unit`; collective."""
+        self.require_sharded("unshard")
+        if unit in self._unsharded:
+            return
+        self.world.together(f"unshard of {self.units[unit].name}")
+        self._unsharded[unit] = shown = []
+        for slots, dtype in self._by_dtype(self._held_by(unit, "")):
+            for slot, rows in zip(slots, self.gathered(slots, dtype), strict=True):
+                param = nn.Parameter(rows, slot.tensor.requires_grad)
+                shown.append(_Shown(slot, slot.tensor, param, autograd.version(param)))
+        for each in shown:
+            each.slot.place(each.param)
+
+    def reshard_unit(self, unit: int) -> dict[str, Tensor]:
+        """End `unshard_unit`; returns what was unsharded, by FQN.
+
+        Raises:
+            StepError: a parameter was written into, or has a gradient, which would be lost.
+        """
+        shown = self._unsharded.pop(unit, [])
+        for each in shown:
+            each.slot.place(each.sharded)
+        for each in shown:
+            if autograd.version(each.param) != each.version or each.param.grad is not None:
+                raise StepError(
+                    f"parameter {each.slot.param.fqn!r} was written into, or has got a gradient, "
+                    f"between unshard() and reshard() of its module, and that is lost. Write "
+                    f"values inside of summon_full_params() of the model; call modules, not their "
+                    f"parts, for gradients."
+                )
+        return {each.slot.param.fqn: each.param.detach() for each in shown}
+
+    def reshard_units(self) -> None:
+        """End `unshard_unit` of all units."""
+        for unit in list(self._unsharded):
+            self.reshard_unit(unit)
+
+    def stands_alone(self) -> bool:
+        """True if a module that is called now gathers what it reads.
+
+        Else its parameters are unsharded, in a block. An `unshard` of the model ends here.
+        """
+        if self._unshards is not None:
+            self.reshard()
+        return not self.summoned
+
+    @contextlib.contextmanager
+    def unit_readable(self, unit: int, fqn: str) -> Iterator[None]:
+        """For the time of the block a unit's parameters in module `fqn` are unsharded.
+
+        They are gathered once, and their gradients are reduced together. Collective.
+
+        Raises:
+            StepError: see `require_readable`.
+            RankMismatchError: some ranks do something else.
+        """
+        held = self.reshard_unit(unit)
+        slots = self._held_by(unit, fqn)
+        for slot in slots:
+            self.require_readable(slot)
+        if not held:
+            self.world.together(f"a call of {fqn} by itself")
+        unsharded: dict[str, Tensor] = {}
+        for part, dtype in self._by_dtype(slots):
+            rows = [held[slot.param.fqn] for slot in part] if held else []
+            read = self.read_together(part, dtype, rows)
+            unsharded |= {slot.param.fqn: each for slot, each in zip(part, read, strict=True)}
+        with state.holding(slots, [unsharded[slot.param.fqn] for slot in slots]):
+            yield
+
+    def _by_dtype(self, slots: Sequence[Slot]) -> list[tuple[list[Slot], torch.dtype]]:
+        """`slots` by the dtype that they compute in: a launch moves one."""
+        found: dict[torch.dtype, list[Slot]] = {}
+        for slot in slots:
+            found.setdefault(self.as_it_is(slot.param).compute_dtype, []).append(slot)
+        return [(part, dtype) for dtype, part in found.items()]
 
     def require_sharded(self, what: str) -> None:
         """Raise StepError inside of `summon_full_params`, where parameters are unsharded."""
@@ -470,8 +667,9 @@ class ParameterStore:
                 state.converted(slots, fn, self.world, offloaded=offloaded)
             with state.set_aside(slots):
                 rest()
-        for fqn, grads in self.accumulated.items():
-            self.accumulated[fqn] = [fn(grad) for grad in grads]
+        for sums in (self.accumulated, self.partial):
+            for fqn, grads in sums.items():
+                sums[fqn] = [fn(grad) for grad in grads]
         if self._kinds() == before:
             return False
         self.device = self.compute_device()
@@ -483,7 +681,7 @@ class ParameterStore:
 
     def fresh(self) -> dict[str, Any]:
         """Attributes that a copy starts with; gradients are not copied, as in torch."""
-        return {"accumulated": {}, "_seen": {}, "_reduction": None}
+        return {"accumulated": {}, "partial": {}, "_seen": {}, "_reduction": None, "_unsharded": {}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy in the same world, of the model in `memo`; nothing is communicated or traced."""
@@ -529,31 +727,59 @@ class ParameterStore:
         state.lay_out(list(self.slots.values()))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Shown:
+    """A parameter of a unit that `unshard` has unsharded.
+
+    Attributes:
+        slot, sharded: the parameter.
+        param: what the module tree holds in its place.
+        version: of that, when it was put there.
+    """
+
+    slot: Slot
+    sharded: nn.Parameter
+    param: nn.Parameter
+    version: int
+
+
 class _Gather(torch.autograd.Function):
-    """Sharded parameter -> unsharded one; its gradient is reduced, or accumulated (`no_sync`)."""
+    """Sharded parameters -> unsharded ones; their gradients are reduced, or accumulated."""
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, store: ParameterStore, slot: Slot, dtype: torch.dtype
-    ) -> Tensor:
-        ctx.store, ctx.slot, ctx.sync = store, slot, store.sync
-        return store.gathered(slot, dtype)
+        ctx: Any,
+        store: ParameterStore,
+        slots: Sequence[Slot],
+        dtype: torch.dtype,
+        rows: Sequence[Tensor],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.store, ctx.slots, ctx.reduces = store, slots, store.reduces(slots[0])
+        ctx.set_materialize_grads(False)
+        return tuple(rows or store.gathered(slots, dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
-        store, slot = ctx.store, ctx.slot
-        if torch.is_grad_enabled() and grad.requires_grad:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        store, slots = ctx.store, ctx.slots
+        if torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in grads):
             raise StepError(
-                f"the gradient of parameter {slot.param.fqn!r} is asked for with create_graph=True "
-                f"by eager code: it is reduced over the ranks, and has no graph of its own. "
-                f"Compute what is made of it inside of forward, and use fxshard.compile."
+                f"the gradient of parameter {slots[0].param.fqn!r} is asked for with "
+                f"create_graph=True by eager code: it is reduced over the ranks, and has no graph "
+                f"of its own. Compute what is made of it inside of forward, and use "
+                f"fxshard.compile."
             )
-        if not ctx.sync or slot.param.fqn in store.accumulated:
-            require_all_wanted([ctx.next_functions[0][0]], "no_sync accumulates")
-        if ctx.sync:
-            return store.reduced(slot, grad), None, None, None
-        store.accumulate(slot, grad)
-        return None, None, None, None
+        accumulates = ctx.reduces == "none"
+        if accumulates or any(slot.param.fqn in store.accumulated for slot in slots):
+            leaves = [node for node, _ in ctx.next_functions if node is not None]
+            require_all_wanted(leaves, "no_sync accumulates")
+        found: list[Tensor | None] = [None] * len(slots)
+        if not accumulates:
+            found = store.reduced(slots, grads, fully=ctx.reduces == "all")
+        for slot, grad in zip(slots, grads, strict=True):
+            if accumulates and grad is not None:
+                store.accumulate(slot, grad)
+        return (None, None, None, None, *found)
 
 
 def _is_trained(slot: Slot) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import glob
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -26,8 +26,9 @@ class UnitCall:
     Attributes:
         mesh: as given.
         reshard_after_forward: None: False for the root, True for any other module.
-        ignored_params: those that are parameters of the module.
+        ignored_params: those that are parameters of its modules.
         placements: see `with_placements`.
+        together: the same object for all modules of the call.
     """
 
     mesh: DeviceMesh | None
@@ -37,14 +38,22 @@ class UnitCall:
     ignored_params: tuple[nn.Parameter, ...]
     shard_placement_fn: Callable[[nn.Parameter], Any] | None
     placements: Mapping[str, Shard] = dataclasses.field(default_factory=dict)
+    together: object = dataclasses.field(default_factory=object, compare=False, repr=False)
 
     @classmethod
     def of(
-        cls, module: Any, dp_mesh_dims: Any, ignored_params: Collection[Any] | None, **others: Any
+        cls,
+        modules: Sequence[Any],
+        dp_mesh_dims: Any,
+        ignored_params: Collection[Any] | None,
+        **others: Any,
     ) -> UnitCall:
         """Raises ConfigError for what is no module, and for `dp_mesh_dims`."""
-        if not isinstance(module, nn.Module):
-            raise ConfigError(f"fully_shard takes an nn.Module or a list of them, not {module!r}.")
+        for module in modules:
+            if not isinstance(module, nn.Module):
+                raise ConfigError(
+                    f"fully_shard takes an nn.Module or a list of them, not {module!r}."
+                )
         if dp_mesh_dims is not None:
             raise ConfigError(
                 "dp_mesh_dims is not supported: it is for parameters that are DTensors already, "
@@ -52,7 +61,8 @@ class UnitCall:
                 "as mesh=mesh['dp_shard']."
             )
         chosen = {id(param) for param in ignored_params or ()}
-        ignored = tuple(param for param in module.parameters() if id(param) in chosen)
+        own = {id(param): param for module in modules for param in module.parameters()}
+        ignored = tuple(param for key, param in own.items() if key in chosen)
         return cls(ignored_params=ignored, **others)
 
     def with_placements(self, module: nn.Module, without: Collection[int]) -> UnitCall:
@@ -72,17 +82,30 @@ class UnitCall:
         return dataclasses.replace(self, placements={fqn: Shard(dim) for fqn, dim in dims.items()})
 
 
+def outermost(modules: Sequence[Any]) -> list[Any]:
+    """`modules`, each once, without those inside of another one.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not modules:
+        raise ConfigError("fully_shard got an empty list of modules.")
+    given = [each for each in modules if isinstance(each, nn.Module)]
+    inside = {id(sub) for each in given for sub in each.modules() if sub is not each}
+    return [each for each in dict.fromkeys(modules) if id(each) not in inside]
+
+
 def options_of(calls: Mapping[str, UnitCall], mesh: DeviceMesh | None) -> Options:
     """The options of a model on which, and on some submodules of which, `fully_shard` was called.
 
     Args:
-        calls: by FQN of the module; "" is the root.
+        calls: by FQN of the module; "" is the root. Those of one call are one unit.
         mesh: 1-D, or 2-D replicate x shard; None: 1-D.
 
     Raises:
         ConfigError: `mesh` has more dimensions, or calls differ in their `offload_policy`.
     """
-    root = calls[""]
+    root = calls.get("") or calls["0"]  # of a list there is no root
     if mesh is not None and mesh.ndim > 2:
         raise ConfigError(
             f"fully_shard takes a 1-D mesh, or a 2-D one, replicate x shard; this {mesh} has "
@@ -97,9 +120,13 @@ def options_of(calls: Mapping[str, UnitCall], mesh: DeviceMesh | None) -> Option
                 f"offloaded, or none: give all calls the same offload_policy."
             )
     by_glob = {glob.escape(fqn): call for fqn, call in calls.items()}
+    units: dict[int, list[str]] = {}
+    for fqn, call in by_glob.items():
+        if fqn:
+            units.setdefault(id(call.together), []).append(fqn)
     return {
         "strategy": "full_shard" if mesh is None or mesh.ndim == 1 else "hybrid_shard",
-        "units": [fqn for fqn in by_glob if fqn],
+        "units": list(units.values()),
         "shard_placement_fn": {
             join(fqn, name): placement
             for fqn, call in calls.items()

@@ -43,7 +43,7 @@ class Reach:
             program: whose backward it is.
             arrived: flat indices of the outputs whose gradients have arrived.
             world: of the ranks.
-            waiting: FQNs of the parameters that have an accumulated gradient.
+            waiting: FQNs of the parameters that have an accumulated gradient, or a partial sum.
 
         Returns:
             Names of the gradients that no loss reaches on this rank.
@@ -51,14 +51,12 @@ class Reach:
         arrived = frozenset(arrived)
         here = frozenset(name for name, reach in program.reached.items() if not reach & arrived)
         self._accumulated &= set(waiting)  # the rest has been reduced, or dropped
-        if not program.sync:
-            self._accumulated |= (program.gradients or frozenset()) - here
-            self._anywhere = frozenset
-            return here
         made = program.gradients or frozenset()
+        kept = {fqn for fqn in program.params if program.reduces(fqn) != "all"}
+        self._accumulated |= (made - here) & kept
         doubtful = [
             fqn
-            for fqn in sorted(program.params)
+            for fqn in sorted(program.params.keys() - kept)
             if fqn in program.reached or (fqn in program.accumulated and fqn not in made)
         ]
         used = self._accumulated | (made - here)
@@ -67,7 +65,7 @@ class Reach:
             flags = "".join("1" if fqn in used else "0" for fqn in doubtful)
             on_any_rank = world.any_rank(flags)
             self._anywhere = functools.cache(lambda: _without(doubtful, on_any_rank()))
-        return here - program.params.keys()
+        return here - (program.params.keys() - kept)
 
     def unused(self) -> frozenset[str]:
         """FQNs of the sharded parameters that no loss reaches on any rank in this backward.

@@ -31,6 +31,7 @@ REMEMBERED = 1024  # sizes of which a program knows whether it serves them
 # Names in a kind's mode.
 STARTS = "the outputs that backward starts from"
 SUMS = "gradient accumulation"
+SETTINGS = "a setting of a unit"
 
 MakeExecutor = Callable[[Program], Executor]
 

@@ -46,7 +46,7 @@ def bucketed(program: Program) -> bool:
 
 def reduced(program: Program) -> bool:
     """Gradients are sent, or added to those of earlier steps."""
-    return reductions(program) or any(r.kind == "accumulated" for r in program.results)
+    return reductions(program) or any(r.kind in ("accumulated", "partial") for r in program.results)
 
 
 reductions = has(lambda spec: spec.role == "reduce")

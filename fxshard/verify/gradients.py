@@ -23,22 +23,26 @@ aten = torch.ops.aten
 def reduced_once(program: Program) -> None:
     """Each gradient went through the reductions that its ranks need, each once."""
     fact = Fact.REDUCED_ONCE
-    need = [ops.reduce_scatter] if program.world_size > 1 else []
-    need += [ops.all_reduce] if program.replicas > 1 else []
-    need += [ops.store] if program.offloaded else []
-    need = [ops.comm_hook] if program.comm_hook else need
+    scattered = [ops.reduce_scatter] if program.world_size > 1 else []
+    rest = [ops.all_reduce] if program.replicas > 1 else []
+    rest += [ops.store] if program.offloaded else []
+    everything = [ops.comm_hook] if program.comm_hook else scattered + rest
     seen: dict[fx.Node, str] = {}
     packs: dict[fx.Node, dict[str | None, tuple[int, int]]] = {}  # item -> parts, by FQN
     left = _left_by_backward(program)
     for value, result in left:
-        if result.kind == "accumulated" and program.sync:
+        if result.name not in program.params or result.kind == "output":
+            continue
+        how = program.reduces(result.name)
+        need = scattered if how == "shards" else everything
+        if result.kind == "accumulated" and how != "none":
             fail(program, fact, value, f"the gradient of {result.name!r} is not reduced.")
         if result.kind == "accumulated" and tags.get(value).fqn != result.name:
             what = f"the gradient of {result.name!r} is that of {tags.get(value).fqn!r}."
             fail(program, fact, value, what)
-        if result.kind != "grad" or result.name not in program.params:
+        if result.kind == "accumulated":
             continue
-        if not program.sync:
+        if how == "none" or (how == "shards") != (result.kind == "partial"):
             fail(program, fact, value, f"the gradient of {result.name!r} is not accumulated.")
         items = _reductions_of(value)
         for item in items:
@@ -67,7 +71,8 @@ def reduced_once(program: Program) -> None:
                 if len(done) < len(need)
                 else f"the gradient of {result.name!r} is reduced twice: by {ran}.",
             )
-        _fits_its_shard(program, value, result.name)
+        _fits_its_shard(program, value, result)
+        _adds_partial(program, value, result.name, items)
     _all_returned(program, seen)
     _sent_by_rank(program)
     _divided_alike(program)
@@ -126,7 +131,8 @@ def _added(program: Program) -> set[str]:
     return {
         tags.get(node).fqn or ""
         for node in program.graph.find_nodes(op="placeholder")
-        if tags.get(node).role == "accumulated" and not program.sync
+        if tags.get(node).role == "accumulated"
+        and program.reduces(tags.get(node).fqn or "") == "none"
         if any(user.target is torch.ops.aten.add_.Tensor for user in node.users)
     }
 
@@ -143,23 +149,29 @@ def _all_returned(program: Program, seen: dict[fx.Node, str]) -> None:
 
 
 def _divided_alike(program: Program) -> None:
-    """All gradients are reduced by one operation and divided by one number in all."""
+    """All gradients are reduced by one operation and divided by one number in all.
+
+    Except where a unit has a divisor of its own: then its gradients are.
+    """
     rows: Rows = {}
-    found = {
-        value: (result.name, _divided(program, value, result.name, rows))
-        for value, result in _left_by_backward(program)
-        if result.kind == "grad" and result.name in program.params
-    }
-    if program.comm_hook or not program.sync or not found:
-        return
-    (usual, _), *_ = collections.Counter(how for _, how in found.values()).most_common()
-    for value, (name, how) in found.items():
-        if how != usual:
-            what = f"the gradient of {name!r} is {_way(how)}, the others are {_way(usual)}."
-            fail(program, Fact.REDUCED_ONCE, value, what)
+    groups: dict[float | None, dict[fx.Node, tuple[str, Way]]] = {}
+    for value, result in _left_by_backward(program):
+        if result.kind == "grad" and result.name in program.params and not program.comm_hook:
+            factor = program.units[program.params[result.name].unit].divide_factor
+            how = _divided(program, value, result.name, rows)
+            groups.setdefault(factor, {})[value] = result.name, how
+    for found in groups.values():
+        (usual, _), *_ = collections.Counter(how for _, how in found.values()).most_common()
+        for value, (name, how) in found.items():
+            if how != usual:
+                what = f"the gradient of {name!r} is {_way(how)}, the others are {_way(usual)}."
+                fail(program, Fact.REDUCED_ONCE, value, what)
 
 
-def _way(how: tuple[float, tuple[str, ...]]) -> str:
+Way = tuple[float, tuple[str, ...]]  # divisor of the sum over ranks, operations
+
+
+def _way(how: Way) -> str:
     divisor, operations = how
     return f"reduced by {', '.join(operations) or 'nothing'} and divided by {divisor:g}"
 
@@ -235,14 +247,40 @@ def _by_its_group(program: Program, launch: fx.Node) -> None:
         fail(program, Fact.REDUCED_ONCE, launch, what)
 
 
-def _fits_its_shard(program: Program, value: fx.Node, fqn: str) -> None:
+def _adds_partial(program: Program, value: fx.Node, fqn: str, items: Sequence[fx.Node]) -> None:
+    """The partial sum that a gradient has is added, once, between reduce-scatter and all-reduce."""
+    fact, order = Fact.REDUCED_ONCE, walk.order(program)
+    sums = [
+        node
+        for node in program.graph.find_nodes(op="placeholder")
+        if (tags.get(node).role, tags.get(node).fqn) == ("partial", fqn)
+    ]
+    if len(sums) != int(fqn in program.partial):
+        what = f"{len(sums)} partial sums of the gradient of {fqn!r} come in."
+        fail(program, fact, value, what)
+    for total in sums:
+        readers = [n for n in total.users if n.op == "call_function" and n.target is not ops.free]
+        if [reader.target for reader in readers] != [aten.add_.Tensor]:
+            what = f"the partial sum of {fqn!r} is not added once to its gradient."
+            fail(program, fact, readers[-1] if readers else total, what)
+        (added,) = readers
+        sent_on = [tags.source(n) for n in items if tags.source(n).target is ops.all_reduce]
+        made = items[-1] if items else tags.source(added)
+        right = tags.source(added) is made and tags.get(made).fqn == fqn
+        if not right or any(order[launch] < order[added] for launch in sent_on):
+            what = f"%{added.name} adds the partial sum of {fqn!r} to something else."
+            fail(program, fact, added, what)
+
+
+def _fits_its_shard(program: Program, value: fx.Node, result: Result) -> None:
+    fqn = result.name
     param, val = program.params[fqn], value.meta["val"]
     shape = program.layouts[fqn].shard_shape
     if tuple(val.shape) != shape:
         what = f"%{value.name} is {list(val.shape)}, but a shard of {fqn!r} is {list(shape)}."
         fail(program, Fact.REDUCED_ONCE, value, what)
     keeps = program.units[param.unit].precision.keep_low_precision_grads
-    if val.dtype is not param.dtype and not keeps:
+    if val.dtype is not param.dtype and not keeps and result.kind == "grad":
         what = f"%{value.name} is of {val.dtype}, but a shard of {fqn!r} of {param.dtype}."
         fail(program, Fact.REDUCED_ONCE, value, what)
 
@@ -262,7 +300,7 @@ def _accumulated_once(program: Program) -> None:
             readers.sort(key=walk.order(program).__getitem__)
             what = f"%{readers[1].name} is the second to read the accumulated gradient of {fqn!r}."
             fail(program, fact, readers[1], what)
-        if program.sync and made.get(fqn) is not node:
+        if program.reduces(fqn) != "none" and made.get(fqn) is not node:
             what = f"what was accumulated of the gradient of {fqn!r} is not reduced."
             fail(program, fact, made.get(fqn, node), what)
 

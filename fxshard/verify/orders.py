@@ -120,7 +120,7 @@ class _Walker:
             role = tags.get(node).role
             if role in tags.HELD:
                 kept.update(self.ids[node])
-            late = role in ("tangent", "accumulated")
+            late = role in ("tangent", "accumulated", "partial")
             self.given["backward" if late else "forward"].extend(self.ids[node])
         last: dict[int, fx.Node] = {}
         for node in program.graph.nodes:

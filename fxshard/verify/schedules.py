@@ -65,7 +65,7 @@ def outlined(program: Program) -> None:
 
 
 def _is_saved(placeholder: fx.Node) -> bool:
-    return tags.get(placeholder).role not in (*tags.HELD, "tangent", "accumulated")
+    return tags.get(placeholder).role not in (*tags.HELD, "tangent", "accumulated", "partial")
 
 
 def _comes_in(program: Program, row: fx.Node, nodes: dict[str, fx.Node]) -> fx.Node:

@@ -10,7 +10,7 @@ from fxshard.ir.program import Fact, Program
 from fxshard.verify import walk
 from fxshard.verify.failure import fail
 
-SHARDED = ("param", "shard", "accumulated")  # roles of placeholders
+SHARDED = ("param", "shard", "accumulated", "partial")  # roles of placeholders
 
 
 def well_formed(program: Program) -> None:
