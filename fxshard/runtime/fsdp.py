@@ -51,10 +51,16 @@ class FsdpMethods(UnitMethods):
         Args:
             set_to_none: False: gradients become zeros.
         """
-        self._fxshard.accumulated.clear()
-        self._fxshard.partial.clear()
-        self._fxshard.refusals.pop("accumulated", None)
+        self._fxshard.drop_sums()
         super().zero_grad(set_to_none)
+
+    def reset_iter_state(self) -> None:
+        """After an exception in a step: end `unshard`, and drop sums of gradients.
+
+        Nothing else is kept between calls.
+        """
+        self._fxshard.reshard()
+        self._fxshard.drop_sums()
 
     def register_comm_hook(self, state: Any, hook: Callable[..., None]) -> None:
         """Let `hook` reduce gradients, as ``FullyShardedDataParallel.register_comm_hook``.

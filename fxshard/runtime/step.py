@@ -46,6 +46,12 @@ class Phases(ParameterStore):
         self.refusals: dict[str, tuple[str, dict[_Part, _Noted]]] = {}
         self.just_stepped: list[str] = []
 
+    def drop_sums(self) -> None:
+        """Drop gradients that are accumulated and not reduced."""
+        self.accumulated.clear()
+        self.partial.clear()
+        self.refusals.pop("accumulated", None)
+
     def arguments(self, variant: Variant, batch: Sequence[Tensor]) -> list[list[Tensor]]:
         """Per rank that this process runs, the values of forward's placeholders.
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from fxshard.arguments import check_flag
+from fxshard.arguments import check_count, check_flag
 from fxshard.capture.swapped import STATE, UNIT
 from fxshard.errors import ConfigError
 from fxshard.runtime.runtime import Runtime
@@ -25,12 +25,7 @@ _REFUSED = {
     "set_allocate_memory_from_process_group_for_comm": "it changes no number: leave it out",
     "set_symm_mem_for_comm": "it changes no number: leave it out",
     "set_separate_reduce_scatter_group": "call it on the model: it is for all units at once",
-    "set_post_optim_event": "the first all-gather waits for all that the compute stream holds by "
-    "then: leave it out",
-    "set_reduce_scatter_unused_params": "a parameter that no rank uses has .grad None, and where "
-    "ranks use different ones, add 0 * module(x): leave it out",
-    "set_reduce_scatter_max_input_buffers": "one is in flight: leave it out",
-    "reset_iter_state": "no state is kept between calls: after an exception call zero_grad",
+    "reset_iter_state": "call it on the model",
 }
 
 
@@ -212,6 +207,43 @@ class UnitMethods(nn.Module):
             is_last_backward: False: FSDP2 leaves them in flight.
         """
         check_flag("is_last_backward", is_last_backward)
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Nothing: the first all-gather waits for all that the compute stream holds by then.
+
+        Args:
+            event: FSDP2 waits for it alone.
+        """
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Nothing: one reduction is in flight.
+
+        Args:
+            max_input_buffers: how many are, in FSDP2.
+            recurse: as in FSDP2.
+        """
+        check_count("max_input_buffers", max_input_buffers)
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether parameters that only some ranks use are reduced, which they never are.
+
+        Args:
+            reduce_scatter_unused_params: False.
+            recurse: as in FSDP2.
+
+        Raises:
+            ConfigError: True.
+        """
+        check_flag("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        if reduce_scatter_unused_params:
+            raise ConfigError(
+                "set_reduce_scatter_unused_params(True): all ranks use the same parameters here. "
+                "Add 0 * module(x) on the ranks that skip a module."
+            )
 
     def unshard(self, async_op: bool = False) -> Any:
         """Unshard the parameters of this module's unit now, until `reshard` or the next call.
