@@ -225,7 +225,9 @@ def unshard(
         )
     transfers.insert_wait(program, made, tag)
     full: dict[int, fx.Node] = {}
-    for members, node in zip([*([i] for i in alone), *([small] if small else [])], made, strict=True):
+    for members, node in zip(
+        [*([i] for i in alone), *([small] if small else [])], made, strict=True
+    ):
         found, inside = [node], [params[i] for i in members]
         if len(members) > 1 or (size > 1 and program.layouts[fqns[members[0]]].dim):
             found = unpack(program, inside, node, size, tag)
