@@ -220,8 +220,9 @@ class Options(TypedDict, total=False):
 
     shard_placement_fn: Callable[[torch.nn.Parameter], Shard | None] | Mapping[str, Shard] | None
     """Along which dimension each parameter is sharded: a function that is called with it and
-    returns ``Shard(dim)``, or None for ``Shard(0)``, the default; or a dict from FQNs to such. Along
-    another dimension than 0 what is gathered, and gradients before they are reduced, are copied.
+    returns ``Shard(dim)``, or None for ``Shard(0)``, the default; or a dict from FQNs to those.
+    Along another dimension than 0 what is gathered is copied into place, and so are gradients
+    before they are reduced.
     """
 
     reshard_after_forward: bool | int | Mapping[Any, bool | int] | None

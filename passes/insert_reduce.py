@@ -26,9 +26,10 @@ class InsertReduce:
 
     A gradient is sent as it is if it is contiguous, divides evenly, has the dtype of the
     reduction, and nothing else refers to its storage; otherwise a copy (padded with zero rows,
-    cast) is sent. That of a parameter cut along another dimension than 0 is copied rank by rank. Packed gradients are sent in one flat copy, rank by rank; their sharded gradients
-    are parts of its result. Replicas all-reduce the results of the reduce-scatter. Then the sharded
-    gradient is cast to the dtype of its parameter, and copied to the CPU if parameters are there.
+    cast) is sent. That of a parameter cut along another dimension than 0 is copied, rank by rank.
+    Packed gradients are sent in one flat copy, rank by rank; their sharded gradients are parts of
+    its result. Replicas all-reduce the results of the reduce-scatter. Then the sharded gradient is
+    cast to the dtype of its parameter, and copied to the CPU if parameters are there.
 
     Under ``no_sync``, and of units that are not reduced, gradients are returned, or added to those
     of earlier steps. The first step that reduces adds these sums to its gradients. Where a unit
@@ -441,7 +442,7 @@ def as_sendable(
 
 
 def by_rank(program: Program, layout: ParamLayout, grad: fx.Node, tag: tags.Meta) -> fx.Node:
-    """A contiguous copy of `grad`, padded, in which each rank's part follows that of another."""
+    """A contiguous copy of `grad`, padded, in which the ranks' parts follow each other."""
     tag = tags.changed(tag, role="pad")
     node = padded(program, grad, layout, tag) if layout.padding else grad
     split, order = split_by_rank(layout.padded_shape, program.world_size, layout.dim)
@@ -452,7 +453,7 @@ def by_rank(program: Program, layout: ParamLayout, grad: fx.Node, tag: tags.Meta
 
 
 def padded(program: Program, grad: fx.Node, layout: ParamLayout, tag: tags.Meta) -> fx.Node:
-    """A contiguous copy of `grad` with the rows, of zeros, that its parameter's shards have more."""
+    """A contiguous copy of `grad` with more rows, of zeros: as many as its shards have."""
     val = grad.meta["val"]
     padding = [0, 0] * (val.dim() - 1 - layout.dim) + [0, layout.padding]
     source = grad if val.is_contiguous() else contiguous(program, grad, tag)

@@ -353,8 +353,8 @@ unpack = define(
         category="UNSHARDED_PARAM",
     )
 )
-# This rank's ``1/size`` of the rows of each buffer, in fresh tensors. Where one is cut along another
-# dimension than 0, `dims` are the dimensions, and `rows` how many a rank gets, with padding.
+# This rank's ``1/size`` of the rows of each buffer, in fresh tensors. Where one is cut along
+# another dimension than 0, `dims` are the dimensions and `rows` how many a rank gets, with padding.
 reshard = define(
     OpSpec(
         "reshard(Tensor[] buffers, int size, str group, int[] dims=[], int[] rows=[]) -> Tensor[]",

@@ -26,14 +26,16 @@ def shard_dims(
     Raises:
         UnitError: `fn` failed, or a parameter cannot be sharded as it says; names the parameter.
     """
+    if fn is None:
+        return {}
     found: dict[str, int] = {}
-    for names, param in params.items() if fn is not None else ():
+    for (name, *others), param in params.items():
         if isinstance(fn, Mapping):
-            placement = next((fn[name] for name in names if name in fn), None)
+            placement = next((fn[each] for each in (name, *others) if each in fn), None)
         else:
-            placement = _asked(fn, names[0], param)
-        if dim := _dim(names[0], param, placement):
-            found[names[0]] = dim
+            placement = _asked(fn, name, param)
+        if dim := _dim(name, param, placement):
+            found[name] = dim
     return found
 
 

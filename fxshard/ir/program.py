@@ -7,10 +7,11 @@ sharded parameter     this rank's rows of a parameter, padded to ``ceil(rows / w
                       storage. Lives as long as the model; on the CPU if it is offloaded.
 unsharded parameter   the full parameter, while its unit computes. It is the buffer that the
                       all-gather wrote (from launch to wait: category *All Gather*; from wait to
-                      free: category *Unsharded Param*), or a copy of its part of a packed one.
+                      free: category *Unsharded Param*), or a copy of its part of a packed one;
+                      cut along another dimension than 0, a copy with its parts in their places.
 sent copy             what an all-gather sends if not the shard itself: the shard cast to the
                       unit's dtype, loaded from the CPU, or packed with others (category *All
-                      Gather*, like the gathered buffer of packed ones until it is unpacked).
+                      Gather*, like a gathered buffer that is unpacked, until it is).
 resharded parameter   rows of an unsharded parameter that a rank of a smaller group keeps from
                       forward to backward (category *Sharded Param*).
 ignored parameter     a parameter that `Config.ignored` names: as it is on the model, never
@@ -19,8 +20,8 @@ unsharded gradient    the full gradient of a parameter, from the backward operat
                       to the free after its reduction.
 accumulated gradient  the sum of unsharded gradients of steps under ``no_sync``, in the dtype of
                       the reduction (category *Unsharded Grad*).
-reduce buffer         a padded, packed or cast copy of an unsharded gradient, made only where the
-                      gradient cannot be sent as it is (category *Reduce Scatter*).
+reduce buffer         a copy of an unsharded gradient: padded, packed, cast, or put rank by rank;
+                      made only where it cannot be sent as it is (category *Reduce Scatter*).
 sharded gradient      this rank's averaged rows, the result of the reduction; becomes ``.grad``.
 saved activation      a forward value that backward reads. An unsharded parameter or a view of one
                       only if its unit is not resharded after forward.

@@ -182,9 +182,7 @@ def shard_parameters(sharding: Sharding) -> dict[str, Slot]:
     for tensor, full in full_tensors(model, device, config.param_init_fn, sync, ignored):
         if id(tensor) in params:
             fqn = params[id(tensor)].fqn
-            full = full.detach()
-            mine = isinstance(world, C10dWorld)
-            locals_[fqn].copy_(layouts[fqn].rows_of(full, world.rank) if mine else full)
+            _take_rows(layouts[fqn], locals_[fqn], full.detach(), world)
         elif full is not tensor:
             buffers.append((tensor, full.detach()))
         del full  # before the next one is made
@@ -326,6 +324,13 @@ def home_of_shards(
     if offload is None:
         return device, False
     return torch.device("cpu"), offload.pin_memory and torch.accelerator.is_available()
+
+
+def _take_rows(
+    layout: ParamLayout, local: Tensor, full: Tensor, world: C10dWorld | InProcessWorld
+) -> None:
+    """Copy the rows of `full` that this process holds."""
+    local.copy_(layout.rows_of(full, world.rank) if isinstance(world, C10dWorld) else full)
 
 
 def _give_buffer(buffer: Tensor, full: Tensor, owners: list[tuple[nn.Module, str]]) -> None:

@@ -215,8 +215,10 @@ def _write_back(slot: Slot, full: nn.Parameter | None, with_grads: bool) -> None
     if full.grad is None:
         tensor.grad = None
     elif tensor.grad is None:
-        made = sharded_like(full.grad.to(tensor.dtype), tensor)
-        tensor.grad = made if isinstance(made, DTensor) else made.to(tensor.device)
+        rows = local_part(sharded_like(full.grad.to(tensor.dtype), tensor)).contiguous()
+        tensor.grad = (
+            _dtensor(rows, tensor) if isinstance(tensor, DTensor) else rows.to(tensor.device)
+        )
     else:
         _copy_changed(full.grad, tensor.grad)
 
@@ -233,7 +235,7 @@ def _copy_changed(full: Tensor, tensor: Tensor) -> None:
 
 def _bits(tensor: Tensor) -> Tensor:
     """Flat uint8: -0.0 is not 0.0, and NaN is NaN."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 # -- state dicts -----------------------------------------------------------------------------------

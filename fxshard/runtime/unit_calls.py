@@ -76,8 +76,9 @@ class UnitCall:
             UnitError: a parameter cannot be sharded as the function says.
         """
         left_out = {*without, *map(id, self.ignored_params)}
-        named = module.named_parameters()
-        params = {(fqn,): param for fqn, param in named if id(param) not in left_out}
+        params: dict[tuple[str, ...], nn.Parameter] = {
+            (fqn,): param for fqn, param in module.named_parameters() if id(param) not in left_out
+        }
         dims = shard_dims(self.shard_placement_fn, params)
         return dataclasses.replace(self, placements={fqn: Shard(dim) for fqn, dim in dims.items()})
 

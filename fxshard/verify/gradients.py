@@ -101,22 +101,26 @@ def _sent_by_rank(program: Program) -> None:
 
 
 def _cut_along(program: Program, sent: fx.Node, layout: ParamLayout) -> None:
-    split, order = split_by_rank(layout.padded_shape, program.world_size, layout.dim)
-    expected = [(split, order)] if layout.dim else []
-    found: list[tuple[list[int], list[int]]] = []
-    pads = (0, 0)
+    """`sent` is permuted once, of a view with the ranks at the place of the dimension.
+
+    Along dimension 0 it is not. What is padded shows in the shape, but for where.
+    """
+    expected, found = [], []
+    if layout.dim:
+        split, order = split_by_rank(layout.padded_shape, program.world_size, layout.dim)
+        expected = [(split, order)]
+        if layout.padding:
+            before = len(layout.shape) - 1 - layout.dim
+            expected.append(([0, 0] * before + [0, layout.padding], []))
     node = sent
     while node.op == "call_function" and tags.get(node).role == "pad":
-        source = tags.source(node)
+        source, given = tags.source(node), node.args[1:2]
         if node.target is aten.permute.default:
-            shape = list(source.meta["val"].shape)
-            found.append((shape, list(cast("list[int]", node.args[1]))))
-        if node.target is aten.constant_pad_nd.default:
-            padding = cast("list[int]", node.args[1])
-            pads = next((-1 - i // 2, n) for i, n in enumerate(padding) if n)
+            found.append((list(source.meta["val"].shape), list(cast("list[int]", given[0]))))
+        if node.target is aten.constant_pad_nd.default and layout.dim:
+            found.append((list(cast("list[int]", given[0])), []))
         node = source
-    padding = (layout.dim - len(layout.shape), layout.padding) if layout.padding else (0, 0)
-    if found != expected or (layout.dim and pads != padding):
+    if found != expected:
         what = f"%{sent.name} is not cut along dimension {layout.dim} of {list(layout.shape)}, "
         what += f"which the parameter {tags.get(sent).fqn!r} is sharded along."
         fail(program, Fact.REDUCED_ONCE, sent, what)

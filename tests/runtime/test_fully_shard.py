@@ -261,6 +261,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         "offload": told(lambda: one(offloaded)),
         "no module": told(lambda: one("blocks")),
         "dp_mesh_dims": told(lambda: one(model, dp_mesh_dims="dp")),
+        "placement": told(lambda: one(model, shard_placement_fn=lambda p: Shard(p.dim()))),
         "one rank": told(lambda: one(model, reshard_after_forward=1)),
     }
     assert type(model) is Net and not any(isinstance(p, DTensor) for p in model.parameters())
@@ -287,6 +288,7 @@ REFUSALS = {
     "offload": "give all calls the same offload_policy",
     "no module": "takes an nn.Module or a list of them, not 'blocks'",
     "dp_mesh_dims": "Give the data-parallel part of the mesh alone",
+    "placement": "Return a dimension that it has, or None",
     "one rank": "expected True, False, or the number of ranks",
 }
 

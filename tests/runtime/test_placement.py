@@ -1,5 +1,6 @@
 """`shard_placement_fn`: parameters that are sharded along any dimension, on gloo ranks."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -77,8 +78,13 @@ def test_three_steps_are_those_of_fsdp2_and_of_one_process(
             fsdp2.assert_close(again, theirs, rtol=1e-5)
 
 
-def uneven(rank: int, world_size: int, name: str, fn: str) -> Result:
-    return steps(compiled(UNEVEN[name], FUNCTIONS[fn]), UNEVEN[name])
+def uneven(rank: int, world_size: int, name: str, fn: str) -> list[Result]:
+    """By the optimizer that reads memory as one block, too."""
+    fused = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
+    return [
+        steps(compiled(UNEVEN[name], FUNCTIONS[fn]), UNEVEN[name], optimizer=optimizer)
+        for optimizer in (fsdp2.adamw, fused)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +93,8 @@ def uneven(rank: int, world_size: int, name: str, fn: str) -> Result:
 def test_sizes_that_do_not_divide_evenly_or_are_shorter_than_the_ranks(
     ranks: Any, world: int, name: str, fn: str
 ) -> None:
-    as_eager(ranks(world).run(uneven, name, fn), name, UNEVEN[name])
+    for found in zip(*ranks(world).run(uneven, name, fn), strict=True):
+        as_eager(list(found), name, UNEVEN[name])
 
 
 @pytest.mark.parametrize("name", EVEN)
@@ -210,6 +217,12 @@ def around_a_step(rank: int, world_size: int) -> dict[str, Any]:
         found["summoned"] = {n: p.clone() for n, p in model.named_parameters()}
         for param in model.parameters():
             param.add_(1)
+    with model.summon_full_params(with_grads=True):
+        for param in model.parameters():
+            param.grad = param.detach() * 2
+    found["written"] = {n: fsdp2.full(p.grad) for n, p in model.named_parameters()}
+    assert all(param.grad.to_local().is_contiguous() for param in model.parameters())
+    optimizer.zero_grad()
     model.unshard()
     found["unsharded"] = {n: p.detach().clone() for n, p in model.named_parameters()}
     model.reshard()
@@ -260,6 +273,7 @@ def test_state_norms_and_eager_reads_are_those_of_the_plain_model(ranks: Any) ->
         "full": start,
         "grads": grads,
         "summoned": stepped,
+        "written": {name: value * 2 for name, value in moved.items()},
         "unsharded": moved,
         "accumulated": accumulated,
         "eager": eager,
