@@ -277,6 +277,8 @@ class ParameterStore:
             self._require_same_parameters()
             self.note_structure()
         for fqn, slot in self.slots.items():
+            if slot.local.is_meta and not local_part(slot.tensor).is_meta:
+                self.allocate(slot)  # a parameter was put in the place of one on the meta device
             slot.restore_storage()
             if (tensor := slot.tensor) is not (before := self._seen.setdefault(fqn, tensor)):
                 replaced.mark({fqn: before})
