@@ -21,6 +21,7 @@ import fxshard
 from fxshard._torch import process_groups
 from tests.distributed.test_exceptions import pointed
 from tests.happens_before import Machine, Stream, Watch
+from tests.runtime.placement_cases import columns
 from tests.zoo import MODELS, Case
 
 HALF = {"mixed_precision": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
@@ -38,11 +39,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "hybrid": HALF | APART | HYBRID,
     "hybrid_offload": HALF | OFFLOAD | HYBRID,
     "reshard_2_of_4": APART | {"mesh": (4,), "reshard_after_forward": 2},
+    "columns": APART | {"mesh": (4,), "reshard_after_forward": 2, "shard_placement_fn": columns},
     "kept": HALF | {"reshard_after_forward": False},
     "no_shard": {"strategy": "no_shard"},
     "recomputed": HALF | {"checkpoint": "full"},
 }
-FAST = ["half_apart", "prefetch_2", "offload", "hybrid", "reshard_2_of_4", "recomputed"]
+FAST = ["half_apart", "prefetch_2", "offload", "hybrid", "columns", "recomputed"]
 
 
 class Block(nn.Module):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+import fxshard
 from tests import fsdp2
 from tests.fsdp2 import Result
 from tests.zoo import Case, cross_entropy, float_batch, token_batch
@@ -107,8 +108,6 @@ def trained(
 
 def compiled(case: Case, fn: Any, **options: Any) -> Any:
     """The same model from seed 0, by `fxshard.compile`."""
-    import fxshard
-
     torch.manual_seed(0)
     own: dict[str, Any] = {} if dist.is_initialized() else {"world_size": 2}
     return fxshard.compile(case.build(), units=case.units, shard_placement_fn=fn, **own | options)
