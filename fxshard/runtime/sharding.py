@@ -93,9 +93,15 @@ class Slot:
     def require_kind(self, tensor: Tensor) -> None:
         """Raises StepError if a parameter of a subclass is not what its program was traced with."""
         extension = self.param.extension
+        held: Any = dtensors.held_part(tensor)
         if extension is None:
+            if hasattr(held, dtensors.PRE):
+                raise StepError(
+                    f"parameter {self.param.fqn!r} has {dtensors.PRE} now, and had none when it "
+                    f"was sharded: programs would not call it. Give the class of the parameter "
+                    f"both functions before it is sharded."
+                )
             return
-        held: Any = dtensors.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
         now, names, context = type(held), [], None
         if now is extension.kind:
             names, context = held.__tensor_flatten__()

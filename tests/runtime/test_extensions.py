@@ -237,6 +237,20 @@ def apart(rank: int, world_size: int) -> None:
     assert model(x).shape == (5, 4)
 
 
+def patched(rank: int, world_size: int) -> None:
+    """FSDP2 looks for the two functions on this rank's tensor, whenever they came there."""
+    model = sharded(Net(), fxshard.fully_shard)
+    x, _ = batch(rank, 0)
+    model(x)
+    model.head.weight._local_tensor.fsdp_pre_all_gather = Narrow.fsdp_pre_all_gather
+    with pytest.raises(StepError, match=r"'head\.weight' has fsdp_pre_all_gather now"):
+        model(x)
+
+
+def test_functions_that_come_later_are_refused(ranks: Any) -> None:
+    ranks(2).run(patched)
+
+
 def test_on_ranks_only_programs_read_it(ranks: Any) -> None:
     ranks(2).run(apart)
 
