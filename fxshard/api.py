@@ -23,7 +23,7 @@ from fxshard.config import Config, Options, grid, with_options
 from fxshard.cost.hardware import Hardware, hardware_of
 from fxshard.dryrun.fsdp2 import Fsdp2Memory, Recipe, run_fsdp2
 from fxshard.dynamo import graphs
-from fxshard.errors import ConfigError, UnknownSizeError
+from fxshard.errors import ConfigError, UnitError, UnknownSizeError
 from fxshard.host.progress import say, task
 from fxshard.ir.units import Unit, check_reshard, configured_units, placed
 from fxshard.memory.report import MemoryReport
@@ -375,6 +375,7 @@ def shard(
         )
     config = placed(module, config)
     sharding = _sharding(module, config, world_size, mesh, process_group)
+    _refuse_extended(sharding.units, "fxshard.shard", "Use fxshard.compile or fxshard.fully_shard")
     classes = reading.classes(module, sharding.units)
     before = dict(module.named_parameters())
     with task("sharding", shown=progress), unchanged_on_error(module):
@@ -475,6 +476,9 @@ def validate(
     )
     with task("validating", shown=progress):
         planned = _planned(workload)
+        if numerics or ranks == "processes":
+            what = "eager PyTorch in one process, with which numerics are compared,"
+            _refuse_extended(planned.units, what, "Validate bytes alone, with ranks='fake'")
         tangents = planned.workload.tangents
         workload = dataclasses.replace(workload, config=planned.config, tangents=tangents)
         if ranks == "processes":
@@ -492,6 +496,16 @@ def validate(
             plain = dataclasses.replace(workload, module=_plain_module(model))
             found.numerics = beside_eager(plain)
         return found
+
+
+def _refuse_extended(units: Sequence[Unit], what: str, remedy: str) -> None:
+    """Raise UnitError if a parameter is of a subclass that says what is gathered of it."""
+    for param in (param for unit in units for param in unit.params):
+        if param.extension is not None:
+            raise UnitError(
+                f"{what} knows nothing of the all-gather that parameter {param.fqn!r}, a "
+                f"{param.extension.kind.__name__}, asks for. {remedy}."
+            )
 
 
 @with_options

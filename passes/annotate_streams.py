@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
 from fxshard.ir import ops, tags
-from fxshard.ir.outline import COMPUTE
+from fxshard.ir.outline import COMPUTE, belongs_to
 from fxshard.ir.program import Fact, Program
 from fxshard.verify import orders
 from fxshard.verify.orders import ENTRY, Need, Step
@@ -173,17 +173,17 @@ def order_launches(steps: list[Step], waits: dict[fx.Node, fx.Node]) -> None:
 def ends_of_runs(steps: list[Step]) -> dict[int, int]:
     """Per position on the compute stream, that of the last operator of its compute region."""
     run: list[int] = []
-    unit: int | None = None
+    before: Any = None
     found: dict[int, int] = {}
     for step in steps:
         tag = tags.get(step.node)
-        ends = step.kind == "entry" or tag.role not in COMPUTE or tag.unit != unit
+        ends = step.kind == "entry" or tag.role not in COMPUTE or belongs_to(step.node) != before
         if run and ends:
             found |= dict.fromkeys(run, run[-1])
             run = []
         if step.kind == "run" and tag.role in COMPUTE:
             run.append(step.position)
-            unit = tag.unit
+            before = belongs_to(step.node)
     return found | dict.fromkeys(run, run[-1] if run else 0)
 
 

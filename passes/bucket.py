@@ -75,9 +75,13 @@ class Bucket:
             groups.sort(key=lambda group: min(uses.get(f, (never, never))[0] for f in group))
             groups = self.merge(program, groups, sizes, uses)
         program.buckets = tuple(
-            ParamBucket(tuple(group), frozenset(f for f in group if 0 < sizes[f] < self.pack_bytes))
+            ParamBucket(tuple(group), frozenset(f for f in group if self.packs(program, sizes, f)))
             for group in groups
         )
+
+    def packs(self, program: Program, sizes: dict[str, int], fqn: str) -> bool:
+        """Whether a parameter is small; one of a tensor subclass is sent as that says."""
+        return 0 < sizes[fqn] < self.pack_bytes and program.params[fqn].extension is None
 
     def merge(
         self,
@@ -118,7 +122,8 @@ def uses_in_forward(program: Program) -> dict[str, tuple[int, int]]:
         tag = tags.get(node)
         places = [order[u] for u in node.users if tags.get(u).phase == "forward"]
         if tag.role == "param" and tag.fqn in program.params and places:
-            found[tag.fqn or ""] = (min(places), max(places))
+            first, last = found.get(tag.fqn, (places[0], places[0]))
+            found[tag.fqn] = (min(first, *places), max(last, *places))
     return found
 
 

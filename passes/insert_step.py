@@ -40,6 +40,9 @@ class InsertStep:
         if not program.signature.training or not program.sync:
             return
         params = program.params
+        for param in params.values():
+            if param.extension is not None:
+                raise param.extension.in_backward
         stepped: list[tuple[Result, fx.Node]] = []
         left: list[tuple[Result, fx.Node]] = []
         for each in zip(program.results, program.values, strict=True):

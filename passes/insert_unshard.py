@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from fxshard.errors import UnitError
 from fxshard.ir import ops, tags, transfers
 from fxshard.ir.program import Fact, Program
 from fxshard.ir.units import Param, Unit
@@ -29,6 +30,10 @@ class InsertUnshard:
     Between forward and backward a unit is sharded (``unit.reshard`` is True: backward gathers
     again), unsharded (False: backward reads what forward gathered), or sharded over n neighbours
     (backward gathers from those). With one rank per shard group nothing is gathered.
+
+    A parameter of a tensor subclass with FSDP2's extension point is sent as that says: the
+    operators of its ``fsdp_pre_all_gather`` (role "pre_gather") make of the shard what is sent, in
+    a launch per dtype, and those of its ``fsdp_post_all_gather`` ("post_gather") what is read.
 
     Before::
 
@@ -52,18 +57,18 @@ class InsertUnshard:
     )
 
     def apply(self, program: Program) -> None:
-        inputs = {
-            tags.get(node).fqn or "": node
-            for node in program.graph.find_nodes(op="placeholder")
-            if tags.get(node).role == "param"
-        }
+        inputs: dict[str, list[fx.Node]] = {}
+        for node in program.graph.find_nodes(op="placeholder"):
+            if tags.get(node).role == "param":
+                inputs.setdefault(tags.get(node).fqn or "", []).append(node)
         shards: dict[str, fx.Node] = {}
         for param in program.params.values():
             if param.fqn not in inputs:
                 raise ValueError(f"parameter {param.fqn!r} is sharded already")
-            shards[param.fqn] = add_shard(program, param, inputs[param.fqn])
+            shards[param.fqn] = add_shard(program, param, inputs[param.fqn][0])
             if lies_ready(program, param):
-                replace(program, inputs.pop(param.fqn), shards[param.fqn], ("forward", "backward"))
+                (placeholder,) = inputs.pop(param.fqn)
+                replace(program, placeholder, shards[param.fqn], PHASES)
         sources = {fqn: Source(node, program.world_size) for fqn, node in shards.items()}
         order = {node: i for i, node in enumerate(program.graph.nodes)}
         entries = first_nodes(program)
@@ -75,12 +80,21 @@ class InsertUnshard:
                 tag = tags.Meta(phase, "unshard", module=unit.fqn, unit=unit.index, pair=pair)
                 served: tuple[tags.Phase, ...] = PHASES if unit.reshard is False else (phase,)
                 parts = [sources[param.fqn] for param in params]
+                if params[0].extension is not None:
+                    with program.graph.inserting_before(at):
+                        made, launches = unshard_extended(program, params, parts, tag)
+                    for param, inner in zip(params, made, strict=True):
+                        for placeholder in inputs[param.fqn]:
+                            replace(program, placeholder, inner[inner_of(placeholder)], served)
+                    pair += launches
+                    continue
                 with program.graph.inserting_before(at):
                     items = unshard(program, params, parts, packed, tag)
                     full = cut_padding(program, params, items, tag)
-                reread = [i for i, p in enumerate(params) if readers(inputs[p.fqn], "backward")]
+                both = [(i, inputs[param.fqn][0]) for i, param in enumerate(params)]
+                reread = [i for i, placeholder in both if readers(placeholder, "backward")]
                 for param, node in zip(params, full, strict=True):
-                    replace(program, inputs[param.fqn], node, served)
+                    replace(program, inputs[param.fqn][0], node, served)
                 if phase == "forward" and regroups(program, unit) and reread:
                     kept = [params[i] for i in reread]
                     sources |= reshard(program, unit, kept, [items[i] for i in reread], tag)
@@ -110,7 +124,7 @@ class Source:
 
 def lies_ready(program: Program, param: Param) -> bool:
     """True if the shard of `param` is the unsharded parameter as it is."""
-    cast = param.compute_dtype is not param.dtype
+    cast = param.compute_dtype is not param.dtype or param.extension is not None
     return program.world_size == 1 and not cast and not program.offloaded
 
 
@@ -142,7 +156,7 @@ def first_nodes(program: Program) -> dict[tuple[tags.Phase, int | None], fx.Node
 def first_reads(
     program: Program,
     phase: tags.Phase,
-    inputs: dict[str, fx.Node],
+    inputs: dict[str, list[fx.Node]],
     order: dict[fx.Node, int],
     entries: dict[tuple[tags.Phase, int | None], fx.Node],
 ) -> list[tuple[fx.Node, list[Param], frozenset[str]]]:
@@ -152,8 +166,9 @@ def first_reads(
     which other operators come first are cut alike.
     """
     firsts: dict[str, int] = {}
-    for fqn, placeholder in inputs.items():
-        if fqn in program.params and (users := readers(placeholder, phase)):
+    for fqn, placeholders in inputs.items():
+        users = [user for placeholder in placeholders for user in readers(placeholder, phase)]
+        if fqn in program.params and users:
             firsts[fqn] = min(order[user] for user in users)
     begins: dict[int, int] = {}  # unit -> where it reads a parameter first
     for fqn, first in firsts.items():
@@ -175,12 +190,17 @@ def first_reads(
 
 
 def launched_together(program: Program, params: list[Param]) -> list[list[Param]]:
-    """`params` by launch: by the dtype that is moved, and apart what one rank loads as it is."""
+    """`params` by launch: by the dtype that is moved, and apart what one rank loads as it is.
+
+    Those with an extension stand together: they have a launch per dtype that they send.
+    """
     found: dict[torch.dtype | None, list[Param]] = {}
     for param in params:
         as_it_is = program.world_size == 1 and param.compute_dtype is param.dtype
-        found.setdefault(None if as_it_is else param.compute_dtype, []).append(param)
-    return list(found.values())
+        if param.extension is None:
+            found.setdefault(None if as_it_is else param.compute_dtype, []).append(param)
+    extended = [param for param in params if param.extension is not None]
+    return [*found.values(), *([extended] if extended else [])]
 
 
 def readers(placeholder: fx.Node, phase: tags.Phase) -> list[fx.Node]:
@@ -251,6 +271,69 @@ def unpack(
     for item in made:
         tags.update(item, role="unshard")
     return made
+
+
+def unshard_extended(
+    program: Program, params: list[Param], sources: list[Source], tag: tags.Meta
+) -> tuple[list[dict[str, fx.Node]], int]:
+    """Append what makes unsharded parameters of tensor subclasses, and the waits for it.
+
+    Returns:
+        Per parameter what it is made of, by the names of the tensors inside ("": it is plain); and
+        the number of launches.
+    """
+    refuse_elsewhere(program, params)
+    extensions = [param.extension for param in params if param.extension is not None]
+    traced = [each.traced(program.world_size, program.device) for each in extensions]
+    made: list[list[fx.Node]] = []  # per parameter, what of its shard is sent, and what is kept
+    for param, own, source in zip(params, traced, sources, strict=True):
+        pre = tags.changed(tag, role="pre_gather", fqn=param.fqn)
+        made.append(transfers.insert_traced(program, own.pre, [source.node], pre))
+    launches: dict[torch.dtype, list[tuple[int, int]]] = {}
+    for i, own in enumerate(traced):
+        for k in range(own.sent):
+            launches.setdefault(made[i][k].meta["val"].dtype, []).append((i, k))
+    if program.world_size > 1:
+        for number, places in enumerate(launches.values()):
+            mine = tags.changed(tag, pair=(tag.pair or 0) + number)
+            sent, fqns = [made[i][k] for i, k in places], [params[i].fqn for i, _ in places]
+            name = f"unshard_{mine.pair}"
+            args = (sent, program.world_size)
+            items = transfers.insert_operator(program, ops.all_gather, args, fqns, mine, name)
+            transfers.insert_wait(program, items, mine)
+            for (i, k), item in zip(places, items, strict=True):
+                made[i][k] = item
+    found: list[dict[str, fx.Node]] = []
+    for param, own, given in zip(params, traced, made, strict=True):
+        post = tags.changed(tag, role="post_gather", fqn=param.fqn)
+        results = transfers.insert_traced(program, own.post, given, post)
+        found.append(dict(zip(own.form.inner or ("",), results, strict=True)))
+    return found, len(launches)
+
+
+def inner_of(placeholder: fx.Node) -> str:
+    """Which of the tensors inside of a parameter a placeholder stands for; "" if it is plain."""
+    return tags.get(placeholder).inner
+
+
+def refuse_elsewhere(program: Program, params: list[Param]) -> None:
+    """Raise UnitError where shards of tensor subclasses would be sent from elsewhere than a rank's
+    own memory: FSDP2 has no smaller groups for them either.
+    """
+    unit = program.units[params[0].unit]
+    what = ""
+    for param in params:
+        if param.extension is not None:
+            param.extension.require_rows(param.shard_dim)
+    if program.offloaded:
+        what = "parameters are offloaded to the CPU. Leave offload out"
+    elif regroups(program, unit):
+        what = f"reshard_after_forward={unit.reshard} shards it over a smaller group. Give a bool"
+    if what:
+        raise UnitError(
+            f"parameter {params[0].fqn!r} is of a tensor subclass that makes what is gathered of "
+            f"its shard, and {what}."
+        )
 
 
 def cut_padding(

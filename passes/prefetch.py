@@ -58,7 +58,9 @@ class Prefetch:
     max_inflight: int | None = None
 
     def apply(self, program: Program) -> None:
-        """Raises ConfigError if more than `max_inflight` buckets compute at the same time."""
+        """Raises ConfigError if more than `max_inflight` buckets compute at the same time, or if
+        there is a limit and a parameter is of a tensor subclass.
+        """
         program.forward_prefetch, program.backward_prefetch = map(depth, self._modes())
         program.max_inflight = self.max_inflight
         for phase, ahead in zip(PHASES, self._modes(), strict=True):
@@ -71,6 +73,7 @@ class Prefetch:
             else:
                 program.backward_prefetch = max(program.backward_prefetch, most)
         if self.max_inflight is not None:
+            refuse_copies(program)
             hold_back(program, self.max_inflight)
         defer_reduce_waits(program)
 
@@ -171,7 +174,10 @@ def pass_reductions(program: Program, phase: tags.Phase) -> None:
 
 
 def chains_of(nodes: list[fx.Node], launches: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Each launch with its getitems, and the loads, casts and packs of its pair before it."""
+    """Each launch with its getitems, and the loads, casts and packs of its pair before it.
+
+    With the operators, too, that make what is sent of the shard of a tensor subclass.
+    """
     by_pair: dict[int | None, list[fx.Node]] = {tags.get(n).pair: [] for n in launches}
     waited: set[int | None] = set()
     for node in nodes:
@@ -180,7 +186,7 @@ def chains_of(nodes: list[fx.Node], launches: list[fx.Node]) -> dict[fx.Node, li
             continue
         if node.target is ops.wait:
             waited.add(tag.pair)
-        elif tag.role == "unshard":
+        elif tag.role in ("unshard", "pre_gather"):
             by_pair[tag.pair].append(node)
     return {launch: by_pair[tags.get(launch).pair] for launch in launches}
 
@@ -189,6 +195,17 @@ def move_after(anchor: fx.Node, nodes: list[fx.Node]) -> None:
     """Move `nodes`, in their order, to where `anchor` is done."""
     for node in reversed(nodes):
         anchor.append(node)
+
+
+def refuse_copies(program: Program) -> None:
+    """Raise ConfigError if an unsharded parameter outlives what was gathered of it."""
+    for node in program.graph.nodes:
+        if node.op == "call_function" and tags.get(node).role == "post_gather":
+            raise ConfigError(
+                f"max_inflight with parameter {tags.get(node).fqn!r}, of a tensor subclass: what "
+                f"fsdp_post_all_gather makes may outlive the gathered buffers, which are counted. "
+                f"Leave max_inflight out."
+            )
 
 
 def hold_back(program: Program, limit: int) -> None:

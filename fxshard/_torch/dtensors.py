@@ -10,6 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from fxshard._torch.modes import is_wrapper
+
+# What FSDP2 calls of a tensor subclass that says itself what an all-gather sends.
+PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
     """This rank's part of a DTensor, itself and not a view made for autograd (``to_local``)."""
@@ -62,9 +67,24 @@ def without_dtensor_handler(func: Any) -> Iterator[None]:
             handlers[func] = handler
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a parameter."""
+def plain(tensor: Tensor) -> Tensor:
+    """What is inside of a parameter that says what is gathered; any other tensor as it is."""
+    kind: Any = type(tensor)
+    if kind is Tensor or not hasattr(kind, PRE) or not is_wrapper(kind):
+        return tensor
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    found: Tensor = getattr(tensor, names[0])
+    return found
+
+
+def held_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a parameter, in its subclass, if it is of one."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a parameter: a plain tensor."""
+    return plain(held_part(tensor))
 
 
 def sharded_like(full: Tensor, like: Tensor) -> Tensor:

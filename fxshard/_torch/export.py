@@ -250,8 +250,9 @@ def input_source(desc: Any) -> tuple[str, Any]:
     """What a placeholder of the joint graph stands for.
 
     Returns:
-        ``("param" | "buffer", fqn)``, ``("input", flat index)``, ``("tangent", source of the
-        output)`` or ``("other", text)``.
+        ``("param" | "buffer", fqn)``, ``("inner param", (fqn, name))`` of a tensor inside of one of
+        a subclass, ``("input", flat index)``, ``("tangent", source of the output)`` or ``("other",
+        text)``.
     """
     if isinstance(desc, _desc.ParamAOTInput):
         return "param", desc.target
@@ -259,6 +260,9 @@ def input_source(desc: Any) -> tuple[str, Any]:
         return "buffer", desc.target
     if isinstance(desc, _desc.PlainAOTInput):
         return "input", desc.idx
+    if isinstance(desc, _desc.SubclassGetAttrAOTInput):
+        kind, source = input_source(desc.base)
+        return f"inner {kind}", (source, desc.attr)
     if isinstance(desc, _desc.TangentAOTInput):
         return "tangent", output_source(desc.output)
     return "other", str(desc)

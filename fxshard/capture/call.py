@@ -19,6 +19,7 @@ from fxshard.capture import attributes, bytecode, hf, modules, precision, proven
 from fxshard.capture.alike import Alike
 from fxshard.errors import CaptureError
 from fxshard.ir.domain import Symbols
+from fxshard.ir.extensions import Extension
 from fxshard.ir.program import input_name, path_name
 from fxshard.ir.units import Unit
 
@@ -72,6 +73,17 @@ class Request:
     def positions(self) -> tuple[int, ...]:
         """The leaves that are tensors."""
         return tuple(i for i, v in enumerate(self.leaves) if isinstance(v, torch.Tensor))
+
+    @functools.cached_property
+    def extended(self) -> dict[int, Extension]:
+        """By identity, parameters whose unsharded form is a tensor subclass."""
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        return {
+            id(named[param.fqn]): param.extension
+            for unit in self.units
+            for param in unit.params
+            if param.extension is not None and param.extension.form.inner
+        }
 
     @property
     def emulates_cuda(self) -> bool:

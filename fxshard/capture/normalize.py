@@ -108,10 +108,11 @@ def _tag_placeholders(program: Program, sources: list[Any]) -> None:
     first = _first_names(program)
     for node, desc in zip(program.graph.find_nodes(op="placeholder"), sources, strict=True):
         kind, source = export.input_source(desc)
-        if kind == "param":
-            fqn = first[_fqn(source)]
+        if kind in ("param", "inner param"):
+            name, inner = (source, "") if kind == "param" else source
+            fqn = first[_fqn(name)]
             role: tags.Role = "param" if fqn in program.params else "ignored"
-            tags.put(node, tags.Meta("forward", role, fqn=fqn))
+            tags.put(node, tags.Meta("forward", role, fqn=fqn, inner=inner))
         elif kind == "buffer":
             tags.put(node, tags.Meta("forward", "buffer", fqn=_fqn(source)))
         elif kind == "input":

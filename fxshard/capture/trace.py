@@ -45,6 +45,7 @@ from fxshard.config import environment
 from fxshard.errors import CaptureError
 from fxshard.ir import calls
 from fxshard.ir.domain import Domain, Symbols
+from fxshard.ir.extensions import Extension
 from fxshard.ir.program import Program, Signature
 from fxshard.ir.units import Unit
 
@@ -229,7 +230,7 @@ def _of_blocks(request: Request, before: Snapshot, mode: KernelFakeMode) -> _Fou
     An error of the model is left to `_of_all`, which explains it.
     """
     model = request.model
-    if isinstance(model, fx.GraphModule) or environment().flat_capture:
+    if isinstance(model, fx.GraphModule) or environment().flat_capture or request.extended:
         return None
     lists, why = find.lists(model)
     if not (lists or why):
@@ -430,11 +431,15 @@ class _Setup:
             dtypes: by identity, of those that the trace sees in another dtype.
         """
         made: dict[int, torch.Tensor] = {}
+        extended = self.call.request.extended
         for tensors, key, tensor in modules.slots(self.call.model):
             if id(tensor) not in made:
                 is_parameter = isinstance(tensor, nn.Parameter)
                 home = self.call.request.device if is_parameter else None
-                fake = self._like(tensor, dtypes.get(id(tensor)), home)
+                if id(tensor) in extended:
+                    fake = self._around_fakes(extended[id(tensor)], tensor.device, home)
+                else:
+                    fake = self._like(tensor, dtypes.get(id(tensor)), home)
                 if is_parameter:
                     fake = nn.Parameter(fake, tensor.requires_grad)
                 made[id(tensor)] = fake
@@ -445,6 +450,19 @@ class _Setup:
         return (
             ghosts.ghost_like(tensor, *kind) if self.ghosts else fake_like(tensor, self.mode, *kind)
         )
+
+    def _around_fakes(
+        self, extension: Extension, device: torch.device, home: torch.device | None
+    ) -> torch.Tensor:
+        """What `fsdp_post_all_gather` makes of a parameter, a subclass, without data."""
+        home = home or (torch.device("cpu") if device.type == "meta" else device)
+        traced = extension.traced(self.call.request.world_size)
+        with self.mode:
+            inner = [
+                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=home)
+                for t in traced.results
+            ]
+        return traced.form.around(inner, extension.shape)
 
     def _read_by_dynamo(self) -> None:
         """Let the call run Dynamo's graph in place of the model."""

@@ -35,7 +35,7 @@ from torch.optim import (
 )
 
 from fxshard._torch import dtensors
-from fxshard._torch.dtensors import local_part, sharded_like
+from fxshard._torch.dtensors import held_part, local_part, sharded_like
 from fxshard.errors import ConfigError, StepError
 
 # Each element is stepped on its own: torch/optim/<name>.py reads no other element of a parameter.
@@ -171,7 +171,7 @@ class OnShards(Optimizer):
         return self._positions[param]
 
     def _rows_of(self, param: Tensor) -> _Rows:
-        source = local_part(param)
+        source = held_part(param)  # operators of a subclass are its own here too
         found = self._rows.get(param)
         if found is None or found.source is not source:
             if found is not None:
@@ -191,7 +191,7 @@ class OnShards(Optimizer):
         mine = own[row.leaf]
         for key, value in given.items():
             if key not in row.pairs or row.pairs[key][0] is not value:
-                local = local_part(value) if isinstance(value, Tensor) else value
+                local = held_part(value) if isinstance(value, Tensor) else value
                 row.pairs[key] = value, local
                 mine[key] = local
         for key in mine.keys() - given.keys():

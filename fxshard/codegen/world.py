@@ -41,6 +41,11 @@ class World(Protocol):
     ) -> list[Tensor]:
         """Launch: gradients reduced in place; returns them."""
 
+    def reduce_now(
+        self, tensors: list[Tensor], group: str = "shard", op: str = "max"
+    ) -> list[Tensor]:
+        """Fresh tensors, reduced over the ranks, for which the compute stream waits."""
+
     def comm_hook(self, grads: list[Tensor], pair: int) -> list[Tensor]:
         """Launch: the user's reduction of a flat tensor ``[size * n]`` -> ``[n]``."""
 

@@ -52,12 +52,13 @@ def stays_apart(node: fx.Node) -> bool:
 
     Inductor may reorder random operators, and eager's order is what a seed means; writes into what
     the caller holds happen where they are written; copies of gradients that are to be sent are
-    told from the gradients by their operators.
+    told from the gradients by their operators. What makes a parameter of a tensor subclass, or what
+    is sent of it, rounds as its class does.
     """
     while node.target is operator.getitem:
         node = tags.source(node)
     target = node.target
-    if tags.get(node).role in ("pad", "post_reduction"):
+    if tags.get(node).role in ("pad", "post_reduction", "pre_gather", "post_gather"):
         return True
     if not isinstance(target, OpOverload):
         return False

@@ -262,13 +262,13 @@ def _both(first: Row, row: Row) -> Row | None:
     stood = tuple(map(sum, zip(first.exposed, row.exposed, strict=True)))
     change: dict[str, Any] = {"exposed": stood}
     match first.operation.rpartition(" ")[2], row.operation:
-        case "compute" | "unpack" | "wait" | "step", "free":
+        case "compute" | "unpack" | "post-gather" | "wait" | "step", "free":
             change |= {"freed": first.freed + row.bytes, "live": row.live}
             return dataclasses.replace(first, **change)
         case "compute", "compute" if not row.waits:
             what = f"{first.what},{row.what.removeprefix('region_')}"
             return dataclasses.replace(first, what=what, live=row.live, **change)
-        case "wait", "compute" | "unpack":
+        case "wait", "compute" | "unpack" | "post-gather":
             change |= {"waits": ",".join(filter(None, (first.waits, row.waits)))}
             change |= {"freed": first.freed + row.freed}
             return dataclasses.replace(row, **change)
@@ -283,7 +283,10 @@ def _row(program: Program, phase: str, node: fx.Node) -> Row:
     tag = tags.get(node)
     unit = program.units[tag.unit or 0]
     if node.op == "call_module":
-        operation, what, size = "compute", str(node.target), 0
+        roles = {tags.get(each).role for each in node.meta["run"]}
+        apart = {"pre_gather": "pre-gather", "post_gather": "post-gather"}
+        operation = apart.get(min(roles), "compute")  # it has one of these alone
+        what, size = str(node.target), 0
     else:
         spec = ops.of(node)
         operation = spec.operation
@@ -294,7 +297,7 @@ def _row(program: Program, phase: str, node: fx.Node) -> Row:
         what = f"{len(values)} tensor{'s' * (len(values) != 1)}"
         if operation in ("wait", "free"):
             roles = {tags.get(source).role for source in sources}
-            unshards = roles <= {"unshard", "reshard"}
+            unshards = roles <= {"unshard", "reshard", "pre_gather"}
             what = "unshard" if unshards else "transfer" if "transfer" in roles else "reduce"
     streams = {spec.event: spec.stream for spec in ops.OPERATORS.values()} | {"c": "compute"}
     waited = ",".join(streams[event[0]] for event in tag.waits)

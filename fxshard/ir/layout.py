@@ -17,13 +17,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import sympy
 import torch
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
-
-from fxshard.ir.units import Unit
 
 Shape = Sequence[int]
 
@@ -182,11 +181,12 @@ class ParamLayout:
         return list(piece.view(ranks, *self.shard_shape).unbind())
 
 
-def layouts(units: Iterable[Unit], ranks: int, replicas: int = 1) -> dict[str, ParamLayout]:
+def layouts(units: Iterable[Any], ranks: int, replicas: int = 1) -> dict[str, ParamLayout]:
     """The layout of every parameter of `units`, the ignored ones too, by FQN.
 
     Args:
-        units: in the order of their flat storages.
+        units: `fxshard.ir.units.Unit`, which know of rows by this file, in the order of their flat
+            storages.
         ranks: number of ranks that parameters are sharded over.
         replicas: number of such groups of ranks, which hold the same shards.
     """

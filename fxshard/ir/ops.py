@@ -178,6 +178,12 @@ def _all_reduce(
     return list(grads)
 
 
+def _reduce_now(
+    empty: Empty, tensors: list[Tensor], size: int, group: str = "", op: str = ""
+) -> list[Tensor]:
+    return [empty(t, t.shape) for t in tensors]
+
+
 def _comm_hook(empty: Empty, grads: list[Tensor], size: int) -> list[Tensor]:
     return list(grads) if size == 1 else [empty(g, part(g.shape, size)) for g in grads]
 
@@ -268,6 +274,19 @@ all_reduce = define(
         event="a",
         in_place="always",
         category="SHARDED_GRAD",
+        over="network",
+        passes=2,
+        gloo="operands",
+    )
+)
+# What `fsdp_pre_all_gather` reduces over the ranks before it makes what is sent: fresh tensors. The
+# compute stream waits for them at once.
+reduce_now = define(
+    OpSpec(
+        "reduce_now(Tensor[] tensors, int size, str group='shard', str op='max') -> Tensor[]",
+        fake=_reduce_now,
+        role="transfer",
+        category="ALL_GATHER",
         over="network",
         passes=2,
         gloo="operands",

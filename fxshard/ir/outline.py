@@ -16,7 +16,8 @@ from fxshard.ir.domain import LAYOUT
 from fxshard.ir.program import Program
 from fxshard.ir.schedule import Region, Schedule, relative
 
-COMPUTE: tuple[tags.Role, ...] = ("compute", "pad", "post_reduction")
+GATHER: tuple[tags.Role, ...] = ("pre_gather", "post_gather")  # in regions of their own
+COMPUTE: tuple[tags.Role, ...] = ("compute", "pad", "post_reduction", *GATHER)
 
 
 class _Regions(dict[str, Region]):
@@ -76,7 +77,7 @@ def _outer(
         tag = tags.get(node)
         if run and (
             tag.role not in COMPUTE
-            or tag.unit != tags.get(run[-1]).unit
+            or belongs_to(node) != belongs_to(run[-1])
             or (program.compiled and stays_apart(node) != stays_apart(run[-1]))
         ):
             _call_region(program, outer, env, run, regions)
@@ -90,6 +91,12 @@ def _outer(
     output = outer.output(fx.node.map_arg(results, env.__getitem__))
     tags.put(output, tags.Meta(phase, "output"))
     return outer
+
+
+def belongs_to(node: fx.Node) -> tuple[int | None, str]:
+    """Equal for operators that may be in one region."""
+    tag = tags.get(node)
+    return tag.unit, tag.role if tag.role in GATHER else "compute"
 
 
 def _copied(copy: fx.Node, node: fx.Node) -> fx.Node:

@@ -12,6 +12,9 @@ unsharded parameter   the full parameter, while its unit computes. It is the buf
 sent copy             what an all-gather sends if not the shard itself: the shard cast to the
                       unit's dtype, loaded from the CPU, or packed with others (category *All
                       Gather*, like a gathered buffer that is unpacked, until it is).
+made parameter        the unsharded parameter that a tensor subclass makes of what it had sent
+                      (`fsdp_post_all_gather`): an *Activation* in forward, *Temp* in backward, as
+                      any value; what it makes of its shard, to be sent, is *All Gather*.
 resharded parameter   rows of an unsharded parameter that a rank of a smaller group keeps from
                       forward to backward (category *Sharded Param*).
 ignored parameter     a parameter that `Config.ignored` names: as it is on the model, never

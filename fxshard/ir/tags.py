@@ -28,6 +28,8 @@ Role = Literal[
     "compute",
     "unshard",  # all-gather; load, cast, pack of what it sends; their getitems; cut of the padding
     "unpack",  # copy of small parameters out of the buffer that they were gathered in
+    "pre_gather",  # operator of `fsdp_pre_all_gather`: what of a shard is sent
+    "post_gather",  # operator of `fsdp_post_all_gather`: the unsharded parameter of what arrived
     "reshard",  # what a smaller group keeps of an unsharded parameter, and its getitems
     "reduce",  # launch of a reduction, or of a copy to the CPU after it; its getitems
     "transfer",  # launch that moves anything else; its getitems
@@ -63,6 +65,7 @@ class Meta:
         waits: events that `stream` waits for before the node starts.
         checkpoint: number of the model's own activation checkpoint that the node runs in (of the
             outermost, if they are nested); a backward node has that of its forward.
+        inner: of a placeholder of a parameter, the name of the tensor inside of it.
         save: the policy of that checkpoint keeps the value for backward.
         recomputed: the node recomputes, in backward, a value of a checkpoint.
         call: index into `Program.calls`: the call of the module that it runs in.
@@ -83,6 +86,7 @@ class Meta:
     recomputed: bool = False
     call: int | None = None
     line: str = ""
+    inner: str = ""
 
 
 def get(node: fx.Node) -> Meta:

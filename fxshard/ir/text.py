@@ -156,6 +156,11 @@ def _units(program: Program, writer: Writer) -> Iterator[str]:
         yield f"unit {unit.index} {unit.fqn!r} {more}"
         for kind, params in (("param", unit.params), ("ignored", unit.ignored)):
             for param in params:
+                if param.extension is not None:
+                    raise TextError(
+                        f"the program cannot be written as text: parameter {param.fqn!r} is of a "
+                        f"tensor subclass, whose functions have none."
+                    )
                 same: tuple[str, ...] = ("aliases",) if param.aliases == (param.fqn,) else ()
                 same += ("compute_dtype",) if param.compute_dtype == param.dtype else ()
                 more = _fields(writer, name, param, ("fqn", "unit", *same))

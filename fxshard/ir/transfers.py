@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
 
-from fxshard.ir import ops, tags
+from fxshard.ir import extensions, ops, tags
 from fxshard.ir.program import Program
 
 
@@ -57,6 +58,9 @@ def sent_copies(launch: fx.Node) -> list[fx.Node]:
         operand = todo.pop()
         if operand.op != "call_function":
             continue
+        if tags.get(operand).role == "pre_gather":
+            found += [] if lies_in_input(operand) else [operand]
+            continue
         found.append(operand)
         maker = tags.source(operand)
         if maker.target is ops.pack:
@@ -64,6 +68,17 @@ def sent_copies(launch: fx.Node) -> list[fx.Node]:
         elif ops.of(maker).role == "unshard":
             todo.append(tags.operands(maker)[int(operand.args[1])])  # type: ignore[arg-type]
     return found
+
+
+def lies_in_input(node: fx.Node) -> bool:
+    """True if the value of `node` is a view of an input of the program."""
+    storages = tags.storage_ids(node)
+    while node.op == "call_function":
+        before = [n for n in node.all_input_nodes if tags.storage_ids(n) & storages]
+        if not before:
+            return False
+        node = before[0]
+    return True
 
 
 def packed_results(launch: fx.Node) -> list[fx.Node]:
@@ -137,6 +152,39 @@ def insert_operator(
     for item, fqn, value in zip(items, fqns, values, strict=True):
         tags.put(item, tags.changed(tag, fqn=fqn), value)
     return items
+
+
+def insert_traced(
+    program: Program, graph: fx.Graph, given: Sequence[fx.Node], tag: tags.Meta
+) -> list[fx.Node]:
+    """Append the operators of a traced function of a parameter; returns its results.
+
+    Args:
+        program: whose graph has its insertion point set.
+        graph: from `fxshard.ir.extensions`.
+        given: its arguments.
+        tag: of the operators, with the FQN of the parameter.
+    """
+    made: dict[fx.Node, fx.Node] = {}
+    made.update(zip(graph.find_nodes(op="placeholder"), given, strict=True))
+    (output,) = graph.find_nodes(op="output")
+    for each in graph.nodes:
+        if each.target is extensions.WAIT or (
+            each.target is extensions.ALL_REDUCE and program.world_size == 1
+        ):
+            made[each] = made[tags.source(each)]
+        elif each.target is extensions.ALL_REDUCE:
+            args = ([made[tags.source(each)]], program.world_size, "shard", each.args[1])
+            own = tags.changed(tag, role="unshard")
+            name = f"reduce_now_{tag.pair}"
+            (made[each],) = insert_operator(
+                program, ops.reduce_now, args, [tag.fqn or ""], own, name
+            )
+        elif each.op == "call_function":
+            copy = program.graph.node_copy(each, made.__getitem__)
+            copy.meta = {}
+            made[each] = tags.put(copy, tag, program.refake(copy))
+    return [made[node] for node in tags.operands(output)]
 
 
 def insert_wait(program: Program, items: list[fx.Node], tag: tags.Meta) -> fx.Node:

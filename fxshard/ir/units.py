@@ -16,8 +16,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fxshard._torch import fake_tensors
 from fxshard._torch import modules as torch_modules
+from fxshard._torch.dtensors import plain
 from fxshard.config import Config, Precision
 from fxshard.errors import CaptureError, ConfigError, UnitError
+from fxshard.ir.extensions import Extension, extension_of, has_extension
 from fxshard.ir.placements import check_names, shard_dims
 
 
@@ -35,6 +37,7 @@ class Param:
         position: place among ``model.named_parameters()``: the order that optimizers see.
         compute_dtype: dtype of the unsharded parameter and of its gradient.
         shard_dim: the dimension that it is cut along.
+        extension: of a tensor subclass, what it sends in place of its shard.
     """
 
     fqn: str
@@ -46,6 +49,7 @@ class Param:
     position: int
     compute_dtype: torch.dtype = None  # type: ignore[assignment]  # set below: `dtype`
     shard_dim: int = 0
+    extension: Extension | None = None
 
     def __post_init__(self) -> None:
         if self.compute_dtype is None:
@@ -127,7 +131,7 @@ def find_units(
     """
     _check_names(model)
     out_modules, out_params = ignored_of(model, ignored)
-    _check_kinds(model)
+    _check_kinds(model, out_params)
     _check_memory(model, out_params)
     _check_buffers(model)
     left_alone = {n for n, _ in _named(out_modules, model)}
@@ -143,9 +147,11 @@ def find_units(
     left_out: list[list[Param]] = [[] for _ in fqns]
     index = {name: i for i, fqn in enumerate(fqns) for name in (fqn, *together.get(fqn, ()))}
     for position, (key, aliases) in enumerate(names.items()):
-        param = by_id[key]
+        param, extension = by_id[key], None
         if key not in out_params:
             check_shardable(aliases[0], param)
+            holder = model.get_submodule(aliases[0].rpartition(".")[0])
+            extension = extension_of(aliases[0], param, holder)
         owner = unit_of(aliases, index)
         (left_out if key in out_params else members)[owner].append(
             Param(
@@ -156,6 +162,7 @@ def find_units(
                 requires_grad=param.requires_grad,
                 unit=owner,
                 position=position,
+                extension=extension,
             )
         )
     modules = dict(model.named_modules())
@@ -262,10 +269,15 @@ def with_precision(unit: Unit, precision: Precision) -> Unit:
             dtype = functools.reduce(torch.promote_types, stored)
             precision = dataclasses.replace(precision, reduce_dtype=dtype)
         precision = dataclasses.replace(precision, reduce_as_stored=False)
-    params = tuple(
-        dataclasses.replace(p, compute_dtype=precision.computes_in(p.dtype)) for p in unit.params
-    )
+    params = tuple(_computing_in(param, precision) for param in unit.params)
     return dataclasses.replace(unit, params=params, precision=precision)
+
+
+def _computing_in(param: Param, precision: Precision) -> Param:
+    if param.extension is None:
+        return dataclasses.replace(param, compute_dtype=precision.computes_in(param.dtype))
+    own = param.extension.computing_in(precision)
+    return dataclasses.replace(param, extension=own, compute_dtype=own.form.dtype)
 
 
 def buffer_dtypes(
@@ -403,10 +415,11 @@ def check_shardable(fqn: str, param: torch.Tensor) -> None:
         )
 
 
-def _check_kinds(model: nn.Module) -> None:
+def _check_kinds(model: nn.Module, out_params: Container[int]) -> None:
     """Raise UnitError if a parameter or buffer is more than the numbers in its storage.
 
-    Programs run on plain tensors. DTensors are for `sharding` to judge.
+    Programs run on plain tensors. DTensors are for `sharding` to judge, and parameters that say
+    what is gathered for `extension_of`.
     """
     for kind, fqn, tensor in _named_tensors(model):
         if nn.parameter.is_lazy(tensor):
@@ -415,11 +428,13 @@ def _check_kinds(model: nn.Module) -> None:
                 f"initialises it."
             )
         what = no_plain_tensor(tensor)
-        if what:
+        gathers = kind == "parameter" and id(tensor) not in out_params and has_extension(tensor)
+        if what and not gathers:
             raise UnitError(
                 f"{kind} {fqn!r} is {what}: programs run on plain dense tensors, and would drop "
                 f"what it is besides. Make it plain before fxshard.compile (quantize after "
-                f"training, say), or use torch.distributed.fsdp.fully_shard."
+                f"training, say), give a parameter's class fsdp_pre_all_gather and "
+                f"fsdp_post_all_gather, or use torch.distributed.fsdp.fully_shard."
             )
 
 
@@ -452,13 +467,14 @@ def _check_memory(model: nn.Module, out_params: Container[int]) -> None:
     """
     places: dict[int, list[tuple[int, int, str, str, bool]]] = {}
     params = {id(param) for param in model.parameters()}
-    for kind, fqn, tensor in _named_tensors(model):
-        if isinstance(tensor, DTensor) or not tensor.numel():
+    for kind, fqn, held in _named_tensors(model):
+        if isinstance(held, DTensor) or not held.numel():
             continue
+        tensor = plain(held)
         first = int(tensor.storage_offset()) * tensor.element_size()
         spans = [s * (n - 1) for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
         end = first + (sum(spans) + 1) * tensor.element_size()
-        stays = id(tensor) in out_params and not (kind == "buffer" and id(tensor) in params)
+        stays = id(held) in out_params and not (kind == "buffer" and id(held) in params)
         place = (first, end, kind, fqn, stays)
         places.setdefault(tensor.untyped_storage()._cdata, []).append(place)
     for members in places.values():
@@ -495,7 +511,7 @@ def learned_buffer(fqn: str) -> str:
 
 def note_replaced(fqn: str, param: torch.Tensor) -> None:
     """Remember of what `param` lies in that it was the memory of a parameter, now sharded."""
-    param.untyped_storage()._fxshard_was = fqn  # type: ignore[attr-defined]
+    plain(param).untyped_storage()._fxshard_was = fqn  # type: ignore[attr-defined]
 
 
 def check_constants(
@@ -514,7 +530,7 @@ def check_constants(
     """
     named = dict(model.named_parameters())
     chosen = {p.fqn: named[p.fqn] for unit in units for p in unit.params if p.fqn in named}
-    known = {t.untyped_storage()._cdata: fqn for fqn, t in chosen.items() if t.numel()}
+    known = {plain(t).untyped_storage()._cdata: fqn for fqn, t in chosen.items() if t.numel()}
     for tensor in constants.values():
         storage = tensor.untyped_storage()
         fqn = getattr(storage, "_fxshard_was", known.get(storage._cdata))

@@ -1,4 +1,4 @@
-"""Which storages of a program are gradients, and in what form: for the columns of the analysis."""
+"""Which storages of a program are gradients, or are to be gathered: for the analysis' columns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def gradient_categories(
     Args:
         without: names of gradients that nothing keeps (see `unreached`).
     """
-    found: dict[int, Category] = {}
+    found = _computed_to_be_sent(program)
     params, ignored = program.params, program.ignored
     first = ops.reduce_scatter if program.world_size > 1 else ops.all_reduce
     todo: list[fx.Node] = []
@@ -58,6 +58,18 @@ def gradient_categories(
         for storage in tags.storage_ids(value):
             found.setdefault(storage, category)
     return found
+
+
+def _computed_to_be_sent(program: Program) -> dict[int, Category]:
+    """What operators make of shards of tensor subclasses, to be gathered."""
+    launches = program.graph.find_nodes(op="call_function", target=ops.all_gather)
+    sent = [node for launch in launches for node in transfers.sent_copies(launch)]
+    return {
+        storage: Category.ALL_GATHER
+        for node in sent
+        if tags.get(node).role == "pre_gather"
+        for storage in tags.storage_ids(node)
+    }
 
 
 def unreached(program: Program, loss: LossStep | None) -> frozenset[str]:

@@ -185,7 +185,7 @@ def _reread_bytes(program: Program) -> int:
             users = todo.pop().users
             reread = any(_is_backward(user) for user in users)
             todo += [user for user in users if from_parameter(user)]
-        total += nbytes(param.shape, param.compute_dtype) * reread
+        total += nbytes(tuple(node.meta["val"].shape), node.meta["val"].dtype) * reread
     return total
 
 

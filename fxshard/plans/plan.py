@@ -306,6 +306,13 @@ class Plan:
                 "formulas with backend='inductor': what compiled regions allocate is read from the "
                 "code that is generated for the sizes of one call. Plan with backend='eager'."
             )
+        extended = [p for p in self.program.params.values() if p.extension is not None]
+        if extended:
+            raise ConfigError(
+                f"formulas with parameter {extended[0].fqn!r}, of a tensor subclass: what it sends "
+                f"is known for the {self._world} ranks that it was traced for. Plan once for each "
+                f"number of ranks, and for each size."
+            )
         if is_size(self.config.checkpoint):
             raise ConfigError(
                 f"formulas with checkpoint={self.config.checkpoint!r}: what is kept within a "

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fxshard._torch import autograd, modes
+from fxshard._torch.dtensors import plain
 from fxshard.capture.modules import join, own_tensors, put_back
 from fxshard.errors import UnitError
 from fxshard.runtime.world.c10d import C10dWorld
@@ -127,7 +128,7 @@ def _held(
         if sync:
             # A copy only where it is on another device, such as a CPU buffer of a CUDA model.
             sent = full if full.device.type == device.type else full.to(device)
-            _broadcast(sent.detach().contiguous(), sync)
+            _broadcast(plain(sent).detach().contiguous(), sync)
             del sent
         yield tensor, full
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxshard._torch import dtensors
-from fxshard._torch.dtensors import _dtensor, local_part, sharded_like
+from fxshard._torch.dtensors import _dtensor, held_part, local_part, plain, sharded_like
 from fxshard.capture.swapped import STATE
 from fxshard.errors import StepError
 from fxshard.runtime import state
@@ -83,9 +83,9 @@ def _assigned(slot: Slot, value: DTensor) -> nn.Parameter:
     before: Any = slot.tensor
     slot.local.copy_(local_part(value))
     if type(value) is DTensor:  # no parameter, and no view of one: those have memory of their own
-        dtensors.set_local_tensor(value, slot.local)
+        dtensors.set_local_tensor(value, slot.as_held(slot.local))
     made: Any = nn.Parameter(state.over_shard(slot), before.requires_grad)
-    dtensors.set_local_tensor(made, slot.local)  # autograd made another view
+    dtensors.set_local_tensor(made, slot.as_held(slot.local))  # autograd made another view
     made.__class__ = type(before)
     setattr(made, PLACE, getattr(before, PLACE))
     if made.grad_dtype is not before.grad_dtype:
@@ -98,9 +98,9 @@ def _make_savable(module: nn.Module, state_dict: dict[str, Any], prefix: str, _:
     for name in module._parameters:
         value = state_dict.get(prefix + name)
         if isinstance(value, DTensor) and value.storage_offset():
-            local = local_part(value)
-            state_dict[prefix + name] = made = _dtensor(dtensors.stand_in(local), value)
-            dtensors.set_local_tensor(made, local)
+            held = held_part(value)
+            state_dict[prefix + name] = made = _dtensor(dtensors.stand_in(plain(held)), value)
+            dtensors.set_local_tensor(made, held)
 
 
 # -- ties ------------------------------------------------------------------------------------------

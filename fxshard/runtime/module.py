@@ -108,7 +108,13 @@ class FxshardModule(FsdpMethods):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """For pickle: the user's class is found by its name, and the subclass is made of it."""
+        """For pickle: the user's class is found by its name, and the subclass is made of it.
+
+        Raises:
+            StepError: a parameter is of a tensor subclass, which torch cannot pickle.
+        """
+        slots = list(self._fxshard.slots.values())
+        self._fxshard.require_plain(slots, "cannot be pickled with its module")
         state: Any = super().__getstate__()
         if isinstance(state, dict):
             state = {key: value for key, value in state.items() if key != STATE}

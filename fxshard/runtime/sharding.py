@@ -12,9 +12,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from fxshard._torch import autograd, dtensors
-from fxshard._torch.dtensors import local_part
+from fxshard._torch.dtensors import local_part, plain
 from fxshard.config import Config
 from fxshard.errors import StepError, UnitError
+from fxshard.ir.extensions import Extension
 from fxshard.ir.layout import ParamLayout, chunk_of, flat_numels, without_padding
 from fxshard.ir.layout import layouts as layouts_of
 from fxshard.ir.units import Param, Unit, check_shardable, note_replaced
@@ -80,9 +81,43 @@ class Slot:
             local_part(tensor).untyped_storage()._cdata == self.local.untyped_storage()._cdata
         )
 
+    def as_held(self, local: Tensor) -> Tensor:
+        """A tensor like `local` as the parameter holds it: in its subclass, if it is of one."""
+        extension = self.param.extension
+        return local if extension is None else extension.around(local)
+
     def without_padding(self, shards: list[Tensor]) -> Tensor:
         """The rows of `local`, of the shards of a gradient."""
         return without_padding(shards, self.layout, self.local.shape[self.layout.dim])
+
+    def require_kind(self, tensor: Tensor) -> None:
+        """Raises StepError if a parameter of a subclass is not what its program was traced with."""
+        extension = self.param.extension
+        held: Any = dtensors.held_part(tensor)
+        if extension is None:
+            if hasattr(held, dtensors.PRE):
+                raise StepError(
+                    f"parameter {self.param.fqn!r} has {dtensors.PRE} now, and had none when it "
+                    f"was sharded: programs would not call it. Give the class of the parameter "
+                    f"both functions before it is sharded."
+                )
+            return
+        now, names, context = type(held), [], None
+        if now is extension.kind:
+            names, context = held.__tensor_flatten__()
+        if now is extension.kind and context == extension.context:
+            if list(names) == [extension.inner]:
+                return
+            what = f"holds {' and '.join(names)} now, and held {extension.inner}"
+        elif now is extension.kind:
+            what = f"has the context {context!r} now, and had {extension.context!r}"
+        else:
+            what = f"is a {now.__name__} now"
+        raise StepError(
+            f"parameter {self.param.fqn!r}, a {extension.kind.__name__}, {what}: the operators of "
+            f"its all-gather were traced when it was sharded. Leave it as it was, and write values "
+            f"into it; or compile the plain model again."
+        )
 
     def restore_storage(self) -> None:
         """Put the parameter back on the storage of its shards, if something gave it another.
@@ -94,6 +129,7 @@ class Slot:
             StepError: it has another shape, dtype or device, or is not tied any more.
         """
         tensor = self.tensor
+        self.require_kind(tensor)
         now, own = local_part(tensor), self.local
         stays = now.data_ptr() == own.data_ptr() and now.dtype is own.dtype
         stays = stays and now.shape == own.shape and now.stride() == own.stride()
@@ -119,9 +155,14 @@ class Slot:
         if not stays:
             own.copy_(now.detach().clone())  # param.data = param.data.t(): one storage
             if isinstance(tensor, DTensor):
-                dtensors.set_local_tensor(tensor, own)
-            else:
+                dtensors.set_local_tensor(tensor, self.as_held(own))
+            elif self.param.extension is None:
                 tensor.data = own
+            else:
+                raise StepError(
+                    f"parameter {self.param.fqn!r}, a {self.param.extension.kind.__name__}, was "
+                    f"given other memory. Write values into it (copy_) in place of exchanging it."
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +208,7 @@ def shard_parameters(sharding: Sharding) -> dict[str, Slot]:
     chosen = set(map(id, originals.values()))
     ignored = [param for param in model.parameters() if id(param) not in chosen]
     sync = world if config.sync_module_states and isinstance(world, C10dWorld) else None
-    refusal = _refusal(model, originals, ignored, world, config)
+    refusal = _refusal(model, units, originals, ignored, world, config)
     if sync:
         _agree_to_sync(model, refusal, sync)
     if refusal:
@@ -182,7 +223,7 @@ def shard_parameters(sharding: Sharding) -> dict[str, Slot]:
     for tensor, full in full_tensors(model, device, config.param_init_fn, sync, ignored):
         if id(tensor) in params:
             fqn = params[id(tensor)].fqn
-            _take_rows(layouts[fqn], locals_[fqn], full.detach(), world)
+            _take_rows(layouts[fqn], locals_[fqn], plain(full).detach(), world)
         elif full is not tensor:
             buffers.append((tensor, full.detach()))
         del full  # before the next one is made
@@ -193,7 +234,7 @@ def shard_parameters(sharding: Sharding) -> dict[str, Slot]:
         slots[param.fqn] = Slot(param, layout, shards, local, owners[key])
     exposed = {
         fqn: _exposed(
-            slot.param,
+            slot,
             slot.local if filled or not originals[fqn].is_meta else slot.local.to("meta"),
             world,
         )
@@ -219,6 +260,7 @@ def shard_parameters(sharding: Sharding) -> dict[str, Slot]:
 
 def _refusal(
     model: nn.Module,
+    units: Sequence[Unit],
     originals: dict[str, nn.Parameter],
     ignored: list[nn.Parameter],
     world: C10dWorld | InProcessWorld,
@@ -229,6 +271,9 @@ def _refusal(
     try:
         for fqn, tensor in originals.items():
             _check_shardable_now(fqn, tensor, world, config.offload is not None)
+        for param in (param for unit in units for param in unit.params):
+            if param.extension is not None:
+                _check_extension(param, param.extension, originals[param.fqn], world, config)
         left_out, stays = set(map(id, ignored)), config.param_init_fn is leave_empty
         for fqn, tensor in model.named_parameters():
             if tensor.is_meta and id(tensor) in left_out and not stays:
@@ -241,6 +286,25 @@ def _refusal(
     except UnitError as error:
         return error
     return None
+
+
+def _check_extension(
+    param: Param,
+    extension: Extension,
+    tensor: nn.Parameter,
+    world: C10dWorld | InProcessWorld,
+    config: Config,
+) -> None:
+    """Raise UnitError if what a tensor subclass asks for cannot be had as the model is sharded."""
+    extension.require_rows(param.shard_dim)
+    extension.traced(world.size)
+    if config.optimizer_in_backward:
+        raise extension.in_backward
+    if tensor.is_meta:
+        raise UnitError(
+            f"parameter {param.fqn!r}, a {extension.kind.__name__}, is on the meta device: fxshard "
+            f"fills plain tensors there. Make the model on a real device."
+        )
 
 
 def _agree_to_sync(model: nn.Module, refusal: UnitError | None, world: C10dWorld) -> None:
@@ -351,13 +415,14 @@ def _local(layout: ParamLayout, shards: list[Tensor], world: C10dWorld | InProce
     return shards[0].as_strided(shape, torch.empty(shape, device="meta").stride())
 
 
-def _exposed(param: Param, local: Tensor, world: C10dWorld | InProcessWorld) -> nn.Parameter:
+def _exposed(slot: Slot, local: Tensor, world: C10dWorld | InProcessWorld) -> nn.Parameter:
     """The parameter that the user sees: a DTensor over this rank's rows, or all of them."""
+    param = slot.param
     if isinstance(world, InProcessWorld):
-        return nn.Parameter(local, param.requires_grad)
+        return nn.Parameter(slot.as_held(local), param.requires_grad)
     made = as_dtensor(param, dtensors.stand_in(local), world)
     exposed = nn.Parameter(made, param.requires_grad)
-    dtensors.set_local_tensor(exposed, local)
+    dtensors.set_local_tensor(exposed, slot.as_held(local))
     return exposed
 
 

@@ -316,6 +316,13 @@ def converted(
             with torch.no_grad():
                 now = local_part(slot.tensor).detach()
                 new = fn(now)
+            extension = slot.param.extension
+            if new is not now and extension is not None:
+                raise StepError(
+                    f"parameter {slot.param.fqn!r}, a {extension.kind.__name__}, cannot be "
+                    f"converted or moved: its all-gather was traced as it is. Convert the plain "
+                    f"model before it is sharded."
+                )
             if new is not now:
                 fresh.append((slot, new))
         for slot, new in fresh:
@@ -407,7 +414,7 @@ def lay_out(slots: Sequence[Slot]) -> None:
             # In-process, the rows of the full parameter continue in the shards after the first.
             slot.local = slot.shards[0].as_strided(slot.local.shape, slot.local.stride())
             slot.local.copy_(local_part(slot.tensor).detach())
-            _set_storage(slot.tensor, slot.local)
+            _set_storage(slot.tensor, slot.as_held(slot.local))
 
 
 def _set_storage(tensor: Tensor, local: Tensor) -> None:
@@ -425,9 +432,9 @@ def copied(slots: Mapping[str, Slot], memo: dict[int, Any]) -> dict[str, Slot]:
         local, tensor = copy.deepcopy(slot.local, memo), slot.tensor
         if isinstance(tensor, DTensor):
             made = nn.Parameter(_dtensor(dtensors.stand_in(local), tensor), tensor.requires_grad)
-            dtensors.set_local_tensor(made, local)
+            dtensors.set_local_tensor(made, slot.as_held(local))
         else:
-            made = nn.Parameter(local, tensor.requires_grad)
+            made = nn.Parameter(slot.as_held(local), tensor.requires_grad)
         memo[id(tensor)] = made
     return copy.deepcopy(dict(slots), memo)
 

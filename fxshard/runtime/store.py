@@ -131,6 +131,8 @@ class ParameterStore:
     def as_it_is(self, param: Param) -> Param:
         """`param` with the dtype and the flag that its tensor has now."""
         tensor = self.param(param.fqn)
+        if param.extension is not None and tensor.dtype is param.dtype:  # else it is refused
+            return dataclasses.replace(param, requires_grad=tensor.requires_grad)
         cast = self.units[param.unit].precision if param.fqn in self.slots else Precision()
         return dataclasses.replace(
             param,
@@ -351,6 +353,7 @@ class ParameterStore:
             dtype: in which they are gathered.
             rows: the unsharded parameters, if they are gathered already.
         """
+        self.require_plain(slots, "is read by eager code")
         if isinstance(self.world, InProcessWorld) and (
             not any(map(_is_trained, slots)) or self._division(slots[0], dtype)[1] == "avg"
         ):
@@ -367,6 +370,7 @@ class ParameterStore:
         """
         if self.unfilled:
             self.require_filled(memory=True)
+        self.require_plain([slot], "is read by eager code")
         if _is_trained(slot):
             op = self.reduction.op
             for option, clashes in {
@@ -378,9 +382,21 @@ class ParameterStore:
                     raise _read_with_gradients(slot, option, eager=self.forwards.inside > 0)
         slot.restore_storage()
 
+    def require_plain(self, slots: Sequence[Slot], what: str) -> None:
+        """Raises StepError if a parameter is of a subclass that says what is gathered of it."""
+        for slot in slots:
+            extension = slot.param.extension
+            if extension is not None:
+                raise StepError(
+                    f"parameter {slot.param.fqn!r}, a {extension.kind.__name__}, {what}: outside "
+                    f"of programs fxshard gathers plain tensors. Call the model, or take "
+                    f"model.state_dict()."
+                )
+
     @torch.compiler.disable
     def gathered(self, slots: Sequence[Slot], dtype: torch.dtype) -> list[Tensor]:
         """All rows of parameters, each in a storage of its own; collective."""
+        self.require_plain(slots, "is read by eager code")
         if isinstance(self.world, InProcessWorld):
             return [slot.tensor.detach().to(dtype) for slot in slots]
         shards = [slot.shards[0].to(torch.device(self.device), dtype) for slot in slots]
@@ -506,6 +522,7 @@ class ParameterStore:
         what = "summon_full_params (or unshard, apply, a submodule or method by itself)"
         self.world.together(what)
         slots = [slot for slot in self.slots.values() if recurse or slot.param.unit == 0]
+        self.require_plain(slots, "would be unsharded (summon_full_params, unshard)")
         with self._summoning(state.full_parameters(slots, self.all_rows, **options)):
             yield
 
@@ -567,6 +584,7 @@ class ParameterStore:
         self.require_sharded("unshard")
         if unit in self._unsharded:
             return
+        self.require_plain(self._held_by(unit, ""), "would be unsharded (unshard)")
         self.world.together(f"unshard of {self.units[unit].name}")
         self._unsharded[unit] = shown = []
         for slots, dtype in self._by_dtype(self._held_by(unit, "")):

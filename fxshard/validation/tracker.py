@@ -60,6 +60,8 @@ class _Event:
     phase: str = ""
 
 
+COMPUTED = (Category.ACTIVATION, Category.TEMP)
+
 # What `torch.tensor` calls on a tensor that it has just made.
 _OF_NEW_DATA = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
@@ -261,6 +263,13 @@ class Tracker(TorchDispatchMode):
         """Gathered buffers are copied out of: they were no unsharded parameters all along."""
         self._packed.update(map(self._number, tensors))
 
+    def gathered(self, shards: Iterable[Tensor]) -> None:
+        """What was computed of a shard only to be sent is *All Gather*."""
+        for shard in shards:
+            number = self._numbers.get(id(shard.untyped_storage()))
+            if number is not None and self._storages[number].now in COMPUTED:
+                self.mark([shard], Category.ALL_GATHER)
+
     def resized(self, tensors: Iterable[Tensor]) -> None:
         """Storages may have been given back while tensors still refer to them."""
         for tensor in tensors:
@@ -332,6 +341,20 @@ class WatchedWorld:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._world, name)
+
+    def all_gather(self, shards: list[Tensor], pair: int, group: str = "shard") -> list[Tensor]:
+        """See `fxshard.runtime.world.World`."""
+        made = self._world.all_gather(shards, pair, group)
+        self._tracker.gathered(shards)
+        return made
+
+    def reduce_now(
+        self, tensors: list[Tensor], group: str = "shard", op: str = "max"
+    ) -> list[Tensor]:
+        """See `fxshard.runtime.world.World`."""
+        made = self._world.reduce_now(tensors, group, op)
+        self._tracker.mark(made, Category.ALL_GATHER)
+        return made
 
     def comm_hook(self, grads: list[Tensor], pair: int) -> list[Tensor]:
         """See `fxshard.runtime.world.World`."""

@@ -9,6 +9,7 @@ from torch import fx
 from fxshard.ir import dump, ops, tags, transfers
 from fxshard.ir.program import Fact, Program
 from fxshard.verify import walk
+from fxshard.verify.extensions import as_extensions_say, not_saved
 from fxshard.verify.failure import fail
 
 
@@ -32,6 +33,9 @@ def params_unsharded(program: Program) -> None:
         if not program.offloaded and program.world_size == 1 and param.compute_dtype is param.dtype:
             continue  # it is unsharded already
         for user in node.users:
+            makes = tags.get(user).role == "pre_gather" or user.target is ops.reduce_now
+            if param.extension is not None and (makes or user.target is ops.all_gather):
+                continue  # `as_extensions_say` knows which may
             if user.target not in (*readers, ops.step):
                 fail(
                     program,
@@ -41,11 +45,14 @@ def params_unsharded(program: Program) -> None:
                     f"{' or '.join(readers.values())} may.",
                 )
     _sent_as_named(program)
+    as_extensions_say(program)
     for launch in walk.unshards(program):
         _unpacked_as_packed(program, launch)
         for item in transfers.unsharded(launch):
             fqn = tags.get(item).fqn
             want = program.params[fqn or ""]
+            if want.extension is not None:
+                continue
             shape, dtype = tuple(item.meta["val"].shape), item.meta["val"].dtype
             unsharded = program.layouts[want.fqn].unsharded_shape
             if shape != unsharded or dtype is not want.compute_dtype:
@@ -88,7 +95,7 @@ def _sent_as_named(program: Program) -> None:
         if spec.role not in ("unshard", "reshard"):
             continue
         for shard in tags.operands(node):
-            if tags.get(shard).role not in ("shard", "unshard", "reshard"):
+            if tags.get(shard).role not in ("shard", "unshard", "reshard", "pre_gather"):
                 fail(program, fact, node, f"%{node.name} takes %{shard.name}, which is no shard.")
         if node.target is ops.pack:
             continue
@@ -146,6 +153,7 @@ def _unpacked_as_packed(program: Program, launch: fx.Node) -> None:
 
 
 def no_param_saved(program: Program) -> None:
+    not_saved(program)
     for launch in walk.unshards(program):
         tag = tags.get(launch)
         stays = program.units[tag.unit or 0].reshard is False

@@ -117,8 +117,8 @@ def is_item_of(node: fx.Node, launch: fx.Node) -> bool:
 
 
 def maker(node: fx.Node) -> fx.Node:
-    """The operator that `node` is an item of; itself for a placeholder."""
-    return node if node.op == "placeholder" else tags.source(node)
+    """The operator that `node` is an item of; itself if it is none."""
+    return tags.source(node) if node.target is operator.getitem else node
 
 
 def written(node: fx.Node) -> set[int]:

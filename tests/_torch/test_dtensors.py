@@ -1,5 +1,6 @@
 """Contracts of what `fxshard._torch.dtensors` uses of torch."""
 
+import inspect
 import io
 
 import pytest
@@ -8,12 +9,15 @@ import torch._dynamo
 import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.two_tensor import TwoTensor
 
 from fxshard._torch import (
     dtensors,
     process_groups,
 )
+from tests.subclasses import Narrow
 
 
 def test_dtensors_stand_on_their_local_tensor() -> None:
@@ -26,6 +30,26 @@ def test_dtensors_stand_on_their_local_tensor() -> None:
         dtensors.set_local_tensor(sharded, other)
         assert dtensors.local_tensor(sharded) is other
         assert torch.equal(sharded.to_local(), other) and sharded.shape == (4, 3)
+
+
+def test_what_is_inside_of_a_wrapper() -> None:
+    """Of one that says what is gathered; TwoTensor says nothing of that."""
+    inner = torch.ones(2, 3)
+    narrow, two = Narrow(inner), TwoTensor(inner, inner.clone())
+    assert dtensors.plain(narrow) is inner
+    assert dtensors.plain(two) is two and dtensors.plain(inner) is inner
+    assert dtensors.plain(nn.Parameter(narrow)).data_ptr() == inner.data_ptr()
+    with process_groups.fake_process_group(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        sharded = DTensor.from_local(inner, mesh, [Shard(0)], run_check=False)
+        dtensors.set_local_tensor(sharded, narrow)
+        assert dtensors.held_part(sharded) is narrow and dtensors.local_part(sharded) is inner
+
+
+def test_fsdp2_asks_for_what_is_gathered_by_these_names() -> None:
+    source = inspect.getsource(_fsdp_param)
+    assert f"hasattr(self._sharded_local_tensor, {dtensors.PRE!r})".replace("'", '"') in source
+    assert f".{dtensors.POST}(" in source
 
 
 def test_a_dtensor_is_made_like_another() -> None:

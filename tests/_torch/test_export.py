@@ -14,6 +14,7 @@ import torch.distributed._functional_collectives as functional_collectives
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing._internal.two_tensor import TwoTensor
 
 from fxshard._torch import (
     export,
@@ -39,6 +40,19 @@ def test_export_joint_describes_its_inputs(joint: Joint) -> None:
         ("tangent", ("output", 0)),
     ], "placeholders are not parameters, buffers, inputs, tangents as their descriptors say"
     assert export.input_source(object())[0] == "other"
+
+
+def test_export_joint_takes_parameters_of_subclasses_apart() -> None:
+    linear = nn.Linear(4, 2)
+    linear.weight = nn.Parameter(TwoTensor(torch.randn(2, 4), torch.randn(2, 4)))
+    with fake_tensors.FakeTensorMode(allow_non_fake_inputs=True):
+        _, sources, targets = export.export_joint(linear, (torch.randn(3, 4),))
+    assert [export.input_source(desc) for desc in sources][:3] == [
+        ("inner param", ("weight", "a")),
+        ("inner param", ("weight", "b")),
+        ("param", "bias"),
+    ]
+    assert targets
 
 
 def test_export_joint_describes_its_outputs(joint: Joint) -> None:

@@ -32,6 +32,7 @@ CHANGES: dict[str, Any] = {
     "recomputed": True,
     "call": 7,
     "line": "other.py:1 in other",
+    "inner": "_data",
 }
 SHARED = {"role", "module"}  # what the nodes of a region say of themselves, whoever calls it
 

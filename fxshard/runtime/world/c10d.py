@@ -154,6 +154,22 @@ class C10dWorld:
             launch.works.append(self.groups[group].allreduce_coalesced(sent, options))
         return grads
 
+    def reduce_now(
+        self, tensors: list[Tensor], group: str = "shard", op: str = "max"
+    ) -> list[Tensor]:
+        made = [tensor.clone() for tensor in tensors]
+        options = dist.AllreduceOptions()
+        options.reduceOp = OPS[op]
+        self._issued += 1
+        with self._explained(group):
+            for tensor in made:
+                work = self.groups[group].allreduce([as_real(tensor).view(-1)], options)
+                if self.cuda is None:
+                    self._finish(work)
+                else:
+                    work.wait()  # the compute stream, not the host
+        return made
+
     def comm_hook(self, grads: list[Tensor], pair: int) -> list[Tensor]:
         assert self.hook is not None
         results = grads

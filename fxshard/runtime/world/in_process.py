@@ -137,6 +137,11 @@ class InProcessWorld:
                 value.copy_(total)
         return ranks
 
+    def reduce_now(self, ranks: Ranks, op: str = "max") -> Ranks:
+        """The reduction over all ranks, a copy for each."""
+        totals = [REDUCE[op](values) for values in zip(*ranks, strict=True)]
+        return [[total.clone() for total in totals] for _ in ranks]
+
     def reshard(self, ranks: Ranks, dims: Sequence[int] = (), rows: Sequence[int] = ()) -> Ranks:
         """Each rank's part of its buffers."""
         size = len(ranks)
