@@ -6,9 +6,19 @@ from collections.abc import Iterator
 
 from torch import Tensor
 from torch._C import _functorch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as set_aside
 from torch.distributed.tensor import DTensor
 
 from fxshard._torch.modes import is_wrapper
+
+__all__ = ["in_memory", "is_transformed", "running", "set_aside", "without_transforms"]
+
+is_transformed = _functorch.is_functorch_wrapped_tensor
+
+
+def running() -> bool:
+    """True inside of a transform of torch.func; `set_aside` is a context in which none runs."""
+    return _functorch.peek_interpreter_stack() is not None
 
 
 def without_transforms(tensor: Tensor) -> Tensor:

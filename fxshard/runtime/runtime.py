@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fxshard import pipeline
-from fxshard._torch import autograd, modules, trees
+from fxshard._torch import autograd, modules, transforms, trees
 from fxshard.capture import attributes, refusals
 from fxshard.capture.attributes import Attributes
 from fxshard.capture.swapped import Inside, as_users_own
@@ -101,14 +101,33 @@ class Runtime(Phases):
         optimizer.step_parameters([slot.tensor for slot in slots], mine)
         return optimizer
 
+    def _require_untransformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise StepError if an argument was made inside of a transform of torch.func."""
+        for leaf in trees.tree_flatten((args, kwargs))[0]:
+            if isinstance(leaf, Tensor) and transforms.is_transformed(leaf):
+                raise StepError(
+                    f"{type(self.model).__name__} was called inside of a transform of torch.func "
+                    f"(jvp, grad, vmap) with a tensor that was made there. A program runs on plain "
+                    f"tensors, and the transform would see a constant. Differentiate by backward, "
+                    f"or transform the plain model."
+                )
+
     @torch.compiler.disable(reason="fxshard runs a program of its own")
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one forward; the result is what the user's model returns.
 
         Inside of `summon_full_params` the model runs as the user wrote it, without a program.
-        Inside ``torch.compile`` this is a graph break.
+        Inside ``torch.compile`` this is a graph break. Transforms of torch.func around the call
+        (jvp, grad, vmap) see what it returns as constants.
+
+        Raises:
+            StepError: an argument was made inside of such a transform.
         """
         refusals.check_captured()
+        if transforms.running():
+            self._require_untransformed(args, kwargs)
+            with transforms.set_aside():
+                return self.call(args, kwargs)
         self.reshard()  # of an `unshard` that nobody ended
         if self.summoned and not torch.is_grad_enabled():
             with as_users_own(self.model):

@@ -581,6 +581,8 @@ class ParameterStore:
 
     def unshard_unit(self, unit: int) -> None:
         """Unshard a unit in the dtype that it computes in, until `reshard_unit`; collective."""
+        if self._unshards is not None:
+            return  # `unshard` of the model, of which it is a part
         self.require_sharded("unshard")
         if unit in self._unsharded:
             return

@@ -1,0 +1,337 @@
+"""Several files: methods of `FSDPModule` on units, and several modules as one unit."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+
+from tests.oracles import Collectives, count_collectives
+from tests.peers.fsdp2.common import (
+    MLP,
+    Args,
+    Transformer,
+    adam,
+    assert_parity,
+    average_grads,
+    ddp,
+    made,
+    shard,
+    train_alike,
+)
+from tests.peers.fsdp2.test_comm import Widths, traced_step
+from tests.peers.fsdp2.test_training_composed import hybrid_mesh
+from tests.ranks import told
+
+# -- prefetching -----------------------------------------------------------------------------------
+
+
+def ahead(layers: Any, count: int, backward: bool) -> None:
+    """Each layer launches the next ones: in forward those behind it, in backward those before."""
+    layers = list(layers)[::-1] if backward else list(layers)
+    for index, layer in enumerate(layers[: len(layers) - count]):
+        wanted = layers[index + 1 : index + 1 + count]
+        if backward:
+            layer.set_modules_to_backward_prefetch(wanted)
+        else:
+            layer.set_modules_to_forward_prefetch(wanted)
+
+
+def prefetching(rank: int, world_size: int) -> None:
+    model = made(lambda: Transformer(Args(layers=8)))
+    ref = ddp(copy.deepcopy(model))
+    shard(model)
+    for backward in (False, True):
+        ahead(model.layers, 2, backward)
+    tokens = model.tokens(2, 8)
+    train_alike(ref, model, lambda: (tokens,))
+
+
+def test_layers_gathered_two_ahead_train_as_ddp(ranks: Any) -> None:
+    ranks(2).run(prefetching)
+
+
+class Wider(Widths):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.append(MLP(8, multiplier=5, bias=False))
+
+
+def said(calls: Collectives) -> list[str]:
+    names = {8 * 4: "root"} | {i * 2 * 64 * 4: str(i - 2) for i in (2, 3, 4, 5)}
+    short = {"all_gather": "+", "reduce_scatter": "-"}
+    return [short[call.kind] + names[call.nbytes] for call in calls.calls]
+
+
+def ordered(rank: int, world_size: int, count: int) -> None:
+    """The order of the launches, when layers say what is gathered ahead of backward."""
+    model = made(Wider)
+    shard(model, reshard_after_forward=True)
+    ahead(model.layers, count, True)
+    for _ in range(2):
+        loss = model(torch.ones(2, 8)).sum()
+        with count_collectives() as backward:
+            loss.backward()
+        model.zero_grad()
+    gathers = [each for each in said(backward) if each[0] == "+"]
+    assert gathers == ["+root", "+3", "+2", "+1", "+0"]
+    # what is launched before the gradients of layer 3 are reduced
+    assert said(backward).index("-3") == 2 + count
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_units_say_what_backward_gathers_ahead(ranks: Any, count: int) -> None:
+    ranks(2).run(ordered, count)
+
+
+def misled(rank: int, world_size: int) -> None:
+    """A unit gathers ahead what backward does not need any more."""
+    model = made(lambda: MLP(16))
+    ref = copy.deepcopy(model)
+    shard(model)
+    model.in_proj.set_modules_to_backward_prefetch([model.out_proj])
+    x = torch.randn(2, 16)
+    train_alike(ref, model, lambda: (x,), 3, after=average_grads)
+
+
+def test_a_unit_gathers_ahead_what_is_not_needed(ranks: Any) -> None:
+    ranks(2).run(misled)
+
+
+# -- accumulation by units -------------------------------------------------------------------------
+
+
+def by_units(rank: int, world_size: int, mode: str, hybrid: bool, reshard: Any) -> None:
+    """Reductions are left out for some units, or, of a hybrid strategy, the all-reduce alone."""
+    mlps, micro = 3, 3
+    model = made(lambda: nn.Sequential(nn.Linear(32, 32), *(MLP(32) for _ in range(mlps))))
+    ref = copy.deepcopy(model)
+    mesh = hybrid_mesh(world_size) if hybrid else None
+    shard(model, *model[1:], mesh=mesh, reshard_after_forward=reshard)
+    both = [(ref, adam(ref)), (model, adam(model))]
+
+    def last(is_last: bool) -> None:
+        if mode == "shards":
+            model.set_requires_all_reduce(is_last)
+        elif mode == "some":
+            for mlp in model[1:3]:
+                mlp.set_requires_gradient_sync(is_last)
+        else:
+            model.set_requires_gradient_sync(is_last, recurse=False)
+
+    for step in range(5):
+        with count_collectives() as seen:
+            for index in range(micro):
+                last(index == micro - 1)
+                x = torch.randn(2, 32)
+                losses = [each(x).sum() for each, _ in both]
+                sum(losses).backward()
+                assert_close(losses[1], losses[0])
+        early = {"shards": mlps + 1, "some": mlps - 2 + 1, "root": mlps}[mode] * (micro - 1)
+        assert seen.count("reduce_scatter") == mlps + 1 + early
+        expected = mlps + 1 + (0 if mode == "shards" else early)
+        assert seen.count("all_reduce") == (expected if hybrid else 0)
+        average_grads(ref)
+        assert_parity(ref, model)
+        for _, optim in both:
+            optim.step()
+            optim.zero_grad(set_to_none=step % 2 == 1)
+
+
+BY_UNITS = [("shards", True), ("some", False), ("some", True), ("root", False), ("root", True)]
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize(("mode", "hybrid"), BY_UNITS)
+@pytest.mark.parametrize("reshard", [True, False, 2])
+def test_some_reductions_are_left_out(ranks: Any, mode: str, hybrid: bool, reshard: Any) -> None:
+    ranks(4 if hybrid or reshard == 2 else 2).run(by_units, mode, hybrid, reshard)
+
+
+def pipelined(rank: int, world_size: int, ahead: bool) -> None:
+    """One forward, one backward; all is gathered ahead of the first."""
+    model = made(Transformer)
+    ref = copy.deepcopy(model)
+    shard(model, reshard_after_forward=False)
+    both = [(each, torch.optim.AdamW(each.parameters(), lr=1e-2)) for each in (ref, model)]
+    batches = [model.tokens(2, 16) for _ in range(3)]
+    if ahead:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard(async_op=True)
+    for index, tokens in enumerate(batches):
+        model.set_requires_gradient_sync(index == 2)
+        model.set_is_last_backward(index == 2)
+        losses = []
+        for each, _ in both:
+            losses.append(each(tokens).sum())
+            losses[-1].backward()
+        assert_close(losses[1], losses[0])
+    average_grads(ref)
+    for _, optim in both:
+        optim.step()
+    assert_parity(ref, model)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_microbatches_of_a_pipeline(ranks: Any, ahead: bool) -> None:
+    ranks(2).run(pipelined, ahead)
+
+
+# -- division --------------------------------------------------------------------------------------
+
+
+def root_divides(rank: int, world_size: int, factor: float, shape: tuple[int, ...]) -> None:
+    """A factor of the root is that of its own parameters."""
+    model = made(lambda: Transformer(Args(tied=False)))
+    ref = copy.deepcopy(model)
+    names = ("outer", "inner")[: len(shape)]
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    shard(model, mesh=mesh, reshard_after_forward=False)
+    model.set_gradient_divide_factor(factor)
+    of_blocks = {param for layer in ref.layers for param in layer.parameters()}
+
+    def divide(ref: Any) -> None:
+        for param in ref.parameters():
+            param.grad /= world_size if param in of_blocks else factor
+            dist.all_reduce(param.grad)
+
+    tokens = model.tokens(2, 16)
+    train_alike(
+        ref,
+        model,
+        lambda: (tokens,),
+        after=divide,
+        optimizer=lambda each: torch.optim.AdamW(each.parameters(), lr=1e-2),
+    )
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1)], ids=str)
+@pytest.mark.parametrize("factor", [8, 4])
+def test_a_factor_of_the_root_alone(ranks: Any, factor: float, shape: Any) -> None:
+    ranks(4).run(root_divides, factor, shape)
+
+
+# -- units that forward unshards -------------------------------------------------------------------
+
+
+class Reduced(nn.Module):
+    """What it makes is summed over ranks, outside of autograd, while something else runs."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(dim, dim))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = F.relu(x @ self.weight)
+        return y, dist.all_reduce(y, async_op=True)
+
+
+class Three(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.mlps = nn.ModuleList(MLP(dim) for _ in range(3))
+
+    def forward(self, ys: list[torch.Tensor]) -> torch.Tensor:
+        return sum(mlp(y) for mlp, y in zip(self.mlps, ys, strict=True))
+
+
+class Around(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.reduced = nn.ModuleList(Reduced(dim) for _ in range(3))
+        self.inner = Three(dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ys, works = [], []
+        for part, mlp in zip(self.reduced, self.inner.mlps, strict=True):
+            y, work = part(x)
+            ys.append(y)
+            works.append(work)
+            if isinstance(mlp, FSDPModule):
+                mlp.unshard(async_op=True)
+        for work in works:
+            work.wait()
+        return self.inner(ys)
+
+
+def unsharded_ahead(rank: int, world_size: int) -> None:
+    model = made(lambda: Around(8))
+    ref = ddp(copy.deepcopy(model))
+    shard(model.inner, *model.inner.mlps, reshard_after_forward=False)
+    names = [f"inner.{fqn}" for fqn, _ in model.inner.named_parameters()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    both = [ref, ddp(model, broadcast_buffers=False)]
+    optimizers = [adam(each) for each in both]
+    x = torch.randn(2, 8)
+    for _ in range(10):
+        losses = []
+        for each, optimizer in zip(both, optimizers, strict=True):
+            losses.append(each(x).sum())
+            losses[-1].backward()
+            with implicit_replication():
+                optimizer.step()
+            optimizer.zero_grad()
+        assert_close(losses[1], losses[0])
+
+
+def test_forward_unshards_units_ahead_of_them(ranks: Any) -> None:
+    ranks(2).run(unsharded_ahead)
+
+
+# -- what has no effect, and what is refused -------------------------------------------------------
+
+
+def buffers(rank: int, world_size: int) -> dict[str, str]:
+    """How many reductions are in flight changes no number; counts are checked."""
+    model = made(lambda: Transformer(Args(tied=False)))
+    ref = copy.deepcopy(model)
+    shard(model)
+    model.set_reduce_scatter_max_input_buffers(2)
+    model.layers[0].set_reduce_scatter_max_input_buffers(3, recurse=False)
+    tokens = model.tokens(2, 16)
+    train_alike(ref, model, lambda: (tokens,), 3, after=average_grads)
+    wrong: list[Any] = [0, 2.5, True]
+    return {
+        str(count): told(lambda count=count: model.set_reduce_scatter_max_input_buffers(count))
+        for count in wrong
+    }
+
+
+def test_buffers_of_reductions(ranks: Any) -> None:
+    for found in ranks(2).run(buffers):
+        for said in found.values():
+            assert said.startswith("ConfigError: max_input_buffers"), said
+
+
+def kept(rank: int, world_size: int) -> dict[str, str]:
+    """What stays unsharded behind backward, and hooks of a unit."""
+    model = made(Transformer)
+    shard(model, reshard_after_forward=False)
+    forward, backward = traced_step(model)
+    assert forward.count("all_gather") == 3 and backward.count("all_gather") == 0
+    return {
+        "after backward": told(lambda: model.layers[0].set_reshard_after_backward(False)),
+        "hook": told(lambda: model.layers[0].set_all_reduce_hook(lambda output: None)),
+        "gather": told(lambda: model.layers[0].set_custom_all_gather(None)),
+    }
+
+
+KEPT = {
+    "after backward": "a forward gathers again what the backward before it freed",
+    "hook": "use register_comm_hook(state, hook)",
+    "gather": "leave it out",
+}
+
+
+def test_what_units_refuse(ranks: Any) -> None:
+    for found in ranks(2).run(kept):
+        for case, said in KEPT.items():
+            assert said in found[case], (case, found[case])
