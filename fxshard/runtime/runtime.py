@@ -30,7 +30,7 @@ from fxshard.ir.program import Program
 from fxshard.memory.optimizer import make_optimizer
 from fxshard.plans.plan import Plan
 from fxshard.plans.workload import Workload, without_data
-from fxshard.runtime import state
+from fxshard.runtime import state, transformed
 from fxshard.runtime.other_outputs import in_a_thread, next_starts, trained
 from fxshard.runtime.sharding import Sharding
 from fxshard.runtime.step import Call, Phases, Step, differentiated
@@ -113,6 +113,8 @@ class Runtime(Phases):
         if self.summoned and not torch.is_grad_enabled():
             with as_users_own(self.model):
                 return self.model(*args, **kwargs)
+        if transformed.is_transformed(args, kwargs):
+            return transformed.run(self, args, kwargs)
         variant = self.variant(args, kwargs)
         signature = variant.program.signature
         flat, _ = trees.tree_flatten((args, kwargs))

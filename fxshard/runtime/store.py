@@ -266,6 +266,10 @@ class ParameterStore:
         }
         self._structure = [_names(module) for module in self.tree]
 
+    def is_own(self, slot: Slot) -> bool:
+        """True if the model holds the parameter that it held in its last call."""
+        return slot.tensor is self._seen.get(slot.param.fqn)
+
     def follow_changes(self) -> bool:
         """Take over changes of the model since the last call; True if its structure changed.
 
