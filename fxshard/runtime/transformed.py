@@ -46,6 +46,8 @@ def run(store: ParameterStore, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             f"operator by operator, without the dtypes of mixed_precision. Transform a model "
             f"without mixed_precision, or compute the derivative inside of forward."
         )
+    if store.unfilled:
+        store.require_filled()
     slots = list(store.slots.values())
     if any(not store.is_own(slot) for slot in slots):
         raise StepError(
@@ -54,7 +56,7 @@ def run(store: ParameterStore, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         )
     with transforms.outside(), torch.no_grad():
         store.world.together("a call inside of a transform of torch.func, or of forward-mode AD")
-        unsharded = [store.gathered(slot, slot.param.dtype) for slot in slots]
+        unsharded = [store.gathered([slot], slot.param.dtype)[0] for slot in slots]
         for slot, tensor in zip(slots, unsharded, strict=True):
             tensor.requires_grad_(slot.tensor.requires_grad)
     for slot, tensor in zip(slots, unsharded, strict=True):
