@@ -27,6 +27,7 @@ __all__ = [
     "outside_autocast",
     "outside_function_modes",
     "outside_modes",
+    "profiled",
     "rng_kept",
     "unobserved",
     "without_autocast",
@@ -141,3 +142,11 @@ def is_composite(operator: Any) -> bool:
     name = operator.name()
     apart = has_kernel(name, key.CompositeImplicitAutograd)
     return bool(apart and not has_kernel(name, key.CPU))
+
+
+def profiled() -> bool:
+    """True while a profiler of torch runs in this thread.
+
+    (torch/autograd/__init__.py, ``_profiler_enabled``; torch/_dynamo asks it too)
+    """
+    return bool(torch._C._autograd._profiler_enabled())

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 from torch._C import _functorch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as set_aside
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from fxshard._torch.modes import is_wrapper
-
-__all__ = ["in_memory", "is_transformed", "running", "set_aside", "without_transforms"]
-
-is_transformed = _functorch.is_functorch_wrapped_tensor
-
-
-def running() -> bool:
-    """True inside of a transform of torch.func; `set_aside` is a context in which none runs."""
-    return _functorch.peek_interpreter_stack() is not None
 
 
 def without_transforms(tensor: Tensor) -> Tensor:
@@ -39,3 +33,37 @@ def in_memory(tensor: Tensor) -> Iterator[Tensor]:
     for inner in inside:
         if isinstance(inner, Tensor):
             yield from in_memory(inner)
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """True for a tensor of a transform, such as a batch of ``vmap``.
+
+    ``torch.autograd.grad(is_grads_batched=True)`` passes batches of an older kind.
+    """
+    return bool(
+        _functorch.is_functorch_wrapped_tensor(tensor) or _functorch.is_legacy_batchedtensor(tensor)
+    )
+
+
+def transforming() -> bool:
+    """True inside of a transform of ``torch.func`` (grad, jvp, vmap, ...), in this thread."""
+    return _functorch.peek_interpreter_stack() is not None
+
+
+def forward_mode() -> bool:
+    """True inside of ``torch.autograd.forward_ad.dual_level()``."""
+    return forward_ad._current_level >= 0
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """True for a dual of forward-mode AD."""
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def outside() -> contextlib.AbstractContextManager[Any]:
+    """The block runs outside of all transforms of ``torch.func``.
+
+    (torch/_functorch/pyfunctorch.py)
+    """
+    guard: contextlib.AbstractContextManager[Any] = temporarily_clear_interpreter_stack()
+    return guard

@@ -40,3 +40,12 @@ def _dicts(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 def join(path: str, name: str) -> str:
     """The FQN of what the module at `path` calls `name`."""
     return f"{path}.{name}" if path else name
+
+
+# What wrappers of torch put into names: checkpoint_wrapper, torch.compile, FSDP1.
+WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
+
+
+def without_wrappers(fqn: str) -> str:
+    """The FQN that a module or parameter would have if nothing were wrapped."""
+    return ".".join(part for part in fqn.split(".") if part not in WRAPPERS)

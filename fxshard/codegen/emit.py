@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
+from fxshard._torch import modes
 from fxshard._torch.export import OpOverload
 from fxshard.capture import rng
 from fxshard.codegen import spelling
@@ -54,6 +55,7 @@ class Executor:
         self.code = emit(program)
         self._functions = load(self.code, program)
         self._functions.update(compiled_functions(program))
+        self._in_ranges: dict[str, Any] | None = None
         self._random = {
             region.name
             for region in self.schedule.regions.values()
@@ -108,7 +110,19 @@ class Executor:
                 names = [*self.schedule.regions, "step"]
                 regions = {n: self._functions[n] for n in names if n in self._functions}
                 return self.world.run(graph, regions, self._random, args)
-            return [self._functions[phase](self.world, args[0])]
+            return [self._function(phase)(self.world, args[0])]
+
+    def _function(self, phase: str) -> Callable[..., Any]:
+        """The emitted function; while a profiler runs, one whose rows are ranges."""
+        if not modes.profiled():
+            return self._functions[phase]
+        if self._in_ranges is None:
+            made = load(emit(self.program, ranges=True), self.program)
+            regions = {name: self._functions[name] for name in self.schedule.regions}
+            step = {"step": self._functions["step"]} if "step" in self._functions else {}
+            made.update(regions | step)
+            self._in_ranges = made
+        return self._in_ranges[phase]
 
 
 class Probe(Protocol):
@@ -144,12 +158,16 @@ class TracedExecutor(Executor):
         self._probe.begin(phase)
         return super()._run(phase, graph, args)
 
+    def _function(self, phase: str) -> Callable[..., Any]:
+        return self._functions[phase]
+
 
 def load(source: str, program: Program, at: Callable[[], None] | None = None) -> dict[str, Any]:
     """Execute emitted source; returns its functions by name."""
     namespace: dict[str, Any] = {
         "torch": torch,
         "device": torch.device,
+        "record_function": torch.profiler.record_function,
         "inf": math.inf,
         "nan": math.nan,
         "at": at,
@@ -190,17 +208,18 @@ def function_name(target: Any) -> str:
     return str(target).removesuffix(".default").replace(".", "_")
 
 
-def emit(program: Program, *, points: bool = False) -> str:
+def emit(program: Program, *, points: bool = False, ranges: bool = False) -> str:
     """Python source: one function per region, then ``forward`` and ``backward``.
 
     Args:
         program: with a schedule.
         points: call ``at()`` after every operator and row.
+        ranges: run each row in a range of the profiler (`range_of`).
     """
     assert program.schedule is not None
     schedule = program.schedule
     parts = [_region(program, region, points) for region in schedule.regions.values()]
-    parts += [_phase(program, name, graph, points) for name, graph in schedule.phases()]
+    parts += [_phase(program, name, graph, points, ranges) for name, graph in schedule.phases()]
     return "\n\n\n".join(parts) + "\n"
 
 
@@ -218,7 +237,27 @@ def _region(program: Program, region: Region, points: bool) -> str:
     return "\n".join(lines)
 
 
-def _phase(program: Program, name: str, graph: fx.Graph, points: bool) -> str:
+def range_of(program: Program, row: fx.Node) -> str:
+    """The name of a row in a profile: FSDP2's, where that has one for it, and the unit's FQN."""
+    tag, spec = tags.get(row), ops.of(row)
+    reduces = tag.role == "reduce" or (tag.role == "wait" and tag.phase == "backward")
+    if row.op == "call_module":
+        what = f"fxshard::{row.target}"
+    elif spec.collective and tag.role == "unshard":
+        what = "FSDP::all_gather"
+    elif row.target is ops.unpack:
+        what = "FSDP::all_gather_copy_out"
+    elif row.target is ops.free:
+        what = f"FSDP::post_{tag.phase}{'_reshard' if tag.phase == 'backward' else ''}"
+    elif spec.collective and reduces:
+        what = "FSDP::post_backward_reduce"
+    else:
+        what = f"fxshard::{spec.name or row.name}"
+    fqn = program.units[tag.unit or 0].fqn
+    return f"{what} ({fqn})" if fqn else what
+
+
+def _phase(program: Program, name: str, graph: fx.Graph, points: bool, ranges: bool) -> str:
     lines = [f"def {name}(world, args):", *_unpack(graph), *_entry(graph)]
     dead = last_reads(graph)
     for row in graph.nodes:
@@ -230,15 +269,19 @@ def _phase(program: Program, name: str, graph: fx.Graph, points: bool) -> str:
         drops = [n for reader in (row, *items) for n in dead[reader] if n is not row]
         tag = tags.get(row)
         lines += [f"    world.wait_event({tag.stream!r}, {event!r})" for event in tag.waits]
+        inside = "    "
+        if ranges:
+            lines.append(f"    with record_function({range_of(program, row)!r}):")
+            inside += inside
         if row.op == "call_module":
-            lines.append(f"    args = [{', '.join(n.name for n in row.all_input_nodes)}]")
-            lines += _drop(drops)
-            lines.append(f"    {targets}{row.target}(args){unit}")
+            lines.append(f"{inside}args = [{', '.join(n.name for n in row.all_input_nodes)}]")
+            lines += _drop(drops, inside)
+            lines.append(f"{inside}{targets}{row.target}(args){unit}")
             drops = []
         elif row.target in ops.OPERATORS:
-            lines.append(f"    {targets}{_asked(row)}{unit}")
+            lines.append(f"{inside}{targets}{_asked(row)}{unit}")
         else:
-            lines.append(f"    {row.name} = {_call(row)}{unit}")
+            lines.append(f"{inside}{row.name} = {_call(row)}{unit}")
         ran = [tags.get(node) for node in row.meta.get("run", (row,))]
         lines += [f"    world.record_event({t.stream!r}, {t.records!r})" for t in ran if t.records]
         lines += _drop(drops)
@@ -296,9 +339,9 @@ def _names(nodes: Any) -> str:
     return "[" + ", ".join(node.name for node in nodes) + "]"
 
 
-def _drop(nodes: Sequence[fx.Node]) -> list[str]:
+def _drop(nodes: Sequence[fx.Node], indent: str = "    ") -> list[str]:
     names = list(dict.fromkeys(node.name for node in nodes))
-    return [f"    {' = '.join(names)} = None"] if names else []
+    return [f"{indent}{' = '.join(names)} = None"] if names else []
 
 
 def _call(node: fx.Node) -> str:

@@ -18,14 +18,12 @@ from torch.optim.optimizer import (
 )
 
 from fxshard._torch import autograd
+from fxshard.capture.modules import without_wrappers
 from fxshard.capture.provenance import user_line
 from fxshard.dryrun.tape import Tape
 from fxshard.ir.calls import Call
 from fxshard.memory.category import Category
 from fxshard.memory.ledger import OPTIMIZER, LiveRange, Moment
-
-# What wrappers of torch put into names: checkpoint_wrapper, torch.compile, FSDP1.
-WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 
 
 class Origin(NamedTuple):
@@ -252,14 +250,14 @@ class Position:
             self._names[id(module)] = prefix
             module = module.module
         for name, each in module.named_modules():
-            parts = [prefix, *(p for p in name.split(".") if p not in WRAPPERS)]
+            parts = [prefix, without_wrappers(name)]
             self._names.setdefault(id(each), ".".join(filter(None, parts)))
 
     def fqn(self, root: nn.Module, name: str) -> str:
         """FQN of a parameter of a root, without the names of wrappers."""
         if isinstance(root, DistributedDataParallel):
             name = name.removeprefix("module.")
-        parts = [self.name_of(root), *(p for p in name.split(".") if p not in WRAPPERS)]
+        parts = [self.name_of(root), without_wrappers(name)]
         return ".".join(filter(None, parts))
 
     def name_of(self, module: nn.Module) -> str:

@@ -83,6 +83,8 @@ class Workload:
         """With some of its fields, of the call's ``args`` and ``kwargs``, or options replaced."""
         own = {f.name for f in dataclasses.fields(self)} - {"module", "config", "call"}
         mine = {name: value for name, value in changes.items() if name in own}
+        if "loss" in mine:
+            mine.setdefault("tangents", None)  # those of another loss
         args, kwargs = self.call
         mine["call"] = example(changes.get("args", args), changes.get("kwargs", kwargs))
         options = {n: v for n, v in changes.items() if n not in (*own, "args", "kwargs")}

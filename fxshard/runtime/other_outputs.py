@@ -9,6 +9,7 @@ follow run that program from the start (docs/adr/0030).
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
@@ -86,15 +87,19 @@ def in_a_thread(
     found: list[Any] = []
     failed: list[BaseException] = []
     device = torch.get_default_device()
+    accelerator = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run() -> None:
         try:
+            if accelerator is not None:
+                torch.cuda.set_device(accelerator)
             with context(), contextlib.nullcontext() if device.type == "cpu" else device:
                 found.append(function())
         except BaseException as error:
             failed.append(error)
 
-    thread = threading.Thread(target=run, name="fxshard trace")
+    inherited = contextvars.copy_context()
+    thread = threading.Thread(target=inherited.run, args=(run,), name="fxshard trace")
     thread.start()
     thread.join()
     if failed:

@@ -30,7 +30,7 @@ from fxshard.ir.program import Program
 from fxshard.memory.optimizer import make_optimizer
 from fxshard.plans.plan import Plan
 from fxshard.plans.workload import Workload, without_data
-from fxshard.runtime import state
+from fxshard.runtime import state, transformed
 from fxshard.runtime.other_outputs import in_a_thread, next_starts, trained
 from fxshard.runtime.sharding import Sharding
 from fxshard.runtime.step import Call, Phases, Step, differentiated
@@ -101,37 +101,25 @@ class Runtime(Phases):
         optimizer.step_parameters([slot.tensor for slot in slots], mine)
         return optimizer
 
-    def _require_untransformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise StepError if an argument was made inside of a transform of torch.func."""
-        for leaf in trees.tree_flatten((args, kwargs))[0]:
-            if isinstance(leaf, Tensor) and transforms.is_transformed(leaf):
-                raise StepError(
-                    f"{type(self.model).__name__} was called inside of a transform of torch.func "
-                    f"(jvp, grad, vmap) with a tensor that was made there. A program runs on plain "
-                    f"tensors, and the transform would see a constant. Differentiate by backward, "
-                    f"or transform the plain model."
-                )
-
     @torch.compiler.disable(reason="fxshard runs a program of its own")
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one forward; the result is what the user's model returns.
 
         Inside of `summon_full_params` the model runs as the user wrote it, without a program.
-        Inside ``torch.compile`` this is a graph break. Transforms of torch.func around the call
-        (jvp, grad, vmap) see what it returns as constants.
-
-        Raises:
-            StepError: an argument was made inside of such a transform.
+        Inside ``torch.compile`` this is a graph break. A transform of torch.func (jvp, grad, vmap)
+        around a call whose arguments were made outside of it sees a constant.
         """
         refusals.check_captured()
-        if transforms.running():
-            self._require_untransformed(args, kwargs)
-            with transforms.set_aside():
+        by_transforms = transformed.is_transformed(args, kwargs)
+        if transforms.transforming() and not by_transforms:
+            with transforms.outside():
                 return self.call(args, kwargs)
         self.reshard()  # of an `unshard` that nobody ended
         if self.summoned and not torch.is_grad_enabled():
             with as_users_own(self.model):
                 return self.model(*args, **kwargs)
+        if by_transforms:
+            return transformed.run(self, args, kwargs)
         variant = self.variant(args, kwargs)
         signature = variant.program.signature
         flat, _ = trees.tree_flatten((args, kwargs))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxshard._torch import autograd
+from fxshard._torch import autograd, transforms
 from fxshard.capture import rng, shapes
 from fxshard.capture.swapped import users_class
 from fxshard.codegen.emit import Executor
@@ -247,6 +247,12 @@ class Step(torch.autograd.Function):
                 f"of the loss: that is traced, its second derivatives too."
             )
         grads = autograd.boxed(given)
+        if any(grad is not None and transforms.is_transformed(grad) for grad in grads):
+            raise StepError(
+                f"backward through {users_class(ctx.call.runtime.model).__name__} inside of a "
+                f"transform (is_grads_batched=True, vmap): a program takes one gradient of each "
+                f"output. Call torch.autograd.grad(..., retain_graph=True) once for each."
+            )
         runtime: Phases = ctx.call.runtime
         runtime.require_sharded("backward")
         if ctx.saved is None:

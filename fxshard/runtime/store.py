@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from fxshard._torch import autograd
 from fxshard._torch.dtensors import local_part
 from fxshard.bytesize import parse_bytes
-from fxshard.capture.modules import join
+from fxshard.capture.modules import join, without_wrappers
 from fxshard.config import Config, Precision
 from fxshard.errors import StepError
 from fxshard.ir import layout
@@ -85,6 +85,7 @@ class ParameterStore:
         self.partial: dict[str, list[Tensor]] = {}
         self.reach = Reach()
         self.sync, self.comm_hook = True, False
+        self.wrapped: dict[str, str] = {}  # name of a parameter -> as it is called now
         self.forwards = eager.Forwards()
         self._reduction: tuple[Config, InsertReduce] | None = None
         self._cast_buffers()
@@ -134,8 +135,10 @@ class ParameterStore:
         if param.extension is not None and tensor.dtype is param.dtype:  # else it is refused
             return dataclasses.replace(param, requires_grad=tensor.requires_grad)
         cast = self.units[param.unit].precision if param.fqn in self.slots else Precision()
+        names = (param.fqn, *(self.wrapped.get(alias, alias) for alias in param.aliases))
         return dataclasses.replace(
             param,
+            aliases=tuple(dict.fromkeys(names)),
             dtype=tensor.dtype,
             requires_grad=tensor.requires_grad,
             compute_dtype=cast.computes_in(tensor.dtype),
@@ -265,6 +268,10 @@ class ParameterStore:
         }
         self._structure = [_names(module) for module in self.tree]
 
+    def is_own(self, slot: Slot) -> bool:
+        """True if the model holds the parameter that it held in its last call."""
+        return slot.tensor is self._seen.get(slot.param.fqn)
+
     def follow_changes(self) -> bool:
         """Take over changes of the model since the last call; True if its structure changed.
 
@@ -303,8 +310,12 @@ class ParameterStore:
             for name, param in module._parameters.items()
             if param is not None
         }
-        expected = {alias for slot in self.slots.values() for alias in slot.param.aliases}
-        expected |= {alias for param in self.ignored.values() for alias in param.aliases}
+        params = (*(slot.param for slot in self.slots.values()), *self.ignored.values())
+        names = {alias: alias for param in params for alias in param.aliases}
+        plain = {without_wrappers(name): name for name in known}
+        for name in names.keys() - known:  # modules may be wrapped, for activation checkpoints
+            names[name] = plain.get(without_wrappers(name), name)
+        self.wrapped, expected = names, {*names.values()}
         held = {id(module) for module in self.model.modules()}
         new = known - expected
         for fqn, slot in self.slots.items():

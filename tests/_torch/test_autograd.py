@@ -174,3 +174,13 @@ def test_plain_torch_functions() -> None:
         assert torch.equal(asked + 1, torch.full((2,), 2.0)) and asked.shape == (2,)
     with pytest.raises(AssertionError):
         asked + 1
+
+
+def test_a_backward_knows_if_its_graph_is_kept() -> None:
+    seen: list[bool] = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda grad: seen.append(autograd.keeps_graph()))
+    loss = x.square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert seen == [True, False]

@@ -148,3 +148,10 @@ def test_a_mode_gets_operators_that_take_functions_and_what_they_run_in_eager() 
     assert not modes.is_higher_order(torch.ops.aten.sin.default)
     for operator in (flex_attention, flex_attention_backward):
         assert modes.is_higher_order(operator) and modes.eager_kernel(operator) is not None
+
+
+def test_a_profiler_is_seen() -> None:
+    assert not modes.profiled()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert modes.profiled()
+    assert not modes.profiled()

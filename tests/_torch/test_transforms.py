@@ -1,16 +1,14 @@
 """Contracts of what `fxshard._torch.transforms` uses of torch."""
 
+from typing import Any
+
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from fxshard._torch.transforms import (
-    in_memory,
-    is_transformed,
-    running,
-    set_aside,
-    without_transforms,
-)
+from fxshard._torch import transforms
+from fxshard._torch.transforms import in_memory, without_transforms
 
 
 def test_the_tensor_below_all_transforms() -> None:
@@ -33,17 +31,28 @@ def test_the_tensors_inside_of_a_subclass() -> None:
     assert [id(each) for each in in_memory(a)] == [id(a)]
 
 
-def test_transforms_are_set_aside() -> None:
-    seen, plain = [], torch.ones(2)
+def test_transforms_and_duals_are_seen_and_left() -> None:
+    seen: list[Any] = []
 
     def function(x: Tensor) -> Tensor:
-        assert is_transformed(torch.ones(2))  # what is made inside is a wrapper, too
-        assert running() and is_transformed(x) and not is_transformed(plain)
-        with set_aside():
-            assert not running()
-            seen.append(plain.requires_grad_().sin())
-        assert running()
-        return x * seen[-1].detach()
+        seen.append((transforms.transforming(), transforms.is_transformed(x)))
+        with transforms.outside():
+            seen.append(transforms.transforming())
+        return x.sum()
 
-    torch.func.jvp(function, (torch.ones(2),), (torch.ones(2),))
-    assert not running() and not is_transformed(seen[0])
+    x = torch.ones(2)
+    torch.func.grad(function)(x)
+    assert seen == [(True, True), False] and not transforms.transforming()
+    assert not transforms.forward_mode()
+    with forward_ad.dual_level():
+        assert transforms.forward_mode() and not transforms.has_tangent(x)
+        assert transforms.has_tangent(forward_ad.make_dual(x, x))
+
+
+def test_batches_of_gradients_are_seen() -> None:
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(transforms.is_transformed(grad)))
+    torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True)
+    assert seen == [True]

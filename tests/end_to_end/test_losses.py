@@ -13,6 +13,7 @@ from fxshard.errors import StepError
 from tests.eager import Net, pair
 from tests.end_to_end.losses_cases import USES, Several, joined, made
 from tests.end_to_end.training_cases import assert_same, batch, grads_of
+from tests.zoo import MODELS
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}
 
@@ -179,6 +180,18 @@ def test_ranks_that_make_losses_of_other_outputs_are_told(ranks: Any) -> None:
     assert all("RankMismatchError" in failure for failure in found)
 
 
+def test_logits_of_a_model_that_returns_its_loss_too() -> None:
+    case = MODELS["llama"]
+    eager, ours = pair(case.build)
+    args, kwargs = case.batch(0, 0)
+    for name in ("logits", "logits", "loss", "logits"):
+        for model in (eager, ours):
+            model.zero_grad()
+            model(*args, **kwargs)[name].square().mean().backward()
+        assert_same(grads_of(ours), grads_of(eager), rtol=1e-4, atol=1e-6)
+    assert len(ours._fxshard.variants) == 3
+
+
 # -- known beforehand ------------------------------------------------------------------------------
 
 LOSSES: dict[str, Any] = {
@@ -195,3 +208,15 @@ def test_static_equals_measured_for_a_loss_of_any_outputs(name: str) -> None:
         Several(), (batch(0),), world_size=2, units=["blocks.*"], loss=LOSSES[name], numerics=True
     )
     assert found.holds, found.table(only_different=True)
+
+
+def test_a_plan_follows_its_loss() -> None:
+    plan = fxshard.plan(Several(), (batch(0),), world_size=2, loss=LOSSES["logits"])
+    assert [plan.program.signature.output_names[i] for i in plan.program.signature.tangents] == [
+        "['logits']"
+    ]
+    other = plan.replan(loss=LOSSES["hidden states"])
+    assert [other.program.signature.output_names[i] for i in other.program.signature.tangents] == [
+        "['hidden']"
+    ]
+    assert not plan.replan(loss=None).program.signature.starts_everywhere

@@ -1,4 +1,4 @@
-"""Collectives that forward calls itself: on their group, in eager's order, with torch's gradients."""
+"""Collectives that forward calls itself: on their group, in its order, with torch's gradients."""
 
 import functools
 from collections.abc import Callable
