@@ -248,6 +248,7 @@ class Step(torch.autograd.Function):
             )
         grads = autograd.boxed(given)
         runtime: Phases = ctx.call.runtime
+        runtime.reshard()  # of an `unshard` that nobody ended
         runtime.require_sharded("backward")
         if ctx.saved is None:
             raise StepError(
