@@ -172,11 +172,15 @@ def full_parameters(
         if writeback:
             for slot, now in zip(slots, found, strict=True):
                 _require_alike(slot, now)
+            # First of all: parameters that are views of one storage share the count of writes.
+            stepped = [_versions(t) != versions for t, versions in zip(sharded, before, strict=True)]
             for k, (slot, now) in enumerate(zip(slots, found, strict=True)):
-                if _versions(sharded[k]) == before[k]:
-                    _write_back(slot, now[0], with_grads)
-                elif now[0] is not made[k] or autograd.version(made[k]) != gathered[k]:
+                touched = now[0] is not made[k] or autograd.version(made[k]) != gathered[k]
+                if stepped[k] and touched:
                     raise _written_twice(slot)
+            for slot, now, has_stepped in zip(slots, found, stepped, strict=True):
+                if not has_stepped:
+                    _write_back(slot, now[0], with_grads)
 
 
 def _own(all_rows: Callable[[Tensor], Tensor], tensor: Tensor, offload_to_cpu: bool) -> Tensor:
