@@ -173,7 +173,7 @@ def full_parameters(
             for slot, now in zip(slots, found, strict=True):
                 _require_alike(slot, now)
             # First of all: parameters that are views of one storage share the count of writes.
-            stepped = [_versions(t) != versions for t, versions in zip(sharded, before, strict=True)]
+            stepped = [_versions(t) != was for t, was in zip(sharded, before, strict=True)]
             for k, (slot, now) in enumerate(zip(slots, found, strict=True)):
                 touched = now[0] is not made[k] or autograd.version(made[k]) != gathered[k]
                 if stepped[k] and touched:
