@@ -272,7 +272,7 @@ def fully_shard(
     `FxshardModule`, whose program is made at its first forward. It and the blocks get subclasses of
     their classes and of `FSDPModule`, whose methods they have.
 
-    What is on the meta device is allocated, as NaN: fill it before the first forward, by
+    What is on the meta device stays there: fill it before the first forward, by
     ``model.to_empty(device=...)`` and the model's own initialisation, or by loading.
 
     Args:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -578,6 +579,11 @@ def _sizes_first(graph: fx.Graph, example: _Example) -> None:
             front.append(node)
             front = node
             ready.add(node)
+        elif factors := _factors(expression, {e: n for e, n in known.items() if n in ready}):
+            node.target, node.args = operator.mul, factors
+            front.append(node)
+            front = node
+            ready.add(node)
         elif of_tensor:
             source.append(node)
         else:
@@ -587,6 +593,20 @@ def _sizes_first(graph: fx.Graph, example: _Example) -> None:
         unread = node.op == "call_function" and not node.users
         if unread and isinstance(node.meta.get("val"), torch_sizes.SYMBOLIC):
             graph.erase_node(node)
+
+
+def _factors(
+    expression: sympy.Basic, known: Mapping[sympy.Basic, fx.Node]
+) -> tuple[fx.Node, fx.Node | int] | None:
+    """Two of the sizes that are known, or one and a number, of which a size is the product.
+
+    A flattened batch has ``batch * length`` rows, and is asked for them deep in the model.
+    """
+    for size, node in known.items():
+        rest = expression / size if size.is_Symbol or size.is_Mul else sympy.nan
+        if rest in known or rest.is_Integer:
+            return node, known[rest] if rest in known else int(rest)
+    return None
 
 
 def with_sizes(

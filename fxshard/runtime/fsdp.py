@@ -160,7 +160,9 @@ class FsdpMethods(UnitMethods):
             yield
 
     def unshard(self, async_op: bool = False, **options: Any) -> Unsharded:
-        """Unshard parameters now, until `reshard`, the next call, or the end of a with block.
+        """Unshard parameters now, until `reshard`, or the next forward or backward; collective.
+
+        At the end changes are written back; an optimizer may step the shards meanwhile.
 
         Args:
             async_op: taken for FSDP2's sake: parameters are unsharded when this returns.
@@ -168,6 +170,10 @@ class FsdpMethods(UnitMethods):
 
         Returns:
             A handle: ``wait()`` does nothing more, and ``with`` on it reshards at the end.
+
+        Raises:
+            StepError: at the end, see `summon_full_params`; also of what was written both
+                unsharded and as a shard.
         """
         self._fxshard.unshard(**options)
         return Unsharded(self)

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from fxshard._torch import dtensors, optimizers, trees
+from fxshard._torch import autograd, dtensors, optimizers, trees
 from fxshard._torch import modules as torch_modules
 from fxshard._torch.dtensors import _dtensor, local_part, sharded_like
 from fxshard.capture import swapped
@@ -139,10 +139,12 @@ def full_parameters(
     Collective. It does what ``FullyShardedDataParallel.summon_full_params`` does
     (torch/distributed/fsdp/_unshard_param_utils.py), except that ``writeback=False`` discards
     changes on one rank too, and gradients may be offloaded. `all_rows` is that of `ParameterStore`.
+    What was not changed in the block is not written back: an optimizer may step the shards in it.
 
     Raises:
         ConfigError: `writeback` with `rank0_only`: the other ranks have nothing to take rows from.
-        StepError: at the end, a parameter has another shape, or is not tied any more.
+        StepError: at the end, a parameter has another shape, is not tied any more, or was changed
+            both as a full one and as a shard.
     """
     if writeback and rank0_only:
         raise ConfigError(
@@ -157,6 +159,8 @@ def full_parameters(
         if with_grads and tensor.grad is not None:
             full.grad = _own(all_rows, tensor.grad, offload_to_cpu)
         made.append(full if keep else tensor)
+    before = [_versions(tensor) for tensor in sharded]
+    gathered = [autograd.version(full) for full in made]
     for slot, full in zip(slots, made, strict=True):
         slot.place(full)
     try:
@@ -168,8 +172,15 @@ def full_parameters(
         if writeback:
             for slot, now in zip(slots, found, strict=True):
                 _require_alike(slot, now)
-            for slot, now in zip(slots, found, strict=True):
-                _write_back(slot, now[0], with_grads)
+            # First of all: parameters that are views of one storage share the count of writes.
+            stepped = [_versions(t) != was for t, was in zip(sharded, before, strict=True)]
+            for k, (slot, now) in enumerate(zip(slots, found, strict=True)):
+                touched = now[0] is not made[k] or autograd.version(made[k]) != gathered[k]
+                if stepped[k] and touched:
+                    raise _written_twice(slot)
+            for slot, now, has_stepped in zip(slots, found, stepped, strict=True):
+                if not has_stepped:
+                    _write_back(slot, now[0], with_grads)
 
 
 def _own(all_rows: Callable[[Tensor], Tensor], tensor: Tensor, offload_to_cpu: bool) -> Tensor:
@@ -201,6 +212,19 @@ def _require_alike(slot: Slot, now: Sequence[nn.Parameter | None]) -> None:
             f"{list(tensor.shape)} before: all changes were dropped. Change values only, or change "
             f"the model before fxshard.compile."
         )
+
+
+def _versions(tensor: Tensor) -> tuple[int, int]:
+    """How often a parameter was written; operators on its local part do not count in the first."""
+    return autograd.version(tensor), autograd.version(local_part(tensor))
+
+
+def _written_twice(slot: Slot) -> StepError:
+    return StepError(
+        f"parameter {slot.param.fqn!r} was written while it was unsharded, and so was its shard, "
+        f"by an optimizer, say: one of the two would be lost. Call model.reshard(), or leave "
+        f"summon_full_params, before the optimizer steps."
+    )
 
 
 @torch.no_grad()

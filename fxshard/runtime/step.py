@@ -254,6 +254,7 @@ class Step(torch.autograd.Function):
                 f"output. Call torch.autograd.grad(..., retain_graph=True) once for each."
             )
         runtime: Phases = ctx.call.runtime
+        runtime.reshard()  # of an `unshard` that nobody ended
         runtime.require_sharded("backward")
         if ctx.saved is None:
             raise StepError(

@@ -210,7 +210,10 @@ def discarded(rank: int, world_size: int) -> None:
         ours.head.bias = nn.Parameter(torch.ones(9))
     assert_same_values(ours, eager)
     loss = call(MODELS["mlp13"], ours)
-    with pytest.raises(StepError, match="backward inside of"), ours.unshard(writeback=False):
+    with (
+        pytest.raises(StepError, match="backward inside of"),
+        ours.summon_full_params(writeback=False),
+    ):
         loss.backward()
     with ours.unshard():
         ours.head.bias = nn.Parameter(torch.full((3,), 7.0), requires_grad=False)
