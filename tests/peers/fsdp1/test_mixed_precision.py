@@ -336,7 +336,12 @@ def test_inputs_of_the_root_in_eval(ranks: Any, full_in_eval: bool) -> None:
 
 def evaluated(rank: int, world_size: int, cast: bool, full_in_eval: bool) -> None:
     """In training fp16 with gradients in fp32; in eval as asked, reductions included."""
-    policy = MixedPrecision(param_dtype=F16, reduce_dtype=F16, cast_forward_inputs=cast)
+    policy = MixedPrecision(
+        param_dtype=F16,
+        reduce_dtype=F16,
+        buffer_dtype=None if full_in_eval else F16,
+        cast_forward_inputs=cast,
+    )
     options = {"mixed_precision": policy, "full_precision_in_eval": full_in_eval}
     model = compiled(Transformer(train=True), **options)
     loss = loss_of(model)
@@ -351,8 +356,11 @@ def evaluated(rank: int, world_size: int, cast: bool, full_in_eval: bool) -> Non
     assert (F16 in seen) != full_in_eval
 
 
-@FULL_IN_EVAL
-@pytest.mark.parametrize("cast", [True, False], ids=["cast", "as_given"])
+@pytest.mark.parametrize(
+    ("cast", "full_in_eval"),
+    [(True, True), (True, False), (False, False)],
+    ids=["full", "low", "low_as_given"],
+)
 def test_precision_in_eval(ranks: Any, cast: bool, full_in_eval: bool) -> None:
     ranks(2).run(evaluated, cast, full_in_eval)
 
