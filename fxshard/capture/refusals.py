@@ -149,7 +149,7 @@ def _is_of_fsdp(error: Exception) -> TypeGuard[AttributeError]:
     """True if forward calls a method that FSDP's modules have and its own do not."""
     if not isinstance(error, AttributeError) or not isinstance(error.obj, nn.Module):
         return False
-    return any(hasattr(of, error.name) for of in (FullyShardedDataParallel, FSDPModule))
+    return any(hasattr(of, error.name or "") for of in (FullyShardedDataParallel, FSDPModule))
 
 
 def _misfit(call: FlatCall) -> str:
