@@ -501,12 +501,11 @@ def optim_state_dict_to_load(
             one group were in several groups with different options; or `saved` has no groups.
     """
     names = {id(param): name for name, param in model.named_parameters()}
-    if "param_groups" not in saved or "state" not in saved:
-        gone = "param_groups" if "param_groups" not in saved else "state"
+    if saved.get("state") and "param_groups" not in saved:
         raise CheckpointError(
-            f"the optimizer state has no {gone!r}: it must be as optim_state_dict and "
-            f"full_optim_state_dict give it, and on every rank (rank0_only=False). Of another "
-            f"kind, put them in: {{'state': ..., 'param_groups': [{{'params': [FQNs], ...}}]}}."
+            "the optimizer state has no 'param_groups', which say what each parameter's options "
+            "were. Put those that were saved back: {'state': ..., 'param_groups': [{'params': "
+            "[FQNs], ...}]}."
         )
     groups: list[dict[str, Any]] = []
     state: dict[int, Any] = {}
@@ -517,7 +516,7 @@ def optim_state_dict_to_load(
         for i, param in zip(numbers, group["params"], strict=True):
             name = names.get(id(param), f"number {i}")
             before = found
-            found = next((g for g in saved["param_groups"] if name in g["params"]), {})
+            found = next((g for g in saved.get("param_groups", ()) if name in g["params"]), {})
             if not found:
                 raise CheckpointError(
                     f"the optimizer state says nothing of parameter {name!r}. It must be by "
