@@ -14,9 +14,12 @@ def is_wrap_policy(spec: object) -> bool:
     return isinstance(spec, _Policy)
 
 
-def run_wrap_policy(policy: Any, model: nn.Module) -> set[nn.Module]:
-    """Modules that FSDP1 would wrap under `policy`."""
-    return set(policy._run_policy(model, ignored_modules=set(), root_kwargs={}))
+def run_wrap_policy(policy: Any, model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
+    """Modules that FSDP1 would wrap under `policy`, each with the options that it gives them."""
+    found: dict[nn.Module, dict[str, Any]] = policy._run_policy(
+        model, ignored_modules=set(), root_kwargs={}
+    )
+    return found
 
 
 # Whether FSDP2, where ``MixedPrecisionPolicy.reduce_dtype`` is None, reduces gradients in the dtype

@@ -97,6 +97,11 @@ def explained(call: FlatCall) -> Iterator[None]:
                 f"{operator}{line_of(error)}\nA program has no branches and no loops. Use "
                 f"torch.where, masking, or a loop of Python that is as long in every call."
             ) from error
+        if type(call.model).forward is nn.Module.forward:  # nn.ModuleList, say
+            raise CaptureError(
+                f"{cls} has no forward, and cannot be called. Compile the module that calls those "
+                f"in it; it may be a unit of that (units=[...])."
+            ) from error
         misfit = _misfit(call)
         if isinstance(error, TypeError) and misfit:
             raise CaptureError(
@@ -144,7 +149,7 @@ def _is_of_fsdp(error: Exception) -> TypeGuard[AttributeError]:
     """True if forward calls a method that FSDP's modules have and its own do not."""
     if not isinstance(error, AttributeError) or not isinstance(error.obj, nn.Module):
         return False
-    return any(hasattr(of, error.name) for of in (FullyShardedDataParallel, FSDPModule))
+    return any(hasattr(of, error.name or "") for of in (FullyShardedDataParallel, FSDPModule))
 
 
 def _misfit(call: FlatCall) -> str:

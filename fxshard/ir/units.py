@@ -135,7 +135,7 @@ def find_units(
     _check_memory(model, out_params)
     _check_buffers(model)
     left_alone = {n for n, _ in _named(out_modules, model)}
-    chosen = (_unit_fqns(model, spec) | set(also)) - left_alone
+    chosen = (_unit_fqns(model, spec, out_modules, out_params) | set(also)) - left_alone
     together = _grouped(model, spec, chosen)
     fqns = ["", *(name for name, _ in model.named_modules() if name and name in together)]
     names: dict[int, list[str]] = {}
@@ -588,7 +588,9 @@ def is_under(fqn: str, ancestor: str) -> bool:
     return not ancestor or fqn == ancestor or fqn.startswith(ancestor + ".")
 
 
-def _unit_fqns(model: nn.Module, spec: Any) -> set[str]:
+def _unit_fqns(
+    model: nn.Module, spec: Any, ignored: Iterable[nn.Module], ignored_params: Container[int]
+) -> set[str]:
     if spec is None:
         return set(repeated_blocks(model))
     if isinstance(spec, Sequence):
@@ -596,9 +598,15 @@ def _unit_fqns(model: nn.Module, spec: Any) -> set[str]:
     try:
         if torch_modules.is_wrap_policy(spec):
             wrapped = torch_modules.run_wrap_policy(spec, model)
-            return {name for name, module in model.named_modules() if module in wrapped}
+            found = {name: wrapped[m] for name, m in model.named_modules() if m in wrapped}
+            _refuse_options(found)
+            return set(found)
+        if callable(spec) and _is_auto_wrap_policy(spec):
+            return set(_auto_wrap(model, spec, set(ignored), ignored_params))
         if callable(spec):
-            return _run_callable(model, spec)
+            return {name for name, module in model.named_modules() if name and spec(name, module)}
+    except UnitError:
+        raise
     except Exception as error:
         raise UnitError(
             f"the function units={spec!r} failed with {type(error).__name__}: {error}. It is "
@@ -671,10 +679,19 @@ def _glob(pattern: list[str], names: list[str]) -> bool:
     )
 
 
-def _run_callable(model: nn.Module, spec: Callable[..., Any]) -> set[str]:
-    if _is_auto_wrap_policy(spec):
-        return set(_auto_wrap(model, spec))
-    return {name for name, module in model.named_modules() if name and spec(name, module)}
+_NOT_NEEDED = ("device_id", "limit_all_gathers", "use_orig_params")  # docs/coming-from-fsdp.md
+
+
+def _refuse_options(found: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise UnitError if a policy (`CustomPolicy`) gives a unit options that mean something."""
+    for name, given in found.items():
+        options = {key: value for key, value in given.items() if key not in _NOT_NEEDED}
+        if options:
+            raise UnitError(
+                f"the policy in units gives {name!r} options of its own, {options!r}. Units "
+                f"of one model differ by reshard_after_forward= and mixed_precision=, dicts by "
+                f"class or FQN glob: let the policy return True, and say it there."
+            )
 
 
 def _is_auto_wrap_policy(spec: Callable[..., Any]) -> bool:
@@ -689,19 +706,28 @@ def _is_auto_wrap_policy(spec: Callable[..., Any]) -> bool:
         return False
 
 
-def _auto_wrap(model: nn.Module, policy: Callable[..., bool]) -> Iterator[str]:
+def _auto_wrap(
+    model: nn.Module,
+    policy: Callable[..., bool],
+    ignored: Container[nn.Module],
+    ignored_params: Container[int],
+) -> Iterator[str]:
     """Units that FSDP1 would wrap: children first, a parent sees what its children left.
+
+    What is ignored does not count.
 
     (torch/distributed/fsdp/wrap.py, ``_recursive_wrap``)
     """
 
     def visit(name: str, module: nn.Module) -> tuple[int, list[str]]:
-        numel = sum(p.numel() for p in module.parameters())
+        numel = sum(p.numel() for p in module.parameters() if id(p) not in ignored_params)
         if not policy(module=module, recurse=True, nonwrapped_numel=numel):
             return 0, []
         wrapped = 0
         found: list[str] = []
         for child_name, child in module.named_children():
+            if child in ignored:
+                continue
             path = f"{name}.{child_name}" if name else child_name
             below, names = visit(path, child)
             wrapped, found = wrapped + below, found + names

@@ -261,16 +261,23 @@ class FsdpMethods(UnitMethods):
         """The same with full tensors, as of the unsharded model; collective.
 
         Args:
-            optimizer: of this module's parameters.
+            optimizer: of this module's parameters; groups may list them in another order per rank.
             cpu_offload: all tensors are on the CPU.
             rank0_only: other ranks than 0 get ``{}``.
 
         Returns:
-            As `optim_state_dict`.
+            As `optim_state_dict`; copies, which later steps do not change.
+
+        Raises:
+            RankMismatchError: ranks have states of other parameters, or some do not call it.
         """
-        self._fxshard.world.together("full_optim_state_dict")
         found = state.optim_state_dict(self, optimizer)
-        return state.full_state(found, self._fxshard.all_rows, cpu_offload, rank0_only)
+        states, order = found["state"], [name for name, _ in self.named_parameters()]
+        found["state"] = {name: states[name] for name in order if name in states}
+        held = [f"a state of {name}" for name in found["state"]]
+        self._fxshard.world.together("full_optim_state_dict", held)
+        rows = self._fxshard.all_rows
+        return state.full_state(found, rows, cpu_offload, rank0_only, copies=True)
 
     def optim_state_dict_to_load(
         self,

@@ -238,14 +238,14 @@ def _accessed(func: Any, name: str, attribute: str, args: Any, kwargs: Any) -> A
     tensor = args[0]
     if name == "__set__" and attribute == "data":
         value = args[1]
-        if isinstance(value, Tensor) and not isinstance(value, DTensor):
+        if isinstance(value, Tensor):
             return _set_data(tensor, value)
     found = func(*args, **kwargs)
     return _gathering(found, [tensor]) if attribute == "data" else found
 
 
 def _set_data(into: DTensor, value: Tensor) -> None:
-    """``param.data = value`` of a plain full tensor: copy this rank's rows.
+    """``param.data = value``: copy this rank's rows. (torch would lose those of a DTensor.)
 
     Raises:
         StepError: the shape or dtype is not that of the parameter.
@@ -258,7 +258,8 @@ def _set_data(into: DTensor, value: Tensor) -> None:
         )
     _refuse_copy(into, "param.data = ...")
     with torch.no_grad():
-        into.copy_(sharded_like(value.detach(), into))
+        own = value.detach() if isinstance(value, DTensor) else sharded_like(value.detach(), into)
+        into.copy_(own)
 
 
 def _deepcopied(tensor: Any, memo: dict[int, Any]) -> Any:

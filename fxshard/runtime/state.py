@@ -270,16 +270,18 @@ def full_state(
     all_rows: Callable[[Tensor], Tensor],
     cpu_offload: bool,
     rank0_only: bool,
+    copies: bool = False,
 ) -> dict[str, Any]:
     """The state of a model or of its optimizer with full tensors, gathered one after the other.
 
-    Collective. With `rank0_only`, ranks other than 0 keep nothing and get ``{}``.
+    Collective. With `copies`, what needs no gathering is copied, as the rest is by gathering. With
+    `rank0_only`, ranks other than 0 keep nothing and get ``{}``.
     """
     here = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
     leaves, spec = trees.tree_flatten(state)
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            full = all_rows(leaf)
+            full = _own(all_rows, leaf, False) if copies and here else all_rows(leaf)
             leaves[i] = None if not here else full.cpu() if cpu_offload else full
             del full  # before the next one is made
     return trees.tree_unflatten(leaves, spec) if here else {}
@@ -520,9 +522,15 @@ def optim_state_dict_to_load(
 
     Raises:
         CheckpointError: a parameter of `optimizer` is in no group of `saved`, or the parameters of
-            one group were in several groups with different options.
+            one group were in several groups with different options; or `saved` has no groups.
     """
     names = {id(param): name for name, param in model.named_parameters()}
+    if saved.get("state") and "param_groups" not in saved:
+        raise CheckpointError(
+            "the optimizer state has no 'param_groups', which say what each parameter's options "
+            "were. Put those that were saved back: {'state': ..., 'param_groups': [{'params': "
+            "[FQNs], ...}]}."
+        )
     groups: list[dict[str, Any]] = []
     state: dict[int, Any] = {}
     number = 0

@@ -321,6 +321,15 @@ class ParameterStore:
         for fqn, slot in self.slots.items():
             if any(id(module) not in held for module, _ in slot.owners):
                 new |= {fqn} & known
+        for name in sorted(new):
+            param = self.model.get_parameter(name)
+            before = [fqn for fqn, slot in self.slots.items() if slot.tensor is param]
+            if before and before[0] not in known:
+                raise StepError(
+                    f"parameter {before[0]!r} is {name!r} since its module was wrapped, after "
+                    f"fxshard.compile. Wrap modules before; for activation checkpointing there is "
+                    f"the option checkpoint=..., which needs no wrappers."
+                )
         if new:
             raise StepError(
                 f"parameter {min(new)!r} was put into the model after fxshard.compile, and is not "

@@ -18,7 +18,7 @@ LAYERS = ModuleWrapPolicy({nn.TransformerEncoderLayer, nn.TransformerDecoderLaye
 class Nested(nn.Module):
     """Linear layers, of which some are nested: (4, 8) -> (4, 8)."""
 
-    units: Any = ["module.1", "module.1.0", "module.2"]
+    units: Any = ("module.1", "module.1.0", "module.2")
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class PartlyFrozen(Nested):
 class Experts(Nested):
     """`module.2` is an expert: another one on each rank, and its gradients are not reduced."""
 
-    units: Any = ["module.1"]
+    units: Any = ("module.1",)
 
     def layers(self) -> nn.Sequential:
         torch.manual_seed(42 + dist.get_rank())

@@ -1,5 +1,6 @@
 """torch's test_fsdp_comm_hooks.py: gradients are reduced by a hook of the user's."""
 
+import functools
 from typing import Any
 from unittest import mock
 
@@ -91,8 +92,8 @@ def test_hook_registered_once(ranks: Any, strategy: Any, wrapped: bool) -> None:
 
 
 def without_a_hook(rank: int, world_size: int) -> list[str]:
-    model = net(STRATEGIES[0])
-    return [told(lambda: model.register_comm_hook(None, hook)) for hook in (None, "fp16")]
+    register = functools.partial(net(STRATEGIES[0]).register_comm_hook, None)
+    return [told(functools.partial(register, hook)) for hook in (None, "fp16")]
 
 
 def test_what_cannot_be_called_is_no_hook(ranks: Any) -> None:

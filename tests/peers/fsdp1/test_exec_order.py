@@ -16,7 +16,7 @@ GRID = pytest.mark.parametrize("strategy", [FULL, GRAD_OP], ids=lambda strategy:
 class Model(nn.Module):
     """Two paths whose parameters have as many elements: collectives of one fit the other's."""
 
-    units: Any = ["layer1", "layer2"]
+    units: Any = ("layer1", "layer2")
 
     def __init__(self) -> None:
         super().__init__()

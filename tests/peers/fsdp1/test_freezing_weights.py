@@ -15,7 +15,7 @@ from tests.peers.fsdp1.shared import compiled, ddp, params_of, plain
 class Model(nn.Module):
     """(2, 3, 12, 12) -> (2, 10)."""
 
-    units: Any = ["trunk", "head"]
+    units: Any = ("trunk", "head")
 
     def __init__(self, no_grad: bool) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Model(nn.Module):
 
 
 class NestedTrunk(Model):
-    units: Any = ["trunk.0", "trunk.1", "trunk", "head"]
+    units: Any = ("trunk.0", "trunk.1", "trunk", "head")
 
     def parts(self) -> tuple[nn.Module, nn.Module]:
         def block(width: int) -> nn.Module:

@@ -1,0 +1,275 @@
+"""torch's test_wrap.py: which modules policies make units. Nothing runs: units are planned."""
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    _or_policy,
+    _wrap_module_cls_individually,
+    always_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.testing import assert_close
+
+import fxshard
+from fxshard.config import Config
+from fxshard.ir.units import configured_units
+from tests.peers.fsdp1.models import LAYERS, Transformer
+from tests.peers.fsdp1.shared import compiled, ddp, same
+from tests.ranks import told
+
+LARGE = functools.partial(size_based_auto_wrap_policy, min_num_params=40)
+
+
+def units_of(model: nn.Module, policy: Any, **options: Any) -> list[str]:
+    """FQNs of units besides the root."""
+    return [u.fqn for u in configured_units(model, Config(units=policy, **options))[1:]]
+
+
+def sequential() -> nn.Sequential:
+    inner = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    return nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), inner)
+
+
+class Norms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(10, 10, bias=False)
+        self.bn1, self.bn2, self.bn3 = nn.BatchNorm1d(10), nn.BatchNorm2d(10), nn.BatchNorm3d(10)
+        self.sync_bn = nn.SyncBatchNorm(10)
+
+
+NORMS = ["bn1", "bn2", "bn3", "sync_bn"]
+EACH_NORM = functools.partial(_wrap_module_cls_individually, module_classes=[_BatchNorm])
+
+
+def never(*args: Any, **options: Any) -> bool:
+    return False
+
+
+@pytest.mark.parametrize("either", [True, False], ids=["or_policy", "alone"])
+def test_batch_norms(either: bool) -> None:
+    policy: Any = EACH_NORM
+    if either:
+        policy = functools.partial(_or_policy, policies=[never, EACH_NORM])
+    assert units_of(Norms(), policy) == NORMS
+
+
+def test_batch_norms_in_a_unit() -> None:
+    """They are units inside of it; without their policy they are part of it."""
+    model = nn.ModuleDict({"container": Norms()})
+
+    def container(module: nn.Module, recurse: bool, *args: Any, **options: Any) -> bool:
+        return recurse or isinstance(module, Norms)
+
+    policy = functools.partial(_or_policy, policies=[container, EACH_NORM])
+    assert units_of(model, policy) == ["container", *(f"container.{name}" for name in NORMS)]
+    assert units_of(model, container) == ["container"]
+
+
+def test_always() -> None:
+    assert units_of(sequential(), always_wrap_policy) == ["0", "1", "2", "2.0", "2.1"]
+
+
+@pytest.mark.parametrize("which", ["function", "policy", "either"])
+def test_layers_of_a_transformer(which: str) -> None:
+    policy: Any = {
+        "function": functools.partial(
+            transformer_auto_wrap_policy,
+            transformer_layer_cls={nn.TransformerEncoderLayer, nn.TransformerDecoderLayer},
+        ),
+        "policy": LAYERS,
+        "either": functools.partial(_or_policy, policies=[LAYERS]),
+    }[which]
+    model = Transformer()
+    layers = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    want = [name for name, module in model.named_modules() if isinstance(module, layers)]
+    assert len(want) == 4
+    assert units_of(model, policy) == want
+
+
+def test_custom_policy() -> None:
+    """A function that answers yes or no."""
+    model = Transformer()
+    classes = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.BatchNorm1d)
+    want = [name for name, module in model.named_modules() if isinstance(module, classes)]
+    assert units_of(model, CustomPolicy(lambda module: isinstance(module, classes))) == want
+
+
+def test_custom_policy_with_options() -> None:
+    """A function that answers with options of FSDP1 for that unit."""
+    policy = CustomPolicy(
+        lambda module: (
+            {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+            if isinstance(module, nn.TransformerDecoderLayer)
+            else False
+        )
+    )
+    said = told(lambda: units_of(Transformer(), policy))
+    assert "the policy in units gives 'transformer.decoder.layers.0' options of its own" in said
+
+
+def test_sizes() -> None:
+    """A linear layer is too small; what is left of the sequence of two is large enough."""
+    assert units_of(sequential(), LARGE) == ["2"]
+
+
+def test_sizes_leave_lists_alone() -> None:
+    assert units_of(nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)]), LARGE) == []
+
+
+def test_sizes_look_into_lists() -> None:
+    assert units_of(nn.ModuleList([nn.Linear(10, 10)]), LARGE) == ["0"]
+
+
+def test_sizes_do_not_look_into_attention() -> None:
+    model = nn.Sequential(nn.Linear(10, 10), nn.MultiheadAttention(100, 1))
+    assert "0" in units_of(model, LARGE)
+    assert "1.out_proj" not in units_of(model, LARGE)
+
+
+def test_sizes_with_leaves_of_the_users() -> None:
+    leaves: Any = size_based_auto_wrap_policy
+    policy = functools.partial(LARGE, force_leaf_modules=leaves.FORCE_LEAF_MODULES | {nn.Linear})
+    model = nn.Sequential(nn.Linear(10, 10), nn.ModuleList([nn.Linear(10, 10)]))
+    assert units_of(model, policy) == []
+
+
+def test_ignored_modules_are_no_units() -> None:
+    model = sequential()
+    ignored = [model[1], model[2][0]]
+    assert units_of(model, always_wrap_policy, ignored=ignored) == ["0", "2", "2.1"]
+
+
+def test_sizes_without_ignored_modules() -> None:
+    model = sequential()
+    assert units_of(model, LARGE, ignored=[model[1], model[2][0]]) == []
+
+
+class LoraAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(8, 8, bias=False).requires_grad_(False)
+        self.lora_A, self.lora_B = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.q_proj(x) + self.lora_B(self.lora_A(x))
+
+
+def lora(rank: int, world_size: int) -> None:
+    """FSDP1 warns that frozen and trained ones share a unit; here gradients are no larger."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(LoraAttention(), LoraAttention())
+    torch.manual_seed(0)
+    model = compiled(nn.Sequential(LoraAttention(), LoraAttention()), units=[LoraAttention])
+    pair = ddp(plain), model
+    torch.manual_seed(rank)
+    x = torch.randn(4, 8)
+    for each in pair:
+        each(x).sum().backward()
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    same(pair[1], pair[0])
+    assert {n for n, p in model.named_parameters() if p.grad is not None} == {
+        f"{i}.lora_{each}.weight" for i in range(2) for each in "AB"
+    }
+
+
+def test_frozen_and_trained_in_one_unit(ranks: Any) -> None:
+    ranks(2).run(lora)
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lin1, self.lin2 = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+        self.lin3 = nn.Sequential(nn.Linear(1, 1, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin3(self.lin2(self.lin1(x)))
+
+
+def small(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """Every module a unit, each of one element."""
+    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=0)
+    pair = ddp(Small()), compiled(Small(), units=policy, **options)
+    for model in pair:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.ones(1) + rank).sum().backward()
+            optimizer.step()
+    same(pair[1], pair[0])
+    assert [unit.fqn for unit in pair[1].plan.units if unit.params] == ["lin1", "lin2", "lin3.0"]
+
+
+GRID = [
+    pytest.param(
+        {"offload": CPUOffload(offload), "backward_prefetch": back, "forward_prefetch": ahead},
+        id=f"offload={offload}-{back.name}-{ahead}",
+    )
+    for offload, back, ahead in itertools.product((False, True), BackwardPrefetch, (False, True))
+]
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("options", GRID)
+def test_units_of_one_element(ranks: Any, options: dict[str, Any]) -> None:
+    ranks(2).run(small, options)
+
+
+class Argumentless(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("a", torch.tensor([1.0]))
+
+    def forward(self) -> Tensor:
+        return self.a
+
+
+def no_argument(rank: int, world_size: int) -> None:
+    """(torch's test returns a tensor that is no buffer: that is not traced.)"""
+    assert torch.equal(compiled(Argumentless(), units=[])(), torch.tensor([1.0]))
+
+
+def test_no_argument(ranks: Any) -> None:
+    ranks(1).run(no_argument)
+
+
+def twice(rank: int, world_size: int, nested: bool) -> str:
+    """A part is compiled already."""
+    part = compiled(nn.Linear(1, 1), units=[])
+    model = nn.Sequential(nn.Sequential(nn.Linear(1, 1), part) if nested else part)
+    return told(lambda: fxshard.compile(model, units=LARGE))
+
+
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "direct"])
+def test_already_compiled(ranks: Any, nested: bool) -> None:
+    for said in ranks(2).run(twice, nested):
+        where = "0.1" if nested else "0"
+        assert f"sharded already: its submodule {where!r} was given to fxshard.compile" in said
+
+
+def smoke(rank: int, world_size: int, offload: bool) -> None:
+    torch.manual_seed(0)
+    plain = sequential()
+    torch.manual_seed(0)
+    model = compiled(sequential(), units=LARGE, offload=CPUOffload(offload))
+    x = torch.rand(1, 5)
+    for each in (plain, model):
+        nn.functional.mse_loss(each(x), x).backward()
+    assert_close(model[0].weight.grad.full_tensor(), plain[0].weight.grad)
+    assert [unit.fqn for unit in model.plan.units] == ["", "2"]
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["stays", "offload"])
+def test_one_rank(ranks: Any, offload: bool) -> None:
+    ranks(1).run(smoke, offload)
