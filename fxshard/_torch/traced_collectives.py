@@ -118,6 +118,14 @@ def _reduce_scatter(
     return _Over(outputs)
 
 
+def _evenly(rows: int, parts: int) -> list[int]:
+    """How many rows of a tensor of the user's each part has."""
+    each, left = divmod(rows, parts)
+    if left:
+        raise _Refused("all_to_all of rows that do not divide evenly")
+    return [each] * parts
+
+
 def _all_to_all_single(
     group: Any,
     output: Tensor,
@@ -126,9 +134,8 @@ def _all_to_all_single(
     sent: list[int],
     options: Any = None,
 ) -> _Over:
-    size = group.size()
-    into = list(into) or [output.shape[0] // size] * size
-    sent = list(sent) or [tensor.shape[0] // size] * size
+    into = list(into) or _evenly(output.shape[0], group.size())
+    sent = list(sent) or _evenly(tensor.shape[0], group.size())
     flat = tensor.detach().contiguous()
     made = _waited(_ops.all_to_all_single(flat, into, sent, group.group_name))
     return _written([output], [made])

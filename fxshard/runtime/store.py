@@ -220,7 +220,7 @@ class ParameterStore:
         if left:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
             raise StepError(
-                f"{', '.join(map(repr, left[:3]))}{more} on the meta device when the model was "
+                f"{', '.join(map(repr, left[:3]))}{more}: on the meta device when the model was "
                 f"sharded, and without values since. Load them: model.load_state_dict(state), "
                 f"set_model_state_dict of torch.distributed.checkpoint.state_dict (with "
                 f"broadcast_from_rank0=True no other rank needs the state), or "

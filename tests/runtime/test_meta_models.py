@@ -120,8 +120,8 @@ def forgotten(rank: int, world_size: int) -> list[str]:
 
 def test_what_was_never_filled_after_to_empty_is_refused_by_name(ranks: Any) -> None:
     for found in ranks(2).run(forgotten):
-        assert found[0].startswith("StepError: 'scale', 'table' on the meta device when")
-        assert found[1].startswith("StepError: 'table' on the meta device when")
+        assert found[0].startswith("StepError: 'scale', 'table': on the meta device when")
+        assert found[1].startswith("StepError: 'table': on the meta device when")
         assert found[2] == "no error"
         assert found[3].startswith("StepError: 'scale', 'inner.weight', 'inner.bias' and 1 more")
 
