@@ -120,6 +120,31 @@ def classes(rank: int, world_size: int) -> None:
         model._set_unshard_async_op(True)
     with pytest.raises(ConfigError, match="sharded already"):
         fxshard.fully_shard(model.blocks[1])
+    for module in (
+        model,
+        model.blocks[0],
+    ):  # what is as asked for anyway, and what is not to be had
+        module.set_reshard_after_backward(True)
+        module.set_reduce_scatter_unused_params(False)
+        module.set_reduce_scatter_max_input_buffers(2)
+        module.set_post_optim_event(None)
+        for refused, said in {
+            "set_reshard_after_backward(False)": "reshard_after_forward",
+            "set_reduce_scatter_unused_params(True)": r"0 \* module\(x\)",
+            "set_reduce_scatter_max_input_buffers(0)": "expected an integer >= 1",
+            "set_all_reduce_hook(print)": "register_comm_hook",
+            "set_symm_mem_for_comm()": "leave it out",
+        }.items():
+            with pytest.raises(ConfigError, match=said):
+                eval(f"module.{refused}", {"module": module, "print": print})
+    with pytest.raises(ConfigError, match="call it on the model"):
+        model.blocks[0].reset_iter_state()
+    model.set_requires_gradient_sync(False)
+    step(model, rank)
+    model.reset_iter_state()
+    model.set_requires_gradient_sync(True)
+    step(model, rank)
+    assert_same(grads(model), eager(world_size, 1))
 
 
 def test_each_module_is_an_fsdp_module_of_which_nothing_of_torch_runs(ranks: Any) -> None:
