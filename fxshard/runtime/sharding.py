@@ -77,9 +77,9 @@ class Slot:
     def is_sharded(self) -> bool:
         """True if the module tree holds the sharded parameter itself now."""
         tensor = self.owners[0][0]._parameters.get(self.owners[0][1])
-        return isinstance(tensor, DTensor) and (
-            local_part(tensor).untyped_storage()._cdata == self.local.untyped_storage()._cdata
-        )
+        if not isinstance(tensor, DTensor) or self.param.extension is not None:
+            return isinstance(tensor, DTensor)
+        return local_part(tensor).untyped_storage()._cdata == self.local.untyped_storage()._cdata
 
     def as_held(self, local: Tensor) -> Tensor:
         """A tensor like `local` as the parameter holds it: in its subclass, if it is of one."""
