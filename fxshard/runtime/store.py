@@ -612,12 +612,13 @@ class ParameterStore:
         for slots, dtype in self._by_dtype(self._held_by(unit, "")):
             for slot, rows in zip(slots, self.gathered(slots, dtype), strict=True):
                 param = nn.Parameter(rows, slot.tensor.requires_grad)
-                shown.append(_Shown(slot, slot.tensor, param, autograd.version(param)))
+                versions = autograd.version(param), autograd.version(slot.tensor)
+                shown.append(_Shown(slot, slot.tensor, param, *versions))
         for each in shown:
             each.slot.place(each.param)
 
     def reshard_unit(self, unit: int) -> dict[str, Tensor]:
-        """End `unshard_unit`; returns what was unsharded, by FQN.
+        """End `unshard_unit`; returns what was unsharded, by FQN, unless shards have changed since.
 
         Raises:
             StepError: a parameter was written into, or has a gradient, which would be lost.
@@ -633,6 +634,8 @@ class ParameterStore:
                     f"values inside of summon_full_params() of the model; call modules, not their "
                     f"parts, for gradients."
                 )
+        if any(autograd.version(each.sharded) != each.sharded_version for each in shown):
+            return {}  # an optimizer has stepped since
         return {each.slot.param.fqn: each.param.detach() for each in shown}
 
     def reshard_units(self) -> None:
@@ -776,13 +779,14 @@ class _Shown:
     Attributes:
         slot, sharded: the parameter.
         param: what the module tree holds in its place.
-        version: of that, when it was put there.
+        version, sharded_version: of `param` and of `sharded`, when it was put there.
     """
 
     slot: Slot
     sharded: nn.Parameter
     param: nn.Parameter
     version: int
+    sharded_version: int
 
 
 class _Gather(torch.autograd.Function):

@@ -464,3 +464,23 @@ def unshards(rank: int, world_size: int) -> None:
 
 def test_unshard_and_reshard_of_one_module(ranks: Any) -> None:
     ranks(2).run(unshards)
+
+
+def stepped_meanwhile(rank: int, world_size: int) -> None:
+    """What an optimizer has stepped since `unshard` is gathered again."""
+    _, model = both()
+    alone = net()
+    step(model, rank)
+    for name, param in alone.named_parameters():
+        param.grad = eager(world_size, 1)[name]
+    model.blocks[0].unshard()
+    model.blocks[0].reshard()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.blocks[0].unshard()
+    optimizer.step()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    assert_close(model.blocks[0](batch(rank)), alone.blocks[0](batch(rank)), rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_between_unshard_and_a_call_is_seen(ranks: Any) -> None:
+    ranks(2).run(stepped_meanwhile)
