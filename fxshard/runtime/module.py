@@ -32,7 +32,7 @@ from fxshard.runtime.unit_modules import (
     check_members,
     exchange,
     give_methods,
-    of_users_class,
+    subclass_of,
     unit_class,
 )
 
@@ -282,20 +282,12 @@ def _fxshard_class(
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._fxshard.call(args, kwargs)
 
-    name = f"Fxshard{base.__name__}"
-    namespace = {
-        "__doc__": base.__doc__,
-        "__module__": base.__module__,
-        "__qualname__": name,
-        "__new__": of_users_class,
-        USERS_CLASS: base,
-        METHODS: names,
+    members = {
         "forward": forward,
         **{n: m for n, m in REFUSALS.items() if fsdp2 and not hasattr(FxshardModule, n)},
         **{name: _on_full_parameters(getattr(base, name)) for name in names},
     }
-    metaclass: Any = type(base)
-    made: type[nn.Module] = metaclass(name, bases, namespace)
+    made: type[nn.Module] = subclass_of(base, bases, names, members)
     return made
 
 

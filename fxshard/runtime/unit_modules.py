@@ -11,7 +11,7 @@ import contextlib
 import copy
 import copyreg
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -103,18 +103,31 @@ def unit_class(base: Any, methods: tuple[str, ...] = ()) -> Any:
 
 @functools.cache
 def _unit_class(base: Any, methods: tuple[str, ...]) -> Any:
+    alone = {name: _by_itself(getattr(base, name)) for name in ("forward", *methods)}
+    return subclass_of(base, (UnitModule, base, FSDPModule), methods, REFUSALS | alone)
+
+
+def subclass_of(
+    base: Any, bases: tuple[type, ...], methods: tuple[str, ...], members: Mapping[str, Any]
+) -> Any:
+    """A class of ours that stands in the place of a user's.
+
+    Args:
+        base: the user's class.
+        bases: of the new class.
+        methods: names of methods that run on parameters gathered once.
+        members: of the new class, beside what every such class has.
+    """
     name = f"Fxshard{base.__name__}"
-    namespace = {
+    own = {
         "__doc__": base.__doc__,
         "__module__": base.__module__,
         "__qualname__": name,
         "__new__": of_users_class,
         USERS_CLASS: base,
         METHODS: methods,
-        **REFUSALS,
-        **{name: _by_itself(getattr(base, name)) for name in ("forward", *methods)},
     }
-    return type(base)(name, (UnitModule, base, FSDPModule), namespace)
+    return type(base)(name, bases, own | dict(members))
 
 
 def of_users_class(cls: Any, *args: Any, **kwargs: Any) -> Any:
