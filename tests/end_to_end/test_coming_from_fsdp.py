@@ -1,5 +1,7 @@
 """docs/coming-from-fsdp.md has a row for every name of torch's FSDP, and what it says is so."""
 
+import ast
+import functools
 import inspect
 import re
 from collections.abc import Callable
@@ -22,13 +24,15 @@ from fxshard.config import Config
 from fxshard.errors import CheckpointError, ConfigError, RankMismatchError, StepError
 from fxshard.pipeline import default_passes
 from fxshard.runtime.module import FxshardModule
+from fxshard.runtime.unit_methods import REFUSALS
 from tests.eager import Net, batch
 from tests.fsdp2 import full, units_of
 from tests.oracles import count_collectives
 from tests.runtime.test_module import EVERYWHERE, built, call, compiled, run
 from tests.zoo import MODELS
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "coming-from-fsdp.md"
+TESTS = Path(__file__).parents[1]
+DOCUMENT = TESTS.parent / "docs" / "coming-from-fsdp.md"
 STATUSES = {"same", "renamed", "not needed", "missing"}
 
 # -- every name has a row --------------------------------------------------------------------------
@@ -128,9 +132,42 @@ def test_every_name_has_a_row(title: str) -> None:
 
 @pytest.mark.parametrize("title", TABLES)
 def test_every_row_says_what_it_is_here(title: str) -> None:
-    for name, status, how in rows(title):
+    for name, status, how, _ in rows(title):
         assert status in STATUSES, name
         assert how or status == "same", name
+
+
+# Rows that no test can show, and why.
+WITHOUT_A_TEST = {
+    "set_keep_unsharded_storage": "since torch 2.15, for CUDA graphs: there is no such method",
+}
+
+
+@functools.cache
+def tests_in(file: str) -> set[str]:
+    """Names of the tests of a file under tests/; of parametrised ones, of the function."""
+    body = ast.parse((TESTS / file).read_text()).body
+    return {each.name for each in body if isinstance(each, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("title", TABLES)
+def test_every_row_names_a_test_that_exists(title: str) -> None:
+    for name, _, _, test in rows(title):
+        if name.strip("`") in WITHOUT_A_TEST:
+            assert test == "-", name
+            continue
+        named = re.fullmatch(r"`([\w/]+/test_\w+\.py)::(test_\w+)`", test)
+        assert named, (name, test)
+        assert named[2] in tests_in(named[1]), (name, test)
+
+
+def test_methods_that_are_missing_or_renamed_say_so() -> None:
+    """Of torch's, on modules of `fully_shard`; a model of `compile` has none of that name."""
+    named = {name.strip("`"): status for name, status, _, _ in rows("Methods of `FSDPModule`")}
+    gone = {name for name, status in named.items() if status in ("missing", "renamed")}
+    gone -= {"set_reshard_after_backward", *WITHOUT_A_TEST}  # the first takes True
+    assert gone and gone <= REFUSALS.keys()
+    assert not any(hasattr(FxshardModule, name) for name in gone)
 
 
 def test_names_of_options_and_methods_exist() -> None:
@@ -140,7 +177,7 @@ def test_names_of_options_and_methods_exist() -> None:
     )
     legal |= arguments(FxshardModule.summon_full_params)
     for title in TABLES:
-        for name, _, how in rows(title):
+        for name, _, how, _ in rows(title):
             for option in re.findall(r"`(\w+)=", how):
                 assert option in legal, (name, option)
             for method in re.findall(r"`model\.(\w+)[(`]", how):
