@@ -144,7 +144,7 @@ WITHOUT_A_TEST = {
 
 
 @functools.cache
-def tests_in(file: str) -> set[str]:
+def names_in(file: str) -> set[str]:
     """Names of the tests of a file under tests/; of parametrised ones, of the function."""
     body = ast.parse((TESTS / file).read_text()).body
     return {each.name for each in body if isinstance(each, ast.FunctionDef)}
@@ -158,7 +158,7 @@ def test_every_row_names_a_test_that_exists(title: str) -> None:
             continue
         named = re.fullmatch(r"`([\w/]+/test_\w+\.py)::(test_\w+)`", test)
         assert named, (name, test)
-        assert named[2] in tests_in(named[1]), (name, test)
+        assert named[2] in names_in(named[1]), (name, test)
 
 
 def test_methods_that_are_missing_or_renamed_say_so() -> None:
