@@ -598,7 +598,7 @@ def _put_together(program: Program, shards: list[Tensor], fqn: str) -> list[Tens
     dim = param.shard_dim
     starts = range(0, len(shards), size)
     full = (torch.cat(shards[start : start + size], dim) for start in starts)
-    return [each.narrow(dim, 0, param.shape[dim]) for each in full]
+    return [each.narrow(dim, 0, min(each.shape[dim], param.shape[dim])) for each in full]
 
 
 def _added(program: Program, fqn: str, grad: Tensor, mine: Values) -> Tensor:

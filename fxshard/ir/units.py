@@ -138,6 +138,8 @@ def find_units(
     chosen = (_unit_fqns(model, spec, out_modules, out_params) | set(also)) - left_alone
     together = _grouped(model, spec, chosen)
     fqns = ["", *(name for name, _ in model.named_modules() if name and name in together)]
+    # Not by get_submodule: a module may have the name of a method, such as "half".
+    modules = dict(model.named_modules(remove_duplicate=False))
     names: dict[int, list[str]] = {}
     by_id: dict[int, nn.Parameter] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -150,7 +152,7 @@ def find_units(
         param, extension = by_id[key], None
         if key not in out_params:
             check_shardable(aliases[0], param)
-            holder = model.get_submodule(aliases[0].rpartition(".")[0])
+            holder = modules[aliases[0].rpartition(".")[0]]
             extension = extension_of(aliases[0], param, holder)
         owner = unit_of(aliases, index)
         (left_out if key in out_params else members)[owner].append(

@@ -110,7 +110,7 @@ class Runtime(Phases):
         around a call whose arguments were made outside of it sees a constant.
         """
         refusals.check_captured()
-        by_transforms = transformed.is_transformed(args, kwargs)
+        by_transforms = transformed.concerns(self, args, kwargs)
         if transforms.transforming() and not by_transforms:
             with transforms.outside():
                 return self.call(args, kwargs)

@@ -20,12 +20,13 @@ from fxshard.runtime import state
 from fxshard.runtime.store import ParameterStore
 
 
-def is_transformed(args: Any, kwargs: Any) -> bool:
-    """True if an argument belongs to a transform of ``torch.func``, or has a tangent."""
+def concerns(store: ParameterStore, args: Any, kwargs: Any) -> bool:
+    """True if an argument or a parameter belongs to a transform, or an argument has a tangent."""
     duals = transforms.forward_mode()
     if not duals and not transforms.transforming():
         return False
     leaves, _ = trees.tree_flatten((args, kwargs))
+    leaves += store.model.parameters()  # functional_call has put others in their places
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return any(
         transforms.is_transformed(each) or (duals and transforms.has_tangent(each))

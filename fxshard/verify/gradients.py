@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -30,6 +30,11 @@ def reduced_once(program: Program) -> None:
     seen: dict[fx.Node, str] = {}
     packs: dict[fx.Node, dict[str | None, tuple[int, int]]] = {}  # item -> parts, by FQN
     left = _left_by_backward(program)
+    sums: dict[str, list[fx.Node]] = {}  # partial ones that come in
+    for node in program.graph.find_nodes(op="placeholder"):
+        if tags.get(node).role == "partial":
+            sums.setdefault(tags.get(node).fqn or "", []).append(node)
+    order = walk.order(program) if sums else {}
     for value, result in left:
         if result.name not in program.params or result.kind == "output":
             continue
@@ -72,7 +77,7 @@ def reduced_once(program: Program) -> None:
                 else f"the gradient of {result.name!r} is reduced twice: by {ran}.",
             )
         _fits_its_shard(program, value, result)
-        _adds_partial(program, value, result.name, items)
+        _adds_partial(program, value, result.name, items, sums.get(result.name, []), order)
     _all_returned(program, seen)
     _sent_by_rank(program)
     _divided_alike(program)
@@ -251,14 +256,16 @@ def _by_its_group(program: Program, launch: fx.Node) -> None:
         fail(program, Fact.REDUCED_ONCE, launch, what)
 
 
-def _adds_partial(program: Program, value: fx.Node, fqn: str, items: Sequence[fx.Node]) -> None:
+def _adds_partial(
+    program: Program,
+    value: fx.Node,
+    fqn: str,
+    items: Sequence[fx.Node],
+    sums: Sequence[fx.Node],
+    order: Mapping[fx.Node, int],
+) -> None:
     """The partial sum that a gradient has is added, once, between reduce-scatter and all-reduce."""
-    fact, order = Fact.REDUCED_ONCE, walk.order(program)
-    sums = [
-        node
-        for node in program.graph.find_nodes(op="placeholder")
-        if (tags.get(node).role, tags.get(node).fqn) == ("partial", fqn)
-    ]
+    fact = Fact.REDUCED_ONCE
     if len(sums) != int(fqn in program.partial):
         what = f"{len(sums)} partial sums of the gradient of {fqn!r} come in."
         fail(program, fact, value, what)

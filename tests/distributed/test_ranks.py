@@ -51,11 +51,15 @@ def other_model(rank: int, world_size: int, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "zero", "two"),
     [
-        ("depth", "'parameter blocks.2.gain [1] torch.float32 unit=blocks.2'", "'(nothing)'"),
+        (
+            "depth",
+            "'parameter blocks.2.gain [1] torch.float32 Shard(0) unit=blocks.2'",
+            "'(nothing)'",
+        ),
         (
             "shape",
-            "'parameter blocks.1.linear.weight [13, 13] torch.float32 unit=blocks.1'",
-            "'parameter blocks.1.linear.weight [14, 13] torch.float32 unit=blocks.1'",
+            "'parameter blocks.1.linear.weight [13, 13] torch.float32 Shard(0) unit=blocks.1'",
+            "'parameter blocks.1.linear.weight [14, 13] torch.float32 Shard(0) unit=blocks.1'",
         ),
     ],
 )

@@ -29,6 +29,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 # Every option with another value than its default.
 OTHER: dict[str, Any] = {
     "strategy": "shard_grad_op",
+    "shard_placement_fn": lambda param: None,
     "units": ["*"],
     "ignored": ["0"],
     "reshard_after_forward": False,
