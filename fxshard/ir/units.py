@@ -138,8 +138,11 @@ def find_units(
     chosen = (_unit_fqns(model, spec, out_modules, out_params) | set(also)) - left_alone
     together = _grouped(model, spec, chosen)
     fqns = ["", *(name for name, _ in model.named_modules() if name and name in together)]
-    # Not by get_submodule: a module may have the name of a method, such as "half".
-    modules = dict(model.named_modules(remove_duplicate=False))
+    # Not by name: that of a module may be a method's ("half"), and wrappers leave theirs out.
+    holders: dict[int, nn.Module] = {}
+    for module in model.modules():
+        for param in module._parameters.values():
+            holders.setdefault(id(param), module)
     names: dict[int, list[str]] = {}
     by_id: dict[int, nn.Parameter] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -152,8 +155,7 @@ def find_units(
         param, extension = by_id[key], None
         if key not in out_params:
             check_shardable(aliases[0], param)
-            holder = modules[aliases[0].rpartition(".")[0]]
-            extension = extension_of(aliases[0], param, holder)
+            extension = extension_of(aliases[0], param, holders[key])
         owner = unit_of(aliases, index)
         (left_out if key in out_params else members)[owner].append(
             Param(
