@@ -1,5 +1,6 @@
 """Torch's activation checkpoints that are put on modules, before and after they are sharded."""
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 
+import fxshard
 from fxshard.ir.outline import saved_values
 from fxshard.ir.program import Program
 from tests.end_to_end.losses_cases import made
@@ -89,3 +91,25 @@ def _checkpointed(way: str) -> Net:
 @pytest.mark.parametrize("way", WAYS)
 def test_before_and_after_sharding(ranks: Any, way: str, how: str) -> None:
     ranks(2).run(trains, way, how)
+
+
+def sharded_in_wrappers(rank: int, world_size: int) -> None:
+    """As torchtitan does it: each block is wrapped, and then the wrapper is sharded."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+    model = copy.deepcopy(plain)
+    for i, block in enumerate(model):
+        model[i] = checkpoint_wrapper(block)
+        fxshard.fully_shard(model[i])
+    fxshard.fully_shard(model)
+    batches = [torch.randn(3, 4, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    model(batches[rank]).square().sum().backward()
+    for x in batches:
+        (plain(x).square().sum() / world_size).backward()
+    for mine, whole in zip(model.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close(full(mine.grad), whole.grad)
+
+
+def test_wrappers_are_sharded(ranks: Any) -> None:
+    ranks(2).run(sharded_in_wrappers)
