@@ -193,7 +193,7 @@ JOBS: dict[str, LlamaJob | lightning_demo.DemoJob] = {
 }
 
 UNSTATED = "settings that decide it are not stated"
-COMPILED_TP = "compiled blocks under tensor parallelism end with an error of Dynamo's in a dry run"
+COMPILED_TP = "compiled blocks under tensor parallelism are refused in a dry run"
 # By the beginning of an id.
 NOT_RUN = {
     "ttb-8b-cp": "context parallelism is not followed, and how keys rotate is not stated",

@@ -33,7 +33,7 @@ from fxshard.dryrun.steps import Enough, Steps
 from fxshard.dryrun.streams import Streams
 from fxshard.dryrun.tape import Tape
 from fxshard.dryrun.values import Values, functions_of_unknown
-from fxshard.errors import ConfigError
+from fxshard.errors import CaptureError, ConfigError
 from fxshard.ir.units import Unit
 from fxshard.memory import states
 from fxshard.memory.category import Category
@@ -384,10 +384,19 @@ def dry_run(
     try:
         with run._running():
             yield run
+    except RuntimeError as error:
+        if _NO_CUDA not in str(error):
+            raise
+        raise CaptureError(
+            f"compiled code makes a tensor on the GPU that a dry run cannot follow, as tensor "
+            f"parallelism in torch.compile does (DTensor.from_local){refusals.line_of(error)}\n"
+            f"Leave torch.compile out of this dry run, or tensor parallelism."
+        ) from error
     finally:
         _active.remove(run)
 
 
+_NO_CUDA = "PyTorch is not linked with support for cuda"  # torch's words
 _active: list[DryRun] = []
 
 

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxshard
@@ -299,6 +301,17 @@ def test_cuda_graphs_are_refused() -> None:
             with pytest.raises(CaptureError, match=r"test_dry_run\.py.*pool of its own.*is_dry"):
                 make()  # type: ignore[call-arg]
     assert torch.cuda.CUDAGraph is graph
+
+
+def test_compiled_tensor_parallelism_is_refused() -> None:
+    with (
+        pytest.raises(CaptureError, match=r"Leave torch\.compile out") as caught,
+        fxshard.dry_run(world_size=2),
+    ):
+        model = nn.Sequential(nn.Linear(8, 8)).cuda()
+        parallelize_module(model, init_device_mesh("cuda", (2,)), {"0": ColwiseParallel()})
+        torch.compile(model)(torch.randn(2, 8, device="cuda"))
+    assert "test_dry_run.py" in str(caught.value)
 
 
 def test_numbers_are_unknown() -> None:
