@@ -200,8 +200,8 @@ def checkpointed(rank: int, world_size: int, path: str, how: str) -> float:
 
 
 def test_rank_0s_state_goes_into_a_meta_model_shard_by_shard(ranks: Any) -> None:
-    for peak in ranks(2).run(broadcast):
-        assert peak < 0.75, peak  # of the model; half of it are the shards
+    peak, _ = ranks(2).run(broadcast)  # gloo's thread frees what other ranks receive as it pleases
+    assert peak < 0.75, peak  # of the model; half of it are the shards
 
 
 @pytest.mark.parametrize(
