@@ -72,13 +72,21 @@ def sent_copies(launch: fx.Node) -> list[fx.Node]:
 
 def lies_in_input(node: fx.Node) -> bool:
     """True if the value of `node` is a view of an input of the program."""
+    return storage_maker(node) is None
+
+
+def storage_maker(node: fx.Node) -> fx.Node | None:
+    """The operator that made the storage of `node`, through views and changes in place.
+
+    None: the storage is that of an input of the program.
+    """
     storages = tags.storage_ids(node)
     while node.op == "call_function":
         before = [n for n in node.all_input_nodes if tags.storage_ids(n) & storages]
         if not before:
-            return False
+            return node
         node = before[0]
-    return True
+    return None
 
 
 def packed_results(launch: fx.Node) -> list[fx.Node]:

@@ -32,7 +32,7 @@ def gradient_categories(
             todo += tags.operands(launch)
     while todo:
         sent = todo.pop()
-        maker = _maker(sent)
+        maker = transfers.storage_maker(sent)
         if maker is not None and is_reduce_copy(maker.target, dict(maker.kwargs)):
             found |= dict.fromkeys(tags.storage_ids(maker), Category.REDUCE_SCATTER)
             todo += maker.all_input_nodes
@@ -81,17 +81,6 @@ def unreached(program: Program, loss: LossStep | None) -> frozenset[str]:
         return frozenset()
     every = program.reached.items()
     return frozenset(name for name, reach in every if not reach & loss.arrived)
-
-
-def _maker(node: fx.Node) -> fx.Node | None:
-    """The operator that made the storage of `node`, through views and changes in place."""
-    storages = tags.storage_ids(node)
-    while node.op == "call_function":
-        before = [n for n in node.all_input_nodes if tags.storage_ids(n) & storages]
-        if not before:
-            return node
-        node = before[0]
-    return None
 
 
 def accumulated_bytes(program: Program, fqn: str) -> int:
