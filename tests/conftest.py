@@ -6,6 +6,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: two workers share two cores
 
+import hypothesis
 import pytest
 import torch
 
@@ -13,6 +14,10 @@ from tests import browser, captures, sampling
 from tests.ranks import Ranks
 
 gc.disable()  # until all is imported: a quarter of the time of collecting tests went into it
+
+# The same examples in every run, however busy the machine is; `make fuzz` is what looks for others.
+hypothesis.settings.register_profile("fxshard", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("fxshard")
 
 LEFT_OUT = pytest.StashKey[int]()  # tests of the page, where there is no browser
 

@@ -123,7 +123,6 @@ def test_an_ignored_parameter_is_whole_on_every_rank(shape: tuple[int, ...], ran
 # -- the flat storage ------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(models(), RANKS)
 def test_shards_lie_in_flat_storage_without_gaps_or_overlaps(units: list[Unit], ranks: int) -> None:
     found = sharded(units, ranks)
@@ -137,7 +136,6 @@ def test_shards_lie_in_flat_storage_without_gaps_or_overlaps(units: list[Unit], 
             assert each.alignment % each.dtype.itemsize == 0
 
 
-@settings(deadline=None)
 @given(models(), RANKS)
 def test_sharded_and_unsharded_again_it_is_the_parameter(units: list[Unit], ranks: int) -> None:
     """By way of every rank's flat storage, and of one in which all ranks' shards lie."""
