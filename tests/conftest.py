@@ -128,7 +128,8 @@ BEHIND_THE_TRACE = {
 @pytest.fixture(autouse=True, scope="module")  # around the fixtures of a module too
 def _traced_once(request: pytest.FixtureRequest) -> Iterator[None]:
     """In those tests equal calls of equal models are traced once in each process."""
-    with captures.sharing(request.path.stem.removeprefix("test_") in BEHIND_THE_TRACE):
+    behind = request.path.stem.removeprefix("test_") in BEHIND_THE_TRACE
+    with captures.sharing(behind or "peers" in request.path.parts):
         yield
 
 

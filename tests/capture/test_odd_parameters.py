@@ -58,6 +58,7 @@ def sharded_and_trained(rank: int, world_size: int, kind: str, ignored: list[str
     "kind",
     ["with a buffer", "weight norm", "weight norm, old", "spectral norm", "spectral norm, old"],
 )
+@pytest.mark.sample(2)
 def test_parametrized_modules(ranks: Any, kind: str) -> None:
     expected = trained(parametrized(kind), BATCH)
     found = trained(fxshard.compile(parametrized(kind), world_size=2, ignored=["1"]), BATCH)

@@ -115,6 +115,7 @@ def like_fsdp2(rank: int, world_size: int, model_name: str, names: list[str]) ->
 
 
 @pytest.mark.parametrize("name", EACH)
+@pytest.mark.sample(2)
 def test_five_steps_are_bitwise_those_of_fsdp2(ranks: Any, name: str) -> None:
     """Uneven shards; every class that is taken."""
     ranks(2).run(like_fsdp2, "uneven", [name])

@@ -104,6 +104,7 @@ def test_one_collective_per_unit_and_phase_on_2_ranks(ranks: Any, name: str) -> 
 
 
 @pytest.mark.parametrize("name", NOT_IN_BACKWARD)
+@pytest.mark.sample(2)
 def test_one_collective_per_unit_and_phase_of_8(name: str) -> None:
     with process_groups.fake_process_group(0, 8):
         assert_counts(name, 8, one_step(0, 8, name))

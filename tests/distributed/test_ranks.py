@@ -193,6 +193,7 @@ def dies(rank: int, world_size: int, victim: int, verb: str) -> None:
     ("world_size", "victim", "verb"),
     [(2, 0, "all_gather"), (3, 2, "reduce_scatter"), (3, 0, "wait")],
 )
+@pytest.mark.sample(2)
 def test_survivors_name_the_dead(hasty: Any, world_size: int, victim: int, verb: str) -> None:
     """Also those that wait for ranks which failed because of the dead one."""
     found = hasty(world_size).run_expecting_errors(dies, victim, verb)

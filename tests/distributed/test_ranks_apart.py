@@ -87,6 +87,7 @@ def skips_backward(rank: int, world_size: int, options: dict[str, Any]) -> list[
 
 
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.sample(2)
 def test_a_rank_that_leaves_out_a_backward_alone(hasty: Any, name: str) -> None:
     """Its next gathers would meet what the others reduce."""
     first, second = hasty(2).run(skips_backward, OPTIONS[name])

@@ -104,6 +104,7 @@ HOW = {
 
 
 @pytest.mark.parametrize("how", HOW)
+@pytest.mark.sample(2)
 def test_the_call_takes_what_the_script_takes(how: str) -> None:
     found, wanted = asked(Net(), **HOW[how]), script(how)
     assert found.memory.first_step_peak_bytes == wanted.memory.first_step_peak_bytes

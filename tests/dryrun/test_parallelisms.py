@@ -79,6 +79,7 @@ FAST = ("extended", "ddp, views", "ddp, accumulates", "tp, loss", "2d, all")
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=() if each in FAST else pytest.mark.slow) for each in JOBS]
 )
+@pytest.mark.sample(2)
 def test_every_operator_boundary(ranks: Any, name: str) -> None:
     """Measured on real gloo ranks, which share no code with fxshard."""
     world_size, job = JOBS[name]
@@ -180,6 +181,7 @@ def test_tensor_parallel_on_a_gpu() -> None:
     ],
     ids=lambda job: job.kind,
 )
+@pytest.mark.sample(2)
 def test_followed_on_a_gpu(job: Job) -> None:
     with fxshard.dry_run(world_size=4, rank=3) as run:
         train(job, run.step)

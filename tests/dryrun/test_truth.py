@@ -50,6 +50,7 @@ def grid(jobs: Any, fast: Sequence[tuple[str, str, bool, int]]) -> Any:
 
 
 @grid(JOBS, FAST)
+@pytest.mark.sample(2)
 def test_every_operator_boundary(
     ranks: Any, name: str, checkpoint: str, half: bool, micro_batches: int
 ) -> None:

@@ -227,6 +227,7 @@ def test_two_real_ranks_take_turns() -> None:
             assert row["step"] >= max(row[phase] for phase in step_time.PHASES)
 
 
+@pytest.mark.slow
 def test_step_time_smoke(results: Path) -> None:
     found = read(results, "step_time")
     (model,) = found["models"]
@@ -242,6 +243,7 @@ def test_step_time_smoke(results: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_peak_bytes_smoke(results: Path) -> None:
     (case,) = read(results, "peak_bytes")["models"]
     assert (case["world_size"], case["setting"]) == (8, "fp32")
@@ -253,6 +255,7 @@ def test_peak_bytes_smoke(results: Path) -> None:
     assert case["ratios"]["best"] <= case["ratios"]["default"]
 
 
+@pytest.mark.slow
 def test_first_step_smoke(results: Path) -> None:
     (case,) = read(results, "first_step")["cases"]
     assert case["side"] == "fxshard"
@@ -260,6 +263,7 @@ def test_first_step_smoke(results: Path) -> None:
     assert min(case["cold"].values()) > 0
 
 
+@pytest.mark.slow
 def test_overhead_smoke(results: Path) -> None:
     found = read(results, "overhead")
     assert [row["layers"] for row in found["planning"]] == [1, 2]
@@ -269,6 +273,7 @@ def test_overhead_smoke(results: Path) -> None:
     assert set(ran["microseconds_per_operator"]) == {"fxshard", "bare operators", "eager", "fsdp2"}
 
 
+@pytest.mark.slow
 def test_passes_smoke(results: Path) -> None:
     default, without = read(results, "passes")["rows"]
     assert default["options"] == "default"
@@ -278,6 +283,7 @@ def test_passes_smoke(results: Path) -> None:
     assert without["exposed_ms"] > default["exposed_ms"]
 
 
+@pytest.mark.slow
 def test_scale_smoke(results: Path) -> None:
     found = read(results, "scale")
     assert [row["units"] for row in found["by_nodes"]] == [2, 3]
@@ -290,6 +296,7 @@ def test_scale_smoke(results: Path) -> None:
         assert row["microseconds_per_node"]["all"] == pytest.approx(whole, rel=0.01)
 
 
+@pytest.mark.slow
 def test_plan_405b_smoke(results: Path) -> None:
     ours, theirs = read(results, "plan_405b")["sides"]
     assert ours["parameters"] == theirs["parameters"]
@@ -301,6 +308,7 @@ def test_plan_405b_smoke(results: Path) -> None:
     assert ours["modules"] > theirs["modules"]
 
 
+@pytest.mark.slow
 def test_the_page_has_every_script_and_names_what_is_missing(results: Path, tmp_path: Path) -> None:
     text = page.page(results)
     for title, script, _ in page.SECTIONS:

@@ -89,6 +89,7 @@ def _checkpointed(way: str) -> Net:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("how", ["compile", "fully_shard"])
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sample(2)
 def test_before_and_after_sharding(ranks: Any, way: str, how: str) -> None:
     ranks(2).run(trains, way, how)
 

@@ -34,6 +34,7 @@ def trains(rank: int, world_size: int, how: str, names: list[str], options: Any)
 
 
 @pytest.mark.parametrize("name", USES)
+@pytest.mark.sample(3)
 def test_each_on_a_model_of_its_own(name: str) -> None:
     batches = 1
     assert trains(0, batches, "in_process", [name], {}) <= 3
@@ -41,6 +42,7 @@ def test_each_on_a_model_of_its_own(name: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=str)
 @pytest.mark.parametrize("how", ["compile", "fully_shard"])
+@pytest.mark.sample(2)
 def test_all_in_turn_on_ranks(ranks: Any, how: str, options: dict[str, Any]) -> None:
     counts = ranks(2).run(trains, how, list(USES), options)
     assert counts[0] <= 6 and len(set(counts)) == 1
@@ -203,6 +205,7 @@ LOSSES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.sample(2)
 def test_static_equals_measured_for_a_loss_of_any_outputs(name: str) -> None:
     found = fxshard.validate(
         Several(), (batch(0),), world_size=2, units=["blocks.*"], loss=LOSSES[name], numerics=True

@@ -105,6 +105,7 @@ def test_in_process_as_in_eager(name: str) -> None:
         "sharded_grad_scaler_with_an_infinity_in_one_shard",
     ],
 )
+@pytest.mark.sample(2)
 def test_an_infinity_on_one_rank_skips_the_step_on_both(ranks: Any, name: str) -> None:
     for ours, _ in ranks(2).run(both, name):
         assert_same(ours["parameters 1"], ours["parameters 0"])

@@ -104,6 +104,7 @@ def test_collectives_of_frozen_parameters(build: Callable[[], nn.Module]) -> Non
 
 
 @pytest.mark.parametrize("build", COUNTS)
+@pytest.mark.sample(2)
 def test_memory_of_frozen_parameters(build: Callable[[], nn.Module]) -> None:
     model = built(build)
     options: Any = {"world_size": 2, "units": ["blocks.*"], "optimizer": AdamW}

@@ -256,6 +256,7 @@ two_points = pytest.mark.parametrize("point", [0, pytest.param(1, marks=pytest.m
 
 @pytest.mark.parametrize("family", [*FAST, *SLOW])
 @two_points
+@pytest.mark.sample(2)
 def test_equal_to_plans_of_their_own(family: str, point: int) -> None:
     assert_equal_at_points(family, [point])
 
@@ -487,6 +488,7 @@ def test_a_loss_that_holds_labels_fixes_their_batch() -> None:
 
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.sample(2)
 def test_a_loss_that_lies_in_what_it_sums_up(reduction: str, keep: bool) -> None:
     def loss(out: Tensor) -> Tensor:
         return F.mse_loss(out, torch.zeros_like(out), reduction=reduction)

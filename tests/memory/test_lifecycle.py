@@ -398,6 +398,7 @@ def checkpointed(
 
 @pytest.mark.parametrize("optimizer", [False, True])
 @pytest.mark.parametrize("name", ["net", "tied"])
+@pytest.mark.sample(2)
 def test_checkpoints(name: str, optimizer: bool, ranks: Any) -> None:
     build, x, units = MODELS[name]
     options = {"optimizer": adamw} if optimizer else {}

@@ -55,6 +55,7 @@ def test_static_equals_measured_everywhere(name: str, world_size: int) -> None:
         torch.optim.AdamW(MODELS["mlp13"].build().parameters(), lr=1e-2, weight_decay=0.1),
     ],
 )
+@pytest.mark.sample(2)
 def test_optimizers_are_analysed_by_running_them(optimizer: Any) -> None:
     case = MODELS["mlp13"]
     model, args, kwargs = built(case)

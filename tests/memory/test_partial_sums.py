@@ -54,6 +54,7 @@ def planned(work: Workload, how: Reductions) -> Plan:
 
 @pytest.mark.parametrize("how", ["shards", "none"])
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+@pytest.mark.sample(2)
 def test_partial_sums_take_the_bytes_of_shards(how: Reductions, precision: torch.dtype) -> None:
     policy = torch.distributed.fsdp.MixedPrecisionPolicy(
         param_dtype=precision, reduce_dtype=torch.float32

@@ -181,6 +181,7 @@ def assert_exact(name: str, world_size: Any, options: Options) -> None:
 
 
 @pytest.mark.parametrize("way", EXACT)
+@pytest.mark.sample(2)
 def test_static_equals_measured(way: str) -> None:
     assert_exact("mlp13", *EXACT[way])
 

@@ -120,6 +120,7 @@ def of_zoo(name: str, setting: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "setting"), SOME)
+@pytest.mark.sample(2)
 def test_zoo(name: str, setting: str) -> None:
     of_zoo(name, setting)
 

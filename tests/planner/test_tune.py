@@ -96,6 +96,7 @@ def pareto(every: dict[Any, tuple[int, float]], budget: int) -> set[tuple[int, f
 
 
 @pytest.mark.parametrize("at", [0.0, 0.5, 1.0])
+@pytest.mark.sample(2)
 def test_best_and_front_are_those_of_all_plans(
     every: dict[Any, tuple[int, float]], at: float
 ) -> None:

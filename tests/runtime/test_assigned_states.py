@@ -101,6 +101,7 @@ def assigned(rank: int, world_size: int, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["whole", "sharded", "some", "meta", "offloaded", "compiled"])
+@pytest.mark.sample(2)
 def test_an_assigned_state_trains_as_eager_and_fsdp2(ranks: Any, how: str) -> None:
     ranks(2).run(assigned, how)
 

@@ -278,6 +278,7 @@ def kept(rank: int, world_size: int, kind: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sample(2)
 def test_save_and_load_checkpoint(ranks: Any, tmp_path: Path, kind: str) -> None:
     ranks(2).run(kept, kind, str(tmp_path / "ranks"))
     if kind != "fsdp2":

@@ -147,6 +147,7 @@ def assert_same(ours: list[Any], theirs: list[Any], **tolerance: float) -> None:
 
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("kind", ["Narrow", "Int8", "Multiplied", "Float8"])
+@pytest.mark.sample(3)
 def test_it_trains_as_fsdp2_and_as_one_process(ranks: Any, kind: str, reshard: bool) -> None:
     found = ranks(2).run(both, kind, {"reshard_after_forward": reshard})
     for theirs, ours in found:
@@ -166,6 +167,7 @@ def test_it_sees_the_mixed_precision_of_its_unit_as_with_fsdp2(ranks: Any, kind:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sample(2)
 def test_in_one_process_it_trains_as_eager(kind: str) -> None:
     alone = trained(Eagerly(net(KINDS[kind])), [0])
     model = fxshard.compile(net(KINDS[kind]), world_size=2, units=["blocks.*"])
@@ -289,6 +291,7 @@ MEASURED: dict[str, dict[str, Any]] = {
     "kind, how",
     [("Multiplied", "full shard"), ("Float8", "full shard"), *(("Int8", how) for how in MEASURED)],
 )
+@pytest.mark.sample(3)
 def test_its_bytes_are_known_beforehand(kind: str, how: str) -> None:
     options = {"world_size": 2, "units": ["blocks.*"], "optimizer": torch.optim.AdamW}
     found = fxshard.validate(

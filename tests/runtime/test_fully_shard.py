@@ -73,6 +73,7 @@ def row_wise(param: nn.Parameter) -> Shard | None:
     ],
     ids=lambda options: next(iter(options)),
 )
+@pytest.mark.sample(2)
 def test_arguments_mean_what_they_mean_to_fsdp2(ranks: Any, options: dict[str, Any]) -> None:
     for theirs, ours in ranks(2).run(both, "mlp13", options):
         fsdp2.assert_bitwise(ours, theirs)

@@ -207,6 +207,7 @@ def test_rank_0s_state_goes_into_a_meta_model_shard_by_shard(ranks: Any) -> None
 @pytest.mark.parametrize(
     ("how", "most"), [("to_empty", 0.75), ("assigned", 0.75), ("copied", 1.1), ("fxshard", 0.75)]
 )
+@pytest.mark.sample(2)
 def test_a_checkpoint_goes_into_a_meta_model_shard_by_shard(
     ranks: Any, how: str, most: float
 ) -> None:

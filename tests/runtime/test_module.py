@@ -159,6 +159,7 @@ def zero_grad(rank: int, world_size: int, set_to_none: bool) -> None:
 
 @EVERYWHERE
 @pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.sample(2)
 def test_zero_grad(ranks: Any, where: str, set_to_none: bool) -> None:
     run(ranks, where, zero_grad, set_to_none)
 

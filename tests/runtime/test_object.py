@@ -252,6 +252,7 @@ def methods(rank: int, world_size: int, made_by: str) -> None:
 
 @EVERYWHERE
 @pytest.mark.parametrize("made_by", ["compile", "shard"])
+@pytest.mark.sample(2)
 def test_methods_and_submodules_read_whole_parameters(ranks: Any, where: str, made_by: str) -> None:
     run(ranks, where, methods, made_by)
 

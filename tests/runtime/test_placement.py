@@ -64,6 +64,7 @@ def both(rank: int, world_size: int, name: str, fn: str) -> tuple[Result, Result
         pytest.param(4, "conv", "columns", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.sample(2)
 def test_three_steps_are_those_of_fsdp2_and_of_one_process(
     ranks: Any, world: int, name: str, fn: str
 ) -> None:
@@ -90,6 +91,7 @@ def uneven(rank: int, world_size: int, name: str, fn: str) -> list[Result]:
 @pytest.mark.parametrize(
     ("world", "name", "fn"), [(2, "mixed", "columns"), (4, "mixed", "columns"), (4, "conv", "last")]
 )
+@pytest.mark.sample(2)
 def test_sizes_that_do_not_divide_evenly_or_are_shorter_than_the_ranks(
     ranks: Any, world: int, name: str, fn: str
 ) -> None:
@@ -125,6 +127,7 @@ def options(rank: int, world_size: int, kind: str) -> tuple[Result, Result]:
 @pytest.mark.parametrize(
     ("world", "kind"), [(2, "bf16"), (2, "offload"), (2, "kept"), (4, "hybrid")]
 )
+@pytest.mark.sample(2)
 def test_with_other_arguments_it_is_fsdp2_still(ranks: Any, world: int, kind: str) -> None:
     for theirs, ours in ranks(world).run(options, kind):
         if world == 2:
@@ -329,6 +332,7 @@ def test_optimizers_see_the_shapes_that_fsdp2_shows(ranks: Any) -> None:
     ],
     ids=lambda given: next(iter(given), "default"),
 )
+@pytest.mark.sample(3)
 def test_bytes_are_the_trackers(case: str, given: dict[str, Any]) -> None:
     """Each category at each point, of rank 0 of four, and the numbers of all ranks."""
     mixed = (EVEN if case == "even" else UNEVEN)["mixed"]

@@ -100,5 +100,6 @@ def trained(rank: int, world_size: int, also: str) -> None:
 
 
 @pytest.mark.parametrize("also", ["nothing", "the middle", "the loss", "one block"])
+@pytest.mark.sample(2)
 def test_as_ddp_and_fsdp2_bitwise(ranks: Any, also: str) -> None:
     ranks(2).run(trained, also)

@@ -86,6 +86,7 @@ def phases(rank: int, world_size: int, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", PLACES)
+@pytest.mark.sample(2)
 def test_between_phases_as_fsdp2(ranks: Any, where: str) -> None:
     ranks(2).run(phases, where)
 

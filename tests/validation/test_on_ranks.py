@@ -189,6 +189,7 @@ def ends(how: str, params: Any) -> torch.optim.Optimizer:
         ("hangs", "has not answered in 6 s|rank 1 never asked"),
     ],
 )
+@pytest.mark.sample(2)
 def test_a_rank_that_ends_is_named(how: str, said: str, monkeypatch: Any) -> None:
     if how == "hangs":
         monkeypatch.setattr(processes, "LIMIT_S", 6.0)

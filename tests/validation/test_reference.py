@@ -138,6 +138,7 @@ def test_errors_on_every_rank(ranks) -> None:
 
 
 @pytest.mark.parametrize("way", ["itself", "before", "during"])
+@pytest.mark.sample(2)
 def test_a_dead_rank_is_reported(ranks, way: str) -> None:
     pool = ranks(2)
     jobs = {"itself": (die_on, 1), "before": (total_rank,), "during": (tarry_on, 1)}

@@ -61,6 +61,7 @@ def texts_on(rank: int, shape: tuple[int, ...], name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("shape", [(2,), (3,), (2, 2), *SLOW], ids=str)
+@pytest.mark.sample(2)
 def test_every_rank_has_one_text(shape: tuple[int, ...]) -> None:
     first, *others = [texts_on(rank, shape, "mlp13") for rank in range(torch.Size(shape).numel())]
     assert others and all(text == first for text in others)

@@ -122,6 +122,7 @@ def test_no_false_alarm(name: str, prefetch: int) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sample(2)
 def test_no_false_alarm_in_inference(name: str) -> None:
     check(captured(name, training=False), 1)
 
