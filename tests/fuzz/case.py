@@ -414,7 +414,8 @@ def drawn_case(seed: int, processes: bool | None = None) -> Case:
                 continue
             if trainable(case):
                 other = options_module.of_other_sizes(rng, case)
-                return other if other == case or trainable(other) else case
+                case = other if other == case or trainable(other) else case
+                return options_module.placed(rng, case)
     raise AssertionError(f"no program for seed {seed}")
 
 

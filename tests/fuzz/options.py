@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 
 if TYPE_CHECKING:
     from tests.fuzz.case import Case
@@ -19,6 +20,7 @@ SPACE = {
     "MixedPrecisionPolicy": MixedPrecisionPolicy,
     "MixedPrecision": MixedPrecision,
     "CPUOffloadPolicy": CPUOffloadPolicy,
+    "Shard": Shard,
 }
 OPTIMIZERS = (
     "lambda params: torch.optim.SGD(params, lr=0.1)",
@@ -65,6 +67,12 @@ PROBABILITIES = {
     "full_precision_in_eval": 0.02,
     "sync_module_states": 0.03,
 }
+PLACEMENTS = (
+    "lambda param: Shard(param.ndim - 1) if param.ndim else None",
+    "lambda param: Shard(1) if param.ndim == 2 else None",
+    "lambda param: Shard(max(range(param.ndim), key=lambda dim: param.shape[dim]))"
+    " if param.ndim else None",
+)
 
 
 def drawn(rng: random.Random, case: Case, processes: bool | None) -> Case:
@@ -144,3 +152,11 @@ def of_other_sizes(rng: random.Random, case: Case) -> Case:
         rows = f"{rows} + rank % 2"
     program = dataclasses.replace(case.program, rows=rows)
     return dataclasses.replace(case, options=tuple(named.items()), program=program)
+
+
+def placed(rng: random.Random, case: Case) -> Case:
+    """At times `case` with parameters that are sharded along other dimensions than the first."""
+    if rng.random() > 0.08 or "no_shard" in str(case.options):
+        return case
+    chosen = rng.choice(PLACEMENTS)
+    return dataclasses.replace(case, options=(*case.options, ("shard_placement_fn", chosen)))
