@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from fxshard._torch import trees
+from fxshard._torch import inductor, trees
 from fxshard.capture.held import copied
 from fxshard.codegen.emit import Executor, TracedExecutor
 from fxshard.config import grid
+from fxshard.errors import StepError
 from fxshard.ir.program import Program
 from fxshard.ir.units import configured_units
 from fxshard.memory.category import Category
@@ -23,14 +24,32 @@ from fxshard.validation.tracker import Measured, Tracker, WatchedWorld
 
 
 def tracked(work: Workload, steps: int) -> list[Measured]:
-    """Train a copy of the model on this rank of the default process group, and measure it."""
+    """Train a copy of the model on this rank of the default process group, and measure it.
+
+    Raises:
+        StepError: the kernels of a region cannot be built, so that it would not run as planned.
+    """
     tracker = Tracker(offloaded=work.config.offload is not None)
 
     def make_executor(program: Program, world: Any) -> Executor:
-        return TracedExecutor(program, WatchedWorld(world, tracker), tracker)
+        planned = _compiled_regions(program)
+        made = TracedExecutor(program, WatchedWorld(world, tracker), tracker)
+        if eager := planned - _compiled_regions(program):
+            raise StepError(
+                f"validate: the kernels of {', '.join(sorted(eager))} cannot be built here, as the "
+                f"warning above says, so that what would run is not what is planned. Mend the "
+                f"compiler or empty {inductor.inductor_cache_dir()}, Inductor's cache; or validate "
+                f"with backend='eager'."
+            )
+        return made
 
     tracked_steps(sharded(on_this_rank(work), make_executor), work, tracker, steps)
     return tracker.measured()
+
+
+def _compiled_regions(program: Program) -> set[str]:
+    assert program.schedule is not None
+    return {name for name, region in program.schedule.regions.items() if region.compiled}
 
 
 def on_this_rank(work: Workload) -> Sharding:

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 import fxshard
 from fxshard._torch import fake_tensors, inductor
 from fxshard.codegen import regions
+from fxshard.errors import StepError
 from fxshard.ir import tags
 from fxshard.ir.compiled import Compiled, Step, stays_apart
 from fxshard.passes.compile_regions import CompileRegions
@@ -255,6 +256,9 @@ def test_a_region_whose_kernels_cannot_be_built_stays_eager(
     monkeypatch.setattr(regions, "_finished", broken)
     result = trained(deep(2), "inductor")
     assert "cannot be built: no compiler here" in caplog.text
+    with pytest.raises(StepError, match=r"kernels of region_\w+.* cannot be built here") as refused:
+        fxshard.validate(Deep(2), (torch.ones(4, 8),), world_size=2, backend="inductor")
+    assert "Inductor's cache" in str(refused.value)
     monkeypatch.undo()
     assert_close(result, trained(deep(2), "eager"), 0)
 
