@@ -1,4 +1,4 @@
-"""Optimizers: their hooks and their state while nothing steps."""
+"""Optimizers: their hooks, their state while nothing steps, and the parts of Muon's step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 
@@ -59,3 +60,18 @@ def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def foreach_copy(into: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
     """Copy each of `tensors` into its place, casting, in one operator."""
     torch._foreach_copy_(into, tensors)
+
+
+def orthogonalized(
+    matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> torch.Tensor:
+    """Muon's Newton-Schulz steps; of a bf16 matrix, which they write into.
+
+    (torch/optim/_muon.py, ``_zeropower_via_newtonschulz``: it begins with ``matrix.bfloat16()``)
+    """
+    return _zeropower_via_newtonschulz(matrix, coefficients, steps, eps)
+
+
+def muon_learning_rate(lr: float, adjust: str | None, shape: torch.Size) -> float:
+    """The learning rate of a matrix of this shape. (torch/optim/_muon.py, ``_adjust_lr``)"""
+    return _adjust_lr(lr, adjust, shape)

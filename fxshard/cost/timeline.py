@@ -75,10 +75,14 @@ class OptimizerState:
     Attributes:
         name: class of the optimizer.
         bytes: of its state between two steps, by FQN of the parameter.
+        exchanges: bytes of what a rank sends or receives in each all-to-all of its step.
+        flops: of updates of full matrices that one rank makes, at most, in bf16.
     """
 
     name: str
     bytes: Mapping[str, int]
+    exchanges: tuple[int, ...] = ()
+    flops: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

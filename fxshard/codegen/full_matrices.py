@@ -1,0 +1,258 @@
+"""Updates that need all of a matrix: each rank computes those of the matrices that it owns.
+
+Newton-Schulz steps (Muon) and preconditioners (Shampoo) multiply all rows of a matrix with each
+other, and a rank has some of them. So each matrix is sent to one rank, its owner, which computes the
+update and sends each rank the rows that it has. Owners are chosen once, by FLOPs, from what every
+rank knows. Matrices travel in rounds: in each, one all-to-all brings every owner its next matrices,
+and one takes the updates back. So a rank holds, besides two buffers, one matrix at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fxshard.errors import StepError
+from fxshard.ir.layout import ParamLayout, pieces
+
+ROUND_BYTES = 64 * 2**20  # what an owner receives in a round, unless one matrix is larger
+
+Rounds = list[list[list[int]]]  # per round and owner, the numbers of its matrices
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """A matrix whose update needs all of it.
+
+    Attributes:
+        fqn: of the parameter.
+        layout: where its rows are.
+        dtype: in which it is sent, and its update sent back.
+        flops: that its update takes.
+    """
+
+    fqn: str
+    layout: ParamLayout
+    dtype: torch.dtype
+    flops: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it, as it is sent."""
+        return math.prod(self.layout.shape) * self.dtype.itemsize
+
+    @property
+    def _short(self) -> int:
+        """The smaller of its sides; dimensions after the first count as columns."""
+        rows = self.layout.shape[0]
+        return min(rows, math.prod(self.layout.shape[1:]))
+
+    @property
+    def product(self) -> int:
+        """What FLOPs of its Gram matrix are proportional to."""
+        return math.prod(self.layout.shape) * self._short
+
+    @property
+    def workspace(self) -> int:
+        """About what its update allocates, to compare ranks: two more of it, three Gram matrices."""
+        return 2 * self.nbytes + 3 * self._short**2 * self.dtype.itemsize
+
+
+class Exchange(Protocol):
+    """How the ranks that share parameters send matrices to their owners."""
+
+    size: int
+    rank: int
+    device: torch.device  # of what is sent
+
+    def stepping(self, matrices: Sequence[Matrix]) -> AbstractContextManager[None]:
+        """All of these ranks update these matrices in the block."""
+
+    def all_to_all(
+        self, into: Tensor, sent: Tensor, received: Sequence[int], given: Sequence[int]
+    ) -> None:
+        """Send each rank its part of `sent`, flat; its length in elements is in `given`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Whose rows a tensor without data stands for, while a step is recorded.
+
+    Attributes:
+        fqn, layout: of the parameter.
+        exchange: how its matrix is sent.
+    """
+
+    fqn: str
+    layout: ParamLayout
+    exchange: Exchange
+
+
+def put_place(param: Tensor, place: Place) -> None:
+    """Let `param` stand for rows of a parameter."""
+    param._fxshard_rows = place  # type: ignore[attr-defined]
+
+
+def place_of(param: Tensor) -> Place | None:
+    """What `put_place` has put."""
+    return getattr(param, "_fxshard_rows", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """What is done with each matrix, by its number.
+
+    Attributes:
+        rows: makes what this rank sends of it, of its local shape.
+        full: of all of it, on its owner, makes its update; may write into it.
+        apply: takes this rank's rows of the update.
+    """
+
+    rows: Callable[[int], Tensor]
+    full: Callable[[int, Tensor], Tensor]
+    apply: Callable[[int, Tensor], None]
+
+
+def rounds(matrices: Sequence[Matrix], ranks: int, limit: int = ROUND_BYTES) -> Rounds:
+    """Who owns which matrix, and when it is sent; alike on every rank.
+
+    The matrix of most FLOPs comes first, and each goes to the rank with the fewest so far: the most
+    that a rank gets is at most 4/3 of what the best choice would give it (Graham, 1969). The rank
+    that needs most memory is then called rank 0, whose memory reports are about.
+
+    Args:
+        matrices: of one dtype.
+        ranks: number of ranks that share them.
+        limit: bytes that an owner receives in a round, unless one matrix is larger.
+    """
+    order = sorted(range(len(matrices)), key=lambda i: (-matrices[i].flops, -matrices[i].nbytes, i))
+    loads = [(0, owner) for owner in range(ranks)]
+    owned: list[list[int]] = [[] for _ in range(ranks)]
+    for i in order:
+        load, owner = heapq.heappop(loads)
+        owned[owner].append(i)
+        heapq.heappush(loads, (load + matrices[i].flops, owner))
+    queues = [_in_rounds(matrices, mine, limit) for mine in owned]
+    queues.sort(key=lambda queue: -max((_bytes(matrices, now) for now in queue), default=0))
+    last = max(map(len, queues))
+    return [[queue[at] if at < len(queue) else [] for queue in queues] for at in range(last)]
+
+
+def _in_rounds(matrices: Sequence[Matrix], mine: Sequence[int], limit: int) -> list[list[int]]:
+    found: list[list[int]] = []
+    for i in mine:
+        if found and sum(matrices[j].nbytes for j in (*found[-1], i)) <= limit:
+            found[-1].append(i)
+        else:
+            found.append([i])
+    return found
+
+
+def _bytes(matrices: Sequence[Matrix], owned: Sequence[int]) -> int:
+    received = sum(matrices[i].nbytes for i in owned)
+    return received + max(matrices[i].workspace for i in owned)
+
+
+def most_flops(matrices: Sequence[Matrix], ranks: int) -> int:
+    """FLOPs of the rank that has most of them."""
+    found = [0] * ranks
+    for now in rounds(matrices, ranks):
+        for owner, mine in enumerate(now):
+            found[owner] += sum(matrices[i].flops for i in mine)
+    return max(found)
+
+
+def step(
+    matrices: Sequence[Matrix], update: Update, exchange: Exchange, limit: int = ROUND_BYTES
+) -> None:
+    """Update matrices: collective over the ranks that share them.
+
+    Args:
+        matrices: the same, in the same order, on all of these ranks.
+        update: what to do with each.
+        exchange: the ranks.
+        limit: see `rounds`.
+
+    Raises:
+        StepError: an update has another shape than its matrix.
+    """
+    with exchange.stepping(matrices):
+        if exchange.size == 1:
+            for i, matrix in enumerate(matrices):
+                update.apply(i, _updated(matrix, update, i, _copied(matrix, update.rows(i))))
+            return
+        for dtype in dict.fromkeys(matrix.dtype for matrix in matrices):
+            members = [i for i, matrix in enumerate(matrices) if matrix.dtype is dtype]
+            for now in rounds([matrices[i] for i in members], exchange.size, limit):
+                owned = [[members[at] for at in mine] for mine in now]
+                _round(matrices, owned, update, exchange)
+
+
+def _copied(matrix: Matrix, rows: Tensor) -> Tensor:
+    return torch.empty_like(rows, dtype=matrix.dtype).copy_(rows)
+
+
+def _round(
+    matrices: Sequence[Matrix], owned: list[list[int]], update: Update, exchange: Exchange
+) -> None:
+    """One all-to-all to the owners and one back."""
+    rank, order = exchange.rank, [i for mine in owned for i in mine]
+    given = [sum(_numel(matrices[i], rank) for i in mine) for mine in owned]
+    received = [sum(_numel(matrices[i], r) for i in owned[rank]) for r in range(exchange.size)]
+    sent = torch.empty(sum(given), dtype=matrices[order[0]].dtype, device=exchange.device)
+    places = pieces(sent, [matrices[i].layout.local_shape(rank) for i in order])
+    for i, place in zip(order, places, strict=True):
+        place.copy_(update.rows(i))
+    full = sent.new_empty(sum(received))
+    exchange.all_to_all(full, sent, received, given)
+    _on_owner(matrices, owned[rank], full.split(received), full, update)
+    exchange.all_to_all(sent, full, given, received)
+    del full
+    for i, place in zip(order, places, strict=True):
+        update.apply(i, place)
+
+
+def _on_owner(
+    matrices: Sequence[Matrix],
+    mine: Sequence[int],
+    by_rank: Sequence[Tensor],
+    received: Tensor,
+    update: Update,
+) -> None:
+    """Put updates in the place of the matrices that this rank has received."""
+    shapes = [[matrices[i].layout.local_shape(r) for i in mine] for r in range(len(by_rank))]
+    parts = [pieces(part, shape) for part, shape in zip(by_rank, shapes, strict=True)]
+    for at, i in enumerate(mine):
+        layout = matrices[i].layout
+        if len(mine) == 1 and not layout.dim:  # rows of one matrix, rank by rank: the matrix
+            full = received.view(layout.shape)
+        else:
+            full = received.new_empty(layout.shape)
+            for rank, part in enumerate(parts):
+                layout.rows_of(full, rank).copy_(part[at])
+        found = _updated(matrices[i], update, i, full)
+        if found.untyped_storage()._cdata == received.untyped_storage()._cdata:
+            found = found.clone()  # its rows may lie where other ranks' are written to
+        for rank, part in enumerate(parts):
+            part[at].copy_(layout.rows_of(found, rank))
+
+
+def _updated(matrix: Matrix, update: Update, number: int, full: Tensor) -> Tensor:
+    found = update.full(number, full)
+    if found.shape != full.shape:
+        raise StepError(
+            f"the update of {matrix.fqn!r}, of shape {list(full.shape)}, has the shape "
+            f"{list(found.shape)}: expected the same, so that each rank has its rows of it."
+        )
+    return found
+
+
+def _numel(matrix: Matrix, rank: int) -> int:
+    return math.prod(matrix.layout.local_shape(rank))
