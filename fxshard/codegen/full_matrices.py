@@ -1,8 +1,8 @@
 """Updates that need all of a matrix: each rank computes those of the matrices that it owns.
 
 Newton-Schulz steps (Muon) and preconditioners (Shampoo) multiply all rows of a matrix with each
-other, and a rank has some of them. So each matrix is sent to one rank, its owner, which computes the
-update and sends each rank the rows that it has. Owners are chosen once, by FLOPs, from what every
+other, and a rank has some of them. So each matrix is sent to one rank, its owner, which computes
+the update and sends each rank the rows that it has. Owners are chosen by FLOPs, from what every
 rank knows. Matrices travel in rounds: in each, one all-to-all brings every owner its next matrices,
 and one takes the updates back. So a rank holds, besides two buffers, one matrix at a time.
 """
@@ -61,7 +61,7 @@ class Matrix:
 
     @property
     def workspace(self) -> int:
-        """About what its update allocates, to compare ranks: two more of it, three Gram matrices."""
+        """About what its update allocates, to compare ranks: two of it, three Gram matrices."""
         return 2 * self.nbytes + 3 * self._short**2 * self.dtype.itemsize
 
 

@@ -1,8 +1,8 @@
-"""torch.optim.Muon over rows of matrices: its own operators, on this rank's rows and on the owner's.
+"""torch.optim.Muon over rows of matrices: torch's operators, on this rank's rows and on the owner.
 
 Momentum, weight decay and the update act element by element, on rows. The Newton-Schulz steps need
-all of a matrix: its owner computes them (`fxshard.codegen.full_matrices`). They begin with a cast to
-bf16, so that what is sent is bf16 too, and numbers are those of one process bit by bit.
+all of a matrix: its owner computes them (`fxshard.codegen.full_matrices`). They begin with a cast
+to bf16, so that what is sent is bf16 too, and numbers are those of one process bit by bit.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class InPlaceOf:
 def run(stand_in: InPlaceOf) -> None:
     """Run torch's step, without hooks, on what stands in for a Muon."""
     with torch.no_grad():
-        inspect.unwrap(Muon.step)(stand_in)  # type: ignore[arg-type]
+        inspect.unwrap(Muon.step)(stand_in)
 
 
 def momentum_of(optimizer: Optimizer, param: Tensor, zeros: Callable[[], Any]) -> Any:

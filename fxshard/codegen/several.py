@@ -21,9 +21,10 @@ class Several(Optimizer):
 
     def __init__(self, members: Sequence[Optimizer]) -> None:
         """Raises ValueError if two of them hold one parameter."""
-        super().__init__([p for m in members for g in m.param_groups for p in g["params"]], {})
+        groups = [group for member in members for group in member.param_groups]
+        super().__init__([{"params": group["params"]} for group in groups], {})
         self.members = list(members)
-        self.param_groups = [group for member in members for group in member.param_groups]
+        self.param_groups = groups
         for member in members:
             self.state.update(member.state)
         self._share()
@@ -39,7 +40,7 @@ class Several(Optimizer):
             raise ValueError("give the group to one of .members before they are put together.")
         super().add_param_group(param_group)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all of them."""
         loss = None
         if closure is not None:
@@ -55,7 +56,7 @@ class Several(Optimizer):
         return super().__getstate__() | {"members": self.members}
 
     def _share(self) -> None:
-        """Let members have the groups and the state that the user sees, which may be loaded ones."""
+        """Let members have the groups and the state of now, which may be loaded ones."""
         groups = iter(self.param_groups)
         for member in self.members:
             member.state = self.state

@@ -129,8 +129,9 @@ def trace_step(
     for_cuda: bool = False,
     unused: bool = False,
     without: frozenset[str] = frozenset(),
+    rank: int = 0,
 ) -> OptimizerStep | None:
-    """Run the real ``step`` of an optimizer twice on meta tensors of rank 0's shard shapes.
+    """Run the real ``step`` of an optimizer twice on meta tensors of a rank's shard shapes.
 
     Args:
         program: says which parameters have gradients.
@@ -139,6 +140,7 @@ def trace_step(
         for_cuda: record the implementation that is the default on CUDA.
         unused: parameters that no gradient arrives at have one too, if they require it.
         without: FQNs of parameters whose gradient no loss reaches (`gradients.unreached`).
+        rank: of the shard group. Reports are of rank 0, which never needs less than another.
 
     Raises:
         ConfigError: it is neither; its step needs what a plan does not have (data, a closure,
@@ -149,7 +151,8 @@ def trace_step(
     trained = _trained(program) - without
 
     def record(device: str, mode: AbstractContextManager[Any]) -> tuple[OptimizerStep, str]:
-        mixing, exchange = _Mixing(), RecordedExchange(program.world_size, torch.device(device))
+        size, where = program.world_size, torch.device(device)
+        mixing, exchange = _Mixing(), RecordedExchange(size, where, rank)
 
         def step(made: torch.optim.Optimizer, params: Tensors, grads: Tensors) -> Runs:
             for fqn, grad in grads.items():
@@ -174,6 +177,12 @@ def trace_step(
         return dataclasses.replace(found, without=without, parts=None), mixing.found
 
     recorded, mixing = without_data(optimizer, record)
+    if recorded.sent.flops and program.offloaded and for_cuda:
+        raise ConfigError(
+            f"optimizer {recorded.name} with offload: its updates need all rows of a matrix, which "
+            f"ranks send each other on the GPU, and offloaded shards are on the CPU. Leave offload "
+            f"out, or choose an optimizer that steps each element on its own."
+        )
     if not mixing or (program.world_size == 1 and mixing not in _NOWHERE):
         return recorded
     raise ConfigError(
@@ -329,7 +338,8 @@ class _Mixing(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if not self.paused and not _runs_alone(func) and any(t.dim() for t in tags.tensors((args, kwargs))):
+        mixes = not self.paused and not _runs_alone(func)
+        if mixes and any(t.dim() for t in tags.tensors((args, kwargs))):
             self.found = self.found or name_of(func).removesuffix(".default")
         return func(*args, **(kwargs or {}))
 
@@ -379,21 +389,26 @@ def _step(optimizer: torch.optim.Optimizer, mixing: _Mixing) -> None:
     """Step rows of parameters that have a `Place`."""
     for each in optimizer.members if isinstance(optimizer, several.Several) else [optimizer]:
         if type(each) is torch.optim.Muon:
-            muon.run(muon.InPlaceOf(each, lambda param: place_of(param) is not None, _step_matrices))
+            muon.run(muon.InPlaceOf(each, _has_place, _step_matrices))
         else:
             with mixing:
                 each.step()
 
 
+def _has_place(param: Tensor) -> bool:
+    return place_of(param) is not None
+
+
 def _step_matrices(optimizer: torch.optim.Optimizer, held: Sequence[muon.Held]) -> None:
-    every = []
+    every, exchanges = [], []
     for param, group in held:
         place, grad = place_of(param), param.grad
         assert place is not None and grad is not None
         momentum = muon.momentum_of(optimizer, param, functools.partial(torch.zeros_like, grad))
         every.append(muon.Stepped(place.fqn, place.layout, param, grad, momentum, group))
+        exchanges.append(place.exchange)
     if every:
-        muon.step(every, place.exchange)
+        muon.step(every, exchanges[0])  # one program, one exchange
 
 
 _META = torch.device("meta")
@@ -448,7 +463,7 @@ def record_steps(
     exchange: RecordedExchange | None = None,
     for_cuda: bool,
 ) -> OptimizerStep:
-    """Two steps of an optimizer over rank 0's rows, with what each part of them allocates.
+    """Two steps of an optimizer over this rank's rows, with what each part of them allocates.
 
     Args:
         program: whose parameters they are.
@@ -469,7 +484,7 @@ def record_steps(
     with mode:
         everything = [*program.params.items(), *program.ignored.items()]
         for fqn, param in sorted(everything, key=lambda item: item[1].position):
-            shape = program.layouts[fqn].local_shape()
+            shape = program.layouts[fqn].local_shape(exchange.rank)
             data = torch.empty(shape, dtype=param.dtype, device=device)
             params[fqn] = shard = nn.Parameter(data, param.requires_grad)
             recorder.know(shard.untyped_storage())

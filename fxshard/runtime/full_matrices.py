@@ -9,6 +9,7 @@ state over DTensors; a hook before its step puts another object in its place for
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fxshard._torch.dtensors import dtensor_like, local_part, sharded_like
 from fxshard.codegen import full_matrices, muon
-from fxshard.codegen.full_matrices import Matrix, Place, Update
+from fxshard.codegen.full_matrices import Exchange, Matrix, Place, Update
 from fxshard.errors import StepError
 from fxshard.runtime.replaced import PLACE
 from fxshard.runtime.store import ParameterStore
@@ -34,6 +35,7 @@ def let_step() -> None:
     register_optimizer_step_pre_hook(_in_place_of)
 
 
+@torch.no_grad()
 def full_matrix_updates(
     params: Sequence[Tensor],
     matrices: Sequence[Tensor],
@@ -66,42 +68,48 @@ def full_matrix_updates(
             another shape; a parameter is of a tensor subclass, or offloaded to another device.
         RankMismatchError: not all ranks update these matrices.
     """
-    found: list[Tensor | None] = [None] * len(params)
-    together: dict[int, list[int]] = {}
-    places = [_place(param) for param in params]
-    for i, place in enumerate(places):
+    found = dict[int, Tensor]()
+    together: dict[int, list[tuple[int, Matrix, Exchange]]] = {}
+    for i, (param, tensor) in enumerate(zip(params, matrices, strict=True)):
+        place = _place(param)
         if place is None:
-            found[i] = update(params[i], matrices[i].clone())
+            found[i] = update(param, tensor.clone())
         else:
-            together.setdefault(_group(place), []).append(i)
+            each = i, _matrix(place, param, tensor, flops), place.exchange
+            together.setdefault(_group(place), []).append(each)
     for members in together.values():
-        made = [_matrix(places[i], params[i], matrices[i], flops) for i in members]
-
-        def keep(at: int, rows: Tensor, members: list[int] = members) -> None:
-            param = params[members[at]]
-            found[members[at]] = dtensor_like(rows, param) if isinstance(param, DTensor) else rows
-
-        full_matrices.step(
-            made,
-            Update(
-                rows=lambda at, members=members: local_part(matrices[members[at]]),
-                full=lambda at, full, members=members: update(params[members[at]], full),
-                apply=keep,
-            ),
-            _required(places[members[0]]).exchange,
-        )
-    return [each for each in found if each is not None]
+        numbers = [i for i, _, _ in members]
+        of = [(params[i], matrices[i]) for i in numbers]
+        made = _together(of, [matrix for _, matrix, _ in members], update, members[0][2])
+        found |= zip(numbers, made, strict=True)
+    return [found[i] for i in range(len(params))]
 
 
-def _required(place: Place | None) -> Place:
-    assert place is not None
-    return place
+def _together(
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    matrices: Sequence[Matrix],
+    update: Callable[[Tensor, Tensor], Tensor],
+    exchange: Exchange,
+) -> list[Tensor]:
+    """Updates of parameters of one model, of each and a tensor like it."""
+    found: list[Tensor] = [param for param, _ in pairs]
+
+    def keep(at: int, rows: Tensor) -> None:
+        param = found[at]
+        found[at] = dtensor_like(rows, param) if isinstance(param, DTensor) else rows
+
+    rows_and_update = Update(
+        rows=lambda at: local_part(pairs[at][1]),
+        full=lambda at, full: update(pairs[at][0], full),
+        apply=keep,
+    )
+    full_matrices.step(matrices, rows_and_update, exchange)
+    return found
 
 
 def _matrix(
-    place: Place | None, param: Tensor, tensor: Tensor, flops: Callable[[Tensor], int] | None
+    place: Place, param: Tensor, tensor: Tensor, flops: Callable[[Tensor], int] | None
 ) -> Matrix:
-    place = _required(place)
     _require_alike(place, param, tensor)
     if not param.dim() or tensor.is_complex():
         what = "has no rows" if not param.dim() else "has a complex matrix, which gloo cannot send"
@@ -110,7 +118,7 @@ def _matrix(
         )
     made = Matrix(place.fqn, place.layout, tensor.dtype, 0)
     counted = made.product if flops is None else int(flops(param))
-    return Matrix(place.fqn, place.layout, tensor.dtype, counted)
+    return dataclasses.replace(made, flops=counted)
 
 
 # -- where a parameter is --------------------------------------------------------------------------
@@ -133,7 +141,7 @@ class _OnRanks:
             yield
             return
         self._world.together(what, [", ".join(matrix.fqn for matrix in matrices)])
-        with self._world.phase(what, communicates=True), torch.no_grad():
+        with self._world.phase(what, communicates=True):
             yield
 
     def all_to_all(
@@ -201,10 +209,10 @@ def _is_ours(param: Tensor) -> bool:
 
 def _step(optimizer: Optimizer, held: Sequence[muon.Held]) -> None:
     together: dict[int, list[muon.Stepped]] = {}
-    exchanges: dict[int, full_matrices.Exchange] = {}
+    exchanges: dict[int, Exchange] = {}
     for param, group in held:
-        place, grad = _required(_place(param)), param.grad
-        assert grad is not None
+        place, grad = _place(param), param.grad
+        assert place is not None and grad is not None  # see `_is_ours`
         _require_alike(place, param, grad)
         exchanges.setdefault(_group(place), place.exchange)
         rows = local_part(param), local_part(grad), _momentum(optimizer, param)
