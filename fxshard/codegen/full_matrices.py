@@ -36,12 +36,16 @@ class Matrix:
         layout: where its rows are.
         dtype: in which it is sent, and its update sent back.
         flops: that its update takes.
+        copies, grams: how many matrices of its shape, and of its Gram matrix's, its update makes
+            that are alive at once; so ranks are compared by memory.
     """
 
     fqn: str
     layout: ParamLayout
     dtype: torch.dtype
     flops: int
+    copies: int = 2
+    grams: int = 2
 
     @property
     def nbytes(self) -> int:
@@ -61,8 +65,8 @@ class Matrix:
 
     @property
     def workspace(self) -> int:
-        """About what its update allocates, to compare ranks: two of it, three Gram matrices."""
-        return 2 * self.nbytes + 3 * self._short**2 * self.dtype.itemsize
+        """Bytes that its update allocates at most."""
+        return self.copies * self.nbytes + self.grams * self._short**2 * self.dtype.itemsize
 
 
 class Exchange(Protocol):
@@ -125,7 +129,8 @@ def rounds(matrices: Sequence[Matrix], ranks: int, limit: int = ROUND_BYTES) -> 
 
     The matrix of most FLOPs comes first, and each goes to the rank with the fewest so far: the most
     that a rank gets is at most 4/3 of what the best choice would give it (Graham, 1969). The rank
-    that needs most memory is then called rank 0, whose memory reports are about.
+    that needs most memory, by what matrices say of their updates, is then called rank 0: it is the
+    one that reports are about.
 
     Args:
         matrices: of one dtype.
@@ -156,8 +161,16 @@ def _in_rounds(matrices: Sequence[Matrix], mine: Sequence[int], limit: int) -> l
 
 
 def _bytes(matrices: Sequence[Matrix], owned: Sequence[int]) -> int:
-    received = sum(matrices[i].nbytes for i in owned)
-    return received + max(matrices[i].workspace for i in owned)
+    """What an owner receives in a round, and allocates at most for one of these matrices."""
+    most = 0
+    for matrix in (matrices[i] for i in owned):
+        most = max(most, matrix.workspace + matrix.nbytes * _is_copied(matrix, owned))
+    return sum(matrices[i].nbytes for i in owned) + most
+
+
+def _is_copied(matrix: Matrix, owned: Sequence[int]) -> bool:
+    """False where what has arrived, rows of one matrix rank by rank, is the matrix."""
+    return len(owned) > 1 or matrix.layout.dim > 0
 
 
 def most_flops(matrices: Sequence[Matrix], ranks: int) -> int:
@@ -231,7 +244,7 @@ def _on_owner(
     parts = [pieces(part, shape) for part, shape in zip(by_rank, shapes, strict=True)]
     for at, i in enumerate(mine):
         layout = matrices[i].layout
-        if len(mine) == 1 and not layout.dim:  # rows of one matrix, rank by rank: the matrix
+        if not _is_copied(matrices[i], mine):
             full = received.view(layout.shape)
         else:
             full = received.new_empty(layout.shape)

@@ -45,8 +45,11 @@ class Stepped:
     @property
     def matrix(self) -> Matrix:
         """What is sent of it."""
-        flops = newton_schulz_flops(*self.layout.shape, steps=self.group["ns_steps"])
-        return Matrix(self.fqn, self.layout, torch.bfloat16, flops)
+        steps = self.group["ns_steps"]
+        flops = newton_schulz_flops(*self.layout.shape, steps=steps)
+        # A step makes two Gram matrices and the next matrix, while it holds the one before.
+        alive = {"copies": min(steps, 2), "grams": 2 * min(steps, 1)}
+        return Matrix(self.fqn, self.layout, torch.bfloat16, flops, **alive)
 
     def rows(self) -> Tensor:
         """Step the momentum; returns this rank's rows of what is orthogonalised."""
