@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
+from tabulate import tabulate
 from torch import Tensor
 
 from fxshard.errors import StepError
@@ -76,8 +77,10 @@ class Exchange(Protocol):
     rank: int
     device: torch.device  # of what is sent
 
-    def stepping(self, matrices: Sequence[Matrix]) -> AbstractContextManager[None]:
-        """All of these ranks update these matrices in the block."""
+    def stepping(
+        self, matrices: Sequence[Matrix], schedule: Rounds
+    ) -> AbstractContextManager[None]:
+        """All of these ranks update these matrices in the block, by this schedule."""
 
     def all_to_all(
         self, into: Tensor, sent: Tensor, received: Sequence[int], given: Sequence[int]
@@ -173,38 +176,70 @@ def _is_copied(matrix: Matrix, owned: Sequence[int]) -> bool:
     return len(owned) > 1 or matrix.layout.dim > 0
 
 
-def most_flops(matrices: Sequence[Matrix], ranks: int) -> int:
+def schedule(matrices: Sequence[Matrix], ranks: int) -> Rounds:
+    """`rounds` of matrices of any dtypes; a round has one."""
+    found: Rounds = []
+    for dtype in dict.fromkeys(matrix.dtype for matrix in matrices):
+        members = [i for i, matrix in enumerate(matrices) if matrix.dtype is dtype]
+        for now in rounds([matrices[i] for i in members], ranks, ROUND_BYTES):
+            found.append([[members[at] for at in mine] for mine in now])
+    return found
+
+
+def most_flops(matrices: Sequence[Matrix], schedule: Rounds) -> int:
     """FLOPs of the rank that has most of them."""
-    found = [0] * ranks
-    for now in rounds(matrices, ranks):
-        for owner, mine in enumerate(now):
-            found[owner] += sum(matrices[i].flops for i in mine)
-    return max(found)
+    by_owner = zip(*schedule, strict=True)
+    return max(sum(matrices[i].flops for mine in owner for i in mine) for owner in by_owner)
 
 
-def step(
-    matrices: Sequence[Matrix], update: Update, exchange: Exchange, limit: int = ROUND_BYTES
-) -> None:
+def lines(matrices: Sequence[Matrix], schedule: Rounds) -> list[str]:
+    """The schedule as text, a line per owner and round: what ranks compare."""
+    return [
+        f"round {number}, rank {owner}: {', '.join(matrices[i].fqn for i in mine)}"
+        for number, now in enumerate(schedule, 1)
+        for owner, mine in enumerate(now)
+        if mine
+    ]
+
+
+def table(matrices: Sequence[Matrix], schedule: Rounds) -> str:
+    """The schedule as a table, of what each owner receives and computes."""
+    rows = [
+        (
+            number,
+            owner,
+            ", ".join(matrices[i].fqn for i in mine),
+            f"{sum(matrices[i].nbytes for i in mine) / 2**20:,.3f}",
+            f"{sum(matrices[i].flops for i in mine) / 1e9:,.3f}",
+        )
+        for number, now in enumerate(schedule, 1)
+        for owner, mine in enumerate(now)
+        if mine
+    ]
+    headers = ("round", "owner", "full matrices", "MiB", "GFLOP")
+    aligned = ("right", "right", "left", "right", "right")
+    return tabulate(rows, headers, tablefmt="simple", colalign=aligned, disable_numparse=True)
+
+
+def step(matrices: Sequence[Matrix], update: Update, exchange: Exchange) -> None:
     """Update matrices: collective over the ranks that share them.
 
     Args:
         matrices: the same, in the same order, on all of these ranks.
         update: what to do with each.
         exchange: the ranks.
-        limit: see `rounds`.
 
     Raises:
         StepError: an update has another shape than its matrix.
     """
-    with exchange.stepping(matrices):
-        if exchange.size == 1:
-            for i, matrix in enumerate(matrices):
-                update.apply(i, _updated(matrix, update, i, _copied(matrix, update.rows(i))))
-            return
-        for dtype in dict.fromkeys(matrix.dtype for matrix in matrices):
-            members = [i for i, matrix in enumerate(matrices) if matrix.dtype is dtype]
-            for now in rounds([matrices[i] for i in members], exchange.size, limit):
-                owned = [[members[at] for at in mine] for mine in now]
+    plan = schedule(matrices, exchange.size)
+    with exchange.stepping(matrices, plan):
+        for owned in plan:
+            if exchange.size == 1:
+                for i in owned[0]:
+                    full = _copied(matrices[i], update.rows(i))
+                    update.apply(i, _updated(matrices[i], update, i, full))
+            else:
                 _round(matrices, owned, update, exchange)
 
 

@@ -23,7 +23,8 @@ from fxshard._torch.fake_tensors import FakeTensorMode
 from fxshard._torch.modes import TorchDispatchMode
 from fxshard._torch.trees import tree_flatten_with_path
 from fxshard.codegen import muon, several
-from fxshard.codegen.full_matrices import Matrix, Place, most_flops, place_of, put_place
+from fxshard.codegen.full_matrices import Matrix, Place, Rounds, most_flops, place_of, put_place
+from fxshard.codegen.full_matrices import table as owners_table
 from fxshard.cost.timeline import OptimizerState
 from fxshard.errors import ConfigError
 from fxshard.host import collector
@@ -65,11 +66,13 @@ class Sent:
         names: of the buffers, by storage.
         exchanges: bytes of each all-to-all, of the larger of its two buffers.
         flops: of the matrices that one rank owns, at most; in bf16 for Muon.
+        schedules: who owns which, in which round; a table for each optimizer.
     """
 
     names: dict[int, str] = dataclasses.field(default_factory=dict)
     exchanges: list[int] = dataclasses.field(default_factory=list)
     flops: int = 0
+    schedules: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -369,9 +372,10 @@ class RecordedExchange:
         self.mixing = _Mixing()
 
     @contextlib.contextmanager
-    def stepping(self, matrices: Sequence[Matrix]) -> Iterator[None]:
+    def stepping(self, matrices: Sequence[Matrix], schedule: Rounds) -> Iterator[None]:
         """See `fxshard.codegen.full_matrices.Exchange`."""
-        self.sent.flops += most_flops(matrices, self.size)
+        self.sent.flops += most_flops(matrices, schedule)
+        self.sent.schedules.append(owners_table(matrices, schedule))
         self.mixing.paused = True
         yield
         self.mixing.paused = False
@@ -506,7 +510,7 @@ def record_steps(
         runs = runs_of(made, params, grads)
         for _ in range(2):
             steps.append({})
-            exchange.sent = dataclasses.replace(exchange.sent, exchanges=[], flops=0)
+            exchange.sent = Sent(names=exchange.sent.names)
             for fqns, run in runs.items():
                 recorder.events = [Event("start", [], [])]
                 with RealScalars(), recorder:

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fxshard._torch.dtensors import dtensor_like, local_part, sharded_like
 from fxshard.codegen import full_matrices, muon
-from fxshard.codegen.full_matrices import Exchange, Matrix, Place, Update
+from fxshard.codegen.full_matrices import Exchange, Matrix, Place, Rounds, Update
 from fxshard.errors import StepError
 from fxshard.runtime.replaced import PLACE
 from fxshard.runtime.store import ParameterStore
@@ -133,14 +133,14 @@ class _OnRanks:
         self.device = torch.device(store.device)
 
     @contextlib.contextmanager
-    def stepping(self, matrices: Sequence[Matrix]) -> Iterator[None]:
+    def stepping(self, matrices: Sequence[Matrix], schedule: Rounds) -> Iterator[None]:
         """See `fxshard.codegen.full_matrices.Exchange`."""
         what = "an update of full matrices (a step of Muon)"
         self._store.require_sharded(what)
         if self.size == 1:
             yield
             return
-        self._world.together(what, [", ".join(matrix.fqn for matrix in matrices)])
+        self._world.together(what, full_matrices.lines(matrices, schedule))
         with self._world.phase(what, communicates=True):
             yield
 

@@ -9,18 +9,17 @@ from torch import Tensor
 
 import fxshard
 from fxshard.errors import RankDiedError, RankMismatchError
+from tests.fsdp2 import full
+from tests.ranks import told
 from tests.runtime.full_matrix_cases import Preconditioned
 from tests.runtime.muon_cases import (
     OPTIONS,
-    assert_same,
     batch,
     built,
     compiled,
     counted,
     set_gradients,
 )
-from tests.fsdp2 import full
-from tests.ranks import told
 
 
 def matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -131,6 +131,34 @@ def test_full_parameters_are_stepped_where_they_are(ranks: Any, ranks_of: int) -
     ranks(ranks_of).run(on_one_rank_and_replicated)
 
 
+def scaled(rank: int, world_size: int) -> None:
+    """AdamW's foreach form; learning rates that are tensors; a GradScaler around both."""
+    model, plain = compiled(), built()
+    ours, theirs = (
+        [
+            Muon([p for p in m.parameters() if p.dim() == 2], lr=torch.tensor(0.1)),  # type: ignore[arg-type]
+            AdamW([p for p in m.parameters() if p.dim() != 2], foreach=True),
+        ]
+        for m in (model, plain)
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(2):
+        scaler.scale(model(batch(rank, step))).backward()
+        for each in ours:
+            scaler.unscale_(each)
+        set_gradients(plain, model)
+        for mine, other in zip(ours, theirs, strict=True):
+            scaler.step(mine)
+            other.step()
+            mine.zero_grad()
+        scaler.update()
+        assert_same(values(model, ours), values(plain, theirs))
+
+
+def test_scalers_foreach_and_learning_rates_that_are_tensors(ranks: Any) -> None:
+    ranks(2).run(scaled)
+
+
 def test_in_one_process_it_is_torchs() -> None:
     model, plain = compiled(world_size=2), built()
     ours, theirs = (matrices_and_rest(m.named_parameters()) for m in (model, plain))
@@ -300,4 +328,4 @@ def test_several_optimizers_are_one() -> None:
         model.optimizer.add_param_group({"params": []})
     twice = [AdamW(model.parameters()), AdamW(model.parameters())]
     with pytest.raises(fxshard.ConfigError, match="more than one parameter group"):
-        fxshard.plan(built(), (batch(0, 0),), world_size=2, optimizer=lambda _: twice).memory
+        fxshard.plan(built(), (batch(0, 0),), world_size=2, optimizer=lambda _: twice).dump()
