@@ -59,10 +59,7 @@ class Stepped:
 
     def orthogonalized(self, full: Tensor) -> Tensor:
         """The update of all of it, in bf16."""
-        group = self.group
-        return optimizers.orthogonalized(
-            full, group["ns_coefficients"], group["ns_steps"], group["eps"]
-        )
+        return optimizers.orthogonalized(full, self.group)
 
     def apply(self, update: Tensor) -> None:
         """Step this rank's rows of the parameter."""

@@ -64,9 +64,7 @@ def test_the_parts_of_muon_make_its_step() -> None:
     optimizer.step()
     group = optimizer.param_groups[0]
     sent = grad.bfloat16()
-    update = optimizers.orthogonalized(
-        sent, group["ns_coefficients"], group["ns_steps"], group["eps"]
-    )
+    update = optimizers.orthogonalized(sent, group)
     assert not torch.equal(sent, grad.bfloat16())
     lr = optimizers.muon_learning_rate(0.5, None, param.shape)
     assert lr == 0.5 * (5 / 3) ** 0.5

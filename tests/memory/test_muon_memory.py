@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim import Muon
 
 import fxshard
@@ -84,6 +85,13 @@ def test_bytes_on_each_rank(
     assert name != "muon" or peaks[0] == max(peaks)
 
 
+def test_offloaded_on_the_cpu_it_is_all_on_the_host(ranks: Any) -> None:
+    options = {"offload": CPUOffloadPolicy()}
+    found = ranks(2).run(measured, "muon", full_matrices.ROUND_BYTES, options)
+    report = planned(2, "muon", **options).memory
+    assert compare(report, split_steps(found[0], STEPS)).max_abs_difference == 0
+
+
 def test_the_report_names_what_is_sent() -> None:
     plan = planned(2, "muon")
     ranges = {each.name: each for each in plan.memory.steady.ranges}
@@ -123,8 +131,8 @@ def test_formulas_are_refused_and_other_numbers_of_ranks_are_planned() -> None:
 
 
 def test_offload_on_cuda_is_refused() -> None:
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
+    on_cuda = planned(2, "muon", device="cuda")
+    assert on_cuda.memory.peak_bytes > 0
     plan = planned(2, "muon", offload=CPUOffloadPolicy(), device="cuda")
     with pytest.raises(fxshard.ConfigError, match="Muon, AdamW with offload"):
         assert plan.memory
