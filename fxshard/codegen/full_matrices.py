@@ -12,8 +12,9 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -127,28 +128,41 @@ class Update:
     apply: Callable[[int, Tensor], None]
 
 
-def rounds(matrices: Sequence[Matrix], ranks: int, limit: int = ROUND_BYTES) -> Rounds:
+def rounds(
+    matrices: Sequence[Matrix],
+    ranks: int,
+    limit: int = ROUND_BYTES,
+    known: Mapping[str, int] = MappingProxyType({}),
+) -> Rounds:
     """Who owns which matrix, and when it is sent; alike on every rank.
 
     The matrix of most FLOPs comes first, and each goes to the rank with the fewest so far: the most
     that a rank gets is at most 4/3 of what the best choice would give it (Graham, 1969). The rank
     that needs most memory, by what matrices say of their updates, is then called rank 0: it is the
-    one that reports are about.
+    one that reports are about. Matrices that have an owner keep it, and the others go around them.
 
     Args:
         matrices: of one dtype.
         ranks: number of ranks that share them.
         limit: bytes that an owner receives in a round, unless one matrix is larger.
+        known: owners of some matrices, by FQN.
     """
     order = sorted(range(len(matrices)), key=lambda i: (-matrices[i].flops, -matrices[i].nbytes, i))
-    loads = [(0, owner) for owner in range(ranks)]
     owned: list[list[int]] = [[] for _ in range(ranks)]
     for i in order:
-        load, owner = heapq.heappop(loads)
-        owned[owner].append(i)
-        heapq.heappush(loads, (load + matrices[i].flops, owner))
+        if matrices[i].fqn in known:
+            owned[known[matrices[i].fqn]].append(i)
+    kept = any(owned)
+    loads = [(sum(matrices[i].flops for i in mine), owner) for owner, mine in enumerate(owned)]
+    heapq.heapify(loads)
+    for i in order:
+        if matrices[i].fqn not in known:
+            load, owner = heapq.heappop(loads)
+            owned[owner].append(i)
+            heapq.heappush(loads, (load + matrices[i].flops, owner))
     queues = [_in_rounds(matrices, mine, limit) for mine in owned]
-    queues.sort(key=lambda queue: -max((_bytes(matrices, now) for now in queue), default=0))
+    if not kept:
+        queues.sort(key=lambda queue: -max((_bytes(matrices, now) for now in queue), default=0))
     last = max(map(len, queues))
     return [[queue[at] if at < len(queue) else [] for queue in queues] for at in range(last)]
 
@@ -176,12 +190,14 @@ def _is_copied(matrix: Matrix, owned: Sequence[int]) -> bool:
     return len(owned) > 1 or matrix.layout.dim > 0
 
 
-def schedule(matrices: Sequence[Matrix], ranks: int) -> Rounds:
+def schedule(
+    matrices: Sequence[Matrix], ranks: int, known: Mapping[str, int] = MappingProxyType({})
+) -> Rounds:
     """`rounds` of matrices of any dtypes; a round has one."""
     found: Rounds = []
     for dtype in dict.fromkeys(matrix.dtype for matrix in matrices):
         members = [i for i, matrix in enumerate(matrices) if matrix.dtype is dtype]
-        for now in rounds([matrices[i] for i in members], ranks, ROUND_BYTES):
+        for now in rounds([matrices[i] for i in members], ranks, ROUND_BYTES, known):
             found.append([[members[at] for at in mine] for mine in now])
     return found
 
@@ -221,18 +237,27 @@ def table(matrices: Sequence[Matrix], schedule: Rounds) -> str:
     return tabulate(rows, headers, tablefmt="simple", colalign=aligned, disable_numparse=True)
 
 
-def step(matrices: Sequence[Matrix], update: Update, exchange: Exchange) -> None:
+def step(
+    matrices: Sequence[Matrix],
+    update: Update,
+    exchange: Exchange,
+    owners: dict[str, int] | None = None,
+) -> None:
     """Update matrices: collective over the ranks that share them.
 
     Args:
         matrices: the same, in the same order, on all of these ranks.
         update: what to do with each.
         exchange: the ranks.
+        owners: by FQN, of earlier steps, for updates that keep something there; new ones are added.
 
     Raises:
         StepError: an update has another shape than its matrix.
     """
-    plan = schedule(matrices, exchange.size)
+    owners = {} if owners is None else owners
+    plan = schedule(matrices, exchange.size, owners)
+    for now in plan:
+        owners.update((matrices[i].fqn, owner) for owner, mine in enumerate(now) for i in mine)
     with exchange.stepping(matrices, plan):
         for owned in plan:
             if exchange.size == 1:

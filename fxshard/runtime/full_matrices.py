@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -46,8 +47,8 @@ def full_matrix_updates(
     """Updates that need all rows of a matrix, for an optimizer to call in its step. Collective.
 
     Each matrix is sent to one rank of its shard group, its owner, which alone computes the update.
-    Owners are chosen by FLOPs, alike in each step with the same parameters, so that what `update`
-    keeps of a parameter stays on one rank. Plain parameters are updated where they are: the same
+    Owners are chosen by FLOPs, when a parameter is first updated: what `update` keeps of it stays
+    on one rank. Plain parameters are updated where they are: the same
     optimizer runs in eager PyTorch, and is planned (option ``optimizer``).
 
     Args:
@@ -103,7 +104,8 @@ def _together(
         full=lambda at, full: update(pairs[at][0], full),
         apply=keep,
     )
-    full_matrices.step(matrices, rows_and_update, exchange)
+    owners = exchange.owners if isinstance(exchange, _OnRanks) else None
+    full_matrices.step(matrices, rows_and_update, exchange, owners)
     return found
 
 
@@ -124,6 +126,10 @@ def _matrix(
 # -- where a parameter is --------------------------------------------------------------------------
 
 
+# Of a model, the owner of each parameter by FQN, for updates that keep something there.
+_owners: weakref.WeakKeyDictionary[ParameterStore, dict[str, int]] = weakref.WeakKeyDictionary()
+
+
 class _OnRanks:
     """The exchange between the ranks of a model's shard group."""
 
@@ -131,6 +137,7 @@ class _OnRanks:
         self._store, self._world = store, world
         self.size, self.rank = world.size, world.rank
         self.device = torch.device(store.device)
+        self.owners = _owners.setdefault(store, {})
 
     @contextlib.contextmanager
     def stepping(self, matrices: Sequence[Matrix], schedule: Rounds) -> Iterator[None]:

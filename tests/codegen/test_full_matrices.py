@@ -58,6 +58,13 @@ def test_rank_0_is_the_one_that_needs_most_memory() -> None:
     assert owned(rounds(every, 3), 0) == [2]
 
 
+def test_known_owners_are_kept_and_the_others_go_around_them() -> None:
+    every = matrices([(32, 32)] * 4, 2)
+    found = rounds(every, 2, known={"w3": 1, "w2": 1, "elsewhere": 0})
+    assert owned(found, 1) == [2, 3]
+    assert owned(found, 0) == [0, 1]
+
+
 def test_flops_are_those_of_torchs_step() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 

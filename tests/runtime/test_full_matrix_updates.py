@@ -50,6 +50,28 @@ def test_a_shampoo_is_bitwise_that_of_one_process(ranks: Any, ranks_of: int, nam
     ranks(ranks_of).run(like_one_process, name)
 
 
+def frozen_meanwhile(rank: int, world_size: int) -> None:
+    """Other matrices are updated in each step, which would balance them otherwise."""
+    model, plain = compiled(), built()
+    ours, theirs = (Preconditioned(matrices(m), lr=0.1) for m in (model, plain))
+    for frozen in ((3,), (0, 1), (), (2,)):
+        for number, (mine, other) in enumerate(zip(matrices(model), matrices(plain), strict=True)):
+            mine.requires_grad_(number not in frozen)
+            other.requires_grad_(number not in frozen)
+        model(batch(rank, len(frozen))).backward()
+        set_gradients(plain, model)
+        for each in (ours, theirs):
+            each.step()
+            each.zero_grad()
+        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+            mine.grad = None
+            assert torch.equal(full(mine.detach()), other)
+
+
+def test_owners_stay_when_other_parameters_are_frozen(ranks: Any) -> None:
+    ranks(3).run(frozen_meanwhile)
+
+
 def given(rank: int, world_size: int) -> None:
     """Any tensors that are sharded as their parameters; several dtypes; FLOPs of the user's."""
     model = compiled()
