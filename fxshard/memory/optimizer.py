@@ -174,6 +174,8 @@ def trace_step(
             if fqn in trained or (unused and param.requires_grad)
         }
         exchange.mixing = mixing
+        extended = (fqn for fqn, param in program.params.items() if param.extension is not None)
+        exchange.extended = frozenset(extended)
         found = record_steps(
             program, prepared, step, graded, device, mode, exchange=exchange, for_cuda=for_cuda
         )
@@ -363,6 +365,7 @@ class RecordedExchange:
         sent: what would be sent in the step that is recorded.
         numbers: of the recorder, by storage.
         mixing: does not look at what owners compute.
+        extended: FQNs of parameters of tensor subclasses.
     """
 
     def __init__(self, size: int, device: torch.device, rank: int = 0) -> None:
@@ -370,10 +373,22 @@ class RecordedExchange:
         self.sent = Sent()
         self.numbers: dict[int, int] = {}
         self.mixing = _Mixing()
+        self.extended = frozenset[str]()
 
     @contextlib.contextmanager
     def stepping(self, matrices: Sequence[Matrix], schedule: Rounds) -> Iterator[None]:
-        """See `fxshard.codegen.full_matrices.Exchange`."""
+        """See `fxshard.codegen.full_matrices.Exchange`.
+
+        Raises:
+            ConfigError: a matrix is of a tensor subclass.
+        """
+        for matrix in matrices:
+            if matrix.fqn in self.extended:
+                raise ConfigError(
+                    f"parameter {matrix.fqn!r}, of a tensor subclass, has an update that needs all "
+                    f"of its rows (Muon): those of plain tensors are sent. Give it to an optimizer "
+                    f"that steps each element on its own."
+                )
         self.sent.flops += most_flops(matrices, schedule)
         self.sent.schedules.append(owners_table(matrices, schedule))
         self.mixing.paused = True

@@ -1,5 +1,6 @@
 """`fxshard.full_matrix_updates`: optimizers of users whose updates need all of a matrix."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.runtime.muon_cases import (
     counted,
     set_gradients,
 )
+from tests.subclasses import Narrow, wrapped
 
 
 def matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -131,6 +133,37 @@ def test_an_update_of_another_shape_ends_all_ranks(ranks: Any) -> None:
     assert any("has the shape [1, 7]: expected the same" in each for each in found)
     names = ("StepError", RankMismatchError.__name__, RankDiedError.__name__)
     assert all(each.startswith(names) for each in found)
+
+
+def kept_by_owners(rank: int, world_size: int, path: str) -> str:
+    model = compiled()
+    optimizer = Preconditioned(matrices(model), lr=0.1)
+    model(batch(rank, 0)).backward()
+    optimizer.step()
+    fxshard.save_checkpoint(path, model, optimizer)
+    return told(lambda: fxshard.load_checkpoint(path, model, optimizer))
+
+
+def test_what_owners_keep_is_saved_and_not_loaded(ranks: Any, tmp_path: Path) -> None:
+    for found in ranks(2).run(kept_by_owners, str(tmp_path)):
+        assert found.startswith("CheckpointError")
+        assert "no place for: optimizer.state.last.weight.left" in found
+
+
+def of_a_subclass(rank: int, world_size: int) -> str:
+    model = fxshard.compile(wrapped(torch.nn.Sequential(torch.nn.Linear(4, 4)), Narrow))
+    optimizer = torch.optim.Muon([model[0].weight])
+    model(torch.ones(2, 4)).float().sum().backward()
+    return told(optimizer.step)
+
+
+def test_tensor_subclasses_are_refused(ranks: Any) -> None:
+    for found in ranks(2).run(of_a_subclass):
+        assert found.startswith("StepError") and "'0.weight', a Narrow" in found
+    model = wrapped(torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False)), Narrow)
+    plan = fxshard.plan(model, (torch.ones(2, 4),), world_size=2, optimizer=torch.optim.Muon)
+    with pytest.raises(fxshard.ConfigError, match=r"'0.weight', of a tensor subclass, has an"):
+        plan.dump()
 
 
 def test_plain_parameters_are_updated_here() -> None:
