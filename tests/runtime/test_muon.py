@@ -68,6 +68,7 @@ def test_three_steps_are_bitwise_those_of_one_process(ranks: Any, ranks_of: int)
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "uneven"])
+@pytest.mark.sample(2)
 def test_cut_otherwise_they_are_too(ranks: Any, name: str) -> None:
     ranks(3).run(like_one_process, name)
 
@@ -157,6 +158,25 @@ def scaled(rank: int, world_size: int) -> None:
 
 def test_scalers_foreach_and_learning_rates_that_are_tensors(ranks: Any) -> None:
     ranks(2).run(scaled)
+
+
+def in_bf16(rank: int, world_size: int) -> None:
+    """torch's kernels round the last elements of a tensor otherwise: a rank's are others."""
+    model, plain = fxshard.compile(built().to(torch.bfloat16)), built().to(torch.bfloat16)
+    ours, theirs = (Muon([p for p in m.parameters() if p.dim() == 2]) for m in (model, plain))
+    model(batch(rank, 0).to(torch.bfloat16)).backward()
+    set_gradients(plain, model)
+    ours.step()
+    theirs.step()
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(mine.detach()), other.detach(), rtol=2**-7, atol=0)
+        if mine in ours.state:
+            momenta = ours.state[mine]["momentum_buffer"], theirs.state[other]["momentum_buffer"]
+            assert torch.equal(full(momenta[0]), momenta[1])
+
+
+def test_in_bf16_an_element_differs_by_its_last_bit(ranks: Any) -> None:
+    ranks(2).run(in_bf16)
 
 
 def test_in_one_process_it_is_torchs() -> None:
