@@ -262,14 +262,17 @@ def step(
         for owned in plan:
             if exchange.size == 1:
                 for i in owned[0]:
-                    full = _copied(matrices[i], update.rows(i))
-                    update.apply(i, _updated(matrices[i], update, i, full))
+                    _alone(matrices[i], update, i)
             else:
                 _round(matrices, owned, update, exchange)
 
 
-def _copied(matrix: Matrix, rows: Tensor) -> Tensor:
-    return torch.empty_like(rows, dtype=matrix.dtype).copy_(rows)
+def _alone(matrix: Matrix, update: Update, number: int) -> None:
+    """Update a matrix of which this rank has all rows."""
+    rows = update.rows(number)
+    full = torch.empty_like(rows, dtype=matrix.dtype).copy_(rows)
+    del rows
+    update.apply(number, _updated(matrix, update, number, full))
 
 
 def _round(
@@ -315,6 +318,7 @@ def _on_owner(
             found = found.clone()  # its rows may lie where other ranks' are written to
         for rank, part in enumerate(parts):
             part[at].copy_(layout.rows_of(found, rank))
+        del full, found  # before the next one is made
 
 
 def _updated(matrix: Matrix, update: Update, number: int, full: Tensor) -> Tensor:
