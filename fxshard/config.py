@@ -310,7 +310,8 @@ class Options(TypedDict, total=False):
 
     optimizer: Callable[..., Optimizer] | Optimizer | None
     """A callable ``params -> torch.optim.Optimizer``; its real ``step`` is analysed. A callable
-    whose argument is named ``named_parameters`` gets ``(FQN, parameter)`` pairs. Or an optimizer
+    whose argument is named ``named_parameters`` gets ``(FQN, parameter)`` pairs; one that makes a
+    list of optimizers, such as Muon and AdamW, lets them step one after the other. Or an optimizer
     instance over all parameters, whose class and default options are taken; one with groups,
     changed options or state needs a callable.
     """

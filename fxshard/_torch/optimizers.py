@@ -1,13 +1,15 @@
-"""Optimizers: their hooks and their state while nothing steps."""
+"""Optimizers: their hooks, their state while nothing steps, and the parts of Muon's step."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.optim import _muon
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 
@@ -59,3 +61,20 @@ def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def foreach_copy(into: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
     """Copy each of `tensors` into its place, casting, in one operator."""
     torch._foreach_copy_(into, tensors)
+
+
+def orthogonalized(matrix: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+    """Muon's Newton-Schulz steps, by the options of a group; of a bf16 matrix, which is written to.
+
+    (torch/optim/_muon.py, ``_zeropower_via_newtonschulz``: it begins with ``matrix.bfloat16()``;
+    which options it takes besides differs from version to version)
+    """
+    steps: Any = _muon._zeropower_via_newtonschulz
+    _, *options = inspect.signature(steps).parameters
+    found: torch.Tensor = steps(matrix, **{name: group[name] for name in options})
+    return found
+
+
+def muon_learning_rate(lr: float, adjust: str | None, shape: torch.Size) -> float:
+    """The learning rate of a matrix of this shape. (torch/optim/_muon.py, ``_adjust_lr``)"""
+    return _muon._adjust_lr(lr, adjust, shape)

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,22 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from fxshard.config import BACKENDS, CHECKPOINTS, STRATEGIES
 from fxshard.errors import ConfigError
 
+
+def muon(named_parameters: Iterable[tuple[str, Any]]) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of numbered modules (blocks), AdamW for all else."""
+    matrices: list[Any] = []
+    rest: list[Any] = []
+    for name, param in named_parameters:
+        is_inside = param.dim() == 2 and any(part.isdigit() for part in name.split("."))
+        (matrices if is_inside else rest).append(param)
+    made: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices)] if matrices else []
+    return [*made, torch.optim.AdamW(rest, lr=1e-3)] if rest else made
+
+
 OPTIMIZERS: dict[str, Any] = {
     "adamw": functools.partial(torch.optim.AdamW, lr=1e-3),
     "sgd": functools.partial(torch.optim.SGD, lr=1e-3),
+    "muon": muon,
     "none": None,
 }
 
@@ -111,7 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser, sizes: tuple[int, int] = (1, 
         "--optimizer",
         default="adamw",
         metavar="NAME",
-        help=f"{', '.join(OPTIMIZERS)} or pkg.mod:fn (adamw); fn(params) returns an optimizer",
+        help=f"{', '.join(OPTIMIZERS)} or pkg.mod:fn (adamw); fn(params) returns one",
     )
 
 

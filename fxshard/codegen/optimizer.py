@@ -27,6 +27,7 @@ from torch.optim import (
     Adam,
     Adamax,
     AdamW,
+    Muon,
     NAdam,
     Optimizer,
     RAdam,
@@ -36,6 +37,7 @@ from torch.optim import (
 
 from fxshard._torch import dtensors
 from fxshard._torch.dtensors import held_part, local_part, sharded_like
+from fxshard.codegen.several import Several, name_of
 from fxshard.errors import ConfigError, StepError
 
 # Each element is stepped on its own: torch/optim/<name>.py reads no other element of a parameter.
@@ -209,6 +211,20 @@ class OnShards(Optimizer):
                 self.state[param][key] = shown
 
 
+def stepped(optimizer: Optimizer) -> Optimizer:
+    """Let what can step local shards do so, from now on; the same object.
+
+    Muon sends matrices to their owners by itself (`fxshard.runtime.full_matrices`).
+
+    Raises:
+        ConfigError: see `on_shards`.
+    """
+    for each in optimizer.members if isinstance(optimizer, Several) else [optimizer]:
+        if type(each) is not Muon:
+            on_shards(each)
+    return optimizer
+
+
 def on_shards(optimizer: Optimizer, *, in_backward: bool = False) -> OnShards:
     """Let the step of `optimizer` run on local shards, from now on.
 
@@ -226,6 +242,13 @@ def on_shards(optimizer: Optimizer, *, in_backward: bool = False) -> OnShards:
     if isinstance(optimizer, OnShards):
         optimizer.in_backward = in_backward
         return optimizer
+    if in_backward and (kind is Muon or isinstance(optimizer, Several)):
+        raise ConfigError(
+            f"optimizer_in_backward=True with {name_of(optimizer)}: a program steps the rows of a "
+            f"unit as soon as their gradients are reduced, by one optimizer that steps each "
+            f"element on its own, and Muon's update needs all rows of a matrix. Leave "
+            f"optimizer_in_backward out."
+        )
     if kind not in ELEMENTWISE:
         raise ConfigError(
             f"optimizer {kind.__name__} cannot step this rank's rows alone: known to step each "

@@ -258,6 +258,29 @@ def tree_seconds(total: float, ranks: int, hardware: Hardware, *, stride: int = 
     return hardware.collective_overhead + latency + 2 * total / rate
 
 
+def all_to_all_seconds(held: float, ranks: int, hardware: Hardware) -> float:
+    """Seconds of an all-to-all over neighbours: each rank sends every other rank a part at once.
+
+    Args:
+        held: bytes of what a rank sends, or receives if that is more, its own part included.
+        ranks: of the group.
+        hardware: where.
+    """
+    if ranks <= 1:
+        return 0.0
+    near = together(ranks, 1, hardware)
+    inside, across = all_to_all_bytes(held, ranks, hardware)
+    latency = (near - 1) * hardware.link.alpha + (ranks - near) * hardware.network.alpha
+    sending = max(inside / hardware.link.beta, across / hardware.network.beta)
+    return hardware.collective_overhead + latency + sending
+
+
+def all_to_all_bytes(held: float, ranks: int, hardware: Hardware) -> tuple[float, float]:
+    """Bytes that one rank sends in an all-to-all: within its node, and to other nodes."""
+    near = together(ranks, 1, hardware)
+    return (near - 1) / ranks * held, (ranks - near) / ranks * held
+
+
 def _slowest(near: int, nodes: int, hardware: Hardware) -> float:
     """Bytes per second of the slowest part of a ring with `near` members in each of the nodes."""
     rates = [hardware.link.beta] if near > 1 else []

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
+import torch
 from tabulate import tabulate
 from torch import fx
 
@@ -31,6 +32,7 @@ from fxshard.ir.schedule import Region
 from fxshard.verify.orders import ENTRY
 
 OPTIMIZER = "(optimizer)"
+EXCHANGE = "all-to-all"  # of the rows of matrices, to their owners and back
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,10 +77,14 @@ class OptimizerState:
     Attributes:
         name: class of the optimizer.
         bytes: of its state between two steps, by FQN of the parameter.
+        exchanges: bytes of what a rank sends or receives in each all-to-all of its step.
+        flops: of updates of full matrices that one rank makes, at most, in bf16.
     """
 
     name: str
     bytes: Mapping[str, int]
+    exchanges: tuple[int, ...] = ()
+    flops: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,9 +197,10 @@ class Estimate:
         return found
 
     def traffic(self) -> dict[str, Traffic]:
-        """What a rank sends in a step, by operation: "unshard", "reduce", "all-reduce"."""
+        """What a rank sends in a step, by operation: "unshard", "reduce", "all-reduce", ..."""
         found: dict[str, Traffic] = {}
         collectives = {spec.operation for spec in ops.OPERATORS.values() if spec.collective}
+        collectives.add(EXCHANGE)
         for row in self.rows:
             if row.operation in collectives:
                 now = found.get(row.operation, Traffic())
@@ -426,16 +433,24 @@ class _Walk:
     def step(self, optimizer: OptimizerState, program: Program) -> None:
         """The optimizer after all programs, on the compute stream: what no program steps itself.
 
-        It runs when backward has returned, and so when the reductions are there.
+        It runs when backward has returned, and so when the reductions are there. What it sends for
+        updates of full matrices, compute waits for.
         """
         fqns = [result.name for result in program.results if result.kind == "grad"]
+        seconds = optimizer_seconds(fqns, self._state, program, self.hardware)
+        rate = self.hardware.rate(torch.bfloat16) * self.hardware.achievable
         start = self.clock["compute"]
-        end = start + optimizer_seconds(fqns, self._state, program, self.hardware)
+        now, ranks = start, program.world_size
+        for held in optimizer.exchanges:
+            begin, now = now, now + operators.all_to_all_seconds(held, ranks, self.hardware)
+            sent = operators.all_to_all_bytes(held, ranks, self.hardware)
+            row = (-1, "optimizer", EXCHANGE, OPTIMIZER, optimizer.name, "exchange")
+            self.rows.append(Row(*row, begin, now, 0.0, *sent))
+        end = now + seconds + optimizer.flops / rate
         self.clock["compute"] = end
         if end > start:
-            self.rows.append(
-                Row(-1, "optimizer", "step", OPTIMIZER, optimizer.name, "compute", start, end)
-            )
+            row = (-1, "optimizer", "step", OPTIMIZER, optimizer.name, "compute")
+            self.rows.append(Row(*row, now, end, now - start))
 
 
 def optimizer_seconds(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from contextlib import AbstractContextManager
@@ -48,7 +47,7 @@ def trace_in_backward(
     ]
 
     def make(params: list[nn.Parameter], names: list[str]) -> Any:
-        return on_shards(make_optimizer(optimizer, params, names))
+        return on_shards(make_optimizer(optimizer, params, names), in_backward=True)
 
     def steps(made: Any, params: Tensors, grads: Tensors) -> Runs:
         found: Runs = {}
@@ -60,7 +59,6 @@ def trace_in_backward(
 
     def record(device: str, mode: AbstractContextManager[Any]) -> OptimizerStep:
         graded = {fqn for fqns in together for fqn in fqns}
-        alone = contextlib.nullcontext()
-        return record_steps(program, make, steps, graded, device, mode, alone, for_cuda=for_cuda)
+        return record_steps(program, make, steps, graded, device, mode, for_cuda=for_cuda)
 
     return dataclasses.replace(without_data(optimizer, record), without=without)

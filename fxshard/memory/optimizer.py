@@ -22,6 +22,9 @@ from torch.overrides import TorchFunctionMode
 from fxshard._torch.fake_tensors import FakeTensorMode
 from fxshard._torch.modes import TorchDispatchMode
 from fxshard._torch.trees import tree_flatten_with_path
+from fxshard.codegen import muon, several
+from fxshard.codegen.full_matrices import Matrix, Place, Rounds, most_flops, place_of, put_place
+from fxshard.codegen.full_matrices import table as owners_table
 from fxshard.cost.timeline import OptimizerState
 from fxshard.errors import ConfigError
 from fxshard.host import collector
@@ -56,6 +59,23 @@ Tensors = Mapping[str, Tensor]  # by FQN
 
 
 @dataclasses.dataclass
+class Sent:
+    """What is sent for updates of full matrices.
+
+    Attributes:
+        names: of the buffers, by storage.
+        exchanges: bytes of each all-to-all, of the larger of its two buffers.
+        flops: of the matrices that one rank owns, at most; in bf16 for Muon.
+        schedules: who owns which, in which round; a table for each optimizer.
+    """
+
+    names: dict[int, str] = dataclasses.field(default_factory=dict)
+    exchanges: list[int] = dataclasses.field(default_factory=list)
+    flops: int = 0
+    schedules: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
 class OptimizerStep:
     """A recording of the first and the second step.
 
@@ -71,6 +91,7 @@ class OptimizerStep:
         formulas: the bytes of each storage as an expression of the number of ranks, where it
             depends on it; empty if not asked for (see `with_formulas`).
         without: FQNs of parameters without a gradient, as no loss reaches them.
+        sent: what is sent for updates of full matrices, in a step.
     """
 
     name: str
@@ -83,17 +104,19 @@ class OptimizerStep:
     parts: tuple[Parts, Parts] | None = None
     formulas: dict[int, sympy.Expr] = dataclasses.field(default_factory=dict)
     without: frozenset[str] = frozenset()
+    sent: Sent = dataclasses.field(default_factory=Sent)
 
     def between_steps(self) -> OptimizerState:
-        """What it keeps between two steps, for an estimate of its time."""
+        """What it keeps between two steps, and sends in one, for an estimate of its time."""
         found: dict[str, int] = defaultdict(int)
         for number in self.held:
             found[self.state[number].fqn] += self.state[number].bytes
-        return OptimizerState(self.name, dict(found))
+        return OptimizerState(self.name, dict(found), tuple(self.sent.exchanges), self.sent.flops)
 
     def range_of(self, op: str, number: int, size: int, *, host: bool) -> LiveRange:
         """The live range of a storage that `op` made: state, or a temporary."""
         name, owner, category = f"temporary of {op}", OPTIMIZER, Category.TEMP
+        name = self.sent.names.get(number, name)
         if number in self.state:
             state = self.state[number]
             name, owner, category = state.name, owner_of(state.fqn), Category.OPT_STATE
@@ -109,8 +132,9 @@ def trace_step(
     for_cuda: bool = False,
     unused: bool = False,
     without: frozenset[str] = frozenset(),
+    rank: int = 0,
 ) -> OptimizerStep | None:
-    """Run the real ``step`` of an optimizer twice on meta tensors of rank 0's shard shapes.
+    """Run the real ``step`` of an optimizer twice on meta tensors of a rank's shard shapes.
 
     Args:
         program: says which parameters have gradients.
@@ -119,6 +143,7 @@ def trace_step(
         for_cuda: record the implementation that is the default on CUDA.
         unused: parameters that no gradient arrives at have one too, if they require it.
         without: FQNs of parameters whose gradient no loss reaches (`gradients.unreached`).
+        rank: of the shard group. Reports are of rank 0, which never needs less than another.
 
     Raises:
         ConfigError: it is neither; its step needs what a plan does not have (data, a closure,
@@ -128,23 +153,41 @@ def trace_step(
         return None
     trained = _trained(program) - without
 
-    def step(made: torch.optim.Optimizer, params: Tensors, grads: Tensors) -> Runs:
-        for fqn, grad in grads.items():
-            params[fqn].grad = grad
-        return {(): made.step}
-
     def record(device: str, mode: AbstractContextManager[Any]) -> tuple[OptimizerStep, str]:
+        size, where = program.world_size, torch.device(device)
+        mixing, exchange = _Mixing(), RecordedExchange(size, where, rank)
+
+        def step(made: torch.optim.Optimizer, params: Tensors, grads: Tensors) -> Runs:
+            for fqn, grad in grads.items():
+                params[fqn].grad = grad
+            for fqn in program.params:
+                put_place(params[fqn], Place(fqn, program.layouts[fqn], exchange))
+            return {(): functools.partial(_step, made, mixing)}
+
+        def prepared(params: list[nn.Parameter], names: list[str]) -> Any:
+            with mixing:
+                return make_optimizer(optimizer, params, names)
+
         graded = {
             fqn
             for fqn, param in (program.params | program.ignored).items()
             if fqn in trained or (unused and param.requires_grad)
         }
-        make = functools.partial(make_optimizer, optimizer)
-        mixing = _Mixing()
-        found = record_steps(program, make, step, graded, device, mode, mixing, for_cuda=for_cuda)
+        exchange.mixing = mixing
+        extended = (fqn for fqn, param in program.params.items() if param.extension is not None)
+        exchange.extended = frozenset(extended)
+        found = record_steps(
+            program, prepared, step, graded, device, mode, exchange=exchange, for_cuda=for_cuda
+        )
         return dataclasses.replace(found, without=without, parts=None), mixing.found
 
     recorded, mixing = without_data(optimizer, record)
+    if recorded.sent.flops and program.offloaded and for_cuda:
+        raise ConfigError(
+            f"optimizer {recorded.name} with offload: its updates need all rows of a matrix, which "
+            f"ranks send each other on the GPU, and offloaded shards are on the CPU. Leave offload "
+            f"out, or choose an optimizer that steps each element on its own."
+        )
     if not mixing or (program.world_size == 1 and mixing not in _NOWHERE):
         return recorded
     raise ConfigError(
@@ -170,6 +213,12 @@ def with_formulas(
     Raises:
         ConfigError: a storage has no such size.
     """
+    if step.sent.flops:
+        raise ConfigError(
+            f"optimizer {step.name}: which matrices rank 0 owns differs from one number of ranks "
+            f"to the next, so that there is no formula for it. Plan once for each: "
+            f"plan.at(world=...)."
+        )
     params = sorted(program.params.values(), key=lambda param: param.position)
     many = 3 * (len(params) + 1)
     rows = [{p.fqn: len(params) + 1 + i for i, p in enumerate(params, 1)}]
@@ -289,12 +338,13 @@ class _Mixing(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = ""
+        self.found, self.paused = "", False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if not _runs_alone(func) and any(t.dim() for t in tags.tensors((args, kwargs))):
+        mixes = not self.paused and not _runs_alone(func)
+        if mixes and any(t.dim() for t in tags.tensors((args, kwargs))):
             self.found = self.found or name_of(func).removesuffix(".default")
         return func(*args, **(kwargs or {}))
 
@@ -304,6 +354,80 @@ def _runs_alone(func: Any) -> bool:
     name = name_of(func)
     pointwise = torch.Tag.pointwise in func.tags
     return pointwise or bool(_ALONE.match(name)) or name.startswith("prim.")
+
+
+class RecordedExchange:
+    """Sends nothing: of all-to-alls a recording has the buffers.
+
+    Attributes:
+        size, rank: as which rank of how many it is recorded.
+        device: of the buffers.
+        sent: what would be sent in the step that is recorded.
+        numbers: of the recorder, by storage.
+        mixing: does not look at what owners compute.
+        extended: FQNs of parameters of tensor subclasses.
+    """
+
+    def __init__(self, size: int, device: torch.device, rank: int = 0) -> None:
+        self.size, self.rank, self.device = size, rank, device
+        self.sent = Sent()
+        self.numbers: dict[int, int] = {}
+        self.mixing = _Mixing()
+        self.extended = frozenset[str]()
+
+    @contextlib.contextmanager
+    def stepping(self, matrices: Sequence[Matrix], schedule: Rounds) -> Iterator[None]:
+        """See `fxshard.codegen.full_matrices.Exchange`.
+
+        Raises:
+            ConfigError: a matrix is of a tensor subclass.
+        """
+        for matrix in matrices:
+            if matrix.fqn in self.extended:
+                raise ConfigError(
+                    f"parameter {matrix.fqn!r}, of a tensor subclass, has an update that needs all "
+                    f"of its rows (Muon): those of plain tensors are sent. Give it to an optimizer "
+                    f"that steps each element on its own."
+                )
+        self.sent.flops += most_flops(matrices, schedule)
+        self.sent.schedules.append(owners_table(matrices, schedule))
+        self.mixing.paused = True
+        yield
+        self.mixing.paused = False
+
+    def all_to_all(
+        self, into: Tensor, sent: Tensor, received: Sequence[int], given: Sequence[int]
+    ) -> None:
+        """See `fxshard.codegen.full_matrices.Exchange`."""
+        self.sent.exchanges.append(max(into.nbytes, sent.nbytes))
+        for buffer, name in ((sent, "rows for the owners"), (into, "matrices of this owner")):
+            self.sent.names.setdefault(self.numbers[id(buffer.untyped_storage())], name)
+
+
+def _step(optimizer: torch.optim.Optimizer, mixing: _Mixing) -> None:
+    """Step rows of parameters that have a `Place`."""
+    for each in optimizer.members if isinstance(optimizer, several.Several) else [optimizer]:
+        if type(each) is torch.optim.Muon:
+            muon.run(muon.InPlaceOf(each, _has_place, _step_matrices))
+        else:
+            with mixing:
+                each.step()
+
+
+def _has_place(param: Tensor) -> bool:
+    return place_of(param) is not None
+
+
+def _step_matrices(optimizer: torch.optim.Optimizer, held: Sequence[muon.Held]) -> None:
+    every, exchanges = [], []
+    for param, group in held:
+        place, grad = place_of(param), param.grad
+        assert place is not None and grad is not None
+        momentum = muon.momentum_of(optimizer, param, functools.partial(torch.zeros_like, grad))
+        every.append(muon.Stepped(place.fqn, place.layout, param, grad, momentum, group))
+        exchanges.append(place.exchange)
+    if every:
+        muon.step(every, exchanges[0])  # one program, one exchange
 
 
 _META = torch.device("meta")
@@ -354,11 +478,11 @@ def record_steps(
     graded: Container[str],
     device: str,
     mode: AbstractContextManager[Any],
-    mixing: AbstractContextManager[Any],
     *,
+    exchange: RecordedExchange | None = None,
     for_cuda: bool,
 ) -> OptimizerStep:
-    """Two steps of an optimizer over rank 0's rows, with what each part of them allocates.
+    """Two steps of an optimizer over this rank's rows, with what each part of them allocates.
 
     Args:
         program: whose parameters they are.
@@ -366,18 +490,20 @@ def record_steps(
         runs_of: from it, and parameters and gradients by FQN, to the parts of a step.
         graded: FQNs of the parameters that have a gradient.
         device, mode: of the tensors.
-        mixing: a mode in which the optimizer runs.
+        exchange: sends matrices to their owners.
         for_cuda: record the implementation that is the default on CUDA.
     """
     params: dict[str, nn.Parameter] = {}
     grads: dict[str, Tensor] = {}
     recorder = Recorder(run=Kernels().run)
+    exchange = exchange or RecordedExchange(program.world_size, torch.device(device))
+    exchange.numbers = recorder.numbers
     steps: list[Parts] = []
     states: list[dict[int, State]] = []
     with mode:
         everything = [*program.params.items(), *program.ignored.items()]
         for fqn, param in sorted(everything, key=lambda item: item[1].position):
-            shape = program.layouts[fqn].local_shape()
+            shape = program.layouts[fqn].local_shape(exchange.rank)
             data = torch.empty(shape, dtype=param.dtype, device=device)
             params[fqn] = shard = nn.Parameter(data, param.requires_grad)
             recorder.know(shard.untyped_storage())
@@ -391,7 +517,7 @@ def record_steps(
             found = state_of(made, recorder, names)
             return {number: each for number, each in found.items() if number not in theirs}
 
-        with RealScalars(), mixing, recorder:
+        with RealScalars(), recorder:
             made = make(list(params.values()), list(params))
         if for_cuda:
             choose_foreach(made)
@@ -399,16 +525,17 @@ def record_steps(
         runs = runs_of(made, params, grads)
         for _ in range(2):
             steps.append({})
+            exchange.sent = Sent(names=exchange.sent.names)
             for fqns, run in runs.items():
                 recorder.events = [Event("start", [], [])]
-                with RealScalars(), mixing, recorder:
+                with RealScalars(), recorder:
                     run()
                 steps[-1][fqns] = recorder.events
             recorder.events = [Event("end", [], [])]  # what dies with the recording is no step's
             states.append(state())
     first, second = ([event for events in step.values() for event in events] for step in steps)
     return OptimizerStep(
-        type(made).__name__,
+        several.name_of(made),
         first,
         second,
         state=states[0] | states[1],
@@ -416,6 +543,7 @@ def record_steps(
         initial=initial,
         has_state=bool(made.state),
         parts=(steps[0], steps[1]),
+        sent=exchange.sent,
     )
 
 
@@ -463,7 +591,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """An optimizer over `params` from the ``optimizer`` option (a callable, or an instance).
 
-    `names`: of the parameters; a callable of ``named_parameters`` gets both.
+    `names`: of the parameters; a callable of ``named_parameters`` gets both. Several optimizers
+    become one.
 
     Raises:
         ConfigError: it is neither; or the instance has more than its class and options say.
@@ -473,6 +602,8 @@ def make_optimizer(
     try:
         given: Any = list(zip(names, params, strict=True)) if _takes_names(optimizer) else params
         made = optimizer(given) if callable(optimizer) else None
+        if isinstance(made, (list, tuple)) and made:
+            made = several.Several(made) if len(made) > 1 else made[0]
     except (ValueError, TypeError) as error:
         raise ConfigError(
             f"optimizer={optimizer!r}: it could not be made over the parameters of the model: "
@@ -481,7 +612,8 @@ def make_optimizer(
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(
             f"optimizer={optimizer!r}: expected a callable params -> torch.optim.Optimizer, such "
-            f"as lambda params: torch.optim.AdamW(params, lr=1e-3)."
+            f"as lambda params: torch.optim.AdamW(params, lr=1e-3), or one that makes a list of "
+            f"optimizers, such as lambda named_parameters: [Muon(...), AdamW(...)]."
         )
     return made
 

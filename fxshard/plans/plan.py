@@ -527,8 +527,11 @@ class Plan:
     ) -> str:
         """The outer schedule as text, with what is alive after each row; in MiB.
 
+        An optimizer whose updates need full matrices (Muon) is a phase of its own: which rank owns
+        which of them, and in which round they are sent.
+
         Args:
-            phase: "forward" or "backward"; None for both.
+            phase: "forward", "backward" or "optimizer"; None for all.
             fold: True: identical layers are one block, "x N", and waits and frees are beside their
                 launches and buffers; False: every row on its own.
             hardware: adds for how many milliseconds the compute stream is idle, as in `estimate`.
@@ -539,14 +542,21 @@ class Plan:
         Raises:
             ConfigError: there is no such phase or hardware.
         """
-        if phase not in (None, "forward", "backward"):
-            raise ConfigError(f"phase={phase!r}: expected 'forward', 'backward', or None for both.")
+        step = self.optimizer_step
+        owners = [] if step is None else step.sent.schedules
+        phases = ("forward", "backward", *(["optimizer"] if owners else []))
+        if phase not in (None, *phases):
+            known = ", ".join(map(repr, phases))
+            raise ConfigError(f"phase={phase!r}: expected {known}, or None for all.")
         check_flag("fold", fold)
+        if phase == "optimizer":
+            return "\n\n".join(owners)
         exposed = None
         if hardware is not None:
             exposed = self.estimate(hardware).exposed(len(self.programs) - 1)
         live = live_after(self.memory)
-        return dump.schedule(self.program, folded=fold, phase=phase, live=live, exposed=exposed)
+        text = dump.schedule(self.program, folded=fold, phase=phase, live=live, exposed=exposed)
+        return "\n\n".join([text, *(owners if phase is None else [])])
 
 
 class _Asked:

@@ -34,7 +34,7 @@ from fxshard._torch import dtensors as torch_dtensors
 from fxshard._torch.dtensors import sharded_like
 from fxshard.capture.swapped import as_users_own
 from fxshard.errors import FxshardError, StepError
-from fxshard.runtime import dtensors
+from fxshard.runtime import dtensors, full_matrices
 from fxshard.runtime.replaced import PLACE
 from fxshard.runtime.runtime import Runtime
 from fxshard.runtime.sharding import Slot
@@ -182,6 +182,7 @@ def _is_array(found: Any) -> bool:
 def let_gather(runtime: Runtime) -> None:
     """Make the sharded parameters of a model `GatheringTensor`; call it again for new ones."""
     if isinstance(runtime.world, C10dWorld):
+        full_matrices.let_step()
         for fqn, slot in runtime.slots.items():
             tensor: Any = slot.tensor
             if type(tensor) in (DTensor, GatheringTensor):  # the latter may be of an inner model's

@@ -72,9 +72,12 @@ class FxshardModule(FsdpMethods):
 
         Of its class, with torch's ``param_groups``, ``state_dict`` and ``load_state_dict``, for
         learning rate schedulers and torch.distributed.checkpoint; its step runs on local shards
-        without DTensor (`fxshard.codegen.optimizer`). With ``optimizer_in_backward`` backward has
-        stepped already, with the learning rates of the moment: ``.grad`` stays None, and ``step()``
-        and ``zero_grad()`` find nothing left to do. Copies of the module make one of their own.
+        without DTensor (`fxshard.codegen.optimizer`), Muon's on full matrices (docs/muon.md). Of
+        several it is one, with the groups of all (``members`` has each of them).
+
+        With ``optimizer_in_backward`` backward has stepped already, with the learning rates of the
+        moment: ``.grad`` stays None, and ``step()`` and ``zero_grad()`` find nothing left to do.
+        Copies of the module make one of their own.
 
         Raises:
             ConfigError: the class of the optimizer needs unsharded parameters.

@@ -20,7 +20,7 @@ from fxshard.capture import attributes, refusals
 from fxshard.capture.attributes import Attributes
 from fxshard.capture.swapped import Inside, as_users_own
 from fxshard.codegen.emit import Executor
-from fxshard.codegen.optimizer import OnShards, on_shards
+from fxshard.codegen.optimizer import OnShards, on_shards, stepped
 from fxshard.config import Config, notice
 from fxshard.errors import FxshardError, StepError
 from fxshard.host.progress import task
@@ -63,7 +63,7 @@ class Runtime(Phases):
         self.make_executor = make_executor
         self.variants: dict[Kind, Variant] = {}
         self.captured: list[Plan] = []
-        self._optimizer: OnShards | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
         self.attributes = Attributes()
         self.progress: bool | None = None
         self.unit_calls: Mapping[str, UnitCall] = {}
@@ -73,13 +73,13 @@ class Runtime(Phases):
         if self.config.optimizer_in_backward:
             self.optimizer()  # refuses what cannot step shards before anything is traced
 
-    def optimizer(self) -> OnShards:
+    def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of the option ``optimizer``, made at the first call."""
         if self._optimizer is None:
             named = dict(self.model.named_parameters())
             made = make_optimizer(self.config.optimizer, list(named.values()), list(named))
             in_backward = self.config.optimizer_in_backward
-            self._optimizer = on_shards(made, in_backward=in_backward)
+            self._optimizer = on_shards(made, in_backward=True) if in_backward else stepped(made)
         return self._optimizer
 
     def step_parameters(self, fqns: list[str], grads: list[list[Tensor]]) -> OnShards:
@@ -90,6 +90,7 @@ class Runtime(Phases):
             grads: per rank of this process and parameter, the reduced gradient of a padded shard.
         """
         optimizer, world = self.optimizer(), self.world
+        assert isinstance(optimizer, OnShards)
         unused = self.reach.unused()
         slots, mine = [], []
         for fqn, *shards in zip(fqns, *grads, strict=True):

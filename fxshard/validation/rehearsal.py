@@ -71,7 +71,8 @@ def tracked_steps(model: FxshardModule, work: Workload, tracker: Tracker, steps:
     if in_backward:
         tracker.optimizer_state(model.optimizer)
     elif runtime.config.optimizer is not None:
-        optimizer = make_optimizer(runtime.config.optimizer, list(model.parameters()))
+        named = dict(model.named_parameters())
+        optimizer = make_optimizer(runtime.config.optimizer, list(named.values()), list(named))
         tracker.optimizer_state(optimizer)  # Adagrad has it from the start
     args, kwargs = work.call
     leaves, _ = trees.tree_flatten(work.call)

@@ -53,3 +53,41 @@ def test_hooks_of_optimizers_lie_where_they_are_taken_from() -> None:
     finally:
         for handle in both:
             handle.remove()
+
+
+def test_the_parts_of_muon_make_its_step() -> None:
+    """On the matrix in bf16, which is written into."""
+    param, grad = nn.Parameter(torch.randn(5, 3)), torch.randn(5, 3)
+    before = param.detach().clone()
+    optimizer = torch.optim.Muon([param], lr=0.5, momentum=0.0, weight_decay=0.0)
+    param.grad = grad
+    optimizer.step()
+    group = optimizer.param_groups[0]
+    sent = grad.bfloat16()
+    update = optimizers.orthogonalized(sent, group)
+    assert not torch.equal(sent, grad.bfloat16())
+    lr = optimizers.muon_learning_rate(0.5, None, param.shape)
+    assert lr == 0.5 * (5 / 3) ** 0.5
+    assert torch.equal(param, before.add_(update, alpha=-lr))
+
+
+def test_a_hook_before_a_step_may_put_another_object_in_the_place_of_the_optimizer() -> None:
+    """It asks for groups after its closure, and each group's parameters through ``_init_group``."""
+    optimizer, seen = torch.optim.Muon([nn.Parameter(torch.randn(2, 2))]), []
+
+    class InPlace:
+        @property
+        def param_groups(self) -> list[object]:
+            seen.append("groups")
+            return []
+
+    def put(given: object, args: tuple[object, ...], kwargs: object) -> object:
+        assert given is args[0] is optimizer
+        return (InPlace(), *args[1:]), kwargs
+
+    handle = register_optimizer_step_pre_hook(put)  # type: ignore[arg-type]
+    try:
+        optimizer.step(lambda: seen.append("closure"))  # type: ignore[arg-type]
+    finally:
+        handle.remove()
+    assert seen == ["closure", "groups"]

@@ -221,6 +221,26 @@ def test_rings(ranks: int, stride: int, passes: int, expected: float) -> None:
     assert found == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "expected", "sent"),
+    [
+        (1, 0, (0, 0)),
+        (4, 10 + 3 * 1 + 750 / 100, (750, 0)),
+        (8, 10 + 3 * 1 + 4 * 5 + 500 / 20, (375, 500)),  # half of it leaves the node
+    ],
+)
+def test_all_to_alls(ranks: int, expected: float, sent: tuple[float, float]) -> None:
+    """Each rank sends every other one a part; the slower of link and network counts."""
+    hardware = toy(
+        link=Link(1.0, 100.0),
+        network=Link(5.0, 20.0),
+        collective_overhead=10.0,
+        ranks_per_node=4,
+    )
+    assert operators.all_to_all_seconds(1000, ranks, hardware) == pytest.approx(expected)
+    assert operators.all_to_all_bytes(1000, ranks, hardware) == pytest.approx(sent)
+
+
 def test_many_cards_are_not_faster_than_the_link() -> None:
     hardware = toy(link=Link(0.0, 100.0), network=Link(0.0, 30.0), ranks_per_node=4)
     assert operators.ring_seconds(800, 8, hardware) == pytest.approx(700 / 100)

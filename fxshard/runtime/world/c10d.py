@@ -170,6 +170,24 @@ class C10dWorld:
                     work.wait()  # the compute stream, not the host
         return made
 
+    def all_to_all(
+        self, into: Tensor, sent: Tensor, received: Sequence[int], given: Sequence[int]
+    ) -> None:
+        """Send each rank of the shard group its part of `sent`; over when the next operator reads.
+
+        Args:
+            into, sent: flat; the parts from and for each rank, one after the other.
+            received, given: their lengths in elements.
+        """
+        self._issued += 1
+        with self._explained("shard"):
+            lengths = list(received), list(given)
+            work = self.groups["shard"].alltoall_base(into, sent, *lengths)
+            if self.cuda is None:
+                self._finish(work)
+            else:
+                work.wait()  # the compute stream, not the host
+
     def comm_hook(self, grads: list[Tensor], pair: int) -> list[Tensor]:
         assert self.hook is not None
         results = grads
