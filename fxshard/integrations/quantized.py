@@ -37,7 +37,7 @@ def packed(model: nn.Module) -> nn.Module:
     Call it after the adapters are in place, and before `fxshard.compile` or `fxshard.fully_shard`::
 
         model = get_peft_model(quantised, LoraConfig(...))
-        model = fxshard.compile(fxshard.integrations.quantized.packed(model))
+        model = fxshard.compile(packed(model))
 
     Weights of torchao (``quantize_``) and of other wrapper subclasses, and layers of bitsandbytes
     (`Linear4bit`, `Linear8bitLt`). The parameter ``layer.weight`` is in the model as
@@ -250,11 +250,18 @@ def _of_bitsandbytes(model: nn.Module, fqn: str, module: Any, param: Any) -> _Ap
     return _FourBits()
 
 
+class _PlainState(nn.Module):
+    """A layer whose state dict has what the layer holds: of its weight the parts, once."""
+
+    _save_to_state_dict = nn.Module._save_to_state_dict
+    _load_from_state_dict = nn.Module._load_from_state_dict
+
+
 @functools.cache
 def _layers() -> tuple[type, type]:
     bitsandbytes: Any = importlib.import_module("bitsandbytes")
 
-    class Linear4bit(bitsandbytes.nn.Linear4bit):  # type: ignore[misc]
+    class Linear4bit(_PlainState, bitsandbytes.nn.Linear4bit):  # type: ignore[misc]
         """Computes in the dtype of its input, as the original does for fp32 and bf16."""
 
         def forward(self, x: Tensor) -> Tensor:
@@ -267,7 +274,7 @@ def _layers() -> tuple[type, type]:
             )
             return found.to(x.dtype)
 
-    class Linear8bitLt(bitsandbytes.nn.Linear8bitLt):  # type: ignore[misc]
+    class Linear8bitLt(_PlainState, bitsandbytes.nn.Linear8bitLt):  # type: ignore[misc]
         def forward(self, x: Tensor) -> Tensor:
             weight = self.weight
             state = bitsandbytes.MatmulLtState()

@@ -35,7 +35,7 @@ class Net(nn.Module):
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.blocks = nn.ModuleList([Block(width)])
         self.head = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:

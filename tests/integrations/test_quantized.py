@@ -1,5 +1,6 @@
 """Adapters on quantised bases: packed when gathered, and trained as in one process."""
 
+import copy
 import functools
 import re
 from collections.abc import Callable
@@ -119,6 +120,20 @@ def test_outliers_of_llm_int8_are_those_of_each_batch() -> None:
     with torch.no_grad():
         ours(torch.zeros(2, 6, dtype=torch.int64))  # has others
     assert torch.equal(logits(ours), logits(with_outliers()))
+
+
+@pytest.mark.parametrize("kind", [*FEW, "LLM.int8()"])
+def test_states_have_the_parts_of_each_weight_once(kind: str) -> None:
+    """No shard is gathered for them, and a copy has what the model has."""
+    ours = fxshard.compile(packed(adapted(BASES[kind]())).eval(), world_size=2)
+    wanted = logits(ours)
+    state = {name: value.clone() for name, value in ours.full_state_dict().items()}
+    assert list(state) == [name for name, _ in ours.named_parameters(remove_duplicate=False)]
+    other = copy.deepcopy(ours)
+    for param in ours.parameters():
+        param.data.zero_()
+    ours.load_state_dict(state)
+    assert torch.equal(logits(ours), wanted) and torch.equal(logits(other), wanted)
 
 
 # -- bytes -----------------------------------------------------------------------------------------

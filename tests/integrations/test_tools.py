@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim import lr_scheduler as lr
 from torch.optim.swa_utils import (
     SWALR,
@@ -125,12 +126,14 @@ def test_schedulers_of_the_optimizer_in_the_program(ranks: Any) -> None:
 # -- averages of weights -------------------------------------------------------------------------
 
 
-def averaged(model: Any, ranks: list[int], multi_avg_fn: Any, use_buffers: bool) -> Any:
+def averaged(model: Any, ranks: list[int], multi_avg_fn: Any) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    average = AveragedModel(model, multi_avg_fn=multi_avg_fn, use_buffers=use_buffers)
+    average = AveragedModel(model, multi_avg_fn=multi_avg_fn)
     scheduler = SWALR(optimizer, swa_lr=0.05, anneal_epochs=2)
     for _ in steps(model, optimizer, ranks):
-        average.update_parameters(model)
+        with CommDebugMode() as sent:
+            average.update_parameters(model)
+        assert sent.get_total_counts() == 0  # shards of both lie alike
         scheduler.step()
     with torch.no_grad():
         output = average(batch(7))
@@ -144,8 +147,8 @@ def averaged(model: Any, ranks: list[int], multi_avg_fn: Any, use_buffers: bool)
 
 def averaging(rank: int, world_size: int, way: str) -> None:
     for function in (get_ema_multi_avg_fn(0.9), get_swa_multi_avg_fn(), None):
-        found = averaged(made(way, Net), [rank], function, use_buffers=True)
-        wanted = averaged(made("eager", Net), list(range(world_size)), function, use_buffers=True)
+        found = averaged(made(way, Net), [rank], function)
+        wanted = averaged(made("eager", Net), list(range(world_size)), function)
         assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
