@@ -54,7 +54,6 @@ def of_bitsandbytes(bits: int, **options: Any) -> Any:
 BASES: dict[str, Callable[[], Any]] = {
     "int8": lambda: of_torchao(quantization.Int8WeightOnlyConfig()),
     "int8 of bf16": lambda: of_torchao(quantization.Int8WeightOnlyConfig(), torch.bfloat16),
-    "int8 x int8": lambda: of_torchao(quantization.Int8DynamicActivationInt8WeightConfig()),
     "int4 in int8": lambda: of_torchao(quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4)),
     "float8": lambda: of_torchao(quantization.Float8WeightOnlyConfig()),
     "nf4": lambda: of_bitsandbytes(4),
@@ -105,6 +104,18 @@ def test_in_one_process_it_is_bitwise_the_plain_model(kind: str) -> None:
     ours = fxshard.compile(packed(adapted(BASES[kind]())), world_size=2)
     assert_close(trained(ours, [0]), trained(eager, [0]), rtol=0, atol=0)
     assert torch.equal(logits(ours.eval()), logits(eager.eval()))
+
+
+@pytest.mark.slow
+def test_weights_of_torchao_for_inference_alone_give_no_gradient_here_either() -> None:
+    """Their products with quantised activations have none."""
+    made = [adapted(of_torchao(quantization.Int8DynamicActivationInt8WeightConfig())) for _ in "ab"]
+    models = [made[0], fxshard.compile(packed(made[1]), world_size=2)]
+    assert torch.equal(*map(logits, models))
+    for model in models:
+        ids = tokens(0, 0)
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            model(input_ids=ids, labels=ids).loss.backward()
 
 
 def with_outliers() -> Any:
