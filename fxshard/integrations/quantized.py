@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from fxshard._torch import modes
 from fxshard.errors import ConfigError
+from fxshard.ir.extensions import has_extension
 
 # What frozen numbers are sent as: no precision casts integers, and no backend sends 16-bit ones.
 _CODES = {1: torch.uint8, 4: torch.int32, 8: torch.int64}
@@ -55,9 +57,40 @@ def packed(model: nn.Module) -> nn.Module:
         ConfigError: a quantised weight is trained, shared by several layers, not quantised yet, or
             of a layer that reads it in another way.
     """
+    found = list(_quantised(model))
+    _check(model, found)
+    for fqn, module, name, param in found:
+        apart = _Subclass(param.data) if not _is_of_bitsandbytes(param) else _of_layer(module)
+        parametrize.register_parametrization(module, name, apart, unsafe=True)
+        around: Any = _around(model, fqn)
+        if getattr(around, "base_layer", None) is module and hasattr(around, "merge"):
+            around.merge = functools.partial(_refuse_merge, f"{fqn}.{name}")
+    return model
+
+
+_Found = tuple[str, Any, str, Any]  # FQN of a module, it, and name and value of a parameter of it
+
+
+def _quantised(model: nn.Module) -> Iterator[_Found]:
+    """The parameters that are more than their data.
+
+    But those that are trained and say themselves what is gathered, as torchao's float8 weights.
+    """
+    for fqn, module in model.named_modules():
+        for name, param in module._parameters.items():
+            if param is None or (param.requires_grad and has_extension(param.data)):
+                continue
+            if modes.is_wrapper(type(param.data)) or _is_of_bitsandbytes(param):
+                yield fqn, module, name, param
+
+
+def _check(model: nn.Module, found: Sequence[_Found]) -> None:
+    """Raise ConfigError if one of them cannot be packed; nothing is changed yet."""
     seen: dict[int, str] = {}
-    for fqn, module, name, param in list(_quantised(model)):
+    for fqn, module, name, param in found:
         where = f"{fqn}.{name}".lstrip(".")
+        if isinstance(param, DTensor):
+            raise ConfigError(f"{where!r} is sharded already. Pack the model before it is sharded.")
         if id(param) in seen:
             raise ConfigError(
                 f"{seen[id(param)]!r} and {where!r} are one quantised weight. Packed, each layer "
@@ -69,23 +102,12 @@ def packed(model: nn.Module) -> nn.Module:
                 f"{where!r}, a {type(param).__name__}, is trained, and packed weights are frozen. "
                 f"Freeze it (requires_grad_(False)), or quantise after training."
             )
-        wrapper = modes.is_wrapper(type(param.data))
-        apart = _Subclass(param.data) if wrapper else _of_bitsandbytes(model, fqn, module, param)
-        parametrize.register_parametrization(module, name, apart, unsafe=True)
-        around: Any = model.get_submodule(fqn.rpartition(".")[0])
-        if getattr(around, "base_layer", None) is module and hasattr(around, "merge"):
-            around.merge = functools.partial(_refuse_merge, where)
-    return model
+        if _is_of_bitsandbytes(param):
+            _check_layer(_around(model, fqn), fqn, module, param)
 
 
-def _quantised(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
-    """FQN of a module, it, and name and value of a parameter of it that is more than its data."""
-    for fqn, module in model.named_modules():
-        for name, param in module._parameters.items():
-            if param is None:
-                continue
-            if modes.is_wrapper(type(param.data)) or _is_of_bitsandbytes(type(param)):
-                yield fqn, module, name, param
+def _around(model: nn.Module, fqn: str) -> nn.Module:
+    return model.get_submodule(fqn.rpartition(".")[0])
 
 
 def _refuse_merge(where: str, *args: Any, **kwargs: Any) -> None:
@@ -209,45 +231,55 @@ def _decoded(code: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor
 # -- bitsandbytes ----------------------------------------------------------------------------------
 
 
-def _is_of_bitsandbytes(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "bitsandbytes"
+def _is_of_bitsandbytes(param: Any) -> bool:
+    return type(param).__module__.partition(".")[0] == "bitsandbytes"
 
 
-def _of_bitsandbytes(model: nn.Module, fqn: str, module: Any, param: Any) -> _Apart:
-    """How the weight of a layer is taken apart.
+def _check_layer(around: Any, fqn: str, module: Any, param: Any) -> None:
+    """Raise ConfigError if the weight of a layer cannot be packed.
 
-    The layer gets a class of ours, and loses what it has of the weight: its own forward keeps
-    state, which a program has not.
+    Args:
+        around: the module that holds the layer, which may be one of PEFT.
     """
     bitsandbytes: Any = importlib.import_module("bitsandbytes")
     what = f"{fqn!r} is a {type(module).__name__} of bitsandbytes"
-    around = model.get_submodule(fqn.rpartition(".")[0])
     if len(getattr(around, "lora_magnitude_vector", ())):
         raise ConfigError(
             f"{what} under DoRA, which reads the weight itself, and would take its packed bytes "
             f"for numbers. Use LoRA (use_dora=False), or a base that torchao quantises."
         )
-    eight = isinstance(module, bitsandbytes.nn.Linear8bitLt)
-    if not eight and not isinstance(module, bitsandbytes.nn.Linear4bit):
+    kinds = bitsandbytes.nn.Linear8bitLt, bitsandbytes.nn.Linear4bit
+    eight = isinstance(module, kinds[0])
+    if not isinstance(module, kinds) or type(module).forward is not kinds[not eight].forward:
         raise ConfigError(
             f"{what}, which fxshard does not know. Known are Linear4bit and Linear8bitLt; leave "
             f"other layers unquantised (llm_int8_skip_modules)."
         )
-    if eight and param.SCB is None:
-        param.SCB = module.state.SCB  # it has run
-    if not (param.SCB is not None if eight else param.bnb_quantized):
+    done = param.dtype is torch.int8 if eight else param.bnb_quantized
+    if not done:
         raise ConfigError(f"{what} that is not quantised yet. Move it first: model.to('cpu').")
     if not eight and getattr(param.quant_state, "packing_format_for_cpu", False):
         raise ConfigError(
             f"{what} that a forward in evaluation mode has packed for this processor. Pack the "
             f"model before it runs."
         )
-    module.__class__ = _layers()[eight]
-    if eight:
-        module.state.CB = module.state.SCB = None
-        return _EightBits()
-    module.quant_state = None
-    return _FourBits()
+
+
+def _of_layer(module: Any) -> _Apart:
+    """How the weight of a layer is taken apart.
+
+    The layer gets a class of ours, and loses what it has of the weight: its own forward keeps
+    state, which a program has not.
+    """
+    four, eight = _layers()
+    if hasattr(module.weight, "quant_state"):
+        module.__class__, module.quant_state = four, None
+        return _FourBits()
+    if module.weight.SCB is None:  # it has run
+        module.weight.SCB = module.state.SCB
+    module.__class__ = eight
+    module.state.CB = module.state.SCB = None
+    return _EightBits()
 
 
 class _PlainState(nn.Module):
@@ -264,7 +296,7 @@ def _layers() -> tuple[type, type]:
     class Linear4bit(_PlainState, bitsandbytes.nn.Linear4bit):  # type: ignore[misc]
         """Computes in the dtype of its input, as the original does for fp32 and bf16."""
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self: Any, x: Tensor) -> Tensor:
             weight = self.weight
             known = x.dtype in (torch.float32, torch.bfloat16) or self.compute_dtype is None
             inner = x if known else x.to(self.compute_dtype)
@@ -275,7 +307,7 @@ def _layers() -> tuple[type, type]:
             return found.to(x.dtype)
 
     class Linear8bitLt(_PlainState, bitsandbytes.nn.Linear8bitLt):  # type: ignore[misc]
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self: Any, x: Tensor) -> Tensor:
             weight = self.weight
             state = bitsandbytes.MatmulLtState()
             state.CB, state.SCB = weight.CB, weight.SCB

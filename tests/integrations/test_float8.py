@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 import fxshard
 from fxshard.errors import UnitError
+from fxshard.integrations.quantized import packed
 from fxshard.verify.certificate import collectives
 
 pytest.importorskip("torchao")
@@ -145,6 +146,12 @@ def test_a_plan_for_cuda_has_the_bytes_of_the_float8_all_gather() -> None:
 def test_rowwise_recipes_are_planned_for_cuda() -> None:
     for recipe in RECIPES[2:]:
         assert sum(sent(recipe)) > 0
+
+
+def test_packing_frozen_weights_leaves_those_that_are_trained_alone() -> None:
+    model = converted(RECIPES[1])
+    names = [name for name, _ in packed(model).named_parameters()]
+    assert names == [name for name, _ in Net().named_parameters()]
 
 
 def test_rows_that_do_not_divide_are_refused_by_name() -> None:

@@ -18,6 +18,7 @@ from fxshard.errors import ConfigError, UnitError
 from fxshard.integrations.quantized import packed
 from fxshard.verify.certificate import collectives
 from tests.integrations.peft_cases import WAYS, adapted, llama, logits, tokens, trained
+from tests.ranks import told
 
 quantization = pytest.importorskip("torchao.quantization")
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -72,6 +73,7 @@ def on_ranks(rank: int, world_size: int, kind: str, way: str, folder: str) -> An
     wanted, found = trained(eager, range(world_size)), trained(ours, [rank])
     near(found[0][1:], wanted[0][1:])
     near(found[-1][2], wanted[-1][2], atol=1e-3)
+    assert "is sharded already. Pack the model before" in told(lambda: packed(ours))
     ours.save_pretrained(f"{folder}/{rank}")
     with torch.no_grad():
         near(
@@ -225,6 +227,10 @@ def test_what_cannot_be_packed_is_refused_by_name() -> None:
     dora = BASES["LLM.int8()"]()
     with pytest.raises(ConfigError, match="under DoRA"):
         packed(adapted(dora, use_dora=True))
+    half = nn.Sequential(copy.deepcopy(layer.o_proj), bitsandbytes.nn.Linear4bit(32, 32))
+    with pytest.raises(ConfigError, match=r"'1' is"):
+        packed(half.requires_grad_(False))
+    assert type(half[0].weight).__name__ == "Int8Tensor"  # all or nothing
 
 
 @pytest.mark.parametrize("kind", FEW)
