@@ -7,6 +7,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp.wrap import _Policy
+from torch.nn.modules.batchnorm import _BatchNorm
+
+BATCH_NORM = _BatchNorm  # whose forward those of any number of dimensions share
 
 
 def is_wrap_policy(spec: object) -> bool:

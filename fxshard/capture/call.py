@@ -15,7 +15,16 @@ from torch import fx, nn
 
 from fxshard._torch import graphs, trees
 from fxshard._torch import sizes as torch_sizes
-from fxshard.capture import attributes, bytecode, hf, modules, precision, provenance, rng
+from fxshard.capture import (
+    attributes,
+    batch_norm,
+    bytecode,
+    hf,
+    modules,
+    precision,
+    provenance,
+    rng,
+)
 from fxshard.capture.alike import Alike
 from fxshard.errors import CaptureError
 from fxshard.ir.domain import Symbols
@@ -195,6 +204,7 @@ class FlatCall(nn.Module):
             rng.unseeded(provenance.user_line),
             arguments_kept(args, kwargs),
             attributes.watching(),
+            batch_norm.counted_in_tensors(self.model),
         ):
             return self.model(*args, **kwargs)
 

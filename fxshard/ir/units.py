@@ -436,9 +436,10 @@ def _check_kinds(model: nn.Module, out_params: Container[int]) -> None:
         if what and not gathers:
             raise UnitError(
                 f"{kind} {fqn!r} is {what}: programs run on plain dense tensors, and would drop "
-                f"what it is besides. Make it plain before fxshard.compile (quantize after "
-                f"training, say), give a parameter's class fsdp_pre_all_gather and "
-                f"fsdp_post_all_gather, or use torch.distributed.fsdp.fully_shard."
+                f"what it is besides. Take frozen quantised weights apart first "
+                f"(fxshard.integrations.quantized.packed(model)), give a parameter's class "
+                f"fsdp_pre_all_gather and fsdp_post_all_gather, quantise after training, or use "
+                f"torch.distributed.fsdp.fully_shard."
             )
 
 
@@ -460,6 +461,7 @@ def _has_own_operators(cls: type[torch.Tensor]) -> bool:
         return False
     plain = nn.Parameter
     same = cls.__torch_function__ is plain.__torch_function__
+    same = same and cls.to is plain.to  # bitsandbytes' Int8Params carries its scales along
     return not (same and cls.__torch_dispatch__ is plain.__torch_dispatch__)
 
 

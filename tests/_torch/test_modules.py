@@ -26,6 +26,15 @@ def test_wrap_policies() -> None:
     assert not modules.is_wrap_policy(lambda name, module: True)
 
 
+def test_batch_norms_share_a_forward_and_count_their_batches() -> None:
+    for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+        assert kind.forward is modules.BATCH_NORM.forward
+    norm = nn.BatchNorm1d(2, momentum=None)
+    for _ in range(2):
+        norm(torch.randn(3, 2))
+    assert norm.num_batches_tracked is not None and norm.num_batches_tracked.item() == 2
+
+
 @pytest.mark.parametrize(
     ("register", "kind"),
     [

@@ -1,0 +1,165 @@
+"""torchao's float8 training: its recipes, with and without the float8 all-gather, beside FSDP2."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.testing import assert_close
+
+import fxshard
+from fxshard.errors import UnitError
+from fxshard.integrations.quantized import packed
+from fxshard.verify.certificate import collectives
+
+pytest.importorskip("torchao")
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+WIDTH = 16
+RECIPES = ("tensorwise", "tensorwise, float8 all-gather", "rowwise", "rowwise_with_gw_hp")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Net(nn.Module):
+    """f32[n, width] -> f32[n, width]."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(width)])
+        self.head = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def converted(recipe: str, model: nn.Module | None = None, emulate: bool = True) -> Any:
+    torch.manual_seed(0)
+    name, _, gathers = recipe.partition(", ")
+    config = Float8LinearConfig.from_recipe_name(name)
+    object.__setattr__(config, "emulate", emulate)
+    object.__setattr__(config, "enable_fsdp_float8_all_gather", bool(gathers))
+    return convert_to_float8_training(model or Net(), config=config)
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    x, y = torch.randn(2, 8, WIDTH, generator=generator).unbind()
+    return x, y
+
+
+def numbers(tensor: Tensor) -> Tensor:
+    """All rows; of a weight that is cast for its all-gather, those that it is cast from."""
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return getattr(whole, "_tensor", whole).detach().clone()
+
+
+def trained(model: Any, ranks: list[int], steps: int = 2) -> list[Any]:
+    """Loss, gradients and parameters of each step. The mean of the losses of `ranks`, each with
+    the scales of its own batch, is what they give together."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for step in range(steps):
+        losses = []
+        for rank in ranks:
+            x, y = batch(rank, step)
+            losses.append(nn.functional.mse_loss(model(x), y))
+            (losses[-1] / len(ranks)).backward()
+        grads = [numbers(param.grad) for param in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = torch.stack(losses).mean().detach()
+        found.append((loss, grads, [numbers(param) for param in model.parameters()]))
+    return found
+
+
+def sharded(model: Any, way: str) -> Any:
+    if way == "compile":
+        return fxshard.compile(model, units=["blocks.*"])
+    fully_shard = fsdp.fully_shard if way == "fsdp2" else fxshard.fully_shard
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def everywhere(rank: int, world_size: int, recipe: str) -> Any:
+    ways = ("fsdp2", "fully_shard", "compile")
+    found = {way: trained(sharded(converted(recipe), way), [rank]) for way in ways}
+    plain = recipe.partition(",")[0]  # nothing is gathered in one process
+    return found | {"alone": trained(converted(plain), list(range(world_size)))}
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        recipe if "," in recipe else pytest.param(recipe, marks=pytest.mark.slow)
+        for recipe in RECIPES
+    ],
+)
+def test_it_trains_as_fsdp2_and_as_one_process(ranks: Any, recipe: str) -> None:
+    found = ranks(2).run(everywhere, recipe)
+    for rank in found:
+        for way in ("fully_shard", "compile"):
+            assert_close(rank[way], rank["fsdp2"], rtol=0, atol=0)
+    loss, grads, _ = found[0]["alone"][0]
+    assert_close((found[0]["compile"][0][0] + found[1]["compile"][0][0]) / 2, loss)
+    assert_close(found[0]["compile"][0][1], grads, rtol=1e-4, atol=1e-5)
+
+
+def sent(recipe: str, **options: Any) -> list[int]:
+    """Bytes of each all-gather of the first block's forward, as the plan says."""
+    width = 64
+    plan = fxshard.plan(
+        converted(recipe, Net(width).to(options.pop("dtype", torch.float32)), emulate=False),
+        (torch.randn(16, width),),
+        world_size=8,
+        units=["blocks.*"],
+        device="cuda",
+        **options,
+    )
+    lines = [line for line in collectives(plan.program) if "unit=1" in line]
+    found = [
+        line.split("bytes=")[1].split()[0] for line in lines if "forward fxshard.all_g" in line
+    ]
+    return [int(each.rstrip(",")) for each in found]
+
+
+def test_a_plan_for_cuda_has_the_bytes_of_the_float8_all_gather() -> None:
+    weights, others = 2 * 2 * 64 * 64 // 8, 4 * (64 + 64 + 64) // 8  # of a rank; others stay fp32
+    assert sum(sent("tensorwise")) == 4 * weights + others
+    assert sorted(sent("tensorwise, float8 all-gather")) == [others, weights]
+
+
+@pytest.mark.slow
+def test_rowwise_recipes_are_planned_for_cuda() -> None:
+    for recipe in RECIPES[2:]:
+        assert sum(sent(recipe)) > 0
+
+
+def test_packing_frozen_weights_leaves_those_that_are_trained_alone() -> None:
+    model = converted(RECIPES[1])
+    names = [name for name, _ in packed(model).named_parameters()]
+    assert names == [name for name, _ in Net().named_parameters()]
+
+
+def test_rows_that_do_not_divide_are_refused_by_name() -> None:
+    model = converted(RECIPES[1], Net(24))
+    try:
+        fxshard.plan(model, (torch.randn(4, 24),), world_size=16, units=["blocks.*"])
+    except UnitError as error:
+        assert "WeightWithDynamicFloat8CastTensor" in str(error) and "rows" in str(error)
+        assert "blocks.0.down.weight" in str(error)
+    else:
+        raise AssertionError("not refused")
