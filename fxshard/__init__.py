@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fxshard.planner.result import Tuning
     from fxshard.plans.plan import Plan
     from fxshard.runtime.checkpoint import load_checkpoint, save_checkpoint
+    from fxshard.runtime.full_matrices import full_matrix_updates
     from fxshard.runtime.module import FxshardModule, register_fsdp_forward_method
     from fxshard.validation.compare import Validation
 
