@@ -233,3 +233,10 @@ def raised(function: Callable[..., Any]) -> set[str]:
         if not isinstance(node, (ast.FunctionDef, ast.Lambda)):
             seen += ast.iter_child_nodes(node)
     return found
+
+
+def test_type_checkers_and_docs_see_every_name() -> None:
+    tree = ast.parse(Path(fxshard.__file__).read_text())
+    (typed,) = (node for node in tree.body if isinstance(node, ast.If))
+    imports = (node for node in typed.body if isinstance(node, ast.ImportFrom))
+    assert {alias.name for node in imports for alias in node.names} == {*fxshard.__all__}
