@@ -6,9 +6,10 @@
 
 Runs ``torchtitan.train.Trainer`` on two gloo ranks: its configuration, its models (the debug
 flavors of Llama 3 and Qwen 3, in bf16), its tokenizer, its loader of text, its optimizer, metrics
-and checkpoints. It trains `STEPS` steps of two micro-batches, saves after half of them, and
-starts again from there, which the other of the two does too. All of it is torchtitan's code as it
-was cloned, with four exceptions, for a machine that has no GPU:
+and checkpoints. From a seed checkpoint that torchtitan's trainer made in one process (on a CPU,
+FSDP2 fills a model from meta with other numbers than one process would), it trains `STEPS` steps of
+two micro-batches and saves after half of them; from there the other of the two goes on. All of it
+is torchtitan's code as it was cloned, with four exceptions, for a machine that has no GPU:
 
 - its device is the CPU: ``torch.cpu`` with what it lacks of ``torch.cuda`` (`Cpu`);
 - torch's FSDP2 is told to sum gradients (``set_force_sum_reduction_for_comms``): what torchtitan
@@ -26,6 +27,7 @@ import importlib
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -46,7 +48,7 @@ from fxshard._torch import triton_stub
 
 STEPS = 8
 HALF = STEPS // 2
-CHECKPOINTS = ("none", "selective", "full")
+CASES = ("llama3, none", "llama3, selective", "llama3, full", "qwen3, selective")
 NAMES = {"torchtitan": "{}", "fxshard": "fxshard.{}"}  # of a model, as ``--model.name`` says it
 Curve = list[tuple[float, float]]  # the mean loss of all ranks and the norm of gradients, by step
 
@@ -110,6 +112,10 @@ def curve(clone: str, folder: str, by: str, model: str, options: list[str]) -> C
     arguments = [text for name, value in said.items() for text in (f"--{name}", str(value))]
     config = train.ConfigManager().parse_args([*arguments, "--checkpoint.enable", *options])
     trainer = train.Trainer(config)
+    if config.checkpoint.create_seed_checkpoint:
+        trainer.checkpointer.save(curr_step=0, last_step=True)
+        trainer.close()
+        return []
     if by == "torchtitan":
         for module in trainer.model_parts[0].modules():
             if isinstance(module, FSDPModule):
@@ -128,27 +134,28 @@ def curve(clone: str, folder: str, by: str, model: str, options: list[str]) -> C
 
 
 def both(clone: str, folder: Path, model: str, checkpoint: str) -> dict[str, Any]:
-    """The curves by torch's FSDP2 and by fxshard; each from the half by the other, too."""
+    """The curves by torch's FSDP2 and by fxshard; and by each from the other's checkpoint."""
     found: dict[str, Any] = {}
 
-    def run(by: str, saved: str, *options: str) -> Curve:
+    def run(ranks: int, by: str, saved: str, *options: str) -> Curve:
         how = ["--activation_checkpoint.mode", checkpoint, "--checkpoint.folder", saved]
+        how += ["--activation_checkpoint.selective_ac_option", "op"]
         arguments = (clone, str(folder), by, model, [*how, *options])
-        curves = on_ranks(2, curve, *arguments, timeout=3000)
-        assert curves[0] == curves[1], "both ranks log what is of all ranks"
+        curves = on_ranks(ranks, curve, *arguments, timeout=3000)
+        assert all(each == curves[0] for each in curves), "what is logged is of all ranks"
         return curves[0]
 
+    run(1, "torchtitan", "seed", "--checkpoint.create_seed_checkpoint")
     for by in NAMES:
-        found[by] = run(by, f"{model}-{checkpoint}-{by}")
+        shutil.copytree(folder / "seed", folder / by)
+        found[by] = run(2, by, by)
     for by, other in (("torchtitan", "fxshard"), ("fxshard", "torchtitan")):
-        # what it saves now goes elsewhere, as the file of the last step is there already
+        shutil.rmtree(folder / other / f"step-{STEPS}")  # or it would be there already
         options = ("--checkpoint.load_step", str(HALF))
-        found[f"{by}, from {other}'s step {HALF}"] = run(
-            by, f"{model}-{checkpoint}-{other}", *options
-        )
-    curves = list(found.values())
-    halves = [each[-(STEPS - HALF) :] for each in curves]
-    return {**found, "equal": curves[0] == curves[1] and all(h == halves[0] for h in halves)}
+        found[f"{by}, from {other}'s step {HALF}"] = run(2, by, other, *options)
+    ends = [each[-(STEPS - HALF) :] for each in found.values()]
+    equal = found["torchtitan"] == found["fxshard"] and all(end == ends[0] for end in ends)
+    return {**found, "equal": equal}
 
 
 def write_text(folder: Path) -> None:
@@ -168,8 +175,7 @@ def commit(clone: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("clone")
-    parser.add_argument("--models", nargs="*", default=["llama3", "qwen3"])
-    parser.add_argument("--checkpoints", nargs="*", default=CHECKPOINTS)
+    parser.add_argument("--cases", nargs="*", default=CASES, help="model, activation checkpointing")
     parser.add_argument("--commit", help="of what is no git clone")
     asked = parser.parse_args()
     clone = str(Path(asked.clone).absolute())
@@ -183,16 +189,14 @@ def main() -> None:
         "triton": "a stand-in" if triton_stub.is_missing() else version("triton"),
         "steps": STEPS,
     }
-    for model in asked.models:
-        for checkpoint in asked.checkpoints:
-            name = f"{model}, checkpoint {checkpoint}"
-            with tempfile.TemporaryDirectory() as folder:
-                write_text(Path(folder, "text"))
-                with mock.patch.dict(os.environ, HF_HOME=folder, HF_HUB_OFFLINE="1"):
-                    about[name] = both(clone, Path(folder), model, checkpoint)
-            equal = "equal" if about[name]["equal"] else "DIFFERENT"
-            print(f"{name}: {equal} {about[name]['fxshard']}", flush=True)
-    RESULTS.joinpath("torchtitan_curves.json").write_text(json.dumps(about, indent=1) + "\n")
+    for case in asked.cases:
+        with tempfile.TemporaryDirectory() as folder:
+            write_text(Path(folder, "text"))
+            with mock.patch.dict(os.environ, HF_HOME=folder, HF_HUB_OFFLINE="1"):
+                about[case] = both(clone, Path(folder), *case.split(", "))
+        equal = "equal" if about[case]["equal"] else "DIFFERENT"
+        print(f"{case}: {equal} {about[case]['fxshard']}", flush=True)
+        RESULTS.joinpath("torchtitan_curves.json").write_text(json.dumps(about, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -199,16 +199,17 @@ def with_fabric(
     return losses, norms
 
 
-def with_both(rank: int, world_size: int, folder: str, whole: bool) -> list[Any]:
+def with_each(rank: int, world_size: int, folder: str, whole: bool) -> list[Any]:
     with as_torchrun(rank, world_size):
-        return [with_fabric(rank, world_size, by, folder, whole) for by in ("torch", "fxshard")]
+        return [with_fabric(rank, world_size, by, folder, whole) for by in SHARD]
 
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.sample(1)
 def test_fabric(ranks: Pools, whole: bool, tmp_path: Path) -> None:
     """`parallelize_fn` calls it; ``no_backward_sync``, clipping and checkpoints are Fabric's."""
-    for torchs, ours in ranks(2).run(with_both, str(tmp_path), whole):
+    for torchs, ours, of_compile in ranks(2).run(with_each, str(tmp_path), whole):
         assert ours == torchs
+        assert_close(of_compile, torchs)  # it reduces each micro-batch
         losses, _ = ours
         assert losses[4:8] == losses[8:], "resumed"
