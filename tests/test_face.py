@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -23,13 +24,15 @@ from fxshard import config as options
 from fxshard.config import Config, Options
 
 ROOT = Path(fxshard.__file__).parent.parent
+FOR_IT = "fxshard.integrations.torchtitan"
+TORCHTITAN = importlib.util.find_spec("torchtitan") is not None
 VERBS = ("compile", "plan", "shard", "tune", "validate")
 
 
 def everything() -> Iterator[str]:
-    """Every module of the package, but the script."""
+    """Every module of the package, but the script, and what is for a framework that is not here."""
     for found in pkgutil.walk_packages(fxshard.__path__, "fxshard."):
-        if found.name != "fxshard.__main__":
+        if found.name != "fxshard.__main__" and (TORCHTITAN or not found.name.startswith(FOR_IT)):
             yield found.name
 
 

@@ -71,10 +71,11 @@ def world_for(
         mesh = mesh_of(model, config, _default_grid(world_size, config))
     if mesh.ndim != 1 + config.hybrid:
         dims = "two, replicate x shard" if config.hybrid else "one"
+        slices = " or ".join(f"mesh[{name!r}]" for name in mesh.mesh_dim_names or ["shard"])
         raise ConfigError(
             f"the mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; strategy "
             f"{config.strategy!r} takes {dims}."
-            + ("" if config.hybrid else " Pass a slice of it: mesh['shard'].")
+            + ("" if config.hybrid else f" Pass a slice of it: {slices}.")
         )
     given = tuple(mesh.shape) if config.hybrid else mesh.size()
     if world_size is not None and world_size != given:
