@@ -73,6 +73,7 @@ class Unit:
         precision: dtypes of compute and reduction.
         reshard: what its parameters are between forward and backward: True sharded, False
             unsharded, n sharded over groups of n neighbouring ranks.
+        stays: after backward its parameters are kept unsharded, for the next forward.
         others: FQNs of the further modules whose parameters move with those of the first.
         reduce: which reductions its gradients go through: "all"; "shards", the reduce-scatter
             without the all-reduce of a hybrid strategy, whose partial sums are accumulated; or
@@ -90,6 +91,7 @@ class Unit:
     ignored_modules: tuple[str, ...] = ()
     precision: Precision = dataclasses.field(default_factory=Precision)
     reshard: bool | int = True
+    stays: bool = False
     others: tuple[str, ...] = ()
     reduce: Reductions = "all"
     divide_factor: float | None = None

@@ -59,7 +59,7 @@ class FsdpMethods(UnitMethods):
 
         Nothing else is kept between calls.
         """
-        self._fxshard.reshard()
+        self.reshard()
         self._fxshard.drop_sums()
 
     def register_comm_hook(self, state: Any, hook: Callable[..., None]) -> None:
@@ -179,8 +179,12 @@ class FsdpMethods(UnitMethods):
         return Unsharded(self)
 
     def reshard(self) -> None:
-        """End `unshard`: changes are written back, and parameters are sharded again; collective."""
+        """End `unshard`: changes are written back, and parameters are sharded again; collective.
+
+        Also frees what a backward has kept (`set_reshard_after_backward`).
+        """
         self._fxshard.reshard()
+        self._fxshard.drop_kept()
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """As `nn.Module.apply`, with unsharded parameters; collective.

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -60,6 +60,7 @@ class ParameterStore:
         buffer_slots: by FQN, the module that holds a buffer and its name there.
         accumulated: per parameter and rank of this process, the gradient accumulated by `no_sync`.
         partial: the same for partial sums of sharded gradients, that are not all-reduced yet.
+        kept: parameters that the last backward has left unsharded, for the next forward, by FQN.
         reach: which gradients a loss has reached.
         sync: False inside of `no_sync`.
         comm_hook: the user's function reduces gradients.
@@ -83,6 +84,7 @@ class ParameterStore:
         self.ignored = {p.fqn: p for unit in self.units for p in unit.ignored}
         self.accumulated: dict[str, list[Tensor]] = {}
         self.partial: dict[str, list[Tensor]] = {}
+        self.kept: dict[str, _Kept] = {}
         self.reach = Reach()
         self.sync, self.comm_hook = True, False
         self.wrapped: dict[str, str] = {}  # name of a parameter -> as it is called now
@@ -174,6 +176,32 @@ class ParameterStore:
     def partly_reduced(self) -> tuple[str, ...]:
         """FQNs of parameters with a partial sum that a backward adds to or all-reduces."""
         return self._trained(self.partial)
+
+    def keep(self, fqns: list[str], ranks: list[list[Tensor]]) -> None:
+        """Keep unsharded parameters, with padding, per rank of this process (``fxshard::keep``)."""
+        for fqn, *rows in zip(fqns, *ranks, strict=True):
+            self.kept[fqn] = _Kept(rows, _state_of(self.slots[fqn]))
+
+    def take(self, fqns: list[str]) -> list[list[Tensor]]:
+        """What `keep` was given, once, per rank of this process (``fxshard::kept``)."""
+        return list(map(list, zip(*(self.kept.pop(fqn).rows for fqn in fqns), strict=True)))
+
+    def unsharded_now(self) -> tuple[str, ...]:
+        """FQNs of the parameters that are kept; those whose shards have changed are dropped."""
+        for fqn, each in list(self.kept.items()):
+            slot = self.slots[fqn]
+            computes_in = self.as_it_is(slot.param).compute_dtype
+            if each.state != _state_of(slot) or each.rows[0].dtype is not computes_in:
+                del self.kept[fqn]
+        if self.config.full_precision_in_eval and not self.model.training:
+            return ()  # which computes in another dtype
+        return tuple(self.kept)
+
+    def drop_kept(self, units: Collection[int] | None = None) -> None:
+        """Free what is kept, of some units or of all."""
+        for fqn in list(self.kept):
+            if units is None or self.slots[fqn].param.unit in units:
+                del self.kept[fqn]
 
     def _trained(self, sums: Iterable[str]) -> tuple[str, ...]:
         return tuple(fqn for fqn in sums if self.slots[fqn].tensor.requires_grad)
@@ -715,6 +743,7 @@ class ParameterStore:
         for sums in (self.accumulated, self.partial):
             for fqn, grads in sums.items():
                 sums[fqn] = [fn(grad) for grad in grads]
+        self.drop_kept()
         if self._kinds() == before:
             return False
         self.device = self.compute_device()
@@ -726,7 +755,8 @@ class ParameterStore:
 
     def fresh(self) -> dict[str, Any]:
         """Attributes that a copy starts with; gradients are not copied, as in torch."""
-        return {"accumulated": {}, "partial": {}, "_seen": {}, "_reduction": None, "_unsharded": {}}
+        sums: dict[str, Any] = {"accumulated": {}, "partial": {}, "kept": {}}
+        return sums | {"_seen": {}, "_reduction": None, "_unsharded": {}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy in the same world, of the model in `memo`; nothing is communicated or traced."""
@@ -787,6 +817,25 @@ class _Shown:
     param: nn.Parameter
     version: int
     sharded_version: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """An unsharded parameter that a backward has left.
+
+    Attributes:
+        rows: with padding, per rank of this process.
+        state: of its shards at that time (`_state_of`).
+    """
+
+    rows: list[Tensor]
+    state: tuple[Any, ...]
+
+
+def _state_of(slot: Slot) -> tuple[Any, ...]:
+    """Equal as long as nothing is written into a parameter, or put in its place."""
+    tensors = (slot.tensor, *slot.shards)
+    return tuple((id(tensor), autograd.version(tensor)) for tensor in tensors)
 
 
 class _Gather(torch.autograd.Function):

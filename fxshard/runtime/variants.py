@@ -31,6 +31,7 @@ REMEMBERED = 1024  # sizes of which a program knows whether it serves them
 # Names in a kind's mode.
 STARTS = "the outputs that backward starts from"
 SUMS = "gradient accumulation"
+KEPT = "which parameters are unsharded already"
 SETTINGS = "a setting of a unit"
 
 MakeExecutor = Callable[[Program], Executor]
@@ -92,8 +93,9 @@ class Kind:
         return dataclasses.replace(self, mode=mode)
 
     def bare(self) -> Kind:
-        """Equal for calls that differ in sizes, sums of gradients or starts of backward alone."""
-        return dataclasses.replace(self.having(STARTS, None).having(SUMS, None), sizes=())
+        """Equal for calls that differ in sizes, starts of backward, or what lives between calls."""
+        bare = self.having(STARTS, None).having(SUMS, None).having(KEPT, None)
+        return dataclasses.replace(bare, sizes=())
 
     def differs_in(self, other: Kind) -> str:
         """What differs from `other`, as text."""
@@ -210,7 +212,7 @@ class Variant:
         """Names of the saved values that backward frees, or writes into."""
         ended: set[int] = set()
         for node in self.program.phase("backward"):
-            if node.target is ops.free:
+            if ops.ends(node):
                 ended |= tags.read_ids(node)
             elif tags.writes(node):
                 ended |= tags.read_ids(node) & tags.storage_ids(node)
