@@ -210,12 +210,11 @@ def first_reads(
     return [(nodes[place], params, packed) for place, params, packed in todo]
 
 
-def launched_together(
-    program: Program, params: list[Param], kept: set[str]
-) -> list[list[Param]]:
+def launched_together(program: Program, params: list[Param], kept: set[str]) -> list[list[Param]]:
     """`params` by launch: by the dtype that is moved, and apart what one rank loads as it is.
 
-    What is `kept` has a launch of its own, which moves nothing. Those with an extension stand together: they have a launch per dtype that they send.
+    What is `kept` has a launch of its own, which moves nothing. Those with an extension stand
+    together: they have a launch per dtype that they send.
     """
     found: dict[tuple[torch.dtype | None, bool], list[Param]] = {}
     for param in params:

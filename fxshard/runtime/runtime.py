@@ -35,7 +35,16 @@ from fxshard.runtime.other_outputs import in_a_thread, next_starts, trained
 from fxshard.runtime.sharding import Sharding
 from fxshard.runtime.step import Call, Phases, Step, differentiated
 from fxshard.runtime.unit_calls import UnitCall
-from fxshard.runtime.variants import KEPT, SETTINGS, STARTS, SUMS, Kind, Variant, reason_for, symbols_for
+from fxshard.runtime.variants import (
+    KEPT,
+    SETTINGS,
+    STARTS,
+    SUMS,
+    Kind,
+    Variant,
+    reason_for,
+    symbols_for,
+)
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.verify.certificate import agreement, digest
 

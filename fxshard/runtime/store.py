@@ -180,7 +180,7 @@ class ParameterStore:
     def keep(self, fqns: list[str], ranks: list[list[Tensor]]) -> None:
         """Keep unsharded parameters, with padding, per rank of this process (``fxshard::keep``)."""
         for fqn, *rows in zip(fqns, *ranks, strict=True):
-            self.kept[fqn] = _Kept(rows, _state_of(self.slots[fqn]))
+            self.kept[fqn] = _Kept(rows, state_of(self.slots[fqn]))
 
     def take(self, fqns: list[str]) -> list[list[Tensor]]:
         """What `keep` was given, once, per rank of this process (``fxshard::kept``)."""
@@ -191,7 +191,7 @@ class ParameterStore:
         for fqn, each in list(self.kept.items()):
             slot = self.slots[fqn]
             computes_in = self.as_it_is(slot.param).compute_dtype
-            if each.state != _state_of(slot) or each.rows[0].dtype is not computes_in:
+            if each.state != state_of(slot) or each.rows[0].dtype is not computes_in:
                 del self.kept[fqn]
         if self.config.full_precision_in_eval and not self.model.training:
             return ()  # which computes in another dtype
@@ -563,16 +563,40 @@ class ParameterStore:
         return eager.all_rows(tensor, self.world)
 
     @contextlib.contextmanager
-    def summon_full_params(self, recurse: bool = True, **options: Any) -> Iterator[None]:
+    def summon_full_params(
+        self, recurse: bool = True, fqns: Sequence[str] = (), **options: Any
+    ) -> Iterator[None]:
         """See `FxshardModule.summon_full_params`."""
         self.require_sharded("summon_full_params")
         self.require_filled(memory=True)
         what = "summon_full_params (or unshard, apply, a submodule or method by itself)"
-        self.world.together(what)
-        slots = [slot for slot in self.slots.values() if recurse or slot.param.unit == 0]
+        slots = self._slots_of(fqns or [""], recurse)
+        self.world.together(what, sorted(fqns))
         self.require_plain(slots, "would be unsharded (summon_full_params, unshard)")
         with self._summoning(state.full_parameters(slots, self.all_rows, **options)):
             yield
+
+    def _slots_of(self, fqns: Sequence[str], recurse: bool) -> list[Slot]:
+        """The parameters in some submodules; if not `recurse`, of the units that begin there.
+
+        Raises:
+            ConfigError: there is no such submodule, or no unit begins there.
+        """
+        modules, index = dict(self.model.named_modules()), index_of(self.units)
+        for fqn in fqns:
+            if fqn not in (modules if recurse else index):
+                units = ", ".join(unit.name for unit in self.units[:8])
+                what = "submodule" if recurse else f"unit, as recurse=False asks for ({units})"
+                raise ConfigError(f"summon_full_params: fqns={list(fqns)}: {fqn!r} is no {what}.")
+        return [
+            slot
+            for slot in self.slots.values()
+            if any(
+                any(is_under(alias, fqn) for alias in slot.param.aliases)
+                and (recurse or slot.param.unit == index[fqn])
+                for fqn in fqns
+            )
+        ]
 
     @contextlib.contextmanager
     def readable(self) -> Iterator[None]:
@@ -601,8 +625,17 @@ class ParameterStore:
                 self.summoned = False
 
     def unshard(self, **options: Any) -> None:
-        """As `summon_full_params`, until `reshard`."""
+        """As `summon_full_params`, until `reshard`.
+
+        Raises:
+            StepError: a part is asked for, and something is unsharded already.
+        """
         self.reshard_units()
+        if self._unshards is not None and options.get("fqns"):
+            raise StepError(
+                f"unshard(fqns={options['fqns']!r}) while parameters are unsharded already. Name "
+                f"all submodules in one call, or call reshard() first."
+            )
         if self._unshards is None:
             unshards = contextlib.ExitStack()
             unshards.enter_context(self.summon_full_params(**options))
@@ -825,14 +858,14 @@ class _Kept:
 
     Attributes:
         rows: with padding, per rank of this process.
-        state: of its shards at that time (`_state_of`).
+        state: of its shards at that time (`state_of`).
     """
 
     rows: list[Tensor]
     state: tuple[Any, ...]
 
 
-def _state_of(slot: Slot) -> tuple[Any, ...]:
+def state_of(slot: Slot) -> tuple[Any, ...]:
     """Equal as long as nothing is written into a parameter, or put in its place."""
     tensors = (slot.tensor, *slot.shards)
     return tuple((id(tensor), autograd.version(tensor)) for tensor in tensors)

@@ -25,6 +25,16 @@ _REFUSED = {
     "all-reduce of a hybrid strategy parameter.register_post_accumulate_grad_hook",
     "set_allocate_memory_from_process_group_for_comm": "it changes no number: leave it out",
     "set_symm_mem_for_comm": "it changes no number: leave it out",
+    # Since torch 2.15:
+    "set_keep_unsharded_storage": "it is for CUDA graphs, and none are captured: leave it out",
+    "set_manual_backward_finalization": "each backward ends its own reductions: leave it out, and "
+    "finalize_backward too; to reduce after several backwards, run all but the last forward and "
+    "backward inside of no_sync(), or after set_requires_gradient_sync(False)",
+    "finalize_backward": "each backward ends its own reductions: leave it out",
+    "synchronize_gradients": "run the last forward and backward outside of no_sync(), or after "
+    "set_requires_gradient_sync(True): it reduces the sums of the ones before",
+    "get_pending_gradients": "what no_sync() accumulates is no attribute of the parameters; the "
+    "first backward outside of it adds and reduces it, into .grad",
     "set_separate_reduce_scatter_group": "call it on the model: it is for all units at once",
     "reset_iter_state": "call it on the model",
 }
@@ -265,11 +275,12 @@ class UnitMethods(nn.Module):
     def reshard(self) -> None:
         """End `unshard`: changes are written back, and parameters are sharded again; collective.
 
-        Also frees what a backward has kept (`set_reshard_after_backward`).
+        Also frees what a backward has kept (`set_reshard_after_backward`), and what a forward has
+        left unsharded for its backward (``reshard_after_forward=False``), which gathers it again.
         """
         runtime, (own,) = _units(self, recurse=False)
         runtime.reshard_unit(own)
-        runtime.drop_kept([own])
+        runtime.free_unsharded([own])
 
     def _get_fsdp_state(self) -> NoReturn:
         """What methods of torch's FSDP2 that are not here ask for first."""

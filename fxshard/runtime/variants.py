@@ -18,7 +18,7 @@ from fxshard.capture.call import PLAIN
 from fxshard.capture.shapes import of_call, require_plain
 from fxshard.codegen.emit import Executor
 from fxshard.codegen.silenced import silenced
-from fxshard.ir import ops, tags
+from fxshard.ir import ops, tags, transfers
 from fxshard.ir.domain import FIXED, Place, Sizes, size_at
 from fxshard.ir.outline import saved_values
 from fxshard.ir.program import Program, input_name
@@ -206,6 +206,24 @@ class Variant:
             other = self.executor if program is self.program else make(program)
             self._without[missing] = other
         return self._without[missing]
+
+    @functools.cached_property
+    def left_unsharded(self) -> dict[str, int]:
+        """FQN -> which of the saved values lies in what forward has gathered of it."""
+        program = self.program
+        fqns = {
+            storage: tags.get(item).fqn or ""
+            for launch in program.phase("forward")
+            if transfers.is_unshard(launch)
+            for item in transfers.unsharded(launch)
+            for storage in tags.storage_ids(item)
+        }
+        found: dict[str, int] = {}
+        for place, node in enumerate(saved_values(program)):
+            for fqn in (fqns[s] for s in tags.storage_ids(node) & fqns.keys()):
+                if program.params[fqn].extension is None:
+                    found.setdefault(fqn, place)
+        return found
 
     @functools.cached_property
     def consumed(self) -> frozenset[str]:

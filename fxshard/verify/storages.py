@@ -48,7 +48,7 @@ def _kept_or_freed(program: Program, launch: fx.Node, mine: list[fx.Node]) -> No
             what = "frees" if node.target is ops.free else "keeps"
             fail(program, Fact.FREED, node, f"%{node.name} {what} what %{launch.name} left.")
         named = [tags.get(item).fqn for item in taken]
-        if node.target is ops.keep and list(node.args[1]) != named:  # type: ignore[call-overload]
+        if node.target is ops.keep and ops.argument(node, "params") != named:
             fail(program, Fact.FREED, node, f"%{node.name} keeps {named} under other names.")
 
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.testing import assert_close
 
 import fxshard
-from fxshard.errors import ConfigError
+from fxshard.errors import ConfigError, StepError
 from tests.oracles import count_collectives
+from tests.ranks import RankError
 from tests.runtime.test_unit_methods import assert_same, batch, both, eager, grads, net, step
 
 
@@ -65,3 +65,85 @@ def sees_changes(rank: int, world_size: int) -> None:
 
 def test_a_step_of_the_optimizer_is_seen(ranks: Any) -> None:
     ranks(2).run(sees_changes)
+
+
+# -- reshard between a forward and its backward ----------------------------------------------------
+
+
+def in_between(rank: int, world_size: int) -> None:
+    """Backward gathers again what `reshard` has freed after forward: per unit once, as in FSDP2."""
+    expected = eager(world_size, 1)
+    for fqns in ([""], ["blocks.0", "blocks.2"], ["", "blocks.0", "blocks.1", "blocks.2"]):
+        counts = []
+        for model in both(reshard_after_forward=False):
+            loss = model(batch(rank))
+            lying = bytes_left(model)
+            for fqn in fqns:
+                model.get_submodule(fqn).reshard()
+            freed = lying - bytes_left(model)
+            with count_collectives() as seen:
+                loss.backward()
+            counts.append((seen.count("all_gather"), seen.count("reduce_scatter")))
+            assert_same(grads(model), expected)
+        assert counts[0] == counts[1]
+        if "" not in fqns:  # backward reads [h, 5] and, of 2 ranks, [5 + 1, h] of a block
+            assert freed == sum(4 * 11 * (6 + 2 * int(fqn[-1])) for fqn in fqns)
+        assert len(fqns) < 4 or bytes_left(model) == 0 < freed
+
+
+def bytes_left(model: Any) -> int:
+    """Of the unsharded parameters that calls have left for their backwards; 0 of FSDP2's model."""
+    if not hasattr(model, "_fxshard"):
+        return 0
+    rows = [t for each in model._fxshard.between for t in each._rows.values()]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in rows}.values())
+
+
+def test_reshard_between_a_forward_and_its_backward(ranks: Any) -> None:
+    ranks(2).run(in_between)
+
+
+def stepped_between(rank: int, world_size: int) -> None:
+    """What was freed is not gathered from shards that have changed."""
+    _, model = both(reshard_after_forward=False)
+    loss = model(batch(rank))
+    model.blocks[1].reshard()
+    with torch.no_grad():
+        model.blocks[1].up.weight.mul_(2)
+    with pytest.raises(StepError, match=r"'blocks.1.up.weight' was changed in place between"):
+        loss.backward()
+
+
+def test_what_was_freed_and_changed_is_refused(ranks: Any) -> None:
+    ranks(2).run(stepped_between)
+
+
+def left_alone(rank: int, world_size: int) -> None:
+    _, model = both(reshard_after_forward=False)
+    loss = model(batch(rank))
+    if rank == 0:
+        model.reshard()
+    loss.backward()
+
+
+def test_reshard_on_some_ranks_alone_is_refused(ranks: Any) -> None:
+    with pytest.raises(RankError, match="RankMismatchError"):
+        ranks(2).run(left_alone)
+
+
+# -- what it does not go together with -------------------------------------------------------------
+
+
+def refusals(rank: int, world_size: int) -> None:
+    for options, said in (
+        ({"max_inflight": 2}, "max_inflight"),
+        ({"optimizer_in_backward": True, "optimizer": torch.optim.SGD}, "optimizer_in_backward"),
+        ({"reshard_after_forward": {"": 2}}, "a smaller group"),
+    ):
+        model = fxshard.compile(net(), units=["blocks.*"], **options)
+        with pytest.raises(ConfigError, match=f"unit '.*' does not go together with.*{said}"):
+            model.set_reshard_after_backward(False)
+
+
+def test_what_leaves_nothing_to_keep_is_refused(ranks: Any) -> None:
+    ranks(2).run(refusals)

@@ -245,7 +245,7 @@ def test_a_head_of_a_larger_unit_is_called_by_chunks(ranks: Any, reshard: bool, 
     ranks(2).run(chunks, reshard, tied)
 
 
-def accumulated_chunks(rank: int, world_size: int, reshard: bool) -> None:
+def accumulated_chunks(rank: int, world_size: int, reshard: bool, stays: bool = False) -> None:
     model = made(lambda: Chunked().double())
     ref = copy.deepcopy(model)
     with_norm(model, reshard_after_forward=reshard)
@@ -253,6 +253,7 @@ def accumulated_chunks(rank: int, world_size: int, reshard: bool) -> None:
     for index, tokens in enumerate(batches):
         model.set_requires_gradient_sync(index == 2)
         model.set_is_last_backward(index == 2)
+        model.set_reshard_after_backward(index == 2 or not stays)
         for each in (ref, model):
             hidden = each(tokens, skip_head=True)
             grads = []
@@ -263,6 +264,11 @@ def accumulated_chunks(rank: int, world_size: int, reshard: bool) -> None:
             hidden.backward(torch.cat(grads, 1))
     average_grads(ref)
     assert_parity(ref, model)
+
+
+def test_what_stays_unsharded_of_a_larger_unit(ranks: Any) -> None:
+    """Reshards and its contrary are called in between, where a part of the unit has run alone."""
+    ranks(2).run(accumulated_chunks, True, True)
 
 
 @pytest.mark.parametrize("reshard", [True, False])

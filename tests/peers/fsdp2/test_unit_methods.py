@@ -108,7 +108,9 @@ def test_a_unit_gathers_ahead_what_is_not_needed(ranks: Any) -> None:
 # -- accumulation by units -------------------------------------------------------------------------
 
 
-def by_units(rank: int, world_size: int, mode: str, hybrid: bool, reshard: Any) -> None:
+def by_units(
+    rank: int, world_size: int, mode: str, hybrid: bool, reshard: Any, stays: bool = False
+) -> None:
     """Reductions are left out for some units, or, of a hybrid strategy, the all-reduce alone."""
     mlps, micro = 3, 3
     model = made(lambda: nn.Sequential(nn.Linear(32, 32), *(MLP(32) for _ in range(mlps))))
@@ -130,12 +132,16 @@ def by_units(rank: int, world_size: int, mode: str, hybrid: bool, reshard: Any) 
         with count_collectives() as seen:
             for index in range(micro):
                 last(index == micro - 1)
+                if stays:
+                    model.set_reshard_after_backward(index == micro - 1)
                 x = torch.randn(2, 32)
                 losses = [each(x).sum() for each, _ in both]
                 sum(losses).backward()
                 assert_close(losses[1], losses[0])
         early = {"shards": mlps + 1, "some": mlps - 2 + 1, "root": mlps}[mode] * (micro - 1)
         assert seen.count("reduce_scatter") == mlps + 1 + early
+        if stays:  # the first forward gathers, and each backward what was resharded after forward
+            assert seen.count("all_gather") == mlps + 1 + (micro * mlps if reshard else 0)
         expected = mlps + 1 + (0 if mode == "shards" else early)
         assert seen.count("all_reduce") == (expected if hybrid else 0)
         average_grads(ref)
@@ -155,7 +161,13 @@ def test_some_reductions_are_left_out(ranks: Any, mode: str, hybrid: bool, resha
     ranks(4 if hybrid or reshard == 2 else 2).run(by_units, mode, hybrid, reshard)
 
 
-def pipelined(rank: int, world_size: int, ahead: bool) -> None:
+@pytest.mark.parametrize(("mode", "hybrid"), [("some", False), ("shards", True)])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_units_that_stay_unsharded(ranks: Any, mode: str, hybrid: bool, reshard: bool) -> None:
+    ranks(4 if hybrid else 2).run(by_units, mode, hybrid, reshard, True)
+
+
+def pipelined(rank: int, world_size: int, ahead: bool, stays: bool = False) -> None:
     """One forward, one backward; all is gathered ahead of the first."""
     model = made(Transformer)
     ref = copy.deepcopy(model)
@@ -169,6 +181,7 @@ def pipelined(rank: int, world_size: int, ahead: bool) -> None:
     for index, tokens in enumerate(batches):
         model.set_requires_gradient_sync(index == 2)
         model.set_is_last_backward(index == 2)
+        model.set_reshard_after_backward(index == 2 or not stays)
         losses = []
         for each, _ in both:
             losses.append(each(tokens).sum())
@@ -183,6 +196,7 @@ def pipelined(rank: int, world_size: int, ahead: bool) -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 def test_microbatches_of_a_pipeline(ranks: Any, ahead: bool) -> None:
     ranks(2).run(pipelined, ahead)
+    ranks(2).run(pipelined, ahead, True)
 
 
 # -- division --------------------------------------------------------------------------------------
@@ -312,20 +326,18 @@ def test_buffers_of_reductions(ranks: Any) -> None:
 
 
 def kept(rank: int, world_size: int) -> dict[str, str]:
-    """What stays unsharded behind backward, and hooks of a unit."""
+    """What stays unsharded between forward and backward, and hooks of a unit."""
     model = made(Transformer)
     shard(model, reshard_after_forward=False)
     forward, backward = traced_step(model)
     assert forward.count("all_gather") == 3 and backward.count("all_gather") == 0
     return {
-        "after backward": told(lambda: model.layers[0].set_reshard_after_backward(False)),
         "hook": told(lambda: model.layers[0].set_all_reduce_hook(lambda output: None)),
         "gather": told(lambda: model.layers[0].set_custom_all_gather(None)),
     }
 
 
 KEPT = {
-    "after backward": "a forward gathers again what the backward before it freed",
     "hook": "use register_comm_hook(state, hook)",
     "gather": "leave it out",
 }
