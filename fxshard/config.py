@@ -43,6 +43,13 @@ Strategy: TypeAlias = Literal[
 ]
 Prefetched: TypeAlias = Literal["pre", "post"]
 
+ONE_STRATEGY = (  # of a dict of strategies, and of FSDP1's units with one each
+    "A model has one strategy: reshard_after_forward={'blocks.0': False} leaves a part unsharded "
+    "from forward to backward. To replicate a part, compile the modules around it each by itself, "
+    "and put DistributedDataParallel around all, with the names of the sharded parameters in the "
+    "model's _ddp_params_and_buffers_to_ignore."
+)
+
 # torch's name of each strategy (torch/distributed/fsdp/api.py) -> ours.
 _TORCH_STRATEGIES: dict[ShardingStrategy, Strategy] = {
     ShardingStrategy.FULL_SHARD: "full_shard",
@@ -403,6 +410,8 @@ class Config:
         self._check_lists()
         self._check_functions()
         self._accept_torch_names()
+        if isinstance(self.strategy, Mapping):
+            raise ConfigError(f"strategy={self.strategy!r}. {ONE_STRATEGY}")
         _one_of("strategy", self.strategy, STRATEGIES)
         _one_of("backend", self.backend, BACKENDS)
         _one_of("reduce_op", self.reduce_op, REDUCE_OPS)

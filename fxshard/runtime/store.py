@@ -24,7 +24,7 @@ from fxshard._torch.dtensors import local_part
 from fxshard.bytesize import parse_bytes
 from fxshard.capture.modules import join, without_wrappers
 from fxshard.config import Config, Precision
-from fxshard.errors import StepError
+from fxshard.errors import ConfigError, StepError
 from fxshard.ir import layout
 from fxshard.ir.program import Program
 from fxshard.ir.units import Param, Reductions, Unit, buffer_dtypes, index_of, is_under
@@ -82,6 +82,9 @@ class ParameterStore:
         owners = [module for slot in self.slots.values() for module, _ in slot.owners]
         loading.take_full_values(module for module in dict.fromkeys(owners) if module not in before)
         self.ignored = {p.fqn: p for unit in self.units for p in unit.ignored}
+        for param in (param for unit in self.units for param in unit.params):
+            if param.extension is not None and isinstance(self.world, C10dWorld):
+                param.extension.shared_over(self.world.mesh)
         self.accumulated: dict[str, list[Tensor]] = {}
         self.partial: dict[str, list[Tensor]] = {}
         self.kept: dict[str, _Kept] = {}

@@ -88,7 +88,11 @@ def hybrid(rank: int, world_size: int) -> None:
     shard(model, mesh=mesh)
     MESHES.clear()
     model(torch.randn(2, 8))
-    assert {(each.ndim, each.size()) for each in MESHES if each} == {(1, world_size // 2)}
+    assert MESHES
+    for each in MESHES:
+        assert (each.ndim, each.size(), each.size(0)) == (1, world_size // 2, world_size // 2)
+        assert each.mesh_dim_names == ("shard",) and each.device_type == "cpu"
+        assert each.get_group("shard") == each.get_group() == mesh.get_group("shard")
 
 
 def test_of_a_hybrid_mesh_it_is_given_the_shards(ranks: Any) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable import checkpoint
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn import functional as F
@@ -70,9 +71,12 @@ def said(calls: Collectives) -> list[str]:
     return [short[call.kind] + names[call.nbytes] for call in calls.calls]
 
 
-def ordered(rank: int, world_size: int, count: int) -> None:
+def ordered(rank: int, world_size: int, count: int, checkpointed: bool) -> None:
     """The order of the launches, when layers say what is gathered ahead of backward."""
     model = made(Wider)
+    if checkpointed:
+        for layer in model.layers:
+            checkpoint(layer)
     shard(model, reshard_after_forward=True)
     ahead(model.layers, count, True)
     for _ in range(2):
@@ -86,9 +90,11 @@ def ordered(rank: int, world_size: int, count: int) -> None:
     assert said(backward).index("-3") == 2 + count
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("count", [1, 2])
-def test_units_say_what_backward_gathers_ahead(ranks: Any, count: int) -> None:
-    ranks(2).run(ordered, count)
+def test_units_say_what_backward_gathers_ahead(ranks: Any, count: int, checkpointed: bool) -> None:
+    """What a checkpoint recomputes is gathered once, for that and for the backward of it."""
+    ranks(2).run(ordered, count, checkpointed)
 
 
 def misled(rank: int, world_size: int) -> None:
@@ -140,8 +146,9 @@ def by_units(
                 assert_close(losses[1], losses[0])
         early = {"shards": mlps + 1, "some": mlps - 2 + 1, "root": mlps}[mode] * (micro - 1)
         assert seen.count("reduce_scatter") == mlps + 1 + early
-        if stays:  # the first forward gathers, and each backward what was resharded after forward
-            assert seen.count("all_gather") == mlps + 1 + (micro * mlps if reshard else 0)
+        if stays:  # the first forward gathers, and each backward what was resharded after forward:
+            # of the root, which it does not read, to be kept; the last one keeps nothing
+            assert seen.count("all_gather") == mlps + 1 + (micro * (mlps + 1) - 1) * reshard
         expected = mlps + 1 + (0 if mode == "shards" else early)
         assert seen.count("all_reduce") == (expected if hybrid else 0)
         average_grads(ref)
