@@ -43,6 +43,14 @@ Strategy: TypeAlias = Literal[
 ]
 Prefetched: TypeAlias = Literal["pre", "post"]
 
+# Fields of MixedPrecisionPolicy that mean something here; what to do instead of newer ones.
+_POLICY = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+_NEWER = {
+    "param_dtype_override_fn": "Give a dict from module classes or FQN globs to policies: each "
+    "module it names is a unit.",
+    "grad_dtype": "Leave it out: gradients are made in param_dtype, reduced in reduce_dtype, and "
+    "have the dtype of their parameters.",
+}
 ONE_STRATEGY = (  # of a dict of strategies, and of FSDP1's units with one each
     "A model has one strategy: reshard_after_forward={'blocks.0': False} leaves a part unsharded "
     "from forward to backward. To replicate a part, compile the modules around it each by itself, "
@@ -110,7 +118,7 @@ class Precision:
         """From torch's `MixedPrecisionPolicy` or `MixedPrecision`.
 
         Raises:
-            ConfigError: it is neither, or names dtypes per parameter (``param_dtype_override_fn``).
+            ConfigError: it is neither, or sets a field that newer torches have.
         """
         if isinstance(policy, Precision):
             return policy
@@ -125,11 +133,10 @@ class Precision:
                     f"torch.bfloat16, or None."
                 )
         if isinstance(policy, MixedPrecisionPolicy):
-            if getattr(policy, "param_dtype_override_fn", None) is not None:  # since torch 2.15
-                raise ConfigError(
-                    "mixed_precision: param_dtype_override_fn is not supported. Give a dict from "
-                    "module classes or FQN globs to policies: each module it names is a unit."
-                )
+            for field in dataclasses.fields(policy):  # newer torches have more of them
+                if field.name not in _POLICY and getattr(policy, field.name) != field.default:
+                    instead = _NEWER.get(field.name, "Leave it out.")
+                    raise ConfigError(f"mixed_precision: {field.name} is not supported. {instead}")
             return cls(
                 param_dtype=policy.param_dtype,
                 reduce_dtype=policy.reduce_dtype,

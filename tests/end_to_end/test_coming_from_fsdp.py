@@ -51,6 +51,7 @@ SOME_VERSIONS = {
     "GradientReductionHandle",
     "param_dtype_override_fn",
     "get_pending_gradients",
+    "grad_dtype",
     "set_keep_unsharded_storage",
     "synchronize_gradients",
     "set_manual_backward_finalization",
