@@ -125,6 +125,7 @@ class Runtime(Phases):
             with transforms.outside():
                 return self.call(args, kwargs)
         self.reshard()  # of an `unshard` that nobody ended
+        self._lying.clear()  # the program gathers its own
         if self.summoned and not torch.is_grad_enabled():
             with as_users_own(self.model):
                 return self.model(*args, **kwargs)

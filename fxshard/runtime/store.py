@@ -97,6 +97,7 @@ class ParameterStore:
         self.summoned = False
         self._unshards: contextlib.ExitStack | None = None
         self._unsharded: dict[int, list[_Shown]] = {}  # by unit
+        self._lying: dict[int, dict[str, _Kept]] = {}  # by unit: of a call of it, for the next one
         self.chosen: dict[str, dict[str, Any]] = {}
         self.device = self.compute_device()
         self.note_structure()
@@ -192,9 +193,7 @@ class ParameterStore:
     def unsharded_now(self) -> tuple[str, ...]:
         """FQNs of the parameters that are kept; those whose shards have changed are dropped."""
         for fqn, each in list(self.kept.items()):
-            slot = self.slots[fqn]
-            computes_in = self.as_it_is(slot.param).compute_dtype
-            if each.state != state_of(slot) or each.rows[0].dtype is not computes_in:
+            if not self._is_new(each, self.slots[fqn]):
                 del self.kept[fqn]
         if self.config.full_precision_in_eval and not self.model.training:
             return ()  # which computes in another dtype
@@ -205,6 +204,9 @@ class ParameterStore:
         for fqn in list(self.kept):
             if units is None or self.slots[fqn].param.unit in units:
                 del self.kept[fqn]
+        for unit in list(self._lying):
+            if units is None or unit in units:
+                del self._lying[unit]
 
     def _trained(self, sums: Iterable[str]) -> tuple[str, ...]:
         return tuple(fqn for fqn in sums if self.slots[fqn].tensor.requires_grad)
@@ -726,7 +728,7 @@ class ParameterStore:
             StepError: see `require_readable`.
             RankMismatchError: some ranks do something else.
         """
-        held = self.reshard_unit(unit)
+        held = self.reshard_unit(unit) or self._left_lying(unit, fqn)
         slots = self._held_by(unit, fqn)
         for slot in slots:
             self.require_readable(slot)
@@ -737,8 +739,26 @@ class ParameterStore:
             rows = [held[slot.param.fqn] for slot in part] if held else []
             read = self.read_together(part, dtype, rows)
             unsharded |= {slot.param.fqn: each for slot, each in zip(part, read, strict=True)}
+        if self.units[unit].stays and isinstance(self.world, C10dWorld) and self.world.size > 1:
+            self._lying[unit] = {
+                slot.param.fqn: _Kept([unsharded[slot.param.fqn].detach()], state_of(slot))
+                for slot in slots
+            }
         with state.holding(slots, [unsharded[slot.param.fqn] for slot in slots]):
             yield
+
+    def _left_lying(self, unit: int, fqn: str) -> dict[str, Tensor]:
+        """What the last call of module `fqn` by itself has gathered, if it stays and is not old."""
+        left = self._lying.pop(unit, {})
+        slots = {slot.param.fqn: slot for slot in self._held_by(unit, fqn)}
+        if left.keys() != slots.keys() or not all(self._is_new(left[n], slots[n]) for n in left):
+            return {}
+        return {name: each.rows[0] for name, each in left.items()}
+
+    def _is_new(self, kept: _Kept, slot: Slot) -> bool:
+        """True if nothing was written since, and the unit computes in the same dtype."""
+        computes_in = self.as_it_is(slot.param).compute_dtype
+        return kept.state == state_of(slot) and kept.rows[0].dtype is computes_in
 
     def _by_dtype(self, slots: Sequence[Slot]) -> list[tuple[list[Slot], torch.dtype]]:
         """`slots` by the dtype that they compute in: a launch moves one."""
@@ -792,7 +812,7 @@ class ParameterStore:
     def fresh(self) -> dict[str, Any]:
         """Attributes that a copy starts with; gradients are not copied, as in torch."""
         sums: dict[str, Any] = {"accumulated": {}, "partial": {}, "kept": {}}
-        return sums | {"_seen": {}, "_reduction": None, "_unsharded": {}}
+        return sums | {"_seen": {}, "_reduction": None, "_unsharded": {}, "_lying": {}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy in the same world, of the model in `memo`; nothing is communicated or traced."""

@@ -25,7 +25,7 @@ _REFUSED = {
     "all-reduce of a hybrid strategy parameter.register_post_accumulate_grad_hook",
     "set_allocate_memory_from_process_group_for_comm": "it changes no number: leave it out",
     "set_symm_mem_for_comm": "it changes no number: leave it out",
-    # Since torch 2.15:
+    # Since torch 2.15, and the last two after it:
     "set_keep_unsharded_storage": "it is for CUDA graphs, and none are captured: leave it out",
     "set_manual_backward_finalization": "each backward ends its own reductions: leave it out, and "
     "finalize_backward too; to reduce after several backwards, run all but the last forward and "

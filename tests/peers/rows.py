@@ -48,7 +48,7 @@ class Row:
     method: str  # "TestFullyShardMeshArg.test_invalid_mesh_ndim"
     verdict: str
     test_or_reason: str
-    torch: str = ""  # "after 2.13"; all, if empty
+    torch: str = ""  # "after 2.15"; all, if empty
 
     @property
     def tests(self) -> list[str]:

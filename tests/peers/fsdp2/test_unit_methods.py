@@ -139,7 +139,7 @@ def by_units(
             for index in range(micro):
                 last(index == micro - 1)
                 if stays:
-                    model.set_reshard_after_backward(index == micro - 1)
+                    model.set_reshard_after_backward(index == micro - 1, recurse=mode != "root")
                 x = torch.randn(2, 32)
                 losses = [each(x).sum() for each, _ in both]
                 sum(losses).backward()
@@ -148,7 +148,8 @@ def by_units(
         assert seen.count("reduce_scatter") == mlps + 1 + early
         if stays:  # the first forward gathers, and each backward what was resharded after forward:
             # of the root, which it does not read, to be kept; the last one keeps nothing
-            assert seen.count("all_gather") == mlps + 1 + (micro * (mlps + 1) - 1) * reshard
+            again = (micro - 1) * mlps if mode == "root" else (micro * (mlps + 1) - 1) * reshard
+            assert seen.count("all_gather") == mlps + 1 + again
         expected = mlps + 1 + (0 if mode == "shards" else early)
         assert seen.count("all_reduce") == (expected if hybrid else 0)
         average_grads(ref)
@@ -168,8 +169,10 @@ def test_some_reductions_are_left_out(ranks: Any, mode: str, hybrid: bool, resha
     ranks(4 if hybrid or reshard == 2 else 2).run(by_units, mode, hybrid, reshard)
 
 
-@pytest.mark.parametrize(("mode", "hybrid"), [("some", False), ("shards", True)])
-@pytest.mark.parametrize("reshard", [True, False])
+STAYS = [("some", False, True), ("some", False, False), ("root", False, False)]
+
+
+@pytest.mark.parametrize(("mode", "hybrid", "reshard"), [*STAYS, ("shards", True, False)])
 def test_units_that_stay_unsharded(ranks: Any, mode: str, hybrid: bool, reshard: bool) -> None:
     ranks(4 if hybrid else 2).run(by_units, mode, hybrid, reshard, True)
 
