@@ -216,12 +216,15 @@ class FsdpMethods(UnitMethods):
             rank0_only: other ranks than 0 get ``{}``.
 
         Returns:
-            FQN -> unsharded tensor, of the shapes and dtypes of the user's model.
+            FQN -> unsharded tensor, of the shapes and dtypes of the user's model: buffers that a
+            ``buffer_dtype`` has cast are cast back.
         """
         self._fxshard.require_filled(memory=True)
         self._fxshard.world.together("full_state_dict")
         found = dict(get_model_state_dict(self))
-        return state.full_state(found, self._fxshard.all_rows, cpu_offload, rank0_only)
+        wanted = self._fxshard.stored_dtypes.items()
+        cast = {id(found[name]): dtype for name, dtype in wanted if name in found}
+        return state.full_state(found, self._fxshard.all_rows, cpu_offload, rank0_only, cast=cast)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """What ``.to()``, ``.half()`` and their kin call: converts shards, buffers and the rest."""

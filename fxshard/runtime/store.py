@@ -65,6 +65,7 @@ class ParameterStore:
         sync: False inside of `no_sync`.
         comm_hook: the user's function reduces gradients.
         forwards: the eager forwards that are running.
+        stored_dtypes: by name of a buffer that was cast, the dtype that it had.
         device: type of the device that programs run on; shards may be offloaded from it.
         summoned: parameters are unsharded now, and no program may run.
         unfilled: names of parameters and buffers that were on the meta device, until a call has
@@ -92,6 +93,7 @@ class ParameterStore:
         self.sync, self.comm_hook = True, False
         self.wrapped: dict[str, str] = {}  # name of a parameter -> as it is called now
         self.forwards = eager.Forwards()
+        self.stored_dtypes: dict[str, torch.dtype] = {}
         self._reduction: tuple[Config, InsertReduce] | None = None
         self._cast_buffers()
         self.summoned = False
@@ -114,6 +116,8 @@ class ParameterStore:
         for name, buffer in buffers.items():
             dtype = dtypes.get(name, buffer.dtype)
             home = self.compute_device() if self.config.offload is not None else buffer.device.type
+            if dtype is not buffer.dtype:
+                self.stored_dtypes[name] = buffer.dtype
             if dtype is not buffer.dtype or home != buffer.device.type:
                 module, key = self._owner(name)
                 home = "meta" if buffer.is_meta else home
