@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fxshard.errors import StepError
-from fxshard.runtime.store import ParameterStore, state_of
+from fxshard.runtime.store import ParameterStore, is_unchanged, state_of
 
 
 class Between:
@@ -46,7 +46,7 @@ class Between:
         found: dict[tuple[int, torch.dtype], list[str]] = {}
         for fqn in self._freed:
             slot = self._store.slots[fqn]
-            if state_of(slot) != self._before[fqn]:
+            if not is_unchanged(slot, self._before[fqn]):
                 raise StepError(
                     f"parameter {fqn!r} was changed in place between a forward and its backward, "
                     f"which gathers it again, as reshard() has freed what forward had gathered. "

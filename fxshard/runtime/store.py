@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Self
 
@@ -43,6 +44,8 @@ from fxshard.runtime.unused import Reach
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.in_process import InProcessWorld
 from fxshard.runtime.world.mesh import world_over
+
+State = list[tuple[weakref.ref[Tensor], int]]  # see `state_of`
 
 
 class ParameterStore:
@@ -762,7 +765,7 @@ class ParameterStore:
     def _is_new(self, kept: _Kept, slot: Slot) -> bool:
         """True if nothing was written since, and the unit computes in the same dtype."""
         computes_in = self.as_it_is(slot.param).compute_dtype
-        return kept.state == state_of(slot) and kept.rows[0].dtype is computes_in
+        return is_unchanged(slot, kept.state) and kept.rows[0].dtype is computes_in
 
     def _by_dtype(self, slots: Sequence[Slot]) -> list[tuple[list[Slot], torch.dtype]]:
         """`slots` by the dtype that they compute in: a launch moves one."""
@@ -889,13 +892,22 @@ class _Kept:
     """
 
     rows: list[Tensor]
-    state: tuple[Any, ...]
+    state: State
 
 
-def state_of(slot: Slot) -> tuple[Any, ...]:
-    """Equal as long as nothing is written into a parameter, or put in its place."""
+def state_of(slot: Slot) -> State:
+    """Of a parameter and its shards, which tensors they are and how often they were written."""
     tensors = (slot.tensor, *slot.shards)
-    return tuple((id(tensor), autograd.version(tensor)) for tensor in tensors)
+    return [(weakref.ref(tensor), autograd.version(tensor)) for tensor in tensors]
+
+
+def is_unchanged(slot: Slot, before: State) -> bool:
+    """True if nothing was written into a parameter since, or put in its place."""
+    now = (slot.tensor, *slot.shards)
+    return len(now) == len(before) and all(
+        known() is tensor and autograd.version(tensor) == version
+        for tensor, (known, version) in zip(now, before, strict=True)
+    )
 
 
 class _Gather(torch.autograd.Function):

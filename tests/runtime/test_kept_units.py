@@ -67,6 +67,57 @@ def test_a_step_of_the_optimizer_is_seen(ranks: Any) -> None:
     ranks(2).run(sees_changes)
 
 
+def evaluates(rank: int, world_size: int) -> None:
+    """Without gradients, what stays after forward is there for the next one, of either kind."""
+    counts = []
+    for model in both(reshard_after_forward=False):
+        model.set_reshard_after_backward(False)
+        seen = []
+        for grad in (False, False, True, False):
+            with torch.set_grad_enabled(grad), count_collectives() as forward:
+                loss = model(batch(rank))
+            if grad:
+                loss.backward()
+            seen.append(forward.count("all_gather"))
+        counts.append(seen)
+    assert counts[0] == counts[1] == [4, 0, 0, 0]
+
+
+def test_evaluation_leaves_what_it_has_gathered(ranks: Any) -> None:
+    ranks(2).run(evaluates)
+
+
+def twice(rank: int, world_size: int) -> None:
+    """What a retained graph reads is not what the next forward takes, and frees."""
+    for reshard in (True, False):
+        _, model = both(reshard_after_forward=reshard)
+        model.set_reshard_after_backward(False)
+        loss = model(batch(rank))
+        loss.backward(retain_graph=True)
+        with torch.no_grad():
+            model(batch(rank, 1))
+        loss.backward()
+        once = eager(world_size, 1)
+        assert_same(grads(model), {n: g * 2 for n, g in once.items() if g is not None})
+
+
+def test_a_graph_that_is_retained(ranks: Any) -> None:
+    ranks(2).run(twice)
+
+
+def test_in_one_process() -> None:
+    model: Any = fxshard.compile(net(), world_size=2, units=["blocks.*"])
+    model.set_reshard_after_backward(False)
+    reference = net()
+    for number in range(3):
+        model(batch(0, number)).backward()
+        reference(batch(0, number)).backward()
+        assert len(model._fxshard.kept) == len(list(model.parameters()))
+    assert_same(grads(model), grads(reference))
+    model.reshard()
+    assert not model._fxshard.kept
+
+
 # -- reshard between a forward and its backward ----------------------------------------------------
 
 

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from tests.oracles import Collectives, count_collectives
+from tests.peers.fsdp1.shared import losses_alike
 from tests.peers.fsdp2.common import (
     MLP,
     Args,
@@ -293,17 +293,7 @@ def unsharded_ahead(rank: int, world_size: int) -> None:
     names = [f"inner.{fqn}" for fqn, _ in model.inner.named_parameters()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     both = [ref, ddp(model, broadcast_buffers=False)]
-    optimizers = [adam(each) for each in both]
-    x = torch.randn(2, 8)
-    for _ in range(10):
-        losses = []
-        for each, optimizer in zip(both, optimizers, strict=True):
-            losses.append(each(x).sum())
-            losses[-1].backward()
-            with implicit_replication():
-                optimizer.step()
-            optimizer.zero_grad()
-        assert_close(losses[1], losses[0])
+    losses_alike(both, torch.randn(2, 8))
 
 
 def test_forward_unshards_units_ahead_of_them(ranks: Any) -> None:
