@@ -47,7 +47,7 @@ class Phases(ParameterStore):
         super().__init__(sharding)
         self.refusals: dict[str, tuple[str, dict[_Part, _Noted]]] = {}
         self.just_stepped: list[str] = []
-        self.between: weakref.WeakSet[Between] = weakref.WeakSet()
+        self.between: list[weakref.ref[Between]] = []
 
     def drop_sums(self) -> None:
         """Drop gradients that are accumulated and not reduced."""
@@ -65,7 +65,8 @@ class Phases(ParameterStore):
             RankMismatchError: some ranks free what others need in a backward.
         """
         self.drop_kept(units)
-        freed = [fqn for each in self.between for fqn in each.free(units)]
+        calls = [each for each in (known() for known in self.between) if each is not None]
+        freed = [fqn for each in calls for fqn in each.free(units)]
         if freed:
             self.world.together("reshard between a forward and its backward", sorted(freed))
 
@@ -184,7 +185,7 @@ class Phases(ParameterStore):
         """A copy is refused as its original is; `note_parts` notes the parts of the copy."""
         items = self.refusals.items()
         refusals = {what: (why, dict.fromkeys(parts)) for what, (why, parts) in items}
-        return super().fresh() | {"refusals": refusals, "between": weakref.WeakSet()}
+        return super().fresh() | {"refusals": refusals, "between": []}
 
     def restored(self) -> None:
         super().restored()
@@ -250,7 +251,8 @@ class Step(torch.autograd.Function):
             places = call.variant.left_unsharded.items()
             rows = {fqn: ctx.saved[0][place] for fqn, place in places}
             ctx.between = Between(call.runtime, rows)
-            call.runtime.between.add(ctx.between)
+            alive = [known for known in call.runtime.between if known() is not None]
+            call.runtime.between = [*alive, weakref.ref(ctx.between)]
         ctx.call, ctx.batch = call, batch
         ctx.versions = _versions(call, batch, call.variant.read_again)
         if call.starting is not None:

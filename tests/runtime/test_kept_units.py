@@ -146,7 +146,8 @@ def bytes_left(model: Any) -> int:
     """Of the unsharded parameters that calls have left for their backwards; 0 of FSDP2's model."""
     if not hasattr(model, "_fxshard"):
         return 0
-    rows = [t for each in model._fxshard.between for t in each._rows.values()]
+    calls = [known() for known in model._fxshard.between]
+    rows = [t for each in calls if each for t in each._rows.values()]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in rows}.values())
 
 
