@@ -23,7 +23,7 @@ from fxshard.ir.program import Program
 from fxshard.runtime.between import Between
 from fxshard.runtime.other_outputs import Begin, call_of, require_repeatable, run_again
 from fxshard.runtime.sharding import Sharding, as_gradient
-from fxshard.runtime.store import ParameterStore, require_all_wanted
+from fxshard.runtime.store import ParameterStore, require_all_wanted, state_of
 from fxshard.runtime.variants import Variant
 from fxshard.runtime.world.in_process import InProcessWorld
 
@@ -246,6 +246,8 @@ class Step(torch.autograd.Function):
         # An output that is saved too must not keep its own autograd node alive.
         ctx.saved = [[t.detach() if id(t) in returned else t for t in rank] for rank in saved]
         ctx.exposed = _exposed(outputs, ctx.saved)
+        stay = [param for unit in call.runtime.units if unit.stays for param in unit.params]
+        ctx.states = {param.fqn: state_of(call.runtime.slots[param.fqn]) for param in stay}
         ctx.between = None
         if call.variant.left_unsharded and len(ctx.saved) == 1:  # not all ranks in one process
             places = call.variant.left_unsharded.items()
@@ -318,8 +320,12 @@ class Step(torch.autograd.Function):
         waiting = [*runtime.accumulated, *runtime.partial]
         unused = reach.begin(program, arrived, world, waiting)
         world.begin_backward(ctx.call)
-        with runtime.as_traced(), _undone_or_refused(call):
-            results = executor.backward(args)
+        runtime.gathered_in = ctx.states
+        try:
+            with runtime.as_traced(), _undone_or_refused(call):
+                results = executor.backward(args)
+        finally:
+            runtime.gathered_in = {}
         return (None, *_gradients(call, results, len(batch), unused | reach.unused()))
 
 

@@ -64,6 +64,7 @@ class ParameterStore:
         accumulated: per parameter and rank of this process, the gradient accumulated by `no_sync`.
         partial: the same for partial sums of sharded gradients, that are not all-reduced yet.
         kept: parameters that the last backward has left unsharded, for the next forward, by FQN.
+        gathered_in: while a backward runs, the state of shards in its forward, which gathered them.
         reach: which gradients a loss has reached.
         sync: False inside of `no_sync`.
         comm_hook: the user's function reduces gradients.
@@ -92,6 +93,7 @@ class ParameterStore:
         self.accumulated: dict[str, list[Tensor]] = {}
         self.partial: dict[str, list[Tensor]] = {}
         self.kept: dict[str, _Kept] = {}
+        self.gathered_in: dict[str, State] = {}
         self.reach = Reach()
         self.sync, self.comm_hook = True, False
         self.wrapped: dict[str, str] = {}  # name of a parameter -> as it is called now
@@ -191,7 +193,7 @@ class ParameterStore:
     def keep(self, fqns: list[str], ranks: list[list[Tensor]]) -> None:
         """Keep unsharded parameters, with padding, per rank of this process (``fxshard::keep``)."""
         for fqn, *rows in zip(fqns, *ranks, strict=True):
-            self.kept[fqn] = _Kept(rows, state_of(self.slots[fqn]))
+            self.kept[fqn] = _Kept(rows, self.gathered_in.get(fqn) or state_of(self.slots[fqn]))
 
     def take(self, fqns: list[str]) -> list[list[Tensor]]:
         """What `keep` was given, once, per rank of this process (``fxshard::kept``)."""
@@ -818,7 +820,7 @@ class ParameterStore:
 
     def fresh(self) -> dict[str, Any]:
         """Attributes that a copy starts with; gradients are not copied, as in torch."""
-        sums: dict[str, Any] = {"accumulated": {}, "partial": {}, "kept": {}}
+        sums: dict[str, Any] = {"accumulated": {}, "partial": {}, "kept": {}, "gathered_in": {}}
         return sums | {"_seen": {}, "_reduction": None, "_unsharded": {}, "_lying": {}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

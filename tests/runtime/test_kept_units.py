@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 import fxshard
 from fxshard.errors import ConfigError, StepError
@@ -63,6 +64,24 @@ def sees_changes(rank: int, world_size: int) -> None:
     )
 
 
+def changed_early(rank: int, world_size: int) -> None:
+    """A parameter that changes between forward and backward, which reads what forward gathered."""
+    reference = net()
+    _, model = both(reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    loss = model(batch(rank))
+    for each in (model, reference):
+        with torch.no_grad():
+            each.blocks[1].up.weight.mul_(2)
+    loss.backward()
+    with torch.no_grad():
+        assert_close(model(batch(rank)), reference(batch(rank)))
+
+
+def test_a_change_before_backward_is_seen(ranks: Any) -> None:
+    ranks(2).run(changed_early)
+
+
 def test_a_step_of_the_optimizer_is_seen(ranks: Any) -> None:
     ranks(2).run(sees_changes)
 
@@ -116,6 +135,20 @@ def test_in_one_process() -> None:
     assert_same(grads(model), grads(reference))
     model.reshard()
     assert not model._fxshard.kept
+
+
+def own_optimizer(rank: int, world_size: int) -> None:
+    """That of the option `optimizer` steps local rows: what was kept is old after it."""
+    model: Any = fxshard.compile(net(), units=["blocks.*"], optimizer=torch.optim.AdamW)
+    model.set_reshard_after_backward(False)
+    step(model, rank)
+    assert model._fxshard.unsharded_now()
+    model.optimizer.step()
+    assert not model._fxshard.unsharded_now()
+
+
+def test_a_step_of_our_own_optimizer_is_seen(ranks: Any) -> None:
+    ranks(2).run(own_optimizer)
 
 
 # -- reshard between a forward and its backward ----------------------------------------------------
