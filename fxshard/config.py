@@ -43,6 +43,21 @@ Strategy: TypeAlias = Literal[
 ]
 Prefetched: TypeAlias = Literal["pre", "post"]
 
+# Fields of MixedPrecisionPolicy that mean something here; what to do instead of newer ones.
+_POLICY = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+_NEWER = {
+    "param_dtype_override_fn": "Give a dict from module classes or FQN globs to policies: each "
+    "module it names is a unit.",
+    "grad_dtype": "Leave it out: gradients are made in param_dtype, reduced in reduce_dtype, and "
+    "have the dtype of their parameters.",
+}
+ONE_STRATEGY = (  # of a dict of strategies, and of FSDP1's units with one each
+    "A model has one strategy: reshard_after_forward={'blocks.0': False} leaves a part unsharded "
+    "from forward to backward. To replicate a part, compile the modules around it each by itself, "
+    "and put DistributedDataParallel around all, with the names of the sharded parameters in the "
+    "model's _ddp_params_and_buffers_to_ignore."
+)
+
 # torch's name of each strategy (torch/distributed/fsdp/api.py) -> ours.
 _TORCH_STRATEGIES: dict[ShardingStrategy, Strategy] = {
     ShardingStrategy.FULL_SHARD: "full_shard",
@@ -103,7 +118,7 @@ class Precision:
         """From torch's `MixedPrecisionPolicy` or `MixedPrecision`.
 
         Raises:
-            ConfigError: it is neither, or names dtypes per parameter (``param_dtype_override_fn``).
+            ConfigError: it is neither, or sets a field that newer torches have.
         """
         if isinstance(policy, Precision):
             return policy
@@ -118,11 +133,10 @@ class Precision:
                     f"torch.bfloat16, or None."
                 )
         if isinstance(policy, MixedPrecisionPolicy):
-            if getattr(policy, "param_dtype_override_fn", None) is not None:  # since torch 2.15
-                raise ConfigError(
-                    "mixed_precision: param_dtype_override_fn is not supported. Give a dict from "
-                    "module classes or FQN globs to policies: each module it names is a unit."
-                )
+            for field in dataclasses.fields(policy):  # newer torches have more of them
+                if field.name not in _POLICY and getattr(policy, field.name) != field.default:
+                    instead = _NEWER.get(field.name, "Leave it out.")
+                    raise ConfigError(f"mixed_precision: {field.name} is not supported. {instead}")
             return cls(
                 param_dtype=policy.param_dtype,
                 reduce_dtype=policy.reduce_dtype,
@@ -403,6 +417,8 @@ class Config:
         self._check_lists()
         self._check_functions()
         self._accept_torch_names()
+        if isinstance(self.strategy, Mapping):
+            raise ConfigError(f"strategy={self.strategy!r}. {ONE_STRATEGY}")
         _one_of("strategy", self.strategy, STRATEGIES)
         _one_of("backend", self.backend, BACKENDS)
         _one_of("reduce_op", self.reduce_op, REDUCE_OPS)

@@ -262,6 +262,7 @@ def make_program(
     sync: bool = True,
     accumulated: Iterable[str] = (),
     partial: Iterable[str] = (),
+    kept: Iterable[str] = (),
     comm_hook: bool = False,
     device: torch.device | None = None,
     observe: Observer | None = None,
@@ -282,6 +283,7 @@ def make_program(
         sync: False under ``no_sync``.
         accumulated: FQNs of parameters that have an accumulated gradient.
         partial: FQNs of parameters that have a partial sum of sharded gradients.
+        kept: FQNs of parameters that an earlier call has left unsharded.
         comm_hook: the user's function reduces gradients.
         device: where unsharded parameters are; None: where they are now.
         observe: called with the dump before and after each pass.
@@ -346,7 +348,7 @@ def make_program(
         program.reached = normalize.reached(captures[key, sizes])
         program.replicas, program.sync = replicas, sync
         program.accumulated, program.partial = frozenset(accumulated), frozenset(partial)
-        program.comm_hook = comm_hook
+        program.kept, program.comm_hook = frozenset(kept), comm_hook
         program.offloaded = config.offload is not None
         program.optimizer_in_backward = config.optimizer_in_backward
         program.compiled = config.backend == "inductor"

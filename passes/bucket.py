@@ -172,7 +172,7 @@ def used_apart(
 def settings_of(program: Program, group: Sequence[str]) -> list[object]:
     """What all units of a bucket must have in common, of its first unit."""
     unit = program.units[program.params[group[0]].unit]
-    return [unit.precision, unit.reshard, unit.reduce, unit.divide_factor, unit.ahead]
+    return [unit.precision, unit.reshard, unit.stays, unit.reduce, unit.divide_factor, unit.ahead]
 
 
 def follows(before: Sequence[str], group: Sequence[str], uses: dict[str, tuple[int, int]]) -> bool:

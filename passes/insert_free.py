@@ -18,7 +18,8 @@ class InsertFree:
     Readers are counted through every alias. A buffer is freed by giving its storage back, since
     the process group may hold on to the tensor. If a unit stays unsharded for backward, what only
     forward reads is freed in forward. The result of a reduction is freed too, if a cast or a copy
-    of it is the gradient.
+    of it is the gradient. What a unit that stays unsharded after backward has gathered last is kept
+    for the next forward, in backward, where it would be freed.
 
     Before::
 
@@ -58,7 +59,11 @@ class InsertFree:
             gathers = transfers.is_unshard(launch)
             groups = [(sent, f"free_sent_{pair}" if gathers else f"free_{pair}")]
             groups += [([p], f"free_packed_{pair}") for p in transfers.packed_results(launch)]
-            if gathers:  # backward may read only a part of a unit that stays unsharded
+            if gathers and transfers.keeps(program, launch):
+                places = [last_reader[s] for p in results for s in tags.storage_ids(p)]
+                places += [waits[pair], *program.phase("backward")[:1]]
+                insert_keep(program, results, max(places, key=order.__getitem__), launch)
+            elif gathers:  # backward may read only a part of a unit that stays unsharded
                 early = [p for p in results if phase_of_last_reader(p) != "backward"]
                 late = [p for p in results if p not in early]
                 groups += [(early, f"free_{pair}" if not late else f"free_early_{pair}")]
@@ -82,3 +87,13 @@ def insert_free(
     phase = tags.get(at).phase
     made = tags.changed(tag, phase=phase, role="free", stream="compute", waits=(), records=None)
     tags.put(free, made)
+
+
+def insert_keep(program: Program, kept: list[fx.Node], at: fx.Node, launch: fx.Node) -> None:
+    """Insert, after `at`, what hands unsharded parameters to the caller."""
+    tag = tags.get(launch)
+    fqns = [tags.get(item).fqn or "" for item in kept]
+    with program.graph.inserting_after(at):
+        made = transfers.node(program.graph, ops.keep, (kept, fqns), f"keep_{tag.pair}")
+    changes = {"phase": tags.get(at).phase, "role": "free", "stream": "compute"}
+    tags.put(made, tags.changed(tag, **changes, waits=(), records=None))

@@ -31,6 +31,9 @@ class InsertUnshard:
     again), unsharded (False: backward reads what forward gathered), or sharded over n neighbours
     (backward gathers from those). With one rank per shard group nothing is gathered.
 
+    What an earlier call has kept (``program.kept``) is taken, and not gathered. Of a unit that
+    stays unsharded after backward (``unit.stays``) backward gathers all that forward has gathered.
+
     A parameter of a tensor subclass with FSDP2's extension point is sent as that says: the
     operators of its ``fsdp_pre_all_gather`` (role "pre_gather") make of the shard what is sent, in
     a launch per dtype, and those of its ``fsdp_post_all_gather`` ("post_gather") what is read.
@@ -74,8 +77,11 @@ class InsertUnshard:
         entries = first_nodes(program)
         pairs = (tags.get(node).pair for node in program.graph.nodes)
         pair = 1 + max((number for number in pairs if number is not None), default=-1)
+        left, again = set(program.kept), set[str]()
         for phase in PHASES:
-            for at, params, packed in first_reads(program, phase, inputs, order, entries):
+            for at, params, packed in first_reads(
+                program, phase, inputs, order, entries, left, again
+            ):
                 unit = program.units[params[0].unit]
                 tag = tags.Meta(phase, "unshard", module=unit.fqn, unit=unit.index, pair=pair)
                 served: tuple[tags.Phase, ...] = PHASES if unit.reshard is False else (phase,)
@@ -89,12 +95,21 @@ class InsertUnshard:
                     pair += launches
                     continue
                 with program.graph.inserting_before(at):
-                    items = unshard(program, params, parts, packed, tag)
+                    if params[0].fqn in left:
+                        items = taken(program, params, parts, tag)
+                        left -= {param.fqn for param in params}
+                    else:
+                        items = unshard(program, params, parts, packed, tag)
                     full = cut_padding(program, params, items, tag)
                 both = [(i, inputs[param.fqn][0]) for i, param in enumerate(params)]
                 reread = [i for i, placeholder in both if readers(placeholder, "backward")]
                 for param, node in zip(params, full, strict=True):
                     replace(program, inputs[param.fqn][0], node, served)
+                for item, node in zip(items, full, strict=True):
+                    if node is not item and not node.users:  # gathered to be kept alone
+                        program.graph.erase_node(node)
+                if phase == "forward" and unit.stays and unit.reshard is not False:
+                    again |= {param.fqn for param in params}
                 if phase == "forward" and regroups(program, unit) and reread:
                     kept = [params[i] for i in reread]
                     sources |= reshard(program, unit, kept, [items[i] for i in reread], tag)
@@ -159,17 +174,23 @@ def first_reads(
     inputs: dict[str, list[fx.Node]],
     order: dict[fx.Node, int],
     entries: dict[tuple[tags.Phase, int | None], fx.Node],
+    kept: set[str],
+    again: set[str],
 ) -> list[tuple[fx.Node, list[Param], frozenset[str]]]:
     """Per bucket that `phase` reads: where it is needed first, what is read, what of it is packed.
 
     Where it holds what a unit reads first, it is there when the unit begins: so that layers in
-    which other operators come first are cut alike.
+    which other operators come first are cut alike. What backward gathers `again` though it may
+    not read it is there then too.
     """
     firsts: dict[str, int] = {}
     for fqn, placeholders in inputs.items():
         users = [user for placeholder in placeholders for user in readers(placeholder, phase)]
         if fqn in program.params and users:
             firsts[fqn] = min(order[user] for user in users)
+        elif phase == "backward" and fqn in again:
+            entry = entries.get((phase, program.params[fqn].unit))
+            firsts |= {fqn: order[entry]} if entry is not None else {}
     begins: dict[int, int] = {}  # unit -> where it reads a parameter first
     for fqn, first in firsts.items():
         unit = program.params[fqn].unit
@@ -183,22 +204,24 @@ def first_reads(
             entry = entries.get((phase, param.unit)) if param.unit else None
             if entry is not None and first == begins[param.unit]:
                 places.append(order[entry])
-        for together in launched_together(program, params):
+        for together in launched_together(program, params, kept):
             todo.append((min(places), together, bucket.packed))
     todo.sort(key=lambda item: item[0])
     return [(nodes[place], params, packed) for place, params, packed in todo]
 
 
-def launched_together(program: Program, params: list[Param]) -> list[list[Param]]:
+def launched_together(program: Program, params: list[Param], kept: set[str]) -> list[list[Param]]:
     """`params` by launch: by the dtype that is moved, and apart what one rank loads as it is.
 
-    Those with an extension stand together: they have a launch per dtype that they send.
+    What is `kept` has a launch of its own, which moves nothing. Those with an extension stand
+    together: they have a launch per dtype that they send.
     """
-    found: dict[torch.dtype | None, list[Param]] = {}
+    found: dict[tuple[torch.dtype | None, bool], list[Param]] = {}
     for param in params:
         as_it_is = program.world_size == 1 and param.compute_dtype is param.dtype
         if param.extension is None:
-            found.setdefault(None if as_it_is else param.compute_dtype, []).append(param)
+            key = None if as_it_is else param.compute_dtype, param.fqn in kept
+            found.setdefault(key, []).append(param)
     extended = [param for param in params if param.extension is not None]
     return [*found.values(), *([extended] if extended else [])]
 
@@ -253,6 +276,19 @@ def unshard(
             found = unpack(program, inside, node, size, tag)
         full |= zip(members, found, strict=True)
     return [full[i] for i in range(len(params))]
+
+
+def taken(
+    program: Program, params: list[Param], sources: list[Source], tag: tags.Meta
+) -> list[fx.Node]:
+    """Append what takes the unsharded parameters, padded, that an earlier call has kept."""
+    fqns = [param.fqn for param in params]
+    shapes = [list(program.layouts[fqn].unsharded_shape) for fqn in fqns]
+    shards = [source.node for source in sources]
+    args = (shards, fqns, shapes, params[0].compute_dtype, program.device)
+    made = transfers.insert_operator(program, ops.kept, args, fqns, tag, f"kept_{tag.pair}")
+    transfers.insert_wait(program, made, tag)
+    return made
 
 
 def unpack(

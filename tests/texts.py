@@ -19,6 +19,7 @@ PLAIN = [
     *("results", "signature", "units", "world_size", "device", "replicas", "sync", "accumulated"),
     *(
         "partial",
+        "kept",
         "comm_hook",
         "offloaded",
         "facts",

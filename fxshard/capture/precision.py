@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from fxshard._torch import graphs, trees
+from fxshard.errors import CaptureError
 from fxshard.ir import tags
 from fxshard.ir.program import Program
 from fxshard.ir.units import Unit, buffer_dtypes
@@ -166,3 +167,23 @@ def _cast_output(dtype: torch.dtype) -> Any:
         return cast_floating(output, dtype)
 
     return hook
+
+
+aten = torch.ops.aten
+# Products of which torch's shape rules compare no dtypes, as its kernels do.
+_PRODUCTS = {aten.mm.default, aten.mv.default, aten.dot.default, aten.bmm.default}
+
+
+def refuse_mixed(func: Any, args: tuple[Any, ...], line: str) -> None:
+    """Refuse a product of tensors of two dtypes, which would fail when the program runs.
+
+    Raises:
+        CaptureError: in eager's words, and with the place.
+    """
+    if func in _PRODUCTS and args[0].dtype is not args[1].dtype:
+        one, other = (str(arg.dtype).removeprefix("torch.") for arg in args[:2])
+        raise CaptureError(
+            f"{func.overloadpacket}: both operands must have the same dtype, as in eager, and are "
+            f"{one} and {other}{line and ', at ' + line}. Cast one of them (x.to(y.dtype)); of a "
+            f"module with mixed_precision, let its policy cast what it is given."
+        )

@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from fxshard._torch import graphs
 from fxshard._torch.modes import TorchDispatchMode
-from fxshard.capture import aliasing, rng
+from fxshard.capture import aliasing, precision, rng
 from fxshard.ir.calls import Call
 
 STACK = "nn_module_stack"
@@ -106,6 +106,7 @@ class LinesNoted(TorchDispatchMode):
         line = str(graphs.current_meta().get(GIVEN_LINE) or user_line())
         rng.refuse_generators(func, args, kwargs, line)
         aliasing.refuse_unregistered(func, args, kwargs, line)
+        precision.refuse_mixed(func, args, line)
         noted = {
             LINE: (line, LinesNoted),
             NO_GRAD: (not torch.is_grad_enabled(), bool),

@@ -116,6 +116,12 @@ def explained(call: FlatCall) -> Iterator[None]:
                 "\nForward calls a collective. Initialise a process group first; to plan without "
                 'ranks, one that moves no data: init_process_group("fake", rank=0, world_size=...).'
             )
+        if str(error).startswith("Please convert all Tensors to FakeTensors first"):
+            text += (
+                "\nForward returns a tensor of the module that is neither a parameter nor a "
+                "buffer, and computes with nothing else. Register it: "
+                "self.register_buffer(name, tensor)."
+            )
         if ".numpy()" in str(error):
             text += "\nCompute it with torch, or outside of the model and pass it in."
         if "modified by an inplace operation" in str(error):

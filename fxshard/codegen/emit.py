@@ -31,6 +31,8 @@ from fxshard.ir.program import Program
 from fxshard.ir.schedule import Region, Schedule, last_reads
 from fxshard.verify.orders import ENTRY
 
+# Operators that worlds do not have: the caller binds a function of the same name.
+BOUND = ("step", "keep", "kept")
 # Steps parameters, by FQN, with their sharded gradients: per rank of this process, per parameter.
 StepParameters = Callable[[list[str], list[list[Tensor]]], Optimizer]
 
@@ -92,6 +94,10 @@ class Executor:
         """Let ``fxshard.runtime.step`` call `step`."""
         self._functions["step"] = step
 
+    def bind_kept(self, keep: Callable[..., None], kept: Callable[..., Any]) -> None:
+        """Let the operators of these names call them: ``keep(fqns, per rank)``, ``kept(fqns)``."""
+        self._functions |= {"keep": keep, "kept": kept}
+
     @property
     def forward_inputs(self) -> list[fx.Node]:
         """Placeholders of forward."""
@@ -107,7 +113,7 @@ class Executor:
         draws = rng.kept(self.program.device) if phase in self.draws else contextlib.nullcontext()
         with self.world.phase(phase, phase in self.communicates), draws:
             if isinstance(self.world, AllRanks):
-                names = [*self.schedule.regions, "step"]
+                names = [*self.schedule.regions, *BOUND]
                 regions = {n: self._functions[n] for n in names if n in self._functions}
                 return self.world.run(graph, regions, self._random, args)
             return [self._function(phase)(self.world, args[0])]
@@ -119,8 +125,8 @@ class Executor:
         if self._in_ranges is None:
             made = load(emit(self.program, ranges=True), self.program)
             regions = {name: self._functions[name] for name in self.schedule.regions}
-            step = {"step": self._functions["step"]} if "step" in self._functions else {}
-            made.update(regions | step)
+            bound = {name: self._functions[name] for name in BOUND if name in self._functions}
+            made.update(regions | bound)
             self._in_ranges = made
         return self._in_ranges[phase]
 
@@ -305,10 +311,14 @@ def _entry(graph: fx.Graph) -> list[str]:
 
 def _asked(row: fx.Node) -> str:
     """An operator of ours: the call of a World's method, such as ``world.all_gather([a, b],
-    pair=3)``, or of `bind_step`'s.
+    pair=3)``, or of what is bound.
     """
     if row.target is ops.step:
         return f"step({list(row.args[2])!r}, [{_names(row.args[0])}])"  # type: ignore[arg-type]
+    if row.target is ops.keep:
+        return f"keep({list(row.args[1])!r}, [{_names(row.args[0])}])"  # type: ignore[arg-type]
+    if row.target is ops.kept:
+        return f"kept({list(row.args[1])!r})[0]"  # type: ignore[arg-type]
     spec, options = ops.of(row), ops.given(row)
     options.pop("size", None)  # the world knows its groups
     if spec.asynchronous or row.target is ops.wait:

@@ -110,6 +110,7 @@ class Extension:
     module: nn.Module = dataclasses.field(repr=False)
     policy: MixedPrecisionPolicy = dataclasses.field(default_factory=MixedPrecisionPolicy)
     _traces: dict[Any, Traced] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    _meshes: dict[int, DeviceMesh] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Extension:
         """Itself: nothing of it changes."""
@@ -190,6 +191,10 @@ class Extension:
                 raise self._error(f"over {ranks} ranks {POST} makes another kind of tensor")
         return self._traces[key]
 
+    def shared_over(self, mesh: DeviceMesh) -> None:
+        """Note the mesh of the ranks that share the parameter, in its last dimension."""
+        self._meshes[mesh.size(mesh.ndim - 1)] = mesh
+
     # -- the trace ---------------------------------------------------------------------------------
 
     def _trace(self, ranks: int, device: torch.device) -> Traced:
@@ -228,7 +233,7 @@ class Extension:
     def _pre(self, tensor: Any, ranks: int) -> tuple[Sequence[Tensor], Any]:
         call = getattr(tensor, PRE)
         count = len(inspect.signature(call).parameters)
-        mesh = _Mesh(ranks)
+        mesh = _Mesh(ranks, self._meshes.get(ranks))
         if count not in (1, 5):
             raise self._error(
                 f"{PRE}{inspect.signature(call)} takes {count} arguments; FSDP2 gives it one "
@@ -299,9 +304,16 @@ class Extension:
                 function == POST or node.target not in (ALL_REDUCE, WAIT)
             ):
                 raise self._error(f"{function} communicates by {node.target}")
-            if node.target is ALL_REDUCE and node.args[1:] not in [(op, GROUP) for op in _REDUCED]:
+            if node.target is ALL_REDUCE and not (
+                node.args[1] in _REDUCED and node.args[2] in self._groups()
+            ):
                 raise self._error(f"{function} communicates by {node.target}{node.args[1:]}")
         return graph
+
+    def _groups(self) -> set[str]:
+        """Names of the group that collectives of the two functions may run in."""
+        real = (_Mesh(0, mesh).get_group() for mesh in self._meshes.values())
+        return {GROUP, *(group.group_name for group in real)}
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -390,10 +402,14 @@ def _as_on_ranks() -> Iterator[None]:
 
 
 class _Mesh(DeviceMesh):
-    """Stands for the mesh of the ranks that share a parameter: programs know their number alone."""
+    """The mesh of the ranks that share a parameter, as all of them see it: without a rank.
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+    Of a hybrid strategy, the last dimension of the mesh. Where there is no process group, only its
+    size is known.
+    """
+
+    def __init__(self, ranks: int, real: DeviceMesh | None) -> None:
+        self._ranks, self._real = ranks, real
 
     def size(self, mesh_dim: int | None = None) -> int:
         return self._ranks
@@ -402,9 +418,20 @@ class _Mesh(DeviceMesh):
     def ndim(self) -> int:
         return 1
 
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...] | None:
+        """The name of its dimension, if it has one."""
+        names = self._real.mesh_dim_names if self._real is not None else None
+        return names[-1:] if names else None
+
+    @property
+    def device_type(self) -> str:
+        """Of the ranks."""
+        return self._real.device_type if self._real is not None else "cpu"
+
     def get_group(self, mesh_dim: Any = None) -> Any:
         """What functional collectives take for a group."""
-        return GROUP
+        return GROUP if self._real is None else self._real.get_group(self._real.ndim - 1)
 
     def get_rank(self) -> int:
         raise RuntimeError("it asks for its rank, and one program runs on all ranks")

@@ -120,6 +120,11 @@ def of(node: fx.Node) -> OpSpec:
     return OPERATORS.get(node.target, _COMPUTE)
 
 
+def ends(node: fx.Node) -> bool:
+    """True if what `node` takes is there no more afterwards: it frees or keeps it."""
+    return of(node).role == "free"
+
+
 def communicates(node: fx.Node) -> bool:
     """True if `node` is a collective: one of ours, or one that the model calls itself."""
     return of(node).collective or is_collective(node)
@@ -202,6 +207,18 @@ def _store(empty: Empty, tensors: list[Tensor]) -> list[Tensor]:
 
 def _pack(empty: Empty, shards: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [empty(shards[0], (sum(s.numel() for s in shards),), dtype=dtype)]
+
+
+def _kept(
+    empty: Empty,
+    shards: list[Tensor],
+    params: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Tensor]:
+    both = zip(shards, shapes, strict=True)
+    return [empty(shard, shape, dtype=dtype, device=device) for shard, shape in both]
 
 
 def _unpack(
@@ -387,6 +404,25 @@ reshard = define(
 wait = define(OpSpec("wait(Tensor[] tensors) -> ()", role="wait", over="nothing"))
 # Free the storage of these tensors now, even if something still refers to them.
 free = define(OpSpec("free(Tensor[] tensors) -> ()", role="free", over="nothing"))
+# In place of a free: the caller keeps these unsharded parameters, by name, until the next forward.
+# Like a step, it is bound by the caller (`fxshard.codegen.emit.Executor.bind`).
+keep = define(
+    OpSpec("keep(Tensor[] tensors, str[] params) -> ()", role="free", text="keep", over="nothing")
+)
+# In place of an all-gather: what the caller has kept of the parameters of these shards, with
+# padding. Nothing moves. Bound by the caller too.
+kept = define(
+    OpSpec(
+        "kept(Tensor[] shards, str[] params, int[][] shapes, ScalarType dtype, Device device) "
+        "-> Tensor[]",
+        fake=_kept,
+        role="unshard",
+        stream="unshard",
+        event="t",
+        category="UNSHARDED_PARAM",
+        over="nothing",
+    )
+)
 # The optimizer steps shards in place, with the sharded gradients of `params`. Worlds do not have
-# it: the caller binds it (`fxshard.codegen.emit.Executor.bind_step`).
+# it: the caller binds it (`fxshard.codegen.emit.Executor.bind`).
 step = define(OpSpec("step(Tensor[] grads, Tensor(a!)[] shards, str[] params) -> ()", role="step"))

@@ -175,6 +175,7 @@ class Program:
         sync: False under ``no_sync``: gradients are accumulated, not reduced.
         accumulated: parameters that have an accumulated gradient when backward begins.
         partial: parameters that have a partial sum of sharded gradients then.
+        kept: parameters that are unsharded when forward begins: an earlier call has kept them.
         comm_hook: the user's function reduces gradients (`FxshardModule.register_comm_hook`).
         offloaded: shards and sharded gradients live on the CPU.
         device: where it computes.
@@ -210,6 +211,7 @@ class Program:
     sync: bool = True
     accumulated: frozenset[str] = frozenset()
     partial: frozenset[str] = frozenset()
+    kept: frozenset[str] = frozenset()
     comm_hook: bool = False
     offloaded: bool = False
     facts: set[Fact] = dataclasses.field(default_factory=set)

@@ -62,9 +62,9 @@ VERSION = 1
 
 # Fields of Program that the first line has; the others have lines of their own.
 _FLAGS = (
-    *("replicas", "sync", "accumulated", "partial", "comm_hook", "offloaded", "gradients", "given"),
-    *("forward_prefetch", "backward_prefetch", "max_inflight", "optimizer_in_backward", "compiled"),
-    *("checkpoints", "closed", "reached"),
+    *("replicas", "sync", "accumulated", "partial", "kept", "comm_hook", "offloaded", "gradients"),
+    *("given", "forward_prefetch", "backward_prefetch", "max_inflight", "optimizer_in_backward"),
+    *("compiled", "checkpoints", "closed", "reached"),
 )
 # Functions of Python and of torch that compute sizes, by their names in the text.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {

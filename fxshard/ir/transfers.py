@@ -33,6 +33,14 @@ def is_unshard(candidate: fx.Node) -> bool:
     return ops.of(candidate).role == "unshard" and is_launch(candidate)
 
 
+def keeps(program: Program, launch: fx.Node) -> bool:
+    """True if what the unshard `launch` leaves is kept for the next forward, and not freed."""
+    tag = tags.get(launch)
+    unit = program.units[tag.unit or 0]
+    last = unit.reshard is False or tag.phase == "backward"
+    return unit.stays and last and program.world_size > 1
+
+
 def is_reduction(candidate: fx.Node) -> bool:
     """True if `candidate` is a launch that takes gradients: a reduction, or a copy to the CPU."""
     return ops.of(candidate).role == "reduce"

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fxshard._torch import fake_tensors
 from fxshard._torch import modules as torch_modules
 from fxshard._torch.dtensors import plain
-from fxshard.config import Config, Precision
+from fxshard.config import ONE_STRATEGY, Config, Precision
 from fxshard.errors import CaptureError, ConfigError, UnitError
 from fxshard.ir.extensions import Extension, extension_of, has_extension
 from fxshard.ir.placements import check_names, shard_dims
@@ -73,6 +73,7 @@ class Unit:
         precision: dtypes of compute and reduction.
         reshard: what its parameters are between forward and backward: True sharded, False
             unsharded, n sharded over groups of n neighbouring ranks.
+        stays: after backward its parameters are kept unsharded, for the next forward.
         others: FQNs of the further modules whose parameters move with those of the first.
         reduce: which reductions its gradients go through: "all"; "shards", the reduce-scatter
             without the all-reduce of a hybrid strategy, whose partial sums are accumulated; or
@@ -90,6 +91,7 @@ class Unit:
     ignored_modules: tuple[str, ...] = ()
     precision: Precision = dataclasses.field(default_factory=Precision)
     reshard: bool | int = True
+    stays: bool = False
     others: tuple[str, ...] = ()
     reduce: Reductions = "all"
     divide_factor: float | None = None
@@ -697,6 +699,7 @@ def _refuse_options(found: Mapping[str, Mapping[str, Any]]) -> None:
                 f"the policy in units gives {name!r} options of its own, {options!r}. Units "
                 f"of one model differ by reshard_after_forward= and mixed_precision=, dicts by "
                 f"class or FQN glob: let the policy return True, and say it there."
+                f"{' ' + ONE_STRATEGY if 'sharding_strategy' in options else ''}"
             )
 
 

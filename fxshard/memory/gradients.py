@@ -98,6 +98,11 @@ def partial_bytes(program: Program, fqn: str) -> int:
     return nbytes(shape, precision.reduces_in(param.compute_dtype))
 
 
+def unsharded_bytes(program: Program, fqn: str) -> int:
+    """Bytes of an unsharded parameter, with its padding."""
+    return nbytes(program.layouts[fqn].unsharded_shape, program.params[fqn].compute_dtype)
+
+
 def is_reduce_copy(target: object, kwargs: dict[str, Any]) -> bool:
     """True for the operators that copy a gradient into a form that can be sent.
 

@@ -39,6 +39,7 @@ from fxshard.memory.gradients import (
     is_reduce_copy,
     partial_bytes,
     unreached,
+    unsharded_bytes,
 )
 from fxshard.memory.ledger import BEFORE, LOSS, OPTIMIZER, Ledger, LiveRange, Moment, owner_of
 from fxshard.memory.loss import LossStep
@@ -233,6 +234,7 @@ class Walk:
         self._grads: dict[str, list[int]] = {}  # what `.grad` holds
         self._sums: dict[str, list[int]] = {}  # accumulated gradients
         self._partial: dict[str, list[int]] = {}  # partial sums of sharded ones
+        self._kept: dict[str, list[int]] = {}  # parameters that stay unsharded between calls
         self._optimizers: dict[int, int] = {}  # storage in the recording of a step -> storage
 
     def forked(self) -> Walk:
@@ -245,7 +247,7 @@ class Walk:
         other.ledger.ranges = list(copies.values())
         other._open = {token: copies[id(each)] for token, each in self._open.items()}
         other._refs, other._grads = dict(self._refs), dict(self._grads)
-        other._optimizers = dict(self._optimizers)
+        other._optimizers, other._kept = dict(self._optimizers), dict(self._kept)
         return other
 
     def hold_state(self, step: OptimizerStep, numbers: Sequence[int], host: bool) -> None:
@@ -284,6 +286,12 @@ class Walk:
             if fqn not in self._partial:
                 size = partial_bytes(self.program, fqn)
                 self._partial[fqn] = [self._summed(fqn, Category.SHARDED_GRAD, size)]
+        for fqn in [fqn for fqn in self._kept if fqn not in self.program.kept]:
+            self._release(self._kept.pop(fqn))  # of other values than the shards are now
+        for fqn in self.program.kept:
+            if fqn not in self._kept:
+                size = unsharded_bytes(self.program, fqn)
+                self._kept[fqn] = [self._summed(fqn, Category.UNSHARDED_PARAM, size)]
         env = {node: self._enter(node, saved) for node in graph.find_nodes(op="placeholder")}
         self.now += 1
         self._phase(graph, env)
@@ -405,7 +413,7 @@ class Walk:
         """Release all that the caller does not hold from step to step."""
         self.ledger.begin("zero_grad", -1)
         self.now = 2 * self.ledger.add([Moment("zero_grad")])
-        state = set(self._optimizers.values())
+        state = {*self._optimizers.values(), *(t for kept in self._kept.values() for t in kept)}
         self._end([token for token in self._open if token not in state])
 
     def _labels(self, graph: fx.Graph, loss: LossStep) -> dict[int, Category]:
@@ -453,7 +461,7 @@ class Walk:
             self._replay(events, LOSS, made, made_by)
 
     def _summed(self, fqn: str, category: Category, size: int) -> int:
-        """A sum of gradients of earlier steps, which left out reductions."""
+        """What an earlier step has left: a sum of gradients, or an unsharded parameter."""
         return self._new(LiveRange(0, fqn, "", owner_of(fqn), category, size))
 
     def _enter(self, node: fx.Node, saved: list[list[int]]) -> list[int]:
@@ -510,6 +518,14 @@ class Walk:
         elif row.target is ops.free:
             for source in tags.operands(row):
                 self._end(env[source])
+        elif row.target is ops.keep:
+            for fqn, source in zip(row.args[1], tags.operands(row), strict=True):  # type: ignore[arg-type]
+                self._release(self._kept.pop(fqn, []))
+                self._kept[fqn] = env[source]
+                self._hold(env[source])
+        elif row.target is ops.kept:
+            for fqn, item in zip(row.args[1], items, strict=True):  # type: ignore[arg-type]
+                env[item] = self._kept.pop(fqn)
         elif transfers.is_in_place(row):
             for item, source in zip(items, tags.operands(row), strict=True):
                 env[item] = env[source]

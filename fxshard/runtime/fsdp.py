@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -60,6 +60,7 @@ class FsdpMethods(UnitMethods):
         Nothing else is kept between calls.
         """
         self._fxshard.reshard()
+        self._fxshard.free_unsharded()
         self._fxshard.drop_sums()
 
     def register_comm_hook(self, state: Any, hook: Callable[..., None]) -> None:
@@ -131,23 +132,26 @@ class FsdpMethods(UnitMethods):
         rank0_only: bool = False,
         offload_to_cpu: bool = False,
         with_grads: bool = False,
+        *,
+        fqns: Sequence[str] = (),
     ) -> Iterator[None]:
         """Inside of the block each parameter is an unsharded plain `nn.Parameter`; collective.
 
         Then the sharded parameters are back, the very objects that optimizers hold.
 
         Args:
-            recurse: False takes only the parameters of the root unit.
+            recurse: False takes only the parameters of the root unit, or of those in `fqns`.
             writeback: at the end this rank's rows of the changed values go into its shards.
             rank0_only: only the first rank sees unsharded parameters, the others sharded ones.
             offload_to_cpu: the unsharded parameters are on the CPU.
             with_grads: gradients are unsharded too, and written back with the values.
+            fqns: only the parameters in these submodules.
 
         Returns:
             A context manager.
 
         Raises:
-            ConfigError: `writeback` with `rank0_only`.
+            ConfigError: `writeback` with `rank0_only`; or `fqns` names no submodule.
             StepError: parameters are unsharded already; or at the end one has changed its shape.
         """
         with self._fxshard.summon_full_params(
@@ -156,6 +160,7 @@ class FsdpMethods(UnitMethods):
             rank0_only=rank0_only,
             offload_to_cpu=offload_to_cpu,
             with_grads=with_grads,
+            fqns=fqns,
         ):
             yield
 
@@ -179,8 +184,14 @@ class FsdpMethods(UnitMethods):
         return Unsharded(self)
 
     def reshard(self) -> None:
-        """End `unshard`: changes are written back, and parameters are sharded again; collective."""
+        """End `unshard`: changes are written back, and parameters are sharded again; collective.
+
+        Also frees what a backward has kept (`set_reshard_after_backward`), and what a forward has
+        left unsharded for its backward (``reshard_after_forward=False``), which gathers it again:
+        of all units, and of a model of `fully_shard`, whose blocks have this method, of its own.
+        """
         self._fxshard.reshard()
+        self._fxshard.free_unsharded([0] if self._fxshard.unit_calls else None)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """As `nn.Module.apply`, with unsharded parameters; collective.
@@ -205,12 +216,15 @@ class FsdpMethods(UnitMethods):
             rank0_only: other ranks than 0 get ``{}``.
 
         Returns:
-            FQN -> unsharded tensor, of the shapes and dtypes of the user's model.
+            FQN -> unsharded tensor, of the shapes and dtypes of the user's model: buffers that a
+            ``buffer_dtype`` has cast are cast back.
         """
         self._fxshard.require_filled(memory=True)
         self._fxshard.world.together("full_state_dict")
         found = dict(get_model_state_dict(self))
-        return state.full_state(found, self._fxshard.all_rows, cpu_offload, rank0_only)
+        wanted = self._fxshard.stored_dtypes.items()
+        cast = {id(found[name]): dtype for name, dtype in wanted if name in found}
+        return state.full_state(found, self._fxshard.all_rows, cpu_offload, rank0_only, cast=cast)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """What ``.to()``, ``.half()`` and their kin call: converts shards, buffers and the rest."""

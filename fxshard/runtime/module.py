@@ -287,7 +287,7 @@ def _fxshard_class(
 
     members = {
         "forward": forward,
-        **{n: m for n, m in REFUSALS.items() if fsdp2 and not hasattr(FxshardModule, n)},
+        **{n: m for n, m in REFUSALS.items() if not any(hasattr(b, n) for b in bases[:2])},
         **{name: _on_full_parameters(getattr(base, name)) for name in names},
     }
     made: type[nn.Module] = subclass_of(base, bases, names, members)

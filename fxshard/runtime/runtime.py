@@ -35,7 +35,16 @@ from fxshard.runtime.other_outputs import in_a_thread, next_starts, trained
 from fxshard.runtime.sharding import Sharding
 from fxshard.runtime.step import Call, Phases, Step, differentiated
 from fxshard.runtime.unit_calls import UnitCall
-from fxshard.runtime.variants import SETTINGS, STARTS, SUMS, Kind, Variant, reason_for, symbols_for
+from fxshard.runtime.variants import (
+    KEPT,
+    SETTINGS,
+    STARTS,
+    SUMS,
+    Kind,
+    Variant,
+    reason_for,
+    symbols_for,
+)
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.verify.certificate import agreement, digest
 
@@ -116,6 +125,7 @@ class Runtime(Phases):
             with transforms.outside():
                 return self.call(args, kwargs)
         self.reshard()  # of an `unshard` that nobody ended
+        self._lying.clear()  # the program gathers its own
         if self.summoned and not torch.is_grad_enabled():
             with as_users_own(self.model):
                 return self.model(*args, **kwargs)
@@ -325,6 +335,7 @@ class Runtime(Phases):
     def executor_of(self, program: Program) -> Executor:
         made = self.make_executor(program, self.world)
         made.bind_step(self.step_parameters)
+        made.bind_kept(self.keep, self.take)
         return made
 
     def made(
@@ -386,6 +397,7 @@ class Runtime(Phases):
             sync=self.sync,
             accumulated=self.waiting(),
             partial=self.partly_reduced(),
+            kept=self.unsharded_now(),
             comm_hook=self.comm_hook,
             device=torch.device(self.device) if isinstance(self.world, C10dWorld) else None,
             symbols=symbols,
@@ -416,6 +428,7 @@ class Runtime(Phases):
             ),
             STARTS: None,
             SUMS: (self.sync, self.waiting(), self.partly_reduced()) if grad else (True, (), ()),
+            KEPT: self.unsharded_now(),
             SETTINGS: self.settings(),
             "an attribute of a module that forward reads": self.attributes.number(self.tree),
             "a hook of a module": modules.hook_numbers(self.tree[1:]),
@@ -425,7 +438,9 @@ class Runtime(Phases):
 
     def settings(self) -> tuple[Any, ...]:
         """What setters change: the programs of each are kept."""
-        units = ((u.reshard, u.reduce, u.divide_factor, *u.ahead.values()) for u in self.units)
+        units = (
+            (u.reshard, u.stays, u.reduce, u.divide_factor, *u.ahead.values()) for u in self.units
+        )
         return (self.config.gradient_divide_factor, *units)
 
     def fresh(self) -> dict[str, Any]:

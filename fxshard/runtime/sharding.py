@@ -113,10 +113,17 @@ class Slot:
             what = f"has the context {context!r} now, and had {extension.context!r}"
         else:
             what = f"is a {now.__name__} now"
+        by_torchao = "_precomputed_scale" in names
         raise StepError(
             f"parameter {self.param.fqn!r}, a {extension.kind.__name__}, {what}: the operators of "
-            f"its all-gather were traced when it was sharded. Leave it as it was, and write values "
-            f"into it; or compile the plain model again."
+            f"its all-gather were traced when it was sharded. "
+            + (
+                "Leave torchao's precompute_float8_dynamic_scale_for_fsdp out: each all-gather "
+                "computes the scale, to the same numbers, in an all-reduce of its own."
+                if by_torchao
+                else "Leave it as it was, and write values into it; or compile the plain model "
+                "again."
+            )
         )
 
     def restore_storage(self) -> None:
@@ -297,6 +304,8 @@ def _check_extension(
 ) -> None:
     """Raise UnitError if what a tensor subclass asks for cannot be had as the model is sharded."""
     extension.require_rows(param.shard_dim)
+    if isinstance(world, C10dWorld):
+        extension.shared_over(world.mesh)
     extension.traced(world.size)
     if config.optimizer_in_backward:
         raise extension.in_backward

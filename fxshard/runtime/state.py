@@ -271,18 +271,21 @@ def full_state(
     cpu_offload: bool,
     rank0_only: bool,
     copies: bool = False,
+    cast: Mapping[int, torch.dtype] | None = None,
 ) -> dict[str, Any]:
     """The state of a model or of its optimizer with full tensors, gathered one after the other.
 
     Collective. With `copies`, what needs no gathering is copied, as the rest is by gathering. With
-    `rank0_only`, ranks other than 0 keep nothing and get ``{}``.
+    `rank0_only`, ranks other than 0 keep nothing and get ``{}``. `cast`: dtypes, by the id of a
+    tensor in `state`.
     """
     here = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
     leaves, spec = trees.tree_flatten(state)
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             full = _own(all_rows, leaf, False) if copies and here else all_rows(leaf)
-            leaves[i] = None if not here else full.cpu() if cpu_offload else full
+            full = full.cpu() if cpu_offload and here else full
+            leaves[i] = full.to((cast or {}).get(id(leaf), full.dtype)) if here else None
             del full  # before the next one is made
     return trees.tree_unflatten(leaves, spec) if here else {}
 

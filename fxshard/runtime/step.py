@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import starmap
 from typing import Any
 
@@ -20,9 +20,10 @@ from fxshard.codegen.emit import Executor
 from fxshard.errors import StepError
 from fxshard.ir import tags, transfers
 from fxshard.ir.program import Program
+from fxshard.runtime.between import Between
 from fxshard.runtime.other_outputs import Begin, call_of, require_repeatable, run_again
 from fxshard.runtime.sharding import Sharding, as_gradient
-from fxshard.runtime.store import ParameterStore, require_all_wanted
+from fxshard.runtime.store import ParameterStore, require_all_wanted, state_of
 from fxshard.runtime.variants import Variant
 from fxshard.runtime.world.in_process import InProcessWorld
 
@@ -39,18 +40,35 @@ class Phases(ParameterStore):
         refusals: why calls are refused: by what an exception left half-written, the reason, and
             each part (role and FQN) as it was then.
         just_stepped: parameters that the last backward has stepped.
+        between: what calls leave unsharded for their backwards, which have not run.
     """
 
     def __init__(self, sharding: Sharding) -> None:
         super().__init__(sharding)
         self.refusals: dict[str, tuple[str, dict[_Part, _Noted]]] = {}
         self.just_stepped: list[str] = []
+        self.between: list[weakref.ref[Between]] = []
 
     def drop_sums(self) -> None:
         """Drop gradients that are accumulated and not reduced."""
         self.accumulated.clear()
         self.partial.clear()
         self.refusals.pop("accumulated", None)
+
+    def free_unsharded(self, units: Collection[int] | None = None) -> None:
+        """Free what backwards have kept, and what forwards have left for theirs.
+
+        Args:
+            units: of these; None: of all.
+
+        Raises:
+            RankMismatchError: some ranks free what others need in a backward.
+        """
+        self.drop_kept(units)
+        calls = [each for each in (known() for known in self.between) if each is not None]
+        freed = [fqn for each in calls for fqn in each.free(units)]
+        if freed:
+            self.world.together("reshard between a forward and its backward", sorted(freed))
 
     def arguments(self, variant: Variant, batch: Sequence[Tensor]) -> list[list[Tensor]]:
         """Per rank that this process runs, the values of forward's placeholders.
@@ -167,7 +185,7 @@ class Phases(ParameterStore):
         """A copy is refused as its original is; `note_parts` notes the parts of the copy."""
         items = self.refusals.items()
         refusals = {what: (why, dict.fromkeys(parts)) for what, (why, parts) in items}
-        return super().fresh() | {"refusals": refusals}
+        return super().fresh() | {"refusals": refusals, "between": []}
 
     def restored(self) -> None:
         super().restored()
@@ -228,6 +246,15 @@ class Step(torch.autograd.Function):
         # An output that is saved too must not keep its own autograd node alive.
         ctx.saved = [[t.detach() if id(t) in returned else t for t in rank] for rank in saved]
         ctx.exposed = _exposed(outputs, ctx.saved)
+        stay = [param for unit in call.runtime.units if unit.stays for param in unit.params]
+        ctx.states = {param.fqn: state_of(call.runtime.slots[param.fqn]) for param in stay}
+        ctx.between = None
+        if call.variant.left_unsharded and len(ctx.saved) == 1:  # not all ranks in one process
+            places = call.variant.left_unsharded.items()
+            rows = {fqn: ctx.saved[0][place] for fqn, place in places}
+            ctx.between = Between(call.runtime, rows)
+            alive = [known for known in call.runtime.between if known() is not None]
+            call.runtime.between = [*alive, weakref.ref(ctx.between)]
         ctx.call, ctx.batch = call, batch
         ctx.versions = _versions(call, batch, call.variant.read_again)
         if call.starting is not None:
@@ -262,12 +289,16 @@ class Step(torch.autograd.Function):
                 "activations are gone. Give retain_graph=True to all but the last backward, run "
                 "forward again, or sum the losses and call backward once."
             )
+        if ctx.between is not None:
+            ctx.between.restore()
         arrived = tuple(position for position, k in ctx.places.items() if grads[k] is not None)
         kept, batch = autograd.keeps_graph(), ctx.batch
         call, saved = _unchanged(ctx, arrived, kept)
         _require_parameters(ctx, call)
         if not kept:
-            ctx.saved = ctx.batch = ctx.exposed = None  # they die after their last readers
+            ctx.saved = ctx.batch = ctx.exposed = ctx.between = (
+                None  # they die after their last readers
+            )
         program = call.variant.program
         missing = frozenset(program.signature.tangents) - {*arrived}
         executor = call.variant.backward_without(missing, runtime.executor_of)
@@ -289,8 +320,12 @@ class Step(torch.autograd.Function):
         waiting = [*runtime.accumulated, *runtime.partial]
         unused = reach.begin(program, arrived, world, waiting)
         world.begin_backward(ctx.call)
-        with runtime.as_traced(), _undone_or_refused(call):
-            results = executor.backward(args)
+        runtime.gathered_in = ctx.states
+        try:
+            with runtime.as_traced(), _undone_or_refused(call):
+                results = executor.backward(args)
+        finally:
+            runtime.gathered_in = {}
         return (None, *_gradients(call, results, len(batch), unused | reach.unused()))
 
 

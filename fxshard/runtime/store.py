@@ -10,7 +10,8 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -24,7 +25,7 @@ from fxshard._torch.dtensors import local_part
 from fxshard.bytesize import parse_bytes
 from fxshard.capture.modules import join, without_wrappers
 from fxshard.config import Config, Precision
-from fxshard.errors import StepError
+from fxshard.errors import ConfigError, StepError
 from fxshard.ir import layout
 from fxshard.ir.program import Program
 from fxshard.ir.units import Param, Reductions, Unit, buffer_dtypes, index_of, is_under
@@ -44,6 +45,8 @@ from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.in_process import InProcessWorld
 from fxshard.runtime.world.mesh import world_over
 
+State = list[tuple[weakref.ref[Tensor], int]]  # see `state_of`
+
 
 class ParameterStore:
     """The shards of a model, and its other parameters, buffers and accumulated gradients.
@@ -60,10 +63,13 @@ class ParameterStore:
         buffer_slots: by FQN, the module that holds a buffer and its name there.
         accumulated: per parameter and rank of this process, the gradient accumulated by `no_sync`.
         partial: the same for partial sums of sharded gradients, that are not all-reduced yet.
+        kept: parameters that the last backward has left unsharded, for the next forward, by FQN.
+        gathered_in: while a backward runs, the state of shards in its forward, which gathered them.
         reach: which gradients a loss has reached.
         sync: False inside of `no_sync`.
         comm_hook: the user's function reduces gradients.
         forwards: the eager forwards that are running.
+        stored_dtypes: by name of a buffer that was cast, the dtype that it had.
         device: type of the device that programs run on; shards may be offloaded from it.
         summoned: parameters are unsharded now, and no program may run.
         unfilled: names of parameters and buffers that were on the meta device, until a call has
@@ -81,17 +87,24 @@ class ParameterStore:
         owners = [module for slot in self.slots.values() for module, _ in slot.owners]
         loading.take_full_values(module for module in dict.fromkeys(owners) if module not in before)
         self.ignored = {p.fqn: p for unit in self.units for p in unit.ignored}
+        for param in (param for unit in self.units for param in unit.params):
+            if param.extension is not None and isinstance(self.world, C10dWorld):
+                param.extension.shared_over(self.world.mesh)
         self.accumulated: dict[str, list[Tensor]] = {}
         self.partial: dict[str, list[Tensor]] = {}
+        self.kept: dict[str, _Kept] = {}
+        self.gathered_in: dict[str, State] = {}
         self.reach = Reach()
         self.sync, self.comm_hook = True, False
         self.wrapped: dict[str, str] = {}  # name of a parameter -> as it is called now
         self.forwards = eager.Forwards()
+        self.stored_dtypes: dict[str, torch.dtype] = {}
         self._reduction: tuple[Config, InsertReduce] | None = None
         self._cast_buffers()
         self.summoned = False
         self._unshards: contextlib.ExitStack | None = None
         self._unsharded: dict[int, list[_Shown]] = {}  # by unit
+        self._lying: dict[int, dict[str, _Kept]] = {}  # by unit: of a call of it, for the next one
         self.chosen: dict[str, dict[str, Any]] = {}
         self.device = self.compute_device()
         self.note_structure()
@@ -108,6 +121,8 @@ class ParameterStore:
         for name, buffer in buffers.items():
             dtype = dtypes.get(name, buffer.dtype)
             home = self.compute_device() if self.config.offload is not None else buffer.device.type
+            if dtype is not buffer.dtype:
+                self.stored_dtypes[name] = buffer.dtype
             if dtype is not buffer.dtype or home != buffer.device.type:
                 module, key = self._owner(name)
                 home = "meta" if buffer.is_meta else home
@@ -174,6 +189,33 @@ class ParameterStore:
     def partly_reduced(self) -> tuple[str, ...]:
         """FQNs of parameters with a partial sum that a backward adds to or all-reduces."""
         return self._trained(self.partial)
+
+    def keep(self, fqns: list[str], ranks: list[list[Tensor]]) -> None:
+        """Keep unsharded parameters, with padding, per rank of this process (``fxshard::keep``)."""
+        for fqn, *rows in zip(fqns, *ranks, strict=True):
+            self.kept[fqn] = _Kept(rows, self.gathered_in.get(fqn) or state_of(self.slots[fqn]))
+
+    def take(self, fqns: list[str]) -> list[list[Tensor]]:
+        """What `keep` was given, once, per rank of this process (``fxshard::kept``)."""
+        return list(map(list, zip(*(self.kept.pop(fqn).rows for fqn in fqns), strict=True)))
+
+    def unsharded_now(self) -> tuple[str, ...]:
+        """FQNs of the parameters that are kept; those whose shards have changed are dropped."""
+        for fqn, each in list(self.kept.items()):
+            if not self._is_new(each, self.slots[fqn]):
+                del self.kept[fqn]
+        if self.config.full_precision_in_eval and not self.model.training:
+            return ()  # which computes in another dtype
+        return tuple(self.kept)
+
+    def drop_kept(self, units: Collection[int] | None = None) -> None:
+        """Free what is kept, of some units or of all."""
+        for fqn in list(self.kept):
+            if units is None or self.slots[fqn].param.unit in units:
+                del self.kept[fqn]
+        for unit in list(self._lying):
+            if units is None or unit in units:
+                del self._lying[unit]
 
     def _trained(self, sums: Iterable[str]) -> tuple[str, ...]:
         return tuple(fqn for fqn in sums if self.slots[fqn].tensor.requires_grad)
@@ -535,16 +577,40 @@ class ParameterStore:
         return eager.all_rows(tensor, self.world)
 
     @contextlib.contextmanager
-    def summon_full_params(self, recurse: bool = True, **options: Any) -> Iterator[None]:
+    def summon_full_params(
+        self, recurse: bool = True, fqns: Sequence[str] = (), **options: Any
+    ) -> Iterator[None]:
         """See `FxshardModule.summon_full_params`."""
         self.require_sharded("summon_full_params")
         self.require_filled(memory=True)
         what = "summon_full_params (or unshard, apply, a submodule or method by itself)"
-        self.world.together(what)
-        slots = [slot for slot in self.slots.values() if recurse or slot.param.unit == 0]
+        slots = self._slots_of(fqns or [""], recurse)
+        self.world.together(what, sorted(fqns))
         self.require_plain(slots, "would be unsharded (summon_full_params, unshard)")
         with self._summoning(state.full_parameters(slots, self.all_rows, **options)):
             yield
+
+    def _slots_of(self, fqns: Sequence[str], recurse: bool) -> list[Slot]:
+        """The parameters in some submodules; if not `recurse`, of the units that begin there.
+
+        Raises:
+            ConfigError: there is no such submodule, or no unit begins there.
+        """
+        modules, index = dict(self.model.named_modules()), index_of(self.units)
+        for fqn in fqns:
+            if fqn not in (modules if recurse else index):
+                units = ", ".join(unit.name for unit in self.units[:8])
+                what = "submodule" if recurse else f"unit, as recurse=False asks for ({units})"
+                raise ConfigError(f"summon_full_params: fqns={list(fqns)}: {fqn!r} is no {what}.")
+        return [
+            slot
+            for slot in self.slots.values()
+            if any(
+                any(is_under(alias, fqn) for alias in slot.param.aliases)
+                and (recurse or slot.param.unit == index[fqn])
+                for fqn in fqns
+            )
+        ]
 
     @contextlib.contextmanager
     def readable(self) -> Iterator[None]:
@@ -573,8 +639,17 @@ class ParameterStore:
                 self.summoned = False
 
     def unshard(self, **options: Any) -> None:
-        """As `summon_full_params`, until `reshard`."""
+        """As `summon_full_params`, until `reshard`.
+
+        Raises:
+            StepError: a part is asked for, and something is unsharded already.
+        """
         self.reshard_units()
+        if self._unshards is not None and options.get("fqns"):
+            raise StepError(
+                f"unshard(fqns={options['fqns']!r}) while parameters are unsharded already. Name "
+                f"all submodules in one call, or call reshard() first."
+            )
         if self._unshards is None:
             unshards = contextlib.ExitStack()
             unshards.enter_context(self.summon_full_params(**options))
@@ -662,7 +737,7 @@ class ParameterStore:
             StepError: see `require_readable`.
             RankMismatchError: some ranks do something else.
         """
-        held = self.reshard_unit(unit)
+        held = self.reshard_unit(unit) or self._left_lying(unit, fqn)
         slots = self._held_by(unit, fqn)
         for slot in slots:
             self.require_readable(slot)
@@ -673,8 +748,26 @@ class ParameterStore:
             rows = [held[slot.param.fqn] for slot in part] if held else []
             read = self.read_together(part, dtype, rows)
             unsharded |= {slot.param.fqn: each for slot, each in zip(part, read, strict=True)}
+        if self.units[unit].stays and isinstance(self.world, C10dWorld) and self.world.size > 1:
+            self._lying[unit] = {
+                slot.param.fqn: _Kept([unsharded[slot.param.fqn].detach()], state_of(slot))
+                for slot in slots
+            }
         with state.holding(slots, [unsharded[slot.param.fqn] for slot in slots]):
             yield
+
+    def _left_lying(self, unit: int, fqn: str) -> dict[str, Tensor]:
+        """What the last call of module `fqn` by itself has gathered, if it stays and is not old."""
+        left = self._lying.pop(unit, {})
+        slots = {slot.param.fqn: slot for slot in self._held_by(unit, fqn)}
+        if left.keys() != slots.keys() or not all(self._is_new(left[n], slots[n]) for n in left):
+            return {}
+        return {name: each.rows[0] for name, each in left.items()}
+
+    def _is_new(self, kept: _Kept, slot: Slot) -> bool:
+        """True if nothing was written since, and the unit computes in the same dtype."""
+        computes_in = self.as_it_is(slot.param).compute_dtype
+        return is_unchanged(slot, kept.state) and kept.rows[0].dtype is computes_in
 
     def _by_dtype(self, slots: Sequence[Slot]) -> list[tuple[list[Slot], torch.dtype]]:
         """`slots` by the dtype that they compute in: a launch moves one."""
@@ -715,6 +808,7 @@ class ParameterStore:
         for sums in (self.accumulated, self.partial):
             for fqn, grads in sums.items():
                 sums[fqn] = [fn(grad) for grad in grads]
+        self.drop_kept()
         if self._kinds() == before:
             return False
         self.device = self.compute_device()
@@ -726,7 +820,8 @@ class ParameterStore:
 
     def fresh(self) -> dict[str, Any]:
         """Attributes that a copy starts with; gradients are not copied, as in torch."""
-        return {"accumulated": {}, "partial": {}, "_seen": {}, "_reduction": None, "_unsharded": {}}
+        sums: dict[str, Any] = {"accumulated": {}, "partial": {}, "kept": {}, "gathered_in": {}}
+        return sums | {"_seen": {}, "_reduction": None, "_unsharded": {}, "_lying": {}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy in the same world, of the model in `memo`; nothing is communicated or traced."""
@@ -787,6 +882,34 @@ class _Shown:
     param: nn.Parameter
     version: int
     sharded_version: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """An unsharded parameter that a backward has left.
+
+    Attributes:
+        rows: with padding, per rank of this process.
+        state: of its shards at that time (`state_of`).
+    """
+
+    rows: list[Tensor]
+    state: State
+
+
+def state_of(slot: Slot) -> State:
+    """Of a parameter and its shards, which tensors they are and how often they were written."""
+    tensors = (slot.tensor, *slot.shards)
+    return [(weakref.ref(tensor), autograd.version(tensor)) for tensor in tensors]
+
+
+def is_unchanged(slot: Slot, before: State) -> bool:
+    """True if nothing was written into a parameter since, or put in its place."""
+    now = (slot.tensor, *slot.shards)
+    return len(now) == len(before) and all(
+        known() is tensor and autograd.version(tensor) == version
+        for tensor, (known, version) in zip(now, before, strict=True)
+    )
 
 
 class _Gather(torch.autograd.Function):

@@ -14,6 +14,7 @@ from torch import nn
 from fxshard.arguments import check_count, check_flag
 from fxshard.capture.swapped import STATE, UNIT
 from fxshard.errors import ConfigError
+from fxshard.ir.units import Unit
 from fxshard.runtime.runtime import Runtime
 
 # What FSDP2 has, and is nothing to set here: what to do instead.
@@ -24,6 +25,16 @@ _REFUSED = {
     "all-reduce of a hybrid strategy parameter.register_post_accumulate_grad_hook",
     "set_allocate_memory_from_process_group_for_comm": "it changes no number: leave it out",
     "set_symm_mem_for_comm": "it changes no number: leave it out",
+    # Since torch 2.15, and the last two after it:
+    "set_keep_unsharded_storage": "it is for CUDA graphs, and none are captured: leave it out",
+    "set_manual_backward_finalization": "each backward ends its own reductions: leave it out, and "
+    "finalize_backward too; to reduce after several backwards, run all but the last forward and "
+    "backward inside of no_sync(), or after set_requires_gradient_sync(False)",
+    "finalize_backward": "each backward ends its own reductions: leave it out",
+    "synchronize_gradients": "run the last forward and backward outside of no_sync(), or after "
+    "set_requires_gradient_sync(True): it reduces the sums of the ones before",
+    "get_pending_gradients": "what no_sync() accumulates is no attribute of the parameters; the "
+    "first backward outside of it adds and reduces it, into .grad",
     "set_separate_reduce_scatter_group": "call it on the model: it is for all units at once",
     "reset_iter_state": "call it on the model",
 }
@@ -104,22 +115,23 @@ class UnitMethods(nn.Module):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether units are sharded after backward, which they always are.
+        """What units are after backward, for the calls from now on.
 
         Args:
-            reshard_after_backward: True.
-            recurse: as in FSDP2.
+            reshard_after_backward: True: sharded. False: unsharded, so that the next forward
+                gathers nothing of them, unless a shard has changed since: after a step of the
+                optimizer it gathers. `reshard` frees them before that.
+            recurse: also the units inside of this module.
 
         Raises:
-            ConfigError: False.
+            ConfigError: not a bool; or False with what leaves nothing to keep.
         """
         check_flag("reshard_after_backward", reshard_after_backward)
+        runtime, chosen = _units(self, recurse)
         if not reshard_after_backward:
-            raise ConfigError(
-                "set_reshard_after_backward(False): a forward gathers again what the backward "
-                "before it freed. set_reshard_after_forward(False) saves the other half, the "
-                "all-gathers between a forward and its backward."
-            )
+            for i in chosen:
+                _require_keepable(runtime, runtime.units[i])
+        runtime.set_units(chosen, stays=not reshard_after_backward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Units whose all-gathers forward launches when the one of this module is unsharded.
@@ -261,9 +273,14 @@ class UnitMethods(nn.Module):
         return Unsharded(self)
 
     def reshard(self) -> None:
-        """End `unshard`: changes are written back, and parameters are sharded again; collective."""
+        """End `unshard`: changes are written back, and parameters are sharded again; collective.
+
+        Also frees what a backward has kept (`set_reshard_after_backward`), and what a forward has
+        left unsharded for its backward (``reshard_after_forward=False``), which gathers it again.
+        """
         runtime, (own,) = _units(self, recurse=False)
         runtime.reshard_unit(own)
+        runtime.free_unsharded([own])
 
     def _get_fsdp_state(self) -> NoReturn:
         """What methods of torch's FSDP2 that are not here ask for first."""
@@ -324,6 +341,25 @@ def _units(module: nn.Module, recurse: bool) -> tuple[Runtime, list[int]]:
         )
     runtime, fqn = place
     return runtime, runtime.units_at(fqn, recurse)
+
+
+def _require_keepable(runtime: Runtime, unit: Unit) -> None:
+    """Raise ConfigError if a unit cannot stay unsharded after backward."""
+    what = ""
+    if runtime.config.optimizer_in_backward:
+        what = "optimizer_in_backward=True: each backward steps the shards, so that what it kept "
+        what += "would be old"
+    elif runtime.config.max_inflight is not None:
+        what = "max_inflight: what stays unsharded would count in it"
+    elif not isinstance(unit.reshard, bool):
+        what = f"reshard_after_forward={unit.reshard}, a smaller group: give True or False"
+    elif any(param.extension is not None for param in unit.params):
+        what = "a parameter of a tensor subclass, of which fsdp_post_all_gather makes copies"
+    if what:
+        raise ConfigError(
+            f"set_reshard_after_backward(False) of unit {unit.name!r} does not go together with "
+            f"{what}. Leave one of the two out."
+        )
 
 
 def _fqns(runtime: Runtime, modules: Sequence[nn.Module]) -> tuple[str, ...]:

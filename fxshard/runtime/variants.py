@@ -18,7 +18,7 @@ from fxshard.capture.call import PLAIN
 from fxshard.capture.shapes import of_call, require_plain
 from fxshard.codegen.emit import Executor
 from fxshard.codegen.silenced import silenced
-from fxshard.ir import ops, tags
+from fxshard.ir import ops, tags, transfers
 from fxshard.ir.domain import FIXED, Place, Sizes, size_at
 from fxshard.ir.outline import saved_values
 from fxshard.ir.program import Program, input_name
@@ -31,6 +31,7 @@ REMEMBERED = 1024  # sizes of which a program knows whether it serves them
 # Names in a kind's mode.
 STARTS = "the outputs that backward starts from"
 SUMS = "gradient accumulation"
+KEPT = "which parameters are unsharded already"
 SETTINGS = "a setting of a unit"
 
 MakeExecutor = Callable[[Program], Executor]
@@ -92,8 +93,9 @@ class Kind:
         return dataclasses.replace(self, mode=mode)
 
     def bare(self) -> Kind:
-        """Equal for calls that differ in sizes, sums of gradients or starts of backward alone."""
-        return dataclasses.replace(self.having(STARTS, None).having(SUMS, None), sizes=())
+        """Equal for calls that differ in sizes, starts of backward, or what lives between calls."""
+        bare = self.having(STARTS, None).having(SUMS, None).having(KEPT, None)
+        return dataclasses.replace(bare, sizes=())
 
     def differs_in(self, other: Kind) -> str:
         """What differs from `other`, as text."""
@@ -206,11 +208,29 @@ class Variant:
         return self._without[missing]
 
     @functools.cached_property
+    def left_unsharded(self) -> dict[str, int]:
+        """FQN -> which of the saved values lies in what forward has gathered of it."""
+        program = self.program
+        fqns = {
+            storage: tags.get(item).fqn or ""
+            for launch in program.phase("forward")
+            if transfers.is_unshard(launch)
+            for item in transfers.unsharded(launch)
+            for storage in tags.storage_ids(item)
+        }
+        found: dict[str, int] = {}
+        for place, node in enumerate(saved_values(program)):
+            for fqn in (fqns[s] for s in tags.storage_ids(node) & fqns.keys()):
+                if program.params[fqn].extension is None:
+                    found.setdefault(fqn, place)
+        return found
+
+    @functools.cached_property
     def consumed(self) -> frozenset[str]:
         """Names of the saved values that backward frees, or writes into."""
         ended: set[int] = set()
         for node in self.program.phase("backward"):
-            if node.target is ops.free:
+            if ops.ends(node):
                 ended |= tags.read_ids(node)
             elif tags.writes(node):
                 ended |= tags.read_ids(node) & tags.storage_ids(node)

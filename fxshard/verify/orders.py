@@ -116,6 +116,8 @@ class _Walker:
         self.touched: dict[tags.Stream, Need] = {}  # last access of each stream
         self.given: dict[tags.Phase, list[int]] = {"forward": [], "backward": []}
         kept = {storage for value in program.values for storage in self.ids[value]}
+        for node in program.graph.find_nodes(op="call_function", target=ops.keep):
+            kept.update(*map(self.ids.__getitem__, tags.operands(node)))
         for node in program.graph.find_nodes(op="placeholder"):
             role = tags.get(node).role
             if role in tags.HELD:

@@ -19,7 +19,7 @@ def params_unsharded(program: Program) -> None:
     readers = {
         target: spec.name
         for target, spec in ops.OPERATORS.items()
-        if (spec.role, spec.stream) == ("unshard", stream)
+        if (spec.role, spec.stream) == ("unshard", stream) or target is ops.kept
     }
     for node in program.graph.find_nodes(op="placeholder"):
         tag = tags.get(node)
@@ -45,6 +45,7 @@ def params_unsharded(program: Program) -> None:
                     f"{' or '.join(readers.values())} may.",
                 )
     _sent_as_named(program)
+    _kept_as_named(program)
     as_extensions_say(program)
     for launch in walk.unshards(program):
         _unpacked_as_packed(program, launch)
@@ -115,6 +116,17 @@ def _sent_as_named(program: Program) -> None:
             if ops.group(node) != has:
                 what = f"%{node.name} gathers in {ops.group(node)!r} what {has!r} shares."
                 fail(program, fact, node, what)
+
+
+def _kept_as_named(program: Program) -> None:
+    """What is taken was kept, once, under the names of its shards."""
+    left = set(program.kept)
+    for node in program.graph.find_nodes(op="call_function", target=ops.kept):
+        fqns = [tags.get(shard).fqn for shard in tags.operands(node)]
+        if list(node.args[1]) != fqns or not left.issuperset(fqns):
+            what = f"%{node.name} takes {list(node.args[1])} for {fqns}; kept are {sorted(left)}."
+            fail(program, Fact.PARAMS_UNSHARDED, node, what)
+        left.difference_update(fqns)
 
 
 def _unpacked_as_packed(program: Program, launch: fx.Node) -> None:

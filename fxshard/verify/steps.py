@@ -47,7 +47,7 @@ def _nothing_after(
     """After `step` only frees use what it takes, and no launch that reads it is in flight."""
     mine = set().union(*map(tags.storage_ids, step.all_input_nodes))
     for node in program.graph.nodes:
-        if node is step or node.op != "call_function" or node.target is ops.free:
+        if node is step or node.op != "call_function" or ops.ends(node):
             continue
         reads = set().union(*map(tags.storage_ids, node.all_input_nodes), set())
         if not reads & mine:

@@ -13,7 +13,7 @@ from fxshard.verify.failure import fail
 def freed(program: Program) -> None:
     """What a launch wrote, and what was only made to be sent, is freed once, after the launch."""
     fact = Fact.FREED
-    frees = walk.by_pair(program, ops.free)
+    frees = walk.by_pair(program, ops.free, ops.keep)
     order = walk.order(program)
     kept = transfers.kept_storages(program)
     for launch in walk.launches(program):
@@ -35,6 +35,21 @@ def freed(program: Program) -> None:
             elsewhere = tags.get(free).phase != tags.get(launch).phase and not stays
             if elsewhere or order[free] < order[launch]:
                 fail(program, fact, free, f"%{free.name} does not follow %{launch.name}.")
+        _kept_or_freed(program, launch, mine)
+
+
+def _kept_or_freed(program: Program, launch: fx.Node, mine: list[fx.Node]) -> None:
+    """What is unsharded is kept if its unit stays so and nothing gathers it again; else freed."""
+    results = transfers.unsharded(launch) if transfers.is_unshard(launch) else []
+    keeps = bool(results) and transfers.keeps(program, launch)
+    for node in mine:
+        taken = tags.operands(node)
+        if (node.target is ops.keep) != (keeps and taken[0] in results):
+            what = "frees" if node.target is ops.free else "keeps"
+            fail(program, Fact.FREED, node, f"%{node.name} {what} what %{launch.name} left.")
+        named = [tags.get(item).fqn for item in taken]
+        if node.target is ops.keep and ops.argument(node, "params") != named:
+            fail(program, Fact.FREED, node, f"%{node.name} keeps {named} under other names.")
 
 
 def no_use_after_free(program: Program) -> None:
@@ -47,13 +62,13 @@ def no_use_after_free(program: Program) -> None:
                 node,
                 f"%{node.name} reads a storage that %{gone[storage].name} has freed.",
             )
-        if node.target is ops.free:
+        if ops.ends(node):
             for source in tags.operands(node):
                 gone |= dict.fromkeys(tags.storage_ids(source), node)
     waits = {tags.get(n).pair: n for n in program.graph.nodes if n.target is ops.wait}
     order = walk.order(program)
     for node in program.graph.nodes:
-        if node.target is ops.free and order[node] < order[waits[tags.get(node).pair]]:
+        if ops.ends(node) and order[node] < order[waits[tags.get(node).pair]]:
             fail(
                 program,
                 Fact.NO_USE_AFTER_FREE,
@@ -78,18 +93,19 @@ def bounded_inflight(program: Program) -> None:
     unused: dict[fx.Node, None] = {}  # of what is alive, what waits for its first use
     for node in _launches_and_frees(program):
         tag = tags.get(node)
-        gone = alive.pop(tag.pair, None) if node.target is ops.free else alive.get(tag.pair)
+        gone = alive.pop(tag.pair, None) if ops.ends(node) else alive.get(tag.pair)
         if gone is not None:
             unused.pop(gone, None)
             del last[gone]
-        if node.target is ops.free:
+        if ops.ends(node):
             continue
         alive[tag.pair] = node
+        keeps = transfers.keeps(program, node)
         cuts = ("unshard", "unpack")
         readers = walk.alias_readers(program, node)
-        if all(tags.get(reader).role in cuts for reader in readers):
+        if all(tags.get(reader).role in cuts for reader in readers) and not keeps:
             fail(program, fact, node, f"nothing reads what %{node.name} gathers.")
-        last[node] = max(order[reader] for reader in readers)
+        last[node] = len(order) if keeps else max(order[reader] for reader in readers)
         unused[node] = None
         ahead = [launch for launch in unused if order[first[launch]] > order[node]]
         unused = dict.fromkeys(ahead)
@@ -128,7 +144,7 @@ def _freed_in_time(program: Program) -> None:
             mine = node.target is ops.wait and tags.get(node).pair == tags.get(free).pair
             if mine or (uses & storages and node.target is not ops.free):
                 break
-            if node.target not in (ops.wait, ops.free) and not tags.aliases_input(node):
+            if node.target not in (ops.wait, ops.free, ops.keep) and not tags.aliases_input(node):
                 what = f"%{free.name} stands after %{node.name}, though nothing before that "
                 fail(program, Fact.BOUNDED_INFLIGHT, free, what + "needs what it frees any more.")
             node = node.prev
@@ -143,7 +159,7 @@ def _limited(program: Program) -> None:
     for node in program.graph.nodes:
         if transfers.is_unshard(node):
             left[node] = set(transfers.unsharded(node))
-        elif node.target is ops.free:
+        elif ops.ends(node):
             for launch in list(left):
                 left[launch] -= set(tags.operands(node))
                 if not left[launch]:
@@ -165,7 +181,7 @@ def _launches_and_frees(program: Program) -> list[fx.Node]:
         for n in program.graph.nodes
         if transfers.is_unshard(n)
         or (
-            n.target is ops.free
+            ops.ends(n)
             and tags.get(n).pair in unshards
             and set(tags.operands(n)) & set(transfers.unsharded(unshards[tags.get(n).pair]))
         )

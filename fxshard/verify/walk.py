@@ -27,10 +27,10 @@ def unshards(program: Program) -> list[fx.Node]:
     return [node for node in program.graph.nodes if transfers.is_unshard(node)]
 
 
-def by_pair(program: Program, target: Any) -> dict[int | None, list[fx.Node]]:
+def by_pair(program: Program, *targets: Any) -> dict[int | None, list[fx.Node]]:
     found: dict[int | None, list[fx.Node]] = {}
     for node in program.graph.nodes:
-        if node.target is target:
+        if node.target in targets:
             found.setdefault(tags.get(node).pair, []).append(node)
     return found
 

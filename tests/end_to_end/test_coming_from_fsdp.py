@@ -50,7 +50,10 @@ SOME_VERSIONS = {
     "finalize_backward",
     "GradientReductionHandle",
     "param_dtype_override_fn",
+    "get_pending_gradients",
+    "grad_dtype",
     "set_keep_unsharded_storage",
+    "synchronize_gradients",
     "set_manual_backward_finalization",
 }
 
@@ -137,12 +140,6 @@ def test_every_row_says_what_it_is_here(title: str) -> None:
         assert how or status == "same", name
 
 
-# Rows that no test can show, and why.
-WITHOUT_A_TEST = {
-    "set_keep_unsharded_storage": "since torch 2.15, for CUDA graphs: there is no such method",
-}
-
-
 @functools.cache
 def names_in(file: str) -> set[str]:
     """Names of the tests of a file under tests/; of parametrised ones, of the function."""
@@ -153,19 +150,15 @@ def names_in(file: str) -> set[str]:
 @pytest.mark.parametrize("title", TABLES)
 def test_every_row_names_a_test_that_exists(title: str) -> None:
     for name, _, _, test in rows(title):
-        if name.strip("`") in WITHOUT_A_TEST:
-            assert test == "-", name
-            continue
         named = re.fullmatch(r"`([\w/]+/test_\w+\.py)::(test_\w+)`", test)
         assert named, (name, test)
         assert named[2] in names_in(named[1]), (name, test)
 
 
 def test_methods_that_are_missing_or_renamed_say_so() -> None:
-    """Of torch's, on modules of `fully_shard`; a model of `compile` has none of that name."""
+    """Of torch's; `FxshardModule` itself has none of that name, so that a model may."""
     named = {name.strip("`"): status for name, status, _, _ in rows("Methods of `FSDPModule`")}
     gone = {name for name, status in named.items() if status in ("missing", "renamed")}
-    gone -= {"set_reshard_after_backward", *WITHOUT_A_TEST}  # the first takes True
     assert gone and gone <= REFUSALS.keys()
     assert not any(hasattr(FxshardModule, name) for name in gone)
 

@@ -1,6 +1,7 @@
 """Policies of parts of the model, FSDP1 itself, eval."""
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -121,6 +122,23 @@ def test_keys_that_match_nothing_are_refused() -> None:
             fxshard.plan(model, (torch.ones(2, 5),), world_size=2, mixed_precision={key: LOW})
     with pytest.raises(ConfigError, match=r"expected torch.* or MixedPrecision,"):
         Config(mixed_precision={"": "bf16"})
+
+
+def test_fields_of_newer_policies_are_refused() -> None:
+    """One that nobody has heard of too: what is asked for is not lost."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Newer(MixedPrecisionPolicy):
+        grad_dtype: Any = None
+        unheard_of: bool = False
+
+    Config(mixed_precision=Newer(BF16))
+    for policy, said in (
+        (Newer(BF16, grad_dtype=FP32), "grad_dtype is not supported. Leave it out: gradients"),
+        (Newer(BF16, unheard_of=True), "unheard_of is not supported. Leave it out."),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            Config(mixed_precision=policy)
 
 
 def test_a_dtype_per_parameter_is_refused() -> None:

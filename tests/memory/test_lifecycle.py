@@ -305,7 +305,10 @@ def test_offload_from_a_gpu_counted_by_hand() -> None:
     assert (full.host_peak_bytes, full.host_end_bytes) == (84 + 140, 84 + 140)
 
 
-@pytest.mark.parametrize("option", ["full_shard", "no_shard", "hybrid_shard", "offload", "columns"])
+STATES = ["full_shard", "no_shard", "hybrid_shard", "offload", "columns", "bf16 buffers"]
+
+
+@pytest.mark.parametrize("option", STATES)
 @pytest.mark.parametrize("name", ["net", "tied"])
 def test_state_dicts(name: str, option: str) -> None:
     """Whole ones, loaded and gathered."""

@@ -1,6 +1,7 @@
 """What became of each method of torch's suites: the rows, read from `rows.csv`, and their page.
 
-The columns of `rows.csv` are file, method, verdict, by. What `by` says depends on the verdict:
+The columns of `rows.csv` are file, method, verdict, by, torch. The last says which torches have the
+method, where not all do that fxshard runs on. What `by` says depends on the verdict:
 
     same            pytest ids of our tests, with spaces between them
     refused         a pytest id, then ": " and the text of the error, which that test asserts
@@ -17,6 +18,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 PAGE = ROOT / "docs" / "peer-tests.md"
+COLUMNS = ("file", "method", "verdict", "by", "torch")
 VERDICTS = ("same", "refused", "not applicable", "missing")
 SUITES = {  # folder -> heading
     "fsdp2": "FSDP2: `fully_shard`, torch's `test/distributed/_composable/fsdp/`",
@@ -32,7 +34,9 @@ oracles and tolerances, and run on gloo ranks.
 - **same**: the named tests assert what torch's method asserts, of fxshard.
 - **refused**: fxshard says why not and what to do; the named test asserts the text.
 - **not applicable**: there is nothing of the kind here, or it needs a GPU.
-- **missing**: fxshard does not do it yet."""
+- **missing**: fxshard does not do it yet.
+
+Where only some of torch's releases have a method, its row says which."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Row:
     method: str  # "TestFullyShardMeshArg.test_invalid_mesh_ndim"
     verdict: str
     test_or_reason: str
+    torch: str = ""  # "after 2.15"; all, if empty
 
     @property
     def tests(self) -> list[str]:
@@ -66,7 +71,7 @@ def read() -> list[Row]:
         if path.exists():
             with path.open(newline="") as lines:
                 rows += [
-                    Row(suite, row["file"], row["method"], row["verdict"], row["by"])
+                    Row(suite, *(row[key] or "" for key in COLUMNS))
                     for row in csv.DictReader(lines)
                 ]
     return rows
@@ -94,8 +99,12 @@ def _counts(files: dict[str, list[Row]]) -> str:
 
 
 def _methods(file: str, rows: list[Row]) -> str:
-    table = [[f"`{row.method}`", row.verdict, _by(row)] for row in rows]
+    table = [[f"`{row.method}`{_since(row)}", row.verdict, _by(row)] for row in rows]
     return f"### {file}\n\n{_table(['method', 'here', 'by'], table)}"
+
+
+def _since(row: Row) -> str:
+    return f" (torch {row.torch})" if row.torch else ""
 
 
 def _table(headers: list[str], rows: list[list[str]]) -> str:

@@ -129,7 +129,7 @@ def classes(rank: int, world_size: int) -> None:
         module.set_reduce_scatter_max_input_buffers(2)
         module.set_post_optim_event(None)
         for refused, said in {
-            "set_reshard_after_backward(False)": "reshard_after_forward",
+            "set_reshard_after_backward(1)": "expected True or False",
             "set_reduce_scatter_unused_params(True)": r"0 \* module\(x\)",
             "set_reduce_scatter_max_input_buffers(0)": "expected an integer >= 1",
             "set_all_reduce_hook(print)": "register_comm_hook",
@@ -149,6 +149,37 @@ def classes(rank: int, world_size: int) -> None:
 
 def test_each_module_is_an_fsdp_module_of_which_nothing_of_torch_runs(ranks: Any) -> None:
     ranks(2).run(classes)
+
+
+NEWER = {  # FSDP2's names of torch 2.15, and a part of what to do instead
+    "set_keep_unsharded_storage": "leave it out",
+    "set_manual_backward_finalization": "leave it out, and finalize_backward too",
+    "finalize_backward": "leave it out",
+    "synchronize_gradients": r"outside of no_sync\(\)",
+    "get_pending_gradients": r"into \.grad",
+}
+
+
+class Finalizing(nn.Linear):
+    def finalize_backward(self) -> int:
+        return 3
+
+
+def newer(rank: int, world_size: int) -> None:
+    """Of a model of `compile` too, as what torch 2.13 has; a model's own name stays its own."""
+    _, sharded = both()
+    compiled: Any = fxshard.compile(net())
+    for model in (sharded, sharded.blocks[0], compiled):
+        for name, instead in NEWER.items():
+            with pytest.raises(ConfigError, match=f"{name} is not in fxshard: .*{instead}"):
+                getattr(model, name)(True)
+    with pytest.raises(ConfigError, match=r"set_all_reduce_hook is not in fxshard: use register"):
+        compiled.set_all_reduce_hook(print)
+    assert fxshard.compile(Finalizing(2, 2)).finalize_backward() == 3  # type: ignore[operator]
+
+
+def test_names_of_newer_torches_are_refused_with_what_to_do(ranks: Any) -> None:
+    ranks(2).run(newer)
 
 
 # -- resharding, per module ------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxshard.capture.modules import join
+from fxshard.capture.swapped import STATE
 from fxshard.ir.program import nbytes
 from fxshard.ir.units import buffer_dtypes
 from fxshard.memory.category import Category
@@ -95,7 +96,15 @@ def full_state_dict(tree: Tree, step: OptimizerStep | None, *, alone: bool) -> L
                     held = [made]
         if alone and tree.elsewhere and not (item.host and not item.sharded):
             copy = f"{name} on the CPU", Category.UNSHARDED_PARAM, item.full
-            script.make(f"offload {name}", *copy, op="aten._to_copy", module=owner, host=True)
+            made = script.make(
+                f"offload {name}", *copy, op="aten._to_copy", module=owner, host=True
+            )
+            script.drop(*held)
+            held = [made]
+        if item.stored:  # a buffer that was cast
+            host = alone and tree.elsewhere
+            copy = f"{name} as it was", Category.UNSHARDED_PARAM, item.stored
+            script.make(f"cast {name}", *copy, op="aten._to_copy", module=owner, host=host)
             script.drop(*held)
     return script.done()
 
@@ -140,7 +149,11 @@ def _plain(tree: Tree, fqn: str, tensor: Tensor) -> Item:
     dtype = buffer_dtypes(units, {fqn: tensor}).get(fqn, tensor.dtype)
     size = nbytes(tuple(tensor.shape), dtype)
     same = dtype is tensor.dtype and not tensor.is_meta
-    return Item(fqn, size, size, tensor.untyped_storage().nbytes() if same else size, False)
+    storage = tensor.untyped_storage().nbytes() if same else size
+    sharded: Any = vars(tree.model).get(STATE)  # the runtime, which knows what it has cast
+    had = sharded.stored_dtypes.get(fqn, dtype) if sharded else tensor.dtype
+    stored = nbytes(tuple(tensor.shape), had) if had is not dtype else 0
+    return Item(fqn, size, size, storage, False, stored=stored)
 
 
 def optimizer_items(tree: Tree, step: OptimizerStep) -> tuple[list[Item], list[tuple[str, str]]]:

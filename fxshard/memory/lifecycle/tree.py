@@ -30,6 +30,7 @@ class Item:
         storage: bytes of the storage that it is a view of.
         sharded: other ranks have other rows.
         host: it lies on the CPU while the program computes elsewhere.
+        stored: of a buffer that a ``buffer_dtype`` has cast, its bytes in the dtype that it had.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Item:
     storage: int
     sharded: bool
     host: bool = False
+    stored: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -258,9 +258,9 @@ class C10dWorld:
 
     def wait(self, tensors: list[Tensor], pair: int) -> None:
         with self._explained("shard" if "shard" in self.groups else "replicate"):
-            for work in self._launched[pair].works:
+            for work in self._launched.get(pair, _Launch()).works:  # nothing, of what was kept
                 self._finish(work)
-        del self._launched[pair]
+        self._launched.pop(pair, None)
         if self.cuda is not None and tensors[0].device.type == "cpu":
             self._stream("store").synchronize()  # the CPU reads the copies
 

@@ -57,7 +57,7 @@ class InProcessWorld:
         Args:
             graph: the outer graph of one phase.
             regions: a function per region name; takes (and clears) a list of arguments.
-                "step" is the function that ``fxshard::step`` calls.
+                "step", "keep" and "kept" are the functions that operators of these names call.
             random: names of the regions that draw random numbers.
             args: per rank, the values of the placeholders.
 
@@ -83,6 +83,11 @@ class InProcessWorld:
             elif row.target is ops.step:
                 grads = [[env[n] for n in tags.operands(row)] for env in envs]
                 regions["step"](list(row.args[2]), grads)
+            elif row.target is ops.keep:
+                regions["keep"](row.args[1], [[env[n] for n in tags.operands(row)] for env in envs])
+            elif row.target is ops.kept:
+                for env, values in zip(envs, regions["kept"](row.args[1]), strict=True):
+                    env[row] = values
             elif row.op == "call_function":
                 self._run_row(row, envs)
             elif row.op == "output":

@@ -3,13 +3,14 @@
 Functions that begin with the name of a rank run on each rank (tests/ranks.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
@@ -92,6 +93,20 @@ def train(
         optimizer.step()
         after_step(model)
     return loss.detach()
+
+
+def losses_alike(models: Sequence[nn.Module], *inputs: Tensor) -> None:
+    """Ten steps of Adam on each: their losses are close. A model may hold plain parameters too."""
+    optimizers = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in models]
+    for _ in range(10):
+        losses = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            losses.append(model(*inputs).sum())
+            losses[-1].backward()
+            with implicit_replication():
+                optimizer.step()
+            optimizer.zero_grad()
+        assert_close(losses[1], losses[0])
 
 
 def reloaded(model: Any) -> None:

@@ -8,8 +8,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.testing import assert_close
 
+import fxshard
+from fxshard.errors import ConfigError, UnitError
 from tests.fsdp2 import full
 from tests.oracles import count_collectives
 from tests.peers.fsdp1.models import Transformer
@@ -137,3 +140,15 @@ def parity(rank: int, world_size: int, strategy: Any) -> None:
 @EACH
 def test_as_full_shard(ranks: Any, strategy: Any) -> None:
     ranks(4).run(parity, strategy)
+
+
+def test_a_strategy_per_unit_is_refused() -> None:
+    """As the option, and as FSDP1's policy gives it: with what to do instead."""
+    x = torch.ones(2, 10)
+    each = {"lin1": "hybrid_shard", "lin2": "full_shard"}
+    with pytest.raises(ConfigError, match="A model has one strategy: reshard_after_forward="):
+        fxshard.plan(Model(), (x,), world_size=4, strategy=each)  # type: ignore[arg-type]
+    options = {"sharding_strategy": ShardingStrategy.NO_SHARD}
+    policy = CustomPolicy(lambda module: options if isinstance(module, nn.Linear) else False)
+    with pytest.raises(UnitError, match=r"options of its own.*To replicate a part, compile the"):
+        fxshard.plan(Model(), (x,), world_size=4, units=policy)

@@ -18,7 +18,6 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 from torch.distributed.optim import _apply_optimizer_in_backward
-from torch.testing import assert_close
 
 from tests.peers.fsdp1.models import Nested, Transformer
 from tests.peers.fsdp1.shared import (
@@ -28,6 +27,7 @@ from tests.peers.fsdp1.shared import (
     compiled,
     ddp,
     grads_of,
+    losses_alike,
     params_of,
     same,
     same_grads,
@@ -235,17 +235,9 @@ def on_cpu(rank: int, world_size: int, strategy: Any) -> None:
     if "HYBRID" in strategy.name:
         options["mesh"] = init_device_mesh("cpu", (1, world_size))
     pair = ddp(TwoLayers()), compiled(TwoLayers(), **options)
-    optimizers = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in pair]
     torch.manual_seed(42 + rank)
     x = torch.randn(2, 2)
-    for _ in range(10):
-        losses = []
-        for model, optimizer in zip(pair, optimizers, strict=True):
-            losses.append(model(x, x).sum())
-            losses[-1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_close(losses[1], losses[0])
+    losses_alike(pair, x, x)
 
 
 @pytest.mark.parametrize("strategy", ShardingStrategy, ids=lambda strategy: strategy.name)

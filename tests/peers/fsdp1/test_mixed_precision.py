@@ -158,14 +158,20 @@ def test_dtypes_that_all_differ(ranks: Any, world_size: int, strategy: Any) -> N
     ranks(world_size).run(end_to_end, POLICIES["all_differ"], F64, False, options)
 
 
-def buffers_saved(rank: int, world_size: int) -> torch.dtype:
-    """FSDP1 saves them in the dtype that they had; ours are cast for good."""
+def buffers_saved(rank: int, world_size: int) -> list[torch.dtype]:
+    """As FSDP1 saves them; what is sharded, and written into in place, is as the model has it."""
     model = compiled(Checks(F32, HALF), units=[], mixed_precision=HALF)
-    return model.state_dict()["buffer"].dtype
+    values = model.buffer.double()
+    full = model.full_state_dict(rank0_only=False)
+    assert torch.equal(full["buffer"], values)
+    model.buffer.zero_()
+    model.load_state_dict(full)  # which casts
+    assert model.buffer.dtype is F16 and torch.equal(model.buffer.double(), values)
+    return [full["buffer"].dtype, model.state_dict()["buffer"].dtype]
 
 
 def test_buffers_are_saved_in_their_dtype(ranks: Any) -> None:
-    assert ranks(2).run(buffers_saved) == [F16, F16]
+    assert ranks(2).run(buffers_saved) == [[F64, F16]] * 2
 
 
 # -- embeddings, batch norm ------------------------------------------------------------------------

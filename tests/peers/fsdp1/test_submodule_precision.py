@@ -4,10 +4,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
 
+import fxshard
+from fxshard.errors import CaptureError
 from tests.peers.fsdp1.shared import compiled
 
 F16, F32 = torch.float16, torch.float32
@@ -147,3 +150,21 @@ def test_ignored_module_in_fp32(ranks: Any) -> None:
     """It stays as it is, and its inputs are not cast."""
     for said in ranks(1).run(ignored):
         assert "must have the same dtype" in said
+
+
+def test_a_product_of_two_dtypes_names_the_place() -> None:
+    """Without a bias torch's shape rules compare no dtypes: eager's kernel would fail."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.l = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.l(x.double())
+
+    with pytest.raises(RuntimeError, match="same dtype"):
+        Wide()(torch.ones(2, 4))
+    said = r"must have the same dtype, as in eager, and are float64 and float32, at .*in forward"
+    with pytest.raises(CaptureError, match=said):
+        fxshard.plan(Wide(), (torch.ones(2, 4),), world_size=2)

@@ -316,3 +316,35 @@ def changed_between(rank: int, world_size: int) -> str:
 def test_changed_between_forward_and_backward(ranks: Any) -> None:
     for said in ranks(2).run(changed_between):
         assert "'1.weight' was changed in place between a forward and its backward" in said
+
+
+# -- submodules ------------------------------------------------------------------------------------
+
+
+def of_parts(rank: int, world_size: int) -> list[str]:
+    """`fqns` take the parameters in some submodules, and with recurse=False of their own units."""
+    model = compiled(Nested().module, units=["1", "1.0", "2"])
+    names = list(dict(model.named_parameters()))
+
+    def seen() -> set[str]:
+        found = {n for n, p in model.named_parameters() if not isinstance(p, DTensor)}
+        return {name.partition(".")[0] if name[:2] != "1." else name[:3] for name in found}
+
+    with model.summon_full_params(fqns=["1"]), torch.no_grad():
+        assert seen() == {name[:3] for name in names if name[:2] == "1."}
+        model[1][1].weight.zero_()
+    assert (local(model[1][1].weight) == 0).all() and isinstance(model[1][1].weight, DTensor)
+    with model.summon_full_params(recurse=False, fqns=["1"]):
+        assert seen() == {"1.1"}
+    model.unshard(async_op=True, fqns=["2", "1.0"]).wait()
+    assert seen() == {"2", "1.0"}
+    again = told(lambda: model.unshard(fqns=["0"]))
+    model.reshard()
+    assert seen() == set()
+    return [again, told(lambda: model.unshard(fqns=["9"]))]
+
+
+def test_of_a_submodule(ranks: Any) -> None:
+    for again, nowhere in ranks(2).run(of_parts):
+        assert "Name all submodules in one call, or call reshard() first" in again
+        assert "fqns=['9']: '9' is no submodule" in nowhere

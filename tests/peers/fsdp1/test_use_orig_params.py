@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.testing import assert_close
 
@@ -320,6 +320,22 @@ def gradient_written(
 @pytest.mark.parametrize("layer", UNITS)
 def test_gradient_written(ranks: Any, layer: str, in_place: bool, set_to_none: bool) -> None:
     ranks(2).run(gradient_written, layer, in_place, set_to_none)
+
+
+def data_of_a_gradient(rank: int, world_size: int) -> None:
+    """`grad.data = ...` is lost by torch's DTensor: FSDP2's gradients stay as they were too."""
+    theirs, ours = Model(), compiled(Model(), units=[])
+    fully_shard(theirs)
+    for model in (theirs, ours):
+        loss_of(model).backward()
+        grad = model.lin1.weight.grad
+        before = grad.to_local().clone()
+        grad.data = DTensor.from_local(before + 1, grad.device_mesh, grad.placements)
+        assert torch.equal(model.lin1.weight.grad.to_local(), before)
+
+
+def test_data_of_a_gradient_is_lost_by_torch_itself(ranks: Any) -> None:
+    ranks(2).run(data_of_a_gradient)
 
 
 def of_another_shape(rank: int, world_size: int) -> str:

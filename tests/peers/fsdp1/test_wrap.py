@@ -235,13 +235,24 @@ class Argumentless(nn.Module):
         return self.a
 
 
-def no_argument(rank: int, world_size: int) -> None:
-    """(torch's test returns a tensor that is no buffer: that is not traced.)"""
+class Unregistered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.tensor([1.0])
+
+    def forward(self) -> Tensor:
+        return self.a
+
+
+def no_argument(rank: int, world_size: int) -> str:
     assert torch.equal(compiled(Argumentless(), units=[])(), torch.tensor([1.0]))
+    return told(lambda: compiled(Unregistered(), units=[])())
 
 
 def test_no_argument(ranks: Any) -> None:
-    ranks(1).run(no_argument)
+    """A tensor that is no buffer is refused, with what to do."""
+    for said in ranks(1).run(no_argument):
+        assert "Register it: self.register_buffer(name, tensor)" in said
 
 
 def twice(rank: int, world_size: int, nested: bool) -> str:

@@ -6,6 +6,7 @@ bytes of tensors.
 
 import pytest
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import fxshard
 from tests.peers.fsdp2.common import Args, Transformer
@@ -13,10 +14,31 @@ from tests.peers.fsdp2.common import Args, Transformer
 ALLOWED = 16_000_000  # bytes, of activations and workspaces
 
 
+def transformer() -> Transformer:
+    return Transformer(Args(layers=3, dim=768, heads=12, vocab=32, tied=False))
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_step_with_offload() -> None:
+    """Within torch's bound with nothing launched ahead in backward (by default 5.0 blocks)."""
+    model = transformer()
+    block = sum(param.numel() for param in model.layers[0].parameters()) * 4
+    plan = fxshard.plan(
+        model,
+        (model.tokens(1, 4),),
+        world_size=2,
+        units=["layers.*"],
+        offload=CPUOffloadPolicy(),
+        optimizer=torch.optim.Adam,
+        backward_prefetch=0,
+    )
+    assert plan.memory.peak_bytes <= 3.6 * block + ALLOWED
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("reshard", [True, False])
 def test_the_peak_of_a_step(reshard: bool) -> None:
-    model = Transformer(Args(layers=3, dim=768, heads=12, vocab=32, tied=False))
+    model = transformer()
     whole = sum(param.numel() for param in model.parameters()) * 4
     block = sum(param.numel() for param in model.layers[0].parameters()) * 4
     shards, rest = (whole + 1) // 2, whole - 3 * block

@@ -88,8 +88,39 @@ def hybrid(rank: int, world_size: int) -> None:
     shard(model, mesh=mesh)
     MESHES.clear()
     model(torch.randn(2, 8))
-    assert {(each.ndim, each.size()) for each in MESHES if each} == {(1, world_size // 2)}
+    assert MESHES
+    for each in MESHES:
+        assert (each.ndim, each.size(), each.size(0)) == (1, world_size // 2, world_size // 2)
+        assert each.mesh_dim_names == ("shard",) and each.device_type == "cpu"
+        assert each.get_group("shard") == each.get_group() == mesh.get_group("shard")
 
 
 def test_of_a_hybrid_mesh_it_is_given_the_shards(ranks: Any) -> None:
     ranks(4).run(hybrid)
+
+
+class Scaled(Narrow):
+    """As torchao's float8 weights: a scale that is computed beforehand lies beside the weight."""
+
+    _precomputed_scale: Any = None
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        names, context = super().__tensor_flatten__()
+        return names + ["_precomputed_scale"] * (self._precomputed_scale is not None), context
+
+
+def scaled(rank: int, world_size: int) -> str:
+    """What torchao's function of that name does to each weight after a step."""
+    model = made(lambda: stack(Scaled))
+    shard(model)
+    model(torch.randn(2, 8)).sum().backward()
+    for param in model.parameters():
+        param._local_tensor._precomputed_scale = torch.ones(())
+    return told(lambda: model(torch.randn(2, 8)))
+
+
+def test_scales_that_are_computed_beforehand_are_refused(ranks: Any) -> None:
+    for said in ranks(2).run(scaled):
+        assert (
+            "Leave torchao's precompute_float8_dynamic_scale_for_fsdp out: each all-gather" in said
+        )

@@ -265,6 +265,48 @@ def accumulated_chunks(rank: int, world_size: int, reshard: bool) -> None:
     assert_parity(ref, model)
 
 
+def toggled_chunks(rank: int, world_size: int, reshard: bool, tied: bool) -> None:
+    """A loss by chunks: the head is gathered for the first one, and freed after the last."""
+    model = made(lambda: Chunked(tied=tied).double())
+    ref = copy.deepcopy(model)
+    with_norm(model, tied, reshard_after_forward=reshard)
+    both = [(ref, adam(ref)), (model, adam(model))]
+    tokens = torch.randint(128, (2, 16))
+    for _ in range(3):
+        for each, _ in both:
+            hidden = each(tokens, skip_head=True)
+            gathers, grads = [], []
+            toggle(each, False)
+            for chunk in hidden.detach().chunk(4, 1):
+                part = chunk.contiguous().requires_grad_()
+                with count_collectives() as seen:
+                    each.head(part).sum().backward()
+                gathers.append(seen.count("all_gather"))
+                grads.append(part.grad)
+            toggle(each, True)
+            assert gathers == [int(each is model), 0, 0, 0]
+            hidden.backward(torch.cat(grads, 1))
+        average_grads(ref)
+        assert_parity(ref, model)
+        for _, optim in both:
+            optim.step()
+            optim.zero_grad()
+
+
+def toggle(model: Any, on: bool) -> None:
+    if isinstance(model.head, FSDPModule):
+        model.head.set_reshard_after_forward(on)
+        model.head.set_reshard_after_backward(on)
+        if on:
+            model.head.reshard()
+            assert not model._fxshard._lying
+
+
+@pytest.mark.parametrize(("reshard", "tied"), [(True, False), (False, True)])
+def test_what_stays_unsharded_of_a_larger_unit(ranks: Any, reshard: bool, tied: bool) -> None:
+    ranks(2).run(toggled_chunks, reshard, tied)
+
+
 @pytest.mark.parametrize("reshard", [True, False])
 def test_chunks_of_a_head_under_accumulation(ranks: Any, reshard: bool) -> None:
     ranks(2).run(accumulated_chunks, reshard)

@@ -7,13 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable import checkpoint
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from tests.oracles import Collectives, count_collectives
+from tests.peers.fsdp1.shared import losses_alike
 from tests.peers.fsdp2.common import (
     MLP,
     Args,
@@ -70,9 +71,12 @@ def said(calls: Collectives) -> list[str]:
     return [short[call.kind] + names[call.nbytes] for call in calls.calls]
 
 
-def ordered(rank: int, world_size: int, count: int) -> None:
+def ordered(rank: int, world_size: int, count: int, checkpointed: bool) -> None:
     """The order of the launches, when layers say what is gathered ahead of backward."""
     model = made(Wider)
+    if checkpointed:
+        for layer in model.layers:
+            checkpoint(layer)
     shard(model, reshard_after_forward=True)
     ahead(model.layers, count, True)
     for _ in range(2):
@@ -86,9 +90,11 @@ def ordered(rank: int, world_size: int, count: int) -> None:
     assert said(backward).index("-3") == 2 + count
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("count", [1, 2])
-def test_units_say_what_backward_gathers_ahead(ranks: Any, count: int) -> None:
-    ranks(2).run(ordered, count)
+def test_units_say_what_backward_gathers_ahead(ranks: Any, count: int, checkpointed: bool) -> None:
+    """What a checkpoint recomputes is gathered once, for that and for the backward of it."""
+    ranks(2).run(ordered, count, checkpointed)
 
 
 def misled(rank: int, world_size: int) -> None:
@@ -108,7 +114,9 @@ def test_a_unit_gathers_ahead_what_is_not_needed(ranks: Any) -> None:
 # -- accumulation by units -------------------------------------------------------------------------
 
 
-def by_units(rank: int, world_size: int, mode: str, hybrid: bool, reshard: Any) -> None:
+def by_units(
+    rank: int, world_size: int, mode: str, hybrid: bool, reshard: Any, stays: bool = False
+) -> None:
     """Reductions are left out for some units, or, of a hybrid strategy, the all-reduce alone."""
     mlps, micro = 3, 3
     model = made(lambda: nn.Sequential(nn.Linear(32, 32), *(MLP(32) for _ in range(mlps))))
@@ -130,12 +138,18 @@ def by_units(rank: int, world_size: int, mode: str, hybrid: bool, reshard: Any) 
         with count_collectives() as seen:
             for index in range(micro):
                 last(index == micro - 1)
+                if stays:
+                    model.set_reshard_after_backward(index == micro - 1, recurse=mode != "root")
                 x = torch.randn(2, 32)
                 losses = [each(x).sum() for each, _ in both]
                 sum(losses).backward()
                 assert_close(losses[1], losses[0])
         early = {"shards": mlps + 1, "some": mlps - 2 + 1, "root": mlps}[mode] * (micro - 1)
         assert seen.count("reduce_scatter") == mlps + 1 + early
+        if stays:  # the first forward gathers, and each backward what was resharded after forward:
+            # of the root, which it does not read, to be kept; the last one keeps nothing
+            again = (micro - 1) * mlps if mode == "root" else (micro * (mlps + 1) - 1) * reshard
+            assert seen.count("all_gather") == mlps + 1 + again
         expected = mlps + 1 + (0 if mode == "shards" else early)
         assert seen.count("all_reduce") == (expected if hybrid else 0)
         average_grads(ref)
@@ -155,7 +169,15 @@ def test_some_reductions_are_left_out(ranks: Any, mode: str, hybrid: bool, resha
     ranks(4 if hybrid or reshard == 2 else 2).run(by_units, mode, hybrid, reshard)
 
 
-def pipelined(rank: int, world_size: int, ahead: bool) -> None:
+STAYS = [("some", False, True), ("some", False, False), ("root", False, False)]
+
+
+@pytest.mark.parametrize(("mode", "hybrid", "reshard"), [*STAYS, ("shards", True, False)])
+def test_units_that_stay_unsharded(ranks: Any, mode: str, hybrid: bool, reshard: bool) -> None:
+    ranks(4 if hybrid else 2).run(by_units, mode, hybrid, reshard, True)
+
+
+def pipelined(rank: int, world_size: int, ahead: bool, stays: bool = False) -> None:
     """One forward, one backward; all is gathered ahead of the first."""
     model = made(Transformer)
     ref = copy.deepcopy(model)
@@ -169,6 +191,7 @@ def pipelined(rank: int, world_size: int, ahead: bool) -> None:
     for index, tokens in enumerate(batches):
         model.set_requires_gradient_sync(index == 2)
         model.set_is_last_backward(index == 2)
+        model.set_reshard_after_backward(index == 2 or not stays)
         losses = []
         for each, _ in both:
             losses.append(each(tokens).sum())
@@ -183,6 +206,7 @@ def pipelined(rank: int, world_size: int, ahead: bool) -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 def test_microbatches_of_a_pipeline(ranks: Any, ahead: bool) -> None:
     ranks(2).run(pipelined, ahead)
+    ranks(2).run(pipelined, ahead, True)
 
 
 # -- division --------------------------------------------------------------------------------------
@@ -269,17 +293,7 @@ def unsharded_ahead(rank: int, world_size: int) -> None:
     names = [f"inner.{fqn}" for fqn, _ in model.inner.named_parameters()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     both = [ref, ddp(model, broadcast_buffers=False)]
-    optimizers = [adam(each) for each in both]
-    x = torch.randn(2, 8)
-    for _ in range(10):
-        losses = []
-        for each, optimizer in zip(both, optimizers, strict=True):
-            losses.append(each(x).sum())
-            losses[-1].backward()
-            with implicit_replication():
-                optimizer.step()
-            optimizer.zero_grad()
-        assert_close(losses[1], losses[0])
+    losses_alike(both, torch.randn(2, 8))
 
 
 def test_forward_unshards_units_ahead_of_them(ranks: Any) -> None:
@@ -312,20 +326,18 @@ def test_buffers_of_reductions(ranks: Any) -> None:
 
 
 def kept(rank: int, world_size: int) -> dict[str, str]:
-    """What stays unsharded behind backward, and hooks of a unit."""
+    """What stays unsharded between forward and backward, and hooks of a unit."""
     model = made(Transformer)
     shard(model, reshard_after_forward=False)
     forward, backward = traced_step(model)
     assert forward.count("all_gather") == 3 and backward.count("all_gather") == 0
     return {
-        "after backward": told(lambda: model.layers[0].set_reshard_after_backward(False)),
         "hook": told(lambda: model.layers[0].set_all_reduce_hook(lambda output: None)),
         "gather": told(lambda: model.layers[0].set_custom_all_gather(None)),
     }
 
 
 KEPT = {
-    "after backward": "a forward gathers again what the backward before it freed",
     "hook": "use register_comm_hook(state, hook)",
     "gather": "leave it out",
 }
