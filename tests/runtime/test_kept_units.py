@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.testing import assert_close
 
 import fxshard
@@ -37,13 +38,21 @@ def test_micro_batches_gather_once(ranks: Any) -> None:
     ranks(2).run(microbatches)
 
 
-def sees_changes(rank: int, world_size: int) -> None:
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    """Of the matrices alone: it writes into what ranks hold by another way than other optimizers."""
+    return torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.1)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def sees_changes(rank: int, world_size: int, optimizer: Any) -> None:
     """After a step of the optimizer what was kept is old, and gathered again; then it is not."""
     reference = net()
     _, model = both()
     model.set_reshard_after_backward(False)
-    mine = torch.optim.SGD(model.parameters(), lr=0.1)
-    theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
+    mine, theirs = optimizer(model), optimizer(reference)
     for number in range(3):
         joined = torch.cat([batch(r, number) for r in range(world_size)])
         expected = reference(joined)
@@ -82,8 +91,9 @@ def test_a_change_before_backward_is_seen(ranks: Any) -> None:
     ranks(2).run(changed_early)
 
 
-def test_a_step_of_the_optimizer_is_seen(ranks: Any) -> None:
-    ranks(2).run(sees_changes)
+@pytest.mark.parametrize("optimizer", [sgd, muon])
+def test_a_step_of_the_optimizer_is_seen(ranks: Any, optimizer: Any) -> None:
+    ranks(2).run(sees_changes, optimizer)
 
 
 def evaluates(rank: int, world_size: int) -> None:
