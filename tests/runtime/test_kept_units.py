@@ -39,7 +39,7 @@ def test_micro_batches_gather_once(ranks: Any) -> None:
 
 
 def muon(model: nn.Module) -> torch.optim.Optimizer:
-    """Of the matrices alone: it writes into what ranks hold by another way than other optimizers."""
+    """Of the matrices alone: it writes into shards by a way of its own."""
     return torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.1)
 
 
