@@ -1,0 +1,118 @@
+"""transformers' Trainer around models that fxshard shards, beside the Trainer with torch's FSDP2."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import AutoModel, AutoModelForCausalLM
+
+from tests.integrations.trainer_cases import resumed, trained
+from tests.ranks import Ranks
+
+Pools = Callable[[int], Ranks]
+
+ALL = {
+    "gradient_accumulation_steps": 2,
+    "max_grad_norm": 0.5,
+    "label_smoothing_factor": 0.1,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "load_best_model_at_end": True,
+}
+
+
+def both(pool: Ranks, name: str, folder: Path, options: dict[str, Any]) -> tuple[Any, Any]:
+    """What each rank found with torch's FSDP2 and with fxshard, after comparing it bitwise."""
+    answers = [pool.run(trained, by, name, str(folder), options) for by in ("torch", "fxshard")]
+    for wanted, got in zip(*answers, strict=True):
+        assert got["log"] == wanted["log"]
+        assert got["evaluated"] == wanted["evaluated"]
+        arrays = zip(*(as_arrays(each["predicted"]) for each in (got, wanted)), strict=True)
+        assert all(np.array_equal(mine, theirs) for mine, theirs in arrays)
+        assert str(got["best"]).replace("fxshard", "torch") == str(wanted["best"])
+    return answers[0], answers[1]
+
+
+def as_arrays(predicted: Any) -> list[Any]:
+    return list(predicted) if isinstance(predicted, tuple) else [predicted]
+
+
+def test_a_training_with_all_that_the_trainer_does(ranks: Pools, tmp_path: Path) -> None:
+    wanted, got = both(ranks(2), "llama", tmp_path, ALL)
+    assert [each["step"] for each in got[0]["log"]] == [1, 2, 2, 3, 4, 4, 4]
+    assert got[0]["best"] is not None
+    for mine, theirs in zip(got, wanted, strict=True):
+        assert mine["generated"][:, :6].tolist() == theirs["generated"].tolist()
+    saved = [AutoModelForCausalLM.from_pretrained(tmp_path / by) for by in ("torch", "fxshard")]
+    for theirs, mine in zip(*(each.named_parameters() for each in saved), strict=True):
+        assert mine[0] == theirs[0] and torch.equal(mine[1], theirs[1])
+    assert saved[1].config.architectures == ["LlamaForCausalLM"]
+    checkpoint = str(tmp_path / "fxshard" / "checkpoint-2")
+    log = ranks(2).run(resumed, "fxshard", "llama", checkpoint, ALL)[0]
+    assert log[:-1] == got[0]["log"][:-1], "those of steps 1 and 2 come from the checkpoint"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
+def test_other_architectures(ranks: Pools, tmp_path: Path, name: str) -> None:
+    options = {**ALL, "label_smoothing_factor": 0.0 if name == "t5" else 0.1}
+    both(ranks(2), name, tmp_path, options)
+    saved = [AutoModel.from_pretrained(tmp_path / by) for by in ("torch", "fxshard")]
+    for theirs, mine in zip(*(each.state_dict().items() for each in saved), strict=True):
+        assert mine[0] == theirs[0] and torch.equal(mine[1], theirs[1])
+
+
+FSDP = {"version": 2}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": True},
+    "bf16, gradient_checkpointing": {"bf16": True, "gradient_checkpointing": True},
+    "bf16_full_eval": {"bf16_full_eval": True},
+    "activation_checkpointing": {"fsdp_config": {**FSDP, "activation_checkpointing": True}},
+    "no reshard": {"fsdp_config": {**FSDP, "reshard_after_forward": False}},
+    "cpu_offload": {"fsdp_config": {**FSDP, "cpu_offload": True}},
+    "cpu_ram_efficient_loading": {"fsdp_config": {**FSDP, "cpu_ram_efficient_loading": True}},
+    "size_based_wrap": {
+        "fsdp_config": {**FSDP, "auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 300}
+    },
+    "lengths": {"train_sampling_strategy": "random", "per_device_train_batch_size": 2},
+    "adafactor": {"optim": "adafactor"},
+    "sgd, no clipping": {"optim": "sgd", "max_grad_norm": 0},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", list(SETTINGS))
+def test_settings(ranks: Pools, tmp_path: Path, setting: str) -> None:
+    both(ranks(2), "llama", tmp_path, SETTINGS[setting])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_resumed_on_other_world_sizes(
+    ranks: Pools, tmp_path: Path, kind: str, world_size: int
+) -> None:
+    """Torch's FSDP2 goes on from the same checkpoint, which fxshard wrote: bitwise as fxshard."""
+    options = {
+        "fsdp_config": {**FSDP, "state_dict_type": kind},
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "per_device_train_batch_size": 2,
+    }
+    whole = ranks(2).run(trained, "fxshard", "llama", str(tmp_path), options)[0]["log"]
+    checkpoint = str(tmp_path / "fxshard" / "checkpoint-2")
+    options |= {"per_device_train_batch_size": 4 // world_size}
+    log, wanted = (
+        ranks(world_size).run(resumed, by, "llama", checkpoint, options)[0]
+        for by in ("fxshard", "torch")
+    )
+    assert log == wanted
+    steps = [each for each in whole if "loss" in each]
+    assert_close([each for each in log if "loss" in each], steps)
+    assert world_size != 2 or log[:4] == steps
