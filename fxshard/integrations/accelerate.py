@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from typing import Any
 
 import torch.distributed.fsdp
@@ -138,9 +139,14 @@ def _check(state: Any) -> None:
     from accelerate.utils import DistributedType, DynamoBackend
 
     kind = state.distributed_type
-    if kind is DistributedType.NO:
-        return  # nothing is to be sharded
     where = "fxshard.integrations.accelerate is enabled, and"
+    if kind is DistributedType.NO:
+        if (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+            raise ConfigError(
+                f"{where} {processes} processes (WORLD_SIZE) train, each by itself. On the CPU: "
+                f"Accelerator(cpu=True), TrainingArguments(use_cpu=True) or ACCELERATE_USE_CPU=true."
+            )
+        return  # one process: nothing is to be sharded
     if kind is not DistributedType.FSDP:
         raise ConfigError(
             f"{where} Accelerate is to train by {kind.value}. Turn FSDP2 on: "

@@ -54,7 +54,9 @@ def trained(
     sizes = options.get("parallelism_config")
     options = {**options, "parallelism_config": sizes and ParallelismConfig(**sizes)}
     with accelerating(rank, world_size, by):
-        made = Accelerator(fsdp_plugin=plugin(**fsdp), gradient_accumulation_steps=2, **options)
+        made = Accelerator(
+            cpu=True, fsdp_plugin=plugin(**fsdp), gradient_accumulation_steps=2, **options
+        )
         model: Any = llama()
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -87,7 +89,7 @@ def trained(
         state: dict[str, Tensor] = made.get_state_dict(model)
         unwrapped = made.unwrap_model(model)
         unwrapped.save_pretrained(
-            here / "saved", is_main_process=made.is_main_process, state_dict=state
+            here / "saved", is_main_process=made.is_main_process, state_dict=dict(state)
         )
         made.wait_for_everyone()
         return {"losses": losses, "norms": norms, "state": state, "same": unwrapped is model}
@@ -136,22 +138,25 @@ def test_other_settings(ranks: Pools, case: str, tmp_path: Path) -> None:
 
 def refused(rank: int, world_size: int) -> dict[str, str]:
     """What each wish is answered by; and nothing is left of a refused Accelerator."""
+
+    def made(**options: Any) -> Accelerator:
+        options.setdefault("fsdp_plugin", plugin())
+        return Accelerator(**{"cpu": True, **options})
+
+    def late() -> None:
+        made()
+        integration.disable()
+        integration.enable()
+
+    ahead = {"activation_checkpointing": True, "activation_checkpointing_offload": True}
     wishes: dict[str, Callable[[], Any]] = {
-        "ddp": Accelerator,
-        "version": lambda: Accelerator(
-            fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1)
-        ),
-        "host": lambda: Accelerator(
-            fsdp_plugin=plugin(activation_checkpointing=True, activation_checkpointing_offload=True)
-        ),
-        "compile": lambda: Accelerator(
-            fsdp_plugin=plugin(), dynamo_plugin=TorchDynamoPlugin(backend="inductor")
-        ),
-        "context": lambda: Accelerator(
-            fsdp_plugin=plugin(), parallelism_config=ParallelismConfig(cp_size=2)
-        ),
-        "late": lambda: (Accelerator(fsdp_plugin=plugin()), integration._ENABLED.close())
-        and integration.enable(),
+        "alone": lambda: made(cpu=False),
+        "ddp": lambda: made(fsdp_plugin=None),
+        "version": lambda: made(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1)),
+        "host": lambda: made(fsdp_plugin=plugin(**ahead)),
+        "compile": lambda: made(dynamo_plugin=TorchDynamoPlugin(backend="inductor")),
+        "context": lambda: made(parallelism_config=ParallelismConfig(cp_size=2)),
+        "late": late,
     }
     found = {}
     for name, wish in wishes.items():
@@ -163,6 +168,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
 def test_what_cannot_be_is_refused_with_what_to_do(ranks: Pools) -> None:
     said = ranks(2).run(refused)[0]
     for name, words in {
+        "alone": "2 processes (WORLD_SIZE) train, each by itself. On the CPU: Accelerator(cpu=True)",
         "ddp": "is to train by MULTI_CPU. Turn FSDP2 on: TrainingArguments(fsdp=True)",
         "version": "fsdp_version is 1. Set it to 2",
         "host": "activation_checkpointing_offload is on",

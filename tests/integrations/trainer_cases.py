@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
     BertConfig,
     GPT2Config,
     LlamaConfig,
@@ -43,6 +43,7 @@ def gpt2() -> Any:
 
 
 def bert() -> Any:
+    """It classifies sequences, with dropout."""
     config = BertConfig(
         vocab_size=VOCABULARY,
         hidden_size=8,
@@ -51,10 +52,11 @@ def bert() -> Any:
         num_attention_heads=2,
         max_position_embeddings=16,
     )
-    return AutoModelForMaskedLM.from_config(config)
+    return AutoModelForSequenceClassification.from_config(config)
 
 
 def t5() -> Any:
+    """Its encoder, its decoder and its head share a parameter."""
     config = T5Config(
         vocab_size=VOCABULARY,
         d_model=8,
@@ -78,7 +80,10 @@ def trainer(name: str, folder: Path, **options: Any) -> Trainer:
     """Of a small model and 16 sequences of 6 tokens; it logs every step."""
     torch.manual_seed(0)
     model = MODELS[name]()
-    data = [{"input_ids": (ids := tokens(i, 6)), "labels": ids} for i in range(16)]
+    data = [
+        {"input_ids": (ids := tokens(i, 6)), "labels": ids[0] % 2 if name == "bert" else ids}
+        for i in range(16)
+    ]
     chosen: dict[str, Any] = {
         "fsdp": True,
         "fsdp_config": {"version": 2},
