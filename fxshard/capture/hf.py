@@ -37,7 +37,7 @@ def methods_on_whole(kind: type) -> tuple[str, ...]:
 
 
 def brings_its_state(method: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether this is a call of ``save_pretrained`` that is given the unsharded state that it is to write.
+    """Whether a call of ``save_pretrained`` is given the unsharded state that it is to write.
 
     It reads no parameter then, and transformers' Trainer calls it on one rank alone.
 

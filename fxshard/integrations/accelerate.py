@@ -144,7 +144,7 @@ def _check(state: Any) -> None:
         if (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             raise ConfigError(
                 f"{where} {processes} processes (WORLD_SIZE) train, each by itself. On the CPU: "
-                f"Accelerator(cpu=True), TrainingArguments(use_cpu=True) or ACCELERATE_USE_CPU=true."
+                f"Accelerator(cpu=True), TrainingArguments(use_cpu=True), ACCELERATE_USE_CPU=true."
             )
         return  # one process: nothing is to be sharded
     if kind is not DistributedType.FSDP:

@@ -1,4 +1,4 @@
-"""Accelerate on the ranks of a pool: their environment, and CPU ranks that shard by torch's FSDP2."""
+"""Accelerate on the ranks of a pool, which shards by fxshard or by torch's FSDP2."""
 
 import os
 from collections.abc import Iterator

@@ -84,5 +84,7 @@ def test_sft(ranks: Pools, tmp_path: Path, adapters: bool) -> None:
         return
     from safetensors.torch import load_file
 
-    theirs, mine = (load_file(tmp_path / by / "adapter_model.safetensors") for by in ("torch", "fxshard"))
+    theirs, mine = (
+        load_file(tmp_path / by / "adapter_model.safetensors") for by in ("torch", "fxshard")
+    )
     assert list(mine) == list(theirs) and all(torch.equal(mine[k], theirs[k]) for k in mine)

@@ -1,6 +1,5 @@
 """Trainings by transformers' Trainer, sharded by fxshard or by torch's FSDP2."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,12 @@ from tests.integrations.accelerating import accelerating
 VOCABULARY = 32
 
 
-def llama() -> Any:
+def llama(layers: int = 1) -> Any:
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=8,
         intermediate_size=16,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         max_position_embeddings=16,
     )
@@ -69,7 +68,11 @@ def t5() -> Any:
     return AutoModelForSeq2SeqLM.from_config(config)
 
 
-MODELS = {made.__name__: made for made in (llama, gpt2, bert, t5)}
+def deeper_llama() -> Any:
+    return llama(layers=2)
+
+
+MODELS = {made.__name__: made for made in (llama, deeper_llama, gpt2, bert, t5)}
 
 
 def tokens(seed: int, *shape: int) -> Tensor:
@@ -142,10 +145,9 @@ def resumed(
     rank: int, world_size: int, by: str, name: str, checkpoint: str, options: dict[str, Any]
 ) -> list[dict[str, float]]:
     """The log of a training that goes on from a checkpoint, which is left as it is."""
-    own = Path(checkpoint).with_name(f"{by}-{world_size}-{rank}")
+    own = Path(checkpoint).parents[1] / f"{by}-{world_size}"
     with accelerating(rank, world_size, by):
         made = trainer(name, own, **options)
         made.train(resume_from_checkpoint=checkpoint)
         assert by_whom(made) == by
-    shutil.rmtree(own, ignore_errors=True)
     return logged(made)
