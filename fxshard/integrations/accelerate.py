@@ -152,8 +152,8 @@ def _check(state: Any) -> None:
             f"{where} Accelerate is to train by {kind.value}. Turn FSDP2 on: "
             f"TrainingArguments(fsdp=True), Accelerator(fsdp_plugin="
             f"FullyShardedDataParallelPlugin(fsdp_version=2)), or distributed_type: FSDP and "
-            f"fsdp_version: 2 in the config of accelerate launch; or do not enable fxshard. A model "
-            f"that from_pretrained(distributed_config=...) shards: enable "
+            f"fsdp_version: 2 in the config of accelerate launch; or do not enable fxshard. For a "
+            f"model that from_pretrained(distributed_config=...) shards, enable "
             f"fxshard.integrations.transformers in place of it."
         )
     if not state.is_fsdp2:

@@ -22,11 +22,11 @@ def enable() -> None:
     second call does nothing.
 
     Raises:
-        ImportError: transformers is not installed, or cannot shard as it loads.
+        ImportError: transformers is not installed, or does not shard what it loads.
     """
     from transformers.distributed import fsdp
 
-    if fsdp.fully_shard is not fully_shard:
+    if vars(fsdp)["fully_shard"] is not fully_shard:
         _ENABLED.enter_context(replaced([(fsdp, "fully_shard", fully_shard)]))
 
 

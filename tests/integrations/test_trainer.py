@@ -81,6 +81,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "no reshard": {"fsdp_config": {**FSDP, "reshard_after_forward": False}},
     "cpu_ram_efficient_loading": {"fsdp_config": {**FSDP, "cpu_ram_efficient_loading": True}},
     "a last batch that is smaller": {"per_device_train_batch_size": 3},
+    "evaluated at the start": {"eval_on_start": True, "eval_strategy": "epoch"},
     "sgd, no clipping": {"optim": "sgd", "max_grad_norm": 0},
 }
 

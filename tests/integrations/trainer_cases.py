@@ -132,6 +132,7 @@ def trained(
             "best": made.state.best_model_checkpoint,
         }
         if by == "fxshard":
+            assert made.model.memory.peak_bytes > 0
             found["programs"] = len(list(made.model._fxshard.variants))
         made.save_model()
         if hasattr(made.model, "generate") and name != "bert":
