@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 from typing import Any
 
 import torch.distributed.fsdp
@@ -28,10 +29,10 @@ _ENABLED = contextlib.ExitStack()
 def enable() -> None:
     """Let fxshard shard what Accelerate shards by FSDP2, in this process, from now on.
 
-    Call it before the first ``Accelerator``, ``TrainingArguments`` or ``Trainer`` is made. FSDP2 is
-    turned on as for torch's: ``TrainingArguments(fsdp=True)``, the argument ``fsdp_plugin`` of
-    ``Accelerator``, or the config of ``accelerate launch``. CPU ranks count too, which Accelerate
-    by itself takes for DDP. A second call does nothing.
+    Call it before the first ``Accelerator`` or ``Trainer`` is made. FSDP2 is turned on as for
+    torch's: ``TrainingArguments(fsdp=True)``, the argument ``fsdp_plugin`` of ``Accelerator``, or
+    the config of ``accelerate launch``. CPU ranks count too, which Accelerate by itself takes for
+    DDP. A second call does nothing.
 
     Raises:
         ImportError: accelerate is not installed.
@@ -42,7 +43,7 @@ def enable() -> None:
 
     if is_enabled():
         return
-    if state.AcceleratorState._shared_state:
+    if _is_made(state.AcceleratorState):
         raise ConfigError(
             "fxshard.integrations.accelerate.enable(): an Accelerator has been made in this "
             "process already. Call enable() before it (and before transformers' Trainer)."
@@ -83,7 +84,8 @@ def _note_as_saved(model: Any) -> None:
 
     Programs depend on what a config says: after the first checkpoint all would be traced again.
     """
-    if getattr(model, "config", None) is not None and hasattr(model, "save_pretrained"):
+    transformers = sys.modules.get("transformers")
+    if transformers is not None and isinstance(model, transformers.PreTrainedModel):
         model.config.architectures = [users_class(model).__name__]
         model.config.dtype = str(model.dtype).removeprefix("torch.")
 
@@ -101,12 +103,17 @@ def _registering(fsdp: Any) -> tuple[str, Any]:
     return name, run
 
 
+def _is_made(states: Any) -> bool:
+    """Whether there is an `AcceleratorState`: before, it may hold what `PartialState` does."""
+    return "dynamo_plugin" in states._shared_state
+
+
 def _checked(init: Any) -> Any:
     """The first `AcceleratorState` decides what all that follow are."""
 
     @functools.wraps(init)
     def run(self: Any, *args: Any, **kwargs: Any) -> None:
-        first = not type(self)._shared_state
+        first = not _is_made(type(self))
         init(self, *args, **kwargs)
         if not first:
             return

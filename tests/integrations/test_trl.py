@@ -67,6 +67,7 @@ def trained(
         made.train()
         assert isinstance(made.model, fxshard.FxshardModule) == (by == "fxshard")
         made.save_model()
+        assert not adapters or made.model.config.architectures is None, "as its user left it"
         return [{k: each[k] for k in SAID if k in each} for each in made.state.log_history]
 
 
