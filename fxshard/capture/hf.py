@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.distributed.tensor import DTensor
 
 from fxshard._torch import export
 from fxshard.errors import CaptureError
@@ -32,6 +34,22 @@ def methods_on_whole(kind: type) -> tuple[str, ...]:
     libraries = ("transformers", "peft", "diffusers", "huggingface_hub")
     theirs = [c for c in kind.__mro__ if c.__module__.partition(".")[0] in libraries]
     return tuple(name for name in names if any(name in vars(each) for each in theirs))
+
+
+def brings_its_state(method: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call of ``save_pretrained`` is given the unsharded state that it is to write.
+
+    It reads no parameter then, and transformers' Trainer calls it on one rank alone.
+
+    Args:
+        method: of the user's class, not bound.
+        args, kwargs: of the call, the module first.
+    """
+    if method.__name__ != "save_pretrained":
+        return False
+    given = dict(zip(inspect.signature(method).parameters, args, strict=False)) | kwargs
+    state = given.get("state_dict")
+    return state is not None and not any(isinstance(each, DTensor) for each in state.values())
 
 
 @contextlib.contextmanager

@@ -16,7 +16,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fxshard.capture import hf
-from fxshard.capture.swapped import METHODS, STATE, USERS_CLASS, Inside, users_class
+from fxshard.capture.swapped import (
+    METHODS,
+    STATE,
+    USERS_CLASS,
+    Inside,
+    as_users_own,
+    users_class,
+)
 from fxshard.codegen.emit import Executor
 from fxshard.errors import ConfigError, StepError
 from fxshard.memory.report import MemoryReport
@@ -259,7 +266,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def _on_full_parameters(method: Any) -> Any:
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with as_plain(self._fxshard):
+        gathers = not hf.brings_its_state(method, (self, *args), kwargs)
+        with as_plain(self._fxshard) if gathers else as_users_own(self, hooks=True):
             return method(self, *args, **kwargs)
 
     return run

@@ -104,3 +104,21 @@ def low_rank(rank: int, world_size: int, folder: str) -> None:
 
 def test_adapters_train_generate_and_are_saved_on_ranks(ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(low_rank, str(tmp_path))
+
+
+def saved_by_one(rank: int, world_size: int, folder: str) -> None:
+    ours: Any = fxshard.compile(llama())
+    whole = {fqn: full(each).clone() for fqn, each in ours.state_dict().items()}
+    if rank == 0:
+        ours.save_pretrained(folder, state_dict=dict(whole))
+    dist.barrier()
+    back = LlamaForCausalLM.from_pretrained(folder)
+    assert back.config.architectures == ["LlamaForCausalLM"]
+    assert type(ours) is not LlamaForCausalLM
+    for fqn, value in back.state_dict().items():
+        assert torch.equal(value, whole[fqn]), fqn
+
+
+def test_one_rank_saves_a_state_that_it_has(ranks: Any, tmp_path: Path) -> None:
+    """``save_pretrained`` with a state reads no parameter: it waits for no other rank."""
+    ranks(2).run(saved_by_one, str(tmp_path))
