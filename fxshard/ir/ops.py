@@ -387,6 +387,8 @@ reshard = define(
 wait = define(OpSpec("wait(Tensor[] tensors) -> ()", role="wait", over="nothing"))
 # Free the storage of these tensors now, even if something still refers to them.
 free = define(OpSpec("free(Tensor[] tensors) -> ()", role="free", over="nothing"))
+# Other ranks read these unsharded parameters, so that this one gathers them too: it does nothing.
+join = define(OpSpec("join(Tensor[] params) -> ()", role="join", over="nothing"))
 # The optimizer steps shards in place, with the sharded gradients of `params`. Worlds do not have
 # it: the caller binds it (`fxshard.codegen.emit.Executor.bind_step`).
 step = define(OpSpec("step(Tensor[] grads, Tensor(a!)[] shards, str[] params) -> ()", role="step"))

@@ -241,8 +241,9 @@ class UnitMethods(nn.Module):
         check_flag("reduce_scatter_unused_params", reduce_scatter_unused_params)
         if reduce_scatter_unused_params:
             raise ConfigError(
-                "set_reduce_scatter_unused_params(True): all ranks use the same parameters here. "
-                "Add 0 * module(x) on the ranks that skip a module."
+                "set_reduce_scatter_unused_params(True): give fully_shard (or fxshard.compile) "
+                "ranks_may_differ=True instead: ranks that skip a module take part in what the "
+                "others gather and reduce, and a parameter that no rank uses has no gradient."
             )
 
     def unshard(self, async_op: bool = False) -> Any:
