@@ -163,18 +163,21 @@ def gaps(
 ) -> list[int]:
     """Per event, the operator of the phase before which it stands (`end`: after all).
 
-    A read as late as this rank allows, a gradient as early as that allows.
+    A read as late as this rank allows, a gradient as early as that allows; what only other ranks
+    read delays no gradient.
     """
-    found = [end] * len(events)
-    latest = end
+    found = [0] * len(events)
+    latest = before = end  # by the reads of this rank; by its gradients too
     for i, (kind, fqn) in reversed(list(enumerate(events))):
-        if kind == "read":
+        if kind == "grad":
+            before = min(before, made.get(fqn, end) + 1)
+        else:
             latest = min(latest, first.get(fqn, end))
-            found[i] = latest
+            found[i] = latest if fqn in first else min(latest, before)
     earliest = 0
     for i, (kind, fqn) in enumerate(events):
-        earliest = found[i] if kind == "read" else max(earliest, made.get(fqn, -1) + 1)
-        found[i] = earliest
+        own = found[i] if kind == "read" else made.get(fqn, -1) + 1
+        earliest = found[i] = max(earliest, own)
     return found
 
 

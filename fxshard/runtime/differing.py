@@ -102,12 +102,13 @@ def common(said: Mapping[str, Sequence[int]], places: Mapping[str, int]) -> Need
 
 def _require_equal(values: Mapping[str, str], said: Mapping[str, Sequence[int]], why: str) -> None:
     """Raises RankMismatchError if `values`, by what ranks have told, are not all equal."""
-    if len(set(values.values())) > 1:
-        ways = {value: [] for value in values.values()}  # type: dict[str, list[int]]
-        for text, value in values.items():
-            ways[value] += said[text]
-        each = "; ".join(f"{_names(sorted(ranks))}: {value}" for value, ranks in ways.items())
-        raise RankMismatchError(f"ranks differ in a call of the model ({each}). {why}")
+    ways: dict[str, list[int]] = {}
+    for text, value in values.items():
+        ways[value] = sorted([*ways.get(value, []), *said[text]])
+    if len(ways) > 1:
+        each = sorted((ranks, value) for value, ranks in ways.items())
+        listed = "; ".join(f"{_names(ranks)}: {value}" for ranks, value in each)
+        raise RankMismatchError(f"ranks differ in a call of the model ({listed}). {why}")
 
 
 def _names(ranks: Sequence[int]) -> str:

@@ -12,6 +12,8 @@ from torch.optim import Adam
 from torch.testing import assert_close
 
 import fxshard
+from fxshard.config import Config
+from fxshard.ir.units import configured_units
 from fxshard.verify.certificate import collectives
 from tests.fsdp2 import full
 from tests.oracles import count_collectives
@@ -32,7 +34,7 @@ class Towers(nn.Module):
         self.image = nn.Sequential(nn.Linear(6, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
         self.text = nn.Sequential(nn.Linear(5, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
         self.shared = nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, 3)
+        self.head = nn.Linear(WIDTH, 4)
         self.audio = nn.Linear(4, WIDTH)  # which no batch has
 
     def forward(
@@ -135,14 +137,8 @@ def built(name: str) -> nn.Module:
 
 def by_fully_shard(model: nn.Module, name: str, **options: Any) -> Any:
     """`fully_shard` on what the units of a case name, and then on the model."""
-    case = CASES[name]
-    for fqn, module in list(model.named_modules()):
-        for unit in case.units:
-            parts, named = unit.split("."), fqn.split(".")
-            pairs = zip(parts, named, strict=False)
-            if len(parts) == len(named) and all(p in ("*", n) for p, n in pairs):
-                if any(True for _ in module.parameters()):
-                    fxshard.fully_shard(module, **options)
+    for unit in configured_units(model, Config(units=CASES[name].units))[1:]:
+        fxshard.fully_shard(model.get_submodule(unit.fqn), **options)
     return fxshard.fully_shard(model, ranks_may_differ=True, **options)
 
 
@@ -194,7 +190,7 @@ def trained(
                 with count_collectives() as seen:
                     loss = model(**case.batch(rank, number))
                     loss.backward()
-                counts.append([f"{each.kind} {each.nbytes}" for each in seen])
+                counts.append([f"{each.kind} {each.nbytes}" for each in seen.calls])
             expected = reference(**case.batch(rank, number))
             assert_close(loss.detach(), expected.detach(), **(close or {}))
             total = sum(reference(**case.batch(other, number)) for other in range(world_size))
