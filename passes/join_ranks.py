@@ -91,6 +91,7 @@ def needs_of(program: Program) -> Needs:
         kept=frozenset(kept),
         mode=f"{'training' if program.signature.training else 'inference'}, reduces "
         f"{', '.join(sorted(reduces))}",
+        partial=bool(program.partial) or "shards" in reduces,
         own=tuple(f"{tags.get(node).phase} {node.target}" for node in calls),
     )
 

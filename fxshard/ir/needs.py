@@ -28,6 +28,8 @@ class Needs:
         certain: gradients that every loss reaches.
         kept: parameters that stay unsharded from forward to backward.
         mode: what must be equal on all ranks, as text.
+        partial: gradients are reduced over the replicas in a later call, or those of an earlier one
+            are in this one.
         own: the collectives that the model calls itself, as text; must be equal too.
     """
 
@@ -37,6 +39,7 @@ class Needs:
     certain: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
     mode: str = ""
+    partial: bool = False
     own: tuple[str, ...] = ()
 
     @property
@@ -83,6 +86,7 @@ class Needs:
             certain=frozenset(found["certain"]),
             kept=frozenset(found["kept"]),
             mode=found["mode"],
+            partial=bool(found["partial"]),
             own=tuple(found["own"]),
         )
 

@@ -97,6 +97,12 @@ def common(said: Mapping[str, Sequence[int]], places: Mapping[str, int]) -> Need
         "wait for each other: ranks_may_differ completes what fxshard gathers and reduces, not "
         "these. Call them on every way through the model.",
     )
+    if any(each.partial for each in needs.values()):
+        raise RankMismatchError(
+            "ranks take different ways through the model while set_requires_all_reduce(False) "
+            "leaves partial sums of gradients: which of them have one would depend on the rank. "
+            "Accumulate with no_sync or set_requires_gradient_sync(False) instead."
+        )
     return merged(needs.values(), places)
 
 

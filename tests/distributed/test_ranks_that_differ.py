@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fxshard
 from fxshard.errors import ConfigError
@@ -103,6 +104,20 @@ def test_what_ranks_may_not_differ_in_is_refused_on_all(ranks: Any, act: Any) ->
             assert text.startswith("RankMismatchError"), text
             assert re.search(REFUSED[act], text), text
         assert after == "no error"
+
+
+def leaves_partial_sums(rank: int, world_size: int) -> str:
+    names = ("replicate", "shard")
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=names)
+    model: Any = fxshard.fully_shard(Net(), mesh=mesh, ranks_may_differ=True)
+    model.set_requires_all_reduce(False)
+    return told(lambda: model(X, "skips" if rank else ""))
+
+
+def test_partial_sums_of_ranks_that_differ_are_refused(ranks: Any) -> None:
+    for found in ranks(2).run(leaves_partial_sums):
+        assert found.startswith("RankMismatchError: ranks take different ways through the model")
+        assert "Accumulate with no_sync" in found
 
 
 # -- ranks that do something else, or die ----------------------------------------------------------
