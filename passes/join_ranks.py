@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -152,11 +152,11 @@ def follow(program: Program, phase: tags.Phase, events: Sequence[Event]) -> None
         here = [event for event, place in zip(events, at, strict=True) if place == gap]
         before = reads.nodes[gap] if gap < len(reads.nodes) else end
         with program.graph.inserting_before(before):
-            for kind, fqns in together(program, to_mark(here, gap, reads.first, made)):
+            for kind, fqn in to_mark(here, gap, reads.first, made):
                 if kind == "read":
-                    join(program, phase, fqns)
+                    join(program, phase, fqn)
                 else:
-                    bring(program, fqns[0])
+                    bring(program, fqn)
 
 
 def gaps(
@@ -203,27 +203,18 @@ def beginning(program: Program, phase: tags.Phase) -> fx.Node:
     return next(iter(backward), program.output)
 
 
-def together(program: Program, events: Iterable[Event]) -> list[tuple[str, list[str]]]:
-    """Neighbouring reads of one unit as one."""
-    found: list[tuple[str, list[str]]] = []
-    for kind, fqn in events:
-        before = found[-1] if found and kind == found[-1][0] == "read" else None
-        if before and program.params[before[1][0]].unit == program.params[fqn].unit:
-            before[1].append(fqn)
-        else:
-            found.append((kind, [fqn]))
-    return found
+def join(program: Program, phase: tags.Phase, fqn: str) -> None:
+    """Append an operator that reads a parameter and does nothing.
 
-
-def join(program: Program, phase: tags.Phase, fqns: Sequence[str]) -> None:
-    """Append an operator that reads parameters and does nothing."""
-    unit = program.units[program.params[fqns[0]].unit]
-    placeholders = {
-        tags.get(node).fqn: node
+    One for each: where two buckets are first read at one place, their order would be open.
+    """
+    unit = program.units[program.params[fqn].unit]
+    (placeholder,) = (
+        node
         for node in program.graph.find_nodes(op="placeholder")
-        if tags.get(node).role == "param"
-    }
-    node = transfers.node(program.graph, ops.join, ([placeholders[f] for f in fqns],), "join")
+        if tags.get(node).role == "param" and tags.get(node).fqn == fqn
+    )
+    node = transfers.node(program.graph, ops.join, ([placeholder],), "join")
     tags.put(node, tags.Meta(phase, "join", module=unit.fqn, unit=unit.index))
 
 

@@ -3,13 +3,16 @@
 import contextlib
 import copy
 import dataclasses
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Adam
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import fxshard
 from fxshard.config import Config
@@ -113,6 +116,48 @@ def turned(rank: int, step: int) -> dict[str, Any]:
     return {"x": some(rank, step, WIDTH), "order": order}
 
 
+class Mixed(nn.Module):
+    """Tied, shared and bare parameters, norms and a checkpoint, in any order and any number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=i % 2 == 0) for i in range(4))
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.w = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+        self.v = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+        self.head = nn.Linear(WIDTH, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor, way: tuple[int, ...], embeds: bool, heads: bool) -> Tensor:
+        x = self.embed(x) if embeds else F.one_hot(x % WIDTH, WIDTH).float()
+        for k in way:
+            if k < 4:
+                x = x + self.layers[k](x)
+            elif k < 6:
+                x = self.norms[k - 4](x)
+            elif k == 6:
+                x = x @ self.w
+            elif k == 7:
+                x = x @ torch.cat([self.w, self.v])[:WIDTH] + x @ self.v
+            else:
+                x = checkpoint(self.layers[0], x, use_reentrant=False)
+        return (self.head(x) if heads else x).square().mean()
+
+
+def wandering(rank: int, step: int) -> dict[str, Any]:
+    """Any way, and any number of tokens."""
+    rng = random.Random(100 * step + rank)
+    way = tuple(rng.choices(range(9), k=rng.randint(1, 5)))
+    embeds, heads = rng.random() < 0.7, rng.random() < 0.7
+    return {
+        "x": torch.arange(rng.randint(2, 6)),
+        "way": (*way, 0),  # so that something is trained
+        "embeds": embeds,
+        "heads": heads,
+    }
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A model, its units, and the batch of a rank in a step."""
@@ -127,6 +172,7 @@ CASES = {
     "experts": Case(Experts, ["layers.*.*"], tokens),
     "skipped": Case(Layers, ["layers.*"], skipping),
     "turned": Case(Layers, ["layers.*"], turned),
+    "mixed": Case(Mixed, ["layers.*", "norms.*"], wandering),
 }
 
 
