@@ -29,7 +29,8 @@ class JoinRanks:
     - a parameter that another rank reads first, or alone, is read here at its place in the common
       order, by an operator that does nothing: it is gathered there, and freed after its last use;
     - a gradient that this rank does not have is zeros;
-    - one that it has before its place in the common order goes through a view at that place.
+    - one that it has before its place in the common order goes through a view at that place; through
+      a cast, where other ranks add it to a sum of earlier calls, in the dtype of the reduction.
 
     So the passes that follow see the same parameters and gradients, in the same order, on all
     ranks, and make the same collectives of them.
@@ -88,6 +89,7 @@ def needs_of(program: Program) -> Needs:
         ends=tuple(ends),
         backward=tuple(event for *_, event in events),
         certain=frozenset(made - program.reached.keys()),
+        sums=frozenset(program.accumulated & grads.keys()),
         kept=frozenset(kept),
         mode=f"{'training' if program.signature.training else 'inference'}, reduces "
         f"{', '.join(sorted(reduces))}",
@@ -145,6 +147,12 @@ def follow(program: Program, phase: tags.Phase, events: Sequence[Event]) -> None
     reads = Reads(program, phase)
     grads = gradients(program) if phase == "backward" else {}
     made = {f: made_at(program, grads, reads.order, f) for f, n in grads.items() if n is not None}
+    own = {
+        fqn
+        for fqn, node in grads.items()
+        if node is not None
+        and (not lifted(program, fqn) or node.meta["val"].dtype is sent_as(program, fqn))
+    }
     at = gaps(events, reads.first, made, len(reads.nodes))
     last = reads.nodes[-1] if reads.nodes else None
     end = last.next if last is not None else beginning(program, phase)
@@ -152,7 +160,7 @@ def follow(program: Program, phase: tags.Phase, events: Sequence[Event]) -> None
         here = [event for event, place in zip(events, at, strict=True) if place == gap]
         before = reads.nodes[gap] if gap < len(reads.nodes) else end
         with program.graph.inserting_before(before):
-            for kind, fqn in to_mark(here, gap, reads.first, made):
+            for kind, fqn in to_mark(here, gap, reads.first, made, own):
                 if kind == "read":
                     join(program, phase, fqn)
                 else:
@@ -183,16 +191,16 @@ def gaps(
 
 
 def to_mark(
-    here: Sequence[Event], gap: int, first: dict[str, int], made: dict[str, int]
+    here: Sequence[Event], gap: int, first: dict[str, int], made: dict[str, int], own: set[str]
 ) -> Sequence[Event]:
     """Those of the events between two operators that these do not bring about in this order.
 
     A gradient that the operator before makes is the first by itself, and a parameter that the one
-    after reads is the last.
+    after reads is the last. `own` are gradients of the dtype that they need.
     """
     if here and here[-1][0] == "read" and first.get(here[-1][1]) == gap:
         here = here[:-1]
-    if here and here[0][0] == "grad" and made.get(here[0][1]) == gap - 1:
+    if here and here[0][0] == "grad" and made.get(here[0][1]) == gap - 1 and here[0][1] in own:
         here = here[1:]
     return here
 
@@ -218,27 +226,40 @@ def join(program: Program, phase: tags.Phase, fqn: str) -> None:
     tags.put(node, tags.Meta(phase, "join", module=unit.fqn, unit=unit.index))
 
 
-def bring(program: Program, fqn: str) -> None:
-    """Append the gradient of a parameter: a view of it, or zeros if this rank has none."""
+def lifted(program: Program, fqn: str) -> bool:
+    """True if other ranks add a sum of earlier calls to this gradient, and this rank has none."""
+    return program.common is not None and fqn in program.common.sums - program.accumulated
+
+
+def sent_as(program: Program, fqn: str) -> torch.dtype:
+    """The dtype of the zeros in the place of a gradient, or to which it is cast, if `lifted`."""
     param = program.params[fqn]
+    precision = program.units[param.unit].precision
+    dtype = param.compute_dtype
+    return precision.reduces_in(dtype) if lifted(program, fqn) else dtype
+
+
+def bring(program: Program, fqn: str) -> None:
+    """Append the gradient of a parameter: a view or a cast of it, or zeros if there is none."""
+    param, dtype = program.params[fqn], sent_as(program, fqn)
     unit = program.units[param.unit]
     names = [result.name if result.kind == "grad" else "" for result in program.results]
     values = program.values
     shape = list(param.shape)
     if fqn in names:
         value = values[names.index(fqn)]
-        node = program.graph.call_function(aten.view.default, (value, shape))
         tag = tags.changed(tags.get(value), phase="backward", role="compute", fqn=None)
+        if lifted(program, fqn) and value.meta["val"].dtype is not dtype:
+            args: tuple[Any, ...] = (value,)
+            node = program.graph.call_function(aten._to_copy.default, args, {"dtype": dtype})
+        else:
+            node = program.graph.call_function(aten.view.default, (value, shape))
         values[names.index(fqn)] = tags.put(node, tag, program.refake(node))
     else:
-        options: dict[str, Any] = {
-            "dtype": param.compute_dtype,
-            "device": program.device,
-            "pin_memory": False,
-        }
+        options: dict[str, Any] = {"dtype": dtype, "device": program.device, "pin_memory": False}
         node = program.graph.call_function(aten.full.default, (shape, 0.0), options)
         tag = tags.Meta("backward", "compute", module=unit.fqn, unit=unit.index)
-        val = program.fake(param.shape, param.compute_dtype, program.device)
+        val = program.fake(param.shape, dtype, program.device)
         values.append(tags.put(node, tag, val))
         program.results.append(Result("grad", fqn))
     program.values = values

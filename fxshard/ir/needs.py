@@ -26,6 +26,7 @@ class Needs:
         backward: ``(kind, FQN)`` in order: "read" is the first use of a parameter in backward,
             "grad" a gradient that is made, or was accumulated, and is to be reduced.
         certain: gradients that every loss reaches.
+        sums: those to which sums of earlier calls are added, in the dtype of the reduction.
         kept: parameters that stay unsharded from forward to backward.
         mode: what must be equal on all ranks, as text.
         partial: gradients are reduced over the replicas in a later call, or those of an earlier one
@@ -37,6 +38,7 @@ class Needs:
     ends: tuple[int, ...] = ()
     backward: tuple[tuple[str, str], ...] = ()
     certain: frozenset[str] = frozenset()
+    sums: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
     mode: str = ""
     partial: bool = False
@@ -84,6 +86,7 @@ class Needs:
             ends=tuple(found["ends"]),
             backward=tuple((str(kind), str(fqn)) for kind, fqn in found["backward"]),
             certain=frozenset(found["certain"]),
+            sums=frozenset(found["sums"]),
             kept=frozenset(found["kept"]),
             mode=found["mode"],
             partial=bool(found["partial"]),
@@ -110,6 +113,7 @@ def merged(needs: Iterable[Needs], places: Mapping[str, int]) -> Needs:
         ends=tuple(_ends(every, forward)),
         backward=tuple(_interleaved(every, reads, grads)),
         certain=frozenset().union(*(each.certain for each in every)),
+        sums=frozenset().union(*(each.sums for each in every)),
         kept=frozenset().union(*(each.kept for each in every)),
     )
 
