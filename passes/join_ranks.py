@@ -29,8 +29,8 @@ class JoinRanks:
     - a parameter that another rank reads first, or alone, is read here at its place in the common
       order, by an operator that does nothing: it is gathered there, and freed after its last use;
     - a gradient that this rank does not have is zeros;
-    - one that it has before its place in the common order goes through a view at that place; through
-      a cast, where other ranks add it to a sum of earlier calls, in the dtype of the reduction.
+    - one that it has before its place in the common order goes through a view at that place; or
+      through a cast, where other ranks add it to a sum of earlier calls in the dtype of reductions.
 
     So the passes that follow see the same parameters and gradients, in the same order, on all
     ranks, and make the same collectives of them.
