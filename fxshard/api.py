@@ -46,6 +46,7 @@ from fxshard.runtime.runtime import Runtime
 from fxshard.runtime.sharding import Sharding, Slot
 from fxshard.runtime.taken_over import require_unsharded, taken_over
 from fxshard.runtime.unit_calls import UnitCall, options_of, outermost
+from fxshard.runtime.variants import Traced
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.in_process import InProcessWorld
 from fxshard.runtime.world.mesh import world_for
@@ -219,14 +220,15 @@ def _compiled(
                 device=_device_of(world),
                 symbols=shapes.named(config.dynamic or {}, module, *call),
             )
-        world.agree(agreement(program), "the model or the batch structure")
+        if not config.ranks_may_differ:
+            world.agree(agreement(program), "the model or the batch structure")
     before = dict(module.named_parameters())
     say("sharding")
     with unchanged_on_error(module):
         compiled = sharded(sharding)
         if program is not None:
             compiled._fxshard.attributes.reads = reads
-            compiled._fxshard.add(*call, program)
+            compiled._fxshard.add(*call, Traced(program))
     slots = compiled._fxshard.slots.items()
     replaced.mark({fqn: before[fqn] for fqn, slot in slots if slot.tensor is not before[fqn]})
     return compiled
@@ -263,6 +265,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
+    ranks_may_differ: bool = False,
 ) -> Any:
     """Shard `module` in place, called as `torch.distributed.fsdp.fully_shard` is.
 
@@ -291,6 +294,8 @@ def fully_shard(
             the CPU; the same in all calls.
         ignored_params: parameters that stay unsharded and are never communicated.
         dp_mesh_dims: not supported.
+        ranks_may_differ: FSDP2 has it not: batches of ranks may take different ways through the
+            model, as the option of `compile` of that name says. On any of the calls.
 
     Returns:
         `module`.
@@ -312,7 +317,9 @@ def fully_shard(
         "offload_policy": offload_policy,
         "ignored_params": ignored_params,
         "dp_mesh_dims": dp_mesh_dims,
+        "ranks_may_differ": ranks_may_differ,
     }
+    check_flag("ranks_may_differ", ranks_may_differ)
     listed = isinstance(module, (list, tuple))
     modules = outermost(module) if listed else [module]
     call = UnitCall.of(modules, **options)

@@ -72,7 +72,10 @@ BACKENDS = ("eager", "inductor")
 PREFETCHES = ("pre", "post")
 REDUCE_OPS = ("avg", "sum", "max", "min")
 DEVICES = (None, "cuda")
-FLAGS = ("full_precision_in_eval", "sync_module_states", "optimizer_in_backward")
+FLAGS = (
+    *("full_precision_in_eval", "sync_module_states", "optimizer_in_backward"),
+    "ranks_may_differ",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,6 +348,13 @@ class Options(TypedDict, total=False):
     ``backend="inductor"``, none: each size is compiled for.
     """
 
+    ranks_may_differ: bool
+    """The batches of ranks may take different ways through the model (a modality that one rank's
+    batch lacks, an expert without tokens, a skipped layer). In each call ranks tell each other what
+    they need before the first collective, and each takes part in what any of them needs; a gradient
+    that a rank does not have counts as zeros. Without it such calls are refused.
+    """
+
     max_variants: int
     """How many programs a model may get, for calls that no earlier one serves."""
 
@@ -404,6 +414,7 @@ class Config:
     optimizer: Callable[..., Optimizer] | Optimizer | None = None
     optimizer_in_backward: bool = False
     dynamic: Mapping[Any, Any] | Literal[False] | None = None
+    ranks_may_differ: bool = False
     max_variants: int = 16
     device: Literal["cuda"] | torch.device | None = None
     memory_budget: int | str | None = None
@@ -455,6 +466,7 @@ class Config:
         if self.optimizer_in_backward and optimizer is None:
             raise ConfigError("optimizer_in_backward=True needs an optimizer=... to run.")
         self._check_reshard()
+        self._check_differing()
         self._check_checkpoint()
         if self.memory_budget is not None:
             object.__setattr__(self, "memory_budget", parse_budget(self.memory_budget))
@@ -621,6 +633,22 @@ class Config:
             raise ConfigError(
                 f"min_bucket_bytes={least} is more than max_bucket_bytes={most}: no bucket is both."
             )
+
+    def _check_differing(self) -> None:
+        """Ranks that differ have one order of collectives: what moves it by rank is refused."""
+        if not self.ranks_may_differ:
+            return
+        for name, legal, why in (
+            ("reduce_op", ("avg", "sum"), "a rank without a gradient counts as zeros"),
+            ("max_inflight", (None,), "launches would wait for what one rank alone computes"),
+            ("forward_prefetch", (), "launches would wait for what one rank alone computes"),
+            ("backward_prefetch", (), "launches would wait for what one rank alone computes"),
+        ):
+            value = getattr(self, name)
+            if (value not in legal) if legal else value == "post":
+                raise ConfigError(
+                    f"{name}={value!r} with ranks_may_differ=True: {why}. Leave one of the two out."
+                )
 
     def _check_reshard(self) -> None:
         value = self.reshard_after_forward

@@ -31,6 +31,7 @@ from fxshard.errors import CaptureError, ConfigError, FxshardError, PassError, V
 from fxshard.host import collector, files, progress
 from fxshard.ir import dump, tags
 from fxshard.ir.domain import Sizes, Symbols
+from fxshard.ir.needs import Needs
 from fxshard.ir.program import Fact, Program
 from fxshard.ir.units import (
     Unit,
@@ -50,6 +51,7 @@ from fxshard.passes.insert_free import InsertFree
 from fxshard.passes.insert_reduce import InsertReduce
 from fxshard.passes.insert_step import InsertStep
 from fxshard.passes.insert_unshard import InsertUnshard
+from fxshard.passes.join_ranks import JoinRanks
 from fxshard.passes.outline_regions import OutlineRegions
 from fxshard.passes.prefetch import Prefetch
 from fxshard.passes.reinplace import Reinplace
@@ -89,7 +91,8 @@ STEM = ("canonicalize", "assign-units", "assign-checkpoints", "checkpoint")
 # The default pipeline in order; those in brackets depend on options, or may be left out.
 ORDER = (
     *STEM,
-    *("(bucket)", "insert-unshard", "insert-reduce", "(prefetch)", "(insert-step)", "(reinplace)"),
+    *("(join-ranks)", "(bucket)", "insert-unshard", "insert-reduce", "(prefetch)"),
+    *("(insert-step)", "(reinplace)"),
     *("insert-free", "annotate-streams", "outline-regions", "(compile-regions)"),
 )
 
@@ -117,6 +120,7 @@ def default_passes(config: Config | None = None, /, **options: Unpack[Options]) 
         AssignUnits(),
         AssignCheckpoints(),
         Checkpoint(),
+        *([JoinRanks()] if config.ranks_may_differ else []),
         Bucket(
             parse_bytes(config.max_bucket_bytes) if config.max_bucket_bytes is not None else None,
             parse_bytes(config.min_bucket_bytes) if config.min_bucket_bytes is not None else None,
@@ -271,6 +275,7 @@ def make_program(
     every_tangent: bool = False,
     tangents: tuple[int, ...] | None = None,
     stems: dict[Any, Program] | None = None,
+    common: Needs | None = None,
 ) -> Program:
     """Capture one call and run the passes over it.
 
@@ -293,6 +298,7 @@ def make_program(
         every_tangent, tangents: see `trace.capture`.
         stems: earlier programs of this model after `STEM`, which depend on no ranks and no
             sharding: one that serves is reused.
+        common: what all ranks gather and reduce in this call; None: the same as this one.
     """
     check_reshard(units, world)
     if config.full_precision_in_eval and not model.training:
@@ -349,6 +355,7 @@ def make_program(
         program.replicas, program.sync = replicas, sync
         program.accumulated, program.partial = frozenset(accumulated), frozenset(partial)
         program.kept, program.comm_hook = frozenset(kept), comm_hook
+        program.common = common
         program.offloaded = config.offload is not None
         program.optimizer_in_backward = config.optimizer_in_backward
         program.compiled = config.backend == "inductor"

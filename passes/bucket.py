@@ -115,7 +115,12 @@ def gathered_bytes(program: Program, fqn: str) -> int:
 
 
 def uses_in_forward(program: Program) -> dict[str, tuple[int, int]]:
-    """Per parameter that forward reads: places of its first and its last reader in the graph."""
+    """Per parameter that forward reads: places of its first and its last reader in the graph.
+
+    Where ranks differ, those on any of them: buckets are the same on all ranks.
+    """
+    if program.common is not None:
+        return program.common.uses
     order = {node: i for i, node in enumerate(program.graph.nodes)}
     found: dict[str, tuple[int, int]] = {}
     for node in program.graph.find_nodes(op="placeholder"):

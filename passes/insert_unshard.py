@@ -159,7 +159,9 @@ def add_shard(program: Program, param: Param, placeholder: fx.Node) -> fx.Node:
 
 
 def first_nodes(program: Program) -> dict[tuple[tags.Phase, int | None], fx.Node]:
-    """First operator of each unit in each phase."""
+    """First operator of each unit in each phase; where ranks differ, those are others elsewhere."""
+    if program.common is not None:
+        return {}
     found: dict[tuple[tags.Phase, int | None], fx.Node] = {}
     for node in program.graph.nodes:
         if node.op == "call_function":

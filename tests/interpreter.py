@@ -422,7 +422,7 @@ class Machine:
 
 def is_quiet(node: fx.Node) -> bool:
     """True for what runs no kernel on the compute stream."""
-    return ops.of(node).asynchronous or node.target in (ops.wait, ops.free)
+    return ops.of(node).asynchronous or node.target in (ops.wait, ops.free, ops.join)
 
 
 def is_view(node: fx.Node) -> bool:
@@ -561,6 +561,10 @@ def free(machine: Machine, node: fx.Node) -> None:
             machine.gone.append(value.new_empty(0).set_(value.untyped_storage()))
 
 
+def join(machine: Machine, node: fx.Node) -> None:
+    """Nothing is read: other ranks do that."""
+
+
 def step(machine: Machine, node: fx.Node) -> None:
     """The optimizer: what it takes is noted, and the shards are others from here on."""
     grads, (_, shards, fqns) = machine.operands(node), node.args
@@ -583,5 +587,6 @@ OPERATORS = {
     ops.reshard: reshard,
     ops.wait: wait,
     ops.free: free,
+    ops.join: join,
     ops.step: step,
 }

@@ -29,7 +29,7 @@ PLAIN = [
         "forward_prefetch",
     ),
     *("backward_prefetch", "max_inflight", "optimizer_in_backward", "compiled", "calls"),
-    *("checkpoints", "closed", "reached"),
+    *("checkpoints", "closed", "reached", "needs", "common"),
 ]
 
 

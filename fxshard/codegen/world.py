@@ -94,6 +94,9 @@ class World(Protocol):
     def record_event(self, stream: str, event: str) -> None:
         """`event` comes after all that `stream` was given so far."""
 
+    def join(self, params: list[Tensor]) -> None:
+        """Nothing: other ranks read these unsharded parameters here."""
+
     def free(self, tensors: list[Tensor]) -> None:
         """Give the storages of `tensors` back now."""
 

@@ -262,7 +262,7 @@ def _both(first: Row, row: Row) -> Row | None:
     stood = tuple(map(sum, zip(first.exposed, row.exposed, strict=True)))
     change: dict[str, Any] = {"exposed": stood}
     match first.operation.rpartition(" ")[2], row.operation:
-        case "compute" | "unpack" | "post-gather" | "wait" | "step", "free":
+        case "compute" | "unpack" | "post-gather" | "wait" | "step" | "join", "free":
             change |= {"freed": first.freed + row.bytes, "live": row.live}
             return dataclasses.replace(first, **change)
         case "compute", "compute" if not row.waits:
@@ -293,7 +293,8 @@ def _row(program: Program, phase: str, node: fx.Node) -> Row:
         makes = spec.role in ("unshard", "unpack", "reshard")  # their results are what counts
         sources = list(node.users) if makes else tags.operands(node)
         values = [t for source in sources for t in tags.tensors(source.meta["val"])]
-        size = sum(t.untyped_storage().nbytes() for t in values)
+        moves = operation != "join"
+        size = sum(t.untyped_storage().nbytes() for t in values) if moves else 0
         what = f"{len(values)} tensor{'s' * (len(values) != 1)}"
         if operation in ("wait", "free"):
             roles = {tags.get(source).role for source in sources}

@@ -9,7 +9,7 @@ parentheses come from a table, and classes from modules that this process has im
     tensor  = DTYPE "[" sizes "]" [ "{" option { " " option } "}" ] "@" STORAGE [ ":" BYTES ]
     option  = "stride=" sizes | "offset=" INT | "device=" DEVICE | "grad"
     word    = "device" | "slice" | "range" | "complex" | "size" | "set" | "class" | "tree" | "leaf"
-            | "Precision" | "OpenTensor" | a function of sympy, or of torch's sizes
+            | "Precision" | "OpenTensor" | "Needs" | a function of sympy, or of torch's sizes
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from fxshard._torch.fake_tensors import FakeTensor, FakeTensorMode
 from fxshard.config import Precision
 from fxshard.ir import dump
 from fxshard.ir.domain import OpenTensor
+from fxshard.ir.needs import Needs
 
 
 class NoText(Exception):
@@ -129,7 +130,7 @@ class Writer:
                 return "leaf()"
             parts = (value.type, value.context, list(value.children()))
             return f"tree({', '.join(map(self.value, parts))})"
-        if kind in (Precision, OpenTensor):
+        if kind in (Precision, OpenTensor, Needs):
             return f"{kind.__name__}({self.fields(value, ', ')})"
         if isinstance(value, type) or value is collections.namedtuple:
             name = f"{value.__module__}:{value.__qualname__}"
@@ -492,5 +493,6 @@ _WORDS: dict[str, Callable[..., Any]] = {
     "tree": trees.spec_of,
     "leaf": lambda: trees.LEAF,
     "Precision": Precision,
+    "Needs": Needs,
     "OpenTensor": _open_tensor,
 }

@@ -423,6 +423,8 @@ kept = define(
         over="nothing",
     )
 )
+# Other ranks read these unsharded parameters, so that this one gathers them too: it does nothing.
+join = define(OpSpec("join(Tensor[] params) -> ()", role="join", over="nothing"))
 # The optimizer steps shards in place, with the sharded gradients of `params`. Worlds do not have
 # it: the caller binds it (`fxshard.codegen.emit.Executor.bind`).
 step = define(OpSpec("step(Tensor[] grads, Tensor(a!)[] shards, str[] params) -> ()", role="step"))

@@ -56,6 +56,7 @@ from fxshard.ir import ops, tags
 from fxshard.ir.calls import Call
 from fxshard.ir.domain import Domain
 from fxshard.ir.layout import ParamLayout, layouts
+from fxshard.ir.needs import Needs
 from fxshard.ir.schedule import Schedule
 from fxshard.ir.units import Param, Reductions, Unit
 
@@ -85,6 +86,7 @@ class Fact(enum.Enum):
         "at most max_inflight are unsharded"
     )
     STREAMS_ORDERED = "every read across streams is ordered by an event"
+    JOINED = "what any rank needs is gathered and reduced, in the order that ranks agreed on"
     OUTLINED = "the schedule runs the nodes of the graph as they are tagged, each once, in order"
 
 
@@ -197,6 +199,8 @@ class Program:
         closed: why the sizes that were to be open are not; "" if they are.
         reached: of each gradient that not all of the tangents reach, by result name: the flat
             output indices of those that do. Where none of them arrives, eager has no gradient.
+        needs: where ranks may differ, what this rank gathers and reduces by itself.
+        common: what all ranks gather and reduce, if that differs; None: all need the same.
     """
 
     graph: fx.Graph
@@ -229,6 +233,8 @@ class Program:
     schedule: Schedule | None = None
     closed: str = ""
     reached: dict[str, frozenset[int]] = dataclasses.field(default_factory=dict)
+    needs: Needs | None = None
+    common: Needs | None = None
     _params: tuple[Any, dict[str, Param]] | None = dataclasses.field(
         default=None, init=False, repr=False, compare=False
     )

@@ -37,6 +37,7 @@ Role = Literal[
     "post_reduction",  # operator on a sharded gradient after its reduction: division, cast
     "wait",
     "free",
+    "join",  # reads a parameter that other ranks read, and does nothing
     "step",  # the optimizer's, of a unit
     "output",
 ]

@@ -64,7 +64,7 @@ VERSION = 1
 _FLAGS = (
     *("replicas", "sync", "accumulated", "partial", "kept", "comm_hook", "offloaded", "gradients"),
     *("given", "forward_prefetch", "backward_prefetch", "max_inflight", "optimizer_in_backward"),
-    *("compiled", "checkpoints", "closed", "reached"),
+    *("compiled", "checkpoints", "closed", "reached", "needs", "common"),
 )
 # Functions of Python and of torch that compute sizes, by their names in the text.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -26,21 +26,24 @@ from fxshard.errors import FxshardError, StepError
 from fxshard.host.progress import task
 from fxshard.ir import transfers
 from fxshard.ir.domain import Symbols
+from fxshard.ir.needs import Needs
 from fxshard.ir.program import Program
 from fxshard.memory.optimizer import make_optimizer
 from fxshard.plans.plan import Plan
 from fxshard.plans.workload import Workload, without_data
-from fxshard.runtime import state, transformed
+from fxshard.runtime import differing, state, transformed
 from fxshard.runtime.other_outputs import in_a_thread, next_starts, trained
 from fxshard.runtime.sharding import Sharding
 from fxshard.runtime.step import Call, Phases, Step, differentiated
 from fxshard.runtime.unit_calls import UnitCall
 from fxshard.runtime.variants import (
     KEPT,
+    RANKS,
     SETTINGS,
     STARTS,
     SUMS,
     Kind,
+    Traced,
     Variant,
     reason_for,
     symbols_for,
@@ -79,6 +82,8 @@ class Runtime(Phases):
         self._warned: set[int] = set()
         self._starts: dict[Kind, list[tuple[int, ...]]] = {}  # see `starting`
         self._agreed: dict[str, list[str]] = {}  # what all ranks have agreed on, by its digest
+        if self.config.ranks_may_differ:
+            differing.require_plain(self.units)
         if self.config.optimizer_in_backward:
             self.optimizer()  # refuses what cannot step shards before anything is traced
 
@@ -167,17 +172,63 @@ class Runtime(Phases):
                     self.attributes = Attributes()
             kind = self.kind(args, kwargs)
             found = self._serving(kind)
-            program = found.program if found else self._traced(args, kwargs, kind)
-            if program.signature.training:
-                self._require_stepped_here(program)
+            traced = found.traced if found else self._traced(args, kwargs, kind)
+            if traced.program.signature.training:
+                self._require_stepped_here(traced.program)
+            if self.config.ranks_may_differ:
+                differing.require_noted(traced.program)
         except FxshardError as error:
             self.refuse_alike(error)
             raise
-        if found is None:
-            self.agree(program)
-            found = self.add(args, kwargs, program)
+        if self.config.ranks_may_differ:
+            found = self._joined(args, kwargs, found or self.add(args, kwargs, traced))
+        elif found is None:
+            self.agree(traced.program)
+            found = self.add(args, kwargs, traced)
         self.runs(found)
         return found
+
+    def _joined(self, args: tuple[Any, ...], kwargs: dict[str, Any], mine: Variant) -> Variant:
+        """`mine`, or its program completed with what other ranks need in this call.
+
+        Raises:
+            RankMismatchError: on all ranks, if ranks differ in more than they may.
+        """
+        said = self.world.exchange(mine.stated, differing.WHAT)
+        places = {param.fqn: param.position for unit in self.units for param in unit.params}
+        common = differing.common(said, places)
+        if common is None:
+            self._note_agreed(mine.program)
+            return mine
+        kind = self.kind(args, kwargs).having(RANKS, common.digest)
+        found = self._serving(kind)
+        if found is None:
+            program = self._completed(args, kwargs, kind, mine.traced, common)
+            self.agree(program)
+            found = self.add(args, kwargs, Traced(program), ranks=common.digest)
+        return found
+
+    def _completed(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        kind: Kind,
+        traced: Traced,
+        common: Needs,
+    ) -> Program:
+        """What was traced, completed. Of the programs that were, the oldest is dropped where there
+        are as many as ``max_variants``: it can be made again, without a trace.
+        """
+        others = [each for each in self.variants if each[RANKS] is not None]
+        if len(others) >= self.config.max_variants:
+            del self.variants[others[0]]
+        start = time.perf_counter()
+        program = self.rewritten(
+            args, kwargs, traced.symbols, kind[STARTS], traced.captures, common
+        )
+        took = f"{time.perf_counter() - start:.1f} s, {len(program.graph.nodes)} nodes"
+        notice(f"program {len(self.variants) + 1} ({RANKS} is new): {took}")
+        return program
 
     def starting(self, call: Call, given: Given, arrived: tuple[int, ...]) -> Variant:
         """The program of a call that has run, for a backward from other outputs.
@@ -197,16 +248,18 @@ class Runtime(Phases):
             try:
                 kind = self._starting(call, given, arrived)
                 found = self._serving(kind)
+                if self.config.ranks_may_differ:
+                    raise differing.elsewhere(call.variant.program, arrived)
                 trace = functools.partial(self._traced, *given, kind)
-                program = found.program if found else in_a_thread(trace, as_called)
+                traced = found.traced if found else in_a_thread(trace, as_called)
             except FxshardError as error:
                 self.refuse_alike(error)
                 raise
-            lines = agreement(program)
+            lines = agreement(traced.program)
             self.world.agree(lines, "which outputs a loss is made of", [*self._agreed.values()])
             # After the trace, which may have noted more of what kinds depend on.
             self._starts.setdefault(self.kind(*given).bare(), []).append(kind[STARTS])
-            return found or self.add(*given, program)
+            return found or self.add(*given, traced)
 
     def start_at(self, given: Given, tangents: tuple[int, ...] | None) -> None:
         """Let calls of this kind start backward from these outputs, as their loss is known."""
@@ -266,6 +319,9 @@ class Runtime(Phases):
         Raises:
             RankMismatchError: on all ranks, if some do not.
         """
+        if self.config.ranks_may_differ:
+            differing.common(self.world.exchange(differing.refusing(error), differing.WHAT), {})
+            return
         reason = str(error).partition("\n")[0]
         reason = re.sub(r"\d+", "N", reason)  # sizes may differ from rank to rank
         lines = [f"refused: {type(error).__name__}: {reason}"]
@@ -284,14 +340,18 @@ class Runtime(Phases):
             self.world.agree(lines, what, list(self._agreed.values()))
         self._agreed[digest(lines)] = lines
 
-    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Kind) -> Program:
+    def _note_agreed(self, program: Program) -> None:
+        lines = agreement(program)
+        self._agreed[digest(lines)] = lines
+
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Kind) -> Traced:
         """Trace a program for a kind of call that no other serves; log why and the time taken."""
         reason = reason_for(kind, self.variants.values())
-        if len(self.variants) >= self.config.max_variants:
+        if self._ways() >= self.config.max_variants:
             self._forget_settings(kind)
-        if len(self.variants) >= self.config.max_variants:
+        if self._ways() >= self.config.max_variants:
             raise StepError(
-                f"this call needs one more program: {reason}. There are {len(self.variants)} "
+                f"this call needs one more program: {reason}. There are {self._ways()} "
                 f"already, as many as max_variants={self.config.max_variants} allows:\n"
                 f"{_listed(self.variants)}\n"
                 f"Pad inputs to a few sizes, name the sizes that vary (dynamic=...), pass numbers "
@@ -305,11 +365,16 @@ class Runtime(Phases):
         start = time.perf_counter()
         shown = task(f"capturing {type(self.model).__name__}", shown=self.progress)
         with shown, attributes.noted(self.attributes.reads):
-            program = self.rewritten(args, kwargs, symbols, kind[STARTS])
+            captures: dict[Any, Program] = {}
+            program = self.rewritten(args, kwargs, symbols, kind[STARTS], captures)
         took = f"{time.perf_counter() - start:.1f} s, {len(program.graph.nodes)} nodes"
         domain = f"; {program.domain.text}" if program.domain is not None else ""
         notice(f"program {len(self.variants) + 1} ({reason}): {took}{domain}")
-        return program
+        return Traced(program, symbols, captures if self.config.ranks_may_differ else {})
+
+    def _ways(self) -> int:
+        """How many programs there are, without those that were completed for other ranks."""
+        return sum(each[RANKS] is None for each in self.variants)
 
     def _forget_settings(self, kind: Kind) -> None:
         """Drop the programs of the settings that were traced first, but for those of now."""
@@ -321,15 +386,25 @@ class Runtime(Phases):
                 if known[SETTINGS] == oldest:
                     del self.variants[known]
 
-    def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program) -> Variant:
-        """Let `program`, which all ranks agree on, serve this kind of call."""
+    def add(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        traced: Traced,
+        ranks: str | None = None,
+    ) -> Variant:
+        """Let a program serve this kind of call; all ranks agree on it, unless they may differ.
+
+        Args:
+            ranks: the digest of what they need, if it was completed for other ranks.
+        """
         self._warn_of_hooks()
-        kind = self.kind(args, kwargs)
-        self.variants[kind] = found = self.made(
-            kind, program, self.model, (args, kwargs), self.config
-        )
-        lines = agreement(program)
-        self._agreed[digest(lines)] = lines
+        kind = self.kind(args, kwargs).having(RANKS, ranks)
+        found = self.made(kind, traced.program, self.model, (args, kwargs), self.config)
+        found.traced = traced
+        self.variants[kind] = found
+        if not self.config.ranks_may_differ:
+            self._note_agreed(traced.program)
         return found
 
     def executor_of(self, program: Program) -> Executor:
@@ -345,7 +420,8 @@ class Runtime(Phases):
         world = self.world
         ranks = (world.replicas, world.size) if config.hybrid else world.replicas * world.size
         work = Workload(model, without_data(call), ranks, config, tangents=kind[STARTS])
-        return Variant(kind, Plan([program], work), self.executor_of(program))
+        plan = Plan([program], work)
+        return Variant(kind, plan, self.executor_of(program), Traced(program))
 
     @property
     def plan(self) -> Plan:
@@ -372,11 +448,14 @@ class Runtime(Phases):
         kwargs: dict[str, Any],
         symbols: Symbols,
         starts: tuple[int, ...] | None,
+        captures: dict[Any, Program],
+        common: Needs | None = None,
     ) -> Program:
         """Capture the call `model(*args, **kwargs)` and run the passes.
 
         Args:
             starts: the outputs that backward starts from; None: as `trace.capture` chooses.
+            captures, common: see `pipeline.make_program`.
         """
         units = tuple(
             dataclasses.replace(
@@ -402,6 +481,8 @@ class Runtime(Phases):
             device=torch.device(self.device) if isinstance(self.world, C10dWorld) else None,
             symbols=symbols,
             tangents=starts,
+            captures=captures,
+            common=common,
         )
 
     def kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
@@ -427,6 +508,7 @@ class Runtime(Phases):
                 if (buffer := module._buffers[key]) is not None
             ),
             STARTS: None,
+            RANKS: None,
             SUMS: (self.sync, self.waiting(), self.partly_reduced()) if grad else (True, (), ()),
             KEPT: self.unsharded_now(),
             SETTINGS: self.settings(),

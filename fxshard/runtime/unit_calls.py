@@ -37,6 +37,7 @@ class UnitCall:
     offload_policy: OffloadPolicy
     ignored_params: tuple[nn.Parameter, ...]
     shard_placement_fn: Callable[[nn.Parameter], Any] | None
+    ranks_may_differ: bool = False
     placements: Mapping[str, Shard] = dataclasses.field(default_factory=dict)
     together: object = dataclasses.field(default_factory=object, compare=False, repr=False)
 
@@ -140,5 +141,6 @@ def options_of(calls: Mapping[str, UnitCall], mesh: DeviceMesh | None) -> Option
         },
         "mixed_precision": {fqn: call.mp_policy for fqn, call in by_glob.items()},
         "offload": root.offload_policy,
+        "ranks_may_differ": any(call.ranks_may_differ for call in calls.values()),
         "param_init_fn": leave_empty,
     }

@@ -253,8 +253,9 @@ class UnitMethods(nn.Module):
         check_flag("reduce_scatter_unused_params", reduce_scatter_unused_params)
         if reduce_scatter_unused_params:
             raise ConfigError(
-                "set_reduce_scatter_unused_params(True): all ranks use the same parameters here. "
-                "Add 0 * module(x) on the ranks that skip a module."
+                "set_reduce_scatter_unused_params(True): give fully_shard (or fxshard.compile) "
+                "ranks_may_differ=True instead: ranks that skip a module take part in what the "
+                "others gather and reduce, and a parameter that no rank uses has no gradient."
             )
 
     def unshard(self, async_op: bool = False) -> Any:
@@ -351,6 +352,8 @@ def _require_keepable(runtime: Runtime, unit: Unit) -> None:
         what += "would be old"
     elif runtime.config.max_inflight is not None:
         what = "max_inflight: what stays unsharded would count in it"
+    elif runtime.config.ranks_may_differ:
+        what = "ranks_may_differ=True: ranks would keep what each of them has used"
     elif not isinstance(unit.reshard, bool):
         what = f"reshard_after_forward={unit.reshard}, a smaller group: give True or False"
     elif any(param.extension is not None for param in unit.params):

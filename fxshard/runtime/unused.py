@@ -54,11 +54,7 @@ class Reach:
         made = program.gradients or frozenset()
         kept = {fqn for fqn in program.params if program.reduces(fqn) != "all"}
         self._accumulated |= (made - here) & kept
-        doubtful = [
-            fqn
-            for fqn in sorted(program.params.keys() - kept)
-            if fqn in program.reached or (fqn in program.accumulated and fqn not in made)
-        ]
+        doubtful = [fqn for fqn in sorted(_doubtful(program, made)) if fqn not in kept]
         used = self._accumulated | (made - here)
         self._anywhere = frozenset
         if doubtful:
@@ -73,6 +69,15 @@ class Reach:
         Call it on all ranks, after the first reduction.
         """
         return self._anywhere()
+
+
+def _doubtful(program: Program, made: frozenset[str]) -> frozenset[str]:
+    """FQNs of the gradients that may be reached on no rank; the same on all ranks."""
+    needs = program.common or program.needs
+    if needs is not None:
+        return frozenset(needs.grads) - needs.certain
+    sums = program.accumulated - made
+    return frozenset(fqn for fqn in program.params if fqn in program.reached or fqn in sums)
 
 
 def _without(fqns: list[str], flags: str) -> frozenset[str]:

@@ -19,10 +19,11 @@ from fxshard.capture.shapes import of_call, require_plain
 from fxshard.codegen.emit import Executor
 from fxshard.codegen.silenced import silenced
 from fxshard.ir import ops, tags, transfers
-from fxshard.ir.domain import FIXED, Place, Sizes, size_at
+from fxshard.ir.domain import FIXED, Place, Sizes, Symbols, size_at
 from fxshard.ir.outline import saved_values
 from fxshard.ir.program import Program, input_name
 from fxshard.plans.plan import Plan
+from fxshard.runtime import differing
 from fxshard.verify.certificate import agreement, digest
 
 aten = torch.ops.aten
@@ -33,6 +34,7 @@ STARTS = "the outputs that backward starts from"
 SUMS = "gradient accumulation"
 KEPT = "which parameters are unsharded already"
 SETTINGS = "a setting of a unit"
+RANKS = "what other ranks need"
 
 MakeExecutor = Callable[[Program], Executor]
 
@@ -138,13 +140,35 @@ def _leaf_key(value: Any, sizes: tuple[int, ...] | int | None) -> Any:
     return (type(value), value if isinstance(value, PLAIN) else id(value))
 
 
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A new program.
+
+    Attributes:
+        program: with a schedule.
+        symbols: the open sizes that it was traced with.
+        captures: where ranks may differ, what was traced: of it are made the programs that take
+            part in what other ranks need.
+    """
+
+    program: Program
+    symbols: Symbols = dataclasses.field(default_factory=dict)
+    captures: dict[Any, Program] = dataclasses.field(default_factory=dict)
+
+
 @dataclasses.dataclass
 class Variant:
-    """One program of the module, and the kind of call that it was traced for."""
+    """One program of the module, and the kind of call that it was traced for.
+
+    Attributes:
+        kind, plan, executor: of the program.
+        traced: where it comes from.
+    """
 
     kind: Kind
     plan: Plan
     executor: Executor
+    traced: Traced
     _holds: dict[Sizes, bool] = dataclasses.field(default_factory=dict, repr=False)  # of late
     _without: dict[frozenset[int], Executor] = dataclasses.field(default_factory=dict, repr=False)
 
@@ -177,6 +201,11 @@ class Variant:
     def digest(self) -> str:
         """The digest of what must be equal on all ranks."""
         return digest(agreement(self.program))
+
+    @functools.cached_property
+    def stated(self) -> str:
+        """What a rank tells the others of a call that this would serve (see `differing`)."""
+        return differing.stated(self.program)
 
     @functools.cached_property
     def communicates(self) -> bool:

@@ -409,6 +409,10 @@ class WatchedWorld:
         self._tracker.waiting = False
         self._tracker.waited(tensors)
 
+    def join(self, params: list[Tensor]) -> None:
+        """See `fxshard.runtime.world.World`."""
+        self._world.join(params)
+
     def free(self, tensors: list[Tensor]) -> None:
         """See `fxshard.runtime.world.World`."""
         self._world.free(tensors)

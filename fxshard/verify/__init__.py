@@ -1,7 +1,8 @@
 """One check per Fact. A check raises VerifyError with the node at fault, or returns.
 
 The files: `applies` (when a Fact must hold), `structure` (edges, tags, units, launches),
-`buckets`, `checkpoints`, `parameters`, `gradients`, `steps`, `storages`, `streams` and `schedules`.
+`buckets`, `checkpoints`, `parameters`, `gradients`, `steps`, `storages`, `streams`, `joined` and
+`schedules`.
 `walk` has what several of them look for in a graph.
 """
 
@@ -16,6 +17,7 @@ from fxshard.verify.buckets import bucketed
 from fxshard.verify.checkpoints import recomputed
 from fxshard.verify.failure import fail
 from fxshard.verify.gradients import equal_chunks, reduced_once
+from fxshard.verify.joined import joined
 from fxshard.verify.parameters import no_param_saved, params_unsharded
 from fxshard.verify.schedules import outlined
 from fxshard.verify.steps import stepped_once
@@ -62,5 +64,6 @@ CHECKS: dict[Fact, Callable[[Program], None]] = {
     Fact.FREED: freed,
     Fact.NO_USE_AFTER_FREE: no_use_after_free,
     Fact.STREAMS_ORDERED: streams_ordered,
+    Fact.JOINED: joined,
     Fact.OUTLINED: outlined,
 }

@@ -60,6 +60,10 @@ def stepped(program: Program) -> bool:
     return bool(steps) or (finished(program) and asked)
 
 
+def joined(program: Program) -> bool:
+    return finished(program) and program.common is not None
+
+
 def on_streams(program: Program) -> bool:
     found = (tags.get(node) for node in program.graph.nodes)
     return finished(program) or any(t.stream != "compute" or t.waits or t.records for t in found)
@@ -82,5 +86,6 @@ APPLIES: dict[Fact, Applies] = {
     Fact.NO_USE_AFTER_FREE: frees,
     Fact.BOUNDED_INFLIGHT: frees,
     Fact.STREAMS_ORDERED: on_streams,
+    Fact.JOINED: joined,
     Fact.OUTLINED: finished,
 }

@@ -82,7 +82,10 @@ def _inside(packed: fx.Node) -> list[str]:
 
 
 def agreement(program: Program) -> list[str]:
-    """What all ranks must have alike: parameters, structure of the call, collectives."""
+    """What all ranks must have alike: parameters, structure of the call, collectives.
+
+    Where ranks may differ, their calls need not have one structure.
+    """
     signature = program.signature
     lines = [
         f"parameter {p.fqn} {list(p.shape)} {p.dtype} Shard({p.shard_dim}) unit={p.unit} "
@@ -94,7 +97,7 @@ def agreement(program: Program) -> list[str]:
         for n in program.graph.find_nodes(op="placeholder")
         if tags.get(n).role == "input"
     }
-    for i, name in enumerate(signature.input_names):
+    for i, name in enumerate(signature.input_names if program.needs is None else ()):
         if i in inputs:
             val = inputs[i].meta["val"]
             lines.append(f"input {name}: {val.dim()}-D {val.dtype}")

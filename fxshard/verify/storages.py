@@ -197,7 +197,7 @@ def _first_uses(program: Program) -> dict[fx.Node, fx.Node]:
     for node in program.graph.nodes:
         if node.target is ops.wait and tags.get(node).pair in launches:
             waited.append(launches[tags.get(node).pair])
-        elif node.op == "call_function" and tags.get(node).role in ("compute", "pad"):
+        elif node.op == "call_function" and tags.get(node).role in ("compute", "pad", "join"):
             reads = tags.read_ids(node)
             for launch in list(waited):
                 if tags.get(launch).unit == tags.get(node).unit or written[launch] & reads:

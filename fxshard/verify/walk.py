@@ -104,7 +104,8 @@ def alias_readers(program: Program, launch: fx.Node) -> list[fx.Node]:
         user
         for node in (launch, *aliases(program, launch))
         for user in node.users
-        if ops.of(user).over != "nothing" and user.op == "call_function"
+        if user.op == "call_function"
+        if ops.of(user).over != "nothing" or user.target is ops.join
     ]
 
 

@@ -51,6 +51,7 @@ OTHER: dict[str, Any] = {
     "backend": "eager",
     "optimizer": sgd,
     "optimizer_in_backward": True,
+    "ranks_may_differ": True,
     "max_variants": 3,
     "dynamic": False,
     "device": "cuda",

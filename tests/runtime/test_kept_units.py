@@ -232,6 +232,7 @@ def test_reshard_on_some_ranks_alone_is_refused(ranks: Any) -> None:
 def refusals(rank: int, world_size: int) -> None:
     for options, said in (
         ({"max_inflight": 2}, "max_inflight"),
+        ({"ranks_may_differ": True}, "ranks_may_differ"),
         ({"optimizer_in_backward": True, "optimizer": torch.optim.SGD}, "optimizer_in_backward"),
         ({"reshard_after_forward": {"": 2}}, "a smaller group"),
     ):

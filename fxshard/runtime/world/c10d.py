@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import json
 import math
 import time
 import weakref
@@ -274,6 +275,9 @@ class C10dWorld:
                 self._events[event] = self.cuda.Event()
             self._events[event].record(self._stream(stream))
 
+    def join(self, params: list[Tensor]) -> None:
+        pass
+
     def free(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
             tensor.untyped_storage().resize_(0)
@@ -532,6 +536,31 @@ class C10dWorld:
                 failed = failed or error
         if failed is not None:
             raise failed
+
+    def exchange(self, text: str, what: str) -> dict[str, list[int]]:
+        """Send a text to all ranks of the mesh, before a call of the model (see `Peers.exchange`).
+
+        Args:
+            text: of this rank.
+            what: it says, for messages.
+
+        Returns:
+            per text, the (global) ranks that sent it; the same on all ranks.
+        """
+        found: dict[str, list[int]] = {}
+        for number, peers in enumerate(self._everyone):
+            sent = text if number == 0 else json.dumps(found, sort_keys=True)
+            try:
+                told = peers.exchange(sent, what, self._leave, self._calls + 1)
+            except (RankMismatchError, RankDiedError) as error:
+                if len(self._everyone) > 1:  # ranks of other groups wait for this one
+                    self._leave(_summary(error))
+                raise
+            rows = [told] if number == 0 else list(map(json.loads, told))
+            found = {}
+            for each, ranks in sorted((e, r) for row in rows for e, r in row.items()):
+                found[each] = sorted({*found.get(each, []), *ranks})
+        return found
 
     def _leave(self, why: str) -> None:
         """Close the connections of this rank: others that wait for it in a collective fail now.

@@ -41,6 +41,10 @@ class InProcessWorld:
 
     require_joined = together = run_call = await_backward = begin_backward = agree
 
+    def exchange(self, text: str, what: str) -> dict[str, list[int]]:
+        """See `C10dWorld.exchange`."""
+        return {text: list(range(self.ranks))}
+
     def any_rank(self, flags: str) -> Callable[[], str]:
         """See `C10dWorld.any_rank`."""
         return lambda: flags
@@ -187,6 +191,10 @@ class InProcessWorld:
 
     def wait(self, ranks: Ranks) -> list[None]:
         """Nothing: what was launched is over."""
+        return [None for _ in ranks]
+
+    def join(self, ranks: Ranks) -> list[None]:
+        """Nothing."""
         return [None for _ in ranks]
 
     def free(self, ranks: Ranks) -> list[None]:

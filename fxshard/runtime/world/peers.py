@@ -67,6 +67,8 @@ class Peers:
             self._stopped = f"fxshard/stopped/{number}"
         self._stops = 0  # phases of this rank that ended with an exception, as on all others
         self.last: str | None = None  # digest of what this rank ran last
+        self._said: dict[str, str] = {}  # texts of `exchange`, by their digest
+        self._exchanges: list[str] = []  # keys of this rank in the last ones
         self._tells, self._counters = 0, ["", ""]  # see `tell`: how many, and the last two keys
 
     @_reads
@@ -212,31 +214,17 @@ class Peers:
         if self.alone:
             return
         store = process_groups.group_store(self.group)
-        # Each rank counts its calls of this method in the store: the n-th ones belong together.
-        base = f"fxshard/agree/{store.add(f'fxshard/agree/rank{self.rank}', 1)}"
+        base = self._next_agreement()
         text = "\n".join(lines)
         digest = _digest(text)
         waits = f"waits for all ranks to agree on {what}"
         self.note_reason(waits)
         store.set(f"{base}/asked/{self.rank}", "")
 
-        def absent() -> list[int]:
-            return [r for r in range(self.size) if not store.check([f"{base}/asked/{r}"])]
-
         def wait(key: str) -> None:
             start, pause = time.monotonic(), 0.001
             while not store.check([key]):
-                late = time.monotonic() - start > self._patience().total_seconds()
-                if late or self._looks_wrong(base, call):
-                    gone = self._gone(range(self.size))  # before `absent`: ranks may ask and end
-                    missing = absent()
-                    ahead = [r for r in missing if call and self._call_of(r) >= call]
-                    gone = [r for r in gone if r in missing]
-                    error = self._failure(what, missing, ahead, gone, before, lines)
-                    store.set(f"{base}/failed", "")
-                    if ahead:
-                        leave(waits)
-                    raise error
+                self._require_coming(base, start, what, leave, call, before, lines)
                 time.sleep(pause)
                 pause = min(2 * pause, LOOK_SECONDS)
 
@@ -259,6 +247,100 @@ class Peers:
                 f"ranks differ in {what}. {self._difference(found)} "
                 f"Build the same model and call it alike on every rank."
             )
+
+    def _next_agreement(self) -> str:
+        """The key of what all ranks agree on next.
+
+        Each rank counts in the store what it takes part in: the n-th ones belong together.
+        """
+        store = process_groups.group_store(self.group)
+        return f"fxshard/agree/{store.add(f'fxshard/agree/rank{self.rank}', 1)}"
+
+    def _require_coming(
+        self,
+        base: str,
+        start: float,
+        what: str,
+        leave: Leave,
+        call: int,
+        before: Collection[Sequence[str]],
+        lines: Sequence[str],
+    ) -> None:
+        """Check that the ranks that this one waits for will take part.
+
+        Args:
+            base: the key of the agreement.
+            start: since when it waits.
+            what, leave, call, before, lines: as for `agree`.
+
+        Raises:
+            RankMismatchError, RankDiedError: some will not.
+        """
+        late = time.monotonic() - start > self._patience().total_seconds()
+        if not (late or self._looks_wrong(base, call)):
+            return
+        store = process_groups.group_store(self.group)
+        gone = self._gone(range(self.size))  # before `missing`: ranks may ask and end
+        missing = [r for r in range(self.size) if not store.check([f"{base}/asked/{r}"])]
+        ahead = [r for r in missing if call and self._call_of(r) >= call]
+        gone = [r for r in gone if r in missing]
+        error = self._failure(what, missing, ahead, gone, before, lines)
+        store.set(f"{base}/failed", "")
+        if ahead:
+            leave(f"waits for all ranks to agree on {what}")
+        raise error
+
+    @_reads
+    def exchange(self, text: str, what: str, leave: Leave, call: int) -> dict[str, list[int]]:
+        """Send `text` to all ranks, through the store; returns those of all ranks.
+
+        A text is sent once: from then on its digest is.
+
+        Args:
+            text: of this rank.
+            what: the texts say, for messages.
+            leave, call: as for `agree`.
+
+        Returns:
+            per text, the (global) ranks that sent it; the same on all ranks.
+
+        Raises:
+            RankMismatchError: some ranks do something else.
+            RankDiedError: a rank died before it took part.
+        """
+        if self.alone:
+            return {text: [self.global_ranks[self.rank]]}
+        store, digest = process_groups.group_store(self.group), _digest(text)
+        if digest not in self._said:
+            self._said[digest] = text
+            store.set(f"fxshard/said/{digest}", text)
+        base = self._next_agreement()
+        keys = [f"{base}/asked/{rank}" for rank in range(self.size)]
+        if len(self._exchanges) > 1:  # all have begun the one before, and so ended this one
+            store.delete_key(self._exchanges.pop(0))
+        self._exchanges.append(keys[self.rank])
+        store.set(keys[self.rank], digest)
+        start = time.monotonic()
+        while not _all_there(store, keys):
+            cause = self.cause()
+            if cause is not None:
+                raise cause[0](f"{self._name(self.rank)} calls the model, in vain{cause[1]}")
+            lines = [f"a call of the model that tells {what}"]
+            known = [["a call of the model, or a backward"]]
+            self._require_coming(base, start, what, leave, call, known, lines)
+        found: dict[str, list[int]] = {}
+        for rank, sent in enumerate(value.decode() for value in store.multi_get(keys)):
+            if not sent:
+                store.set(f"{base}/failed", "")
+                does = self._entry("reason", rank) or "does something else with the model"
+                raise RankMismatchError(
+                    f"{self._name(self.rank)} calls the model, but {self._name(rank)} {does}. Call "
+                    f"the model on all ranks the same number of times."
+                )
+            if sent not in self._said:
+                self._said[sent] = store.get(f"fxshard/said/{sent}").decode()
+            found.setdefault(self._said[sent], []).append(self.global_ranks[rank])
+        return found
 
     def _difference(self, found: dict[int, tuple[int, str, str]]) -> str:
         """The first line in which any rank differs from rank 0, and which ranks do.
@@ -483,6 +565,15 @@ class Peers:
         store = process_groups.group_store(self.group)
         key = f"fxshard/{what}/{rank}"
         return store.get(key).decode() if store.check([key]) else ""
+
+
+def _all_there(store: Any, keys: list[str]) -> bool:
+    """Wait some time for keys; True if they are all there."""
+    try:
+        store.wait(keys, datetime.timedelta(seconds=LOOK_SECONDS))
+    except RuntimeError:
+        return bool(store.check(keys))
+    return True
 
 
 def _cause(text: bytes) -> Cause:
