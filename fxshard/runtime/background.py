@@ -1,8 +1,8 @@
 """Saves that go on in a thread while training does: the copy they are of, and their failures.
 
-One at a time in a process. A failure is written to the log at once, and reaches the user at the next
-call that saves or loads, unless the future has told it before. The thread is no daemon: a process
-that ends waits for it.
+One at a time in a process. A failure is written to the log at once, and reaches the user at the
+next call that saves or loads, unless the future has told it before. The thread is no daemon: a
+process that ends waits for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fxshard._torch import process_groups
 
-log = logging.getLogger("fxshard")
+log: logging.Logger = logging.getLogger("fxshard")
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 class Saving(Future[None]):
     """A save in the background. `told`: the user has asked how it ended."""
 
-    told = False
+    told: bool = False
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         found = super().exception(timeout)

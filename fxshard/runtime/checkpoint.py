@@ -61,7 +61,7 @@ from fxshard.host.progress import task
 from fxshard.runtime import background
 from fxshard.runtime.module import FxshardModule
 
-log = logging.getLogger("fxshard")
+log: logging.Logger = logging.getLogger("fxshard")
 DIGESTS = "digests.json"
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from fxshard.ir.program import Program, input_name
 from fxshard.plans.plan import Plan
 from fxshard.verify.certificate import agreement, digest
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 REMEMBERED = 1024  # sizes of which a program knows whether it serves them
 # Names in a kind's mode.

@@ -122,6 +122,7 @@ def train(
     found = os.path.exists(f"{path}/run/latest")
     first = fxshard.load_checkpoint(f"{path}/run", model, optimizer) if found else 0
     note(first=first)
+    future = None
     with Killer(files, at) as killer:
         for step in range(first, STEPS):
             loss = step_of(model, optimizer, step, rank, world_size)
@@ -132,7 +133,7 @@ def train(
             else:
                 future = fxshard.async_save(f"{path}/run", model, optimizer, extra=step + 1)
                 future.add_done_callback(lambda done, at=step + 1: done.result() or saved(at))
-        if saves == "async":
+        if future:
             future.result()
     return killer.count, [full(param).detach() for param in model.parameters()]
 
