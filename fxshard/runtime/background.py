@@ -115,15 +115,15 @@ def group_beside(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         return None
     parent = group or dist.group.WORLD
     assert parent is not None
-    for gone in [each for each in _groups if not _is_alive(each)]:
+    for gone in [each for each in _groups if not is_alive(each)]:
         del _groups[gone]
-    if not _is_alive(_groups.get(parent)):
+    if not is_alive(_groups.get(parent)):
         ranks = dist.get_process_group_ranks(parent)
         _groups[parent] = process_groups.new_group(ranks, parent, backend="gloo")
     return _groups[parent]
 
 
-def _is_alive(group: dist.ProcessGroup | None) -> bool:
+def is_alive(group: dist.ProcessGroup | None) -> bool:
     """False if it is None or was destroyed."""
     try:
         return group is not None and bool(dist.get_process_group_ranks(group))

@@ -140,8 +140,13 @@ def async_save(
         state = ranks.each(lambda: background.staged(_state_as_it_is(model, optimizer)), new.failed)
 
     def write() -> None:
-        with new.removed_if_it_fails(beside):
-            new.write(state, beside, lambda step: None)
+        try:
+            with new.removed_if_it_fails(beside):
+                new.write(state, beside, lambda step: None)
+        except CheckpointError:
+            raise
+        except Exception as error:  # of a process group that was destroyed, say
+            raise CheckpointError(f"{new.failed}. Cause: {error}") from error
 
     return background.started(write)
 
@@ -591,7 +596,12 @@ class _New:
         with _explained(self.failed):
             save(state, storage_writer=_Writer(self.writing), process_group=ranks.group)
         say("checksums")
-        digests = ranks.all(lambda: _digests(self.writing, ranks.rank), self.failed)
+
+        def digests_of_mine() -> dict[str, str]:
+            ranks.require_group()  # else torch's save has taken this rank for the only one
+            return _digests(self.writing, ranks.rank)
+
+        digests = ranks.all(digests_of_mine, self.failed)
         ranks.first(lambda: _publish(self.root, self.number, digests), self.failed)
         if ranks.rank == 0:
             try:
@@ -812,6 +822,10 @@ def _restricted(what: str) -> Iterator[None]:
 
 # -- ranks -----------------------------------------------------------------------------------------
 
+_DESTROYED = (
+    "the process group was destroyed meanwhile: ask the future of async_save for its result before "
+    "torch.distributed.destroy_process_group()"
+)
 _CHECK = "Check that the path is right, and a directory that all ranks see and may write to"
 
 
@@ -850,14 +864,22 @@ class _Ranks:
         except Exception as error:
             cause = _cause(error)
             answer = None, f"{type(cause).__name__}: {cause}"
-        answers: list[Any] = [answer] * self.size
+        answers: list[Any] = [answer]
         if not self.alone:
+            answers = [None] * self.size
             with _explained(complaint):
                 dist.all_gather_object(answers, answer, self.group)
+            if None in answers:  # this rank is in the group no more
+                raise CheckpointError(f"{complaint}. Cause: {_DESTROYED}")
         failed = [f"rank {rank}: {cause}" for rank, (_, cause) in enumerate(answers) if cause]
         if failed:
             raise CheckpointError(f"{complaint}. Cause: {'; '.join(failed)}") from cause
         return [found for found, _ in answers]
+
+    def require_group(self) -> None:
+        """Raise ValueError if the group was destroyed since."""
+        if not self.alone and not background.is_alive(self.group or dist.group.WORLD):
+            raise ValueError(_DESTROYED)
 
     def each(self, action: Callable[[], T], complaint: str) -> T:
         """What `action` returns on this rank, which stays here; all raise if it fails on one."""

@@ -215,7 +215,7 @@ def go_on(ranks: Callable[[int], Ranks], path: Path, trials: range) -> int:
 
 
 def test_a_killed_run_goes_on(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    assert go_on(ranks, tmp_path, range(2)) >= 2
+    assert go_on(ranks, tmp_path, range(1)) >= 1
 
 
 @pytest.mark.slow

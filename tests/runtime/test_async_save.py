@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import fxshard
+from fxshard._torch.process_groups import fake_process_group
 from fxshard.errors import CheckpointError
 from fxshard.memory.category import Category
 from fxshard.runtime import background, checkpoint
@@ -184,12 +185,24 @@ def test_a_process_that_ends_waits(tmp_path: Path) -> None:
 
 def test_after_the_process_group_is_another(tmp_path: Path) -> None:
     """The group beside the default one goes with it."""
-    from fxshard._torch.process_groups import fake_process_group
-
     for _ in range(2):
         with fake_process_group(0, 1):
             assert background.group_beside(None) is background.group_beside(None) is not None
     assert background.group_beside(None) is None
+
+
+def test_a_process_group_that_is_destroyed_meanwhile(tmp_path: Path) -> None:
+    """The future says so, and the state before stays."""
+    model = nn.Linear(2, 2)
+    fxshard.save_checkpoint(tmp_path, model, extra="before")
+    with held_back() as goes_on:
+        with fake_process_group(0, 2):
+            future = fxshard.async_save(tmp_path, model)
+        goes_on.set()
+        error = future.exception()
+    assert isinstance(error, CheckpointError)
+    assert "the state before is as it was" in str(error) and "before torch.dist" in str(error)
+    assert fxshard.load_checkpoint(tmp_path, model) == "before"
 
 
 # -- memory ----------------------------------------------------------------------------------------
