@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from fxshard.pipeline import Pass, Pipeline, default_passes
     from fxshard.planner.result import Tuning
     from fxshard.plans.plan import Plan
-    from fxshard.runtime.checkpoint import load_checkpoint, save_checkpoint
-    from fxshard.runtime.full_matrices import full_matrix_updates
     from fxshard.runtime.checkpoint import async_save, load_checkpoint, save_checkpoint
+    from fxshard.runtime.full_matrices import full_matrix_updates
     from fxshard.runtime.module import FxshardModule, register_fsdp_forward_method
     from fxshard.validation.compare import Validation
 
