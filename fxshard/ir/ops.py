@@ -425,4 +425,6 @@ kept: Any = define(
 )
 # The optimizer steps shards in place, with the sharded gradients of `params`. Worlds do not have
 # it: the caller binds it (`fxshard.codegen.emit.Executor.bind`).
-step: Any = define(OpSpec("step(Tensor[] grads, Tensor(a!)[] shards, str[] params) -> ()", role="step"))
+step: Any = define(
+    OpSpec("step(Tensor[] grads, Tensor(a!)[] shards, str[] params) -> ()", role="step")
+)
