@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fxshard.pipeline import Pass, Pipeline, default_passes
     from fxshard.planner.result import Tuning
     from fxshard.plans.plan import Plan
-    from fxshard.runtime.checkpoint import load_checkpoint, save_checkpoint
+    from fxshard.runtime.checkpoint import async_save, load_checkpoint, save_checkpoint
     from fxshard.runtime.full_matrices import full_matrix_updates
     from fxshard.runtime.module import FxshardModule, register_fsdp_forward_method
     from fxshard.validation.compare import Validation
@@ -60,6 +60,7 @@ __all__ = [
     "UnknownSizeError",
     "Validation",
     "VerifyError",
+    "async_save",
     "compile",
     "default_passes",
     "dry_run",
@@ -87,6 +88,7 @@ _HOMES = {
     "Plan": "plans.plan",
     "Tuning": "planner.result",
     "Validation": "validation.compare",
+    "async_save": "runtime.checkpoint",
     "compile": "api",
     "default_passes": "pipeline",
     "dry_run": "dryrun.run",

@@ -56,7 +56,7 @@ from fxshard.validation.on_ranks import beside_ranks
 from fxshard.validation.rehearsal import split_steps, tracked
 from fxshard.verify.certificate import agreement
 
-log = logging.getLogger("fxshard")
+log: logging.Logger = logging.getLogger("fxshard")
 
 
 @with_options

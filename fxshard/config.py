@@ -36,7 +36,7 @@ from fxshard.arguments import check_called, check_flag
 from fxshard.bytesize import is_size, parse_budget, parse_bytes
 from fxshard.errors import ConfigError
 
-log = logging.getLogger("fxshard")
+log: logging.Logger = logging.getLogger("fxshard")
 
 Strategy: TypeAlias = Literal[
     "full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"

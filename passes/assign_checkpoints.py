@@ -17,7 +17,7 @@ from fxshard.cost.operators import node_seconds
 from fxshard.ir import tags
 from fxshard.ir.program import Fact, Program
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 # What "selective" saves: operators whose work grows faster than their result.
 HEAVY = (

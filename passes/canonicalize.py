@@ -14,7 +14,7 @@ from fxshard.ir import tags
 from fxshard.ir.program import Fact, Program
 from fxshard.ir.units import index_of, unit_of
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 NO_OPS = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 ASSERTS = (aten._assert_async.msg, aten._assert_tensor_metadata.default)

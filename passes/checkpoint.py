@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -29,7 +29,7 @@ from fxshard.cost.activations import from_parameter, generator_of, random_before
 from fxshard.ir import tags
 from fxshard.ir.program import Fact, Program
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)

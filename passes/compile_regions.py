@@ -13,7 +13,7 @@ from fxshard.ir.compiled import Compiled
 from fxshard.ir.program import Fact, Program
 from fxshard.ir.schedule import Region, Schedule
 
-log = logging.getLogger("fxshard")
+log: logging.Logger = logging.getLogger("fxshard")
 
 
 @dataclasses.dataclass(frozen=True)

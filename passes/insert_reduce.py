@@ -15,7 +15,7 @@ from fxshard.ir.layout import ParamLayout, gathered, spans, split_by_rank
 from fxshard.ir.program import Fact, Program, Result
 from fxshard.ir.units import Param
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 Kind = Literal["grad", "accumulated", "partial"]
 

@@ -13,7 +13,7 @@ from fxshard.ir import ops, tags, transfers
 from fxshard.ir.program import Fact, Program
 from fxshard.ir.units import Param, Unit
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)

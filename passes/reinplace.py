@@ -12,7 +12,7 @@ from fxshard.capture import shapes
 from fxshard.ir import tags
 from fxshard.ir.program import Fact, Program
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 # Functional operator -> the one that overwrites its first argument. Elementwise, so each element
 # is read before it is written (ATen/native/TensorIterator: an output may be an input, as it is).

@@ -54,8 +54,12 @@ def group_timeout(group: Any) -> Any:
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def new_group(ranks: list[int], parent: dist.ProcessGroup) -> dist.ProcessGroup:
+def new_group(
+    ranks: list[int], parent: dist.ProcessGroup, backend: str | None = None
+) -> dist.ProcessGroup:
     """A process group of some ranks of `parent`; collective over these ranks only.
+
+    `backend`: None: that of the default group. A fake group's are fake.
 
     torch names such a group by its ranks and by the number of groups of this process
     (torch/distributed/distributed_c10d.py, ``_hash_ranks_to_str``). After one of them was
@@ -70,7 +74,7 @@ def new_group(ranks: list[int], parent: dist.ProcessGroup) -> dist.ProcessGroup:
     named = distributed_c10d._hash_ranks_to_str
     distributed_c10d._hash_ranks_to_str = lambda ranks: name
     try:
-        return dist.new_group(ranks, timeout=group_timeout(parent), use_local_synchronization=True)
+        return dist.new_group(ranks, group_timeout(parent), backend, use_local_synchronization=True)
     finally:
         distributed_c10d._hash_ranks_to_str = named
 

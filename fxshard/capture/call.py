@@ -32,7 +32,7 @@ from fxshard.ir.extensions import Extension
 from fxshard.ir.program import input_name, path_name
 from fxshard.ir.units import Unit
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 # What may stand in a call or a result beside tensors: a constant of the program.
 PLAIN = (
@@ -146,8 +146,11 @@ class FlatCall(nn.Module):
 
     def __init__(self, request: Request, leaves: list[Any]) -> None:
         super().__init__()
-        self.model, self.request, self._given = request.model, request, leaves
-        self.grad, self.emulates_cuda = request.training, request.emulates_cuda
+        self.model: nn.Module = request.model
+        self.request: Request = request
+        self._given = leaves
+        self.grad: bool = request.training
+        self.emulates_cuda: bool = request.emulates_cuda
         self.autocast = _autocast(request.computes_on.type, request.emulates_cuda)
         self.alike: Alike | None = None
         self.graph: bytecode.Graph | None = None

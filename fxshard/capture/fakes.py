@@ -19,7 +19,7 @@ from fxshard.capture.cuda import operators as cuda_operators
 from fxshard.ir import tags
 from fxshard.ir.program import Program
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 Rule = Callable[[tuple[Any, ...], Any], Any]  # values of the arguments, fake result -> the result
 

@@ -18,7 +18,7 @@ from fxshard._torch import export
 from fxshard.errors import CaptureError
 from fxshard.ir import tags
 
-log = logging.getLogger("fxshard")
+log: logging.Logger = logging.getLogger("fxshard")
 
 CHECKS_OFF = "TRANSFORMERS_DISABLE_TORCH_CHECK"
 LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")

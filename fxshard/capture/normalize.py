@@ -22,8 +22,8 @@ from fxshard.ir import tags
 from fxshard.ir.program import Program, Result
 from fxshard.ir.units import learned_buffer
 
-log = logging.getLogger("fxshard")
-aten = torch.ops.aten
+log: logging.Logger = logging.getLogger("fxshard")
+aten: Any = torch.ops.aten
 
 Place = tuple[str, int | None, str]  # module, call and line of an operator
 

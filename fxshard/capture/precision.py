@@ -15,7 +15,7 @@ from fxshard.ir import tags
 from fxshard.ir.program import Program
 from fxshard.ir.units import Unit, buffer_dtypes
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 def traced_dtypes(model: nn.Module, units: tuple[Unit, ...]) -> dict[int, torch.dtype | None]:

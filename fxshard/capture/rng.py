@@ -221,7 +221,8 @@ class Outside:
     """The global generators of `random` and `numpy.random` as they are now."""
 
     def __init__(self) -> None:
-        self.python, self.numbers = random.getstate(), numpy.random.get_state()
+        self.python: tuple[Any, ...] = random.getstate()
+        self.numbers: dict[str, Any] = numpy.random.get_state()
 
     def drawn(self) -> str | None:
         """Which of them has been drawn from since."""

@@ -39,7 +39,7 @@ from fxshard.ir.domain import (
 from fxshard.ir.program import Program, input_name
 from fxshard.ir.units import no_plain_tensor
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 OF_A_TENSOR = (aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default)
@@ -152,7 +152,8 @@ class Trace:
     """
 
     def __init__(self, places: Symbols, sizes: Sizes) -> None:
-        self.places, self.sizes = dict(places), sizes
+        self.places: dict[str, tuple[Place, ...]] = dict(places)
+        self.sizes: Sizes = sizes
         self.env = torch_sizes.ShapeEnv(duck_shape=False)
         self._examples = {name: size_at(sizes, at[0]) for name, at in self.places.items()}
         self._sizes = {

@@ -20,7 +20,7 @@ from fxshard._torch.fake_tensors import (
     suggest_memory_format,
 )
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 Rule = Callable[[tuple[Any, ...]], Tensor]  # arguments of the operator -> laid out as its result
 

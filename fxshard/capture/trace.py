@@ -49,7 +49,7 @@ from fxshard.ir.extensions import Extension
 from fxshard.ir.program import Program, Signature
 from fxshard.ir.units import Unit
 
-log = logging.getLogger("fxshard")
+log: logging.Logger = logging.getLogger("fxshard")
 
 DIRECT, OPEN, DYNAMO = WAYS = (
     "as it is",

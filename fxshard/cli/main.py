@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 
 from fxshard.cli.overview import COMMANDS
 
@@ -25,7 +26,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _overview() -> argparse.ArgumentParser:
     about = "fxshard: fully sharded data parallelism as a compiler."
     parser = argparse.ArgumentParser("fxshard", description=about, epilog=__doc__)
+    parser.add_argument("--version", action="version", version=f"fxshard {_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, purpose in COMMANDS.items():
         commands.add_parser(name, help=purpose)
     return parser
+
+
+def _version() -> str:
+    """Of the package that is installed: pyproject.toml has it."""
+    try:
+        return metadata.version("fxshard")
+    except metadata.PackageNotFoundError:
+        return "(a checkout that is not installed)"

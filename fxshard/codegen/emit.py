@@ -36,7 +36,7 @@ BOUND = ("step", "keep", "kept")
 # Steps parameters, by FQN, with their sharded gradients: per rank of this process, per parameter.
 StepParameters = Callable[[list[str], list[list[Tensor]]], Optimizer]
 
-log = logging.getLogger("fxshard")
+log: logging.Logger = logging.getLogger("fxshard")
 
 
 class Executor:
@@ -54,7 +54,7 @@ class Executor:
         self.program = program
         self.schedule: Schedule = program.schedule
         self.world = world
-        self.code = emit(program)
+        self.code: str = emit(program)
         self._functions = load(self.code, program)
         self._functions.update(compiled_functions(program))
         self._in_ranges: dict[str, Any] | None = None
@@ -64,9 +64,13 @@ class Executor:
             if any(tags.is_random(node) for node in region.body)
         }
         rows = {name: list(graph.nodes) for name, graph in self.schedule.phases()}
-        self.draws = {n for n, run in rows.items() if self._random & {row.target for row in run}}
+        self.draws: set[str] = {
+            n for n, run in rows.items() if self._random & {row.target for row in run}
+        }
         phases = {name: program.phase(name) for name, _ in self.schedule.phases()}
-        self.communicates = {n for n, run in phases.items() if any(map(ops.communicates, run))}
+        self.communicates: set[str] = {
+            n for n, run in phases.items() if any(map(ops.communicates, run))
+        }
 
     def forward(self, args: list[list[Tensor]]) -> tuple[list[Tensor], list[list[Tensor]]]:
         """Run forward.
@@ -149,7 +153,7 @@ class TracedExecutor(Executor):
 
     def __init__(self, program: Program, world: World | AllRanks, probe: Probe) -> None:
         super().__init__(program, world)
-        self.code = emit(program, points=True)
+        self.code: str = emit(program, points=True)
         self._functions = load(self.code, program, probe.at)
         self._functions.update(compiled_functions(program, probe.at))
         self._probe = probe

@@ -36,7 +36,7 @@ from fxshard.ir import domain, tags
 from fxshard.ir.compiled import Compiled, Step, stays_apart
 
 FORMAT = 2  # of the files; another number leaves older ones alone
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 # Inductor calls eager's kernels for these: alone they gain nothing.
 _EXTERN = {
@@ -80,8 +80,8 @@ class Store:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = files.private(folder or Path(inductor.inductor_cache_dir()) / "fxshard")
-        self.key = inductor.inductor_key()
+        self.folder: Path = files.private(folder or Path(inductor.inductor_cache_dir()) / "fxshard")
+        self.key: str = inductor.inductor_key()
 
     def digest(self, region_digest: str) -> str:
         """Of a region, and of all that its code depends on."""

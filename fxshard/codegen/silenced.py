@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -18,7 +19,7 @@ from fxshard._torch import graphs
 from fxshard.ir import outline, tags
 from fxshard.ir.program import Program
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 def silenced(program: Program, missing: frozenset[int]) -> Program:

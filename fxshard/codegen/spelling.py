@@ -17,7 +17,7 @@ from torch import fx
 
 from fxshard.ir import domain
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 # Spelled ``torch.name(arguments)``: the arguments of the operator, in its order and by its names.
 FUNCTIONS = frozenset(

@@ -48,7 +48,7 @@ from fxshard.errors import ConfigError, TooLittleError
 from fxshard.ir import ops, tags
 from fxshard.ir.program import Program
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 Seconds = Callable[[fx.Node], float]
 STATES = (rng.get_rng_state, rng.set_rng_state)

@@ -30,7 +30,7 @@ from fxshard._torch.export import OpOverload
 from fxshard.cost.hardware import Hardware
 from fxshard.ir import ops, tags
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 # torch's own formulas, by operator without its overload. Attention's kernels for CPU have none
 # there: they take the same arguments as the flash kernels of CUDA.

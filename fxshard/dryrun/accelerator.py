@@ -25,7 +25,7 @@ from fxshard.errors import CaptureError, ConfigError
 CPU = torch.device("cpu")
 # What C++ moves from the host without telling anybody.
 FROM_HOST = (torch.as_tensor, torch.asarray, Tensor.new_tensor)
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 GRAPHED = (
     "a CUDA graph keeps what it allocates in a pool of its own, which a dry run does not follow. "

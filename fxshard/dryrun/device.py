@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from fxshard.memory.cuda.reserved import DeviceMemory, PhaseReserved
 from fxshard.memory.cuda.settings import AllocatorSettings
 from fxshard.memory.kernels import KernelTemporary
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the first that is set counts
 PRODUCTS = {
     str(getattr(packet, overload))

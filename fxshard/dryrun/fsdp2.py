@@ -28,7 +28,7 @@ from fxshard.memory.report import MemoryReport
 
 STEPS = 3  # the second is the steady one; what is reserved grows in both
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 # What torchtitan's per-op checkpointing saves, besides every second product of matrices.
 PER_OP: tuple[Any, ...] = (
     aten._scaled_dot_product_flash_attention.default,

@@ -68,7 +68,8 @@ class Position:
 
     def __init__(self, tape: Tape, *, lines: bool = True) -> None:
         self.tape = tape
-        self.phase, self.micro_batch = "between", -1
+        self.phase: str = "between"
+        self.micro_batch: int = -1
         self.stream = "compute"
         self.lines = lines
         self.compiled_line: Callable[[], str | None] = lambda: None
@@ -280,7 +281,9 @@ class Position:
         """A step is over, or what comes before the first."""
         self.tape.end()
         self._counts, self._recomputed = [], []
-        self.micro_batch, self.phase, self._after = -1, "between", "between"
+        self.micro_batch = -1
+        self.phase = "between"
+        self._after = "between"
         self._origins = {}
 
 

@@ -64,7 +64,7 @@ Placed = Callable[
 ]  # an operator and its arguments -> its keywords, and whether its results are on the host
 
 META = torch.device("meta")
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 _LIFT = aten.lift_fresh.default  # ends torch.tensor(...), of what was made unseen
 _TO_COPY = aten._to_copy.default
 _TO = aten.to.dtype_layout
@@ -101,7 +101,8 @@ class Recorder(TorchDispatchMode):
             its results lie in the host's memory; None: all is on the one device that there is.
         """
         super().__init__()
-        self.tape, self.position = tape, position
+        self.tape: Tape = tape
+        self.position: Position = position
         self.inside: Inside | None = None
         self.reducing = False
         self._sums = GradientSums()

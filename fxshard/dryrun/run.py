@@ -70,7 +70,8 @@ class DryRun:
     def __init__(
         self, world_size: int, model: GpuModel | None, rank: int, steps: int | None
     ) -> None:
-        self.world_size, self.rank = world_size, rank
+        self.world_size: int = world_size
+        self.rank: int = rank
         self.device = "cpu" if model is None else "cuda"
         self._gpu = model
         self._tape = Tape()

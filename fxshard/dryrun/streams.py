@@ -122,7 +122,7 @@ class Streams:
                 self.streams._names.append(self.name)
 
         self.Event, self.kind, self._made = OurEvent, UsersStream, OurStream
-        self.default = OurStream(COMPUTE)
+        self.default: OurStream = OurStream(COMPUTE)
         self._current = [self.default]
         self._of_fsdp = itertools.cycle(OF_FSDP)
 

@@ -41,8 +41,8 @@ from fxshard.runtime.step import Call, Step, differentiated
 from fxshard.runtime.variants import Kind, Variant, reason_for, symbols_for
 from fxshard.runtime.world.c10d import C10dWorld
 
-log = logging.getLogger("fxshard")
-aten = torch.ops.aten
+log: logging.Logger = logging.getLogger("fxshard")
+aten: Any = torch.ops.aten
 
 # Options of `fxshard.shard` that change programs and not the layout of parameters; a graph may have
 # other values than its model.
@@ -148,14 +148,16 @@ class Graph:
     def __init__(
         self, graph_module: fx.GraphModule, options: dict[str, Any], mode: str | None
     ) -> None:
-        self.graph_module, self.options, self.mode = graph_module, options, mode
+        self.graph_module: fx.GraphModule = graph_module
+        self.options: dict[str, Any] = options
+        self.mode: str | None = mode
         # By model: Dynamo runs one graph for two models that have equal guards.
         self.configs: weakref.WeakKeyDictionary[Runtime, Config] = weakref.WeakKeyDictionary()
         self.variants: weakref.WeakKeyDictionary[Runtime, dict[Kind, _Variant]]
         self.variants = weakref.WeakKeyDictionary()
         self.modules: dict[str, str] | None = None  # id, as text, of a module at Dynamo's trace
         self.first: Bound | None = None
-        self.numbers = _numbers(graph_module.graph)
+        self.numbers: frozenset[int] = _numbers(graph_module.graph)
 
     def __call__(self, *args: Any) -> Any:
         owner = self._owner(args)
@@ -423,7 +425,7 @@ class _Variant:
         tensors = {f"input {i}": v for i, v in enumerate(rest) if isinstance(v, Tensor)}
         for name in bound.fqns("buffer"):
             module, key = owner.buffer_slots[name]
-            tensors[f"buffer {name}"] = module._buffers[key]
+            tensors[f"buffer {name}"] = module.get_buffer(key)
         places = {n: t.untyped_storage().data_ptr() for n, t in tensors.items() if t.numel()}
         shared = collections.Counter(places.values())
         return any(name in places and shared[places[name]] > 1 for name in written)

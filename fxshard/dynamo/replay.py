@@ -118,10 +118,13 @@ class Run:
         bound: Bound,
         copied: frozenset[int],
     ) -> None:
-        self.graph_module, self.names, self.stand_ins = graph_module, names, stand_ins
-        self.bound, self.copied = bound, copied
+        self.graph_module: fx.GraphModule = graph_module
+        self.names: dict[str, str] = names
+        self.stand_ins: dict[str, nn.Module] = stand_ins
+        self.bound: Bound = bound
+        self.copied: frozenset[int] = copied
         self.written: frozenset[int] = frozenset()  # inputs to copy, found at the capture
-        self.base = _base(graph_module, names)
+        self.base: str = _base(graph_module, names)
 
     def __call__(self, rest: tuple[Any, ...]) -> Any:
         """Run the graph; returns its result, and new values of the inputs at `copied`."""

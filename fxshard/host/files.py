@@ -12,7 +12,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-log = logging.getLogger("fxshard")
+log: logging.Logger = logging.getLogger("fxshard")
 
 _INSTEAD: dict[Path, Path] = {}  # folders that are not this user's alone -> temporary ones
 

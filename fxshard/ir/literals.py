@@ -272,7 +272,7 @@ class Names:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
-        self.device = torch.device("cpu")
+        self.device: torch.device = torch.device("cpu")
         self.nodes: dict[str, fx.Node] = {}
         self.symbols: dict[str, sympy.Symbol] = {}
         self.storages: dict[int, torch.UntypedStorage] = {}

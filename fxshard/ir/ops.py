@@ -251,7 +251,7 @@ def _reshard(
 # One padded shard ``[chunk, ...]`` per parameter in, one fresh buffer ``[size * chunk, ...]`` per
 # parameter out, all of one dtype. The buffer *is* the unsharded parameter (rank r wrote rows
 # r*chunk onward), so nothing is copied out; padding rows are cut off by a view.
-all_gather = define(
+all_gather: Any = define(
     OpSpec(
         "all_gather(Tensor[] shards, int size, str group='shard') -> Tensor[]",
         fake=_all_gather,
@@ -267,7 +267,7 @@ all_gather = define(
 )
 # One contiguous ``[size * chunk, ...]`` gradient per parameter in, one fresh ``[chunk, ...]`` out,
 # reduced by `op`, all of one dtype.
-reduce_scatter = define(
+reduce_scatter: Any = define(
     OpSpec(
         "reduce_scatter(Tensor[] grads, int size, str group='shard', str op='avg') -> Tensor[]",
         fake=_reduce_scatter,
@@ -282,7 +282,7 @@ reduce_scatter = define(
     )
 )
 # Gradients are reduced over the group in place; the results are the operands.
-all_reduce = define(
+all_reduce: Any = define(
     OpSpec(
         "all_reduce(Tensor[] grads, int size, str group='replicate', str op='avg') -> Tensor[]",
         fake=_all_reduce,
@@ -298,7 +298,7 @@ all_reduce = define(
 )
 # What `fsdp_pre_all_gather` reduces over the ranks before it makes what is sent: fresh tensors. The
 # compute stream waits for them at once.
-reduce_now = define(
+reduce_now: Any = define(
     OpSpec(
         "reduce_now(Tensor[] tensors, int size, str group='shard', str op='max') -> Tensor[]",
         fake=_reduce_now,
@@ -311,7 +311,7 @@ reduce_now = define(
 )
 # The user's function reduces one flat tensor, all gradients of a unit, rank by rank: ``[size * n]``
 # in, a fresh ``[n]`` out.
-comm_hook = define(
+comm_hook: Any = define(
     OpSpec(
         "comm_hook(Tensor[] grads, int size) -> Tensor[]",
         fake=_comm_hook,
@@ -326,7 +326,7 @@ comm_hook = define(
     )
 )
 # A launch, or what an all-gather sends: fresh copies in another dtype.
-cast = define(
+cast: Any = define(
     OpSpec(
         "cast(Tensor[] tensors, ScalarType dtype) -> Tensor[]",
         fake=_cast,
@@ -338,7 +338,7 @@ cast = define(
     )
 )
 # The same on the device of compute.
-load = define(
+load: Any = define(
     OpSpec(
         "load(Tensor[] tensors, Device device) -> Tensor[]",
         fake=_load,
@@ -351,7 +351,7 @@ load = define(
     )
 )
 # Fresh copies on the CPU.
-store = define(
+store: Any = define(
     OpSpec(
         "store(Tensor[] tensors) -> Tensor[]",
         fake=_store,
@@ -365,7 +365,7 @@ store = define(
 )
 # What an all-gather sends: one fresh flat tensor ``[n]`` in a dtype, the concatenated shards of
 # small parameters.
-pack = define(
+pack: Any = define(
     OpSpec(
         "pack(Tensor[] shards, ScalarType dtype) -> Tensor[]",
         fake=_pack,
@@ -380,7 +380,7 @@ pack = define(
 # per parameter. These are the unsharded parameters. Of those that are cut along another dimension
 # than 0 (`dims`), each rank's rows lie at the beginning of its chunk; `lengths` are the numbers of
 # rows of all ranks, without padding (along dimension 0, with it).
-unpack = define(
+unpack: Any = define(
     OpSpec(
         "unpack(Tensor[] packed, int size, int[][] chunks, int[] dims=[], int[] lengths=[]) "
         "-> Tensor[]",
@@ -391,7 +391,7 @@ unpack = define(
 )
 # This rank's ``1/size`` of the rows of each buffer, in fresh tensors. Where one is cut along
 # another dimension than 0, `dims` are the dimensions and `rows` how many a rank gets, with padding.
-reshard = define(
+reshard: Any = define(
     OpSpec(
         "reshard(Tensor[] buffers, int size, str group, int[] dims=[], int[] rows=[]) -> Tensor[]",
         fake=_reshard,
@@ -401,17 +401,17 @@ reshard = define(
     )
 )
 # The compute stream waits for the launch that these tensors belong to.
-wait = define(OpSpec("wait(Tensor[] tensors) -> ()", role="wait", over="nothing"))
+wait: Any = define(OpSpec("wait(Tensor[] tensors) -> ()", role="wait", over="nothing"))
 # Free the storage of these tensors now, even if something still refers to them.
-free = define(OpSpec("free(Tensor[] tensors) -> ()", role="free", over="nothing"))
+free: Any = define(OpSpec("free(Tensor[] tensors) -> ()", role="free", over="nothing"))
 # In place of a free: the caller keeps these unsharded parameters, by name, until the next forward.
 # Like a step, it is bound by the caller (`fxshard.codegen.emit.Executor.bind`).
-keep = define(
+keep: Any = define(
     OpSpec("keep(Tensor[] tensors, str[] params) -> ()", role="free", text="keep", over="nothing")
 )
 # In place of an all-gather: what the caller has kept of the parameters of these shards, with
 # padding. Nothing moves. Bound by the caller too.
-kept = define(
+kept: Any = define(
     OpSpec(
         "kept(Tensor[] shards, str[] params, int[][] shapes, ScalarType dtype, Device device) "
         "-> Tensor[]",
@@ -427,4 +427,6 @@ kept = define(
 join = define(OpSpec("join(Tensor[] params) -> ()", role="join", over="nothing"))
 # The optimizer steps shards in place, with the sharded gradients of `params`. Worlds do not have
 # it: the caller binds it (`fxshard.codegen.emit.Executor.bind`).
-step = define(OpSpec("step(Tensor[] grads, Tensor(a!)[] shards, str[] params) -> ()", role="step"))
+step: Any = define(
+    OpSpec("step(Tensor[] grads, Tensor(a!)[] shards, str[] params) -> ()", role="step")
+)

@@ -150,11 +150,13 @@ class Basis:
                     monomial, factor = monomial * factor, sympy.Integer(1)
                 entry[places.setdefault(sympy.fraction(monomial), len(places))] += factor
             entries.append(entry)
-        self.monomials = [monomial for monomial, _ in places]
-        self.denominators = list(dict.fromkeys([sympy.Integer(1), *(over for _, over in places)]))
+        self.monomials: list[Any] = [monomial for monomial, _ in places]
+        self.denominators: list[Any] = list(
+            dict.fromkeys([sympy.Integer(1), *(over for _, over in places)])
+        )
         self.over = np.array([self.denominators.index(over) for _, over in places], dtype=int)
         factors = [factor for entry in entries for factor in entry.values()]
-        self.scale = math.lcm(1, *(int(factor.q) for factor in factors))
+        self.scale: int = math.lcm(1, *(int(factor.q) for factor in factors))
         self.vectors = np.zeros((len(entries), len(places)), dtype=np.int64)
         for i, entry in enumerate(entries):
             for place, factor in entry.items():
@@ -276,13 +278,14 @@ class StepFormulas:
         Raises:
             AssertionError: a formula is wrong at the sizes of the plan.
         """
-        self.range, self._ledgers = valid, ledgers
+        self.range: Range = valid
+        self._ledgers = ledgers
         distinct: dict[sympy.Expr, int] = {}
         self._numbers = tuple(
             np.array([distinct.setdefault(formula_of(r), len(distinct)) for r in ledger.ranges])
             for ledger in ledgers
         )
-        self.basis = Basis(list(distinct))
+        self.basis: Basis = Basis(list(distinct))
         self._distinct = list(distinct)
         found = self.basis.bytes(self.basis.vectors, valid.example)[0]
         for ledger, numbers in zip(ledgers, self._numbers, strict=True):

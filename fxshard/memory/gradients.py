@@ -12,7 +12,7 @@ from fxshard.ir.program import Program, nbytes
 from fxshard.memory.category import Category
 from fxshard.memory.loss import LossStep
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 def gradient_categories(

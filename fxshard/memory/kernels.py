@@ -20,7 +20,7 @@ from fxshard.ir import ops, tags
 from fxshard.ir.program import Program
 from fxshard.ir.schedule import points
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 FLOAT_ACCUMULATOR = 4  # bytes; CPU kernels accumulate fp32, bf16 and fp16 in fp32
 WRAPPED_NUMBER = 8  # bytes of the double or int64 tensor that stands for a Python number

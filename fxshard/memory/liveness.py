@@ -224,7 +224,7 @@ class Walk:
         """Args: `step`, `parts`: what the steps of the program allocate and free, if it has any."""
         self._formulas = formulas
         self._sizes: symbolic.Expressions = {}
-        self.ledger = Ledger()
+        self.ledger: Ledger = Ledger()
         self.ledger.ranges += [each.copied() for each in held]
         self.now = 0  # tick
         self._open: dict[int, LiveRange] = {}  # storage -> its range, if it is alive and not held

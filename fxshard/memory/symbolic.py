@@ -27,7 +27,7 @@ from fxshard.ir.layout import numel_over, padding
 from fxshard.ir.program import Program
 from fxshard.ir.units import Unit
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 Expressions = Mapping[str, tuple[sympy.Expr, ...]]  # node -> bytes of each of its storages
 Numels = tuple[sympy.Expr, ...]  # elements of each tensor of a value

@@ -57,9 +57,11 @@ class Batches:
             ConfigError: `asked` are no sizes, or the call has no batch.
         """
         self._example = batch_size(workload.call)
-        self.sizes = self._checked(asked)
-        self.opened = next((size for size in self.sizes if size and size > 1), self.sizes[0])
-        self.workload = self._open(workload)
+        self.sizes: list[int | None] = self._checked(asked)
+        self.opened: int | None = next(
+            (size for size in self.sizes if size and size > 1), self.sizes[0]
+        )
+        self.workload: Workload = self._open(workload)
         self._calls: dict[int | None, Call] = {self._example: self.workload.call}
         self._captures: dict[Any, Program] = {}
         self._steps: Steps = {}

@@ -180,8 +180,8 @@ class Sizes:
     candidates: dict[int, Tried] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.start = max(self.before // self.multiple_of, 1)
-        self.search = Search(
+        self.start: int = max(self.before // self.multiple_of, 1)
+        self.search: Search = Search(
             lambda each: self.make(each.changes[self.what]),
             self.budget,
             lambda each, _: each.rank,

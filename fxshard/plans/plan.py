@@ -141,7 +141,8 @@ class Plan:
         captures: dict[Any, Program] | None = None,
         steps: Steps | None = None,
     ) -> None:
-        self.programs, self.workload = tuple(programs), workload
+        self.programs: tuple[Program, ...] = tuple(programs)
+        self.workload: Workload = workload
         self._kinds: dict[int, symbolic.WorldKind] = {}
         self._captures = {} if captures is None else captures
         self._steps = {} if steps is None else steps

@@ -25,6 +25,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -57,9 +58,10 @@ from fxshard._torch import optimizers
 from fxshard.arguments import check_progress
 from fxshard.errors import CheckpointError
 from fxshard.host.progress import task
+from fxshard.runtime import background
 from fxshard.runtime.module import FxshardModule
 
-log = logging.getLogger("fxshard")
+log: logging.Logger = logging.getLogger("fxshard")
 DIGESTS = "digests.json"
 
 T = TypeVar("T")
@@ -93,39 +95,60 @@ def save_checkpoint(
         RankMismatchError: some ranks do something else with the model.
     """
     check_progress(progress)
-    root = Path(path)
-    _together(model, "save_checkpoint")
     ranks = _Ranks(process_group)
-    packed = io.BytesIO()
-    if isinstance(model, FxshardModule):
-        model._fxshard.require_filled()
-    ranks.all(lambda: _require_own(model, optimizer), "nothing was saved")
-    ranks.first(lambda: torch.save(extra, packed), "nothing was saved: extra cannot be pickled")
-    number = ranks.first(
-        lambda: _begun(root, packed.getvalue()),
-        f"a checkpoint cannot be written to {root}. {_CHECK}",
-    )
-    writing = root / f"writing-{number}"
-    failed = f"{writing} could not be written, and the state before is as it was"
-    try:
-        with task(f"saving {root}", shown=progress) as say:
-            say("taking the state")
-            state = ranks.each(lambda: _state_as_it_is(model, optimizer), failed)
-            say("writing")
-            with _explained(failed):
-                save(state, storage_writer=_Writer(writing), process_group=process_group)
-            say("checksums")
-            digests = ranks.all(lambda: _digests(writing, ranks.rank), failed)
-            ranks.first(lambda: _publish(root, number, digests), failed)
-    except CheckpointError:
-        if ranks.rank == 0:  # it may be what fills the disk
-            shutil.rmtree(writing, ignore_errors=True)
-        raise
-    if ranks.rank == 0:
+    new = _New.begun(Path(path), model, optimizer, extra, ranks, "save_checkpoint")
+    with new.removed_if_it_fails(ranks), task(f"saving {new.root}", shown=progress) as say:
+        say("taking the state")
+        state = ranks.each(lambda: _state_as_it_is(model, optimizer), new.failed)
+        new.write(state, ranks, say)
+
+
+def async_save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    extra: Any = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> Future[None]:
+    """As `save_checkpoint`, but return when the state is copied; a thread writes it meanwhile.
+
+    What is saved is the state at the call: the steps that follow do not change it. Until the
+    future is done, this rank holds a copy of what it has of model and optimizer in the CPU's
+    memory (phase ``async_save`` of the memory report); `load_checkpoint`, and a process that is
+    killed, find the state before. There is one save at a time: another one waits for it, and so
+    does `load_checkpoint`. A process that ends waits too, but
+    `torch.distributed.destroy_process_group` does not: ask for the result before.
+
+    Args:
+        path, model, optimizer, extra, process_group: as for `save_checkpoint`; call it on all
+            ranks.
+
+    Returns:
+        A future, as `torch.distributed.checkpoint.async_save` returns one. Its ``result()`` waits
+        until the checkpoint is complete on all ranks, or raises `CheckpointError`. If nobody asks
+        for it, the next call that saves or loads raises that, on all ranks, and does nothing else.
+
+    Raises:
+        CheckpointError: as for `save_checkpoint`, or of the asynchronous save before this one.
+        RankMismatchError: some ranks do something else with the model.
+    """
+    ranks = _Ranks(process_group)
+    new = _New.begun(Path(path), model, optimizer, extra, ranks, "async_save")
+    with new.removed_if_it_fails(ranks):
+        beside = _Ranks(background.group_beside(process_group))
+        state = ranks.each(lambda: background.staged(_state_as_it_is(model, optimizer)), new.failed)
+
+    def write() -> None:
         try:
-            _remove_before(root, number)
-        except OSError as error:
-            log.warning("fxshard: a state before in %s cannot be removed: %s", root, error)
+            with new.removed_if_it_fails(beside):
+                new.write(state, beside, lambda step: None)
+        except CheckpointError:
+            raise
+        except Exception as error:  # of a process group that was destroyed, say
+            raise CheckpointError(f"{new.failed}. Cause: {error}") from error
+
+    return background.started(write)
 
 
 def load_checkpoint(
@@ -166,8 +189,8 @@ def load_checkpoint(
     """
     check_progress(progress)
     root = Path(path)
-    _together(model, "load_checkpoint")
     ranks = _Ranks(process_group)
+    _together(model, ranks, "load_checkpoint")
     name, digests = ranks.first(
         lambda: _latest(root), f"no complete checkpoint in {root}. {_CHECK}"
     )
@@ -207,9 +230,17 @@ def _state_as_it_is(model: nn.Module, optimizer: Optimizer | None) -> dict[str, 
         return _state(model, optimizer)
 
 
-def _together(model: nn.Module, what: str) -> None:
+def _together(model: nn.Module, ranks: _Ranks, what: str) -> None:
+    """All ranks are about to do `what`, and no save is going on.
+
+    Raises:
+        CheckpointError: that save has failed, and a rank has not been told.
+    """
     if isinstance(model, FxshardModule):
         model._fxshard.world.together(what)
+    waited = f"{what} waited for the asynchronous save before it"
+    if told := next(filter(None, ranks.all(background.failure, waited)), ""):
+        raise CheckpointError(f"{told}. It was an asynchronous save; {what} has done nothing")
 
 
 def _require_own(model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -521,6 +552,73 @@ def _stated(optimizer: Optimizer, saved: _Saved) -> Iterator[None]:
 # -- files -----------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class _New:
+    """A state that is being written to the checkpoint in `root`."""
+
+    root: Path
+    number: int
+
+    @property
+    def writing(self) -> Path:
+        return self.root / f"writing-{self.number}"
+
+    @property
+    def failed(self) -> str:
+        return f"{self.writing} could not be written, and the state before is as it was"
+
+    @classmethod
+    def begun(
+        cls,
+        root: Path,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        extra: Any,
+        ranks: _Ranks,
+        what: str,
+    ) -> Self:
+        """All ranks can save, and rank 0 has written `extra`."""
+        _together(model, ranks, what)
+        packed = io.BytesIO()
+        if isinstance(model, FxshardModule):
+            model._fxshard.require_filled()
+        ranks.all(lambda: _require_own(model, optimizer), "nothing was saved")
+        ranks.first(lambda: torch.save(extra, packed), "nothing was saved: extra cannot be pickled")
+        number = ranks.first(
+            lambda: _begun(root, packed.getvalue()),
+            f"a checkpoint cannot be written to {root}. {_CHECK}",
+        )
+        return cls(root, number)
+
+    def write(self, state: dict[str, Any], ranks: _Ranks, say: Callable[[str], None]) -> None:
+        """Write what this rank has to, and make it the latest state when all ranks have."""
+        say("writing")
+        with _explained(self.failed):
+            save(state, storage_writer=_Writer(self.writing), process_group=ranks.group)
+        say("checksums")
+
+        def digests_of_mine() -> dict[str, str]:
+            ranks.require_group()  # else torch's save has taken this rank for the only one
+            return _digests(self.writing, ranks.rank)
+
+        digests = ranks.all(digests_of_mine, self.failed)
+        ranks.first(lambda: _publish(self.root, self.number, digests), self.failed)
+        if ranks.rank == 0:
+            try:
+                _remove_before(self.root, self.number)
+            except OSError as error:
+                log.warning("fxshard: a state before in %s cannot be removed: %s", self.root, error)
+
+    @contextlib.contextmanager
+    def removed_if_it_fails(self, ranks: _Ranks) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            if ranks.rank == 0:  # it may be what fills the disk
+                shutil.rmtree(self.writing, ignore_errors=True)
+            raise
+
+
 def _version(entry: Path) -> re.Match[str] | None:
     """Of a complete or half-written state: group 2 is its number."""
     return re.fullmatch(r"(version|writing)-(\d+)(\.latest)?", entry.name)
@@ -724,6 +822,10 @@ def _restricted(what: str) -> Iterator[None]:
 
 # -- ranks -----------------------------------------------------------------------------------------
 
+_DESTROYED = (
+    "the process group was destroyed meanwhile: ask the future of async_save for its result before "
+    "torch.distributed.destroy_process_group()"
+)
 _CHECK = "Check that the path is right, and a directory that all ranks see and may write to"
 
 
@@ -762,14 +864,22 @@ class _Ranks:
         except Exception as error:
             cause = _cause(error)
             answer = None, f"{type(cause).__name__}: {cause}"
-        answers: list[Any] = [answer] * self.size
+        answers: list[Any] = [answer]
         if not self.alone:
+            answers = [None] * self.size
             with _explained(complaint):
                 dist.all_gather_object(answers, answer, self.group)
+            if None in answers:  # this rank is in the group no more
+                raise CheckpointError(f"{complaint}. Cause: {_DESTROYED}")
         failed = [f"rank {rank}: {cause}" for rank, (_, cause) in enumerate(answers) if cause]
         if failed:
             raise CheckpointError(f"{complaint}. Cause: {'; '.join(failed)}") from cause
         return [found for found, _ in answers]
+
+    def require_group(self) -> None:
+        """Raise ValueError if the group was destroyed since."""
+        if not self.alone and not background.is_alive(self.group or dist.group.WORLD):
+            raise ValueError(_DESTROYED)
 
     def each(self, action: Callable[[], T], complaint: str) -> T:
         """What `action` returns on this rank, which stays here; all raise if it fails on one."""

@@ -21,7 +21,7 @@ from fxshard.capture.modules import join, own_tensors, put_back
 from fxshard.errors import UnitError
 from fxshard.runtime.world.c10d import C10dWorld
 
-log = logging.getLogger("fxshard")
+log: logging.Logger = logging.getLogger("fxshard")
 
 InitFn = Callable[[nn.Module], Any]
 

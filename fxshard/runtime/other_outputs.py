@@ -25,7 +25,7 @@ from fxshard.ir import tags
 from fxshard.ir.program import Program, Signature
 from fxshard.runtime.variants import Variant
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 def trained(program: Program) -> list[str]:

@@ -59,7 +59,7 @@ def _no_kernel(handle: Tensor) -> Tensor:
 
 
 torch.library.register_autograd("fxshard::parameter", lambda ctx, grad: grad, lib=_LIBRARY)
-packet = torch.ops.fxshard.parameter  # Dynamo's graphs hold either
+packet: Any = torch.ops.fxshard.parameter  # Dynamo's graphs hold either
 parameter = packet.default
 
 

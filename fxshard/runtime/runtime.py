@@ -51,7 +51,7 @@ from fxshard.runtime.variants import (
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.verify.certificate import agreement, digest
 
-log = logging.getLogger("fxshard")
+log: logging.Logger = logging.getLogger("fxshard")
 
 MakeExecutor = Callable[[Program, Any], Executor]
 Given = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of a call
@@ -71,12 +71,12 @@ class Runtime(Phases):
 
     def __init__(self, sharding: Sharding, make_executor: MakeExecutor = Executor) -> None:
         super().__init__(sharding)
-        self.inside = Inside(None, {})
+        self.inside: Inside = Inside(None, {})
         self.make_executor = make_executor
         self.variants: dict[Kind, Variant] = {}
         self.captured: list[Plan] = []
         self._optimizer: torch.optim.Optimizer | None = None
-        self.attributes = Attributes()
+        self.attributes: Attributes = Attributes()
         self.progress: bool | None = None
         self.unit_calls: Mapping[str, UnitCall] = {}
         self._warned: set[int] = set()
@@ -298,7 +298,7 @@ class Runtime(Phases):
             with as_called():
                 yield as_called
         finally:
-            self.sync = before
+            self.sync: bool = before
 
     def _serving(self, kind: Kind) -> Variant | None:
         served = self.variants.get(kind)

@@ -78,15 +78,16 @@ class ParameterStore:
     """
 
     def __init__(self, sharding: Sharding) -> None:
-        self.model, self.units = sharding.model, sharding.units
+        self.model: nn.Module = sharding.model
+        self.units: tuple[Unit, ...] = sharding.units
         self.world, self.config = sharding.world, sharding.config
         both = *self.model.named_parameters(), *self.model.named_buffers()
-        self.unfilled = [name for name, tensor in both if tensor.is_meta]
+        self.unfilled: list[str] = [name for name, tensor in both if tensor.is_meta]
         before = {module for slot in sharding.kept for module, _ in slot.owners}
-        self.slots = shard_parameters(sharding)
+        self.slots: dict[str, Slot] = shard_parameters(sharding)
         owners = [module for slot in self.slots.values() for module, _ in slot.owners]
         loading.take_full_values(module for module in dict.fromkeys(owners) if module not in before)
-        self.ignored = {p.fqn: p for unit in self.units for p in unit.ignored}
+        self.ignored: dict[str, Param] = {p.fqn: p for unit in self.units for p in unit.ignored}
         for param in (param for unit in self.units for param in unit.params):
             if param.extension is not None and isinstance(self.world, C10dWorld):
                 param.extension.shared_over(self.world.mesh)
@@ -94,19 +95,20 @@ class ParameterStore:
         self.partial: dict[str, list[Tensor]] = {}
         self.kept: dict[str, _Kept] = {}
         self.gathered_in: dict[str, State] = {}
-        self.reach = Reach()
-        self.sync, self.comm_hook = True, False
+        self.reach: Reach = Reach()
+        self.sync: bool = True
+        self.comm_hook: bool = False
         self.wrapped: dict[str, str] = {}  # name of a parameter -> as it is called now
-        self.forwards = eager.Forwards()
+        self.forwards: eager.Forwards = eager.Forwards()
         self.stored_dtypes: dict[str, torch.dtype] = {}
         self._reduction: tuple[Config, InsertReduce] | None = None
         self._cast_buffers()
-        self.summoned = False
+        self.summoned: bool = False
         self._unshards: contextlib.ExitStack | None = None
         self._unsharded: dict[int, list[_Shown]] = {}  # by unit
         self._lying: dict[int, dict[str, _Kept]] = {}  # by unit: of a call of it, for the next one
         self.chosen: dict[str, dict[str, Any]] = {}
-        self.device = self.compute_device()
+        self.device: str = self.compute_device()
         self.note_structure()
         self._seen = {fqn: slot.tensor for fqn, slot in self.slots.items()}
 
@@ -301,8 +303,8 @@ class ParameterStore:
 
     def note_structure(self) -> None:
         """Note which modules, parameters and buffers the model has."""
-        self.tree = list(self.model.modules())
-        self.buffer_slots = {
+        self.tree: list[nn.Module] = list(self.model.modules())
+        self.buffer_slots: dict[str, tuple[nn.Module, str]] = {
             name: (module, key)
             for path, module in self.model.named_modules()
             for key in module._buffers

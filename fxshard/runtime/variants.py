@@ -26,7 +26,7 @@ from fxshard.plans.plan import Plan
 from fxshard.runtime import differing
 from fxshard.verify.certificate import agreement, digest
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 REMEMBERED = 1024  # sizes of which a program knows whether it serves them
 # Names in a kind's mode.

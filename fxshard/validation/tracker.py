@@ -80,7 +80,7 @@ class Tracker(TorchDispatchMode):
         self._packed: set[int] = set()  # storages of what is gathered and copied out of
         self._in_step = False
         self.waiting = False  # for a collective: tensors that gloo makes then are its own
-        self.phase = "start"
+        self.phase: str = "start"
 
     # -- marks ------------------------------------------------------------------------------------
 

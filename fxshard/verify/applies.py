@@ -49,8 +49,8 @@ def reduced(program: Program) -> bool:
     return reductions(program) or any(r.kind in ("accumulated", "partial") for r in program.results)
 
 
-reductions = has(lambda spec: spec.role == "reduce")
-frees = has(lambda spec: spec.role == "free")
+reductions: Applies = has(lambda spec: spec.role == "reduce")
+frees: Applies = has(lambda spec: spec.role == "free")
 
 
 def stepped(program: Program) -> bool:

@@ -17,7 +17,7 @@ from fxshard.ir.program import Fact, Program, Result
 from fxshard.verify import walk
 from fxshard.verify.failure import fail
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 def reduced_once(program: Program) -> None:

@@ -12,7 +12,7 @@ from torch import fx
 from fxshard.ir import ops, tags, transfers
 from fxshard.ir.program import Program
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 def order(program: Program) -> dict[fx.Node, int]:

@@ -167,8 +167,17 @@ def test_torch_compile_finds_the_backend_of_a_wheel(wheel: Path, tmp_path: Path)
     assert int(graphs) == 1
 
 
+def test_the_version_is_that_of_pyproject(wheel: Path, tmp_path: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    told = run([sys.executable, "-m", "fxshard", "--version"], cwd=tmp_path, path=wheel)
+    assert told == f"fxshard {project['version']}\n"
+    minor = [c.rpartition(" ")[2] for c in project["classifiers"] if ":: Python :: 3." in c]
+    assert minor == ["3.11", "3.12", "3.13", "3.14"] and project["requires-python"] == ">=3.11"
+
+
 def test_sdist(checkout: Path, sdist: Path, wheel: Path, tmp_path: Path) -> None:
     # No symlink in it: package-dir alone carries this build, as where git makes no symlinks.
+    assert {"CHANGELOG.md", "LICENSE", "README.md"} <= {file.name for file in sdist.iterdir()}
     assert (sdist / "passes").is_dir() and not (sdist / "fxshard/passes").exists()
     site = wheel_of(sdist, tmp_path)
     names = source_files(site)

@@ -30,7 +30,7 @@ from fxshard.errors import CaptureError
 from fxshard.ir import tags
 from fxshard.ir.program import Program
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
 LOWEST = {SDPBackend.CUDNN_ATTENTION: -65504.0}  # of a mask; elsewhere minus infinity
 

@@ -223,7 +223,8 @@ class Stamp:
     """
 
     def __init__(self, runs: Runs, sequences: dict[str, list[Item]]) -> None:
-        self.runs, self.sequences = runs, sequences
+        self.runs: Runs = runs
+        self.sequences: dict[str, list[Item]] = sequences
         self._known: set[Place] = set()  # what templates refer to, all of them alike
         self._moves: dict[Place, tuple[bool, ...]] = {}  # per reference of a template: relative
         self._blocks: dict[tuple[str, int, int], list[Item]] = {}

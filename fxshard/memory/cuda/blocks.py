@@ -134,19 +134,23 @@ class DeviceAllocator:
     def __init__(self, settings: AllocatorSettings, capacity: int | None) -> None:
         self.settings = settings
         self.capacity = capacity
-        self.allowed = None  # what a memory fraction leaves; its own check, before the device's
+        # what a memory fraction leaves; its own check, before the device's
+        self.allowed: int | None = None
         if capacity is not None and settings.per_process_memory_fraction < 1:
             self.allowed = int(settings.per_process_memory_fraction * capacity)
-        self.collects = self.allowed is not None and settings.garbage_collection_threshold > 0
+        self.collects: bool = self.allowed is not None and settings.garbage_collection_threshold > 0
         self.arenas: dict[tuple[bool, str], Arena] = {}
         self.heads: dict[int, Block] = {}  # first block of every segment, by address
         self.waiting: dict[str, deque[tuple[int, Block]]] = {}
         self.next_address = ROUND_LARGE
         self.searches = 0  # of the large pool: the clock of garbage collection
-        self.requested = self.allocated = self.active = self.reserved = 0
+        self.requested: int = 0
+        self.allocated: int = 0
+        self.active: int = 0
+        self.reserved: int = 0
         self.inactive_split = 0
         self.segments = self.most_segments = self.retries = 0
-        self.highest = [0, 0, 0, 0]
+        self.highest: list[int] = [0, 0, 0, 0]
 
     def levels(self) -> tuple[int, int, int, int]:
         return (self.requested, self.allocated, self.active, self.reserved)

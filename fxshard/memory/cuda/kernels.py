@@ -29,7 +29,7 @@ from fxshard.memory.kernels import (
     val_of,
 )
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 FLOAT = 4  # bytes of what kernels accumulate in
 INDEX = 8  # bytes of an int64 index
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from fxshard.memory.cuda.settings import AllocatorSettings
 from fxshard.memory.kernels import KernelTemporary
 from fxshard.memory.ledger import BEFORE, Ledger
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 HOPPER = (9, 0)  # compute capability
 STEADY_STEPS = 2  # until the cache serves every request as it did the step before

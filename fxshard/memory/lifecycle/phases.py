@@ -20,7 +20,7 @@ from fxshard.memory.category import Category
 from fxshard.memory.ledger import LiveRange
 from fxshard.memory.lifecycle.init import init, init_receiving
 from fxshard.memory.lifecycle.load import load_checkpoint, load_state_dict
-from fxshard.memory.lifecycle.save import full_state_dict, save_checkpoint
+from fxshard.memory.lifecycle.save import async_save, full_state_dict, save_checkpoint
 from fxshard.memory.lifecycle.script import LifecyclePhase
 from fxshard.memory.lifecycle.tree import Tree
 from fxshard.memory.optimizer import OptimizerStep, trace_step, unused
@@ -41,6 +41,8 @@ def lifecycle(
     - ``load_checkpoint``: with a new optimizer, if there is one; of a checkpoint that as many ranks
       have saved.
     - ``save_checkpoint``: with the optimizer, if there is one.
+    - ``async_save``: until it returns; what it has more at its end, on the host if the program
+      computes elsewhere, is there until the future is done: the steps meanwhile hold it too.
     - ``full_state_dict``: on rank 0's CPU (the default), and ``full_state_dict (every rank)``:
       ``cpu_offload=False, rank0_only=False``.
 
@@ -68,6 +70,7 @@ def lifecycle(
         load_state_dict(tree),
         load_checkpoint(tree, step, new),
         save_checkpoint(tree, step),
+        async_save(tree, step),
         full_state_dict(tree, step, alone=True),
         full_state_dict(tree, step, alone=False),
     ]

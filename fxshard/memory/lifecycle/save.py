@@ -64,6 +64,34 @@ def save_checkpoint(tree: Tree, step: OptimizerStep | None) -> LifecyclePhase:
     return script.done(*unknown)
 
 
+def async_save(tree: Tree, step: OptimizerStep | None) -> LifecyclePhase:
+    """`fxshard.async_save` until it returns: all that the rank has is copied to the CPU's memory.
+
+    The copies are there at the end, until the thread has written them; it makes no others, as each
+    has a storage of its own. Steps that run meanwhile hold so much more
+    (fxshard/runtime/background.py, ``staged``).
+    """
+    script = Script("async_save", [*tree.held, *state_held(tree, step)])
+    items = model_items(tree)
+    for item in items:
+        detached(tree, script, item)
+    unknown = [*MESSAGES]
+    if step is not None:
+        state, why = optimizer_items(tree, step)
+        items += state
+        unknown += why
+    for item in items:
+        if item.storage:
+            moves = tree.elsewhere and not item.host
+            script.make(
+                *(f"stage {item.name}", f"copy of {item.name}", Category.TEMP, item.local),
+                op="aten._to_copy" if moves else "aten.clone",
+                module=owner_of(item.name),
+                host=tree.elsewhere,
+            )
+    return script.done(*unknown)
+
+
 def full_state_dict(tree: Tree, step: OptimizerStep | None, *, alone: bool) -> LifecyclePhase:
     """`FxshardModule.full_state_dict`: each parameter is gathered into a padded tensor.
 

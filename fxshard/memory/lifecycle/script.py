@@ -90,7 +90,7 @@ class Script:
 
     def __init__(self, name: str, held: Iterable[LiveRange] = ()) -> None:
         self.name = name
-        self.ledger = Ledger()
+        self.ledger: Ledger = Ledger()
         self.ledger.begin(name, -1)
         for each in held:
             self.hold(each)

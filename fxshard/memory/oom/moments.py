@@ -142,8 +142,8 @@ class Recording:
         self.segments = [each for each in snapshot.segments if each.device == device]
         traces = snapshot.traces
         self.events: Sequence[Event] = traces[device] if device < len(traces) else ()
-        self.settings = snapshot.settings or AllocatorSettings()
-        self.has_stacks = any(event.stack for event in self.events)
+        self.settings: AllocatorSettings = snapshot.settings or AllocatorSettings()
+        self.has_stacks: bool = any(event.stack for event in self.events)
         self._origins: dict[tuple[int, str, bool], Origin] = {}
 
     def out_of_memory(self) -> int | None:

@@ -81,7 +81,9 @@ class C10dWorld:
         self.mesh = mesh
         self.hook: Callable[..., None] | None = None  # the user's, with its state bound
         self.groups: dict[str, dist.ProcessGroup] = {}
-        self.size, self.rank, self.replicas = 1, 0, 1
+        self.size: int = 1
+        self.rank: int = 0
+        self.replicas: int = 1
         if mesh.ndim == 2 or not sharded:
             self.groups["replicate"] = mesh.get_group(0)
             self.replicas = mesh.size(0)
@@ -96,7 +98,7 @@ class C10dWorld:
         if mesh.device_type == "cpu":
             process_groups.gather_one_by_one()  # also for all-gathers that torch makes
         self.reductions: dist.ProcessGroup | None = None
-        self.peers = {name: Peers(group) for name, group in self.groups.items()}
+        self.peers: dict[str, Peers] = {name: Peers(group) for name, group in self.groups.items()}
         self._everyone = [peers for name, peers in self.peers.items() if "reshard" not in name]
         if mesh.ndim == 2 and mesh.size() == dist.get_world_size():
             self._everyone = [Peers(_default_group())]

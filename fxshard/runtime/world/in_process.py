@@ -29,8 +29,9 @@ class InProcessWorld:
     """
 
     def __init__(self, size: int, replicas: int = 1) -> None:
-        self.size, self.replicas = size, replicas
-        self.ranks = size * replicas
+        self.size: int = size
+        self.replicas: int = replicas
+        self.ranks: int = size * replicas
 
     def phase(self, name: str, communicates: bool) -> AbstractContextManager[None]:
         """Run a phase in the block; nothing is left of it, however it ends."""

@@ -54,10 +54,11 @@ class Peers:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group: Any = group
-        self.size, self.rank = group.size(), group.rank()
-        self.fake = dist.get_backend(group) == "fake"
-        self.global_ranks = dist.get_process_group_ranks(group)
-        self.next_shard = (self.rank + 1) % self.size  # a rank of a group, with other rows
+        self.size: int = group.size()
+        self.rank: int = group.rank()
+        self.fake: bool = dist.get_backend(group) == "fake"
+        self.global_ranks: list[int] = dist.get_process_group_ranks(group)
+        self.next_shard: int = (self.rank + 1) % self.size  # a rank of a group, with other rows
         self.alone = self.fake or self.size == 1
         if not self.fake:
             store = process_groups.group_store(group)
