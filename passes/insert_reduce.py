@@ -34,7 +34,7 @@ class InsertReduce:
     Under ``no_sync``, and of units that are not reduced, gradients are returned, or added to those
     of earlier steps. The first step that reduces adds these sums to its gradients. Where a unit
     leaves the all-reduce out, results of the reduce-scatter are returned as partial sums; the next
-    step adds them to its own.
+    step adds them to its own, or to zeros if it does not use the parameter.
 
     Attributes:
         op: "avg", "sum", "max" or "min".
@@ -80,6 +80,9 @@ class InsertReduce:
             grads[fqn] = as_own(program, grads[fqn])
         added = accumulate(program, grads)
         grads |= {name: total for name, total in added.items() if program.reduces(name) != "none"}
+        for fqn in sorted(program.partial - grads.keys()):
+            if program.reduces(fqn) != "none":  # what this step leaves out, an earlier one has used
+                grads[fqn] = nothing_added(program, fqn)
         how = {name: program.reduces(name) for name in grads if name in program.params}
         for name in [name for name in grads if how.get(name) == "none"]:
             grad = grads.pop(name)
@@ -358,6 +361,18 @@ def add_partial(program: Program, node: fx.Node, param: Param, tag: tags.Meta) -
     tags.put(total, held, program.fake(tuple(val.shape), val.dtype, val.device))
     added = program.graph.call_function(aten.add_.Tensor, (node, total))
     return tags.put(added, tags.changed(tag, role="post_reduction", fqn=param.fqn), val)
+
+
+def nothing_added(program: Program, fqn: str) -> fx.Node:
+    """Append zeros, as the gradient of a parameter that the step does not use."""
+    param = program.params[fqn]
+    unit = program.units[param.unit]
+    dtype = unit.precision.reduces_in(param.compute_dtype)
+    options: dict[str, Any] = {"dtype": dtype, "device": program.device, "pin_memory": False}
+    with program.graph.inserting_before(program.output):
+        node = program.graph.call_function(aten.full.default, (list(param.shape), 0.0), options)
+    tag = tags.Meta("backward", "compute", module=unit.fqn, unit=unit.index)
+    return tags.put(node, tag, program.fake(param.shape, dtype, program.device))
 
 
 def following(program: Program, node: fx.Node) -> fx.Node:

@@ -76,7 +76,7 @@ def _doubtful(program: Program, made: frozenset[str]) -> frozenset[str]:
     needs = program.common or program.needs
     if needs is not None:
         return frozenset(needs.grads) - needs.certain
-    sums = program.accumulated - made
+    sums = (program.accumulated | program.partial) - made
     return frozenset(fqn for fqn in program.params if fqn in program.reached or fqn in sums)
 
 

@@ -89,7 +89,8 @@ def reduced_once(program: Program) -> None:
                 fail(program, fact, item, f"the reduced gradient of {fqn!r} is not returned.")
     _accumulated_once(program)
     given = {result.name for _, result in left} | _added(program)
-    for fqn in sorted((program.gradients or frozenset()) - given):
+    waiting = {fqn for fqn in program.partial if program.reduces(fqn) != "none"}
+    for fqn in sorted({*(program.gradients or ()), *waiting} - given):
         fail(program, fact, program.output, f"the gradient of {fqn!r} is not returned.")
 
 
@@ -276,8 +277,12 @@ def _adds_partial(
             fail(program, fact, readers[-1] if readers else total, what)
         (added,) = readers
         sent_on = [tags.source(n) for n in items if tags.source(n).target is ops.all_reduce]
-        made = items[-1] if items else tags.source(added)
-        right = tags.source(added) is made and tags.get(made).fqn == fqn
+        if program.world_size > 1:
+            made = items[-1] if items else tags.source(added)
+            right = tags.source(added) is made and tags.get(made).fqn == fqn
+        else:  # nothing is scattered: what goes into the all-reduce, or is returned
+            ends = [tags.operands(tags.source(n))[walk.item_index(n)] for n in items]
+            right = added in (ends or [value])
         if not right or any(order[launch] < order[added] for launch in sent_on):
             what = f"%{added.name} adds the partial sum of {fqn!r} to something else."
             fail(program, fact, added, what)
