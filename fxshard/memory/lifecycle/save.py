@@ -37,28 +37,13 @@ def save_checkpoint(tree: Tree, step: OptimizerStep | None) -> LifecyclePhase:
     the one that is used (torch/distributed/checkpoint/filesystem.py, ``_write_files_from_queue``,
     ``tensor_dict``).
     """
-    script = Script("save_checkpoint", [*tree.held, *state_held(tree, step)])
-    items = model_items(tree)
-    for item in items:
-        detached(tree, script, item)
-    unknown = [*MESSAGES]
-    if step is not None:
-        state, why = optimizer_items(tree, step)
-        items += state
-        unknown += why
+    script, items, unknown = _begun("save_checkpoint", tree, step)
     copies: list[LiveRange] = []
     for item, rank in zip(items, written_by(tree, items), strict=True):
         moves = tree.elsewhere and not item.host
         if rank or not item.storage or (item.storage == item.local and not moves):
             continue
-        copies.append(
-            script.make(
-                *(f"write {item.name}", f"copy of {item.name}", Category.TEMP, item.local),
-                op="aten._to_copy" if moves else "aten.clone",
-                module=owner_of(item.name),
-                host=tree.elsewhere,
-            )
-        )
+        copies.append(_copied("write", tree, script, item))
     script.run("all written")
     script.drop(*copies)
     return script.done(*unknown)
@@ -71,7 +56,18 @@ def async_save(tree: Tree, step: OptimizerStep | None) -> LifecyclePhase:
     has a storage of its own. Steps that run meanwhile hold so much more
     (fxshard/runtime/background.py, ``staged``).
     """
-    script = Script("async_save", [*tree.held, *state_held(tree, step)])
+    script, items, unknown = _begun("async_save", tree, step)
+    for item in items:
+        if item.storage:
+            _copied("stage", tree, script, item)
+    return script.done(*unknown)
+
+
+def _begun(
+    name: str, tree: Tree, step: OptimizerStep | None
+) -> tuple[Script, list[Item], list[tuple[str, str]]]:
+    """The phase as it begins, what it saves, and what of that is not known."""
+    script = Script(name, [*tree.held, *state_held(tree, step)])
     items = model_items(tree)
     for item in items:
         detached(tree, script, item)
@@ -80,16 +76,16 @@ def async_save(tree: Tree, step: OptimizerStep | None) -> LifecyclePhase:
         state, why = optimizer_items(tree, step)
         items += state
         unknown += why
-    for item in items:
-        if item.storage:
-            moves = tree.elsewhere and not item.host
-            script.make(
-                *(f"stage {item.name}", f"copy of {item.name}", Category.TEMP, item.local),
-                op="aten._to_copy" if moves else "aten.clone",
-                module=owner_of(item.name),
-                host=tree.elsewhere,
-            )
-    return script.done(*unknown)
+    return script, items, unknown
+
+
+def _copied(what: str, tree: Tree, script: Script, item: Item) -> LiveRange:
+    return script.make(
+        *(f"{what} {item.name}", f"copy of {item.name}", Category.TEMP, item.local),
+        op="aten._to_copy" if tree.elsewhere and not item.host else "aten.clone",
+        module=owner_of(item.name),
+        host=tree.elsewhere,
+    )
 
 
 def full_state_dict(tree: Tree, step: OptimizerStep | None, *, alone: bool) -> LifecyclePhase:
