@@ -20,7 +20,8 @@ from fxshard._torch.modules import BATCH_NORM
 @contextlib.contextmanager
 def counted_in_tensors(model: nn.Module) -> Iterator[None]:
     """For the time of the block no such batch norm of a model makes a number of a tensor."""
-    if not any(isinstance(each, BATCH_NORM) and each.momentum is None for each in model.modules()):
+    norms = (each for each in model.modules() if isinstance(each, BATCH_NORM))
+    if all(getattr(each, "momentum", 0.1) is not None for each in norms):  # or what stands for one
         yield
         return
     original = BATCH_NORM.forward

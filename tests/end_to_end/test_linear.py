@@ -82,7 +82,7 @@ def lines_per_node(make: Callable[..., fxshard.Plan], **options: Any) -> dict[st
     held = lines.timed("held", liveness.held_ranges)(work.module, work.call, plan.program)
     report = lines.timed("liveness", liveness.analyse)(plan.programs, held, step)
     lines.timed("table", report.table)()
-    plan.__dict__["memory"] = report
+    plan.__dict__ |= {"memory": report, "optimizer_step": step}
     lines.timed("dump", plan.dump)()
     nodes = len(plan.program.graph.nodes)
     return {stage: count / nodes for stage, count in lines.seen.items()}

@@ -181,8 +181,9 @@ def test_what_cannot_be_is_refused_with_what_to_do(ranks: Pools) -> None:
 
 
 def test_enabled_and_disabled_again() -> None:
-    from accelerate import accelerator
+    from accelerate import accelerator, state
 
+    state.AcceleratorState._reset_state(True)  # another test's Accelerator in this process
     before = accelerator.fsdp2_prepare_model, torch.distributed.fsdp.register_fsdp_forward_method
     integration.enable()
     integration.enable()

@@ -91,7 +91,7 @@ def test_altered_reports_are_compared_or_refused(report: MemoryReport) -> None:
         except ConfigError as error:
             refused += 1
             assert "report" in str(error)
-    assert refused > 40
+    assert refused > 20  # and the others change nothing that is compared
 
 
 def test_files_that_are_no_reports_are_refused(

@@ -60,7 +60,7 @@ def as_ddp(
             optimizer.step()
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("max_norm", "norm_type", "strategy", "offload"), GRID)
 def test_norms_as_ddp(
     ranks: Any, max_norm: float, norm_type: float, strategy: Any, offload: bool
@@ -84,7 +84,7 @@ def low_precision(
         assert torch.linalg.vector_norm(grad, norm_type).item() <= max_norm
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", [FULL, NO_SHARD], ids=["full_shard", "no_shard"])
 @pytest.mark.parametrize(("max_norm", "norm_type"), NORMS)
 def test_norms_of_fp16(ranks: Any, max_norm: float, norm_type: float, strategy: Any) -> None:

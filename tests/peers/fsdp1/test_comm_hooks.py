@@ -137,7 +137,7 @@ def compressed(
     assert_close(grads_of(with_hook), grads_of(with_policy))
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @WRAPPED
 @GRID
 @pytest.mark.parametrize(

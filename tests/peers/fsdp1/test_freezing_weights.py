@@ -89,7 +89,7 @@ def frozen(
         assert torch.equal(got[name], before[name]) == name.startswith("trunk"), name
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", [Model, NestedTrunk])
 @pytest.mark.parametrize("by_flag", [True, False], ids=["requires_grad", "grad_to_none"])
 @pytest.mark.parametrize("after", [True, False], ids=["frozen_after", "frozen_before"])

@@ -64,7 +64,7 @@ def accumulated(rank: int, world_size: int, inside: list[bool], options: dict[st
     optimizer.step()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("strategy", "prefetch"), GRID)
 @pytest.mark.parametrize("order", ORDERS)
 def test_accumulation(ranks: Any, order: str, strategy: Any, prefetch: Any) -> None:

@@ -138,7 +138,7 @@ GRID = [
 ]
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("policy", "dtype", "scale", "options"), GRID)
 def test_dtypes_end_to_end(
     ranks: Any, policy: MixedPrecision, dtype: torch.dtype, scale: bool, options: Any

@@ -97,7 +97,7 @@ def round_trip(rank: int, world_size: int, kind: str, half: bool, options: Any) 
         loads(pair[0], pair[1], kind)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("half", [True, False], ids=["fp16", "fp32"])
 @pytest.mark.parametrize("offload", [True, False], ids=["offload", "stays"])
 @EACH_KIND
@@ -109,7 +109,7 @@ def buffers_too(rank: int, world_size: int, kind: str, options: Any) -> None:
     loads(made(with_buffers, **options), made(with_buffers, **options), kind)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("policy", [HALF, None], ids=["fp16", "fp32"])
 @pytest.mark.parametrize("offload", [True, False], ids=["offload", "stays"])
 @EACH_KIND
@@ -136,7 +136,7 @@ def after_training(rank: int, world_size: int, kind: str, policy: Any) -> None:
     assert_close(params_of(model), trained)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("policy", [HALF, None], ids=["fp16", "fp32"])
 @EACH_KIND
 def test_after_training(ranks: Any, kind: str, policy: Any) -> None:

@@ -82,7 +82,7 @@ def in_groups(
     trains_as_ddp(pair, optimizers, set_to_none)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @EACH_STRATEGY
 @pytest.mark.parametrize(
     ("foreach", "set_to_none", "prefetch"),
@@ -134,7 +134,7 @@ def frozen_group(rank: int, world_size: int, foreach: bool, strategy: Any) -> No
     trains_as_ddp(pair, optimizers, False)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @EACH_STRATEGY
 @pytest.mark.parametrize("foreach", [False, True])
 def test_group_that_is_frozen(ranks: Any, foreach: bool, strategy: Any) -> None:
@@ -202,7 +202,7 @@ def two_forwards(rank: int, world_size: int, between: bool, options: dict[str, A
     same(pair[1], pair[0])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @EACH_STRATEGY
 @pytest.mark.parametrize("offload", [False, True], ids=["stays", "offload"])
 @pytest.mark.parametrize("between", [False, True], ids=["plain", "summon_between"])

@@ -220,7 +220,7 @@ GRID = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", GRID)
 def test_units_of_one_element(ranks: Any, options: dict[str, Any]) -> None:
     ranks(2).run(small, options)

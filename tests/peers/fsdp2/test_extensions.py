@@ -8,7 +8,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from tests.peers.fsdp2.test_training import LATE, units
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("late", LATE, ids=lambda late: "+".join(late) or "on time")
 @pytest.mark.parametrize("reshard", [True, False, 2])
 def test_hybrid_units_train_as_ddp(ranks: Any, reshard: Any, late: Any) -> None:

@@ -45,7 +45,7 @@ def within(rank: int, world_size: int, reshard: Any, checkpointed: bool, late: b
     train_alike(ref, model, lambda: (torch.randn(8, 32),))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("reshard", RESHARD)

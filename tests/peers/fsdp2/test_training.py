@@ -195,14 +195,14 @@ def units(rank: int, world_size: int, options: dict[str, Any], late: tuple[str, 
 LATE = [(), *((each,) for each in DELAYS), DELAYS]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("late", LATE, ids=lambda late: "+".join(late) or "on time")
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_units_train_as_ddp(ranks: Any, reshard: Any, late: Any) -> None:
     ranks(4 if reshard == 2 else 2).run(units, {"reshard_after_forward": reshard}, late)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("late", LATE, ids=lambda late: "+".join(late) or "on time")
 def test_units_on_the_cpu_train_as_ddp(ranks: Any, late: Any) -> None:
     ranks(2).run(units, {"offload_policy": ON_CPU}, late)

@@ -379,7 +379,7 @@ ACCUMULATED = [
 ]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("hybrid", "reshard", "offload"), ACCUMULATED)
 def test_gradients_accumulate_unreduced(
     ranks: Any, hybrid: bool, reshard: Any, offload: bool
@@ -427,7 +427,7 @@ def hybrid(rank: int, world_size: int, reshard: bool, dim: int, last: bool, how:
         assert_parity(ref, model)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["plain", "checkpoint"])
 @pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize("dim", [3, 16, 17])

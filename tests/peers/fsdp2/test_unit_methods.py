@@ -162,7 +162,7 @@ def by_units(
 BY_UNITS = [("shards", True), ("some", False), ("some", True), ("root", False), ("root", True)]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("mode", "hybrid"), BY_UNITS)
 @pytest.mark.parametrize("reshard", [True, False, 2])
 def test_some_reductions_are_left_out(ranks: Any, mode: str, hybrid: bool, reshard: Any) -> None:
