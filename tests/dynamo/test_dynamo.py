@@ -80,7 +80,8 @@ def five_steps(rank: int, world_size: int, name: str) -> tuple[Result, Result, R
     dynamos = fsdp2.run_steps(Calling(compiled(model), model), case, STEPS)
     reports = fxshard.reports(model)
     assert len(reports) == 1
-    assert set(Fact) - {Fact.STEPPED_ONCE, Fact.JOINED} <= model._fxshard_runtime.captured[0].program.facts
+    (captured,) = model._fxshard_runtime.captured
+    assert set(Fact) - {Fact.STEPPED_ONCE, Fact.JOINED} <= captured.program.facts
     peaks = [whole.memory.peak_bytes, reports.peak_bytes, reports[0].peak_bytes]
     return theirs, ours, dynamos, peaks
 

@@ -317,11 +317,13 @@ def test_tied_parameters_of_two_calls_are_refused(ranks: Any) -> None:
 def one_by_one(rank: int, world_size: int) -> None:
     """Blocks that are made, sharded and collected one after the other share no id by accident."""
     model = nn.Sequential()
+    gc.freeze()  # what earlier tests have left is not what is to be collected
     for _ in range(8):
         block = made(lambda: nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16, bias=False)))
         model.append(block)
         fxshard.fully_shard(block)
         gc.collect()
+    gc.unfreeze()
     fxshard.fully_shard(model)
     model(torch.randn(2, 4, 16)).sum().backward()
     assert all(param.grad is not None for param in model.parameters())
