@@ -2,14 +2,25 @@
 
 Half of what a plan of a small model costs is its trace, and tests of strategies and options plan
 the same models again and again. Those that conftest.py lists do what `Plan.replan` does, over all
-plans of a process.
+plans of a process, and over all processes of a run of the tests: the first that traces writes the
+program as text, which its other ranks, other workers and later pools of ranks read back, at a
+twentieth of the cost.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
+import hashlib
+import os
+import pickle
+import re
+import tempfile
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,16 +30,23 @@ from fxshard._torch import modules as torch_modules
 from fxshard._torch import trees
 from fxshard.capture import strides, trace
 from fxshard.capture.swapped import users_class
+from fxshard.errors import TextError
+from fxshard.ir import text
 from fxshard.ir.program import Program
 
 Capture = Callable[..., Program]
+FOLDER = "FXSHARD_TEST_TRACES"  # the variable that names the folder of this run's texts
+WAITS_S = (
+    60  # for another process that traces the same; a rank may do so while it waits for this one
+)
 
 
 class Shared:
-    """Stands for `trace.capture`."""
+    """Stands for `trace.capture`; `everywhere`: shared with the other processes of the run."""
 
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self, capture: Capture, everywhere: bool = False) -> None:
         self._capture = capture
+        self._everywhere = everywhere
         self._made: dict[Any, Program] = {}
         self._keep: list[Any] = []  # what a key knows by its id
 
@@ -37,7 +55,9 @@ class Shared:
     ) -> Program:
         key = self._key(model, args, kwargs, options)
         if key not in self._made:
-            self._made[key] = self._capture(model, args, kwargs, **options)
+            capture = functools.partial(self._capture, model, args, kwargs, **options)
+            shared = self._everywhere and FOLDER in os.environ and _has_no_address(key)
+            self._made[key] = _once_in_a_run(key, capture) if shared else capture()
         return self._made[key]
 
     def _key(self, model: nn.Module, args: Any, kwargs: Any, options: dict[str, Any]) -> Any:
@@ -48,11 +68,13 @@ class Shared:
             return numbers.setdefault(id(of), len(numbers))
 
         def said(value: Any) -> Any:
-            text = repr(value)
-            if " at 0x" not in text:
-                return type(value), text
+            shown = repr(value)
+            if " at 0x" not in shown:
+                return type(value), shown
+            if isinstance(value, FunctionType) and value.__qualname__.isidentifier():
+                return value.__module__, value.__qualname__
             self._keep.append(value)
-            return id(value)
+            return hex(id(value))
 
         def held(tensor: Tensor | None) -> Any:
             """A parameter counts as it is whole, where it is sharded too."""
@@ -106,10 +128,66 @@ def _is_read(name: str) -> bool:
     return name not in slots and "state_dict" not in name
 
 
+def _has_no_address(key: str) -> bool:
+    return re.search(r"0x[0-9a-f]{6}", key) is None
+
+
+def _once_in_a_run(key: str, capture: Callable[[], Program]) -> Program:
+    """What the first process that asked for it has traced."""
+    path = Path(os.environ[FOLDER], hashlib.sha256(key.encode()).hexdigest())
+    with _held(path.with_suffix(".lock")):
+        if not path.exists():
+            program = capture()
+            written = _written(program)
+            if written is None:
+                return program
+            part = path.with_suffix(f".{os.getpid()}")
+            part.write_bytes(written)
+            part.rename(path)
+            return program
+    return text.parse(*pickle.loads(path.read_bytes()))
+
+
+def _written(program: Program) -> bytes | None:
+    """None for what holds only in this process: functions of a user's, names of its groups."""
+    try:
+        written = text.write(program)
+    except TextError:
+        return None
+    if "c10d" in written:
+        return None
+    return pickle.dumps((written, dict(program.constants)))
+
+
+@contextlib.contextmanager
+def _held(path: Path) -> Iterator[None]:
+    """One process at a time; the system lets go of what a dead one held."""
+    with open(path, "w") as file:
+        end = time.monotonic() + WAITS_S
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.005)
+        yield
+
+
+@contextlib.contextmanager
+def folder_of_a_run() -> Iterator[None]:
+    """Inside, this process and those it starts share traces."""
+    with tempfile.TemporaryDirectory(prefix="traces-") as folder:
+        os.environ[FOLDER] = folder
+        try:
+            yield
+        finally:
+            del os.environ[FOLDER]
+
+
 @functools.cache
 def _shared() -> Shared:
     """That of this process."""
-    return Shared(trace.capture)
+    return Shared(trace.capture, everywhere=True)
 
 
 @contextlib.contextmanager

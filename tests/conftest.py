@@ -1,3 +1,4 @@
+import contextlib
 import gc
 import os
 import re
@@ -29,6 +30,10 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(sampling)
+    if not hasattr(config, "workerinput"):  # of pytest-xdist: workers inherit the folder
+        traces = contextlib.ExitStack()
+        traces.enter_context(captures.folder_of_a_run())
+        config.add_cleanup(traces.close)
     if browser.executable() is None and browser.is_required():
         raise pytest.UsageError(f"no Chromium, and {browser.REQUIRED} is set: {_REMEDY}")
 
@@ -99,37 +104,17 @@ def _idle_ranks_are_quiet(_pools: dict[int, Ranks]) -> Iterator[None]:
         each.close_if_it_wakes()
 
 
-# Tests of strategies, options and bytes: of what comes behind the trace. They share traces.
-BEHIND_THE_TRACE = {
-    *("accumulation", "budget", "budget_checkpoint", "bucket", "checkpoints", "cli", "comm_hook"),
-    *("explain", "formula", "lifecycle", "meaning", "memory", "memory_matrix", "memory_profiler"),
-    *("memory_questions", "numerics", "optimizer_in_program", "optimizers_memory", "parity"),
-    *("precision", "solve", "state", "strategies", "streams", "training", "tune"),
-    *("unused_outputs", "verify_strategies", "visible", "wrapping"),
-    *("accumulation_eager", "bucket_numbers", "groups", "optimizer_bytes", "precision_parts"),
-    *("precision_scaling", "state_copies", "strategies_bytes", "training_counts"),
-    *("training_gradients", "visible_page"),
-    *(
-        "allocator",
-        "benchmarks",
-        "check",
-        "checkpoint_files",
-        "checkpoint_option",
-        "coming_from_fsdp",
-    ),
-    *("counts", "eager_reduction", "formula_programs", "fresh_optimizer", "fully_shard", "ledger"),
-    *("limits", "module", "names", "object", "offload", "parameter_writes"),
-    *("report_files", "trainers", "whole_checkpoints"),
-    *("exceptions", "happens_before", "linear", "prefetch", "core", "comm", "grad_acc"),
-    *("clip_grad_norm", "unshard_params", "use_orig_params", "misc"),
-}
+# Tests of what comes behind the trace share traces: all but those of these rooms and files, which
+# are about how a model is traced, about when, or count what a run does on the way.
+TRACING_ROOMS = {"_torch", "capture", "codegen", "dryrun", "dynamo", "fuzz", "integrations"}
+TRACING_FILES = {"test_checkpointing", "test_extensions", "test_object_changes", "test_runs_go_on"}
 
 
 @pytest.fixture(autouse=True, scope="module")  # around the fixtures of a module too
 def _traced_once(request: pytest.FixtureRequest) -> Iterator[None]:
-    """In those tests equal calls of equal models are traced once in each process."""
-    behind = request.path.stem.removeprefix("test_") in BEHIND_THE_TRACE
-    with captures.sharing(behind or "peers" in request.path.parts):
+    """In those tests equal calls of equal models are traced once in a run."""
+    room = request.path.relative_to(request.config.rootpath).parts[1]
+    with captures.sharing(room not in TRACING_ROOMS and request.path.stem not in TRACING_FILES):
         yield
 
 
