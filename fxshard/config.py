@@ -348,6 +348,14 @@ class Options(TypedDict, total=False):
     ``backend="inductor"``, none: each size is compiled for.
     """
 
+    data_sizes: int | Mapping[str, int | Sequence[int]] | None
+    """How large the sizes are that the model finds in its data (rows that a mask selects, tokens
+    that an expert receives), at most: a number for all, or by the module that finds them, by FQN or
+    pattern (``{"layers.*.moe": 512}``), a number for each or one for all of a module, in the order
+    of forward. Bytes and times are computed for these sizes, and are bounds of those of fewer; what
+    runs takes what the data has. None: there are no bytes, and `UnknownSizeError` says so.
+    """
+
     ranks_may_differ: bool
     """The batches of ranks may take different ways through the model (a modality that one rank's
     batch lacks, an expert without tokens, a skipped layer). In each call ranks tell each other what
@@ -414,6 +422,7 @@ class Config:
     optimizer: Callable[..., Optimizer] | Optimizer | None = None
     optimizer_in_backward: bool = False
     dynamic: Mapping[Any, Any] | Literal[False] | None = None
+    data_sizes: int | Mapping[str, int | Sequence[int]] | None = None
     ranks_may_differ: bool = False
     max_variants: int = 16
     device: Literal["cuda"] | torch.device | None = None
@@ -448,6 +457,7 @@ class Config:
             )
         self._check_buckets()
         self._check_dynamic()
+        self._check_data_sizes()
         for name in ("gradient_divide_factor", "gradient_predivide_factor"):
             value = getattr(self, name)
             if value is not None and not _is_factor(value):
@@ -599,6 +609,16 @@ class Config:
         if "world" in told:
             raise ConfigError("dynamic={'world': ...}: so formulas call the number of ranks.")
         object.__setattr__(self, "dynamic", told)
+
+    def _check_data_sizes(self) -> None:
+        told = self.data_sizes
+        sizes = told.values() if isinstance(told, Mapping) else [told]
+        lists = [size if isinstance(size, (list, tuple)) else [size] for size in sizes]
+        if told is not None and not all(_is_count(n, least=0) for some in lists for n in some):
+            raise ConfigError(
+                f"data_sizes={told!r}: expected sizes >= 0: one for all that the model finds in "
+                f'its data, or by the module that finds them: {{"layers.*.moe": 512}}.'
+            )
 
     def _check_checkpoint(self) -> None:
         value: Any = self.checkpoint

@@ -326,6 +326,7 @@ def make_program(
                 for_cuda=config.device is not None,
                 every_tangent=every_tangent,
                 tangents=tangents,
+                data_sizes=config.data_sizes,
             ),
             symbols,
             sizes,
@@ -435,7 +436,7 @@ def _capture_key(units: tuple[Unit, ...], training: bool, config: Config) -> Any
         sorted((p.fqn, str(p.compute_dtype), p.requires_grad) for u in units for p in u.params)
     )
     ignored = tuple(sorted(p.fqn for u in units for p in u.ignored))
-    return cast, dtypes, ignored, training, config.device
+    return cast, dtypes, ignored, training, config.device, repr(config.data_sizes)
 
 
 def _verify(program: Program, pass_name: str | None, names: Sequence[str]) -> None:

@@ -26,6 +26,7 @@ from fxshard.capture import (
     rng,
 )
 from fxshard.capture.alike import Alike
+from fxshard.capture.data_sizes import Told
 from fxshard.errors import CaptureError
 from fxshard.ir.domain import Symbols
 from fxshard.ir.extensions import Extension
@@ -58,6 +59,7 @@ class Request:
     symbols: Symbols
     every_tangent: bool
     tangents: tuple[int, ...] | None = None
+    data_sizes: Told = None
 
     @functools.cached_property
     def _paths(self) -> tuple[list[tuple[Any, Any]], trees.TreeSpec]:

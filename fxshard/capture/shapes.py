@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import operator
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,12 +22,14 @@ from torch.distributed.tensor import DTensor
 from fxshard._torch import fake_tensors, trees
 from fxshard._torch import sizes as torch_sizes
 from fxshard._torch.fake_tensors import FakeTensorMode
+from fxshard.capture import data_sizes
 from fxshard.errors import CaptureError, ConfigError
 from fxshard.ir import tags
 from fxshard.ir.domain import (
     LAYOUT,
     OPEN,
     Domain,
+    FoundSize,
     Layout,
     OpenTensor,
     Place,
@@ -148,10 +149,12 @@ class Trace:
     """The symbols of one trace.
 
     Attributes:
+        told: how large the sizes are that the model finds in its data.
         env: torch's ShapeEnv, which collects what the trace asks of them.
     """
 
-    def __init__(self, places: Symbols, sizes: Sizes) -> None:
+    def __init__(self, places: Symbols, sizes: Sizes, told: data_sizes.Told = None) -> None:
+        self.told = told
         self.places: dict[str, tuple[Place, ...]] = dict(places)
         self.sizes: Sizes = sizes
         self.env = torch_sizes.ShapeEnv(duck_shape=False)
@@ -221,6 +224,8 @@ def concretize(graph: fx.Graph, trace: Trace, mode: FakeTensorMode) -> Domain:
         mode: owner of the concrete fake values.
     """
     example = _Example(trace, mode)
+    found = data_sizes.found(graph, example.from_data, trace.told, example.bounds)
+    example.take(found)
     _sizes_first(graph, example)
     for node in graph.nodes:
         if "val" in node.meta:
@@ -230,7 +235,7 @@ def concretize(graph: fx.Graph, trace: Trace, mode: FakeTensorMode) -> Domain:
                 node.meta[LAYOUT] = layout
             node.meta[OPEN] = example.open(val)
             node.meta["val"] = example.of(val)
-    return trace.domain()
+    return dataclasses.replace(trace.domain(), found=found)
 
 
 def take_along(node: fx.Node, copy: fx.Node) -> None:
@@ -284,15 +289,6 @@ def lies_as(tensor: Tensor, stride: Sequence[Any]) -> bool:
     return all(size == 1 or mine == theirs for size, mine, theirs in sides)
 
 
-def depends_on_data(node: fx.Node) -> bool:
-    """True if a size of `node` is that of what the model found in its data: its fake is made up."""
-    sizes = (size for each in node.meta.get(LAYOUT, ()) for side in each for size in side)
-    return any(_FROM_DATA.search(str(size)) for size in sizes)
-
-
-_FROM_DATA = re.compile(r"\bu\d+\b")  # torch's names of symbols without an example
-
-
 def _sides(relation: type[sympy.Basic], conditions: list[sympy.Basic]) -> set[sympy.Basic]:
     """What conditions compare with 0 by `relation`."""
     with_zero = [c for c in conditions if isinstance(c, relation) and 0 in c.args]
@@ -326,6 +322,25 @@ class _Example:
             for side in (*_sides(sympy.Ne, asked), *_positive(asked))
             for factor in (side, *sympy.Mul.make_args(side))
         }
+
+    def from_data(self, node: fx.Node) -> list[sympy.Symbol]:
+        """The symbols in the value of a node that the inputs do not give."""
+        val = node.meta.get("val")
+        sizes: list[Any] = [val] if isinstance(val, torch_sizes.SYMBOLIC) else []
+        for tensor in tags.tensors(val) if val is not None else ():
+            sizes += tensor.shape
+        every = {s for size in sizes for s in self._expression(size).free_symbols}
+        return sorted(every - self._given.keys(), key=str)
+
+    def bounds(self, symbol: sympy.Symbol) -> tuple[Any, Any]:
+        """The least and the largest number that the trace lets a symbol be."""
+        known = self.env.var_to_range[symbol]
+        return known.lower, known.upper
+
+    def take(self, found: Sequence[FoundSize]) -> None:
+        """Let the sizes that the model finds in its data be as large as the user says."""
+        told = {each.symbol: each.size for each in found if each.size is not None}
+        self._made_up |= {symbol: sympy.Integer(size) for symbol, size in told.items()}
 
     def number(self, value: Any) -> Any:
         """A size as a number."""
@@ -401,9 +416,9 @@ class _Example:
         if symbol in self._given:
             return sympy.Integer(self._given[symbol])
         if symbol not in self._made_up:  # depends on the data: any number in its range will do
-            bounds = self.env.var_to_range[symbol]
+            least, most = self.bounds(symbol)
             number = sympy.Integer(5 + 2 * len(self._made_up))
-            self._made_up[symbol] = min(max(number, bounds.lower), bounds.upper)
+            self._made_up[symbol] = min(max(number, least), most)
         return self._made_up[symbol]
 
     def of(self, value: Any) -> Any:

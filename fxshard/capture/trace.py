@@ -35,6 +35,7 @@ from fxshard.capture import (
 from fxshard.capture.alike import Alike
 from fxshard.capture.call import FlatCall, Request, refuse_opaque
 from fxshard.capture.cuda import operators as cuda_operators
+from fxshard.capture.data_sizes import Told
 from fxshard.capture.held import Snapshot
 from fxshard.capture.normalize import fake_like, normalize
 from fxshard.capture.repeat import find, ghosts, prove, rehearse, write
@@ -93,6 +94,7 @@ def capture(
     symbols: Symbols | None = None,
     every_tangent: bool = False,
     tangents: tuple[int, ...] | None = None,
+    data_sizes: Told = None,
 ) -> Program:
     """Trace one call of `model` into a Program that no pass has touched yet.
 
@@ -112,8 +114,10 @@ def capture(
         every_tangent: backward starts from every output that needs a gradient, of whatever shape;
             for graphs of Dynamo, whose backend sees itself to inputs that share memory.
         tangents: backward starts from these outputs (flat indices) and no others.
+        data_sizes: how large the sizes are that the model finds in its data.
 
     Raises:
+        ConfigError: `data_sizes` tells of what the model does not find, or what it cannot be.
         CaptureError: Python control flow depends on data, a trainable parameter lost its
             gradient, or torch refused the graph; names the line of the user's code.
     """
@@ -121,7 +125,7 @@ def capture(
     request = Request(
         *(model, args, kwargs, units, world_size, training, device),
         *(where_it_computes(model, device), for_cuda, symbols or {}, every_tangent),
-        tangents,
+        *(tangents, data_sizes),
     )
     failures: dict[str, CaptureError] = {}
     try:
@@ -360,7 +364,8 @@ def _setup(
     sizes, tracing, leaves = None, mode or _mode(request), request.leaves
     if request.symbols or way != DIRECT:
         ints = any(dim is None for places in request.symbols.values() for _, dim in places)
-        sizes = shapes.Trace(request.symbols, shapes.of_call(leaves, ints=ints))
+        given = shapes.of_call(leaves, ints=ints)
+        sizes = shapes.Trace(request.symbols, given, request.data_sizes)
         tracing = _mode(request, sizes.env)
         leaves = [sizes.number(i, leaf) for i, leaf in enumerate(leaves)]
     fakes: list[torch.Tensor] = []

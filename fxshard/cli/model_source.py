@@ -113,6 +113,13 @@ def add_arguments(parser: argparse.ArgumentParser, sizes: tuple[int, int] = (1, 
     parser.add_argument(
         "--memory-budget", metavar="80GiB", help="choose a schedule and checkpoints that fit"
     )
+    parser.add_argument(
+        "--data-sizes",
+        action="append",
+        type=data_size,
+        metavar="512|layers.*.moe=512",
+        help="at most, what a module finds in its data (rows of a mask); may be repeated",
+    )
     parser.add_argument("--backend", choices=BACKENDS, default="eager", help="of compute regions")
     parser.add_argument(
         "--gradient-checkpointing", action="store_true", help="of the transformers model"
@@ -142,6 +149,7 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
         "mixed_precision": bf16 if args.bf16 else None,
         "offload": CPUOffloadPolicy() if args.offload else None,
         "checkpoint": args.checkpoint,
+        "data_sizes": once(args.data_sizes, "--data-sizes") or None,
         "backend": args.backend,
         "memory_budget": args.memory_budget,
     }
@@ -265,9 +273,13 @@ def imported(spec: str, option: str) -> Any:
 
 def whole_number(text: str) -> int:
     """A number of at least 1."""
+    return _at_least(text, 1)
+
+
+def _at_least(text: str, least: int) -> int:
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text} is less than {least}")
     return value
 
 
@@ -289,6 +301,12 @@ def named_size(text: str) -> tuple[str, int]:
     """``seq=8192``."""
     name, _, size = text.partition("=")
     return name, whole_number(size)
+
+
+def data_size(text: str) -> tuple[str, int]:
+    """``layers.*.moe=512``; or ``512``, of every module."""
+    name, equals, size = text.rpartition("=")
+    return name if equals else "**", _at_least(size, 0)
 
 
 def named_dimensions(text: str) -> tuple[str, list[tuple[str, int]]]:
@@ -330,5 +348,6 @@ def _reshard(text: str) -> bool | int:
 _ranks.__name__ = "number of ranks"
 named_size.__name__ = "size, such as seq=8192"
 named_dimensions.__name__ = "name of a size, such as batch=x:0"
+data_size.__name__ = "size, such as 512 or layers.*.moe=512"
 _reshard.__name__ = "yes, no or whole number"
 whole_number.__name__ = "whole number"  # argparse puts it into "invalid ... value"

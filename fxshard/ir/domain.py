@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import sympy
+from torch import fx
 
 Place = tuple[int, int | None]  # flat leaf of the call, and its dimension; None: the leaf, an int
 
@@ -24,6 +25,24 @@ FIXED = "a size that the program has as a number is another in this call"
 
 
 @dataclasses.dataclass(frozen=True)
+class FoundSize:
+    """A size that the model finds in its data.
+
+    Attributes:
+        symbol: it.
+        module: FQN of the module that finds it.
+        line: of the user's code, for people.
+        size: how large the user says it is; None: nothing is said, and what depends on it is made
+            up.
+    """
+
+    symbol: sympy.Symbol
+    module: str
+    line: str
+    size: int | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Domain:
     """The sizes that a program serves.
 
@@ -32,12 +51,14 @@ class Domain:
         places: per name of a symbolic size, where the call has it.
         symbols: per name, its symbol.
         conditions: what the trace assumed of the sizes, and where torch asked for it.
+        found: the sizes that the model finds in its data.
     """
 
     example: Sizes
     places: Symbols
     symbols: Mapping[str, sympy.Symbol]
     conditions: tuple[tuple[sympy.Basic, str], ...]
+    found: tuple[FoundSize, ...] = ()
 
     def refusal(self, sizes: Sizes) -> str | None:
         """Why a call with these sizes needs another program; None if this one serves it."""
@@ -69,7 +90,19 @@ class Domain:
         ]
         more = f" and {len(notable) - 4} more" if len(notable) > 5 else ""
         held = f" while {', '.join(notable[:4] if more else notable)}{more}" if notable else ""
-        return f"open: {', '.join(self.free) or 'nothing'}{held}"
+        told = len([each for each in self.found if each.size is not None])
+        data = f"; {len(self.found)} sizes from data, {told} of them told" if self.found else ""
+        return f"open: {', '.join(self.free) or 'nothing'}{held}{data}"
+
+    @property
+    def from_data(self) -> frozenset[sympy.Basic]:
+        """The sizes that the model finds in its data: they differ between calls, and ranks."""
+        return frozenset(each.symbol for each in self.found)
+
+    @property
+    def unknown(self) -> frozenset[sympy.Basic]:
+        """The sizes that the model finds in its data and of which nothing is said."""
+        return frozenset(each.symbol for each in self.found if each.size is None)
 
     @property
     def free(self) -> tuple[str, ...]:
@@ -126,3 +159,9 @@ class OpenTensor:
 # Metadata keys of a node that has symbols:
 LAYOUT = "fxshard_layout"  # the Layout of each of its tensors
 OPEN = "fxshard_open"  # where each of them lies; missing on what was made after the trace
+
+
+def depends_on(node: fx.Node, symbols: Set[sympy.Basic]) -> bool:
+    """True if a size or a stride of `node` does."""
+    sizes = (size for each in node.meta.get(LAYOUT, ()) for side in each for size in side)
+    return any(size.free_symbols & symbols for size in sizes)

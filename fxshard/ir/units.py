@@ -664,7 +664,7 @@ def _matches(model: nn.Module, item: Any) -> set[str]:
         found = {name for name, module in model.named_modules() if isinstance(module, item)}
         what = f"class {item.__name__}"
     elif isinstance(item, str):
-        found = {n for n, _ in model.named_modules() if n and _glob(item.split("."), n.split("."))}
+        found = {n for n, _ in model.named_modules() if n and matches(item, n)}
         what = f"pattern {item!r}"
     else:
         raise UnitError(f"units holds {item!r}: expected a module class or an FQN glob.")
@@ -675,6 +675,11 @@ def _matches(model: nn.Module, item: Any) -> set[str]:
             f"Its modules begin: {some}. ('*' matches one name, '**' any number.)"
         )
     return found
+
+
+def matches(pattern: str, fqn: str) -> bool:
+    """True if an FQN is one of a pattern: ``*`` stands for one name, ``**`` for any number."""
+    return _glob(pattern.split("."), fqn.split("."))
 
 
 def _glob(pattern: list[str], names: list[str]) -> bool:

@@ -379,14 +379,19 @@ class Plan:
             require_schedule(program)
 
     def _require_known_sizes(self) -> None:
+        sizes = self.program.domain
+        if sizes is None or not sizes.unknown:
+            return
         for node in self.program.graph.nodes:
-            if shapes.depends_on_data(node):
+            if domain.depends_on(node, sizes.unknown):
                 tag = tags.get(node)
+                finds = next(each for each in sizes.found if each.size is None).module
                 raise UnknownSizeError(
                     f"the size of {node.name}, by {dump.operation(node)} of "
                     f"{tag.module or 'the root module'} ({tag.line}), depends on the data, so that "
-                    f"bytes and times are not known before it runs. Give it a fixed size (such as "
-                    f"torch.where, or nonzero_static) to have them."
+                    f"bytes and times are not known before it runs. Say how large it is at most, "
+                    f"data_sizes={{{finds!r}: 64}}, or give it a fixed size (such as torch.where, "
+                    f"or nonzero_static) to have them."
                 )
 
     @collector.paused()

@@ -11,10 +11,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+import sympy
 from torch import fx
 
 from fxshard._torch.traced_collectives import is_collective
-from fxshard.ir import dump, ops, tags
+from fxshard.ir import domain, dump, ops, tags
 from fxshard.ir.program import Program
 from fxshard.verify import walk
 
@@ -38,13 +39,14 @@ def collectives(program: Program) -> list[str]:
         3 backward fxshard.reduce_scatter group=shard size=2 op=avg unit=0 bytes=48 [head f32[4,3]]
     """
     launches = [node for node in program.graph.nodes if ops.communicates(node)]
-    return [f"{i} {_line(node)}" for i, node in enumerate(launches)]
+    found = program.domain.from_data if program.domain else frozenset()
+    return [f"{i} {_line(node, found)}" for i, node in enumerate(launches)]
 
 
-def _line(launch: fx.Node) -> str:
+def _line(launch: fx.Node, found: frozenset[sympy.Basic]) -> str:
     tag = tags.get(launch)
     if is_collective(launch):
-        return f"{tag.phase} {_of_the_model(launch)}"
+        return f"{tag.phase} {_of_the_model(launch, found)}"
     text = f"{tag.phase} {dump.operation(launch)} group={ops.group(launch)} size={launch.args[1]}"
     op = ops.argument(launch, "op")
     text += f" op={op}" if op else ""
@@ -58,9 +60,14 @@ def _line(launch: fx.Node) -> str:
     return f"{text} unit={tag.unit} bytes={size} [{what}]"
 
 
-def _of_the_model(call: fx.Node) -> str:
-    """A collective that forward calls; its group has other names on other ranks."""
+def _of_the_model(call: fx.Node, found: frozenset[sympy.Basic]) -> str:
+    """A collective that forward calls; its group has other names on other ranks.
+
+    So have sizes that are `found` in the data other values: what depends on them has no bytes.
+    """
     plain = (value for value in call.args[:-1] if not isinstance(value, fx.Node))
+    if any(domain.depends_on(node, found) for node in call.all_input_nodes):
+        return " ".join([str(call.target), *map(str, plain), "bytes of its data"])
     sent = [tensor for node in call.all_input_nodes for tensor in tags.tensors(node.meta["val"])]
     size = sum(tensor.numel() * tensor.element_size() for tensor in sent)
     what = ", ".join(map(dump.types, sent))
