@@ -6,27 +6,30 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import CodeType
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 
 def dynamo(model: nn.Module, args: Any, kwargs: Any, backend: Callable[..., Any]) -> Any:
     """Run ``model(*args, **kwargs)`` under ``torch.compile``, as one graph for `backend`.
 
-    The graph may have sizes and numbers that depend on data. Nothing is cached: the code object
-    that Dynamo's cache is attached to is new each time. (torch/_dynamo/config.py)
+    The graph may have sizes and numbers that depend on data. Nothing is cached: Dynamo's cache is
+    that of the function, which is new each time. (torch/_dynamo/config.py)
     """
 
     import torch._dynamo as _dynamo  # 2 s, so only for those who need it
 
+    @with_a_cache_of_its_own
     def call(model: nn.Module, args: Any, kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
-    call.__code__ = call.__code__.replace(co_name="call_of_the_model")
     options = {
         "capture_scalar_outputs": True,
         "capture_dynamic_output_shape_ops": True,
@@ -99,6 +102,18 @@ def register_backend(name: str, compiler: Callable[..., Any]) -> None:
 
     if name not in registry.list_backends(exclude_tags=()):
         registry.register_backend(compiler, name)
+
+
+def with_a_cache_of_its_own(function: Function) -> Function:
+    """Let what Dynamo compiles of `function` be counted apart from other functions of one ``def``.
+
+    Dynamo keeps what it has compiled by the code object, and gives up after a number of entries
+    (``recompile_limit``): a closure that wraps one class after the other would be given up after so
+    many classes. (torch/_dynamo/cache_size.py)
+    """
+    code: CodeType = function.__code__
+    function.__code__ = code.replace()
+    return function
 
 
 def only_inlined(function: Callable[..., Any]) -> None:

@@ -267,6 +267,7 @@ _FLAT_WEIGHTS = property(_read_flat_weights, lambda self, value: None)
 
 
 def _root_forward(inner: Callable[..., Any]) -> Callable[..., Any]:
+    @dynamo.with_a_cache_of_its_own
     @functools.wraps(inner)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Dynamo inlines this. It cannot break a graph inside of a try block: with a graph break in
@@ -289,6 +290,7 @@ def _casting_forward(
 ) -> Callable[..., Any]:
     """What `fxshard.capture.precision.casting` does by hooks, where Dynamo sees it."""
 
+    @dynamo.with_a_cache_of_its_own
     @functools.wraps(inner)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if inputs is not None:

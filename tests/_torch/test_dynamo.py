@@ -112,6 +112,25 @@ def test_a_backend_is_registered_once() -> None:
         registry._BACKENDS.pop("fxshard_test", None)
 
 
+def test_functions_of_one_def_are_compiled_apart() -> None:
+    def around(inner: Any, apart: bool) -> Any:
+        def outer(x: torch.Tensor) -> Any:
+            return inner(x)
+
+        return dynamo.with_a_cache_of_its_own(outer) if apart else outer
+
+    def compiled(apart: bool) -> None:
+        torch._dynamo.reset()
+        for inner in (torch.sin, torch.cos, torch.tanh, torch.exp):
+            run = torch.compile(around(inner, apart), backend="eager", fullgraph=True)
+            assert run(torch.ones(2)).equal(inner(torch.ones(2)))
+
+    with torch._dynamo.config.patch(recompile_limit=2):
+        compiled(apart=True)
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            compiled(apart=False)
+
+
 def test_only_inlined_functions_are_traced_by_their_callers_alone() -> None:
     counts = {"graphs": 0}
 

@@ -67,6 +67,15 @@ def test_more_programs_than_allowed_are_refused() -> None:
     run(torch.randn(4, WIDTH))
 
 
+def test_many_models_are_compiled_in_one_process() -> None:
+    """Each class counts for itself, as it does without fxshard."""
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for number in range(4):
+            cls: Any = type(f"Mlp{number}", (Mlp,), {})
+            plain, model = pair(cls)
+            assert_same_step(plain, model, compiled(model), torch.randn(3, WIDTH))
+
+
 class Dropping(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(super().forward(x), 0.5, self.training)
