@@ -39,12 +39,12 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """f32[n, 32] -> f32[n, 16]."""
+    """f32[n, width] -> f32[n, out]."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 32, depth: int = 3, out: int = 16) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(32) for _ in range(3))
-        self.head = nn.Linear(32, 16)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, out)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fxshard.pipeline import Pass, Pipeline, default_passes
     from fxshard.planner.result import Tuning
     from fxshard.plans.plan import Plan
-    from fxshard.runtime.checkpoint import async_save, load_checkpoint, save_checkpoint
+    from fxshard.runtime.checkpoint.verbs import async_save, load_checkpoint, save_checkpoint
     from fxshard.runtime.full_matrices import full_matrix_updates
     from fxshard.runtime.module import FxshardModule, register_fsdp_forward_method
     from fxshard.validation.compare import Validation
@@ -88,7 +88,7 @@ _HOMES = {
     "Plan": "plans.plan",
     "Tuning": "planner.result",
     "Validation": "validation.compare",
-    "async_save": "runtime.checkpoint",
+    "async_save": "runtime.checkpoint.verbs",
     "compile": "api",
     "default_passes": "pipeline",
     "dry_run": "dryrun.run",
@@ -96,11 +96,11 @@ _HOMES = {
     "full_matrix_updates": "runtime.full_matrices",
     "fully_shard": "api",
     "is_dry_run": "dryrun.run",
-    "load_checkpoint": "runtime.checkpoint",
+    "load_checkpoint": "runtime.checkpoint.verbs",
     "plan": "api",
     "register_fsdp_forward_method": "runtime.module",
     "reports": "dynamo.graphs",
-    "save_checkpoint": "runtime.checkpoint",
+    "save_checkpoint": "runtime.checkpoint.verbs",
     "shard": "api",
     "tune": "api",
     "validate": "api",

@@ -26,7 +26,7 @@ from examples.demo import claims
 from examples.demo.corpus import Corpus, bits, mean_bits_per_byte, read_corpus
 from examples.demo.recipe import Settings, checkpoint_state, train_step
 from fxshard import Plan
-from fxshard.cli.commands import excerpt
+from fxshard.cli.validate import excerpt
 from fxshard.errors import FxshardError
 from fxshard.ir import ops
 from fxshard.runtime.world.backends import BACKENDS

@@ -20,11 +20,12 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import fxshard
-from fxshard.bytesize import parse_budget, parse_bytes, size_text
+from fxshard.bytesize import SIZES, parse_budget, parse_bytes, size_text
 from fxshard.cli.model_source import OPTIMIZERS, imported, load
 from fxshard.config import Config
 from fxshard.errors import ConfigError, FxshardError, UnitError
 from fxshard.host import files
+from fxshard.host.progress import task
 from fxshard.memory.category import State
 from fxshard.memory.report import MemoryReport
 from fxshard.memory.views import serialize
@@ -149,6 +150,30 @@ def check(
         except OSError as error:
             raise ConfigError(f"cannot write {beside}: {error.strerror}.") from error
     return checked
+
+
+def run(args: argparse.Namespace) -> int:
+    """``fxshard check``."""
+    with task("planning") as say:
+        checked = check(args.file, only=args.only, update=args.update, say=say)
+    for each in checked:
+        print(*each.lines(args.all, args.memory_units or "MiB"), sep="\n")
+    failed = sum(bool(each.failures) for each in checked)
+    jobs = "1 job" if len(checked) == 1 else f"{len(checked)} jobs"
+    print(f"{jobs}, {failed} failed" + ("; recorded" if args.update else ""))
+    return 1 if failed else 0
+
+
+def add_check(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``fxshard check``."""
+    parser.add_argument("file", metavar="memory.toml", help="docs/check.md says what is in it")
+    parser.add_argument(
+        "--update", action="store_true", help="record what the jobs have now, in memory.lock.json"
+    )
+    parser.add_argument("--only", metavar="NAME", help="this job alone")
+    parser.add_argument("--all", action="store_true", help="the table of jobs that pass, too")
+    parser.add_argument("--memory-units", choices=SIZES, help="(MiB)")
+    parser.set_defaults(command=run)
 
 
 def _checked(

@@ -1,6 +1,6 @@
 """The commands, and what each is for."""
 
-# What each is for; `fxshard.cli.commands` has their arguments, and needs torch.
+# What each is for; their files have their arguments, and need torch.
 COMMANDS = {
     "report": "memory of one rank, from the program alone",
     "explain": "where the peak is, and what is alive there",

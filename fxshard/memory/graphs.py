@@ -10,8 +10,9 @@ import numpy as np
 
 from fxshard.bytesize import size_text
 from fxshard.memory.category import CATEGORIES, Matrix
+from fxshard.memory.figures import Snapshot
 from fxshard.memory.ledger import PhaseBytes
-from fxshard.memory.report import MemoryReport, Snapshot
+from fxshard.memory.report import MemoryReport
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,9 +20,12 @@ from fxshard.errors import CaptureError
 from fxshard.ir import dump, tags
 from fxshard.ir.program import Program
 from fxshard.ir.units import find_units
-from tests.zoo import architectures as zoo
 from tests.zoo import deep
+from tests.zoo import transformers_configs as configs
+from tests.zoo.architecture import ADAMW
 from tests.zoo.deep import HALF, STAMPED, Block, Net, x
+from tests.zoo.transformers_batches import TOKENS, images
+from tests.zoo.transformers_rows import hf, hf_checkpointed
 from tests.zoo.traps import DEEP_TRAPS, TRAPS
 
 FLAT = "is captured block by block"
@@ -268,45 +271,45 @@ def test_compile_stamps_too(monkeypatch: Any) -> None:
 DEEP = dict(num_hidden_layers=8)
 # name -> class, configuration, batch, options of `fxshard.plan`
 MODELS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", zoo.LM | DEEP, zoo.TOKENS, {}),
+    "llama": ("LlamaForCausalLM", configs.LM | DEEP, TOKENS, {}),
     "llama, 16 layers": (
-        *("LlamaForCausalLM", zoo.LM | {"num_hidden_layers": 16}, zoo.TOKENS),
-        {"checkpoint": "full", "mixed_precision": HALF, "optimizer": zoo.ADAMW},
+        *("LlamaForCausalLM", configs.LM | {"num_hidden_layers": 16}, TOKENS),
+        {"checkpoint": "full", "mixed_precision": HALF, "optimizer": ADAMW},
     ),
-    "qwen3": ("Qwen3ForCausalLM", zoo.HEAD8 | DEEP, zoo.TOKENS, {}),
-    "gpt2": ("GPT2LMHeadModel", zoo.GPT | {"n_layer": 8}, zoo.TOKENS, {}),
-    "vit": ("ViTForImageClassification", zoo.VIT | DEEP, zoo.images(8), {}),
-    "bert": ("BertForMaskedLM", zoo.ENCODER | DEEP, zoo.TOKENS, {}),
-    "mixtral": ("MixtralForCausalLM", zoo.LM | zoo.EXPERTS | DEEP, zoo.TOKENS, {}),
+    "qwen3": ("Qwen3ForCausalLM", configs.HEAD8 | DEEP, TOKENS, {}),
+    "gpt2": ("GPT2LMHeadModel", configs.GPT | {"n_layer": 8}, TOKENS, {}),
+    "vit": ("ViTForImageClassification", configs.VIT | DEEP, images(8), {}),
+    "bert": ("BertForMaskedLM", configs.ENCODER | DEEP, TOKENS, {}),
+    "mixtral": ("MixtralForCausalLM", configs.LM | configs.EXPERTS | DEEP, TOKENS, {}),
     "t5": (
-        *("T5ForConditionalGeneration", zoo.T5 | {"num_layers": 9, "num_decoder_layers": 8}),
-        *(zoo.TRANSLATION, {}),
+        *("T5ForConditionalGeneration", configs.T5 | {"num_layers": 9, "num_decoder_layers": 8}),
+        *(configs.TRANSLATION, {}),
     ),
     "bart": (
         "BartForConditionalGeneration",
-        *(zoo.BART | {"encoder_layers": 8, "decoder_layers": 8}, zoo.TRANSLATION, {}),
+        *(configs.BART | {"encoder_layers": 8, "decoder_layers": 8}, configs.TRANSLATION, {}),
     ),
     "gemma3, every other layer": (
         "Gemma3ForCausalLM",
-        zoo.HEAD8
+        configs.HEAD8
         | dict(sliding_window=4, num_hidden_layers=12)
         | dict(layer_types=["sliding_attention", "full_attention"] * 6),
-        *(zoo.TOKENS, {}),
+        *(TOKENS, {}),
     ),
     "gemma3, every third layer, and one more": (
         "Gemma3ForCausalLM",
-        zoo.HEAD8
+        configs.HEAD8
         | dict(sliding_window=4, num_hidden_layers=16)
         | dict(layer_types=((["sliding_attention"] * 2 + ["full_attention"]) * 6)[:16]),
-        *(zoo.TOKENS, {}),
+        *(TOKENS, {}),
     ),
     "swin": (
         "SwinForImageClassification",
-        *(zoo.WINDOWS | dict(depths=[1, 14], drop_path_rate=0.0), zoo.images(16), {}),
+        *(configs.WINDOWS | dict(depths=[1, 14], drop_path_rate=0.0), images(16), {}),
     ),
-    "neox": ("GPTNeoXForCausalLM", zoo.ENCODER | DEEP, zoo.TOKENS, {}),
+    "neox": ("GPTNeoXForCausalLM", configs.ENCODER | DEEP, TOKENS, {}),
     "llama, open sizes": (
-        *("LlamaForCausalLM", zoo.LM | DEEP, zoo.TOKENS),
+        *("LlamaForCausalLM", configs.LM | DEEP, TOKENS),
         {"dynamic": {n: [("input_ids", i), ("labels", i)] for i, n in enumerate(("b", "s"))}},
     ),
 }
@@ -316,7 +319,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any]]] = {
 def test_transformers_equal_the_flat_capture(name: str, monkeypatch: Any, caplog: Any) -> None:
     cls, config, batch, options = MODELS[name]
     call, said = batch(0, 0), captured if name == "llama" else planned
-    seen = both(lambda: zoo.hf(cls, **config), call, monkeypatch, caplog, said, **options)
+    seen = both(lambda: hf(cls, **config), call, monkeypatch, caplog, said, **options)
     assert seen.lines == []
     assert seen.stamped == 1
 
@@ -325,9 +328,9 @@ def test_transformers_equal_the_flat_capture(name: str, monkeypatch: Any, caplog
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_their_checkpointing_too(reentrant: bool, monkeypatch: Any, caplog: Any) -> None:
     def build() -> nn.Module:
-        return zoo.hf_checkpointed("LlamaForCausalLM", reentrant=reentrant, **zoo.LM | DEEP)
+        return hf_checkpointed("LlamaForCausalLM", reentrant=reentrant, **configs.LM | DEEP)
 
-    seen = both(build, zoo.TOKENS(0, 0), monkeypatch, caplog, planned)
+    seen = both(build, TOKENS(0, 0), monkeypatch, caplog, planned)
     assert seen.lines == []
     assert seen.stamped == 1
 
@@ -352,9 +355,9 @@ def deepened(config: dict[str, Any]) -> dict[str, Any]:
 
 
 SWEEP = {
-    name: row if isinstance(row, tuple) else (row, zoo.TOKENS)
+    name: row if isinstance(row, tuple) else (row, TOKENS)
     for family in ("decoder-only", "mixture of experts", "state space and hybrid")
-    for name, row in zoo.TRANSFORMERS[family].items()
+    for name, row in configs.TRANSFORMERS[family].items()
 }
 
 
@@ -373,6 +376,6 @@ def test_any_architecture_equals_the_flat_capture(name: str, monkeypatch: Any, c
             return [said[-1]], None
 
     call = batch(0, 0)
-    build = partial(zoo.hf, name, **deepened(config))
+    build = partial(hf, name, **deepened(config))
     seen = both(build, call, monkeypatch, caplog, captured_or_refused)
     assert seen.stamped + len(seen.lines) >= (0 if said else 1)

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tests.zoo import trial
-from tests.zoo.architectures import ARCHITECTURES, FAST, TRANSFORMERS
+from tests.zoo.architectures import ARCHITECTURES, FAST
+from tests.zoo.transformers_rows import TRANSFORMERS
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 TAKEN = [name for name, each in ARCHITECTURES.items() if each.refused is None]

@@ -7,50 +7,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer
 
 import fxshard
 from tests.fsdp2 import full
-
-
-def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=16,
-    )
-    return LlamaForCausalLM(config)
-
-
-def tokens(seed: int, *shape: int) -> Tensor:
-    return torch.randint(0, 32, shape, generator=torch.Generator().manual_seed(seed))
+from tests.tiny import llama, tokens, training
 
 
 def trained(model: nn.Module, folder: Path) -> tuple[list[dict[str, float]], Trainer]:
     """What the trainer logs: losses, norms of gradients, evaluations."""
     data = [{"input_ids": (ids := tokens(i, 6)), "labels": ids} for i in range(8)]
-    options = TrainingArguments(
-        str(folder),
-        max_steps=2,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=2,
-        max_grad_norm=0.5,
-        learning_rate=1e-2,
-        logging_steps=1,
-        eval_strategy="steps",
-        eval_steps=2,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
+    clipped = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
+    options = training(folder, max_steps=2, eval_strategy="steps", eval_steps=2, **clipped)
     trainer = Trainer(model=model, args=options, train_dataset=data, eval_dataset=data[:2])
     trainer.train()
     said = ("loss", "grad_norm", "eval_loss", "train_loss")

@@ -7,28 +7,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed import fsdp
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import fxshard
 from tests.fsdp2 import full
 
 LORA = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
-
-
-def llama(dtype: torch.dtype = torch.float32, layers: int = 1, **options: Any) -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        **{
-            "vocab_size": 32,
-            "hidden_size": 8,
-            "intermediate_size": 16,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 2,
-            "max_position_embeddings": 16,
-        }
-        | options
-    )
-    return LlamaForCausalLM(config).to(dtype)
 
 
 def adapted(base: nn.Module, **options: Any) -> Any:

@@ -12,27 +12,15 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import fxshard
 import fxshard.integrations.accelerate as integration
 from tests.integrations.accelerating import accelerating
 from tests.ranks import Ranks, told
+from tests.tiny import llama
 
 Pools = Callable[[int], Ranks]
-
-
-def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=16,
-    )
-    return LlamaForCausalLM(config)
 
 
 def plugin(**options: Any) -> FullyShardedDataParallelPlugin:

@@ -9,6 +9,7 @@ from torch.distributed import fsdp
 from torch.testing import assert_close
 
 import fxshard
+from benchmarks.float8 import Net
 from fxshard.errors import UnitError
 from fxshard.integrations.quantized import packed
 from fxshard.verify.certificate import collectives
@@ -20,29 +21,9 @@ WIDTH = 16
 RECIPES = ("tensorwise", "tensorwise, float8 all-gather", "rowwise", "rowwise_with_gw_hp")
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width, bias=False)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(self.norm(x)).relu())
-
-
-class Net(nn.Module):
-    """f32[n, width] -> f32[n, width]."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(width)])
-        self.head = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def net(width: int = WIDTH) -> Net:
+    """f32[n, width] -> f32[n, width], of one block."""
+    return Net(width, 1, width)
 
 
 def converted(recipe: str, model: nn.Module | None = None, emulate: bool = True) -> Any:
@@ -51,7 +32,7 @@ def converted(recipe: str, model: nn.Module | None = None, emulate: bool = True)
     config = Float8LinearConfig.from_recipe_name(name)
     object.__setattr__(config, "emulate", emulate)
     object.__setattr__(config, "enable_fsdp_float8_all_gather", bool(gathers))
-    return convert_to_float8_training(model or Net(), config=config)
+    return convert_to_float8_training(model or net(), config=config)
 
 
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
@@ -122,7 +103,7 @@ def sent(recipe: str, **options: Any) -> list[int]:
     """Bytes of each all-gather of the first block's forward, as the plan says."""
     width = 64
     plan = fxshard.plan(
-        converted(recipe, Net(width).to(options.pop("dtype", torch.float32)), emulate=False),
+        converted(recipe, net(width).to(options.pop("dtype", torch.float32)), emulate=False),
         (torch.randn(16, width),),
         world_size=8,
         units=["blocks.*"],
@@ -151,11 +132,11 @@ def test_rowwise_recipes_are_planned_for_cuda() -> None:
 def test_packing_frozen_weights_leaves_those_that_are_trained_alone() -> None:
     model = converted(RECIPES[1])
     names = [name for name, _ in packed(model).named_parameters()]
-    assert names == [name for name, _ in Net().named_parameters()]
+    assert names == [name for name, _ in net().named_parameters()]
 
 
 def test_rows_that_do_not_divide_are_refused_by_name() -> None:
-    model = converted(RECIPES[1], Net(24))
+    model = converted(RECIPES[1], net(24))
     try:
         fxshard.plan(model, (torch.randn(4, 24),), world_size=16, units=["blocks.*"])
     except UnitError as error:

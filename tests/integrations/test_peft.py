@@ -23,12 +23,12 @@ from tests.integrations.peft_cases import (
     WAYS,
     adapted,
     fill_adapters,
-    llama,
     logits,
     tokens,
     trained,
 )
 from tests.ranks import told
+from tests.tiny import llama
 
 near = functools.partial(assert_close, rtol=1e-4, atol=1e-5)
 
@@ -47,9 +47,10 @@ CASES: dict[str, dict[str, Any]] = {
 
 def everywhere(rank: int, world_size: int, options: dict[str, Any], dtype: torch.dtype) -> Any:
     found = {
-        way: trained(shard(adapted(llama(dtype), **options)), [rank]) for way, shard in WAYS.items()
+        way: trained(shard(adapted(llama().to(dtype), **options)), [rank])
+        for way, shard in WAYS.items()
     }
-    return found | {"alone": trained(adapted(llama(dtype), **options), range(world_size))}
+    return found | {"alone": trained(adapted(llama().to(dtype), **options), range(world_size))}
 
 
 def check_training(found: list[Any], options: dict[str, Any]) -> None:

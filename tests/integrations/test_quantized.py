@@ -17,8 +17,9 @@ import fxshard
 from fxshard.errors import ConfigError, UnitError
 from fxshard.integrations.quantized import packed
 from fxshard.verify.certificate import collectives
-from tests.integrations.peft_cases import WAYS, adapted, llama, logits, tokens, trained
+from tests.integrations.peft_cases import WAYS, adapted, logits, tokens, trained
 from tests.ranks import told
+from tests.tiny import llama
 
 quantization = pytest.importorskip("torchao.quantization")
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -27,7 +28,7 @@ near = functools.partial(assert_close, rtol=1e-4, atol=1e-5)
 
 
 def base(dtype: torch.dtype = torch.float32) -> Any:
-    return llama(dtype, hidden_size=32, intermediate_size=64)
+    return llama(hidden_size=32, intermediate_size=64).to(dtype)
 
 
 def of_torchao(config: Any, dtype: torch.dtype = torch.float32) -> Any:

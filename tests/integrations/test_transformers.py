@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer
 from transformers.distributed import DistributedConfig
 
 import fxshard
 import fxshard.integrations.transformers as integration
 from tests.integrations.accelerating import accelerating
-from tests.integrations.trainer_cases import llama, logged, tokens
+from tests.integrations.trainer_cases import logged
 from tests.ranks import Ranks, told
+from tests.tiny import llama, tokens, training
 
 Pools = Callable[[int], Ranks]
 
@@ -74,20 +75,8 @@ def in_a_trainer(rank: int, world_size: int, folder: str) -> list[Any]:
         with accelerating(rank, world_size, "torch"):
             if by == "fxshard":
                 integration.enable()
-            args = TrainingArguments(
-                f"{folder}/{by}",
-                max_steps=3,
-                per_device_train_batch_size=1,
-                gradient_accumulation_steps=2,
-                max_grad_norm=0.5,
-                learning_rate=1e-2,
-                logging_steps=1,
-                save_strategy="no",
-                report_to=[],
-                use_cpu=True,
-                disable_tqdm=True,
-                dataloader_pin_memory=False,
-            )
+            clipped = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
+            args = training(f"{folder}/{by}", max_steps=3, **clipped)
             model = loaded(folder)
             made = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[:4])
             made.train()

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 import fxshard
 from tests.integrations.accelerating import accelerating
-from tests.integrations.trainer_cases import VOCABULARY, llama
 from tests.ranks import Ranks
+from tests.tiny import QUIET, VOCABULARY, llama
 
 Pools = Callable[[int], Ranks]
 
@@ -50,10 +50,7 @@ def trained(
             eval_steps=2,
             save_strategy="steps",
             save_steps=2,
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
+            **QUIET,
         )
         torch.manual_seed(0)
         made = SFTTrainer(

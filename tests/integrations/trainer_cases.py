@@ -4,35 +4,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     BertConfig,
     GPT2Config,
-    LlamaConfig,
     T5Config,
     Trainer,
-    TrainingArguments,
 )
 
 import fxshard
 from tests.integrations.accelerating import accelerating
-
-VOCABULARY = 32
-
-
-def llama(layers: int = 1) -> Any:
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        max_position_embeddings=16,
-    )
-    return AutoModelForCausalLM.from_config(config)
+from tests.tiny import VOCABULARY, llama, tokens, training
 
 
 def gpt2() -> Any:
@@ -75,10 +59,6 @@ def deeper_llama() -> Any:
 MODELS = {made.__name__: made for made in (llama, deeper_llama, gpt2, bert, t5)}
 
 
-def tokens(seed: int, *shape: int) -> Tensor:
-    return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
-
-
 def trainer(name: str, folder: Path, **options: Any) -> Trainer:
     """Of a small model and 16 sequences of 6 tokens; it logs every step."""
     torch.manual_seed(0)
@@ -91,16 +71,8 @@ def trainer(name: str, folder: Path, **options: Any) -> Trainer:
         "fsdp": True,
         "fsdp_config": {"version": 2},
         "max_steps": 4,
-        "per_device_train_batch_size": 1,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
     }
-    args = TrainingArguments(str(folder), **chosen | options)
+    args = training(folder, **chosen | options)
     return Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[:5])
 
 

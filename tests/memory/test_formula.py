@@ -23,7 +23,7 @@ from fxshard.errors import ConfigError, OutOfRangeError
 from fxshard.memory import symbolic
 from fxshard.memory.category import Category, State
 from fxshard.memory.report import MemoryReport
-from tests.zoo.architectures import hf
+from tests.zoo.transformers_rows import hf
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 SMALL = {"vocab_size": 96, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}

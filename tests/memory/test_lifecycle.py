@@ -27,7 +27,8 @@ from fxshard.memory.lifecycle.phases import lifecycle
 from fxshard.memory.lifecycle.script import LifecyclePhase
 from fxshard.memory.liveness import held_ranges
 from fxshard.memory.optimizer import trace_step
-from fxshard.runtime import checkpoint, sharding
+from fxshard.runtime import sharding
+from fxshard.runtime.checkpoint import saved as what_is_saved
 from fxshard.validation.tracker import Tracker
 from tests.oracles import uncollected
 
@@ -497,13 +498,13 @@ def anew(rank: int, world_size: int, optimizer: str, path: str) -> tuple[int, in
     ours(torch.ones(2, 6)).backward()
     made.step()
     made.zero_grad()
-    plain, checkpoint._state = checkpoint._state, marked
+    plain, what_is_saved.state_of = what_is_saved.state_of, marked
     try:
         saved, _ = growth(lambda: fxshard.save_checkpoint(path, ours, made), mark="_state")
         ours, made = build()
         loaded, _ = growth(lambda: fxshard.load_checkpoint(path, ours, made), mark="_state")
     finally:
-        checkpoint._state = plain
+        what_is_saved.state_of = plain
     state = {t.untyped_storage() for each in made.state.values() for t in local(each.values())}
     return saved, loaded, sum(storage.nbytes() for storage in state)
 

@@ -21,7 +21,7 @@ import fxshard
 from fxshard._torch.process_groups import fake_process_group
 from fxshard.errors import CheckpointError
 from fxshard.memory.category import Category
-from fxshard.runtime import background, checkpoint
+from fxshard.runtime.checkpoint import background, files
 from fxshard.validation.tracker import Tracker
 from tests.memory.test_lifecycle import MODELS, adamw, built, phases_of
 from tests.ranks import told
@@ -33,12 +33,12 @@ from tests.zoo import MODELS as ZOO
 @contextmanager
 def writing(instead: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
     """Where torch would write, `instead` runs, with torch's writing for its argument."""
-    plain = checkpoint.save
-    checkpoint.save = lambda *args, **options: instead(lambda: plain(*args, **options))
+    plain = files.save
+    files.save = lambda *args, **options: instead(lambda: plain(*args, **options))
     try:
         yield
     finally:
-        checkpoint.save = plain
+        files.save = plain
 
 
 @contextmanager
@@ -113,13 +113,13 @@ def failed_behind(rank: int, world_size: int, path: str) -> list[str]:
         raise OSError("the disk of rank 1 is full")
 
     def fails() -> Any:
-        plain = checkpoint._digests
-        checkpoint._digests = full if rank == 1 else plain
+        plain = files._digests
+        files._digests = full if rank == 1 else plain
         try:
             future = fxshard.async_save(path, model, optimizer, extra="bad")
             Future.exception(future)  # it is done, and nobody is told
         finally:
-            checkpoint._digests = plain
+            files._digests = plain
         return future
 
     fails()

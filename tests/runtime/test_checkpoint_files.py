@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import fxshard
 from fxshard.errors import CheckpointError
-from fxshard.runtime import checkpoint
+from fxshard.runtime.checkpoint import files as saved_files
 from tests.ranks import Ranks
 
 OPERATIONS = {
@@ -86,11 +86,11 @@ def refused(path: Path) -> str:
 
 
 def test_every_file_is_in_the_digests(saved: Path) -> None:
-    listed = json.loads((saved / checkpoint.DIGESTS).read_text())
-    assert {*listed, checkpoint.DIGESTS} == set(os.listdir(saved))
+    listed = json.loads((saved / saved_files.DIGESTS).read_text())
+    assert {*listed, saved_files.DIGESTS} == set(os.listdir(saved))
 
 
-STATE = ("__0_0.distcp", ".metadata", "extra.pt", checkpoint.DIGESTS, "../latest")
+STATE = ("__0_0.distcp", ".metadata", "extra.pt", saved_files.DIGESTS, "../latest")
 
 
 @pytest.mark.parametrize("name", STATE)
@@ -113,7 +113,7 @@ def test_missing_and_added_files_are_refused(saved: Path) -> None:
     (saved / "__0_1.distcp").write_bytes(b"")
     assert "digests.json lists other files than" in refused(saved.parent)
     (saved / "__0_1.distcp").unlink()
-    for name in ("__0_0.distcp", "extra.pt", checkpoint.DIGESTS):
+    for name in ("__0_0.distcp", "extra.pt", saved_files.DIGESTS):
         (saved / name).rename(saved.parent / "away")
         refused(saved.parent)
         (saved.parent / "away").rename(saved / name)
@@ -146,9 +146,9 @@ class Touch:
 
 def sealed(state: Path) -> None:
     """What another would do who writes a checkpoint: the digests are right."""
-    files = [file for file in state.iterdir() if file.name != checkpoint.DIGESTS]
-    digests = {file.name: checkpoint._digest(file) for file in files}
-    (state / checkpoint.DIGESTS).write_text(json.dumps(digests))
+    files = [file for file in state.iterdir() if file.name != saved_files.DIGESTS]
+    digests = {file.name: saved_files._digest(file) for file in files}
+    (state / saved_files.DIGESTS).write_text(json.dumps(digests))
 
 
 def in_extra(state: Path, touch: Touch) -> None:

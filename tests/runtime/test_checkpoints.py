@@ -29,7 +29,7 @@ from torch.testing import assert_close
 
 import fxshard
 from fxshard.errors import CheckpointError
-from fxshard.runtime import checkpoint
+from fxshard.runtime.checkpoint import files
 from tests.fsdp2 import adamw, full
 from tests.ranks import told
 from tests.runtime.test_module import built, compiled, load, reference, save, train
@@ -315,13 +315,13 @@ def fail() -> None:
 def fails_in_save(rank: int, world_size: int, path: str, end: Callable[[], None]) -> str:
     model, optimizer = made("fxshard", "mlp13", seed=1)
     if rank == 1:
-        checkpoint.save = lambda state, storage_writer, process_group: dcp.save(
+        files.save = lambda state, storage_writer, process_group: dcp.save(
             state, storage_writer=Failing(storage_writer.path, end), process_group=process_group
         )
     try:
         return told(lambda: fxshard.save_checkpoint(path, model, optimizer, extra="second"))
     finally:
-        checkpoint.save = dcp.save
+        files.save = dcp.save
 
 
 def read_back_and_save(rank: int, world_size: int, path: str) -> tuple[dict[str, Tensor], Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 import fxshard
-from fxshard.cli import commands, main
+from fxshard.cli import main, steps
 from fxshard.config import Config
 from fxshard.ir import tags
 from fxshard.ir.program import Program
@@ -373,7 +373,7 @@ def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert main.main(["validate", *TINY, "--numerics", "--all"]) == 0
     assert "bitwise    gradient" in capsys.readouterr().out
     passes = with_fault("0.linear.bias", aten.neg.default)
-    monkeypatch.setattr(commands, "options", lambda args: {"passes": passes})
+    monkeypatch.setattr(steps, "options", lambda args: {"passes": passes})
     assert main.main(["validate", *TINY, "--numerics", "--json"]) == 1
     rows = json.loads(capsys.readouterr().out)["numerics"]["rows"]
     assert "wrong" in {row["verdict"] for row in rows}

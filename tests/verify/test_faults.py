@@ -1,4 +1,4 @@
-"""Of every kind of fault (tests/faults.py), `verify` finds each that does harm.
+"""Of every kind of fault (tests/faults/), `verify` finds each that does harm.
 
 Whether a fault does harm is found without it: on a world that moves data as late and destroys it as
 early as the program allows (`graphs.StrictWorld`) the numbers are others, the ranks disagree, or it

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.zoo.architectures import ADAMW
+from tests.zoo.architecture import ADAMW
 
 DEPTH = 8
 WIDTH = 8

@@ -17,15 +17,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from tests.zoo import MODELS, Case, cross_entropy, float_batch, output_loss
 from tests.zoo import labelled_token_batch as labelled
 from tests.zoo import token_batch as tokens
-from tests.zoo.architectures import (
-    DECODER,
-    hf,
-    image_batch,
-    moe_loss,
-    translation_batch,
-    twice_loss,
-)
 from tests.zoo.handmade import MixtureOfExperts, Recurrent, Twice, UNet, lora, save_matmuls
+from tests.zoo.handmade_rows import moe_loss, twice_loss
+from tests.zoo.transformers_batches import image_batch, translation_batch
+from tests.zoo.transformers_configs import DECODER
+from tests.zoo.transformers_rows import hf
 
 
 def checkpointed(case: Case, *, selective: bool = False) -> nn.Module:

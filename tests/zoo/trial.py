@@ -18,7 +18,7 @@ from fxshard.errors import FxshardError, UnknownSizeError
 from fxshard.ir.units import configured_units
 from fxshard.validation.numerics import largest_difference, largest_value
 from tests.zoo import built, output_loss
-from tests.zoo.architectures import Architecture
+from tests.zoo.architecture import Architecture
 
 # Largest difference from eager that passes, relative to the largest value of the tensor. A gradient
 # whose largest value is below this part of the model's largest one is zero but for rounding (that

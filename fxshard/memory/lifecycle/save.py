@@ -54,7 +54,7 @@ def async_save(tree: Tree, step: OptimizerStep | None) -> LifecyclePhase:
 
     The copies are there at the end, until the thread has written them; it makes no others, as each
     has a storage of its own. Steps that run meanwhile hold so much more
-    (fxshard/runtime/background.py, ``staged``).
+    (fxshard/runtime/checkpoint/background.py, ``staged``).
     """
     script, items, unknown = _begun("async_save", tree, step)
     for item in items:
