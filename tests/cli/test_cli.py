@@ -52,19 +52,6 @@ def blocks() -> Any:
     return nn.Sequential(Block(), Block()), (torch.ones(4, 8),), {}
 
 
-class Picks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x[x[:, 0] > 0])
-
-
-def picks() -> Any:
-    return Picks(), (torch.ones(4, 8),), {}
-
-
 def of_a_function() -> Any:
     """A model that cannot be pickled."""
 
@@ -103,19 +90,6 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.startswith("Peak ") and re.search(r"owned +total", out) and "in KiB" in out
     assert "\nlm_head (" in out and "\nmodel (" in out and "\nmodel.layers (" not in out
     assert max(map(len, out[out.index("Bytes of one rank") :].splitlines())) <= 100
-
-
-def test_sizes_that_depend_on_the_data(capsys: pytest.CaptureFixture[str]) -> None:
-    picks = ("report", "--model", "tests.cli.test_cli:picks", "--world-size", "2")
-    code, _, err = run(capsys, *picks)
-    assert code == 1 and "depends on the data" in err and "data_sizes={'': 64}" in err
-    peaks = []
-    for told in (["0"], ["4"], ["=4"], ["**=1", "=4"]):
-        more = [part for each in told for part in ("--data-sizes", each)]
-        code, out, err = run(capsys, *picks, *more, "--json")
-        assert code == 0, err
-        peaks.append(json.loads(out)["peak_bytes"])
-    assert peaks[0] < peaks[3] < peaks[1] == peaks[2]
 
 
 def test_report_as_json_is_the_report(capsys: pytest.CaptureFixture[str]) -> None:
